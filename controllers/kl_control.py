@@ -26,7 +26,7 @@ class KLControlConfig:
     gain: float = 0.1
     """Relative change of the coefficient in a step for each unit of the relative error, divergence / target - 1. 0.1 is the paper's value."""
     max_error: float = 0.2
-    """Limit of the relative error, above and below the target. A larger error counts as this one. 0.2 is the paper's value."""
+    """Limit of the relative error, above and below the target. An error beyond the limit counts as the limit. 0.2 is the paper's value."""
 
     def validate(self) -> None:
         """Raises ValueError naming the value and the limit."""

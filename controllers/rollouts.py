@@ -35,7 +35,7 @@ class RolloutConfig:
     """Sampling temperature. The trainer computes its logprobs at the same temperature."""
     top_p: float = 1.0
     """Share of the probability mass from which tokens are sampled. Below 1 the trainer's logprobs cannot match the generator's, because the
-    trainer takes the probabilities of all tokens."""
+    trainer normalises its probabilities over all tokens."""
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae"] = "grpo"
     """Rule that makes advantages from the rewards of a group. Only PPO takes the rule gae. A value model then makes the advantages, every group
     is trained on, and a group may have only one completion."""
@@ -310,7 +310,7 @@ Deliver = Callable[[int, Group], None]
 
 
 class Rollouts:
-    """Generates completions of the environment's problems and scores them. The seeds depend only on the run's seed and a problem's index."""
+    """Generates completions of the environment's problems and scores them. The sampling seeds depend only on the run's seed and a problem's index."""
 
     def __init__(
         self,

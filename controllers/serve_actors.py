@@ -60,13 +60,13 @@ class Options:
 
     address: Address
     certificates: str  # folder of certificates; empty: the service does not use TLS
-    idle_timeout: float | None  # the service ends if it had no client for so many seconds; None: it never does
+    idle_timeout: float | None  # seconds without a client after which the service ends; None: no limit
     has_generator: bool
     metrics: tuple[str, int] | None  # host and port at which Prometheus reads numbers; None: no numbers are served
 
 
 def main() -> None:
-    """Start a service, or ask a running one for its status, its logs or its end."""
+    """Start a service. With `status`, `logs` or `stop`, send this request to a running service instead."""
     prog, argv = started_as(PROGRAM), sys.argv[1:]
     if argv and argv[0] in ("status", "stop", "logs"):
         sys.exit(_ask(prog, argv))
@@ -168,7 +168,7 @@ def _options(own: argparse.Namespace, *, has_generator: bool) -> Options:
 
 
 def _require_servable(invocation: cli.Invocation, options: Options) -> None:
-    """Raises ValueError if a service cannot serve this config, or does not know one of the flags."""
+    """Raises ValueError if a service cannot serve this config, or if --resume or --eval-only is set."""
     config = invocation.config
     if invocation.resume or invocation.eval_only:
         raise ValueError(
@@ -289,7 +289,7 @@ def _end(ending: "asyncio.Future[tuple[int, str]]", status: int, reason: str) ->
 
 
 async def _start(actors: Actors, config: RunConfig, *, has_generator: bool) -> dict[str, Member]:
-    """Spawn the actors of the config. If trainer and vLLM share a GPU, vLLM starts later, because it measures the free memory."""
+    """Spawn the actors of the config. If trainer and vLLM share a GPU, vLLM starts after the trainer, because it measures the free memory."""
     generator = None
     if has_generator and not shares_gpu(config):
         generator = actors.spawn_generator()  # first, because it takes longer than the trainer

@@ -162,7 +162,7 @@ class Recoveries:
     def __init__(self) -> None:
         self.num_restarts = 0
         self.num_returns = 0  # of generators
-        self._returns: Sequence[GeneratorReturn] = ()  # returns of generators that have a line in restarts.jsonl
+        self._returns: Sequence[GeneratorReturn] = ()  # the returns that have a line in restarts.jsonl
         self._line: Record | None = None  # line of a restart after which no step has ended yet
         self._began = 0.0
 
@@ -187,9 +187,9 @@ class Recoveries:
     def of_generators(
         self, write: Callable[[Record], None], returns: Sequence[GeneratorReturn], step: int
     ) -> dict[str, float]:
-        """Metrics of a step. Also writes a line for each return of a generator that has no line yet.
+        """Metrics of a step. Also writes a line for each return that has no line yet.
 
-        returns: all returns that the generators' client has noted.
+        returns: all returns of generators, as the client of the generators has noted them.
         """
         # A recovery may have replaced the client. Then all returns of the new client are new.
         known = len(self._returns) if tuple(returns[: len(self._returns)]) == tuple(self._returns) else 0

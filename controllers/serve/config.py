@@ -33,7 +33,7 @@ class ServeConfig:
     hold_seconds: float = 30.0
     """Seconds for which the server holds a request for an answer that is not ready. The SDK gives up after 45."""
     max_body_bytes: int = 64 << 20
-    """Largest body of a request in bytes, both as it was sent and decompressed."""
+    """Largest size of a request's body in bytes. The limit holds for the body as it was sent, and for the decompressed body."""
     max_samples: int = 1024
     """Largest num_samples of one request."""
     max_waiting: int = 20_000

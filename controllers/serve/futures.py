@@ -1,6 +1,6 @@
 """Promises of the server: a request is accepted at once, and its answer is fetched later by a long poll. This module knows neither HTTP nor actors.
 
-A request that is sent again under the same key gets the promise of the first one, so its work is done once.
+A request that is sent again under the same key gets the promise of the first request, so the work is done once.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ class NotFoundError(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The end of a request: a JSON object, a protobuf message, or an error."""
+    """The result of a request: a JSON object, a protobuf message, or an error."""
 
     json: Json | None = None
     proto: bytes | None = None
@@ -90,7 +90,10 @@ class Futures:
         *,
         owner: str = "",
     ) -> Promise:
-        """Start the work. If this owner has sent a request with this key before, only return its promise. key: None: never sent again."""
+        """Start the work. If this owner has sent a request with this key before, only return its promise.
+
+        key: None if the request is never sent again.
+        """
         key = None if key is None else (owner, key)
         self._sweep()
         known = self.promises.get(self.keys.get(key, "")) if key is not None else None
@@ -125,7 +128,7 @@ class Futures:
             self.num_waiting -= 1
 
     async def wait(self, request_id: str, hold: float, *, owner: str = "") -> Promise:
-        """The promise, after its answer or after `hold` seconds. Raises KeyError for a promise that is unknown, forgotten or another owner's."""
+        """Return the promise when it has an answer, or after `hold` seconds. Raises KeyError for an unknown or forgotten one, or another owner's."""
         promise = self.promises[request_id]
         if promise.owner != owner:
             raise KeyError(request_id)
@@ -137,7 +140,7 @@ class Futures:
         return promise
 
     def waiting(self, owner: str) -> list[Promise]:
-        """The requests of an owner without an answer, oldest first."""
+        """The unanswered requests of an owner, oldest first."""
         return [each for each in self.promises.values() if each.answered is None and each.owner == owner]
 
     def fetched(self, promise: Promise) -> None:

@@ -224,7 +224,7 @@ KINDS = {
 
 
 def kind_of(name: str) -> LossKind:
-    """Raises ValueError naming the known losses."""
+    """The LossKind of this name. Raises ValueError for the name "custom" and for an unknown name."""
     if name == "custom":
         raise ValueError(
             "the loss custom is not supported: this server runs no uploaded losses; the SDK computes them itself"
