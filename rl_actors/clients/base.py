@@ -1,4 +1,4 @@
-"""`Client`, the base class of all clients. It starts and ends processes, calls the ranks, and adds to an error which rank raised it."""
+"""`Client`, the base class of all clients. It starts and ends processes, and calls the ranks. An error of a rank gets a note that names the rank."""
 
 import asyncio
 import atexit
@@ -82,7 +82,7 @@ class Client:
         self.name, self.call_timeout, self.setup_timeout = name, call_timeout, setup_timeout
         self._mesh, self._hosts = mesh, hosts
         self._logs = default_log_route() if mesh is None and logs is None else logs
-        # A caller that gave a log route, or that spawned the mesh, knows where the actor's output is. So the client does not print the folder.
+        # A caller that gave a log route, or that spawned the mesh, knows where the actor's output is. So the client does not print the log folder.
         self._is_quiet = logs is not None or mesh is not None
         self._processes: ProcessMesh | None = None
         # One Probe on each process of a mesh that the caller spawned. The client's own processes have their probe in _processes.
@@ -161,8 +161,8 @@ class Client:
         """A call that is done when one of the processes that this client spawned has died. Its answer is an error that names the process.
 
         A process counts as dead if it has ended, or if it has not answered for silent_after seconds, as after a SIGSTOP. A process also
-        answers while it runs a call. The answer is None if the client is closed, or if it has no processes of its own: because the caller
-        spawned them, or because they did not start.
+        answers while it runs a call. The answer is None if the client is closed, or if it has no processes of its own, because the
+        caller spawned them or because they did not start.
         """
         return in_background(self._death(silent_after), f"{self.name}: watch of its processes")
 

@@ -61,7 +61,7 @@ class TrainerClient(TrainingCalls, ModelClient):
 
         A tenant has its own adapters, gradients, optimizer, order of calls and version. Its adapters start with the values of this seed,
         and have the rank and the layers of the trainer's adapters. The calls of all tenants run one at a time. The
-        calls of this client are those of the first tenant, which every trainer has.
+        calls of this client work on the first tenant, which every trainer has.
         Raises ValueError if the trainer has no adapters, if the name is taken, and for a client that is attached to a service.
         """
         if self._lease is not None:

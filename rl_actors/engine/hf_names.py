@@ -1,4 +1,4 @@
-"""Joined tensors: torchtitan has one tensor where Hugging Face has several. This module splits them, joins them, and renames tensors.
+"""Joined tensors: torchtitan has one tensor where Hugging Face has several. This module splits such a tensor, joins its parts, and renames tensors.
 
 A joined tensor holds the experts of a transformer block, or the fused query, key and value of its attention. Every slice along the first
 dimension of a joined tensor belongs to one of Hugging Face's tensors. This module reads and writes no file.

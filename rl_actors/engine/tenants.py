@@ -1,10 +1,10 @@
-"""Tenants: several runs that train adapters over the same frozen weights, the base, and use one model in turn.
+"""Tenants: several runs that use one model in turn. They train adapters over the same frozen weights, which are called the base.
 
 Each tenant has its own adapters, gradients, optimizer state, call order and version.
 
-Each rank switches tenants by itself and works only on its own shards, so this works in every layout. A switch copies the adapters' weights
-in place, because FSDP keeps views of them. Gradients and optimizer state are not copied. They are only taken out of the model and the
-optimizer, and put in again.
+Each rank switches tenants by itself and works only on its own shards, so a switch works in every parallel layout. A switch copies the
+adapters' weights in place, because FSDP keeps views of them. Gradients and optimizer state are not copied. They are only taken out of the
+model and the optimizer, and put in again.
 """
 
 from dataclasses import dataclass, field

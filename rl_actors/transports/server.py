@@ -34,7 +34,7 @@ SENDERS: dict[str, Callable[[socket.socket, float], Sender]] = {
     "tcp": tcp.Sender,
     "point_to_point": point_to_point.Sender,
 }
-"""Path -> function that makes a sender. Its arguments are the connection, and the seconds that each request may take."""
+"""Request.path -> function that makes a sender. The arguments of this function are the connection, and the seconds that each request may take."""
 
 
 class Connections:

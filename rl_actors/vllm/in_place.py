@@ -1,4 +1,4 @@
-"""Copy a version straight into the live parameters of a vLLM model. The plan, from names to slices of parameters, is made once.
+"""Copy a version straight into the live parameters of a vLLM model. The plan, which maps names to slices of parameters, is made once.
 
 vLLM keeps query, key and value in one parameter, and gate and up in another. Under tensor parallelism a worker has only some rows or columns
 of a parameter, and reads only those. Copying in place is possible where vLLM computes with the parameters as they are: on a GPU, in a dense
@@ -36,7 +36,7 @@ MODEL_TYPES = ("qwen3", "llama", "mistral")
 
 
 def is_possible(model: nn.Module, config: "VllmConfig") -> bool:
-    """True if vLLM computes with the parameters as a version has them: on a GPU, dense, not quantized, without layers of adapters."""
+    """True if vLLM computes with the weights as a version has them: the model is on a GPU, dense, not quantized, and has no layers of adapters."""
     return (
         next(model.parameters()).is_cuda
         and config.model_config.hf_config.model_type in MODEL_TYPES
@@ -46,7 +46,7 @@ def is_possible(model: nn.Module, config: "VllmConfig") -> bool:
 
 
 def make_plan(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Plan:
-    """The targets of all tensors of a version. Raises ValueError naming a parameter that they would not fill exactly."""
+    """The targets of all tensors of a version. Raises ValueError naming a parameter that the targets would not fill exactly."""
     modules = dict(model.named_modules())
     plan = {name: _target(model, modules, name, shape) for name, shape in shapes.items()}
     filled: dict[int, int] = {}
