@@ -128,7 +128,10 @@ class Futures:
             self.num_waiting -= 1
 
     async def wait(self, request_id: str, hold: float, *, owner: str = "") -> Promise:
-        """Return the promise when it has an answer, or after `hold` seconds. Raises KeyError for an unknown or forgotten one, or another owner's."""
+        """Return the promise when it has an answer, or after `hold` seconds.
+
+        Raises KeyError if the promise is unknown, was forgotten, or has another owner.
+        """
         promise = self.promises[request_id]
         if promise.owner != owner:
             raise KeyError(request_id)
