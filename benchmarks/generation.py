@@ -1,9 +1,9 @@
 """Speed of generation through GeneratorClient, compared with vLLM at its best with the same settings.
 
-All requests are submitted at once. A request has 128 prompt tokens and 256 new tokens on a GPU, and 16 and 64 on a CPU. Both sides return
-the logprobs of the sampled tokens. The other side is vLLM in a process of its own. It runs in each of WAYS, one after the other, and the
-fastest way counts. The client and that process take turns, so that a slow moment of the machine affects both. On a GPU each of the two may
-use two fifths of the memory. With --replicas N the other side is a client with one replica, which gets one N-th of the requests.
+One side is the client. The other side is vLLM in a process of its own. vLLM runs in each of WAYS, one after the other, and the fastest way
+counts. All requests are submitted at once. A request has 128 prompt tokens and 256 new tokens on a GPU, and 16 and 64 on a CPU. Both sides
+return the logprobs of the sampled tokens. The two sides take turns, so that a slow moment of the machine affects both. On a GPU each side
+may use two fifths of the memory. With --replicas N the other side is a client with one replica, which gets one N-th of the requests.
 """
 
 import argparse
@@ -160,7 +160,7 @@ def bare(way: str, config: GeneratorConfig) -> Iterator[Measure]:
 
 @contextmanager
 def through_client(config: GeneratorConfig) -> Iterator[Measure]:
-    """Start a client, and yield the function that measures it. A call has 16 prompts."""
+    """Start a client, and yield the function that measures it. Each call of `generate` has up to 16 prompts."""
 
     def measure(prompts: Prompts, params: SamplingParams) -> float:
         start = time.perf_counter()
@@ -216,7 +216,7 @@ class Rounds:
 
 
 def beside_vllm(arguments: argparse.Namespace, config: GeneratorConfig) -> None:
-    """Record one result for each number of requests. The other side is the way that was fastest with that number."""
+    """Record one result for each number of requests. It compares the client with the way of vLLM that was fastest with that number."""
     rounds = Rounds(arguments, config.model.vocab_size)
     by_way = {}
     with through_client(config) as client:

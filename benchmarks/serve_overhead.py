@@ -3,7 +3,7 @@
 The server is a program of its own, as `make serve` starts it. Each side has actors of its own, of the same config. The two sides take turns,
 so that both meet the same load of the machine. The part `together` compares two states of the server instead: samples while a client trains
 and samples while no client trains. By default the config of the server is `tiny_chat`. With `--model 0_6b` it is `qwen3`, with
-random weights of that shape. Needs the SDK `tinker`.
+random weights in the shape of Qwen3 0.6B. Needs the SDK `tinker`.
 """
 
 import argparse
@@ -46,7 +46,7 @@ compare_sides = partial(compare, benchmark="serve_overhead", sides=("sdk", "clie
 def served(model: str, folder: Path) -> tuple[ServeConfig, list[str]]:
     """The config of a model, and the arguments with which the server serves it. Writes the directory of a model that is not TINY.
 
-    model: TINY, a key of MODELS, or "tiny". "tiny" is a rehearsal: the model of tiny_chat with the config of the models in MODELS.
+    model: TINY, a key of MODELS, or "tiny". "tiny" serves the model of tiny_chat with the config for MODELS.
     """
     if model == TINY:
         config = tiny_chat()
@@ -91,7 +91,7 @@ def tokens_of(count: int, draw: random.Random) -> list[int]:
 
 
 def both_forms(count: int, length: int, draw: random.Random) -> tuple[list[types.Datum], list[Sample]]:
-    """The same data for a step of PPO as datums of the SDK and as samples of a client: `count` of `length` positions each."""
+    """Random data for a step of PPO, as datums of the SDK and as samples of a client. Both lists have `count` entries of `length` positions."""
     data, samples = [], []
     for _ in range(count):
         ids = tokens_of(length + 1, draw)

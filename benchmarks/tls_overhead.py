@@ -1,6 +1,6 @@
-"""Cost of TLS between hosts: the same steps with workers at tls:// and at tcp://, on loopback, one after the other.
+"""Cost of TLS between hosts: the same steps with workers at tls:// and with workers at tcp://, which take turns on loopback.
 
-A step is one of GRPO without its rewards: samples, forward_backward, optim_step, a push and a pull. FSDP spreads the trainer over two
+A step is a GRPO step without rewards: samples, forward_backward, optim_step, a push and a pull. FSDP spreads the trainer over two
 workers, and the second worker has the generator, too. Monarch carries the calls, their samples and their answers, so TLS encrypts these.
 The collectives of the ranks and the weights do not go through Monarch, so TLS does not encrypt them.
 """
