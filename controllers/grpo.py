@@ -213,7 +213,7 @@ async def train(run: Run[GRPOConfig]) -> None:
 def update_kl_coefficient(config: GRPOConfig, reference: Reference, values: dict[str, float]) -> None:
     """Set the coefficient of the KL divergence for the next step, and add this step's coefficient to `values`, its metrics."""
     values["kl/coefficient"] = reference.kl.coefficient
-    if "kl/reference" in values:  # if the loss has the divergence, a step without training does not measure it
+    if "kl/reference" in values:  # missing in a step without training, if the divergence is part of the loss
         reference.kl = config.kl_control.next_kl(reference.kl, values["kl/reference"])
 
 
@@ -275,7 +275,7 @@ async def with_columns_of_loss(
 async def with_trainer_logprobs(run: Run[ConfigOfLoop], samples: Sequence[Sample]) -> list[Sample]:
     """The samples. Their column old_logprobs now holds the logprobs under the trainer's current weights.
 
-    The generator's logprobs, which it held before, move to the column generator_logprobs.
+    The generator's logprobs, which old_logprobs held before, move to the column generator_logprobs.
     """
     extended = []
     for chunk in split(samples, run.config.samples_per_forward_backward):

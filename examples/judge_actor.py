@@ -1,4 +1,4 @@
-"""A Monarch program of your own. It spawns a trainer, a generator and an actor of its own, Judge, and takes GRPO steps.
+"""A Monarch program that spawns a trainer, a generator and an actor of its own, Judge, and takes GRPO steps.
 
 The judge gets completions as lists of token ids. The score of a completion is the share of even ids. Random weights earn about 0.5.
 

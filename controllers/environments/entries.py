@@ -47,7 +47,7 @@ def fits(problem: Problem, config: EnvironmentConfig) -> bool:
 
 
 def conversation_text(messages: Sequence[Message]) -> str:
-    """Key of an entry that has a conversation: roles and texts of the messages before the completion. A single message has no role in the key."""
+    """Key of an entry that has a conversation: roles and texts of the messages before the completion. The key of a single message is its text."""
     asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
     if len(asked) == 1:
         return asked[0]["content"]
@@ -55,7 +55,7 @@ def conversation_text(messages: Sequence[Message]) -> str:
 
 
 def operands_or_text(entry: Entry) -> str:
-    """Key of an entry. If the entry is plain arithmetic, the sorted operands: both "12 + 34" and "34 + 12" give "12 34". Otherwise the question."""
+    """Key of an entry: the sorted operands of plain arithmetic, otherwise the question. "12 + 34" and "34 + 12" both give "12 34"."""
     expression = str(entry.metadata.get("expression", ""))
     if not re.fullmatch(r"[\d\s.+\-*/()]+", expression):
         return entry.question

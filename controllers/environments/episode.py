@@ -34,7 +34,7 @@ class EpisodeEnvironment(Protocol):
     def problem(self, index: int) -> Problem:
         """Training problem number `index`, as in Environment. Its prompt is the text that `reset` gives.
 
-        Reports show the prompt, and before a run it is checked that the prompt is not too long.
+        Reports show the prompt, and the prompt's length is checked before a run.
         """
 
     def held_out(self) -> list[Problem]:

@@ -21,7 +21,7 @@ from controllers.serve.routes import ANYONE, make_app
 from controllers.serve.start import start_server
 
 API_KEY = "tml-local"
-"""A key that the SDK accepts, for a server without keys."""
+"""The key to use with a server that asks for none. The SDK needs a key, and accepts this one."""
 SHUTDOWN_SECONDS = 5
 """Seconds in which open connections must end when the server stops."""
 
@@ -42,7 +42,7 @@ class Arguments:
     """The parsed command line."""
 
     config: ServeConfig
-    folder: Path  # of the state
+    folder: Path  # folder of the state
     address: tuple[str, int]
     owners: Mapping[str, str] | None  # SHA-256 of a key -> its owner; None: no key is asked for
     rate: float | None  # requests for work that one owner may send in a second; None: no limit
@@ -66,7 +66,9 @@ def read_arguments(prog: str, argv: Sequence[str] | None = None) -> Arguments:
     parser.add_argument("--max-adapters", type=int, help="adapters that vLLM serves at once; 0: only whole weights")
     parser.add_argument("--max-adapter-rank", type=int, help="largest rank of such an adapter")
     parser.add_argument("--keys", type=Path, help="file with a name and the SHA-256 of a key in each line")
-    parser.add_argument("--rate", type=float, help="requests for work that one owner of keys may send in a second")
+    parser.add_argument(
+        "--rate", type=float, help="training and sampling requests that one owner of keys may send in a second"
+    )
     arguments = parser.parse_args(argv)
     config: ServeConfig = configs[arguments.config]()
     if arguments.serve_as:
@@ -131,7 +133,7 @@ def listen(address: tuple[str, int]) -> socket.socket:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers, which would end the process before the runs are written. `serve` handles signals."""
+    """uvicorn without its signal handlers, which would end the process before the state of the runs is written. `serve` handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -139,7 +141,7 @@ class HttpServer(uvicorn.Server):
 
 
 async def serve(arguments: Arguments, listener: socket.socket) -> None:
-    """Start the server, print the variables with which programs reach it, and serve until a signal."""
+    """Start the server, print the environment variables with which programs reach it, and serve until a signal."""
     config, folder = arguments.config, arguments.folder
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()

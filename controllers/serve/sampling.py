@@ -260,7 +260,7 @@ class _Batch(Generic[Item, Result]):
 
 
 class _Gatherer(Generic[Key, Item, Result]):
-    """Gathers items that come at nearly the same time under one key into one call."""
+    """Gathers the items that come with one key at nearly the same time, and makes one call for all of them."""
 
     def __init__(self, call: Callable[[Key, list[Item]], AsyncIterator[tuple[int, Result]]]) -> None:
         """call: gives (index of an item, its result) in any order."""

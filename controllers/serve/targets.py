@@ -1,9 +1,9 @@
-"""target_prompt_logprobs: for each position of the prompt a request may list tokens, and it gets the logprob that each would have there.
+"""target_prompt_logprobs: a request may list tokens for each position of the prompt.
 
-Knows no HTTP.
+The answer has the logprob that each of these tokens would have at its position. This module knows no HTTP.
 
-Sizes: N tokens of the prompt, K cells in a row of the request, C cells (row, token) of the request: (N - 1) K if it is dense, the listed
-ones if it is sparse.
+Sizes: N tokens of the prompt, K cells in a row of the request, C cells (row, token) of the request. A dense request has C = (N - 1) K cells.
+In a sparse request C is the number of cells that it lists.
 """
 
 import asyncio
