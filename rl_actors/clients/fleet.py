@@ -40,7 +40,7 @@ class RoutedCall:
     def __init__(
         self, prompts: list[list[int]], params: SamplingParams, numbers: list[int], adapter: str | None
     ) -> None:
-        """numbers: for each prompt the p in the formula at SamplingParams.seed. adapter: name of a loaded adapter."""
+        """numbers: for each prompt, the number p from which its seeds are computed; see SamplingParams.seed. adapter: name of a loaded adapter."""
         self.prompts, self.params, self.numbers, self.adapter = prompts, params, numbers, adapter
         self.num_left = len(prompts)  # number of prompts whose completions `take` has not returned
         self.parts: set[asyncio.Task[None]] = set()  # one for each generator that has prompts of the call
@@ -53,7 +53,7 @@ class RoutedCall:
         self._changed.set()
 
     def fail(self, error: BaseException) -> None:
-        """Make the call raise an error. Does nothing if it has one already."""
+        """Make the call raise an error. Does nothing if the call has failed already."""
         self._failure = self._failure or error
         self._changed.set()
 
@@ -130,7 +130,7 @@ class Fleet:
         return known if self.told is None else replace(known, policy_version=self.told)
 
     def expect_signs(self, silent_after: float) -> None:
-        """From now on a generator without a sign of life for silent_after seconds counts as dead. A shorter time set before stays."""
+        """From now on a generator without a sign of life for silent_after seconds counts as dead. A shorter time that was set before still applies."""
         for replica in self.replicas:
             replica.expect_signs(silent_after)
 
@@ -180,8 +180,8 @@ class Fleet:
     ) -> int:
         """Start a generate call, and return its number.
 
-        numbers: for each prompt the p in the formula at SamplingParams.seed; None: its place in the list.
-        adapter: name of a loaded adapter; None: without one.
+        numbers: for each prompt, the number p from which its seeds are computed; see SamplingParams.seed. None: its place in the list.
+        adapter: name of a loaded adapter; None: no adapter.
         """
         call = RoutedCall(prompts, params, list(range(len(prompts))) if numbers is None else numbers, adapter)
         number = next(self._numbers)
@@ -344,7 +344,7 @@ class Fleet:
             self.last_pull = self.replicas[place].client.last_pull
 
     async def load_adapter(self, name: str, directory: str) -> None:
-        """Load an adapter into all healthy generators. One that is starting loads it before it becomes healthy.
+        """Load an adapter into all healthy generators. A generator that is starting loads the adapter before it becomes healthy.
 
         If a generator refuses the adapter, none keeps it. Raises ValueError if an adapter of this name is loaded.
         """

@@ -8,7 +8,7 @@ starting ──► stale ──► healthy ──► dead ──► restarting �
                ▲          │         └─────► retired
                └──────────┘ make_stale
 
-From every state except retired a replica becomes dead when a process has ended or is silent. A replica becomes healthy only after a
+From every state except retired a replica becomes dead when a process of its generator has ended or is silent. A replica becomes healthy only after a
 complete pull of the version that the others have. So it never generates with weights of which only a part has arrived.
 """
 
@@ -33,7 +33,7 @@ class Watcher:
     """The functions of a fleet that its replicas call."""
 
     changed: Callable[["Replica", str], None]
-    """Called with a replica whose state has changed, and with a line of text for the user. The line is empty if the change is usual."""
+    """Called with a replica whose state has changed, and with a line of text for the user. The line is empty if the user need not know."""
     returned: Callable[[GeneratorReturn], None]
     """Called with the record of a replica that is healthy again after a death."""
     refit: Callable[["Replica"], Awaitable[None]]
@@ -100,7 +100,7 @@ class Replica:
             self._tasks = []
 
     def expect_signs(self, silent_after: float) -> None:
-        """From now on count the generator as dead after this many seconds without a sign of life. A shorter time set before stays."""
+        """From now on count the generator as dead after this many seconds without a sign of life. A shorter time set before still applies."""
         if silent_after >= self.silent_after:
             return
         self.silent_after = silent_after

@@ -1,4 +1,4 @@
-"""Export a trainer's checkpoint as a Hugging Face directory, in one process without a trainer. hf.py exports the weights in a trainer.
+"""Export a trainer's checkpoint as a Hugging Face directory, in one process without a trainer. hf.py exports from a running trainer.
 
 A checkpoint of whole weights is read one transformer block at a time. So the process holds only one block, and the tensors of one file of
 the export, in memory. If the checkpoint has adapters, the process holds all adapters, and reads the weights one tensor at a time.

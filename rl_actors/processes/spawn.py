@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
-LONGEST_PAUSE = 5.0  # largest number of seconds between two questions whether the processes of an actor are alive
+LONGEST_PAUSE = 5.0  # largest number of seconds between two checks that the processes of an actor are alive
 START_TIMEOUT = 120.0  # seconds in which spawned processes must answer
 STOP_TIMEOUT = 20.0  # seconds within which Monarch must stop the processes; those that still run are then killed
 logger = logging.getLogger(__name__)

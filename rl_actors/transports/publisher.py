@@ -1,4 +1,4 @@
-"""`Publisher`, which chooses the dtype and the stream of a trainer's versions and deletes old versions.
+"""`Publisher`, which chooses the dtype and the stream (see Manifest) of a trainer's versions and deletes old versions.
 
 This module moves no bytes itself. It calls `publish` of base.py, which puts a version into a transport.
 """
@@ -35,7 +35,7 @@ class Publisher:
     async def publish(
         self, version: int, make_weights: Callable[[torch.dtype], Mapping[str, Tensor]]
     ) -> Transfer | None:
-        """Publish make_weights(dtype), where dtype is the widest in which a generator of the transport computes.
+        """Publish make_weights(dtype). dtype is the widest of the dtypes that generators have announced in the transport, or float32 if none has.
 
         Returns None, and does nothing, if the version is already published in that dtype.
         """

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 NEWS_TIMEOUT = 1.0
 """Seconds that `has_died` waits for the news that the core has ended. A failed call may come before this news."""
 DEATH_TIMEOUT = 10.0
-"""Seconds that a core which has reported its failure may take to end. Its exit code is then in the error."""
+"""Seconds to wait for the end of a core that has reported a failure. After the end, the error can name the core's exit code."""
 
 KILLED_AT_START = r"Failed core proc\(s\): \{(\}|'EngineCore\w*': -\d+)"
 """Pattern of vLLM's error for a core that was killed before it was ready. If vLLM does not know the exit code yet, it names no core."""

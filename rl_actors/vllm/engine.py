@@ -97,8 +97,8 @@ class EngineThread:
     ) -> EngineCall[T]:
         """Start all requests of a call, in the same step. The returned EngineCall gives their results, or the first error.
 
-        adapter: name of the loaded adapter with which the requests run. None: the adapter that pulls replace, or no adapter if pulls replace
-        the whole weights.
+        adapter: name of the loaded adapter with which the requests run. None: the pulled adapter if pulls bring adapters, or no adapter if
+        pulls bring whole weights.
         """
         call = EngineCall(prompts, make_params, read, adapter)
         self.commands.put(Command(partial(self._add_requests, call), call.fail))

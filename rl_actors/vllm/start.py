@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ENGINE_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 BATCH_INVARIANT_ENV = {"VLLM_BATCH_INVARIANT": "1"}  # vLLM reads it when its modules are imported
 ADAPTERS_ON_HOST = 4
-"""Number of adapters in the host's memory for each one in the device's. vLLM reads others from their directories when a request needs them."""
+"""Adapters in the host's memory for each adapter in the device's memory. vLLM reads others from their directories when requests need them."""
 
 WORKER_EXTENSION = "rl_actors.vllm.weights.WeightsExtension"
 """Class whose methods vLLM adds to its workers. A pull calls them, so the bytes go straight into the process that computes."""
@@ -67,8 +67,9 @@ def require_machine(config: GeneratorConfig) -> None:
 def start_vllm(config: GeneratorConfig, core: Core | None = None) -> "LLMEngine":
     """Start an LLMEngine. It has the weights of config.hf_path. Without a path it has random ones until the first pull.
 
-    core: the place of its engine core; None: the one that the config asks for. The engine takes one token more than config.max_model_len.
-    vLLM samples a token after every prompt, so without the extra one it would refuse to compute logprobs of a sequence of max_model_len tokens.
+    core: the place of its engine core; None: the place that the config asks for.
+    The engine takes one token more than config.max_model_len. vLLM samples a token after every prompt, so without the extra token it would
+    refuse to compute logprobs of a sequence of max_model_len tokens.
     Raises ValueError for a config that vLLM cannot run on this machine.
     """
     core = core or core_of(config)
