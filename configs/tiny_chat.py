@@ -38,8 +38,8 @@ def tiny_chat() -> ServeConfig:
             max_num_seqs=256,
             max_adapters=8,
             # On two cores the trainer, the server and its client work at the same time. With two threads, vLLM's threads and the trainer's
-            # wait for each other: samples beside training take several times as long.
-            # `python -m benchmarks serve_overhead together` measures such samples.
+            # wait for each other, so sampling during training takes several times as long as with one.
+            # `python -m benchmarks serve_overhead together` measures such sampling.
             num_threads=1,
             gpu_memory_utilization=0.3,
             enforce_eager=True,

@@ -19,12 +19,12 @@ def tiny_ppo_game() -> PPOConfig:
 
 
 def tiny_ppo_tool() -> PPOConfig:
-    """PPO on the products of tiny_tool, with a calculator."""
+    """PPO on tiny_tool's products of two-digit numbers, with a calculator."""
     return _with_critic(tiny_tool())
 
 
 def _with_critic(config: GRPOConfig) -> PPOConfig:
-    """`config` with PPO instead of GRPO. A step has as many episodes, but only one episode for each problem."""
+    """`config` with PPO instead of GRPO. A step has as many episodes as with `config`, but only one for each problem."""
     fields = {each.name: getattr(config, each.name) for each in dataclasses.fields(GRPOConfig)}
     count = config.rollouts.groups_per_step * config.rollouts.group_size
     fields["rollouts"] = replace(config.rollouts, groups_per_step=count, group_size=1, max_refills=0, advantage="gae")
@@ -37,7 +37,7 @@ def tiny_ppo() -> PPOConfig:
     base = tiny()
     return PPOConfig(
         alphabet=base.alphabet,
-        max_tokens=base.max_tokens + 1,  # so that the longest right answer ends by itself
+        max_tokens=base.max_tokens + 1,  # so that a stop token fits after the longest right answer
         environment=base.environment,
         trainer=base.trainer,
         generator=base.generator,

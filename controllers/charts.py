@@ -26,8 +26,8 @@ DARK |= {"blue": "#6ea8fe", "orange": "#ff9f4a", "green": "#4fce7d", "gray": "#5
 DARK |= {"red": "#ff7d88", "purple": "#bd94f5", "brown": "#cf9f6d"}
 COLORS = ("blue", "orange", "green", "purple", "red", "brown", "gray")
 SIZE = (5.2, 2.9)
-"""Width and height in inches. A page shows a chart about 420 pixels wide. That is nearly this width, so the text has nearly the size
-that "font.size" says."""
+"""Width and height in inches. A page shows a chart about 420 pixels wide, which is nearly this width. So the text has nearly
+the size that "font.size" says."""
 STYLE = {
     "svg.fonttype": "none",  # text stays text, in the font of the page
     "svg.hashsalt": "report",

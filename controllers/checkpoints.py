@@ -59,7 +59,7 @@ class Checkpoints:
             await asyncio.shield(self._writing)  # shield: the writing goes on if the caller is cancelled
 
     async def abandon(self) -> None:
-        """Wait until the checkpoint being written ends, with or without an error. Called after an actor of the run has died.
+        """Wait until the current checkpoint has been written or has failed. Called after an actor of the run has died.
 
         The checkpoint may still become complete, if none of its trainers has died.
         """
@@ -100,7 +100,7 @@ def removable(steps: Sequence[int], *, keep: int, keep_every: int = 0) -> list[i
     """The steps whose checkpoints are to be removed. steps: the steps of all checkpoints, in ascending order.
 
     The newest `keep` checkpoints are kept until newer ones follow. If `keep_every` is above 0, some checkpoints are kept for good: the first
-    one at or after step `keep_every`, and then each first one that is at least `keep_every` steps after the last one kept for good.
+    one at or after step `keep_every`, and then always the next one that is at least `keep_every` steps after the last one kept for good.
     removable([25, 50, 75, 100, 125], keep=1, keep_every=50) -> [25, 75]
     """
     removed, last_for_good = [], 0

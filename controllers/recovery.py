@@ -1,9 +1,9 @@
 """Recovers a run inside its process: after the death of an actor the run goes on from its newest complete checkpoint.
 
-A recovery is a resume in the same process. The dead actor is replaced. The other actors stay, unless they share GPUs with it or the store has
-died. The random states, the trainers and the controller's state are restored from the checkpoint. Then the training
-function is called again. It publishes the weights, and the generators load them. The steps after the checkpoint are
-repeated on the rollouts that they had before (see survival.RecordedQueue). If there is no checkpoint, the run begins
+A recovery is a resume in the same process. The dead actor is replaced. The other actors stay, unless they share GPUs with the dead actor. If
+the store (the process of the transport) has died, all actors are replaced. The random states, the trainers and the controller's state are
+restored from the checkpoint. Then the training function is called again. It publishes the weights, and the generators load them. The steps
+after the checkpoint are repeated on the rollouts that they had before (see survival.RecordedQueue). If there is no checkpoint, the run begins
 again from the weights that its seed or hf_path gives.
 
 An error that no death has caused ends the run.

@@ -126,7 +126,7 @@ async def start_reference(run: "Run[Any]", *, has_begun: bool, sft_steps: int) -
 
 
 def require_reference(config: "GRPOConfig", folder: RunFolder) -> None:
-    """Raises ValueError if the run in this folder began GRPO or PPO without saving the weights from before."""
+    """Raises ValueError if the run in this folder began GRPO or PPO without saving the weights that it began with."""
     newest = checkpoints.newest(folder.checkpoints)
     state = checkpoints.read(newest) if newest else {}
     if "sft_steps" not in state or state["step"] <= state["sft_steps"]:

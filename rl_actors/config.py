@@ -177,7 +177,7 @@ class TrainerConfig:
     logprob_chunk_tokens: int = 1024
     """Largest number of positions whose logits exist at the same time. Every position has one logit for each token of the vocabulary."""
     max_call_bytes: int = 1 << 30
-    """Largest size of the samples of one call together, in bytes."""
+    """Largest total size of the samples of one call, in bytes."""
     optimizer: Annotated[OptimizerConfig | None, tyro.conf.AvoidSubcommands] = field(default_factory=OptimizerConfig)
     """None: the trainer only infers and has neither gradients nor optimizer state."""
     fsdp_cpu_offload: bool = False
@@ -299,8 +299,8 @@ class RestartPolicy:
 
     max_per_hour: int = 10
     """Largest number of restarts of an actor in an hour. If the actor then dies again, it is not started again. A generator that has never
-    been ready is started again at most twice. When no actor is left, every call raises the error of the first actor's first death in that
-    hour. 0: the actor is never started again."""
+    been ready is started again at most twice. When no actor is left, every call raises the error with which the actor of index 0 first
+    died in that hour. 0: the actor is never started again."""
     backoff: float = 1.0
     """Seconds between the second death of an hour and the restart after it. The pause doubles with every further death, up to a minute.
     After the first death there is no pause."""
@@ -389,7 +389,8 @@ class GeneratorConfig:
     released."""
     recompute_running: bool = True
     """After a pull, compute the cached keys and values of running requests again, so that all later tokens are exactly the new policy's.
-    False: running requests keep the keys and values of the old weights, so nothing is computed again. New requests never use old ones."""
+    False: running requests keep the keys and values of the old weights, so nothing is computed again. New requests never use old keys and
+    values."""
     num_threads: int | None = None
     """CPU threads of the process. None: OMP_NUM_THREADS; if that is not set, four on a machine with a GPU, otherwise one per core."""
     seed: int = 0
@@ -412,12 +413,12 @@ class GeneratorConfig:
         return self.max_adapters > 0 or self.lora.syncs_adapter
 
     def adapters_field(self) -> str:
-        """The field, with its value, because of which vLLM applies adapters. For error texts."""
+        """The name and the value of the field that makes vLLM apply adapters, for error texts."""
         return 'lora.sync="adapter"' if self.lora.syncs_adapter else f"generator.max_adapters={self.max_adapters}"
 
     @classmethod
     def of(cls, trainer: TrainerConfig) -> "GeneratorConfig":
-        """Config of a generator for the trainer's model and adapters, long enough for its longest samples. Model and adapters are copies."""
+        """Config of a generator for the trainer's model and adapters, which are copied. The trainer's longest samples fit max_model_len."""
         # A sample of T positions is a sequence of T + 1 tokens.
         longest = min(trainer.max_sequence_length + 1, trainer.model.max_position_embeddings)
         base = trainer.hf_path if trainer.lora.syncs_adapter else ""

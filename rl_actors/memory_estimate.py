@@ -1,4 +1,4 @@
-"""Estimate of the memory of one rank, computed from the config. docs/layouts.md has the formulas. Starts nothing, needs no torch."""
+"""Estimate of the memory of one rank, computed from the config. docs/layouts.md has the formulas. The estimate starts nothing and needs no torch."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def _saved_by_block(model: ModelConfig, layer: int, d: float, tensor: int, conte
 
 
 def _saved_selectively(model: ModelConfig, layer: int, d: float, tensor: int, context: int) -> float:
-    """Number of elements that selective recomputation saves per position: the block's input, attention, and every second matrix product."""
+    """Elements per position that a block saves with selective recomputation: its input, attention, and every second matrix product."""
     w = model.head_dim / tensor
     q, kv = model.num_attention_heads * w, model.num_key_value_heads * w
     return 2 * d + (q + 2 * kv * context) + q + _width(model, layer) / tensor

@@ -1,4 +1,4 @@
-"""Bodies of requests, whole and decompressed, with a limit on both sizes."""
+"""Reads the whole body of a request and decompresses it. A limit holds for the compressed and for the decompressed size."""
 
 from fastapi import HTTPException, Request
 

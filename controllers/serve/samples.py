@@ -105,7 +105,7 @@ def _floats(values: np.ndarray) -> torch.Tensor:
 
 
 def write_output(batch: Batch, output: ForwardBackwardOutput) -> bytes:
-    """The answer to a request: the logprobs of all datums, and the metrics that are numbers."""
+    """The answer to a request: the logprobs of all datums, and the metrics. A metric that is not finite is left out, except loss:sum."""
     metrics = {name: value for name, value in output.metrics.items() if math.isfinite(value) or name == "loss:sum"}
     return write_forward_backward(_logprobs(batch, output), metrics)
 

@@ -191,7 +191,7 @@ class Trainers:
         return replace(self.config.trainer, lora=adapters)
 
     async def _make_room(self) -> None:
-        """Write the runs of trainers to disk, and end the trainers, until another one may be started."""
+        """While max_trainers is reached, write all runs of the least recently used trainer to disk. That trainer then ends."""
         while len(self.homes) >= self.config.max_trainers:
             for resident in list(self._least_needed_home().runs.values()):
                 await self._park(resident)
@@ -207,7 +207,7 @@ class Trainers:
         return min(idle, key=_last_use)
 
     def _least_needed(self, home: Home) -> Resident:
-        """The least recently used run of a trainer that may go to disk. Raises UserError if there is none."""
+        """The trainer's least recently used run among those that may go to disk. Raises UserError if there is none."""
         idle = [resident for resident in home.runs.values() if self._may_go(resident)]
         if not idle:
             raise UserError(
@@ -296,14 +296,14 @@ class Trainers:
                 raise RuntimeError(f"{error}; the gradients since the last optim_step are dropped") from error
 
     async def _mend(self, resident: Resident, error: Exception) -> None:
-        """Make a run usable after a call that failed. Raises RuntimeError and gives the run up if that fails, too."""
+        """Make a run usable after a call that failed. If this is not possible, drops the run and raises RuntimeError."""
         try:
             await resident.trainer.discard_gradients()
             resident.has_gradients = False
         except Exception:
             try:
                 await self._remove(resident)
-            except Exception:  # the trainer cannot drop the run either, so it ends, and its other runs are lost, too
+            except Exception:  # the trainer cannot even drop the run, so the trainer is ended and all its runs are lost
                 await self._lose(resident.home)
             raise RuntimeError(self._ended(resident.run.id, error)) from error
 

@@ -81,7 +81,7 @@ class Service:
         return {"up_for_seconds": round(time.time() - self.started, 1), "members": members, "clients": clients}
 
     async def numbers(self) -> ServiceNumbers:
-        """State of the service and its actors for a program that watches them, without a call to an actor."""
+        """State of the service and its actors, for a program that watches them. Does not call the actors."""
         clients, waiting = dict.fromkeys(self.members, 0), dict.fromkeys(self.members, 0)
         for client in self.clients.values():
             clients[client.member] += 1
