@@ -418,7 +418,10 @@ class GeneratorConfig:
 
     @classmethod
     def of(cls, trainer: TrainerConfig) -> "GeneratorConfig":
-        """Config of a generator for the trainer's model and adapters, which are copied. The trainer's longest samples fit max_model_len."""
+        """Config of a generator for the trainer's model and adapters, which are copied.
+
+        max_model_len is the length of the trainer's longest samples, or the model's number of positions if that is smaller.
+        """
         # A sample of T positions is a sequence of T + 1 tokens.
         longest = min(trainer.max_sequence_length + 1, trainer.model.max_position_embeddings)
         base = trainer.hf_path if trainer.lora.syncs_adapter else ""
