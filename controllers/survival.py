@@ -17,8 +17,8 @@ from rl_actors.config import RestartPolicy
 from rl_actors.types import GeneratorReturn
 
 BYTES_PER_TOKEN = 200
-"""Estimated bytes of a recorded token. The group has the token's id, logprob, version and text, and the sample has the token's numbers in
-tensors."""
+"""Estimated bytes of a recorded token. A batch holds a trained token twice: as id, logprob, version and text in a group, and as numbers in the
+tensors of a sample."""
 
 
 @dataclass(kw_only=True)
@@ -34,7 +34,7 @@ class SurvivalConfig:
     In addition, while a call runs, Monarch itself gives up a process that has been silent for about thirty seconds."""
     recorded_gigabytes: float = 4.0
     """Largest memory, in GB, of the rollouts since the last checkpoint. They are kept, because a recovered run trains on them again. If they take
-    more memory, the oldest rollouts are dropped, and a recovered run generates new completions of the problems of those steps."""
+    more memory, the oldest rollouts are dropped. A recovered run then generates new completions for every repeated step."""
 
     def policy(self) -> RestartPolicy:
         """The limits of the run's restarts. Each generator has its own limits with the same values, because the generator's client restarts it."""

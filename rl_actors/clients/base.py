@@ -220,8 +220,8 @@ class Client:
         processes = [] if self._processes is None else self._processes.of_this_host()
         for process in processes:
             process.kill()
-        # `close` asks every process that still runs to stop, and waits for an answer, which a killed process does not give. So `close` is
-        # called only when all processes have ended, or after KILL_TIMEOUT.
+        # `close` asks every running process to stop, and waits for an answer, which a killed process does not give. So `close` is called
+        # only when all processes have ended, or after KILL_TIMEOUT.
         deadline = time.monotonic() + KILL_TIMEOUT
         while not all(process.has_ended() for process in processes) and time.monotonic() < deadline:
             await asyncio.sleep(0.01)

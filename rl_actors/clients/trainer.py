@@ -52,7 +52,7 @@ class TrainerClient(TrainingCalls, ModelClient):
         await super()._close()
 
     async def _write(self, path: str) -> None:
-        # This call is not in turn, because the ranks run other calls while they write.
+        # This call does not wait for its turn, because the ranks run other calls while they write.
         assert self._mesh is not None
         await self._ask(self._mesh.wait_for_checkpoint, f"writing {path}", self.call_timeout, breaks=False)
 
@@ -139,7 +139,7 @@ class TrainerClient(TrainingCalls, ModelClient):
 
     async def _push_for(self, dtype: str) -> int:
         assert self._transport is not None
-        await announce(self._transport, dtype)  # the generator cannot do so, because it has not started yet
+        await announce(self._transport, dtype)  # the generator has not started yet, so it cannot announce its dtype
         return await self._first("push_model_state_dict")
 
     def spawn_value_trainer(

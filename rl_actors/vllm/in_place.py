@@ -131,7 +131,7 @@ def _fused_rows(layer: nn.Module, part: int) -> tuple[int, int, int]:
 
     if isinstance(layer, QKVParallelLinear):
         sizes = [layer.num_heads * layer.head_size, *[layer.num_kv_heads * layer.head_size] * 2]
-        # With more workers than key-value heads several workers have the same head.
+        # If there are more workers than key-value heads, several workers have the same head.
         rank = layer.tp_rank if part == 0 else layer.tp_rank // layer.num_kv_head_replicas
     elif isinstance(layer, MergedColumnParallelLinear):
         sizes = [size // layer.tp_size for size in layer.output_sizes]
@@ -142,7 +142,7 @@ def _fused_rows(layer: nn.Module, part: int) -> tuple[int, int, int]:
 
 
 def _num_padded(layer: nn.Module, parameter: Tensor) -> int:
-    """The number of values of a parameter that no checkpoint has, because vLLM pads the vocabulary."""
+    """The number of padding values in a parameter. vLLM pads the vocabulary, so no checkpoint has these values."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     if not isinstance(layer, VocabParallelEmbedding):
