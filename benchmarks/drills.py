@@ -4,12 +4,12 @@ The undisturbed run is a run with the same flags in which nothing is killed or s
 A round begins a short run of GRPO or PPO with the tiny model, synchronous or asynchronous. It sends SIGKILL or SIGSTOP to a process of one
 kind at a random moment. In about half of the rounds a second process is killed a few seconds later. The run must end with status 0, with all
 steps, and at the same position in the data as the undisturbed run. It must have trained on the same number of problems as that run, and on none
-twice. A synchronous run must have trained on the same problems. No process and no shared memory may be left.
+twice. A synchronous run must have trained on exactly the problems of the undisturbed run. No process and no shared memory may be left.
 
 The program also measures the seconds from the signal to the record of the next step after the recovery. BARS limits these seconds in rounds
-in which a single signal is sent, after the actors have started. The median must not be above the limit, and the longest time not above
-twice the limit. After a SIGSTOP `--silent-after` is added to both limits. The exit status is 1 if a round has a fault, or if a limit is
-exceeded.
+in which a single signal is sent, after the actors have started. The median must not be above the limit, and the longest time must not be
+above twice the limit. After a SIGSTOP `--silent-after` is added to both limits. The exit status is 1 if a round has a fault, or if a limit
+is exceeded.
 
 Every round is a line of drills.jsonl in the folder. If the program is interrupted, the same command runs the rounds that have no line yet.
 """
@@ -68,7 +68,7 @@ class Round:
     loop: str
     mode: str
     after_step: int  # -1: while the actors start
-    delay: float  # seconds after the record of that step
+    delay: float  # seconds after the record of that step, or after the start of the run
     second: str = ""  # kind of the second process that is killed; "" if only one dies
     second_delay: float = 0.0
 
@@ -231,8 +231,9 @@ def cursor(folder: RunFolder) -> int:
 def seconds_to_next_step(restarts: Sequence[Record], steps: Sequence[tuple[float, int]], moment: float) -> float | None:
     """Seconds from a death to the record of the first step after its recovery. None if no step came.
 
-    restarts: lines of restarts.jsonl. The line of a generator is written with the first step after its return. A death has no line if it
-    happened while the actors started, or if no later step needed the generator. Then the seconds end at the next recorded step.
+    restarts: lines of restarts.jsonl. The line about a generator is written at the end of the first step after the generator's return. A death
+    has no line if it happened while the actors started, or if no later step needed the generator. Then the seconds end at the next recorded
+    step.
     """
     for line in restarts:
         noticed = datetime.fromisoformat(line["time"]).timestamp()

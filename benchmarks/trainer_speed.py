@@ -1,7 +1,7 @@
-"""Speed of training through TrainerClient, compared with torchtitan's own pieces without actors. A row is one shape, measured on both sides.
+"""Speed of training through TrainerClient, compared with torchtitan's own pieces without actors. These pieces are called the reference.
 
-A time is the median over the steps after warm-up. The reference runs first and ends before our trainer starts, so each side has the GPUs
-for itself.
+A row is one shape, in which both sides are measured: our trainer and the reference. A time is the median over the steps after warm-up. The
+reference runs first and ends before our trainer starts, so each side has the GPUs for itself.
 """
 
 import argparse

@@ -67,8 +67,8 @@ def sft_phase(stop_at: float, learning_rate: float = 1e-3, batch_size: int = 128
 
 def _parts() -> _Parts:
     """Fields that the tiny runs start from. The alphabet and two special tokens make a vocabulary of 16."""
-    # rope_theta, the base of the rotary embedding, is small. If it were
-    # 10,000, most angles of the embedding would hardly change over a text of nine tokens.
+    # rope_theta, the base of the rotary embedding, is small. If it were 10,000, most angles of the embedding would hardly change over a text
+    # of nine tokens.
     model = tiny_model(vocab_size=16, max_position_embeddings=128, rope_theta=10.0)
     return {
         **addition(digits=2),

@@ -108,7 +108,7 @@ class Critic:
         return rows
 
     async def fit(self, parts: Iterable[Sequence[Sample]], learning_rate: float) -> dict[str, float]:
-        """Take one optimizer step on each part. Returns the metrics of the step."""
+        """Take one optimizer step on each part. Returns the metrics over all parts."""
         loss = self.config.loss()
         outputs: list[ForwardBackwardOutput] = []
         results: list[OptimResult] = []

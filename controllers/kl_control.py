@@ -24,7 +24,8 @@ class KLControlConfig:
     target: float | None = None
     """Mean KL divergence of a token, in nats, near which the divergence should stay. None: the coefficient never changes."""
     gain: float = 0.1
-    """Relative change of the coefficient in a step for each unit of the relative error, divergence / target - 1. 0.1 is the paper's value."""
+    """Relative change of the coefficient in a step for each unit of the relative error. This error is divergence / target - 1. 0.1 is the
+    paper's value."""
     max_error: float = 0.2
     """Limit of the relative error, above and below the target. An error beyond the limit counts as the limit. 0.2 is the paper's value."""
 

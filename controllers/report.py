@@ -263,8 +263,8 @@ def write_report(run_folder: str | Path) -> Path:
 def _groups_remark(groups: Records, steps: Sequence[int]) -> str:
     num_steps = len({group["step"] for group in groups})
     if len(steps) == num_steps:
-        return "Some groups of every step, as rollouts.jsonl has them."
-    return f"Some groups of {len(steps)} of the {num_steps} steps; rollouts.jsonl has the others."
+        return "These are all groups in rollouts.jsonl, which keeps a few groups of every step."
+    return f"These are the groups of {len(steps)} of the {num_steps} steps in rollouts.jsonl, which keeps a few groups of every step."
 
 
 def _pretty(config: Mapping[str, object]) -> str:

@@ -41,7 +41,7 @@ class RolloutConfig:
     is trained on, and a group may have only one completion."""
     max_refills: int = 1
     """Largest number of refills of a draw, which is the set of problems that are started together. A step of the synchronous loop has one draw.
-    A refill replaces the groups whose rewards are all equal by groups of new problems."""
+    A refill replaces the groups whose rewards are all equal with groups of new problems."""
     max_staleness: int = 0
     """Largest age of a group on which a step trains. The age is the trainer's version minus the version that sampled the group's oldest token.
     The generator runs ahead of the trainer as far as this age allows. 0: generation, training and weight sync come one after the other."""
@@ -94,7 +94,7 @@ class Group:
     overlong_penalties: list[float] = field(default_factory=list)  # empty if overlong_buffer is 0
     components: dict[str, list[float]] = field(default_factory=dict)  # components of the task_rewards, by name
     num_retries: int = 0  # times that a reward was asked for again, or an episode was played again
-    needs_difference: bool = True  # True: if all rewards are equal, the group has nothing to learn from
+    needs_difference: bool = True  # True: if all rewards are equal, training on the group would teach nothing
     # Divergence of each completion from the reference. Empty if the divergence is no penalty on the reward.
     divergences: list[float] = field(default_factory=list)
     # The episode of each completion; the completion then has the tokens of all turns and of the replies between them. Empty for a task of
@@ -135,7 +135,7 @@ class Group:
         return rows
 
     def to_samples(self, advantages: Sequence[float], temperature: float) -> list[Sample]:
-        """One sample for each completion. A sample trains the tokens that the policy sampled."""
+        """One sample for each completion. Only the tokens that the policy sampled are trained on."""
         if self.episodes:
             pairs = zip(self.episodes, advantages, strict=True)
             return [episode.to_sample(advantage=advantage, temperature=temperature) for episode, advantage in pairs]

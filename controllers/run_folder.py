@@ -39,7 +39,7 @@ class RunFolder:
         return self.path / "logs" / f"{name}.log"
 
     def add_restart(self, line: Record) -> None:
-        """Append a line of `survival.restart_line` to restarts.jsonl."""
+        """Append a line to restarts.jsonl. `survival.restart_line` makes such lines."""
         with self.restarts.open("a") as file:
             file.write(to_json(line) + "\n")
 

@@ -137,7 +137,7 @@ def _config_flags(own: argparse.Namespace, rest: Sequence[str]) -> list[str]:
 
 
 def _options(own: argparse.Namespace, *, has_generator: bool) -> Options:
-    """The options. Raises ValueError if --tls does not fit the address, or if other machines reach the address without protection."""
+    """The options. Raises ValueError if one is wrong, if --tls does not fit the address, or if other machines reach the address unprotected."""
     address = Address.parse(own.address)
     if address.tls != bool(own.tls):
         raise ValueError(
@@ -292,7 +292,7 @@ async def _start(actors: Actors, config: RunConfig, *, has_generator: bool) -> d
     """Spawn the actors of the config. If trainer and vLLM share a GPU, vLLM starts after the trainer, because it measures the free memory."""
     generator = None
     if has_generator and not shares_gpu(config):
-        generator = actors.spawn_generator()  # first, because it takes longer than the trainer
+        generator = actors.spawn_generator()  # first, because its start takes longer than the trainer's
     trainer = actors.spawn_trainer()
     critic = actors.spawn_critic() if config.has_critic else None
     infos = await trainer.info()

@@ -10,7 +10,7 @@ from controllers.environments.base import Environment, Problem
 from controllers.environments.config import LIMITS_OF_RUN, EnvironmentConfig
 
 BLOCK = 100
-"""Training problems come in blocks of this many consecutive indices. Every block has the same number of problems of each environment."""
+"""Training problems come in blocks of this many consecutive indices. An environment has the same number of problems in every block."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ class ServeConfig:
     write_base: Callable[[Path], None] | None = None
     """Writes the directory of the base model, if hf_path is empty."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    """Config of every trainer. The server sets the model and hf_path when it starts, and the adapters for each run."""
+    """Config of every trainer. The server sets the model and hf_path when it starts, and `lora` when it starts a trainer."""
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     """Config of the generator. The model is set when the server starts."""
     lora_alpha: float = 32.0

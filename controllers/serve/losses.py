@@ -168,8 +168,8 @@ class GSPO(Clipped):
 class StableReinforce:
     """-sum stop_gradient(c) A lp + kl_coeff / 2 sum m (lp - q)^2, where m is 1 at sampled tokens.
 
-    c is min(r, 2). Where r is outside [1/8, 8], c is 0, because such a token says little about the present policy. Tinker's loss of this
-    name has no published formula. This formula is ours, so its numbers differ from Tinker's.
+    c is min(r, 2) if r is in [1/8, 8]. Otherwise c is 0, because the token then says little about the present policy. Tinker has published no
+    formula of its loss of this name. This formula is ours, so its numbers differ from Tinker's.
     """
 
     kl_coeff: float = 0.0
@@ -202,7 +202,7 @@ _CLIP_INPUTS = frozenset(_CLIP)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossKind:
-    """A loss by its name in the protocol."""
+    """A loss of the protocol: its class, the inputs that it reads, and its options."""
 
     make: type
     required: frozenset[str]  # inputs of a datum
