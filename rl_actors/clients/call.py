@@ -1,4 +1,4 @@
-"""`Call`, the answer to a call that is running, and the background thread that all clients of a process share. This module knows no actors.
+"""`Call`, the answer to a call that is running, and the background thread that all clients of a process share. This module knows nothing of actors.
 
 The thread has an event loop of its own. So clients work in a REPL, in a script, with repeated asyncio.run, and in Jupyter, which already
 runs a loop.
@@ -79,7 +79,7 @@ class Call(Generic[T]):
         return asyncio.shield(self._ended()).__await__()
 
     def _ended(self) -> "asyncio.Future[T]":
-        """A future of the running loop with the answer. If its waiter is cancelled and the call fails later, asyncio does not log the error."""
+        """The answer, as a future of the running loop. If its waiter is cancelled and the call fails later, asyncio does not log the error."""
         ended = asyncio.wrap_future(self._future)
         ended.add_done_callback(_mark_error_as_seen)
         return ended

@@ -106,7 +106,7 @@ async def _abort_started(
     abort: Callable[[int], Coroutine[object, None, None]],
     fetching: Call[list[tuple[int, T]]] | None,
 ) -> None:
-    """Abort a call as soon as it has started. A fetch that still waits then fails. Its error is expected and is suppressed."""
+    """Abort a call as soon as it has started. The abort makes a waiting fetch fail. This error is expected and is suppressed."""
     with contextlib.suppress(Exception):
         await abort(await started)
     if fetching is not None:

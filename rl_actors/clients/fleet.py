@@ -95,7 +95,7 @@ class Fleet:
         """
         self.setup_timeout, self.tell = setup_timeout, tell
         self.told: int | None = None  # version of the newest pull, unless that pull failed on all generators
-        # The slowest transfer of the last call of `pull`. Before such a call: the first pull of a generator.
+        # The slowest transfer of the last call of `pull`. Before the first such call: the first transfer into a generator.
         self.last_pull: Transfer | None = None
         self.returns: list[GeneratorReturn] = []
         self._first_version = first_version
@@ -120,7 +120,7 @@ class Fleet:
         return sum(replica.restarts.total for replica in self.replicas)
 
     async def start(self) -> GeneratorInfo:
-        """Wait until every generator has been healthy. Returns the info of the first one. Raises the error of one that does not start."""
+        """Wait until every generator has been healthy. Returns the info of the first one. If one does not start, raises its error."""
         self._lives = [asyncio.ensure_future(replica.live()) for replica in self.replicas]
         await self._until(lambda: all(replica.was_ready or replica.cause for replica in self.replicas))
         for replica in self.replicas:
@@ -311,7 +311,7 @@ class Fleet:
         return parts
 
     async def pull(self, version: int, timeout: float, in_flight: bool) -> None:
-        """Bring the version to all healthy generators. A generator that is starting pulls it before it becomes healthy.
+        """Bring the version to all healthy generators. A generator that is starting pulls the version before it becomes healthy.
 
         If the pull fails on some generators, these are stale until they have pulled the version. If it fails on all, raises the first
         error, and the fleet keeps its former version.

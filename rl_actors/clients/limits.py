@@ -1,6 +1,6 @@
 """Limits that a client checks before it sends a call.
 
-If the client spawned the actor, they come from the config. Otherwise they come from the actor's info.
+If the client spawned the actor, the limits come from the config. Otherwise the limits come from the actor's info.
 """
 
 import pkgutil

@@ -62,7 +62,7 @@ class Replica:
         self._died: tuple[float, float, Exception] | None = (
             None  # first death since it was healthy: time.time(), time.monotonic() and the error
         )
-        self._is_final = False  # whether the last death is one after which no restart is tried
+        self._is_final = False  # whether no restart follows the last death
         self._is_stale = asyncio.Event()
         self._tasks: list[asyncio.Future[None]] = []  # tasks that watch and serve `client`
 

@@ -7,8 +7,8 @@ MAX_KNOWN = 16_384
 """Largest number of prompts whose replica is remembered."""
 
 SLACK = 4
-"""A replica that has the start of a prompt in its cache gets the prompt if its load is at most this many groups of n requests above the
-load of the least loaded replica."""
+"""A replica that has the start of a prompt in its cache gets the prompt, unless its load exceeds the smallest load by more than
+SLACK * n requests. n: number of completions of the prompt."""
 
 MULTIPLIER, MASK = 6_364_136_223_846_793_005, (1 << 64) - 1  # constants of a rolling hash
 
@@ -24,7 +24,7 @@ class Router:
         self._known: OrderedDict[int, int] = OrderedDict()  # hash of a prompt -> replica
 
     def assign(self, prompt: Sequence[int], n: int, among: Sequence[int]) -> int:
-        """The replica for all n completions of a prompt. Call `finish` for it later. among: the replicas that take requests now."""
+        """The replica for all n completions of a prompt. Call `finish` as they finish. among: the replicas that take requests now."""
         if len(self.loads) == 1:
             self.loads[0] += n
             return 0

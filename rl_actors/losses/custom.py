@@ -50,8 +50,8 @@ def output_gradients(
 ) -> tuple[list[Tensor], Partials]:
     """Run the caller's loss. Returns d loss / d outputs, [T] for each sample, and the metrics of the loss, to which loss:sum is added.
 
-    outputs: logprobs, or the values of a value model. The loss gets samples whose columns are 0 at padded targets, like every loss in the
-    trainer. Raises TypeError if the loss does not return (scalar, dict), and ValueError if the scalar does not depend on the outputs.
+    outputs: logprobs, or the values of a value model. The loss gets samples whose columns are 0 at padded targets, as every loss in the
+    trainer does. Raises TypeError if the loss does not return (scalar, dict), and ValueError if the scalar does not depend on the outputs.
     """
     leaves = [x.detach().clone().requires_grad_() for x in outputs]
     with torch.enable_grad():

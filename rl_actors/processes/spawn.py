@@ -87,7 +87,7 @@ class Process:
 
     rank: int
     pid: int
-    # A handle from pidfd_open. The handle always means this process. After the process has ended, the system may give its pid to another one.
+    # A handle from pidfd_open. The handle always refers to this process. After the process has ended, the system may give its pid to another.
     # None: the process is on another host.
     handle: int | None = field(repr=False)
 

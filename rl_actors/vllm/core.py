@@ -1,7 +1,8 @@
 """The place of vLLM's engine core: the engine's thread, or a process of its own. This module handles neither requests nor weights.
 
-In a process of its own the core schedules and computes while the actor's process handles the outputs. On a GPU that is faster; see
-docs/loop.md. On a CPU the two processes share the cores, so this is not faster, and the start takes 10 s longer.
+In a process of its own the core schedules and computes while the actor's process handles the outputs. On a GPU a core in a process
+of its own is faster; see docs/loop.md. On a CPU it is not faster, because the two processes share the processors. The start takes 10 s
+longer there.
 """
 
 import atexit
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
     from vllm import LLMEngine
 
 NEWS_TIMEOUT = 1.0
-"""Seconds that `has_died` waits for the news that the core has ended. A failed call may come before this news."""
+"""Seconds that `has_died` waits for the news that the core has ended. A call to the core may fail before this news comes."""
 DEATH_TIMEOUT = 10.0
 """Seconds to wait for the end of a core that has reported a failure. After the end, the error can name the core's exit code."""
 
 KILLED_AT_START = r"Failed core proc\(s\): \{(\}|'EngineCore\w*': -\d+)"
-"""Pattern of vLLM's error for a core that was killed before it was ready. If vLLM does not know the exit code yet, it names no core."""
+"""Pattern of vLLM's error for a core that was killed before it was ready. If vLLM does not know the exit code yet, the error names no core."""
 
 PARENT_VARIABLE = "RL_ACTORS_CORE_PARENT"
 """Environment variable of a process below a core: the pid of its parent. The core and every process below it set the variable for the
@@ -95,7 +96,7 @@ class Core(Protocol):
 
 
 def core_of(config: GeneratorConfig) -> Core:
-    """The core that the config asks for, or else the faster one on this machine."""
+    """The core that config.own_process asks for. None: a process of its own on a GPU or for several ranks, otherwise the engine's thread."""
     own = config.own_process
     if own is None:
         own = torch.cuda.is_available() or config.tensor_parallel > 1

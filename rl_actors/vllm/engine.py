@@ -110,7 +110,7 @@ class EngineThread:
         self.commands.put(Command(partial(self._abort_call, call, aborted), call.fail))
 
     def update(self, source: Source, version: int, *, in_flight: bool = True) -> "Future[Transfer]":
-        """Replace the weights by those that the source opens, between two steps.
+        """Between two steps, replace the weights by those that the source opens.
 
         in_flight: True lets running requests go on with the new weights. False lets them end first, while new requests wait.
         """
@@ -118,7 +118,7 @@ class EngineThread:
         return self.submit(load) if in_flight else self._submit_drained(load)
 
     def load_adapter(self, name: str, directory: str) -> "Future[None]":
-        """Load an adapter from a directory of peft's format. Does nothing if it is loaded already.
+        """Load an adapter from a directory in peft's format. Does nothing if it is loaded already.
 
         The directory must stay until the adapter is unloaded. vLLM may drop the adapter from memory to load others. Later it reads the
         directory again.
@@ -156,7 +156,7 @@ class EngineThread:
         if call.adapter is None:
             return self.weights.request
         if call.adapter not in self.adapters:
-            raise ValueError(f"adapter={call.adapter!r} is not loaded; {len(self.adapters)} adapters are")
+            raise ValueError(f"adapter={call.adapter!r} is not loaded; {len(self.adapters)} adapters are loaded")
         return self.adapters[call.adapter]
 
     def sleep(self, level: int) -> "Future[DeviceMemory]":

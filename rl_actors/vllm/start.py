@@ -80,7 +80,7 @@ def start_vllm(config: GeneratorConfig, core: Core | None = None) -> "LLMEngine"
 
 
 def start_async_vllm(config: GeneratorConfig) -> "AsyncLLM":
-    """Start an AsyncLLM with the arguments of `start_vllm`. Its core is always a process of its own. Benchmarks compare with it."""
+    """Start an AsyncLLM with the arguments of `start_vllm`. Its core is always a process of its own. Benchmarks compare the generator with it."""
     with _arguments(config, OwnProcess()) as arguments:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
