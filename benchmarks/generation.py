@@ -63,7 +63,7 @@ def prompts_of(count: int, length: int, vocab_size: int) -> Prompts:
 
 
 def start_llm(config: GeneratorConfig, core: "Core") -> tuple[Run, Shutdown]:
-    """vLLM's own loop over an LLMEngine, and the function that ends its core."""
+    """Returns a function that steps an LLMEngine until all requests have ended, as LLM.generate does, and a function that ends the engine's core."""
     from vllm.inputs.engine import tokens_input
 
     from rl_actors.vllm.requests import vllm_params
@@ -81,7 +81,7 @@ def start_llm(config: GeneratorConfig, core: "Core") -> tuple[Run, Shutdown]:
 
 
 def start_async(config: GeneratorConfig) -> tuple[Run, Shutdown]:
-    """One coroutine for each request of an AsyncLLM, and the function that ends its core."""
+    """Returns a function that sends each request to an AsyncLLM in its own coroutine, and a function that ends the engine's core."""
     from vllm.inputs.engine import tokens_input
 
     from rl_actors.vllm.requests import vllm_params

@@ -64,7 +64,7 @@ def served(model: str, folder: Path) -> tuple[ServeConfig, list[str]]:
 
 @contextlib.contextmanager
 def serving(arguments: list[str]) -> Iterator[str]:
-    """The address of a server. The server ends with the `with` block."""
+    """Start a server, and yield its address. The server ends with the `with` block."""
     command = [sys.executable, "-m", "controllers.serve", "--address", "127.0.0.1:0", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -40,7 +40,7 @@ def _objective(
     advantage: str = "grpo",
     reference_kl: float = 0.0,
 ) -> dict[str, object]:
-    """The fields that every preset sets. If a loss has no bounds, ratio_low and ratio_high become None, so that no earlier choice stays there."""
+    """The fields that every preset sets. If a loss has no bounds, ratio_low and ratio_high become None, whatever the config had before."""
     return {
         "loss.name": loss,
         "loss.ratio_low": ratio_low,

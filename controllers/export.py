@@ -64,7 +64,7 @@ def export_run(arguments: Export) -> str:
         raise ValueError(f"{run.config} is missing; only this file says which model {checkpoint} holds")
     values = json.loads(run.config.read_text())
     config = config_file.from_values(TrainerConfig, values["trainer"])
-    # This import stands here because it loads torchtitan, which the errors above do not need.
+    # This import comes after the checks, so that their errors do not wait until torchtitan is loaded.
     from rl_actors.engine.export import export_adapters, export_checkpoint
 
     source, directory = str(checkpoint / "trainer"), str(arguments.directory)

@@ -302,7 +302,7 @@ async def sync(run: Run[ConfigOfLoop]) -> int:
 async def train_sft_phase(run: Run[ConfigOfLoop]) -> tuple[int, int]:
     """Take the supervised steps that are left.
 
-    Returns two numbers: how many supervised steps the run has taken, also before a resume, and the index of the next problem.
+    Returns two numbers: how many supervised steps the run has taken, including those before a resume, and the index of the next problem.
     """
     config = run.config
     if "sft_steps" in run.state or config.sft_steps == 0:

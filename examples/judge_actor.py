@@ -19,7 +19,7 @@ PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14, 15, 16]]
 
 
 class Judge(Actor):
-    """Scores completions in a process of its own. It could hold a reward model as well."""
+    """Scores completions in a process of its own. Such an actor could also hold a reward model."""
 
     @endpoint
     async def score(self, completions: list[list[int]]) -> list[float]:

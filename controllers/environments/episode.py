@@ -14,7 +14,7 @@ Observation = str | list[Message] | list[int]
 class Reply:
     """The answer of an episode to a turn of the policy."""
 
-    observation: Observation = ""  # the policy reads it before its next turn; after the end only reports show it
+    observation: Observation = ""  # the policy reads it before its next turn; the last one is only for reports
     reward: float = 0.0  # reward of the turn
     is_over: bool = False
 

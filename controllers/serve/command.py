@@ -49,7 +49,7 @@ class Arguments:
 
 
 def read_arguments(prog: str, argv: Sequence[str] | None = None) -> Arguments:
-    """Raises ValueError or OSError naming an argument that is not possible."""
+    """Raises ValueError or OSError naming an invalid argument."""
     configs = import_module("configs").SERVERS
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("--config", choices=sorted(configs), default=next(iter(configs)), help="name of the config")

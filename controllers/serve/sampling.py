@@ -83,7 +83,7 @@ class VersionedGenerator:
         # Version -> its requests. The versions are in the order in which they were asked for.
         self._waiting: OrderedDict[int, list[_Waiter]] = OrderedDict()
         self._switching: asyncio.Task[None] | None = None
-        # Calls of the generator are gathered by the name of their adapter.
+        # The requests in a call of the generator have the same adapter. For completions they also have equal parameters.
         self.completions: _Gatherer[tuple[str | None, SamplingParams], list[int], list[Completion]] = _Gatherer(
             self._generate_batch
         )
@@ -106,9 +106,9 @@ class VersionedGenerator:
 
     @contextlib.asynccontextmanager
     async def using_adapter(self, version: int, directory: str, *, base: int) -> "AsyncIterator[Weights]":
-        """The weights of version `base` with the adapter in the directory, which is version `version`.
+        """The whole weights of version `base`, and over them the adapter of version `version`, which is in the directory.
 
-        In the `with` block the generator holds them. Raises RuntimeError if they cannot be pulled or loaded.
+        In the `with` block the generator holds both. Raises RuntimeError if they cannot be pulled or loaded.
         """
         if version not in self._adapters:
             self._adapters[version] = _Adapter(f"version {version}, {next(self._names)}", directory)
@@ -239,7 +239,7 @@ class Weights:
     adapter: str | None  # the adapter's name in the generator; None: whole weights
 
     async def sample(self, prompt: list[int], params: SamplingParams) -> list[Completion]:
-        """params.n completions of the prompt. Calls with the same weights, equal parameters and no seed share a call of the generator."""
+        """params.n completions of the prompt. Requests with the same weights, equal parameters and no seed share a call of the generator."""
         if params.seed is None:
             return await self.versions.completions.add((self.adapter, params), prompt)
         async for _, completions in self.versions.generator.generate_each([prompt], params, adapter=self.adapter):
