@@ -80,9 +80,9 @@ class RunConfig:
     max_tokens: int = 128
     """Longest completion in tokens, in training and in validation."""
     alphabet: str = ""
-    """Characters of a character-level tokenizer that is made for the run. Empty: the run uses the tokenizer of trainer.hf_path. auto, if
-    trainer.hf_path is empty: the characters of the problems. The number of these characters then also gives the size of the vocabulary. auto, if
-    trainer.hf_path is set: the run takes the tokenizer and the size of the model from trainer.hf_path."""
+    """Characters of a character-level tokenizer that is made for the run. Empty: the run uses the tokenizer of trainer.hf_path. The value "auto"
+    depends on trainer.hf_path. If trainer.hf_path is empty, "auto" means the characters of the problems, and their number also gives the size of
+    the vocabulary. If trainer.hf_path is set, "auto" means the tokenizer and the size of the model in trainer.hf_path."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     episodes: EpisodeConfig = field(default_factory=EpisodeConfig)
     """Limits of the episodes of a task that takes several turns."""
@@ -404,7 +404,8 @@ class Run(Generic[Config]):
         end of the run, raises Interrupted, but not after the last step of a phase. Raises RuntimeError or OSError if the previous checkpoint could
         not be written.
         """
-        # A rollout that is dropped later may draw random numbers, so the random states are noted now and not when the checkpoint is written.
+        # The random states are noted here. When the checkpoint is written, it would be too late: rollouts of the next steps may have drawn random
+        # numbers by then, and a resumed run repeats these rollouts.
         self.last_state = state | {"config": asdict(self.config), "random": random_states()}
         if is_last or (self.config.checkpoint_every and phase_step % self.config.checkpoint_every == 0):
             await self.save()

@@ -52,7 +52,7 @@ class Scorer:
     def of(config: EnvironmentConfig, environments: Mapping[str, AnyEnvironment] | None = None) -> "Scorer":
         """A scorer with the limits of a config. If reward_workers is above 0, a pool computes the rewards of these environments.
 
-        environments: the name that errors show -> environment. Raises ValueError for a reward function that cannot be sent to a process.
+        environments: the environments by name. Error texts show these names. Raises ValueError for a reward function that cannot be sent to a process.
         """
         with_reward: dict[str, Environment] = {}
         for name, environment in (environments or {}).items():

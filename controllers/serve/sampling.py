@@ -32,7 +32,8 @@ GATHER_SECONDS = 0.003
 LONGEST_GATHER_SECONDS = 0.06
 """Largest number of seconds for which requests are gathered into one call."""
 LOADED_ADAPTERS = 64
-"""Largest number of loaded adapters, unless more are in use. A generator that is started again loads all of them first."""
+"""Largest number of loaded adapters, unless more are in use. The number is limited, because a generator that is started again loads all
+these adapters before its first request."""
 
 
 class Generator(Protocol):

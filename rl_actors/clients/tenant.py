@@ -26,7 +26,7 @@ class Access:
     infos: Callable[..., Awaitable[list[TrainerInfo]]]
     """The infos of the ranks: infos(tenant)."""
     mend: Callable[[str], None]
-    """Notes that the calls of a tenant may go on after a timeout: mend(tenant)."""
+    """Allows calls of a tenant again, which are refused after a timeout: mend(tenant)."""
     write: Callable[[str], Awaitable[None]]
     """Waits until a checkpoint is on disk: write(path)."""
     limits: Callable[[], TrainerLimits | None]

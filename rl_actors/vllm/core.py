@@ -47,8 +47,8 @@ processes that they start."""
 # process's parent ends, because neither vLLM's core nor its workers notice that their parent was killed with kill -9 while they start. It
 # begins a session, so that the core gets no Ctrl-C from a terminal, which would end the core in the middle of a step. In the core's process
 # it also removes variables that describe the actor's process group, not vLLM's. A new process does not inherit the executable that was
-# set for multiprocessing. So the program inserts a call that sets this executable. The call comes before the code of the process, which is
-# the argument after "-c".
+# set for multiprocessing. So the program changes the code that the process is to run, which is the argument after "-c": it puts a call that
+# sets the executable before this code.
 CHILD = """
 import ctypes, os, signal, sys
 os.setsid()
