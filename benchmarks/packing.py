@@ -31,7 +31,7 @@ PADDED = "padded"
 
 
 def long_tailed(count: int) -> list[int]:
-    """Lengths of `count` samples. The lengths for a smaller count are the first ones of a larger count."""
+    """Lengths of `count` samples. A shorter list is the beginning of every longer list."""
     draw = random.Random(0)
     return [max(1, min(ROW, round(600 * math.exp(draw.gauss(0, 1))))) for _ in range(count)]
 
@@ -109,9 +109,7 @@ def measure_throughput(num_samples: int, repeats: int, ways: Sequence[str]) -> N
     if num_samples < SIZES[-2]:
         print(f"that is {num_samples / SIZES[-2]:.2%} of a call of {SIZES[-2]:,} samples")
     if not torch.cuda.is_available():
-        print(
-            "on a CPU attention costs the square of the row's length, not of the samples' lengths; short rows are faster"
-        )
+        print("on a CPU attention costs the square of the row's length, so ways that make short rows are faster")
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(repeats + 1):
         for name, times in seconds.items():

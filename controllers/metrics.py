@@ -109,8 +109,8 @@ class MetricsLogger(AbstractContextManager):
         console: Console | None = None,  # None: stdout
     ):
         folder.path.mkdir(parents=True, exist_ok=True)
-        # If the run was interrupted before it had finished a step, it repeats step 0, the first validation. Then -1 also removes the old line
-        # of step 0.
+        # Lines of steps after this one are removed. If steps_done is 0, a resumed run repeats step 0, which is the first validation. So the line
+        # of step 0 is removed, too.
         self._last_step = steps_done or -1
         self.folder, self._groups_per_step = folder, groups_per_step
         self._files: dict[Path, TextIO] = {}

@@ -75,7 +75,7 @@ class CorrectionConfig:
     name: Annotated[Literal["none", "tis", "icepop"] | None, tyro.conf.arg(name="")] = None
     """Correction for the difference between the generator's and the trainer's probability of a token. q is p_trainer / p_generator. tis,
     truncated importance sampling: the objective is multiplied by min(q, cap). icepop: tokens with q outside [low, high] are dropped. none:
-    no correction. None (the default): tis if rollouts.max_staleness is above 0, otherwise none."""
+    no correction. If no name is given, rollouts.max_staleness decides: tis if it is above 0, no correction if it is 0."""
     cap: float | None = None
     """For tis: the largest factor. None: 2."""
     low: float | None = None

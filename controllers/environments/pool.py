@@ -46,7 +46,7 @@ class RewardPool:
     """
 
     def __init__(self, environments: Mapping[str, Environment], *, num_workers: int) -> None:
-        """environments: the name that errors show -> environment. Raises ValueError for a reward function that cannot be pickled."""
+        """environments: the environments by name. Error texts show these names. Raises ValueError for a reward function that cannot be pickled."""
         self._numbers: dict[int, int] = {}  # id of an environment -> number of its function
         self._environments = list(environments.values())  # kept alive, so that no other object gets one of their ids
         functions: list[Callable] = []

@@ -147,7 +147,7 @@ class Scorer:
 
 
 def _without_mixtures(environments: Mapping[str, Environment]) -> dict[str, Environment]:
-    """The environments. A mixture is replaced by its parts. The keys are the names that errors show."""
+    """The environments. A mixture is replaced by its parts. The keys are the names that error texts show."""
     single: dict[str, Environment] = {}
     for name, environment in environments.items():
         parts = environment.environments if isinstance(environment, MixedEnvironment) else {}

@@ -161,7 +161,7 @@ class Store:
     # checkpoints
 
     def put_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Add a checkpoint, or replace the one with its path."""
+        """Add a checkpoint. It replaces an older checkpoint with the same path."""
         self._insert("checkpoints", _columns(replace(checkpoint, created=time.time())), replaces=True)
 
     def checkpoint(self, path: str) -> Checkpoint | None:

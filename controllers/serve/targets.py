@@ -19,8 +19,8 @@ from controllers.serve.sampling import Weights
 NOTHING = -1
 """Value of a cell that asks for no token."""
 MAX_SCORED = 1024
-"""Largest number of distinct pairs (row, token) of a request. A pair counts only if its token is not the prompt's token at the row's
-position. Each counted pair costs one more pass over the prompt up to that position."""
+"""Largest number of distinct pairs (row, token) of a request that cost a pass over the prompt. Row i asks for tokens at position i + 1. The
+prompt's own token at this position costs nothing. Every other token costs one more pass over the prompt up to this position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

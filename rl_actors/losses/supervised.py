@@ -1,6 +1,6 @@
 """Supervised losses.
 
-B rows, L row length, K targets of one position.
+B rows, L row length, T tokens of a sample, K targets of one position.
 """
 
 from dataclasses import dataclass
@@ -14,9 +14,10 @@ from rl_actors.metrics import Partials
 class CrossEntropy:
     """sum_i -w_i log p_i (Tinker's `cross_entropy`). The weights w may be any numbers, also negative ones.
 
-    With the columns target_ids and target_weights [T, K] the loss is sum_i -w_i sum_k v_ik log p(id_ik | tokens[:i+1]), where v are
-    the target_weights. This is the cross entropy to a distribution over K tokens, as in distillation. The only effect of `targets` is
-    then that positions whose target is IGNORE_TARGET do not count.
+    A sample of T tokens may have the columns target_ids and target_weights, both of shape [T, K]. Then the loss is
+    sum_i -w_i sum_k v_ik log p(id_ik | tokens[:i+1]), where v are the target_weights and tokens are the sample's tokens. This is the
+    cross entropy to a distribution over K tokens, as in distillation. The sample's `targets` then only exclude positions: a position
+    whose target is IGNORE_TARGET does not count.
     """
 
     def __call__(
