@@ -101,6 +101,21 @@ def both_forms(count: int, length: int, draw: random.Random) -> tuple[list[types
     return data, samples
 
 
+def train(trainer: tinker.TrainingClient, data: list[types.Datum], adam: types.AdamParams) -> None:
+    """A training step through the SDK. Returns when it has ended."""
+    forward_backward = trainer.forward_backward(data, "ppo")
+    step = trainer.optim_step(adam)
+    forward_backward.result(CALL_SECONDS)
+    step.result(CALL_SECONDS)
+
+
+def sample(sampler: tinker.SamplingClient, inputs: list[types.ModelInput], wanted: types.SamplingParams) -> None:
+    """Send a request for each input at once through the SDK, and wait for all answers."""
+    futures = [sampler.sample(each, 1, wanted) for each in inputs]
+    for future in futures:
+        future.result(CALL_SECONDS)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     repeats: int  # timed calls of each side; the call with one sample or request is timed ten times as often
@@ -122,11 +137,7 @@ def training(service: tinker.ServiceClient, config: ServeConfig, sizes: Sizes) -
         for count, length, times in ((1, 9, 10 * sizes.repeats), (sizes.samples, 256, sizes.repeats)):
             data, samples = both_forms(count, length, draw)
 
-            def through(data: list[types.Datum] = data) -> None:
-                forward_backward = client.forward_backward(data, "ppo")
-                step = client.optim_step(adam)
-                forward_backward.result(CALL_SECONDS)
-                step.result(CALL_SECONDS)
+            through = partial(train, client, data, adam)
 
             def direct(samples: list[Sample] = samples) -> None:
                 forward_backward = trainer.forward_backward(samples, loss=PPO())
@@ -155,10 +166,7 @@ def sampling(service: tinker.ServiceClient, config: ServeConfig, sizes: Sizes) -
             wanted = types.SamplingParams(max_tokens=num_new, stop=[])
             ours = SamplingParams(max_tokens=num_new, ignore_stop=True)
 
-            def through(inputs: list[types.ModelInput] = inputs, wanted: types.SamplingParams = wanted) -> None:
-                futures = [sampler.sample(each, 1, wanted) for each in inputs]
-                for future in futures:
-                    future.result(CALL_SECONDS)
+            through = partial(sample, sampler, inputs, wanted)
 
             def direct(prompts: list[list[int]] = prompts, ours: SamplingParams = ours) -> None:
                 generator.generate(prompts, ours).result()
@@ -198,26 +206,20 @@ def together(service: tinker.ServiceClient, config: ServeConfig, sizes: Sizes) -
     wanted = types.SamplingParams(max_tokens=128, stop=[])
     data, _ = both_forms(TRAINED_TOGETHER, 256, draw)
 
-    def train() -> None:
-        forward_backward = trainer.forward_backward(data, "ppo")
-        step = trainer.optim_step(adam)
-        forward_backward.result(CALL_SECONDS)
-        step.result(CALL_SECONDS)
+    step = partial(train, trainer, data, adam)
 
-    def sample() -> float:
+    def seconds_of_samples() -> float:
         start = time.perf_counter()
-        futures = [sampler.sample(each, 1, wanted) for each in inputs]
-        for future in futures:
-            future.result(CALL_SECONDS)
+        sample(sampler, inputs, wanted)
         return time.perf_counter() - start
 
-    train()
-    sample()
+    step()
+    seconds_of_samples()
     alone, beside = [], []
     for _ in range(sizes.repeats):
-        alone.append(sample())
-        with in_background(train):
-            beside.append(sample())
+        alone.append(seconds_of_samples())
+        with in_background(step):
+            beside.append(seconds_of_samples())
     figures = {"beside_training_seconds": statistics.median(beside), "alone_seconds": statistics.median(alone)}
     figures["ratio"] = figures["alone_seconds"] / figures["beside_training_seconds"]
     results.add("serve_overhead", f"{sizes.prefix}{sizes.requests} requests beside training", figures)
