@@ -1,8 +1,6 @@
-"""Advantages: pure functions from rewards [G, N] to advantages [G, N].
+"""Pure functions that compute advantages [G, N] from rewards [G, N]: G groups, each with N completions of one prompt.
 
-The functions know neither tokens nor losses. Other modules decide which groups are kept.
-
-G groups (prompts), N completions of each.
+The functions use neither tokens nor losses. Other modules decide on which groups a step trains.
 """
 
 from collections.abc import Callable
@@ -12,7 +10,7 @@ from torch import Tensor
 
 
 def grpo(rewards_GN: Tensor, eps: float = 1e-6) -> Tensor:
-    """(reward - group mean) / (group std + eps), std with N - 1 degrees of freedom: GRPO, arXiv 2402.03300.
+    """GRPO (arXiv 2402.03300): (reward - group mean) / (group std + eps). The std has N - 1 degrees of freedom.
 
     grpo([[1, 0]]) -> [[0.7071, -0.7071]]
     """
@@ -20,7 +18,7 @@ def grpo(rewards_GN: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def dr_grpo(rewards_GN: Tensor) -> Tensor:
-    """reward - group mean: Dr. GRPO, arXiv 2503.20783. Dr. GRPO leaves out GRPO's division, which favours very easy and very hard prompts.
+    """Dr. GRPO (arXiv 2503.20783): reward - group mean. GRPO also divides by the std, which gives very easy and very hard prompts more weight.
 
     dr_grpo([[1, 0, 0, 1]]) -> [[0.5, -0.5, -0.5, 0.5]]
     """
@@ -29,7 +27,7 @@ def dr_grpo(rewards_GN: Tensor) -> Tensor:
 
 
 def rloo(rewards_GN: Tensor) -> Tensor:
-    """reward - mean of the group's other rewards: RLOO, arXiv 2402.14740.
+    """RLOO (arXiv 2402.14740): reward - mean of the group's other rewards.
 
     rloo([[1, 0, 0]]) -> [[1, -0.5, -0.5]]
     """
@@ -39,9 +37,9 @@ def rloo(rewards_GN: Tensor) -> Tensor:
 
 
 def reinforce_plus_plus(rewards_GN: Tensor, eps: float = 1e-6) -> Tensor:
-    """reward - group mean, then normalised over the whole batch: REINFORCE++ with baseline, arXiv 2501.03262.
+    """REINFORCE++ with baseline (arXiv 2501.03262): reward - group mean. These differences are then normalised over the whole batch.
 
-    A group with widely spread rewards keeps its larger weight; grpo gives every group the same weight.
+    A group whose rewards are further apart keeps its larger weight. The rule grpo gives every group about the same weight.
     """
     centered_GN = dr_grpo(rewards_GN)
     return (centered_GN - centered_GN.mean()) / (centered_GN.std() + eps)

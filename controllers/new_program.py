@@ -1,7 +1,10 @@
-"""Continues a run in a new program, after the death of a process on a host. The new program has the process id of this one, and resumes the run.
+"""Continues a run in a new program, after a process on one of the run's hosts has died.
 
-This program cannot go on, because Monarch 0.7 cannot connect to hosts a second time after one of them was lost. A user who has started the
-workers must start the lost ones again. A job starts its workers by itself.
+This program cannot continue the run itself, because Monarch 0.7 cannot connect to hosts a second time after one of them was lost. So this
+program replaces itself, by exec, with a program that resumes the run.
+
+A worker is the program that starts the run's processes on a host. If the user has started the workers, the user must start the lost workers
+again. If a job of Monarch has started them, the job starts the lost workers again.
 """
 
 import os
@@ -21,10 +24,10 @@ PROGRAM = "program"
 
 
 def wait(config: RunConfig, folder: RunFolder, death: StartAgainError, tell: Callable[[str], None]) -> bool:
-    """Wait until the run can be resumed. Returns False if it cannot be resumed. tell: shows a line to the user.
+    """Wait until the run can be resumed. Returns False if it cannot be resumed. tell: function that shows a line to the user.
 
-    The user is told why the run cannot be resumed, unless the config allows no new program. Every new program is recorded as a line of
-    restarts.jsonl. survival.max_restarts_per_hour limits the number of new programs.
+    If the run cannot be resumed, `wait` shows the reason, unless the config allows no new program. It records every new program as a line
+    of restarts.jsonl. survival.max_restarts_per_hour limits the number of new programs.
     """
     limit = config.survival.max_restarts_per_hour
     if not (config.hosts.return_timeout and limit and config.checkpoint_every):
@@ -48,7 +51,7 @@ def wait(config: RunConfig, folder: RunFolder, death: StartAgainError, tell: Cal
 
 
 def num_programs(folder: RunFolder) -> int:
-    """How many new programs have continued the run in the last hour."""
+    """Number of new programs that have continued the run in the last hour."""
     begin = time.time() - HOUR
     lines = [line for line in read_jsonl(folder.restarts) if line["restart"] == PROGRAM]
     return sum(datetime.fromisoformat(line["time"]).timestamp() > begin for line in lines)

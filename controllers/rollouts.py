@@ -1,6 +1,7 @@
-"""Rollouts: problems -> completions -> rewards -> advantages -> samples.
+"""Makes the samples that a training step trains on.
 
-G groups (problems), N completions of each.
+The generator samples completions of problems, reward functions score the completions, and advantages are computed from the rewards. A group
+is one problem with its N completions.
 """
 
 import asyncio
@@ -37,11 +38,11 @@ class RolloutConfig:
     """Share of the probability mass from which tokens are sampled. Below 1 the trainer's logprobs cannot match the generator's, because the
     trainer normalises its probabilities over all tokens."""
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae"] = "grpo"
-    """Rule that makes advantages from the rewards of a group. Only PPO takes the rule gae. A value model then makes the advantages, every group
-    is trained on, and a group may have only one completion."""
+    """Rule that makes advantages from the rewards of a group. Only PPO takes the rule gae. With gae a value model makes the
+    advantages, every group is trained on, and a group may have only one completion."""
     max_refills: int = 1
-    """Largest number of refills of a draw, which is the set of problems that are started together. A step of the synchronous loop has one draw.
-    A refill replaces the groups whose rewards are all equal with groups of new problems."""
+    """Largest number of refills of a draw. A draw is a set of problems that are started together. A step of the synchronous loop has one
+    draw. A refill replaces the groups whose rewards are all equal with groups of new problems."""
     max_staleness: int = 0
     """Largest age of a group on which a step trains. The age is the trainer's version minus the version that sampled the group's oldest token.
     The generator runs ahead of the trainer as far as this age allows. 0: generation, training and weight sync come one after the other."""
@@ -95,10 +96,11 @@ class Group:
     components: dict[str, list[float]] = field(default_factory=dict)  # components of the task_rewards, by name
     num_retries: int = 0  # times that a reward was asked for again, or an episode was played again
     needs_difference: bool = True  # True: if all rewards are equal, training on the group would teach nothing
-    # Divergence of each completion from the reference. Empty if the divergence is no penalty on the reward.
+    # KL divergence of the policy from the reference model on each completion, summed over the tokens. Empty if no KL penalty is
+    # subtracted from the rewards.
     divergences: list[float] = field(default_factory=list)
-    # The episode of each completion; the completion then has the tokens of all turns and of the replies between them. Empty for a task of
-    # single turns.
+    # The episode of each completion. The completion has the tokens of all turns of the policy, and of the environment's replies between
+    # them. Empty if every conversation of the task has only one turn.
     episodes: list[PlayedEpisode] = field(default_factory=list)
 
     @property
@@ -167,7 +169,7 @@ class RolloutBatch:
     advantages: list[list[float]]  # one list for each group, one number for each completion
     num_refills: int
     num_retries: int  # groups whose completions were asked for again
-    version: int  # version of the weights when the step begins
+    version: int  # the trainer's policy_version when the step begins
 
     @classmethod
     def of(
@@ -333,8 +335,8 @@ class Rollouts:
     async def complete(self, indices: Sequence[int], deliver: Deliver) -> None:
         """Give `deliver` the groups of these problems, in the order in which the groups finish.
 
-        If there is a penalty, `deliver` gets all groups at the end. Raises GenerationError if the generator fails, after `deliver` has got the
-        groups that have finished. Also raises the error of a reward.
+        If these rollouts have a `penalty` function, `deliver` gets all groups at the end. If the generator fails, `deliver` first gets the
+        groups that have finished, and then this method raises GenerationError. It also raises the error of a reward function.
         """
         finished: dict[int, Group] = {}
         keep = deliver if self.penalty is None else finished.__setitem__
@@ -349,7 +351,7 @@ class Rollouts:
                 raise first from None
             failure = first
         if self.penalty is not None and finished:
-            # One call, because the reference computes the logprobs of many completions at once.
+            # One call for all groups, because the reference model computes the logprobs of many completions at once.
             places = sorted(finished)
             groups = await self.penalty([finished[place] for place in places])
             for place, group in zip(places, groups, strict=True):
@@ -360,7 +362,7 @@ class Rollouts:
     async def _complete_run(self, indices: Sequence[int], first: int, tasks: asyncio.TaskGroup, keep: Deliver) -> None:
         """Complete problems with consecutive indices, in one call of the generator. Each group is scored in a task of its own.
 
-        first: place of the first of these problems in the list that `complete` got.
+        first: position of the first of these problems in the list that `complete` got.
         """
         problems = [self.environment.problem(index) for index in indices]
         prompts = [self.tokenizer.encode_prompt(problem) for problem in problems]
@@ -418,7 +420,7 @@ class Rollouts:
 
 
 def runs_of(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(start, end) of each stretch of consecutive numbers in the list: runs_of([3, 4, 9]) -> (0, 2), (2, 3)."""
+    """The positions (start, end) of each stretch of consecutive numbers in the list. Example: runs_of([3, 4, 9]) -> (0, 2), (2, 3)."""
     start = 0
     for end in range(1, len(indices) + 1):
         if end == len(indices) or indices[end] != indices[end - 1] + 1:
@@ -429,7 +431,7 @@ def runs_of(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
 def group_advantages(groups: Sequence[Group], config: RolloutConfig) -> list[list[float]]:
     """The advantages of the completions by the rule config.advantage, one list for each group.
 
-    If the rule is gae, returns the rewards instead. PPO computes advantages from the rewards when it has the values.
+    If the rule is gae, this function returns the rewards instead. PPO later computes the advantages from the rewards and the values.
     """
     if config.advantage == "gae":
         return [group.rewards for group in groups]

@@ -1,7 +1,7 @@
-"""A Hugging Face directory with random bfloat16 weights of a Qwen3 shape: `python -m benchmarks random_weights 4b DIR` writes it.
+"""Write a Hugging Face directory with random bfloat16 weights of a Qwen3 model: `python -m benchmarks random_weights 4b DIR`.
 
-It is for measurements and trials. It has a config.json and safetensors with the right names and shapes, so a run can load it like a
-directory of trained weights.
+The directory is for measurements and trials. It has a config.json, and safetensors with the names and shapes of the model's weights. A run
+can load it like a directory of trained weights.
 """
 
 import argparse
@@ -32,9 +32,9 @@ def scratch(model: ModelConfig, times: int = 4) -> str | None:
 
 
 def write(model: ModelConfig, directory: Path, *, seed: int = 0, scale: float = 1.0) -> None:
-    """Write the directory. Norms are 1; all other weights are drawn from a normal distribution with standard deviation STD.
+    """Write the directory. All norms but the last are 1. The weights of matrices are drawn from a normal distribution with standard deviation STD.
 
-    scale: the value of the last norm. It multiplies the logits.
+    scale: the value of all weights of the last norm. It multiplies the logits.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(seed)

@@ -13,16 +13,17 @@ from controllers.environments.entries import Entry, fits, text_score, to_problem
 from controllers.environments.held_out import hold_out
 
 Row = tuple[str, Mapping[str, object]]
-"""(place, values) of a row: a text for errors that says where the row stands, and the value of each column."""
+"""A row of the data, as (place, values). The place is a text for error messages, such as "tasks.jsonl:3". The values are by column."""
 
 
 class DataEnvironment:
     """A task whose problems come from a file or a data set. Every epoch gives the training problems in another order."""
 
     def __init__(self, config: EnvironmentConfig, rows: Iterable[Row] | None = None, *, trains: bool = True):
-        """rows: if given, these are the rows of the task, and config.task is not read. trains=False: all problems may be held out.
+        """rows: the rows of the task. None: they are read from config.task. trains: False if no problem is trained on, so that all problems
+        may be held out.
 
-        Raises ValueError for a bad row, naming its place, and for too few problems, naming their number.
+        Raises ValueError for a bad row, and for too few problems. The error names the place of the row, or the number of problems.
         """
         self.config, self.reward = config, text_score(config)
         # All problems of the source may be held out if the held-out problems have a source of their own or if trains is False.
@@ -141,7 +142,7 @@ def read_dataset(config: EnvironmentConfig) -> Iterator[Row]:
 
     try:
         rows = load_dataset(config.task, split=config.split, **config.options)
-    except Exception as error:  # the class of the error depends on the place of the data
+    except Exception as error:  # load_dataset raises errors of different classes for local and for remote data
         remedy = "" if os.path.isdir(config.task) else f"; to fetch it: hf download --repo-type dataset {config.task}"
         reason = str(error).split("\n")[0]
         raise ValueError(f"task={config.task!r}, split={config.split!r}: {reason}{remedy}") from None
@@ -150,11 +151,12 @@ def read_dataset(config: EnvironmentConfig) -> Iterator[Row]:
 
 
 def read_entries(config: EnvironmentConfig, rows: Iterable[Row]) -> Iterator[Entry]:
-    """The rows as entries. Raises ValueError, naming the row, for a missing column.
+    """The rows as entries.
 
-    Also raises ValueError if the type of a value differs from the type that its column has in earlier rows.
+    Raises ValueError, naming the row, if a column is missing or holds no conversation, or if a value is neither text nor a number. Also
+    raises ValueError if a value has another type than its column has in earlier rows, or if the two answers of a pair are equal.
     """
-    kinds: dict[str, tuple[type, str]] = {}  # column -> its type, and the first row that had the column
+    kinds: dict[str, tuple[type, str]] = {}  # for each column: the type of its values, and the place of its first row
     used = (config.prompt_column, config.answer_column, config.messages_column)
     for where, row in rows:
         messages: list[Message] = []
@@ -173,7 +175,7 @@ def read_entries(config: EnvironmentConfig, rows: Iterable[Row]) -> Iterator[Ent
 def _require_pair(
     config: EnvironmentConfig, where: str, row: Mapping[str, object], kinds: dict[str, tuple[type, str]]
 ) -> None:
-    # A pair cannot have a conversation instead of a prompt, so this raises an error if the prompt column is missing.
+    # A pair cannot have a conversation instead of a prompt, so the next line raises an error if the prompt column is missing.
     _column(config.prompt_column, where, row)
     chosen, rejected = config.answer_column, config.rejected_column
     value = _column(rejected, where, row)
@@ -187,7 +189,7 @@ def _require_pair(
 def _conversation(
     config: EnvironmentConfig, where: str, row: Mapping[str, object]
 ) -> tuple[list[Message], object, object]:
-    """The messages of a row, the last question in them, and the answer to it."""
+    """The messages of a row, the content of the last message that is not the assistant's, and the answer to this message."""
     messages = _messages(config.messages_column, where, row)
     asked = [message for message in messages if message["role"] != "assistant"]
     if not asked:

@@ -37,6 +37,7 @@ def to_problem(entry: Entry, config: EnvironmentConfig) -> Problem:
     except (ValueError, AttributeError, TypeError) as error:
         raise ValueError(f"prompt={config.prompt!r} is not a template: {error}") from None
     prompt = "".join(prompt.split()) if config.remove_whitespace else prompt
+    # A run trains on no problem that has the key of a held-out problem.
     key = conversation_text(entry.messages) if len(entry.messages) > 1 else operands_or_text(entry)
     return Problem(prompt=prompt, answer=entry.answer, key=key, metadata=fields, messages=entry.messages)
 
@@ -47,7 +48,7 @@ def fits(problem: Problem, config: EnvironmentConfig) -> bool:
 
 
 def conversation_text(messages: Sequence[Message]) -> str:
-    """Key of an entry that has a conversation: roles and texts of the messages before the completion. The key of a single message is its text."""
+    """Key of an entry that has a conversation: roles and texts of the messages before the completion. For a single message the key is its text."""
     asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
     if len(asked) == 1:
         return asked[0]["content"]
@@ -63,7 +64,7 @@ def operands_or_text(entry: Entry) -> str:
 
 
 def text_score(config: EnvironmentConfig) -> Score:
-    """The function that scores a completion against the problem's answer, by the rule `config.reward`. generated.py has the rule "task".
+    """The function that scores a completion against the problem's answer, by the rule `config.reward`. generated.py handles the rule "task".
 
     Raises ValueError if the user's function cannot be imported, or does not take (answer, completion).
     """

@@ -1,4 +1,4 @@
-"""Start of a server: its folder, its base model, its actors."""
+"""Starts a server: prepares the directory of its base model, opens its store, and spawns its actors."""
 
 import asyncio
 import logging
@@ -43,7 +43,7 @@ def prepare_base(config: ServeConfig, folder: Path) -> None:
 
 
 async def start_server(config: ServeConfig, folder: Path) -> Server:
-    """A server whose actors are ready. If the folder holds the state of an earlier server, the new one continues from it."""
+    """A server whose actors are ready. If the folder holds the state of an earlier server, the new server continues from this state."""
     await asyncio.to_thread(prepare_base, config, folder)
     limits = await asyncio.to_thread(sampling_limits, config)
     store = Store(folder / "state.sqlite")
@@ -51,7 +51,7 @@ async def start_server(config: ServeConfig, folder: Path) -> Server:
     client = GeneratorClient.spawn(config.generator, transport=versions)
 
     def spawn(trainer: TrainerConfig) -> Trainer:
-        # Without a transport the client would open one, although the trainer never pushes.
+        # If `spawn` got no transport, the client would open a default transport. The trainer would never use it, because it never pushes.
         return TrainerClient.spawn(trainer, transport=versions)
 
     try:

@@ -1,8 +1,8 @@
-"""vLLM's sleep mode: an engine without requests gives the memory of its weights and its cache back to the device, and takes it again later.
+"""vLLM's sleep mode: an engine without requests frees the GPU memory of its weights and its cache, and allocates this memory again later.
 
-Level 1 copies the weights to the host and back. Level 2 drops them, so the next pull must bring them. Both levels drop the cached keys and
-values. vLLM takes this memory from an allocator of its own, which keeps the addresses. So CUDA graphs stay valid.
-A CPU has no sleep mode. There the calls and their refusals are the same, but no memory is released.
+Level 1 copies the weights to host memory and back. Level 2 drops the weights, so a pull must bring weights after the engine has woken up.
+Both levels drop the cached keys and values. vLLM's own allocator keeps the addresses of this memory, so CUDA graphs stay valid.
+vLLM has no sleep mode on a CPU. There the same calls are allowed and refused as on a GPU, but no memory is released.
 """
 
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ LEVELS = (1, 2)
 
 
 def options(config: GeneratorConfig) -> dict[str, object]:
-    """vLLM's arguments. vLLM refuses a sleep mode on a CPU."""
+    """Arguments of vLLM's engine for the sleep mode. None are passed on a CPU, where vLLM would refuse them."""
     return {"enable_sleep_mode": True} if config.sleep_mode and torch.cuda.is_available() else {}
 
 
@@ -39,7 +39,7 @@ def require_possible(config: GeneratorConfig, level: int, *, has_transport: bool
 
 
 def fall_asleep(engine: "LLMEngine", level: int) -> int:
-    """Release the memory. Returns the number of bytes over all ranks; 0 on a CPU."""
+    """Release the memory. Returns the number of released bytes, summed over all ranks. On a CPU it is 0."""
     engine.reset_prefix_cache()
     num_bytes = _releasable_bytes(engine)
     if torch.cuda.is_available():
@@ -48,7 +48,7 @@ def fall_asleep(engine: "LLMEngine", level: int) -> int:
 
 
 def wake_up(engine: "LLMEngine") -> int:
-    """Take the memory back. Returns the number of bytes over all ranks; 0 on a CPU."""
+    """Allocate the memory again. Returns the number of bytes, summed over all ranks. On a CPU it is 0."""
     if torch.cuda.is_available():
         engine.wake_up()
     return _releasable_bytes(engine)
