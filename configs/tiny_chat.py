@@ -37,9 +37,9 @@ def tiny_chat() -> ServeConfig:
             max_model_len=ROW_LENGTH,
             max_num_seqs=256,
             max_adapters=8,
-            # On two cores the trainer, the server and its client work at the same time. With two threads, vLLM's threads and the trainer's
-            # wait for each other, so sampling during training takes several times as long as with one.
-            # `python -m benchmarks serve_overhead together` measures such sampling.
+            # On two cores the trainer, the server and its client work at the same time. If vLLM had two threads, its threads and the
+            # trainer's would wait for each other. Sampling during training would take several times as long as with one thread.
+            # `python -m benchmarks serve_overhead together` measures sampling during training.
             num_threads=1,
             gpu_memory_utilization=0.3,
             enforce_eager=True,

@@ -1,4 +1,4 @@
-"""Converts conversations to tokens by the model's own chat template. This module knows no problems, actors or losses."""
+"""Converts conversations to tokens by the model's own chat template. This module does not depend on problems, actors or losses."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
-"""Beginning of the mark that a template may put around the assistant's text. transformers then tells which tokens are the assistant's."""
+"""Beginning of the mark that a template may put around the assistant's text. For such a template transformers can return a mask of the
+assistant's tokens."""
 
 FORMER_TURN = "former turn of the assistant"
-"""Text that `continuation` puts in the place of the assistant's former turn, because the tokens of that turn are known already."""
+"""Text that stands for the assistant's former turn in `continuation`, which needs only the tokens after that turn."""
 
 
 @dataclass(kw_only=True)
@@ -24,7 +25,7 @@ class ChatConfig:
     enabled: bool = False
     """True: each prompt is a user's message and goes through the template. A problem that has messages goes through the template in any case."""
     system: str = ""
-    """System message that is put before each conversation without one. Empty: nothing is put there."""
+    """System message that is put before each conversation that has no system message. Empty: no message is put there."""
     thinking: bool | None = None
     """Value of enable_thinking, which some templates read, such as Qwen3's. None: the template's default."""
 
@@ -34,7 +35,8 @@ class Turns:
     """The tokens of a conversation, up to the last token that is trained."""
 
     tokens: list[int]
-    # True for the assistant's tokens. If the template has no GENERATION_MARK, the token that ends a turn of the assistant is one of them.
+    # True for the assistant's tokens. If the template has no GENERATION_MARK, the stop token after a turn of the assistant counts as the
+    # assistant's.
     is_trained: list[bool]
 
 
@@ -64,7 +66,7 @@ class ChatTemplate:
     def continuation(self, messages: Sequence[Message], *, has_ended: bool) -> list[int]:
         """The tokens that follow a turn of the assistant: these messages, and the beginning of the assistant's next turn.
 
-        has_ended: True if the tokens of the former turn already end with a stop token. False: the returned tokens begin with one.
+        has_ended: True if the tokens of the former turn already end with a stop token. False: the returned tokens begin with a stop token.
         """
         former = [Message(role="user", content="?"), Message(role="assistant", content=FORMER_TURN)]
         text = self._apply_template([*former, *messages], tokenize=False, add_generation_prompt=True)
@@ -81,9 +83,9 @@ class ChatTemplate:
     def turns(self, messages: Sequence[Message]) -> Turns:
         """The tokens of the conversation for training. The tokens of every turn of the assistant are trained.
 
-        If the template has a GENERATION_MARK, the marks say which tokens are the assistant's. If it has none, a turn begins where the
-        template asks the assistant to begin, and ends with the next stop token. Raises ValueError if the tokens up to such a turn are not
-        the beginning of the whole conversation's tokens, if a turn has no stop token, or if there is no turn to train on.
+        If the template has a GENERATION_MARK, the marks say which tokens are the assistant's. Otherwise a turn begins after the tokens that
+        the template puts before an answer (its generation prompt), and ends with the next stop token. Raises ValueError if the tokens up to
+        a turn are not the beginning of the whole conversation's tokens, if a turn has no stop token, or if there is no turn to train on.
         """
         conversation = self._with_system(messages)
         if GENERATION_MARK.search(self._text()):

@@ -1,7 +1,7 @@
 """Advantages and returns from rewards and values: generalised advantage estimation (arXiv 1506.02438).
 
-An action is a position whose token the policy sampled. Other positions, such as those of a prompt or of an environment's answer, are skipped:
-the state after an action is the state before the next action, and skipped positions add no discount.
+An action is a position whose token the policy sampled. Other positions are skipped, such as the positions of a prompt or of an environment's
+answer. So the state after an action is the state before the next action, and skipped positions add no discount.
 
 N sequences, T_n positions of sequence n, T the largest T_n, A_n actions of sequence n.
 """
@@ -24,14 +24,14 @@ class GAEConfig:
     """λ of the policy's advantages. If it is 1, an advantage is the return minus the value, and has no bias. A lower λ gives less
     variance, but errors of the values then bias the advantages. 0.95 is the choice of VC-PPO (arXiv 2503.01491)."""
     critic_lambda: float = 1.0
-    """λ of the returns that the value model learns. 1: the discounted sum of the rewards, which has no bias (VC-PPO)."""
+    """λ of the returns that the value model learns. 1: a return is the discounted sum of the rewards, which has no bias (VC-PPO)."""
     length_adaptive: float = 0.0
-    """α of λ = 1 - 1 / (α * number of actions), which takes the place of actor_lambda (VAPO, arXiv 2504.05118, with α = 0.05). A sequence
-    of 1 / α actions or fewer has λ = 0. 0: every sequence has actor_lambda."""
+    """Above 0, this is α, and a sequence has λ = 1 - 1 / (α * number of actions) instead of actor_lambda (VAPO, arXiv 2504.05118, with
+    α = 0.05). A sequence of 1 / α actions or fewer has λ = 0. 0: every sequence has actor_lambda."""
 
     bootstrap: bool = True
     """The value of the last state of a sequence that a limit has cut off. True: the critic's value, as if the sequence went on (arXiv
-    1712.00378). False: 0, as for a sequence that has ended by itself."""
+    1712.00378). False: 0, as for a sequence that was not cut off."""
     whiten: bool = True
     """True: the advantages are shifted and scaled to mean 0 and standard deviation 1, over all actions of a step's batch."""
 
@@ -56,10 +56,10 @@ def estimate(
     last_values: Sequence[float],
     config: GAEConfig,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """(advantages, returns) of every sequence, each [T_n] float64; 0 at positions that are no actions.
+    """The advantages and the returns of every sequence, as tensors [T_n] of float64. They are 0 at positions that are no actions.
 
     values: [T_n], the value of the state before each position's token. rewards: [T_n], the reward for each action. is_action: [T_n] bool.
-    last_values: for each sequence the value of the state after its last action; 0 if the sequence has ended by itself.
+    last_values: for each sequence the value of the state after its last action; 0 if the sequence was not cut off.
     Numbers at positions that are no actions are not read, so they may be NaN.
 
     For action a let d_a = r_a + γ V_{a+1} - V_a, where V_{a+1} of the last action is the number in last_values. Then
@@ -73,7 +73,7 @@ def estimate(
     if not values:
         return [], []
     action_NT = _padded(is_action).bool()
-    # The numbers at other positions may be NaN. They are replaced by 0, because NaN multiplied by 0 is NaN.
+    # Values and rewards at positions that are no actions may be NaN. They are replaced by 0, because NaN multiplied by 0 is NaN.
     values_NT = torch.where(action_NT, _padded(values), 0.0)
     rewards_NT = torch.where(action_NT, _padded(rewards), 0.0)
     last_N = torch.tensor(last_values, dtype=torch.float64)
@@ -108,7 +108,7 @@ def whiten(rows: Sequence[Tensor], is_action: Sequence[Tensor]) -> list[Tensor]:
     """(x - mean) / (std + 1e-8) over the actions of all rows; 0 at other positions. The variance divides by the number of actions minus 1.
 
     Whiten the whole batch at once: if minibatches are whitened one by one, equal advantages become unequal. If there is
-    only one action, its x becomes 0.
+    only one action, its whitened x is 0.
     """
     if not rows:
         return []

@@ -2,7 +2,8 @@
 
 The program parses the command line, checks the config, opens the run, calls the controller's `train`, and closes the run whatever happens.
 The exit status is 0 if the run reached its last step, or if --eval-only, --plan or --dry-run succeeded. It is 1 if the run failed, 2 if the
-config cannot run, 3 if the run missed its gate (gate.py), 130 after Ctrl-C and 143 after SIGTERM.
+config cannot run, 130 after Ctrl-C and 143 after SIGTERM. It is 3 if the run missed its gate, a held-out reward that the run must have
+reached by some step (gate.py).
 """
 
 import asyncio
@@ -56,7 +57,8 @@ def main(controller: str) -> None:
     """
     running = sys.modules["__main__"]
     if running.__spec__ is not None and running.__spec__.name == controller:
-        # The running module has the name __main__. `configs` imports it by its own name. Without this entry Python would load it a second time.
+        # The running module has the name __main__. `configs` imports the same module by the controller's name. Without this entry Python
+        # would load the module a second time.
         sys.modules[controller] = running
     prog = started_as(controller)
     configs = import_module("configs").CONFIGS
@@ -86,8 +88,8 @@ def main(controller: str) -> None:
         status = _run(invocation, environment, validation_sets, tokenizer, scorer, train)
     except StartAgainError as error:
         status, death = 1, error
-    # Monarch is shut down here. If it were left to the interpreter's exit, Monarch would wait only one second, which is too short on a busy
-    # machine, and then print a traceback.
+    # Without this call Monarch would shut down at the interpreter's exit. It would then wait only one second, which is too short on a busy
+    # machine, and print a traceback.
     with contextlib.suppress(Exception, KeyboardInterrupt):
         shutdown_context().get(timeout=SHUTDOWN_TIMEOUT)
     if death is not None:
@@ -98,7 +100,7 @@ def main(controller: str) -> None:
 
 
 def _go_on_in_new_program(invocation: cli.Invocation, death: StartAgainError) -> int:
-    """Wait for the lost hosts, and replace this program. Returns the exit status only if the run cannot go on."""
+    """Wait for the lost hosts, and replace this program by a new one. This function returns, with the exit status, only if the run cannot go on."""
     folder = RunFolder(invocation.output_dir)
     try:
         if new_program.wait(invocation.config, folder, death, functools.partial(print, flush=True)):
@@ -126,10 +128,10 @@ def _require_devices(invocation: cli.Invocation, controller: str) -> None:
 
 
 def _with_checkpoint(invocation: cli.Invocation) -> cli.Invocation:
-    """The invocation. The folder of a checkpoint replaces eval_only, if eval_only is set.
+    """The invocation. If eval_only is set, the folder of the checkpoint that was found there replaces it.
 
-    If a run is resumed, this function also sets damaged checkpoints aside and checks the run. Raises ValueError if
-    eval_only holds no whole checkpoint or cannot be written to, or if the run cannot be resumed with this config.
+    If a run is resumed, this function also renames damaged checkpoints, and checks the config against the run. Raises ValueError if the run
+    cannot be resumed with this config, or if eval_only holds no complete checkpoint or cannot be written to.
     """
     if invocation.eval_only:
         checkpoint = checkpoints.find(invocation.eval_only)
@@ -146,7 +148,7 @@ def _with_checkpoint(invocation: cli.Invocation) -> cli.Invocation:
 
 
 def _resume_text(prog: str, folder: RunFolder, config: RunConfig) -> str:
-    """A line with the command that continues the run and the step at which the run continues. Empty if the run cannot be continued."""
+    """A line with the command that continues the run, and with the step at which the run then continues. Empty if the run cannot be continued."""
     command = f"{prog} --resume {shlex.quote(str(folder.path))}"
     newest = checkpoints.newest(folder.checkpoints)
     if newest is not None:
@@ -220,7 +222,7 @@ def _require_fits(problem: Problem, tokenizer: Tokenizer, config: RunConfig) -> 
 
 
 def _scorer(config: RunConfig, environment: AnyEnvironment, validation_sets: Sequence[ValidationSet]) -> Scorer:
-    """The scorer of the run. Raises ValueError if rewards are to be computed in processes and a reward cannot be sent to a process."""
+    """The scorer of the run. Raises ValueError if other processes compute the rewards and a reward function cannot be sent to them."""
     environments: dict[str, AnyEnvironment] = {"environment": environment}
     environments |= {f"validation.{each.name}": each.environment for each in validation_sets if each.name}
     # If the run has no generator, there are no completions to score.
@@ -266,7 +268,7 @@ def _run(
             logging.getLogger(__name__).error("a process on a host has died", exc_info=error)
             raise
         except BaseException as error:
-            # The terminal and the log file both get the traceback, whose note names the actor and the rank.
+            # The terminal and the log file both get the traceback. A note in the traceback names the actor and the rank.
             logging.getLogger(__name__).error("the run failed", exc_info=error)
             print("".join(traceback.format_exception(error)), file=terminal)
             print(f"The run failed: {type(error).__name__}: {error}. Logs: {log_file.parent}", file=terminal)
@@ -274,7 +276,7 @@ def _run(
 
 
 async def _until_signal(work: Awaitable[int], interruption: Interruption) -> int:
-    """Wait until the work has ended, by itself or after a signal. By then the work has closed everything. Returns the exit status."""
+    """Wait until the work has ended, with or without a signal. The work closes all that it has opened before it ends. Returns the exit status."""
     task = asyncio.ensure_future(work)
     interruption.watch(task)
     try:
@@ -347,7 +349,7 @@ def _prepare(folder: RunFolder, config: RunConfig) -> None:
 
 
 async def _load(run: Run, checkpoint: Path) -> None:
-    """Restore the random states and the trainer from a checkpoint. run.state holds the controller's state of this checkpoint already."""
+    """Restore the random states and the trainer from a checkpoint. run.state must hold the controller's state from this checkpoint already."""
     checkpoints.restore_random_states(run.state["random"])
     with run.log.setup(f"resuming from {checkpoint}"):
         await run.trainer.load_checkpoint(str(checkpoint / "trainer"))
@@ -356,8 +358,8 @@ async def _load(run: Run, checkpoint: Path) -> None:
 async def _train_until_asked(run: Run, train: Train) -> None:
     """Train to the end, and wait until the last checkpoint is on disk.
 
-    If a signal asks for the end, writes a checkpoint of the last finished step (unless checkpoint_every=0), and then raises Interrupted.
-    Raises ValueError, naming step and environment, for a reward or an episode that fails.
+    After a signal this function writes a checkpoint of the last finished step (unless checkpoint_every=0), and then raises Interrupted.
+    Raises ValueError, naming step and environment, if a reward or an episode fails.
     """
     try:
         await train_to_end(run, train)

@@ -24,7 +24,7 @@ tensors of a sample."""
 @dataclass(kw_only=True)
 class SurvivalConfig:
     max_restarts_per_hour: int = 10
-    """Largest number of restarts in an hour. At the next death the run ends with the error of the first death of that hour. 0: the first
+    """Largest number of restarts in an hour. One more death in that hour ends the run with the error of the hour's first death. 0: the first
     death ends the run."""
     backoff: float = 1.0
     """Seconds of the pause before the restart after the second death of an hour. The pause doubles with every further death, up to a minute. After
@@ -81,7 +81,7 @@ class Recording:
         self.steps = {number: recorded for number, recorded in self.steps.items() if number > step}
 
     def after(self, step: int) -> dict[int, RecordedStep]:
-        """The batches of the steps step + 1, step + 2 and so on, before the first step without a batch. All other batches are dropped."""
+        """The batches of the steps step + 1, step + 2 and so on, until a step has no batch. All other batches are dropped."""
         found: dict[int, RecordedStep] = {}
         while step + 1 in self.steps:
             step += 1
@@ -94,7 +94,7 @@ class RecordedQueue:
     """A RolloutQueue that first gives the recorded batches. Then it gives new ones, and records each of them."""
 
     def __init__(self, queue: RolloutQueue, recording: Recording, checkpoints: Checkpoints, *, steps_done: int) -> None:
-        """queue: in the state of the newest checkpoint. steps_done: number of steps that this checkpoint has."""
+        """queue: a queue in the state that the newest checkpoint holds. steps_done: the step of this checkpoint."""
         self.queue, self.recording, self.checkpoints, self.step = queue, recording, checkpoints, steps_done
         self.left = recording.after(steps_done)
         self.repeated: RecordedStep | None = None  # the step that is being repeated
@@ -110,7 +110,7 @@ class RecordedQueue:
         await self.queue.__aexit__(*error)
 
     async def next_batch(self, version: int) -> RolloutBatch:
-        """The recorded batch of the next step. If there is none, a new batch of the queue."""
+        """The recorded batch of the next step. If no batch is recorded for it, a new batch of the queue."""
         self.step += 1
         self.recording.forget(self.checkpoints.saved_step)
         self.repeated = self.left.pop(self.step, None)
@@ -141,9 +141,9 @@ def restart_line(
 ) -> Record:
     """One line of restarts.jsonl.
 
-    restart: the number of the restart, the name of the generator that has returned, or "program". when: the time of the death, as of
-    time.time(). after_step: the last step before the restart. first_step, seconds: the first step after the restart, and the seconds until
-    its end; None if no step has ended.
+    restart: the number of the restart, the name of the generator that was replaced, or "program" if a new program continues the run. when:
+    the time of the death, as time.time() gives it. after_step: the last step before the restart. first_step, seconds: the first step after
+    the restart, and the seconds until the end of this step. They are None if no step has ended since.
     """
     time_text = datetime.fromtimestamp(when, UTC).isoformat(timespec="milliseconds")
     return {
@@ -161,8 +161,8 @@ class Recoveries:
 
     def __init__(self) -> None:
         self.num_restarts = 0
-        self.num_returns = 0  # of generators
-        self._returns: Sequence[GeneratorReturn] = ()  # the returns that have a line in restarts.jsonl
+        self.num_returns = 0  # how often a generator that had died was replaced
+        self._returns: Sequence[GeneratorReturn] = ()  # the replacements that have a line in restarts.jsonl
         self._line: Record | None = None  # line of a restart after which no step has ended yet
         self._began = 0.0
 
@@ -187,11 +187,11 @@ class Recoveries:
     def of_generators(
         self, write: Callable[[Record], None], returns: Sequence[GeneratorReturn], step: int
     ) -> dict[str, float]:
-        """Metrics of a step. Also writes a line for each return that has no line yet.
+        """Metrics of a step. Also writes a line for each replacement of a generator that has no line yet.
 
-        returns: all returns of generators, as the client of the generators has noted them.
+        returns: all replacements of generators, in the order in which the client of the generators has made them.
         """
-        # A recovery may have replaced the client. Then all returns of the new client are new.
+        # A recovery may have replaced the client. No replacement that the new client has made has a line yet.
         known = len(self._returns) if tuple(returns[: len(self._returns)]) == tuple(self._returns) else 0
         self._returns = returns
         for each in returns[known:]:

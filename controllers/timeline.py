@@ -24,7 +24,7 @@ WORKERS = {
     "values": ("critic",),
     "critic": ("critic",),
 }
-"""Phase -> the actors that work in this phase. In all other phases the controller works or waits."""
+"""The actors that work in each phase. In a phase that is not listed here the controller works or waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Timeline:
     def __init__(self) -> None:
         self._began = time.perf_counter()  # when the step began
         self._ended: list[Span] = []
-        # Number of an open span -> (phase, start). The start is the later of the span's beginning and the step's beginning.
+        # (phase, start) of each open span, by the span's number. The start is the later of the span's beginning and the step's beginning.
         self._open: dict[int, tuple[str, float]] = {}
         self._numbers = itertools.count()
 
@@ -78,7 +78,7 @@ class StepTimeline:
     spans: Sequence[Span]
 
     def busy(self) -> dict[str, float]:
-        """Share of the step in which each actor had a call: {"trainer": 0.6, "generator": 0.9}."""
+        """Share of the step in which each actor worked on a call, such as {"trainer": 0.6, "generator": 0.9}."""
         shares = {}
         for actor in dict.fromkeys(span.actor for span in self.spans):
             working, until = 0.0, 0.0

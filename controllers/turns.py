@@ -1,9 +1,9 @@
 """Lets trainer and generator use the memory of the same GPUs, one after the other. A run chooses once, at its start, whether they take turns.
 
-While the trainer works, vLLM sleeps: it holds no memory of the GPUs. The trainer's calls bring back what they need: forward_backward brings
-back the weights, and optim_step brings back the optimizer's state. While the generator works, those parts of the trainer's state that
-TurnsConfig.offload names are in the host's memory. A critic on these GPUs works in the trainer's turn, before the trainer. At all other times
-the critic is in the host's memory.
+While the trainer works, vLLM sleeps: it holds no memory of the GPUs. The trainer's calls bring back the state that they need:
+forward_backward brings back weights and gradients, and optim_step also brings back the optimizer's state. While the generator works, those
+parts of the trainer's state that TurnsConfig.offload names are in the host's memory. A critic on these GPUs works in the trainer's turn,
+before the trainer. At all other times the critic is in the host's memory.
 """
 
 import asyncio
@@ -61,26 +61,26 @@ class Turns(Protocol):
     """The protocol of SideBySide and InTurn. A training loop calls these methods whether or not there are turns."""
 
     async def to_trainer(self) -> None:
-        """The trainer works from now on."""
+        """Call this before the trainer works. If there are turns, the generator goes to sleep."""
 
     async def trained(self) -> None:
-        """The trainer has taken its optimizer steps. A push may follow, or more training."""
+        """Call this after the trainer's optimizer steps. A push or more training may follow."""
 
     async def to_generator(self) -> None:
-        """The generator works from now on. It may have lost its weights, so a pull must follow."""
+        """Call this before the generator works. The generator may have lost its weights in its sleep, so a pull must follow."""
 
     def join(self, critic: TrainerClient) -> None:
-        """The critic shares these GPUs from now on: it takes turns with trainer and generator."""
+        """Call this if the critic shares these GPUs. From now on it takes turns with trainer and generator."""
 
     async def both(self, of_critic: Coroutine[object, None, T], of_trainer: Coroutine[object, None, U]) -> tuple[T, U]:
-        """Let critic and trainer work. If they take turns, the critic works first, otherwise both work at the same time."""
+        """Run these calls of critic and trainer. If there are turns with the critic, it works first. Otherwise both work at the same time."""
         ...
 
     def borrowed(self) -> AbstractAsyncContextManager[None]:
-        """Context manager for the middle of the generator's turn. The trainer works in the body. Afterwards the generator has its weights again."""
+        """Context manager in whose body the trainer may work during the generator's turn. Afterwards the generator has its weights again."""
 
     def metrics(self, infos: Sequence[TrainerInfo]) -> Record:
-        """Bytes and seconds of the moves since the last call."""
+        """Bytes and seconds of the moves of memory since the last call of this method."""
 
 
 class SideBySide:
@@ -114,8 +114,8 @@ class InTurn:
     def __init__(self, config: TurnsConfig, trainer: TrainerClient, generator: GeneratorClient, timer: Timer) -> None:
         self.trainer, self.generator, self.timer = trainer, generator, timer
         self.parts = config.parts
-        # vLLM's sleep levels. Level 2 drops the weights, because the pull after every training replaces all of them. If only an adapter is
-        # pulled, the weights under the adapter must not be lost, so level 1 copies them to the host.
+        # vLLM's sleep levels. Level 2 drops the weights. The pull after training then brings all weights. If a pull brings only an adapter,
+        # the weights under the adapter must not be lost. Level 1 copies them to the host.
         assert generator.config is not None
         self.level: Literal[1, 2] = 1 if generator.config.lora.syncs_adapter else 2
         self.critic: TrainerClient | None = None  # the critic that shares the GPUs
@@ -130,8 +130,8 @@ class InTurn:
             self.is_trainers = True
 
     async def trained(self) -> None:
-        # The optimizer's state leaves the GPU now, and not just before the generator's turn, so that another forward_backward has enough memory.
-        # The weights stay, because a push needs them.
+        # The optimizer's state leaves the GPU here already, and not only at the generator's turn, so that another forward_backward has enough
+        # memory. The weights stay, because a push needs them.
         with self.timer("release"):
             await self.trainer.offload([part for part in self.parts if part != "weights"])
 

@@ -1,6 +1,6 @@
 """A Monarch program that spawns a trainer, a generator and an actor of its own, Judge, and takes GRPO steps.
 
-The judge gets completions as lists of token ids. The score of a completion is the share of even ids. Random weights earn about 0.5.
+The judge gets completions as lists of token ids. The score of a completion is the share of even ids. A model with random weights scores about 0.5.
 
 python examples/judge_actor.py [STEPS]
 """

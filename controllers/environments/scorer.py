@@ -1,7 +1,7 @@
-"""Asks reward functions for the rewards of completions.
+"""Calls reward functions to score completions.
 
-A reward function may answer at once, or return an awaitable. It scores one completion or a whole group. A reward is a number, or a mapping
-from names of components to numbers.
+A reward function returns its answer, or an awaitable of the answer. It scores one completion or a whole group. A reward is a number, or a
+mapping from names of components to numbers.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ TOTAL = "reward"
 """Name of the component that is taken as the reward. If no component has this name, the reward is the sum of all components."""
 
 LONGEST_PAUSE = 30.0
-"""Longest pause, in seconds, before an `async` reward is asked for again. The first pause is one second, and each later pause is
-twice as long as the one before it. The pauses give time to a server that starts again or has too much to do."""
+"""Longest pause, in seconds, before an `async` reward function is called again. The first pause is one second, and each later pause is
+twice as long as the pause before it. A reward server that restarts or is overloaded can recover in these pauses."""
 
 Answer = float | Mapping[str, float]
 
@@ -40,7 +40,7 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scorer:
-    """Asks environments for rewards. An answer that must be awaited has a time limit, and the scorer asks again if the answer fails."""
+    """Calls the reward functions of environments. An awaited answer has a time limit. If it fails, the scorer calls the function again."""
 
     timeout: float = 60.0  # seconds
     max_retries: int = 2
@@ -112,7 +112,7 @@ class Scorer:
         )
 
     async def _ask(self, environment: Environment, problem: Problem, completion: str | list[str]) -> tuple[object, int]:
-        """The answer, and how often it was asked for again. A function that answers at once, in this process, is never asked again."""
+        """The answer, and the number of retries. Only awaited answers are retried, so a plain function in this process is called once."""
         limits: Callable[[], contextlib.AbstractAsyncContextManager[None]] = self.limits
         ask: Callable[[], object] = partial(reward_function(environment), problem, completion)
         pauses = True
@@ -126,7 +126,7 @@ class Scorer:
             try:
                 answer = ask()
             except Exception as error:
-                # The function answers at once and has a bug. The note tells which completion and prompt it was called with.
+                # A function that is not `async` has a bug, so a retry would fail, too. The note names its completion and prompt.
                 error.add_note(f"The reward of completion {completion!r} of prompt {problem.prompt!r} raised this.")
                 raise
             if not inspect.isawaitable(answer):
@@ -147,7 +147,7 @@ class Scorer:
 
 
 def _without_mixtures(environments: Mapping[str, Environment]) -> dict[str, Environment]:
-    """The environments. A mixture is replaced by its parts. The keys are the names that error texts show."""
+    """The environments. The parts of a mixture replace the mixture. The keys are the names that error texts show."""
     single: dict[str, Environment] = {}
     for name, environment in environments.items():
         parts = environment.environments if isinstance(environment, MixedEnvironment) else {}

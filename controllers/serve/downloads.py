@@ -1,4 +1,4 @@
-"""Files of exported weights at signed addresses, which need no key and are valid for an hour."""
+"""Signed addresses from which the files of exported weights can be downloaded. They need no key and are valid for an hour."""
 
 import hashlib
 import hmac
@@ -20,7 +20,7 @@ class Downloads:
         self._secret = secrets.token_bytes(32)
 
     def urls(self, checkpoint: Checkpoint, base: str, now: float) -> dict[str, str]:
-        """File of a checkpoint -> its address. base: the server's address, with a slash at the end."""
+        """The address of each file of a checkpoint, by the file's name. base: the server's address, with a slash at the end. now: as time.time()."""
         expires = int(now) + VALID_SECONDS
         found = {}
         for file in sorted(Path(checkpoint.directory).iterdir()):
@@ -30,7 +30,7 @@ class Downloads:
         return found
 
     def require(self, path: str, name: str, expires: int, signature: str) -> None:
-        """Raises NotFoundError unless this address was given out and is still valid."""
+        """Raises NotFoundError if `urls` has not given out this address, or if it is no longer valid."""
         if expires < time.time() or not hmac.compare_digest(signature, self._sign(path, name, expires)):
             raise NotFoundError("this address is wrong, or it is no longer valid")
 

@@ -1,8 +1,8 @@
 """The routes of Tinker's protocol as a FastAPI application over a Server.
 
 A request that cannot be read is refused with 400 or 422, and the SDK does not repeat it. A request for work (training or sampling) gets the id
-of a future at once. Every other fault of such a request is reported when the client retrieves this future. If the answer is not ready then,
-the reply is 408, and the SDK asks again.
+of a future at once. If the work then fails, the client gets the error when it retrieves this future. If the answer is not ready when the
+client asks for it, the reply is 408, and the SDK asks again.
 """
 
 import logging
@@ -36,7 +36,7 @@ ANYONE = "anyone"
 """The owner of everything on a server without keys."""
 
 
-# These are coroutines, because FastAPI would call plain functions in a thread, which costs more than the rest of a request.
+# These two functions are coroutines. FastAPI would call plain functions in a thread, which would take longer than the rest of a request.
 async def server_of(request: Request) -> Server:
     return request.app.state.server
 

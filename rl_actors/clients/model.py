@@ -1,6 +1,6 @@
 """`ModelClient`, the base class of the clients of a model. It sends calls to all ranks, one at a time and in order.
 
-model_calls.py has the calls. trainer.py adds those that only a trainer has.
+model_calls.py has the calls. trainer.py adds the calls that only a trainer has.
 """
 
 import asyncio
@@ -40,10 +40,10 @@ different orders and wait for ever."""
 
 
 class ModelClient(ModelCalls, Client):
-    """The client of a model's ranks, which nobody else may call. Calls run one at a time on all ranks, in the order in which they came.
+    """The client of a model's ranks. No other client may call these ranks. Calls run one at a time on all ranks, in the order in which they came.
 
-    Bad input is refused by the method, in the caller's thread. Some checks need the limits of the model. A client of a mesh that the caller
-    spawned learns them in the setup. Before that, these checks run when it is the call's turn.
+    A method refuses bad input in the caller's thread. Some checks need the limits of the model. A client of a mesh that the caller spawned
+    learns these limits in its setup. If a call is made before the end of the setup, these checks run just before the call is sent.
     """
 
     default_name: ClassVar[str] = "model"
@@ -84,10 +84,11 @@ class ModelClient(ModelCalls, Client):
         self._owns_transport = False
         self._session = uuid.uuid4().hex[:12]
         self._number = 0  # number of the last request that was sent
-        # Tenant -> why its last call has no answer. Its gradients are unknown, so its calls are refused until its discard_gradients.
+        # For each tenant whose last call has no answer: the reason. The gradients of this tenant are unknown, so its calls are refused until it
+        # calls discard_gradients. A tenant is one of several training runs that share the model.
         self._unanswered: dict[str, str] = {}
         self._proc_mesh: ProcMesh | None = None  # the processes; None for a mesh of actors that the caller spawned
-        self._turn: asyncio.Lock  # held by the call whose turn it is; made on the background loop
+        self._turn: asyncio.Lock  # held by the running call; made on the background event loop
         self._opened: Call[Transport | None] = in_background(
             self._open_transport(transport), f"{name}: opening the transport"
         )
@@ -109,8 +110,8 @@ class ModelClient(ModelCalls, Client):
 
         transport: an open transport, or the call that opens it; the caller closes it. None: a TrainerClient opens and closes the transport
         that transports/default.py chooses; other clients have none.
-        processes: running processes in which the model is built, beside the models that are there already: a ProcMesh, or another client
-        whose processes are used. That client must outlive this one. Clients of the same processes take turns. None: new processes, which
+        processes: a ProcMesh, or another client whose processes are used. The model is built in these processes, beside the models that they
+        hold already. The other client must be closed after this one. Clients of the same processes take turns. None: new processes, which
         end with this client.
         checkpoint: a directory that a trainer of the same model wrote by save_checkpoint. The model starts with the weights in it. Empty:
         the model starts with the weights of config.hf_path, or with random ones.
@@ -164,8 +165,9 @@ class ModelClient(ModelCalls, Client):
         save_checkpoint, load_checkpoint and profile. They wait at most step_wait seconds, and at most half of call_timeout. Then they are
         refused, with the name of the client that has the step. If a client ends in an open step, its gradients are discarded.
         certificates: folder of certificates for a tls:// address. Paths of checkpoints and exports are paths on the service's machine.
-        Waits for the service. Raises ValueError for a wrong address, another version of rl_actors, torch, Monarch or Python, and a service
-        without such a model; ConnectionError if no service answers, or certificates are refused; TimeoutError after `timeout` seconds.
+        Waits for the service, and raises TimeoutError after `timeout` seconds. Raises ValueError if the address is wrong, if the service has
+        no such model, or if it has another version of rl_actors, torch, Monarch or Python. Raises ConnectionError if no service answers or
+        if certificates are refused.
         """
         from rl_actors.service import remote
 
@@ -344,7 +346,8 @@ class ModelClient(ModelCalls, Client):
 
     async def _send(self, tenant: str, endpoint: str, *args: object) -> list[Any]:
         """The answers of all ranks to the next request of this client's session."""
-        # Check that the arguments can be sent before a number is used. The ranks would refuse every number after one that never arrives.
+        # The arguments are pickled here to check that they can be sent. If a request got a number and never arrived, the ranks would refuse
+        # all later numbers.
         for arg in args:
             if callable(arg):
                 cloudpickle.dumps(arg)

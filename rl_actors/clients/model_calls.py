@@ -1,7 +1,9 @@
-"""The calls of a model and of a trainer. The client of a model and the client of a tenant inherit them.
+"""The calls of a model and of a trainer, as base classes of the client of a model and of the client of a tenant.
+
+A tenant is one of several training runs that share a trainer. Each tenant has adapters of its own.
 
 A method checks its arguments in the caller's thread, so that the traceback of an error shows the caller's line. It also copies arguments
-that the caller may change. Only the sending is queued. A subclass sends.
+that the caller may change. A queue then sends the calls in order. The subclasses implement the queue.
 """
 
 import asyncio
@@ -31,19 +33,19 @@ def as_sent(given: str | Loss | None, resolved: Loss | None) -> str | Loss | Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedCheckpoint:
-    """A checkpoint whose state is copied. The ranks may still be writing it."""
+    """A checkpoint whose state has been copied. The ranks may still be writing the copy to disk."""
 
     path: str
     policy_version: int
     wait: Callable[[], Call[None]] = field(repr=False)
-    """Returns a call that is done when the directory is complete on disk. The call raises RuntimeError with path and rank if a rank could
-    not write."""
+    """Returns a call that is done when the directory is complete on disk. If a rank could not write, the call raises RuntimeError, naming
+    path and rank."""
 
 
 class ModelCalls:
     """The calls of a model that does not train."""
 
-    name: str  # of the client
+    name: str  # name of the client
     _limits: TrainerLimits | None
     _version: int | None  # the last policy_version that the ranks reported
 
@@ -151,8 +153,9 @@ class TrainingCalls(ModelCalls):
     def forward_backward_custom(self, samples: Sequence[Sample], loss: CustomLoss) -> Call[ForwardBackwardOutput]:
         """Add the gradient of a loss that this process computes from the logprobs. It costs one more forward pass.
 
-        loss(samples, logprobs) -> (scalar, metrics). logprobs has one differentiable Tensor [T] for each sample; for a value model these
-        are values. Samples may have any columns, because columns are not sent. The output has the metrics of the loss, and loss:sum.
+        loss: function of (samples, logprobs) that returns (scalar, metrics). logprobs has one differentiable tensor for each sample, with
+        one logprob for each position. For a value model these tensors hold values instead. Samples may have any columns, because columns
+        are not sent. The output has the metrics of the loss, and loss:sum.
 
         >>> trainer.forward_backward_custom(samples, lambda samples, logprobs: (-torch.cat(logprobs).sum(), {}))  # doctest: +SKIP
         """
@@ -172,7 +175,7 @@ class TrainingCalls(ModelCalls):
     def _with_gradients(
         self, what: str, send: Callable[..., Awaitable[ForwardBackwardOutput]], *arguments: object, check: Check
     ) -> Call[ForwardBackwardOutput]:
-        """`_in_turn` for a call that adds gradients. If it fails and nobody asks for its answer, the next optim_step raises its error."""
+        """`_in_turn` for a call that adds gradients. If the call fails and its answer is never awaited, the next optim_step raises the error."""
         call = self._in_turn(what, send, *arguments, check=check)
         unasked = [earlier for earlier in self._gradient_calls if earlier.may_fail_unasked()]
         self._gradient_calls = [*unasked, call]
@@ -183,7 +186,7 @@ class TrainingCalls(ModelCalls):
         known = await self._run("forward", bare, None, False)
         outputs = known.logprobs if known.values is None else known.values
         carrier = LogprobGradient() if known.values is None else ValueGradient()
-        # The loss runs in another thread, because a user's function may take long and other clients share the loop.
+        # The loss runs in another thread, because a user's function may take long and all clients of the process share this event loop.
         gradients, partials = await asyncio.to_thread(output_gradients, loss, given, outputs)
         carriers = []
         for sample, gradient in zip(bare, gradients, strict=True):
@@ -196,8 +199,8 @@ class TrainingCalls(ModelCalls):
     def optim_step(self, params: OptimParams) -> Call[OptimResult]:
         """Divide the gradients by params.grad_divisor, clip them, step the optimizer, and clear the gradients.
 
-        Raises the error of a forward_backward or save_checkpoint that failed and whose answer nobody asked for. The optimizer then does
-        not step.
+        If a forward_backward or save_checkpoint has failed and the caller has not asked for its answer, optim_step raises that error. The
+        optimizer then does not step.
         """
         call = self._in_turn(
             "optim_step",
@@ -236,7 +239,7 @@ class TrainingCalls(ModelCalls):
         """Copy weights, optimizer state and policy_version, and write them. The directory appears only when the checkpoint is complete.
 
         The answer comes when the state is copied. `.wait()` of the answer returns a call that is done when the directory is complete on
-        disk. If the writing fails and nobody waits for it, the next optim_step or save_checkpoint raises the error and does nothing else.
+        disk. If the writing fails and `.wait()` was not called, the next optim_step or save_checkpoint raises the error and does nothing else.
         """
         return self._in_turn(
             "save_checkpoint",

@@ -1,8 +1,8 @@
-"""Attention kernels of a CUDA machine for packed rows: flex attention, or FlashAttention 4 from the package flash-attn-4.
+"""Attention kernels of a CUDA machine for packed rows, which hold several samples: flex attention, or FlashAttention 4 (flash-attn-4).
 
 FlashAttention 4 replaces torch's own FlashAttention in this process. Its kernels use features of Hopper and Blackwell GPUs. torch 2.13
-expects two values from the forward function, but the package's function returns five. So torch is made to call the two functions at the end
-of this file, which call the package's functions.
+expects two values from the forward function, but the package's function returns five. So this module makes torch call the two functions at
+the end of this file. They call the package's functions, and the forward function returns only the first two values.
 """
 
 from collections.abc import Iterable
@@ -22,8 +22,9 @@ from torch.nn.attention._fa4 import register_flash_attention_fa4
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
 
 BOUNDARIES_MULTIPLE = 64
-"""The number of boundaries of documents is rounded up to a multiple of this number, and the length of the longest document to a power of two.
-torch compiles the transformer blocks anew for every new value of the two, so there should be few values."""
+"""A document is a sample, or the padding of a row. The number of boundaries between documents is rounded up to a multiple of this number, and
+the length of the longest document to a power of two. torch compiles the transformer blocks again for every new value of the number or of the
+length, so few values should occur."""
 NAME = "FA4"
 CAPABILITIES = (9, 10)
 """Major compute capabilities of the GPUs on which torch calls FlashAttention 4."""
@@ -55,7 +56,7 @@ CONFIGS: dict[str, type[FlexAttention.Config] | type[VarlenAttention.Config]] = 
 def documents(num_rows: int, row_length: int, spans: Iterable[tuple[int, int, int, int]]) -> VarlenMetadata:
     """The boundaries of the documents in all rows. spans: (sample, row, start, end) of each sample. The padding of a row is one document.
 
-    The boundaries are computed on the host. It knows the spans, so it need not wait for the device.
+    The boundaries are computed on the host. The host knows the spans, so it need not wait for the device.
     """
     found = set(range(0, num_rows * row_length + 1, row_length))
     for _, row, start, end in spans:

@@ -1,7 +1,7 @@
-"""Low-rank adapters by torchtitan's converter: y = W x + (alpha / rank) B A x, with A and B trained and W frozen (arXiv 2106.09685).
+"""Low-rank adapters (LoRA, arXiv 2106.09685): y = W x + (alpha / rank) B A x. A and B are trained, and W is frozen.
 
-This module gives the adapters reproducible initial values, merges them into the weights, and writes them as a directory for peft. It
-trains nothing.
+torchtitan's converter puts the adapters into the model. This module gives them reproducible initial values, merges them into the weights, and
+writes them as a directory for peft.
 
 R rank of an adapter, I inputs and O outputs of a linear layer.
 """
@@ -25,7 +25,7 @@ from rl_actors.engine.collectives import whole_tensors
 from rl_actors.engine.initial_weights import assign
 
 ToHF = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-"""Renames tensors from torchtitan's names to Hugging Face's."""
+"""Function that renames tensors from torchtitan's names to Hugging Face's names."""
 
 
 def convert(model_config: Qwen3Model.Config, config: LoRAConfig) -> Qwen3Model.Config:
@@ -58,7 +58,8 @@ def require_found(model: nn.Module, config: LoRAConfig) -> None:
 def initialise(model: nn.Module, seed: int) -> None:
     """Draw A uniformly as peft does (kaiming, a = sqrt(5)), and set B to zero. The values are the same in every layout."""
     for name, layer in _layers(model):
-        # Each layer has a random generator of its own. So a pipeline stage can draw only for its own layers, and still gets the same values.
+        # Each layer has a random generator of its own, seeded with the layer's name. So a pipeline stage that draws only for its own layers
+        # gets the same values as a process that draws for all layers.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         whole = torch.empty(layer.lora_a.weight.shape)
         nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
@@ -104,7 +105,7 @@ def gather(model: nn.Module, to_hf: ToHF) -> dict[str, Tensor]:
 
 
 def write(tensors: dict[str, Tensor], config: LoRAConfig, path: str, *, base: str) -> None:
-    """Write gathered adapters in the form that peft and vLLM load for the model in `base`. `path` never holds half an export."""
+    """Write gathered adapters in the form that peft and vLLM load for the model in `base`. `path` appears only when it is complete."""
     target, partial = Path(path), Path(f"{path}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -19,7 +19,7 @@ class Machine(Protocol):
 
     @property
     def HostCopy(self) -> type[metrics.HostCopy]:
-        """The class of copies of device tensors on the host."""
+        """The class that copies device tensors to the host."""
 
     @property
     def Stopwatch(self) -> type[metrics.Stopwatch]:
@@ -64,7 +64,7 @@ class Machine(Protocol):
     def device_name(self) -> str: ...
 
     def memory_bytes(self) -> int:
-        """On a CPU the resident memory of the process, on a GPU the memory of the tensors, in bytes."""
+        """On a CPU the resident memory of the process, on a GPU the memory of the tensors."""
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         """A uint8 tensor in host memory, for copies from and to the device. gpu.py pins this memory."""

@@ -1,8 +1,9 @@
 """Move weights, gradients and optimizer state of one rank from its device to host memory and back, bit for bit.
 
-A tensor's storage is copied to the host, emptied in place, and later filled again in place. So every view of the storage stays valid, such
-as the local tensors of DTensors, and the views that FSDP keeps of its shards. The parameters stay the same objects. They are the keys of the
-optimizer's state, so this state stays valid, too. Nothing in the model's modules changes.
+`offload` copies each tensor's storage to the host, and resizes the storage to 0 bytes. `onload` resizes the same storage again, and copies
+the bytes back. So every view of the storage stays valid, such as the local tensors of DTensors, and the views that FSDP keeps of its shards.
+The parameters stay the same objects. They are the keys of the optimizer's state, so this state stays valid, too. Nothing in the model's
+modules changes.
 """
 
 import time
@@ -37,7 +38,7 @@ class Offload:
 
     def __init__(self, built: BuiltModel) -> None:
         self.built = built
-        self.buffers: dict[Part, Tensor] = {}  # host memory, which is made once and used again
+        self.buffers: dict[Part, Tensor] = {}  # host memory of each part; it is kept for later offloads
         self.away: dict[Part, list[Place]] = {}  # the parts that are on the host
         self.offloaded, self.onloaded = HostMove(), HostMove()  # totals since the trainer was built
 
@@ -45,7 +46,7 @@ class Offload:
         """Copy the parts to the host, and free their memory on the device. Does nothing for a part that is on the host already."""
         begin = time.perf_counter()
         num_bytes, buffer_seconds = 0, 0.0
-        this_machine().wait()  # FSDP reads weights and writes gradients on streams of its own
+        this_machine().wait()  # FSDP's own streams may still read weights or write gradients
         wanted = [part for part in PARTS if part in parts and part not in self.away]
         if "weights" in wanted:
             self.drop_gathered_weights()
@@ -64,14 +65,14 @@ class Offload:
     def onload(self, parts: Collection[Part] = PARTS) -> HostMove:
         """Bring the parts back to the device. Does nothing for a part that is on the device already.
 
-        If the device has too little memory, this raises torch's error. The storages that have come back by then stay on the device, and
-        another call brings back the others.
+        If the device has too little memory, this method raises torch's error. The storages that have come back by then stay on the device,
+        and another call brings back the remaining storages.
         """
         if not any(part in self.away for part in parts):
             return HostMove()
         begin = time.perf_counter()
         num_bytes = 0
-        this_machine().release_memory()  # torch keeps freed blocks of memory, and their sizes may not fit the storages
+        this_machine().release_memory()  # torch caches freed blocks of memory, whose sizes may not fit the storages
         try:
             for part in [part for part in PARTS if part in parts and part in self.away]:
                 places = self.away[part]

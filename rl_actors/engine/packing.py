@@ -1,6 +1,7 @@
 """Plan one training call: put samples into rows by their lengths, and put rows into the microbatches of every rank.
 
-This module knows nothing of devices or tensors. R rows, B rows of a microbatch, L row length, T positions of one sample.
+A row of a microbatch holds one sample, or several samples one after another. This module uses neither devices nor tensors.
+R rows, B rows of a microbatch, L row length, T positions of one sample.
 """
 
 from collections.abc import Iterator, Sequence
@@ -95,7 +96,7 @@ def _require_room(lengths: Sequence[int], capacity: int, tokens_per_row: int, ro
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[Row]:
     """Rows of at most `capacity` positions.
 
-    Samples are placed from the longest to the shortest, each into the first row with room for it. Among samples of equal length the
+    Samples are placed from the longest to the shortest, each into the first row with enough free space. Among samples of equal length the
     earlier one is placed first. A segment tree of the rows' free space finds the row in O(log R) steps.
     """
     size = 1

@@ -69,8 +69,8 @@ def _context(protocol: int, folder: str) -> ssl.SSLContext:
 
 
 def use_for_monarch(folder: str) -> None:
-    """Let Monarch use these certificates, in this process and in the processes that it spawns. Call this before Monarch is used."""
+    """Make Monarch use these certificates, in this process and in the processes that it spawns. Call this before Monarch is used."""
     path = require_files(folder).absolute()
     for variable, name in MONARCH_VARIABLES.items():
         os.environ[variable] = str(path / name)
-    reload_config_from_env()  # Monarch has read the environment when it was imported, so it must read it again
+    reload_config_from_env()  # Monarch read the environment when it was imported, before the variables were set

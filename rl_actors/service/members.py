@@ -1,5 +1,7 @@
-"""The members of a service. A member is an actor mesh and a client in the service's process. No other client calls the mesh: the member
-runs the calls of the attached clients through its own client.
+"""The members of a service, which are the models and the generator that it owns.
+
+Other programs attach to the service with clients. A member has an actor mesh, and a client of this mesh in the service's process. The member
+runs the calls of the attached clients through its own client. No other client calls the mesh.
 """
 
 import asyncio
@@ -48,13 +50,13 @@ class Member(Protocol):
         """The answers of all ranks. patience: seconds that the call may wait for the end of another client's step."""
 
     async def leave(self, client: Attached) -> None:
-        """Undo what the client left unfinished."""
+        """End the unfinished work of a client that has left the service."""
 
     async def describe(self) -> dict[str, object]:
-        """The state, for people to read, as values of JSON."""
+        """The state as values of JSON, for people to read."""
 
     def numbers(self) -> MemberNumbers:
-        """State for a program that watches the actor. The actor is not called for it."""
+        """The state as numbers, for monitoring. This method does not call the actor."""
 
 
 async def _alive(client: Client) -> list[object]:
@@ -74,7 +76,7 @@ class ModelMember:
         self._saved: dict[int, SavedCheckpoint] = {}  # number of a client -> its last checkpoint
 
     async def run(self, client: Attached, endpoint: str, arguments: Sequence[object], patience: float) -> list[object]:
-        if endpoint == "setup":  # answered from here, because the ranks may be busy with a call of another client
+        if endpoint == "setup":  # answered without the ranks, which may be busy with a call of another client
             version = self.client.policy_version or 0
             return [replace(info, policy_version=version) for info in self._infos]
         if endpoint == "info":
@@ -90,7 +92,8 @@ class ModelMember:
         try:
             answers = await self._send(client, endpoint, arguments)
         except Exception:
-            # A call that was refused leaves the trainer idle, and then no step is open. A call that failed in the middle does not leave it idle.
+            # If the ranks refused the call, the trainer is idle, and no step is open. If the call failed in the middle of its work, the trainer
+            # is not idle, and the step stays open.
             if await self._is_idle():
                 self.step.leave(client)
             raise

@@ -1,6 +1,7 @@
-"""The server of one rank of a trainer. It sends the rank's slots to readers that cannot open the memory of the slots.
+"""The server of one rank of a trainer. It sends published weights to readers that cannot open the rank's slots.
 
-A reader must know the secret of the transport.
+A slot is shared memory in which the rank keeps its part of one version of the weights. A reader is a process that loads the weights. It must
+know the secret of the transport.
 """
 
 import contextlib
@@ -17,14 +18,14 @@ from rl_actors.transports.control import Request
 from rl_actors.transports.slots import Slot, VersionGoneError, actor_name, shared_lock
 
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
-"""If a reader's host does not answer for a minute, it counts as dead. The server then ends the connection and the connection's Sender."""
+"""TCP options. If a reader's host does not answer for a minute, the kernel ends the connection, and the server ends the connection's Sender."""
 
 
 class Sender(Protocol):
     """Protocol of tcp.Sender and point_to_point.Sender, which send bytes to the reader of one connection."""
 
     def send(self, slot: Slot, request: Request) -> None:
-        """Send the bytes that a request asks for. The caller has locked the slot, and has sent its layout."""
+        """Send the bytes that a request asks for. The caller has locked the slot, and has sent the slot's layout."""
 
     def end(self) -> None:
         """Free what this sender has made for its connection."""
@@ -34,14 +35,15 @@ SENDERS: dict[str, Callable[[socket.socket, float], Sender]] = {
     "tcp": tcp.Sender,
     "point_to_point": point_to_point.Sender,
 }
-"""Request.path -> function that makes a sender. The arguments of this function are the connection, and the seconds that each request may take."""
+"""For each value of Request.path: the function that makes a sender. Its arguments are the connection, and the seconds that a request may take."""
 
 
 class Connections:
-    """The open connections of a server. Any thread may open and close them."""
+    """The open connections of a server. Any thread may call these methods."""
 
     def __init__(self) -> None:
-        # The lock is reentrant. A garbage collection may run in a thread that holds the lock, and end the server, which takes the lock again.
+        # A garbage collection may run in a thread that holds the lock, and end the server. `end` then takes the lock again, so the lock must
+        # be reentrant.
         self.guard = threading.RLock()
         self.open: set[socket.socket] | None = set()  # None: the server has ended
 
@@ -69,7 +71,7 @@ class Connections:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """State that the threads of a server share. The threads do not refer to the server itself, so it ends when nobody else refers to it."""
+    """State that the threads of a server share. The threads do not refer to the server itself, so Python can garbage-collect the server."""
 
     find: Callable[[bytes], Slot | None]
     secret: bytes
@@ -81,7 +83,7 @@ class SlotServer:
     """Serves the slots of this process to readers that know the secret. It ends when it is garbage-collected, or with the process."""
 
     def __init__(self, find: Callable[[bytes], Slot | None], *, host: str, secret: bytes, timeout: float) -> None:
-        """find: token -> the slot. host: address to bind to. timeout: seconds in which a request must be answered."""
+        """find: function that returns the slot of a token, or None. host: address to bind to. timeout: seconds that a request may take."""
         self.socket = socket.create_server((host, 0))
         self.address: tuple[str, int] = self.socket.getsockname()[:2]
         served = Served(find=find, secret=secret, timeout=timeout)
@@ -128,7 +130,7 @@ def _serve(connection: socket.socket, served: Served) -> None:
                 sender = SENDERS[request.path](connection, served.timeout)
                 stack.callback(sender.end)
             _answer(connection, served, sender, request)
-            connection.settimeout(None)  # the next request comes with the next version
+            connection.settimeout(None)  # no limit, because the next request comes only with the next version
 
 
 def _answer(connection: socket.socket, served: Served, sender: Sender, request: Request) -> None:
