@@ -1,7 +1,7 @@
-"""A corpus that a model learns in minutes: random chains of tokens. Measures nothing.
+"""A corpus that a model learns in minutes: random chains of tokens. Other benchmarks train on it.
 
-Every token has BRANCHES possible successors, all equally likely. So a model that knows the corpus has a loss of log(BRANCHES) = 1.39 nats a
-token, and samples such chains.
+Every token has BRANCHES possible successors, all equally likely. So a model that has learned the corpus has a loss of
+log(BRANCHES) = 1.39 nats a token, and its samples are chains, too.
 """
 
 import math

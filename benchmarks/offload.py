@@ -1,8 +1,9 @@
 """Speed of a trainer's offload and onload, compared with plain copies of the same number of bytes through pinned memory in the same run.
 
-The trainer is one rank in this process, with the weights, gradients and Adam's state of a model in float32. The gradients are zeros, made
-without a forward pass. A round moves everything to the host and back, and then makes the plain copies in blocks of BLOCK bytes. The shortest
-time of each move and of each copy counts. On a CPU nothing is pinned, and both sides copy from memory to memory.
+The trainer is one rank in this process, with the weights, gradients and Adam's state of a model in float32. The
+gradients are zeros, made without a forward pass. The measurement is repeated --rounds times. Each round moves
+everything to the host and back, and then makes the plain copies in blocks of BLOCK bytes. The shortest time of each
+move and of each copy counts. On a CPU no memory is pinned, and all copies are from memory to memory.
 """
 
 import argparse

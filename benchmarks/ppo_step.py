@@ -2,12 +2,18 @@
 
 python -m benchmarks ppo_step --config qwen3_0_6b_ppo
 
-First controllers.ppo trains for some steps, with the actors on the GPUs that the config gives them. Then, in the same processes, each part of
-a step is timed alone, on new completions. Their number and the limit of their length are those of a step. The parts are generate, logprobs (of
-the trainer's policy; only if the loss corrects for the difference between generator and trainer), reference, values, policy, critic, push and
-pull. The seconds of a GPU are the sum of the parts that run on it. The slowest GPU has the largest sum. A step takes at least the seconds of the
-slowest GPU, and exactly these if this GPU never waits. On a CPU all parts share one device, and may overlap on its cores.
-The weights are random and there is nothing to learn. A reward is the parity of a completion's length.
+First controllers.ppo trains for some steps, with the actors on the GPUs that the config gives them. Then the same
+processes run each part of a step alone, on new completions, and the program times the part. A part works on as many
+completions as a step, with the same limit of their length. The parts are
+  generate: the completions
+  logprobs: the logprobs of the trainer's policy, if the loss corrects for the difference between generator and trainer
+  reference, values: the outputs of the reference and of the value model
+  policy, critic: the training of the policy and of the value model
+  push, pull: the transfer of the weights to the generator
+The seconds of a GPU are the sum of the parts that run on it. The slowest GPU has the largest sum. A step takes at least
+the seconds of the slowest GPU, and exactly these if this GPU never waits. On a CPU all parts share one device, and may
+overlap on its cores.
+The weights are random and there is nothing to learn. The reward of a completion is the parity of its length.
 """
 
 import argparse
@@ -58,7 +64,7 @@ ACTORS = {
     "push": "trainer",
     "pull": "generator",
 }
-"""Part of a step -> the actor whose devices it takes."""
+"""The actor on whose devices each part of a step runs."""
 
 
 class Digits:
@@ -109,7 +115,7 @@ def devices(config: PPOConfig) -> dict[str, list[str]]:
 
 
 def seconds_by_device(parts: Mapping[str, float], places: Mapping[str, list[str]]) -> dict[str, float]:
-    """The sum of the parts on every device.
+    """The sum of the seconds of the parts on every device. places: the devices of every actor.
 
     seconds_by_device({"policy": 3.0, "critic": 2.0, "pull": 0.5}, {"trainer": ["GPU 0"], "critic": ["GPU 1"], "generator": ["GPU 1"]})
     -> {"GPU 0": 3.0, "GPU 1": 2.5}
@@ -123,7 +129,9 @@ def seconds_by_device(parts: Mapping[str, float], places: Mapping[str, list[str]
 
 @dataclass(slots=True)
 class Spawned:
-    """The models that `train` starts and does not return."""
+    """The clients of the critics and references that `train` spawns. `train` does not return them, so `watch` records
+    them.
+    """
 
     critics: list[ValueTrainerClient] = field(default_factory=list)
     references: list[ReferenceClient] = field(default_factory=list)
@@ -143,7 +151,7 @@ class Spawned:
 
 
 class Stopwatch:
-    """Seconds of named parts: for each part a list with one number for every time that it ran."""
+    """Seconds of named parts. Each part has a list with one number for every time that the part ran."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}

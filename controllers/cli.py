@@ -1,10 +1,10 @@
-"""Command line of a run: turns flags into a checked config and the path of the run's folder. This module starts nothing.
+"""Command line of a run: turns flags into a checked config and the path of the run's folder.
 
-It writes only the models that it downloads.
+This module starts no process. The only files that it writes are the models that it downloads.
 
-A config is any dataclass with `steps: int`, `seed: int`, `presets`, `short_flags` and two methods. `with_local_models()` returns the
-config with directories in the place of ids of models, and `validate()` checks the config. Both raise ValueError for a config that
-cannot run.
+A config is any dataclass with `steps: int`, `seed: int`, `presets`, `short_flags` and two methods.
+`with_local_models()` returns a copy of the config in which each id of a model is replaced by the model's directory.
+`validate()` checks the config. Both methods raise ValueError for a config that cannot run.
 """
 
 import difflib
@@ -68,8 +68,10 @@ def parse(
 ) -> Invocation:
     """Parse `argv` (None: sys.argv). `prog` is how the user starts the program, such as "python -m controllers.grpo".
 
-    `--config` names one of `configs` (default: the first) or a file of JSON, YAML or TOML. Flags with dotted names edit the config's fields.
-    configs_by_controller: the configs of all controllers. The error about a config of another controller names that controller.
+    `--config` names one of `configs` (default: the first) or a file of JSON, YAML or TOML. Flags with dotted names edit
+    the config's fields.
+    configs_by_controller: the configs of all controllers. If --config names a config of another controller, the error
+    names that controller.
     Exits with status 2 and a message on stderr if the run is not possible, and with status 0 after `--help`.
     """
     try:
@@ -107,7 +109,8 @@ def _parse(
         config_file.require_format("--save-config", flags.save_config)
 
     output_dir = chosen.resume or flags.output_dir or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    # --plan and --eval-only write nothing to the folder of the run. --dry-run checks it only if the user has named it.
+    # --plan and --eval-only write nothing to the folder of the run. --dry-run checks the folder only if the user has
+    # named it.
     is_named = bool(flags.output_dir or chosen.resume)
     if not (flags.plan or chosen.eval_only) and (is_named or not flags.dry_run):
         require_writable("--output-dir", output_dir)
@@ -129,7 +132,7 @@ def _parse(
 def _chosen(prog: str, argv: list[str]) -> Namespace:
     """The flags that choose the config. They are read first, because the other flags edit the chosen config.
 
-    Other flags are left unread here. Later all flags are read together.
+    This function ignores the other flags. Later `_parse` reads all flags together.
 
     Raises ValueError for flags that exclude each other, and for an --eval-only that is not a folder.
     """
@@ -171,7 +174,9 @@ def _apply_preset(config: "RunConfig", name: str) -> None:
 
 
 def _without_short_flags(argv: Sequence[str], short_flags: Mapping[str, str]) -> list[str]:
-    """The command line with whole names in the place of short ones: `--lr=1e-4` becomes `--schedule.learning-rate=1e-4`."""
+    """The command line with each short flag replaced by its whole name: `--lr=1e-4` becomes
+    `--schedule.learning-rate=1e-4`.
+    """
     whole = []
     for argument in argv:
         flag, equals, value = argument.partition("=")
@@ -228,8 +233,8 @@ def _flags(configs: Configs, name: str, base: "RunConfig") -> type:
             "eval_only",
             Path | None,
             None,
-            "Score a checkpoint and stop: the one in this folder, or the newest one of the run in this folder. If --config is left out, that "
-            "run's config is used.",
+            "Score the checkpoint in this folder, or the newest checkpoint of the run in this folder, and stop. "
+            "If --config is left out, the config of the checkpoint's run is used.",
         ),
         _flag("save_config", Path | None, None, "Write the config to this .json, .yaml or .toml file before the run."),
         _flag("dry_run", bool, False, "Check everything, print the config and stop."),

@@ -30,7 +30,8 @@ PROGRAMS = {
     "compare": ("controllers.compare", "draw the curves of runs over each other"),
     "requirements": ("controllers.command:requirements", "print the lock, or the overrides and excludes for uv"),
 }
-"""Other programs: name -> (module, line for the help). `main` of the module is the program, unless the entry is module:function."""
+"""Other programs by name. Each has the pair (module, line for the help). The program is the module's function `main`,
+unless the entry is module:function."""
 
 COMMAND = "rl-actors"
 
@@ -51,8 +52,8 @@ def main() -> None:
         print(f"{COMMAND}: error: there is no command {name}; did you mean {' or '.join(near)}?", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"{COMMAND} {name}", *arguments[1:]]
-    # A user's module:function may lie in the current folder, so Python must search that folder. It comes last in the search, so that a
-    # package `configs` in it is not taken for the package of this project.
+    # A user's module:function may lie in the current folder, so Python must search the current folder. Python searches
+    # it last, so a package `configs` in the current folder cannot hide the package of this project.
     sys.path.append(os.getcwd())
     try:
         require_own_packages()

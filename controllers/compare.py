@@ -27,8 +27,8 @@ Row = tuple[str, list[str]]  # a name, and a text for each run
 
 
 def read_runs(folders: Sequence[Path]) -> dict[str, RunFiles]:
-    """The runs by name. The name of a run is the name of its folder. If two folders have the same name, every name also
-    has as many parent folders as are needed to tell the runs apart.
+    """The runs by name. The name of a run is the name of its folder. If two folders have the same name, every name
+    begins with parent folders, as many as are needed to tell the runs apart.
 
     Raises ValueError for a folder that holds no run or is named twice, and for more runs than there are colours.
     """
@@ -97,7 +97,7 @@ def _rate(run: RunFiles) -> float | None:
 
 
 def write_comparison(folders: Sequence[Path], output: Path) -> dict[str, RunFiles]:
-    """Write the page and return the runs. Raises ValueError as `read_runs` does, and for an output that is a folder."""
+    """Write the page and return the runs. Raises the errors of `read_runs`, and ValueError if `output` is a folder."""
     if output.is_dir():
         raise ValueError(f"--output {output} is a folder; it must be a file")
     runs = read_runs(folders)

@@ -115,7 +115,8 @@ class _StrictYaml(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# In YAML 1.1 a number with an exponent needs a dot. Learning rates are usually written without one.
+# In YAML 1.1 a number with an exponent needs a dot, as in 1.0e-3. Learning rates are usually written without a dot, as
+# in 1e-3.
 _EXPONENT = re.compile(r"^[-+]?[0-9]+[eE][-+]?[0-9]+$")
 _StrictYaml.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 

@@ -1,6 +1,7 @@
 """Preference pairs as samples, and the loss of direct preference optimisation.
 
-In a list of samples the pairs stand in the order chosen, rejected, chosen, rejected, …  T positions of one sample, P pairs.
+A pair is two samples that follow each other in a list: first the chosen answer, then the rejected answer.
+T is the number of positions of one sample, P the number of pairs.
 """
 
 from collections.abc import Iterable
@@ -17,9 +18,10 @@ from rl_actors.metrics import Partials
 
 
 def pair(problem: Problem, rejected_column: str) -> list[Problem]:
-    """Two problems: the given one, and a copy whose answer is the rejected one.
+    """Two problems: the given problem, and a copy with the rejected answer, which is the entry `rejected_column` of its
+    metadata.
 
-    Raises ValueError, naming the prompt, if there is no rejected answer.
+    Raises ValueError, naming the prompt, if the problem has no such entry.
     """
     if rejected_column not in problem.metadata:
         raise ValueError(f"the problem with the prompt {problem.prompt[:80]!r} has no {rejected_column!r}")
@@ -27,7 +29,7 @@ def pair(problem: Problem, rejected_column: str) -> list[Problem]:
 
 
 def to_samples(problems: Iterable[Problem], tokenizer: Tokenizer, rejected_column: str) -> list[Sample]:
-    """Two samples of every problem: the chosen answer, then the rejected one."""
+    """Two samples of every problem: first the chosen answer, then the rejected answer."""
     samples = []
     for problem in problems:
         samples += [tokenizer.to_sample(each) for each in pair(problem, rejected_column)]
@@ -38,11 +40,11 @@ def to_samples(problems: Iterable[Problem], tokenizer: Tokenizer, rejected_colum
 class DPO:
     """Direct preference optimisation, Rafailov et al., arXiv 2305.18290, eq. 7: the sum over pairs of -log sigmoid(margin).
 
-    log pi and log ref are the sums of a completion's logprobs under the policy and under the reference. The reward of a completion is
-    beta * (log pi - log ref). The margin of a pair is the reward of the chosen completion minus the reward of the rejected one. The gradient is
-    -beta * sigmoid(-margin) at each logprob of the chosen completion, and beta * sigmoid(-margin) at each logprob of the rejected one.
-    The loss goes to TrainerClient.forward_backward_custom, because a pair may be split over microbatches and ranks. Samples need the
-    columns loss_weights and ref_logprobs.
+    log pi is the sum of a completion's logprobs under the policy, and log ref their sum under the reference. The reward
+    of a completion is beta * (log pi - log ref). The margin of a pair is the reward of the chosen completion minus the
+    reward of the rejected one. The gradient is -beta * sigmoid(-margin) at each logprob of the chosen completion, and
+    beta * sigmoid(-margin) at each logprob of the rejected one. The loss goes to TrainerClient.forward_backward_custom,
+    because a pair may be split over microbatches and ranks. Samples need the columns loss_weights and ref_logprobs.
 
     Example: one pair, one token each, beta 0.5, and log pi - log ref is 2 for the chosen completion and 0 for the rejected one. Then the
     margin is 1, the loss is log(1 + exp(-1)) = 0.3133, and the gradients are -0.1345 and 0.1345.

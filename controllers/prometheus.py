@@ -11,7 +11,8 @@ logger = logging.getLogger(__name__)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 REQUEST_TIMEOUT = 10.0
-"""Seconds in which a program must send its request. The program then has as many seconds to take the answer."""
+"""Seconds in which a program must send its request. The program then has the same number of seconds to take the
+answer."""
 
 Labels = tuple[tuple[str, str], ...]
 """(name, value) of each label of a number."""
@@ -55,7 +56,11 @@ class MetricsPort:
     """Answers `GET /metrics` at one address until `close`, on threads of its own."""
 
     def __init__(self, host: str, port: int, read: Callable[[], str]) -> None:
-        """port: 0 stands for any free port. read: function that returns the text; any thread may call it. Raises OSError naming the address."""
+        """port: 0 stands for any free port. read: function that returns the text. Each request calls it on a thread of
+        its own.
+
+        Raises OSError, naming the address, if the port cannot be opened.
+        """
         server_class = type("Server", (_Server,), {"address_family": _family(host)})
         try:
             self._server = server_class((host, port), read)

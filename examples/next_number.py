@@ -9,7 +9,7 @@ from controllers.environments import Problem
 
 
 class NextNumber:
-    """ "17->" -> "18" """
+    """The answer to the prompt "17->" is "18"."""
 
     def __init__(self, seed: int, num_held_out: int) -> None:
         numbers = Random(seed).sample(range(10, 1000), k=900)
@@ -23,7 +23,9 @@ class NextNumber:
         return self.training[index % len(self.training)]
 
     def reward(self, problem: Problem, completion: str) -> float:
-        """1 for the right number, and 0.1 less for every unit of distance from it, but not below 0. Texts that are no number get 0."""
+        """1 for the right number, and 0.1 less for every unit of distance from it, but not below 0. A completion that
+        is not a number gets 0.
+        """
         try:
             distance = abs(int(completion) - int(problem.answer))
         except ValueError:

@@ -17,7 +17,8 @@ Partial: TypeAlias = Scalar | tuple[Scalar, Scalar]
 Partials: TypeAlias = dict[str, Partial]
 REDUCTIONS = ("sum", "mean", "max", "min")
 OVER_NOTHING = {"max": -math.inf, "min": math.inf}
-"""Reduction -> its result for no values. Merging this result with a value gives that value."""
+"""The result of a reduction over no values, by the name of the reduction. Merging this result with a value gives that
+value."""
 
 
 class HostCopy:
@@ -31,7 +32,7 @@ class HostCopy:
         self.tensor = tensor
 
     def wait(self) -> Tensor:
-        """The tensor on the host, once the copy is done."""
+        """Wait until the copy is done, and return the tensor on the host."""
         return self.tensor
 
 
@@ -70,7 +71,7 @@ class PartialsCopy:
         self._copy = to_host(torch.stack(scalars)) if scalars else None
 
     def wait(self) -> Partials:
-        """The partials as numbers, once the copy is done."""
+        """Wait until the copy is done, and return the partials as numbers."""
         arrived = iter(self._copy.wait().tolist() if self._copy is not None else [])
         numbers: Partials = {}
         for name, value in self._partials.items():

@@ -1,6 +1,8 @@
 """The trainer as a Monarch actor. Each rank has one instance, which passes its calls on to the rank's TrainEngine.
 
-Every rank must get the same calls in the same order, so only one TrainerClient may send them. `Order` enforces this.
+Every rank must get the same calls in the same order, so only one TrainerClient may send them. `Order` enforces this. A
+tenant is one of several runs that train adapters over the trainer's base model. FIRST_TENANT is the tenant that every
+trainer has.
 """
 
 import asyncio
@@ -41,15 +43,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PULL_TIMEOUT = 60.0
-"""Seconds to wait until a version is published. GeneratorClient.pull_model_state_dict waits for as long by default."""
+"""Seconds to wait until a version is published. GeneratorClient.pull_model_state_dict has the same default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """The number of a call in the session of a client, and the tenant whose call it is.
 
-    A call that repeats the last number gets the last answer again. Any other number that is not the next is an error. All tenants share
-    the numbers, because every rank runs one call at a time.
+    A session begins with the client's `setup` call, and ends when another client calls `setup`. The calls of a session
+    have the numbers 1, 2, 3, …  A call that repeats the last number gets the last answer again. A call with any other
+    number than the last and the next raises an error. All tenants share the numbers, because every rank runs one call
+    at a time.
     """
 
     session: str
@@ -59,7 +63,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply(Generic[T]):
-    """The answer or the error of a call. It is kept for a repetition of the call."""
+    """The answer or the error of a call. The actor keeps it, because the client may repeat the call."""
 
     value: T | None = None
     error: Exception | None = None
@@ -73,7 +77,8 @@ class Reply(Generic[T]):
 class PolicyTrainer(Actor):
     """One rank of a trainer. Its calls are endpoints that take an Order.
 
-    A call without an Order runs as soon as it arrives, for the first tenant, so its caller must be the only one.
+    A call without an Order runs for the first tenant as soon as it arrives. A program that sends such calls must be the
+    only caller.
     """
 
     # The next three attributes exist after setup.
@@ -174,13 +179,19 @@ class PolicyTrainer(Actor):
     @concurrent_endpoint
     @sends_errors
     async def wait_for_checkpoint(self) -> None:
-        """Answer when the checkpoint of the last save_checkpoint is complete on disk, or raise the error. Other calls run meanwhile."""
+        """Wait until the checkpoint of the last save_checkpoint call is complete on disk. Other calls run meanwhile.
+
+        Raises the error of the write, if the write has failed.
+        """
         if self.written is not None:
             await asyncio.wrap_future(self.written)
 
     @endpoint
     async def load_checkpoint(self, path: str, optimizer: bool = True, order: Order | None = None) -> int:
-        """Read weights, optimizer state and policy_version. Returns policy_version. Later pushes publish a new stream; see Manifest."""
+        """Read weights, optimizer state and policy_version. Returns policy_version.
+
+        Later calls of push_model_state_dict publish a new stream of versions; see Manifest.
+        """
         return await self.in_order(order, lambda: self.read_checkpoint(path, optimizer))
 
     def read_checkpoint(self, path: str, optimizer: bool) -> int:
@@ -228,8 +239,8 @@ class PolicyTrainer(Actor):
     async def push_model_state_dict(self, order: Order | None = None) -> int:
         """Publish the weights of the first tenant under policy_version. Each rank publishes its own shards.
 
-        The published tensors have the widest dtype that a generator has announced to the transport, or float32 if none has announced one.
-        Does nothing if this version is published already in that dtype.
+        Each generator announces its dtype to the transport. The published tensors have the widest announced dtype, or
+        float32 if no generator has announced a dtype. Does nothing if this version is published already in that dtype.
         """
         return await self.in_order(order, self.publish_weights)
 
@@ -250,7 +261,9 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def pull_model_state_dict(self, version: int, order: Order | None = None) -> int:
-        """Take the weights of a version that another trainer has published. Only a trainer without an optimizer can do so."""
+        """Load the weights of a version that another trainer has published. Only a trainer without an optimizer can
+        load them.
+        """
         return await self.in_order(order, lambda: self.load_version(version))
 
     async def load_version(self, version: int) -> int:
@@ -304,7 +317,9 @@ class PolicyTrainer(Actor):
         return cast(T, self.last_reply.give())
 
     async def run(self, tenant: str, call: Callable[[], T | Awaitable[T]]) -> T:
-        """The result of `call` for a tenant. Raises CollectiveTimeoutError if this rank has waited too long for another one."""
+        """The result of `call` for a tenant. Raises CollectiveTimeoutError if this rank has waited too long for another
+        rank.
+        """
         from rl_actors.engine import deadlines
 
         def call_of_tenant() -> T | Awaitable[T]:

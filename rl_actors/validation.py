@@ -1,4 +1,9 @@
-"""Checks of a caller's arguments, which run before any rank works. Client and ranks run the same checks, so all refuse the same calls."""
+"""Checks of a caller's arguments, which run before any rank works. Client and ranks run the same checks, so they refuse
+the same calls.
+
+T is the number of positions of one sample. K is the number of ids at each position in the columns target_ids and
+target_weights.
+"""
 
 import math
 import pkgutil
@@ -50,7 +55,9 @@ def validate_samples(
 def _validate_names(
     where: str, names: set[str], loss: Loss | None, required: frozenset[str], optional: frozenset[str] | None
 ) -> None:
-    """Compare the columns of a sample with those that the loss reads. optional=None: any other column is allowed."""
+    """Compare the columns of a sample with the columns that the loss reads. If `optional` is None, any other column is
+    allowed.
+    """
     missing = required - names
     if missing:
         raise ValueError(f"{where} has no column {min(missing)!r}, which {name_of(loss)} reads")
@@ -63,10 +70,7 @@ def _validate_names(
 
 
 def _validate_shared(samples: Sequence[Sample], optional: frozenset[str]) -> None:
-    """Raises ValueError unless all samples of a call have the same optional columns and the same K.
-
-    K is the second dimension of target_ids and target_weights.
-    """
+    """Raises ValueError unless all samples of a call have the same optional columns and the same K."""
     first, shared = samples[0].columns, optional | set(TOP_K_COLUMNS)
     for index, sample in enumerate(samples):
         if sample.columns.keys() == first.keys() and first.keys().isdisjoint(TOP_K_COLUMNS):
@@ -82,7 +86,8 @@ def _validate_shared(samples: Sequence[Sample], optional: frozenset[str]) -> Non
 
 
 def _validate_top_k(index: int, sample: Sample, first: Mapping[str, Tensor], *, needs_weights: bool) -> None:
-    """Raises ValueError unless the sample's target_ids and target_weights have the same second dimension K as those of the first sample.
+    """Raises ValueError unless the sample's target_ids and target_weights have the same second dimension K as in the
+    first sample.
 
     needs_weights: True if the loss reads target_weights, so that a sample with target_ids must have both columns.
     """
@@ -176,7 +181,7 @@ def _validate_values(samples: Sequence[Sample], vocab_size: int) -> None:
 
 
 def _tensors_of(column: str, samples: Sequence[Sample]) -> dict[int, Tensor]:
-    """Index of a sample -> its column of this name. Samples without the column are left out."""
+    """The column of this name, by the index of the sample. Samples without the column are left out."""
     return {index: sample.columns[column] for index, sample in enumerate(samples) if column in sample.columns}
 
 
@@ -187,9 +192,9 @@ def _is_not_finite(values: np.ndarray) -> np.ndarray:
 def _first_bad(is_bad: Callable[[np.ndarray], np.ndarray], tensors: Mapping[int, Tensor]) -> _BadValue | None:
     """The first bad value in the tensors, or None.
 
-    All tensors are checked together first, because that is faster than one by one. They are checked one by one only if some value is bad.
-    The checks use numpy. For so many positions torch would wake a thread for every core of the host, which can take longer than a
-    training step.
+    The function first checks all tensors together, because this is faster. It checks them one by one only if some value
+    is bad. The checks use numpy. For so many positions torch would wake a thread for every core of the host, and this
+    can take longer than a training step.
     """
     if not tensors or not is_bad(torch.cat(list(tensors.values())).detach().numpy()).any():
         return None
@@ -221,9 +226,12 @@ def require_tenant(name: str, seed: int, lora_rank: int) -> None:
 
 
 def validate_optimizer_arguments(config: "OptimizerConfig") -> None:
-    """Build the optimizer of a 2 x 2 parameter. Raises ValueError with the constructor's message if it refuses the arguments."""
+    """Build the optimizer of a 2 x 2 parameter. Raises ValueError with the constructor's message if the constructor
+    refuses the arguments.
+    """
     if config.name in ("AdamW", "Adam") and not config.arguments:
-        # There is nothing to refuse, and the first optimizer of a process makes torch import its compiler, which takes 1 s.
+        # Without arguments there is nothing to check. For the first optimizer of a process torch imports its compiler,
+        # which takes 1 s. The early return saves this second.
         return
     make = pkgutil.resolve_name(config.name) if ":" in config.name else getattr(torch.optim, config.name)
     try:
@@ -271,7 +279,7 @@ def require_gpu(config: "GeneratorConfig") -> None:
 
 
 HYPERPARAMETERS = {"beta1": "betas", "beta2": "betas", "eps": "eps", "weight_decay": "weight_decay"}
-"""Fields of OptimParams that an optimizer may lack -> the keys of torch's parameter groups."""
+"""Fields of OptimParams that an optimizer may lack. Each field is mapped to its key in torch's parameter groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +298,8 @@ class _Limit:
             raise ValueError(f"{name}={value!r}; it must be {self.words}")
 
 
-# True and False are instances of int. Where a number is expected they are a mistake, so they are refused.
+# In Python True and False are instances of int. These two functions refuse them, because a caller who gives one as a
+# number is mistaken.
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -320,7 +329,7 @@ OPTIM_LIMITS = {
 _COUNT = _Limit(_is_integer, lambda x: x >= 1, "an integer of at least 1")
 _INDEX = _Limit(_is_integer, lambda x: x >= 0, "an integer of at least 0")
 MAX_TOP_LOGPROBS = 20
-"""The most alternatives (top logprobs) that vLLM returns for each position."""
+"""Largest number of top logprobs that vLLM returns for a position."""
 _TOP = _Limit(_is_integer, lambda x: 0 <= x <= MAX_TOP_LOGPROBS, f"an integer, 0 to {MAX_TOP_LOGPROBS}")
 SAMPLING_LIMITS = {
     "max_tokens": _COUNT,

@@ -1,7 +1,8 @@
 """A process that calls reward functions for a RewardPool. It imports neither torch nor Monarch, so it starts in a fraction of a second.
 
-Messages are pickles that go over one connection. The first message is a list of functions; the answer to it is None, or the text of an error.
-Every further message is (number of the function, its arguments); the answer to it is (True, reward) or (False, text of the exception).
+The pool and this process exchange pickles over one connection. The first message is the list of reward functions. The
+answer to it is None, or the text of an error. Every further message is a pair (index of a function in the list,
+arguments of the call). The answer to it is (True, reward) or (False, text of the exception).
 """
 
 import asyncio
@@ -26,7 +27,8 @@ sys.path[:] = sys.argv[2:]
 from controllers.environments.pool_worker import main
 main(int(sys.argv[1]))
 """
-"""Program of a new process. Its arguments are the number of a file descriptor, and the import path of the process that starts it."""
+"""Program of a new process. Its arguments are the number of the connection's file descriptor, and then the entries of
+sys.path of the process that starts it."""
 
 
 def main(handle: int) -> None:
@@ -52,11 +54,12 @@ def main(handle: int) -> None:
 
 def _prepare() -> None:
     faulthandler.enable()  # a reward that crashes prints where it was
-    # This process ends with the thread that started it, even if that thread's process is killed while a reward hangs.
+    # Linux kills this process when the thread that started it ends. So this process also ends if the pool's process is
+    # killed while a reward hangs.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # A scheduler sends SIGTERM to all processes of a job. This process ignores the signal, because the run still needs rewards; the pool ends
-    # this process later. The signal has a handler that does nothing, not SIG_IGN. Programs that a reward starts would inherit SIG_IGN, and then
-    # SIGTERM could not end these programs.
+    # A scheduler sends SIGTERM to all processes of a job. This process ignores the signal, because the run still needs
+    # rewards. The pool ends this process later. The code below sets a handler that does nothing, instead of SIG_IGN.
+    # Programs that a reward starts would inherit SIG_IGN, and then SIGTERM could not end these programs.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
 

@@ -1,6 +1,7 @@
-"""Promises of the server: a request is accepted at once, and its answer is fetched later by a long poll. This module knows neither HTTP nor actors.
+"""Promises of the server. The server accepts a request at once, and the client fetches the answer later by a long poll.
 
-A request that is sent again under the same key gets the promise of the first request, so the work is done once.
+This module knows neither HTTP nor actors. A request that is sent again under the same key gets the promise of the first
+request, so the work is done once.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ class UserError(Exception):
 
 
 class NotFoundError(UserError):
-    """Something that the request names does not exist, or belongs to someone else."""
+    """Something that the request names does not exist, or belongs to another owner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +70,10 @@ class Futures:
         max_answers: int = 20_000,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """keep_fetched: seconds for which an answer is kept after it was fetched. keep_unfetched: seconds for which an answer that nobody
-        fetches is kept. keep_keys: seconds for which a repeated request is recognised after the first one was answered. max_answers: number of
-        promises above which the oldest answered ones are forgotten.
+        """keep_fetched: seconds for which an answer is kept after it was fetched. keep_unfetched: seconds for which an
+        answer is kept if it is not fetched. keep_keys: seconds after the answer to a request in which a repetition of
+        the request is recognised. max_answers: largest number of promises. Above it the oldest answered promises are
+        forgotten.
         """
         self.keep_fetched, self.keep_unfetched, self.keep_keys = keep_fetched, keep_unfetched, keep_keys
         self.max_answers, self.now = max_answers, now
@@ -147,7 +149,9 @@ class Futures:
         return [each for each in self.promises.values() if each.answered is None and each.owner == owner]
 
     def fetched(self, promise: Promise) -> None:
-        """Note that the answer was sent to the client. It is kept for a while, because the client may not have got it."""
+        """Record that the answer was sent to the client. The answer is kept for a while, because the client may not
+        have received it.
+        """
         promise.fetched = self.now()
 
     async def close(self) -> None:
@@ -183,7 +187,7 @@ class Futures:
 DROPPED = Answer(
     error="the answer was fetched before, or nobody fetched it for an hour; it was dropped", category="server"
 )
-"""The answer that takes the place of a dropped one."""
+"""The answer that replaces a dropped answer."""
 
 
 def _text(error: BaseException) -> str:

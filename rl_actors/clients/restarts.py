@@ -1,4 +1,4 @@
-"""`Restarts`, which counts and limits the restarts of an actor. It starts nothing."""
+"""`Restarts` counts and limits the restarts of an actor. It does not start the actor."""
 
 import time
 from collections import deque
@@ -10,7 +10,8 @@ HOUR = 3600.0  # seconds
 LONGEST_PAUSE = 60.0
 """Largest number of seconds between a death and the restart after it."""
 FIRST_RESTARTS = 2
-"""Largest number of restarts of an actor that has never been ready. If its start kills it, more restarts would not help."""
+"""Largest number of restarts of an actor that has never been ready. If the actor dies in every start, more restarts do
+not help."""
 
 
 class Restarts:
@@ -24,13 +25,17 @@ class Restarts:
         note: str = "this is the first of {num_deaths} deaths in the last hour, and at most {limit} restarts are allowed in that time; "
         "the last death: {last}",
     ) -> None:
-        """note: text that is added to the first error when it is raised after several deaths."""
+        """note: text that is added to the error of the first death, if this error is raised after several deaths."""
         self.policy, self.clock, self.note = policy, clock, note
         self.total = 0
         self._deaths: deque[tuple[float, Exception]] = deque()  # in the last hour: (time on `clock`, error)
 
     def pause_after(self, death: Exception, *, was_ready: bool = True) -> float:
-        """Seconds to wait before the restart. If there were too many deaths in the last hour, raises the error of the first one."""
+        """Seconds to wait before the restart. If there were too many deaths in the last hour, raises the error of the
+        first of them.
+
+        was_ready: whether the actor has ever been ready.
+        """
         now = self.clock()
         while self._deaths and self._deaths[0][0] <= now - HOUR:
             self._deaths.popleft()

@@ -1,4 +1,5 @@
-"""Collectives between the ranks of a trainer, for small values, errors, and whole tensors one at a time. This module knows no model."""
+"""Collectives between the ranks of a trainer. They gather small values, raise errors on all ranks, and bring whole
+tensors to rank 0."""
 
 import contextlib
 import pickle
@@ -18,7 +19,8 @@ Value = TypeVar("Value")
 def by_rank(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
     """The values that the ranks of the group passed, in the order of the ranks.
 
-    torch.distributed sends objects over the CPU backend, so this also works in a group whose tensors go over NCCL.
+    torch.distributed sends objects over the group's CPU backend, so this function also works if the group's tensors on
+    GPUs go over NCCL.
     """
     values: list[Value] = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
@@ -62,8 +64,9 @@ def _sendable(failure: Exception) -> bytes:
 def whole_tensors(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor | None]]:
     """(name, tensor) of every tensor that any rank has in its state, one at a time.
 
-    Rank 0 gets the whole tensor on the CPU. The other ranks get None instead of the tensor. Each stage of a pipeline has its own tensors. The
-    first rank that has a tensor sends it to rank 0.
+    Rank 0 gets the whole tensor on the CPU. The other ranks get None instead of the tensor. All ranks must iterate to
+    the end. Each stage of a pipeline has its own tensors, so rank 0 may lack a tensor. Then the lowest rank that has
+    the tensor sends it to rank 0.
     """
     rank = dist.get_rank()
     specs_by_rank = by_rank({name: (tensor.shape, tensor.dtype) for name, tensor in state.items()})

@@ -36,11 +36,13 @@ def export_checkpoint(
     dtype: str = "float32",
     texts: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the directory that TrainEngine.export_hf would write with these weights. `path` never holds half an export.
+    """Write the directory that TrainEngine.export_hf would write with these weights. It gets the name `path` only when
+    it is complete.
 
-    If the trainer has adapters, its checkpoint holds only the adapters. In this case they are merged into the weights of config.hf_path.
-    texts: name -> content of further files. Such a file replaces a file that the checkpoint has under the same name.
-    Raises ValueError if `checkpoint` is not a checkpoint of this model, if `path` is taken, or if the dtype is unknown.
+    If the trainer has adapters, its checkpoint holds only the adapters. In this case they are merged into the weights
+    of config.hf_path. texts: contents of further files, by file name. A further file replaces the checkpoint's file of
+    the same name. Raises ValueError if `checkpoint` is not a checkpoint of this model, if `path` exists already, or if
+    the dtype is unknown.
     """
     config.require_hf("export")
     shapes = _require_checkpoint(checkpoint, config)
@@ -91,7 +93,11 @@ def _write_texts(directory: Path, texts: Mapping[str, str] | None) -> None:
 
 
 def _require_checkpoint(checkpoint: str, config: TrainerConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of the model's tensors in the checkpoint, by torchtitan's names. Raises ValueError if the config has other tensors."""
+    """The shapes of the model's tensors in the checkpoint, by torchtitan's names.
+
+    Raises ValueError if `checkpoint` is not a checkpoint of a trainer, or if the model of the config has other tensors
+    or shapes.
+    """
     if not is_checkpoint(checkpoint):
         raise ValueError(f"{checkpoint} is not a checkpoint of a trainer")
     require_trusted(checkpoint)
@@ -128,7 +134,10 @@ def _expected(config: TrainerConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _hf_names(names: Mapping[str, object], model: ModelConfig) -> dict[str, str]:
-    """torchtitan's name -> Hugging Face's name. Experts are left out, because one tensor of torchtitan holds all experts of a block."""
+    """Hugging Face's names of tensors, by torchtitan's names.
+
+    Experts are left out, because one tensor of torchtitan holds all experts of a block.
+    """
     adapter = hf.hf_adapter(model)
     found = {}
     for name in names:

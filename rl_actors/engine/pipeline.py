@@ -1,6 +1,6 @@
-"""Run the microbatches of a call through the stages of a pipeline. This module plans no packing and keeps no gradients.
+"""Runs the microbatches of a call through the stages of a pipeline. Other modules pack the samples into microbatches.
 
-B rows, L row length, D hidden size.
+Letters of shapes: B rows of a microbatch, L tokens in a row, D hidden size.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,14 +26,14 @@ from rl_actors.losses import Loss
 
 SCHEDULES_KEPT = 4
 """Largest number of schedules in the cache. A schedule is made for one number of microbatches and one shape, and either
-for calls with gradients or for calls without."""
+for calls with gradients or for calls without gradients."""
 
 
 @dataclass(kw_only=True)
 class PipelineCall:
     """The call that runs now: the inputs of its microbatches on this rank, and the results of the last stage."""
 
-    batch: Callable[[int], PackedBatch]  # number of a microbatch -> the part of it that this rank holds
+    batch: Callable[[int], PackedBatch]  # takes the number of a microbatch, returns this rank's shard of the microbatch
     loss: SteadyLoss | None
     with_entropy: bool
     training: bool
@@ -44,7 +44,8 @@ class PipelineCall:
 def plan_options(schedule_class: type, num_ranks: int) -> PlanOptions:
     """The arguments of `plan` for torch's schedule of a pipeline of `num_ranks` ranks.
 
-    1F1B needs at least as many microbatches as ranks. Interleaved1F1B needs a multiple of the number of ranks.
+    1F1B needs at least as many microbatches as ranks. For Interleaved1F1B the number of microbatches must be a multiple
+    of the number of ranks.
     """
     multiple = 1 if _is_single(schedule_class) else num_ranks
     return {"uniform": True, "min_microbatches": num_ranks, "microbatch_multiple": multiple}
@@ -58,8 +59,9 @@ def _is_single(schedule_class: type) -> bool:
 class PipelineRunner:
     """Sends all microbatches of a call through the stages by torch's schedule. Only the last stage has values and metrics.
 
-    A schedule passes only tensors to the stages and to the loss. So it gets the number of each microbatch as a tensor. By this number, the
-    stages and the loss look up the inputs of the microbatch in the PipelineCall.
+    A schedule of torch passes only tensors to the stages and to the loss. So the runner gives the schedule the number
+    of each microbatch as a tensor. By this number, the stages and the loss look up the inputs of the microbatch in the
+    PipelineCall.
     """
 
     _call: PipelineCall  # exists while a call runs
@@ -105,7 +107,7 @@ class PipelineRunner:
         call = self._call = PipelineCall(batch=batch, loss=loss, with_entropy=with_entropy, training=training)
         numbers = [torch.tensor(number) for number in range(len(whole))]
         shape = batch(0).tokens_BL.shape
-        # A placeholder, which `_find_inputs` replaces by the tokens.
+        # `_find_inputs` replaces this placeholder by the tokens.
         no_tokens_BL = torch.zeros((), dtype=torch.int64, device=self.built.device).expand(shape)
         schedule, stages = self._schedule(shape, len(whole), training)
         # The public schedule.step splits one tensor into microbatches. Our microbatches are made already, so we call _step_microbatches. The
@@ -134,8 +136,8 @@ class PipelineRunner:
     def _find_inputs(
         self, part: nn.Module, args: tuple[Tensor], kwargs: dict[str, Tensor]
     ) -> tuple[tuple[Tensor], ModelInputs]:
-        """A hook before each stage's forward: replaces the number of a microbatch by its positions and masks, and on the first stage the
-        placeholder by its tokens.
+        """A hook that runs before each stage's forward. It replaces the number of the microbatch by the microbatch's
+        positions and masks. On the first stage it also replaces the placeholder by the tokens.
         """
         batch = self._call.batch(int(kwargs["number"]))
         self.built.routers.start_microbatch(batch)
@@ -143,8 +145,8 @@ class PipelineRunner:
         if not received.is_floating_point():
             return (batch.tokens_BL,), model_inputs(batch)
         if isinstance(received, DTensor) and received.requires_grad:
-            # The gradient of a received tensor may consist of partial sums on the tensor-parallel ranks. They are added up here, because the
-            # stage that sent the tensor would use a partial sum as if it were the gradient.
+            # The gradient of a received tensor may consist of partial sums on the tensor-parallel ranks. The stage that
+            # sent the tensor would use a partial sum as if it were the gradient. So this hook adds up the partial sums.
             received.register_hook(lambda grad: grad.redistribute(placements=received.placements))
         return args, model_inputs(batch)
 

@@ -1,4 +1,4 @@
-"""`Service`: the clients that are attached to the actors of one program, and the order of their calls.
+"""`Service` keeps the clients that are attached to the actors of one program, and runs their calls on the actors.
 
 This module sends nothing over a network.
 """
@@ -18,7 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class Service:
-    """Attached clients and their calls. Nobody else calls the actors. Use it on the event loop that all clients of this process share."""
+    """Keeps the attached clients, and runs their calls. All calls to the actors must go through this object.
+
+    Use it only on the event loop on which this process runs the calls of its TrainerClient and GeneratorClient.
+    """
 
     def __init__(self, members: Mapping[str, Member]) -> None:
         """members: the actors by the names that clients ask for, such as "trainer" and "generator"."""
@@ -40,7 +43,10 @@ class Service:
         return client
 
     async def call(self, number: int, endpoint: str, arguments: Sequence[object], patience: float) -> list[object]:
-        """The answers of all ranks to a call of an attached client. Raises RuntimeError for a client that has left."""
+        """The answers of all ranks to a call of an attached client. Raises RuntimeError for a client that has left.
+
+        number: number of the client. patience: seconds that the call may wait for the end of another client's step.
+        """
         client = self.clients.get(number)
         if client is None:
             raise RuntimeError(f"client {number} of the service has left, so {endpoint} was not run")
@@ -49,7 +55,7 @@ class Service:
             return await self.members[client.member].run(client, endpoint, arguments, patience)
 
     def leave(self, client: Attached) -> None:
-        """Forget a client whose connection has ended, and undo what it left unfinished."""
+        """Forget a client whose connection has ended, and undo the client's unfinished work."""
         if client.has_left:
             return
         client.has_left = True
@@ -81,7 +87,7 @@ class Service:
         return {"up_for_seconds": round(time.time() - self.started, 1), "members": members, "clients": clients}
 
     async def numbers(self) -> ServiceNumbers:
-        """State of the service and its actors, for a program that watches them. Does not call the actors."""
+        """State of the service and its actors, for a monitoring program. Does not call the actors."""
         clients, waiting = dict.fromkeys(self.members, 0), dict.fromkeys(self.members, 0)
         for client in self.clients.values():
             clients[client.member] += 1

@@ -1,4 +1,7 @@
-"""Calls of generate and compute_logprobs as requests to vLLM, and their results, prompt by prompt. This module knows nothing of the engine."""
+"""Turns calls of generate and compute_logprobs into requests to vLLM, and collects the results of each prompt.
+
+Other modules pass the requests to vLLM's engine.
+"""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +22,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NO_VERSION = -1
-"""policy_version of weights that no pull has brought."""
+"""policy_version of weights that were not pulled from a trainer."""
 
 
 class EngineCall(Generic[T]):
-    """One call of generate or compute_logprobs. Its requests finish in any order; a prompt has finished when all its requests have.
+    """One call of generate or compute_logprobs. Its requests finish in any order. A prompt has finished when all its
+    requests have finished.
 
     The engine's thread puts results in, and any other thread takes them out.
     """
@@ -35,13 +39,14 @@ class EngineCall(Generic[T]):
         read: Callable[["RequestOutput"], T],
         adapter: str | None = None,
     ) -> None:
-        """make_params: index of a prompt -> the parameters of its requests. read: turns vLLM's output of a request into its result.
+        """make_params: function that takes the index of a prompt and returns the parameters of the prompt's requests.
 
-        adapter: name of the loaded adapter with which the requests run.
+        read: function that turns vLLM's output of a request into the result of the request. adapter: name of the loaded
+        adapter with which the requests run.
         """
         self.prompts, self.make_params, self.read, self.adapter = prompts, make_params, read, adapter
         self._results: dict[int, dict[int, T]] = {index: {} for index in range(len(prompts))}  # of unfinished prompts
-        self._finished: list[tuple[int, list[T]]] = []  # finished prompts that nobody has taken
+        self._finished: list[tuple[int, list[T]]] = []  # finished prompts that no `take` has returned
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
         self._waiter: tuple[int, Future[list[tuple[int, list[T]]]]] | None = None
@@ -50,10 +55,10 @@ class EngineCall(Generic[T]):
         """(index of the prompt, its results) of the prompts that have finished since the last `take`, in order of finishing.
 
         The future is done when `at_least` of these prompts have finished, when no unfinished prompt is left, or when the call has failed.
-        If an earlier `take` still waits, a later one ends it with an empty list.
+        If the future of an earlier `take` is not done yet, a later `take` completes it with an empty list.
         """
         future: Future[list[tuple[int, list[T]]]] = Future()
-        future.set_running_or_notify_cancel()  # nobody can cancel it, so the engine's thread can always set its result
+        future.set_running_or_notify_cancel()  # a running future cannot be cancelled, so setting its result cannot fail
         with self._lock:
             if self._waiter is not None:
                 self._waiter[1].set_result([])
@@ -85,7 +90,11 @@ class EngineCall(Generic[T]):
                 self._answer()
 
     def _answer(self) -> None:
-        """Answer the waiter if there is enough for it. A failed call gives its error instead of prompts that nobody has taken."""
+        """Complete the future of the last `take` if enough prompts have finished.
+
+        If the call has failed, the future gets the error, and the finished prompts that no `take` has returned are
+        lost.
+        """
         if self._waiter is None:
             return
         at_least, future = self._waiter
@@ -104,14 +113,15 @@ class Request(Generic[T]):
 
     call: EngineCall[T]
     prompt: int  # index in the call
-    place: int  # among the requests of the prompt
+    place: int  # index among the requests of the prompt
     num_of_prompt: int  # number of requests of the prompt
 
 
 def vllm_params(params: SamplingParams, prompt: int) -> list["VLLMParams"]:
-    """Parameters of one vLLM request for each completion, so that each has its own seed and its own policy versions.
+    """Parameters of one vLLM request for each completion, so that each completion has its own seed and its own policy
+    versions.
 
-    prompt: the p from which the seeds are computed; see SamplingParams.
+    prompt: the number p of the prompt, from which the seeds are computed; see SamplingParams.seed.
     """
     from vllm import SamplingParams as VLLMParams
     from vllm.sampling_params import RequestOutputKind
@@ -154,7 +164,11 @@ def read_completion(params: SamplingParams, output: "RequestOutput") -> Completi
 
 
 def read_top(positions: Sequence[Mapping[int, "Logprob"]], count: int) -> TopLogprobs | None:
-    """The `count` likeliest tokens of each position; None if count is 0. vLLM's entries may also have the position's own token."""
+    """The `count` likeliest tokens of each position, or None if count is 0.
+
+    For each position vLLM returns the likeliest tokens, and also the token of the sequence. This function drops the
+    latter if it is not among the likeliest.
+    """
     if not count:
         return None
     ids, logprobs = [], []
@@ -173,6 +187,6 @@ def _rank(pair: "tuple[int, Logprob]") -> int:
 
 
 def read_prompt_logprobs(output: "RequestOutput") -> Tensor:
-    """Logprobs of the prompt's tokens, [T - 1] float32. The first token has none."""
+    """Logprobs of the T tokens of the prompt, [T - 1] float32. The first token has no logprob."""
     pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
     return torch.tensor([by_token[token].logprob for token, by_token in pairs])
