@@ -1,9 +1,10 @@
 """Speed of generation through GeneratorClient, compared with vLLM at its best with the same settings.
 
-One side is the client. The other side is vLLM in a process of its own. vLLM runs in each of WAYS, one after the other, and the fastest way
-counts. All requests are submitted at once. A request has 128 prompt tokens and 256 new tokens on a GPU, and 16 and 64 on a CPU. Both sides
-return the logprobs of the sampled tokens. The two sides take turns, so that a slow moment of the machine affects both. On a GPU each side
-may use two fifths of the memory. With --replicas N the other side is a client with one replica, which gets one N-th of the requests.
+One side is the client. The other side is vLLM in a process of its own. vLLM is started in each of several ways (WAYS), one after the other, and
+the fastest way counts. All requests are submitted at once. A request has 128 prompt tokens and 256 new tokens on a GPU. It has 16 prompt tokens
+and 64 new tokens on a CPU. Both sides return the logprobs of the sampled tokens. The runs of the two sides alternate, so that a slow moment of
+the machine affects both sides. On a GPU each side may use two fifths of the memory. With --replicas N the second side is not vLLM. It is a
+client with one replica, which gets one N-th of the requests.
 """
 
 import argparse
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 Prompts = list[list[int]]
 Measure = Callable[[Prompts, SamplingParams], float]
-"""A function that generates for these prompts on one side and returns the seconds that it took."""
+"""A function that completes these prompts on one side of the comparison, and returns the seconds that this took."""
 Run = Callable[[Prompts, SamplingParams], None]
 Shutdown = Callable[[], None]
 
@@ -63,7 +64,9 @@ def prompts_of(count: int, length: int, vocab_size: int) -> Prompts:
 
 
 def start_llm(config: GeneratorConfig, core: "Core") -> tuple[Run, Shutdown]:
-    """Returns a function that steps an LLMEngine until all requests have ended, as LLM.generate does, and a function that ends the engine's core."""
+    """Start an LLMEngine. Returns two functions. The first steps the engine until all requests have ended, as LLM.generate does. The second ends
+    the engine's core.
+    """
     from vllm.inputs.engine import tokens_input
 
     from rl_actors.vllm.requests import vllm_params
@@ -81,7 +84,9 @@ def start_llm(config: GeneratorConfig, core: "Core") -> tuple[Run, Shutdown]:
 
 
 def start_async(config: GeneratorConfig) -> tuple[Run, Shutdown]:
-    """Returns a function that sends each request to an AsyncLLM in its own coroutine, and a function that ends the engine's core."""
+    """Start an AsyncLLM. Returns two functions. The first sends each request to the AsyncLLM in its own coroutine. The second ends the engine's
+    core.
+    """
     from vllm.inputs.engine import tokens_input
 
     from rl_actors.vllm.requests import vllm_params
@@ -113,8 +118,8 @@ def start_way(way: str, config: GeneratorConfig) -> tuple[Run, Shutdown]:
 def serve_bare(way: str, config: GeneratorConfig, pipe: Connection) -> None:
     """Run vLLM in one of WAYS until the pipe is closed.
 
-    It first sends the seconds that the engine took to start. Then it receives pairs (prompts, params), and answers each pair with the
-    seconds that its prompts took.
+    First it sends the seconds that the start of the engine took. Then it receives pairs (prompts, params). It answers each pair with the seconds
+    that the completions of these prompts took.
     """
     start = time.perf_counter()
     run, shutdown = start_way(way, config)
@@ -125,12 +130,12 @@ def serve_bare(way: str, config: GeneratorConfig, pipe: Connection) -> None:
             start = time.perf_counter()
             run(prompts, params)
             pipe.send(time.perf_counter() - start)
-    shutdown()  # without it the end of this process would wait for vLLM's core, if the core has a process of its own
+    shutdown()  # If vLLM's core has a process of its own, this process could not end before the core ends.
 
 
 @contextmanager
 def bare(way: str, config: GeneratorConfig) -> Iterator[Measure]:
-    """Start a process that runs vLLM in one of WAYS, and yield the function that measures it."""
+    """Start a process that runs vLLM in one of WAYS, and yield the function that measures vLLM."""
     context = multiprocessing.get_context("spawn")
     pipe, other_end = context.Pipe()
     child = context.Process(target=serve_bare, args=(way, config, other_end))
@@ -160,7 +165,7 @@ def bare(way: str, config: GeneratorConfig) -> Iterator[Measure]:
 
 @contextmanager
 def through_client(config: GeneratorConfig) -> Iterator[Measure]:
-    """Start a client, and yield the function that measures it. Each call of `generate` has up to 16 prompts."""
+    """Start a client, and yield the function that measures the client. Each call of `generate` has up to 16 prompts."""
 
     def measure(prompts: Prompts, params: SamplingParams) -> float:
         start = time.perf_counter()
@@ -177,7 +182,9 @@ def through_client(config: GeneratorConfig) -> Iterator[Measure]:
 
 
 class Rounds:
-    """The rounds of both sides. Every round has new prompts: vLLM would find repeated ones in its prefix cache and skip their prefill."""
+    """Runs the two sides several times. In a round each side runs once. Every round has new prompts, because vLLM would find repeated prompts in
+    its prefix cache and skip their prefill.
+    """
 
     def __init__(self, arguments: argparse.Namespace, vocab_size: int) -> None:
         self.arguments = arguments
@@ -187,7 +194,7 @@ class Rounds:
         self.first_token = 2
 
     def compare(self, ours: Measure, theirs: Measure) -> dict[int, tuple[list[float], list[float]]]:
-        """Number of requests -> the seconds of every round, ours and theirs. The first round is warm-up and is left out."""
+        """Returns {number of requests: (seconds of our rounds, seconds of their rounds)}. The first round is a warm-up, and is left out."""
         params = SamplingParams(max_tokens=self.new_tokens, ignore_stop=True)
         answers = {}
         for count in self.arguments.requests:
@@ -216,7 +223,7 @@ class Rounds:
 
 
 def beside_vllm(arguments: argparse.Namespace, config: GeneratorConfig) -> None:
-    """Record one result for each number of requests. It compares the client with the way of vLLM that was fastest with that number."""
+    """Record one result for each number of requests. It compares the client with the way to run vLLM that was fastest for that number."""
     rounds = Rounds(arguments, config.model.vocab_size)
     by_way = {}
     with through_client(config) as client:
@@ -237,7 +244,10 @@ def beside_vllm(arguments: argparse.Namespace, config: GeneratorConfig) -> None:
 
 
 def beside_one_replica(arguments: argparse.Namespace, config: GeneratorConfig) -> None:
-    """Record one result for each number of requests. Both clients have a generator on the first GPU, and take turns."""
+    """Compare a client of N replicas with a client of one replica, and record one result for each number of requests.
+
+    Each client has a generator on the first GPU. The runs of the two clients alternate.
+    """
     rounds = Rounds(arguments, config.model.vocab_size)
     with through_client(replace(config, replicas=1)) as one, through_client(config) as several:
         answers = rounds.compare(several, one)

@@ -1,8 +1,9 @@
 """Times of the phases of a synchronous GRPO step, and how busy each GPU is in each phase.
 
-The phases are generate, reward, samples, plan, forward_backward, optim_step, push and pull. With two GPUs the trainer has the first and the
-generator the second; otherwise both share one device. The weights are random and there is nothing to learn, so the reward is arbitrary: the
-parity of the sum of a completion's token ids. A GPU's reading is the share of nvidia-smi's last sampling period in which the GPU was busy.
+The phases are generate, reward, samples, plan, forward_backward, optim_step, push and pull. With two GPUs the trainer has the first GPU and
+the generator has the second. Otherwise trainer and generator share one device. The weights are random, and the policy has nothing to learn.
+The reward is therefore arbitrary: it is the parity of the sum of a completion's token ids. nvidia-smi reports how busy a GPU is. A reading is
+the share of nvidia-smi's last sampling period in which the GPU was busy.
 """
 
 import argparse
@@ -39,10 +40,10 @@ GROUP = 16
 
 
 class Phases:
-    """Times of named phases, taken by `with phases("push"): …`"""
+    """Measures the times of named phases. Use it as `with phases("push"): …`"""
 
     def __init__(self) -> None:
-        self.spans: dict[str, list[tuple[float, float]]] = {}  # name -> (begin, end) of every time that it ran
+        self.spans: dict[str, list[tuple[float, float]]] = {}  # {name of a phase: [(begin, end) of each run of the phase]}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -55,7 +56,7 @@ def busy_shares(readings_of_spans: list[dict[int, list[float]]]) -> dict[str, fl
     """The busy share of each GPU in a phase, as {"gpu0_busy": 0.96, …}.
 
     readings_of_spans: {GPU: [percent, …]} for every run of the phase. The readings of each run are averaged, and then these means are
-    averaged. So a long run with many readings counts as much as a short one.
+    averaged. A long run of the phase has more readings than a short run, but counts as much.
     """
     means: dict[int, list[float]] = {}
     for readings in readings_of_spans:
@@ -107,7 +108,7 @@ def timed_step(
                             prompt, completion.tokens, old_logprobs=completion.logprobs, advantages=reward - mean
                         )
                     )
-        with phases("plan"):  # only measured here; every rank makes its own plan in forward_backward
+        with phases("plan"):  # only measures how long a plan takes; every rank makes its own plan in forward_backward
             lengths = [len(sample) for sample in samples]
             plan(lengths, tokens_per_row=tokens_per_row, rows_per_microbatch=1, num_ranks=1)
         with phases("forward_backward"):
@@ -135,14 +136,14 @@ def main() -> None:
     in_background(transport.open(), "store").result()
     with ExitStack() as clients:
         trainer = clients.enter_context(TrainerClient.spawn(trainer_options, transport=transport))
-        trainer.ready().result()  # before the generator starts, because vLLM measures how much memory is free
+        trainer.ready().result()  # The trainer allocates its memory first, because vLLM measures how much memory is free.
         generator = clients.enter_context(trainer.spawn_generator(generator_options))
         generator.ready().result()
         draw = torch.Generator().manual_seed(0)
         vocab_size = trainer_options.model.vocab_size
         for turn in range(arguments.steps + 1):
             if turn < 2:
-                phases = Phases()  # turn 1 starts anew, because the times of turn 0 include compiling
+                phases = Phases()  # Step 0 is the warm-up, and its times include compiling. So step 1 begins with an empty Phases.
             prompts = torch.randint(2, vocab_size, (arguments.groups, prompt_tokens), generator=draw).tolist()
             samples, output = timed_step(
                 trainer,

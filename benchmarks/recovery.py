@@ -1,8 +1,8 @@
-"""Seconds from the death of a trainer's rank, and of a generator, to the next step of a run that goes on by itself.
+"""Measures the seconds from the death of a trainer's rank to the run's next step, and the same for a process of the generator.
 
-The run is `controllers.grpo --config CONFIG`, with supervised steps and then GRPO. A rank of the trainer is killed with signal 9 after the
-second GRPO step. A process of the generator is killed two steps after the first step that follows the recovery. The run must end with
-status 0 and have all its steps. Unknown flags are passed on to the controller.
+The run restarts dead processes without help. It is `controllers.grpo --config CONFIG`, with supervised steps and then GRPO. A rank of the
+trainer is killed with signal 9 after the second GRPO step. A process of the generator is killed two steps after the run's first step since
+that death. The run must end with status 0 and have all its steps. Unknown flags are passed on to the controller.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from controllers.run_folder import RunFolder, read_jsonl
 
 KINDS = ("trainer", "generator")
 SFT_STEPS, STEPS = 4, 12
-BETWEEN = 2  # GRPO steps before the first death, and between the first step after its recovery and the second death
+BETWEEN = 2  # GRPO steps before the first death, and steps between the recovery's first step and the second death
 
 
 def flags(config: str, folder: Path) -> list[object]:
@@ -40,15 +40,15 @@ def flags(config: str, folder: Path) -> list[object]:
 
 
 def last_step(folder: RunFolder) -> int:
-    """The number of the last recorded step; -1 before the first one."""
+    """The number of the last recorded step; -1 before the first step."""
     lines = read_jsonl(folder.metrics)
     return lines[-1]["step"] if lines else -1
 
 
 def kill_and_wait(kind: str, step: int, watch: Watch, draw: random.Random) -> tuple[float, int]:
-    """Kill a process of this kind after this step. Returns the seconds to the next step, and the step that was recorded last.
+    """Kill a process of this kind after this step. Returns the seconds to the next step, and the number of the last recorded step.
 
-    Raises RuntimeError if the run ends before the next step, or if no step comes within RUN_TIMEOUT.
+    Raises RuntimeError if the run ends before the next step, or if no step is recorded within RUN_TIMEOUT.
     """
     folder, run = watch.folder, watch.run
     wait_until(lambda: last_step(folder) >= step, run, f"step {step}")
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument(
         "config", choices=CONFIGS["controllers.grpo"], metavar="CONFIG", help="a config of controllers.grpo"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of the process, if a kind has several")
+    parser.add_argument("--seed", type=int, default=0, help="seed for choosing the process that is killed, if there are several")
     arguments, further = parser.parse_known_args()
     measure(arguments.config, further, arguments.seed)
 

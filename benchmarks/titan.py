@@ -1,9 +1,10 @@
-"""The reference side of trainer_speed: torchtitan's own pieces, put together as its trainer does, without actors and without our engine.
+"""The reference that the benchmark trainer_speed compares with our trainer: torchtitan's own components, without actors and our engine.
 
-Blocks and loss are compiled, AdamW is fused, and logits, masks and clipping are torchtitan's. Both sides use the attention kernel that the
-benchmark's Row (harness/rows.py) names. Each GPU has a process, and the host does not wait for the GPU between steps.
+The components are put together as in torchtitan's trainer. The blocks and the loss are compiled, and AdamW is fused. Logits, masks and
+clipping are torchtitan's. A `Row` (harness/rows.py) is one case of the benchmark. The reference and our trainer use the attention kernel that
+the Row names. Each GPU has a process, and the host does not wait for the GPU between steps.
 
-B rows, L row length, D hidden size.
+In names of tensors, B is the number of rows of a microbatch, L the tokens of a row, and D the hidden size.
 """
 
 import gc
@@ -14,7 +15,7 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
-from rl_actors.engine import cpu  # isort: skip  (it sets torchtitan's device, which torchtitan's modules copy)
+from rl_actors.engine import cpu  # isort: skip  (sets torchtitan's device before torchtitan's modules copy it)
 import torch
 from torch import Tensor, nn
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
@@ -34,9 +35,9 @@ from rl_actors.engine.machine import this_machine
 def run(
     row: Row, model: ModelConfig, rank: int, port: int, warmup: int, steps: int, trace: str, answer: Connection
 ) -> None:
-    """Measure on this rank, and send {"seconds": [seconds of each step], "peak_bytes": …}.
+    """Measure on this rank, and send {"seconds": [seconds of each step], "peak_bytes": …} through `answer`.
 
-    trace: a file for a trace of a few more steps; "" for none.
+    trace: a file for a profiler's trace of a few more steps; "" for no trace. Rank 0 writes it.
     """
     variables = {
         "RANK": rank,
@@ -49,7 +50,7 @@ def run(
     on_gpu = row.num_gpus > 0
     reference = Reference(row, model)
     gc.collect()
-    gc.disable()  # as torchtitan's trainer does, which collects only at times that it chooses
+    gc.disable()  # as in torchtitan's trainer, which calls gc.collect itself between steps
     for _ in range(warmup):
         reference.step()
     seconds = _timed_on_gpu(reference.step, steps) if on_gpu else _timed(reference.step, steps)
@@ -158,7 +159,7 @@ class Reference:
         return module
 
     def step(self) -> None:
-        """One optimizer step over the row's microbatches."""
+        """Take one optimizer step over the microbatches of the Row."""
         for batch in self.batches:
             tokens_BL, labels_BL, positions_BL = (x.to(self.device, non_blocking=True) for x in batch)
             masks = self._masks(positions_BL)
@@ -171,14 +172,14 @@ class Reference:
         self.optimizer.zero_grad()
 
     def _masks(self, positions_BL: Tensor) -> Any:
-        """torchtitan's own masks, which both kernels on a GPU take. The kernel on a CPU takes a dense mask."""
+        """torchtitan's own masks on a GPU, where both attention kernels take them. On a CPU a dense mask, which the kernel there needs."""
         if self.on_gpu:
             return self.module.get_attention_masks(positions_BL)
         return cpu.dense_mask(positions_BL)
 
 
 def _batch(row: Row, vocab_size: int, seed: int) -> list[Tensor]:
-    """Tokens, labels and positions, each [B, L]; in pinned memory if there is a GPU."""
+    """Tokens, labels and positions, each [B, L]. They are in pinned memory if there is a GPU."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocab_size, (row.rows, row.row_length + 1), generator=draw)
     positions = torch.arange(row.document).repeat(row.rows, row.row_length // row.document)

@@ -1,8 +1,8 @@
 """PPO with models of Qwen3's shapes, for two H200 GPUs, which have 139 GiB of memory each.
 
-The policy and the reference run on the first GPU, and the critic and the generator run on the second. So policy and
-critic train at the same time, and the generator completes the next step's problems meanwhile. Weights and task are the
-same as in qwen3.py. The learning rates are verl's. These configs have not been run on a GPU or with pretrained
+The policy and the reference run on the first GPU, and the critic and the generator run on the second. Policy and
+critic train at the same time. Meanwhile the generator samples the completions of the next step. Weights and task are
+the same as in qwen3.py. The learning rates are verl's. These configs have not been run on a GPU or with pretrained
 weights yet.
 """
 
@@ -38,7 +38,7 @@ def qwen3_4b_ppo() -> PPOConfig:
 
 
 def _ppo(base: GRPOConfig, *, generator_share: float) -> PPOConfig:
-    """PPO with as many completions a step as `base`, but only one for each problem. In the first ten steps only the critic is trained."""
+    """PPO with as many completions a step as `base`, but only one completion of each problem. The first ten steps train only the critic."""
     given = {each.name: getattr(base, each.name) for each in fields(base)}
     given["rollouts"] = RolloutConfig(
         groups_per_step=base.rollouts.groups_per_step * base.rollouts.group_size,

@@ -72,7 +72,7 @@ class Plan:
 
     title: str
     unit: str
-    # Name in metrics.jsonl -> name in the chart. A comparison of runs draws only the first metric.
+    # Each key is a name in metrics.jsonl, and its value is the name in the chart. A comparison of runs draws only the first metric.
     metrics: dict[str, str]
     phases: tuple[str, ...] = ROLLOUT_PHASES
     is_log: bool = False
@@ -230,7 +230,7 @@ def draw_spread(axes: Axes, records: Records) -> None:
 
 
 def draw_times(axes: Axes, records: Records) -> None:
-    """Draw the seconds of each step as stacked areas. The area `other` fills the rest up to the step's wall time."""
+    """Draw the seconds of each step as stacked areas. The topmost area, `other`, ends at the step's wall time."""
     edges = [record["step"] - 0.5 for record in records] + [records[-1]["step"] + 0.5]
     below = [0.0] * len(records)
     for name, color in {"generate": "blue", "train": "orange", "sync": "green", "other": "gray"}.items():
@@ -244,9 +244,9 @@ def draw_times(axes: Axes, records: Records) -> None:
 
 
 def timeline_chart(lines: Records) -> str:
-    """The spans of one step as a chart in SVG. Empty if there are no spans.
+    """The spans of one step as a chart in SVG; "" if there are no spans. A span is (actor, phase, start, end), in seconds of the step.
 
-    The step is the one of median duration in the second half of the run. lines: the lines of timeline.jsonl.
+    The chart shows the step of median duration in the second half of the run. lines: the lines of timeline.jsonl.
     """
     later = sorted((line for line in lines[len(lines) // 2 :] if line["spans"]), key=lambda line: line["seconds"])
     if not later:
@@ -272,7 +272,10 @@ def timeline_chart(lines: Records) -> str:
 
 
 def ages_chart(records: Records) -> str:
-    """The number of groups of each age in every step, as a chart in SVG. Empty if all groups have the age 0."""
+    """The number of groups of each age in every step, as a chart in SVG; "" if all groups have the age 0.
+
+    A group's age is the number of versions by which the trained policy is newer than the policy that sampled the group.
+    """
     steps = [record for record in of_phases(records, *ROLLOUT_PHASES) if record.get("age/max") is not None]
     oldest = int(max((record["age/max"] for record in steps), default=0))
     if oldest == 0:
@@ -294,7 +297,7 @@ def ages_chart(records: Records) -> str:
 
 
 def new_chart(title: str, unit: str, size: tuple[float, float] = SIZE) -> tuple[Figure, Axes]:
-    """An empty chart whose horizontal axis shows the steps. size: its width and height in inches."""
+    """An empty chart whose horizontal axis shows the steps. size: width and height of the chart in inches."""
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot(title=title, xlabel="step", ylabel=unit)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -340,7 +343,7 @@ def chart(plan: Plan, drawn: Sequence[Curve], records: Records = ()) -> str:
 
 
 def times_chart(records: Records) -> str:
-    """The seconds of the steps as a chart in SVG. Empty if no step has a time."""
+    """The seconds of the steps as a chart in SVG; "" if no step has a time."""
     timed = [record for record in of_phases(records, *TRAINED_PHASES) if record.get("time/step") is not None]
     if not timed:
         return ""
@@ -352,7 +355,7 @@ def times_chart(records: Records) -> str:
 
 @matplotlib.rc_context(STYLE)
 def run_charts(records: Records, timeline: Records = ()) -> list[str]:
-    """All charts of one run. A chart without a number is left out. timeline: the lines of timeline.jsonl."""
+    """All charts of one run. A chart is left out if the run has no number for it. timeline: the lines of timeline.jsonl."""
     charts = []
     for plan in PLANS:
         drawn = curves(plan, records)
@@ -405,8 +408,8 @@ def save_reward_png(records: Records, file: Path) -> None:
 def around_rewards(records: Records) -> Records:
     """The records that reward.png shows. If there are GRPO or PPO steps, at most half of the records belong to other steps.
 
-    The other steps are supervised steps, which come first and have no reward. A run may have so many of them that they would leave no room
-    for the curve of rewards.
+    The other steps are supervised steps, which come first and have no reward. If reward.png showed very many supervised steps, the curve of
+    rewards would be too narrow.
     """
     num_others = len(of_phases(records, *ROLLOUT_PHASES))
     return records[-2 * num_others :] if num_others else records

@@ -1,7 +1,10 @@
-"""Plays episodes: an environment and a policy take turns. This module knows no groups and no advantages.
+"""Plays episodes. In an episode an environment and a policy act in alternation. Groups and advantages are the work of other modules.
 
-Every turn appends tokens to the episode. Tokens that the policy has sampled are never decoded and encoded again, because the result could be
-other tokens, which the policy did not sample.
+An episode begins with the environment's first observation. A turn is one completion that the policy samples. After a turn the environment
+replies with a reward and the next observation.
+
+Every turn and every observation appends tokens to the episode. Sampled tokens are never decoded and encoded again, because encoding could
+give other tokens, which the policy did not sample.
 """
 
 import asyncio
@@ -36,8 +39,8 @@ class EpisodeConfig:
     max_turns: int = 8
     """Largest number of turns of an episode. An episode that is not over after max_turns turns is cut off."""
     max_tokens: int = 0
-    """Largest number of tokens of an episode: its beginning, turns and replies. A turn may take as many tokens as the run's own max_tokens
-    says, and it begins only if the episode has room for all of them. 0: as many tokens as both trainer and generator take."""
+    """Largest number of tokens of an episode, with its beginning, turns and replies. The run's own max_tokens limits each turn. A turn begins
+    only if the episode has room for that many tokens. 0: the largest number that trainer and generator both accept."""
 
     def validate(self) -> None:
         if self.max_turns < 1 or self.max_tokens < 0:
@@ -53,10 +56,10 @@ class EpisodeLimits:
 
 
 class Policy(Protocol):
-    """Function that makes the policy's turns of one episode."""
+    """An async function that samples the policy's turns in one episode."""
 
     async def __call__(self, tokens: list[int], turn: int) -> Completion:
-        """A completion of these tokens. turn: number of the turn in the episode; 0 for the first."""
+        """A completion of these tokens. turn: index of the turn in the episode; 0 for the first turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +74,11 @@ class Line:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedEpisode:
     prompt: list[int]  # tokens of the beginning
-    # All tokens after the prompt, up to the last token that the policy sampled. Tokens of observations have the logprob 0 and the policy
-    # version of the turn before them. finish_reason is "length" if the episode was cut off.
+    # All tokens after the prompt, up to the last token that the policy sampled. A token of an observation has the logprob 0, and the policy
+    # version of the last token of the turn before it. finish_reason is "length" if the episode was cut off.
     completion: Completion
     is_action: list[bool]  # of each token of the completion: True if the policy sampled it
-    rewards_per_token: list[float]  # a turn's reward at the turn's last token, 0 at all other tokens
+    rewards_per_token: list[float]  # of each token of the completion: a turn's reward at the turn's last token, 0 at all other tokens
     lines: list[Line]
     num_retries: int = 0  # failed attempts before this one
 
@@ -97,7 +100,7 @@ class PlayedEpisode:
         return [{"role": line.role, "text": line.text, "reward": line.reward} for line in self.lines]
 
     def to_sample(self, *, advantage: float, temperature: float) -> Sample:
-        """A sample that trains the tokens that the policy sampled. The advantage is 0 at all other tokens."""
+        """A sample that trains on the tokens that the policy sampled. The advantage is 0 at all other tokens."""
         weights = self._weights()
         return Sample.from_tokens(
             self.prompt,
@@ -149,7 +152,7 @@ class _Playing:
         self.lines.append(Line(role="environment", text=text))
 
     def finish(self, last: str, *, is_cut_off: bool, num_retries: int) -> PlayedEpisode:
-        """last: text of the last reply."""
+        """The finished episode. last: text of the observation in the last reply; "" if there is no text."""
         completion = Completion(
             tokens=self.tokens,
             logprobs=self.logprobs,
@@ -175,10 +178,10 @@ class Player:
     scorer: Scorer
 
     async def play(self, environment: EpisodeEnvironment, problem: Problem, policy: Policy) -> PlayedEpisode:
-        """One episode of the problem.
+        """Play one episode of the problem.
 
-        Raises EpisodeError if the episode gives an answer that its protocol does not allow, or if the last attempt fails. Raises the
-        policy's own errors.
+        Raises EpisodeError if a method of the episode returns a value that the protocol `Episode` does not allow, or if the last attempt
+        fails. An exception of the policy passes through.
         """
         for num_retries in range(self.scorer.max_retries + 1):
             try:
@@ -189,7 +192,7 @@ class Player:
         raise EpisodeError(f"the episode of {problem.prompt!r} failed {times} times, the last time in {failure}")
 
     async def demonstrate(self, environment: EpisodeEnvironment, problem: Problem) -> Sample:
-        """A sample that trains the turns of the environment's demonstration, each with the token that ends it.
+        """A sample that trains on the turns of the environment's demonstration. Each turn ends with the tokenizer's end token.
 
         Raises ValueError if the environment has no demonstration.
         """
@@ -228,7 +231,10 @@ class Player:
         return playing.finish(last, is_cut_off=not reply.is_over, num_retries=num_retries)
 
     async def _ask(self, what: str, ask: Callable[[], T | Awaitable[T]]) -> T:
-        """The answer of a method of an episode. If the answer is awaited, the scorer's time limit applies."""
+        """Call `ask`, a method of an episode, and return its answer. If the method is asynchronous, the scorer's time limit applies.
+
+        Raises _Failed if the method raises an exception or exceeds the time limit. what: the method's name for the error.
+        """
         try:
             answer = ask()
             if inspect.isawaitable(answer):
@@ -241,7 +247,7 @@ class Player:
             raise _Failed(f"{what}: {error!r}") from error
 
     def _read(self, observation: object, where: str, after: int | None = None) -> tuple[list[int], str]:
-        """The tokens and the text of an observation. after: the last token of the turn before it."""
+        """The tokens and the text of an observation. after: the last token of the turn before the observation."""
         checked = _checked_observation(observation, where, num_tokens=len(self.tokenizer))
         try:
             return self.tokenizer.encode_observation(checked, after=after), shown(checked, self.tokenizer)
@@ -284,7 +290,7 @@ def shown(observation: Observation, tokenizer: Tokenizer) -> str:
 
 
 def require_demonstrations(environment: AnyEnvironment) -> None:
-    """Raises ValueError if the task has episodes but no demonstrations, on which a supervised phase would train."""
+    """Raises ValueError if the task has episodes but no demonstrations. A supervised phase would train on demonstrations."""
     if isinstance(environment, EpisodeEnvironment) and not isinstance(environment, Demonstrating):
         raise ValueError(
             f"{type(environment).__name__} has no method demonstration, so a run cannot have supervised steps; use --sft-steps 0"
@@ -302,7 +308,7 @@ class Scripted:
             raise ValueError(f"a demonstration of {len(self.texts)} turns ended before its episode: {self.texts}")
         tokenizer = self.player.tokenizer
         said = [*tokenizer.encode(self.texts[turn]), tokenizer.end_token_id]
-        said = said[: self.player.limits.max_tokens_per_turn]  # a sampled turn would be cut off there, too
+        said = said[: self.player.limits.max_tokens_per_turn]  # the generator cuts a sampled turn off at the same limit
         zeros = [0] * len(said)
         return Completion(tokens=said, logprobs=[0.0] * len(said), policy_versions=zeros, finish_reason="stop")
 
@@ -322,7 +328,7 @@ class TurnSender:
         params: SamplingParams,
         call: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
-        """params: for the sampling of every turn. call: function that returns a context manager; each call of the generator runs inside one."""
+        """params: parameters for the sampling of every turn. call: returns a context manager, in which one call of the generator runs."""
         self.generator, self.params, self.call = generator, params, call
         self._waiting: list[Waiting] = []
         self._calls: set[asyncio.Task[None]] = set()
@@ -338,7 +344,7 @@ class TurnSender:
     async def complete(self, tokens: list[int], number: int) -> Completion:
         """A completion of the tokens.
 
-        number: sets the seed, so the completion does not depend on the other turns of the call.
+        number: the number from which the seed is computed. The completion does not depend on the other turns of the generator's call.
         """
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append((tokens, number, answer))
@@ -349,7 +355,7 @@ class TurnSender:
         return await answer
 
     async def _send(self) -> None:
-        await asyncio.sleep(0)  # turns of other episodes become ready in this round of the event loop
+        await asyncio.sleep(0)  # lets the event loop run other episodes first, whose turns may be ready now
         async with self.call():
             turns, self._waiting = self._waiting, []
             prompts = [tokens for tokens, _, _ in turns]
@@ -370,14 +376,14 @@ class Sampled:
     """The policy of one episode, whose turns the generator samples."""
 
     sender: TurnSender
-    first_number: int  # number of the first turn, which sets its seed; the next turns have the next numbers
+    first_number: int  # the first turn's seed is computed from this number, the next turn's seed from the next number, and so on
 
     async def __call__(self, tokens: list[int], turn: int) -> Completion:
         return await self.sender.complete(tokens, self.first_number + turn)
 
 
 async def together(work: Iterable[Coroutine[object, None, T]]) -> list[T]:
-    """The results of all coroutines, in order. The first error ends the other coroutines and is raised."""
+    """The results of all coroutines, in order. The first error cancels the other coroutines, and this function raises it."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in work]

@@ -49,7 +49,7 @@ class PPOConfig(GRPOConfig):
         }
 
     def validate(self) -> None:
-        # This check comes first, because only the rule gae allows the default group size of 1.
+        # This check comes first. With a rule other than gae the default group size of 1 is not allowed, and the other checks would report that.
         if self.rollouts.advantage != "gae":
             raise ValueError(
                 f"rollouts.advantage={self.rollouts.advantage!r}; PPO needs 'gae'. A preset of --algorithm sets another "
@@ -93,7 +93,7 @@ async def train(run: Run[PPOConfig]) -> None:
                 batch = await run.interruption.drop_if_asked(rollouts.next_batch(version))
             values = batch.metrics()
             await run.turns.to_trainer()
-            # Critic, trainer and reference have processes of their own, so they can work at the same time.
+            # Critic, trainer and reference have processes of their own. They can therefore work at the same time.
             states, (samples, rewards, measured) = await asyncio.gather(
                 critic.values(batch.samples), with_rewards(run, batch, reference, kl)
             )
@@ -147,10 +147,10 @@ async def train_policy(
 
 
 def minibatches(config: PPOConfig, samples: Sequence[Sample], step: int) -> Iterator[list[Sample]]:
-    """The samples of each optimizer step. There are epochs_per_step passes. In each pass all samples are shuffled and divided into at most
-    updates_per_step parts.
+    """The minibatch of each optimizer step. There are epochs_per_step passes. In each pass all samples are shuffled and divided into at most
+    updates_per_step minibatches.
 
-    The order depends only on the run's seed and the step. So policy and critic get the same parts, and a resumed run gets them again.
+    The order depends only on the run's seed and the step. So policy and critic get the same minibatches, and a resumed run repeats them.
     """
     draw = Random(f"{config.seed} {step}")
     part_size = math.ceil(len(samples) / config.updates_per_step)
@@ -172,10 +172,11 @@ async def with_rewards(
 async def token_rewards(
     config: PPOConfig, batch: RolloutBatch, samples: Sequence[Sample], reference: Reference | None, kl: KL
 ) -> tuple[list[Tensor], dict[str, float]]:
-    """The reward for every token, [T] of each sample, and metrics.
+    """The reward for every token as a float64 tensor [T] for each sample of T tokens, and metrics.
 
-    A turn's reward is at the turn's last token. The completion's penalties are at the completion's last token. If
-    reference_kl_in is "reward", each sampled token's reward is reduced by kl.coefficient times its estimated KL divergence from the reference.
+    A turn's reward is at the turn's last token. The completion's penalties are at the completion's last token. If reference_kl_in is "reward",
+    a penalty is subtracted from each sampled token's reward. The penalty is kl.coefficient times the token's estimated KL divergence from the
+    reference.
     """
     of_completions = [row for group in batch.groups for row in group.rewards_per_token]
     rows = []

@@ -26,8 +26,8 @@ class SFTPhaseConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate of the supervised steps."""
     stop_at_answer_probability: float = 1.0
-    """The phase stops when the probability that a sampled completion is the answer, averaged over problems, exceeds this value. 1: the phase
-    takes all its steps."""
+    """The phase stops when the probability that a sampled completion is the answer, averaged over problems, exceeds this value. With 1
+    the phase takes all its steps."""
     stop_window: int = 5
     """Number of latest steps over which the answer's probability is averaged. Each step measures the probability on new problems before it
     trains on them."""
@@ -62,7 +62,7 @@ class SFTPhase:
     def __init__(self, run: Run[Any], config: SFTPhaseConfig, *, total_steps: int) -> None:
         self.run, self.config = run, config
         self.schedule = config.schedule.build(total_steps)
-        self.cursor: int = run.state.get("cursor", 0)  # the next problem
+        self.cursor: int = run.state.get("cursor", 0)  # index of the next problem
         self.recent: deque[float] = deque(run.state.get("recent", ()), maxlen=config.stop_window)
 
     def state(self) -> State:
@@ -106,7 +106,10 @@ class SFTPhase:
 
 
 def answer_probability(samples: list[Sample], logprobs: list[torch.Tensor]) -> float:
-    """The mean over samples of exp(sum of the completion's logprobs): the probability that sampling at temperature 1 gives the answer."""
+    """The probability that sampling at temperature 1 gives the answer: exp(sum of the answer's logprobs), averaged over samples.
+
+    logprobs: for each sample a tensor with the logprob of every token.
+    """
     pairs = zip(samples, logprobs, strict=True)
     return fmean(float((row * sample.columns["loss_weights"]).sum().exp()) for sample, row in pairs)
 

@@ -1,4 +1,7 @@
-"""The generator as a Monarch actor around a vLLM engine. Weights have Hugging Face's names and shapes."""
+"""The generator as a Monarch actor around a vLLM engine. Weights have Hugging Face's names and shapes.
+
+A trainer publishes numbered versions of its weights through a transport. A pull reads one version into the engine.
+"""
 
 import asyncio
 import itertools
@@ -44,17 +47,18 @@ logger = logging.getLogger(__name__)
 
 
 class Generator(Actor):
-    """One process with one engine. Many callers may call it at the same time. A pull replaces the weights in place."""
+    """One process with one engine. Many callers may call the actor at the same time. A pull replaces the weights in place."""
 
-    vocab_size: int  # from setup on
-    parameters: dict[str, tuple[int, ...]]  # from setup on: name and shape of every tensor of the model
-    served: list[str]  # from setup on: the layers on which adapters are possible, by peft's names
-    expected: dict[str, tuple[int, ...]]  # from setup on: name and shape of every tensor of a pull
+    # `setup` sets these four attributes.
+    vocab_size: int
+    parameters: dict[str, tuple[int, ...]]  # name and shape of every tensor of the model
+    served: list[str]  # the layers on which adapters are possible, by peft's names
+    expected: dict[str, tuple[int, ...]]  # name and shape of every tensor of a pull
 
     def __init__(self, config: GeneratorConfig, transport: Transport | None = None) -> None:
         self.config = config
         self.transport = transport
-        self.loaded_version_key = ""  # Manifest.key of the weights in the engine; empty if no pull brought them
+        self.loaded_version_key = ""  # Manifest.key of the weights in the engine; empty if the weights are not from a pull
         self.last_pull: Transfer | None = None
         self._engine: EngineThread | None = None
         self.setting_up = asyncio.Lock()
@@ -100,8 +104,8 @@ class Generator(Actor):
     async def heartbeat(self) -> Heartbeat:
         """A sign of life of the engine. Raises EngineDiedError if the engine has failed for good."""
         if self._engine is None:
-            # During setup a generator counts as idle, because the caller of setup has a time limit of its own. Only a stopped engine core
-            # is noticed before that limit.
+            # During setup a generator counts as idle, because the caller of setup has a time limit of its own. A stopped process of the
+            # engine is the exception: it makes is_idle False, so that the client notices the stop before the time limit.
             return Heartbeat(is_idle=not await asyncio.to_thread(a_child_is_stopped), num_done=0)
         return self._engine.heartbeat()
 
@@ -132,8 +136,8 @@ class Generator(Actor):
     ) -> int:
         """Start params.n completions of every prompt. Returns the number of the call, for finished_groups. Many calls may run at a time.
 
-        indices: for each prompt the number p from which its seeds are computed (see SamplingParams.seed). None: p is its place in the list.
-        adapter: name of the loaded adapter with which the requests run. None: without one. If it is not loaded, the call fails.
+        indices: for each prompt the number p from which its seeds are computed (see SamplingParams.seed). None: p is the prompt's index.
+        adapter: name of the loaded adapter with which the requests run. If this adapter is not loaded, the call fails. None: no adapter.
         Raises ValueError if a prompt is empty or not shorter than max_model_len, or if a parameter is out of range.
         """
         validate_prompts(prompts, max_model_len=self.config.max_model_len, vocab_size=self.vocab_size)
@@ -154,8 +158,8 @@ class Generator(Actor):
     async def finished_groups(self, call: int, at_least: int = 1) -> list[tuple[int, list[Completion]]]:
         """(index of the prompt, its completions) of the prompts that have finished since the last answer, in order of finishing.
 
-        Waits until at least `at_least` prompts, or all that are left, have finished. If the call fails, raises its error. Raises
-        ValueError if no call of this number is running.
+        Waits until `at_least` prompts have finished, or all remaining prompts if fewer remain. Raises the error of the generate call if that
+        call fails. Raises ValueError if no generate call of this number is running.
         """
         if call not in self.calls:
             raise ValueError(
@@ -195,7 +199,7 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def load_adapter(self, name: str, directory: str) -> None:
-        """Load an adapter from a directory of peft's format, for requests that name it. Does nothing if it is loaded already.
+        """Load an adapter from a directory of peft's format. Requests can then name the adapter. Does nothing if it is loaded already.
 
         The directory must stay until the adapter is unloaded, because vLLM may read it again.
         Raises ValueError if the config allows no adapters, if the adapter does not fit the model, or if another adapter has this name.
@@ -218,7 +222,8 @@ class Generator(Actor):
 
         If the version cannot be read, the generator keeps its weights. If the replacement fails in the middle, the generator refuses to
         generate until a pull has succeeded.
-        in_flight=True: running requests go on with the new weights. False: they end first, and new requests wait for the new weights.
+        in_flight=True: running requests go on with the new weights. False: the pull waits until running requests have ended, and new
+        requests wait for the new weights.
         Raises TimeoutError if the version is not published in time, and ValueError if a parameter is missing, unknown or of a wrong shape.
         """
         validate_pull(version, timeout)
@@ -229,7 +234,7 @@ class Generator(Actor):
             return replace(self.last_pull, num_bytes=0, seconds=0.0, phases={})
         check_manifest(manifest, self.expected)
         source = await self.transport.source(manifest)
-        # If the load breaks the engine, the key stays empty, so that the next pull loads again.
+        # If this pull fails in the middle, the engine is broken. The key then stays empty, so that the next pull loads the weights again.
         former, self.loaded_version_key = self.loaded_version_key, ""
         try:
             loaded = await asyncio.wrap_future(self.engine.update(source, version, in_flight=in_flight))
@@ -248,7 +253,7 @@ class Generator(Actor):
 
         Does nothing if the generator sleeps already.
 
-        level: 1 keeps the weights on the host; 2 drops them, so that after `wake` the generator refuses to generate until a pull.
+        level: 1 keeps the weights in the host's memory. 2 drops the weights: after `wake` the generator refuses to generate until a pull.
         """
         sleeping.require_possible(self.config, level, has_transport=self.transport is not None)
         released = await asyncio.wrap_future(self.engine.sleep(level))
@@ -259,7 +264,7 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def wake(self) -> DeviceMemory:
-        """Take the devices' memory again. Does nothing if the generator is awake."""
+        """Allocate the devices' memory again after `sleep`. Does nothing if the generator is awake."""
         return await asyncio.wrap_future(self.engine.wake())
 
     def _note(self, loaded: Transfer) -> None:
@@ -270,7 +275,10 @@ class Generator(Actor):
 
 
 def expected_tensors(directory: str) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the model that a directory's config.json describes. A tied head is not a tensor of its own."""
+    """Name and shape of every tensor of the model that a directory's config.json describes.
+
+    If the output layer shares its weights with the embeddings, lm_head.weight is not among the tensors.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(directory)
@@ -301,7 +309,7 @@ def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 
 
 def check_manifest(manifest: Manifest, expected: dict[str, tuple[int, ...]]) -> None:
-    """Raises ValueError listing parameters that are missing, unknown or of a wrong shape or dtype, at most MAX_NAMES_REPORTED."""
+    """Raises ValueError if parameters are missing, unknown or of a wrong shape or dtype. Lists at most MAX_NAMES_REPORTED of them."""
     published = manifest.tensors
     wrong = [f"{name} is missing" for name in sorted(expected.keys() - published.keys())]
     wrong += [f"{name} is unknown" for name in sorted(published.keys() - expected.keys())]

@@ -1,9 +1,9 @@
-"""Certificates for a service and its clients: a private authority, and a certificate for all machines of a run.
+"""Makes certificates for a service and its clients: a private authority, and one certificate for all machines of a run.
 
 python scripts/certificates.py certificates --host gpu-1 --host 10.0.0.5
 
-Copy the folder, without its subfolder `authority`, to every machine of the run, over a connection that you trust. Whoever has the folder
-can run code in the service. A second call with other hosts makes a new certificate of the same authority.
+Copy the folder, without its subfolder `authority`, to every machine of the run, over a connection that you trust. A person who has the
+folder can run code in the service. A second call with other hosts makes a new certificate of the same authority.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 ALWAYS = ("localhost", "127.0.0.1", "::1")
-BACKDATED = datetime.timedelta(hours=1)  # validity begins before now, because clocks differ
+BACKDATED = datetime.timedelta(hours=1)  # the validity begins this long before now, because the clocks of machines differ
 
 
 def main() -> None:
@@ -78,7 +78,7 @@ def _certificate(
     *,
     days: int,
 ) -> x509.Certificate:
-    """A certificate for these hosts. Either side of a connection may show it."""
+    """A certificate for these hosts. The server and the client of a connection can both present it."""
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "rl-actors")])
     of_authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
     both_sides = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
@@ -123,7 +123,10 @@ def _usage(*, certifies: bool) -> x509.KeyUsage:
 
 
 def _addresses(host: str) -> list[str]:
-    """The addresses of a host. Monarch connects to addresses, not names. A host that is not known here has none."""
+    """The addresses of a host; an empty list if this machine cannot resolve the host's name.
+
+    The certificate needs addresses, because Monarch connects to addresses and not to names.
+    """
     try:
         return [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     except OSError:
@@ -142,7 +145,7 @@ def _pem(certificate: x509.Certificate) -> bytes:
 
 
 def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
-    """Write a private key that only its owner can read, from the first byte on."""
+    """Write a private key into a file that only its owner can read. The file has these permissions before the key is in it."""
     path.unlink(missing_ok=True)
     plain = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()

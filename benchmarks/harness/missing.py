@@ -1,7 +1,8 @@
-"""`make bench ROW=missing` runs the missing rows: those that this machine can run and that have no result from this kind of device.
+"""`make bench ROW=missing` runs the missing rows of the table of benchmarks (register.py).
 
-Rows run one after another, and each command has a process of its own. A result is written as soon as its row is done, so the same command
-continues after an interrupt without repeating finished rows. If a row fails, the others still run; then the failed rows are named and the exit status is 1.
+A row is missing if this machine can run it and it has no result from this kind of device. Rows run one after another, and each row's command
+runs in a process of its own. A result is written as soon as its row is done. After an interrupt the same command therefore continues without
+repeating finished rows. If a row fails, the other rows still run. At the end the failed rows are named, and the exit status is 1.
 """
 
 import argparse
@@ -25,13 +26,13 @@ from benchmarks.harness.table import H200, newest, sentence
 ROOT = Path(__file__).parents[2]
 PYTHON = [sys.executable, "-m", "benchmarks"]
 TIMEOUT = 600.0  # seconds
-# Seconds between an interrupt and the kill. A row gives its controller 60 s to close, so this is longer.
+# Seconds between the interrupt of a process and its kill. GRACE is longer than 60 s, because a row gives its controller 60 s to close.
 GRACE = 75.0
 PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent ends
 
 
 def gpu_here() -> str:
-    """Name of this machine's GPU. Without a GPU it is the name of an H200, whose results are then shown."""
+    """Name of this machine's GPU. A machine without a GPU gets the name of an H200, and shows the results of an H200."""
     names = results.gpus()
     return names[0] if names else H200
 
@@ -39,7 +40,7 @@ def gpu_here() -> str:
 def missing(names: Iterable[str], since: str = "") -> list[str]:
     """Names of the rows that this machine can run and that have no result of `since` or later.
 
-    A quotient of two rows is never missing, because it has no command of its own. It is computed from the results of these rows.
+    Some rows are the quotient of two other rows. Such a row is never missing, because it is computed from the results of the two rows.
     """
     found = []
     for name in names:
@@ -66,7 +67,10 @@ def measure(
 
 
 def _rows_by_command(names: Sequence[str]) -> dict[tuple[str, ...], list[str]]:
-    """Rows grouped by their command, because one process measures all rows of a command. A quotient is replaced by its two rows."""
+    """Rows grouped by their command, because one process measures all rows of a command. A quotient is replaced by its two rows.
+
+    Returns {command: [names of rows]}.
+    """
     rows: dict[tuple[str, ...], list[str]] = {}
     for name in names:
         for part in TABLE[name].quotient_of or (name,):
@@ -101,7 +105,8 @@ def _measure_together(rows: Sequence[str], extra: Sequence[str], timeout: float)
 def _end(child: subprocess.Popen) -> int:
     """End a process group and return the exit status of its leader.
 
-    A leader that still runs is interrupted. Processes that remain after GRACE seconds, or at a second interrupt, are killed.
+    child: the leader of the group. If the leader still runs, it gets SIGINT. Processes that remain after GRACE seconds are killed. A second
+    interrupt of this program kills them earlier.
     """
     try:
         if child.poll() is None:
@@ -121,7 +126,7 @@ def _die_with_parent() -> None:
 
 
 def run(names: Sequence[str], extra: Sequence[str] = (), *, timeout: float = TIMEOUT, until: float = inf) -> int:
-    """Measure these rows, print a line for each, and return the exit status. Exits if this machine cannot run one of them."""
+    """Measure these rows, print a line for each, and return the exit status. Exits this program if the machine cannot run one of the rows."""
     refused = [f"{name} needs {TABLE[name].needs}" for name in names if not TABLE[name].runs_here()]
     if refused:
         here = f"{len(results.gpus())} x {gpu_here()}" if results.gpus() else "no GPU"
@@ -140,7 +145,7 @@ def run(names: Sequence[str], extra: Sequence[str] = (), *, timeout: float = TIM
 
 
 def _date(text: str) -> str:
-    """A moment, converted to UTC and to the format of a result's date. A time without a zone is taken as UTC."""
+    """The date and time in `text`, converted to UTC and to the format of a result's date. A time without a zone is taken as UTC."""
     moment = datetime.fromisoformat(text)
     return moment.replace(tzinfo=moment.tzinfo or UTC).astimezone(UTC).isoformat(timespec="seconds")
 

@@ -1,4 +1,4 @@
-"""A reward for Python code. It is 1 if the program of a completion passes the tests of its problem, and 0 if not.
+"""A reward for Python code. The reward is 1 if the program in a completion passes the tests of its problem, and 0 if not.
 
 The program runs in a process with limits on time, memory and file size. If the system allows it, the process has no network. The limits keep
 mistakes from harming the run. They do not protect against code that is meant to do harm.
@@ -20,12 +20,13 @@ from controllers.environments.base import Problem
 CODE_BLOCK = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
 MAX_FILE_BYTES = 1 << 20
 CLOCK_FACTOR = 4
-"""Seconds by the clock that a program may take, for each CPU second that it may use."""
+"""Wall-clock seconds that a program may take, for each CPU second that the program may use."""
 
 # This code runs in the new process before the program. `unshare` gives the process a network namespace of its own, which has no network.
 # If the system does not let a process make a namespace, the program runs with the network. `prctl` makes the process end when its parent ends,
-# even if the parent is killed. `prctl` comes after `unshare`, because a new namespace would undo it. A program can end itself before its tests,
-# with `exit()` for example. So a secret exit status, which the program does not see, says that the tests have passed.
+# even if the parent is killed. A new user namespace would undo `prctl`. Therefore `prctl` comes after `unshare`. A program can end itself
+# before its tests, with `exit()` for example, and its exit status may be 0. Therefore passed tests give a secret exit status (`passed`), which
+# is removed from sys.argv before the program runs.
 LIMITED = """
 import ctypes, os, resource, runpy, signal, sys
 CLONE_NEWUSER, CLONE_NEWNET, PR_SET_PDEATHSIG = 0x10000000, 0x40000000, 1
@@ -44,19 +45,19 @@ runpy.run_path(program, run_name="__main__")
 sys.exit(passed)
 """
 PASSED_STATUSES = range(100, 256)
-"""Exit statuses that no error of Python has. One of them, drawn for each program, says that its tests have passed."""
+"""Exit statuses that Python does not use for errors. For each program one of them is drawn, and means that the program's tests have passed."""
 
 
 @dataclass(kw_only=True)
 class SandboxConfig:
     cpu_seconds: int = 5
-    """Seconds of CPU time that the program and its tests may use together. Both together may take CLOCK_FACTOR times as many seconds by the clock."""
+    """Seconds of CPU time that the program and its tests may use together. Their limit of wall-clock time is four times this number."""
     memory_mib: int = 1024
     """Largest address space of the process, in MiB."""
 
     @property
     def seconds(self) -> int:
-        """Seconds by the clock after which a program is ended."""
+        """Wall-clock seconds after which a program is killed."""
         return CLOCK_FACTOR * self.cpu_seconds
 
     def validate(self) -> None:
@@ -97,7 +98,7 @@ class Sandbox:
             return False
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # the group has the program and the processes that it started
+                os.killpg(process.pid, signal.SIGKILL)  # the process group has the program and the processes that it started
             await process.wait()
 
 

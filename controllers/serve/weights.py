@@ -1,6 +1,7 @@
-"""The weights of samplers: every version is a Hugging Face directory under one folder, and a generator pulls it by its number.
+"""The transport from which the server's generator pulls the weights of samplers. A sampler is Tinker's name for weights to sample from.
 
-A directory is written by a trainer's export_hf, or it is the base model. This transport only reads.
+Every version of the weights is a Hugging Face directory. The directories are in one folder, and the name of a directory is the number of its
+version. A directory is the base model, or a trainer's export_hf has written it. This transport only reads.
 """
 
 import json
@@ -18,11 +19,11 @@ from rl_actors.transports.files import VersionInDirectory
 
 STREAM = "samplers"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""dtype in the header of a safetensors file -> torch's."""
+"""The torch dtype for each dtype name in the header of a safetensors file."""
 
 
 class HfDirectories(Transport):
-    """Versions that are Hugging Face directories, or links to them: <folder>/<number>."""
+    """A transport whose versions are the paths <folder>/<number>. Each path is a Hugging Face directory or a link to one."""
 
     kind = "files"
 
@@ -55,7 +56,10 @@ class HfDirectories(Transport):
 
 
 def tensors_of(directory: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name -> (shape, dtype) of the tensors of a model, from the headers of its safetensors files. A tied head is left out."""
+    """{name: (shape, dtype)} of the tensors of a model, from the headers of its safetensors files.
+
+    If the output layer shares its weights with the embeddings (tie_word_embeddings), lm_head.weight is left out.
+    """
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for file in sorted(directory.glob("*.safetensors")):
         for name, entry in _header(file).items():
@@ -66,7 +70,7 @@ def tensors_of(directory: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]
 
 
 def _header(file: Path) -> dict[str, dict]:
-    """The header of a safetensors file: its length in eight bytes, then JSON."""
+    """The header of a safetensors file. The file begins with the header's length in eight bytes. The header follows as JSON."""
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(length))

@@ -1,4 +1,7 @@
-"""The client of one tenant of a trainer. It sends nothing itself: the trainer's client sends the calls of all tenants, in one order."""
+"""The client of one tenant of a trainer. A tenant has adapters of its own on the trainer's base model, which all tenants share.
+
+This client sends nothing itself. The trainer's client sends the calls of all tenants, in the order in which they were queued.
+"""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -20,21 +23,21 @@ class Access:
     """The functions of a trainer's client through which the client of a tenant works."""
 
     in_turn: Callable[..., Call[Any]]
-    """Queues a call: in_turn(what, send, *arguments, check=, mends=, tenant=)."""
+    """`in_turn(what, send, *arguments, check=, mends=, tenant=)` queues a call."""
     send: Callable[..., Awaitable[list[Any]]]
-    """Sends a call to all ranks: send(tenant, endpoint, *arguments)."""
+    """`send(tenant, endpoint, *arguments)` sends a call to all ranks."""
     infos: Callable[..., Awaitable[list[TrainerInfo]]]
-    """The infos of the ranks: infos(tenant)."""
+    """`infos(tenant)` returns the infos of the ranks."""
     mend: Callable[[str], None]
-    """Allows calls of a tenant again, which are refused after a timeout: mend(tenant)."""
+    """The trainer's client refuses calls of a tenant after a timeout. `mend(tenant)` allows them again."""
     write: Callable[[str], Awaitable[None]]
-    """Waits until a checkpoint is on disk: write(path)."""
+    """`write(path)` waits until a checkpoint is on disk."""
     limits: Callable[[], TrainerLimits | None]
     """The limits of the trainer; None before its start."""
     writing: Callable[[], Call[None] | None]
     """The call that writes the trainer's last checkpoint."""
     set_writing: Callable[[Call[None] | None], None]
-    """Notes the call that writes the trainer's last checkpoint."""
+    """Stores the call that writes the trainer's last checkpoint."""
 
 
 class TenantClient(TrainingCalls):
@@ -51,7 +54,7 @@ class TenantClient(TrainingCalls):
     _version: int | None = None
 
     def __init__(self, trainer: "TrainerClient", tenant: str, made: Call[None], access: Access) -> None:
-        """made: the call that adds the tenant. TrainerClient.new_tenant makes this object."""
+        """made: the call that adds the tenant to the trainer. Use TrainerClient.new_tenant, which calls this constructor."""
         self.trainer, self.tenant = trainer, tenant
         self._access = access
         self.name = f"{trainer.name}, tenant {tenant}"
@@ -68,7 +71,7 @@ class TenantClient(TrainingCalls):
         return self._version
 
     def ready(self) -> Call[None]:
-        """A call that is done when the trainer has the tenant. Raises the error if it could not be added."""
+        """A call that is done when the trainer has added the tenant. If adding the tenant fails, the call raises the error."""
         return self._made
 
     def info(self) -> Call[list[TrainerInfo]]:
@@ -119,4 +122,4 @@ class TenantClient(TrainingCalls):
 
 
 async def _nothing() -> None:
-    """Does nothing: the tenant has ended with its trainer."""
+    """Does nothing. A tenant needs no call to end after its trainer's client has been closed."""

@@ -1,4 +1,4 @@
-"""Build the parts of an engine from its config: torchtitan's Qwen3 model, parallelized by torchtitan, and the model's optimizer.
+"""Build a trainer's model and optimizer from its config. The model is torchtitan's Qwen3 model, and torchtitan parallelizes it.
 
 A Llama or a Mistral is a Qwen3 model without the norms of queries and keys. This module trains nothing.
 """
@@ -50,7 +50,7 @@ from rl_actors.metrics import HostCopy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltModel:
-    model: nn.Module  # the whole model; in a pipeline the modules of this rank's stages
+    model: nn.Module  # the whole model, sharded; in a pipeline the modules of this rank's stages
     stages: list[PipelineStage]  # this rank's stages; empty if there is no pipeline
     num_parameters: int  # of the whole model
     has_value_head: bool
@@ -61,7 +61,7 @@ class BuiltModel:
     weights_device: torch.device  # of parameters, gradients and optimizer state: the CPU if fsdp_cpu_offload
     to_device: Callable[[torch.Tensor], torch.Tensor]
     to_host: type[HostCopy]
-    # Turns a batch of whole rows into the part that this rank holds, with attention masks.
+    # Takes a batch of whole rows. Returns this rank's shard of the rows, with attention masks.
     shard_rows: Callable[[PackedBatch], PackedBatch]
     forward_context: Callable[[], AbstractContextManager[None]]  # torchtitan's context around forward and backward
     hf_adapter: Qwen3StateDictAdapter
@@ -71,7 +71,7 @@ class BuiltModel:
 def qwen3_config(
     model: ModelConfig, *, load_balance_coeff: float = 0.0, fuse_qkv: bool = True, head: HeadName = "logprobs"
 ) -> Qwen3Model.Config:
-    """torchtitan's config of a model with these dimensions, made by the functions that make torchtitan's own configs of Qwen3."""
+    """torchtitan's config of a model with these dimensions. It is made by the functions that make torchtitan's own configs of Qwen3."""
     is_tied = model.tie_word_embeddings and head == "logprobs"
     output = Linear.Config(in_features=model.hidden_size, out_features=model.vocab_size, param_init=_LINEAR_INIT)
     if head == "values":
@@ -96,7 +96,7 @@ def _norm(model: ModelConfig, size: int) -> RMSNorm.Config:
 
 
 def _layers(model: ModelConfig, load_balance_coeff: float, fuse_qkv: bool) -> list[TransformerBlock.Config]:
-    """The configs of the transformer blocks. A block of a Llama or a Mistral is a block of a Qwen3 without norms of queries and keys."""
+    """The configs of the transformer blocks."""
     layers = _qwen3_layers(model, load_balance_coeff, fuse_qkv)
     for layer in layers:
         layer.attention_norm = _norm(model, model.hidden_size)
@@ -153,7 +153,7 @@ def _float8(model_config: Qwen3Model.Config, config: TrainerConfig, machine: Mac
         model_compile_enabled=config.compile.enable,
         filter_fqns=["lm_head"],
     ).build()
-    # When torchtitan's converter emulates float8, it ignores the recipe and uses one scale for a whole tensor. So the recipe is set here.
+    # When torchtitan's converter emulates float8, it ignores the recipe and uses one scale for a whole tensor. So this function sets the recipe.
     recipe = Float8LinearConfig.from_recipe_name(config.float8_recipe)
     converter.torchao_config = replace(recipe, emulate=emulate)
     return converter.convert(model_config)
@@ -236,7 +236,7 @@ def _training_config(config: TrainerConfig) -> TrainingConfig:
 
 def _join_ranks(config: TrainerConfig, machine: Machine) -> tuple[ParallelDims, torch.device]:
     """Make the process groups of all ranks. Returns (the meshes over all ranks, this rank's device)."""
-    # Until the engine is built, a rank may wait for the others for setup_timeout seconds. TrainEngine then shortens the deadline.
+    # Until the engine is built, a rank waits at most setup_timeout seconds for the other ranks. Then TrainEngine shortens this limit.
     comm = CommConfig(trace_buf_size=0, init_timeout_seconds=math.ceil(config.setup_timeout))
     world_size = dist_utils.init_distributed(comm, enable_cpu_backend=machine is gpu)
     if config.num_processes() != world_size:
@@ -263,8 +263,8 @@ def _model_config(
     )
     for layer in model_config.layers:
         layer.attention.inner_attention = machine.attention(config.attention)
-        # Every block has its own table of the rotary embedding. Tables of 40,960 positions would take 1.2 GB in all blocks of a Qwen3 0.6B,
-        # so the tables get only as many positions as samples may have.
+        # Every block has its own table of the rotary embedding. With 40,960 positions the tables of all blocks of a Qwen3 0.6B would take
+        # 1.2 GB. So a table gets only as many positions as a sample may have.
         layer.attention.rope = replace(layer.attention.rope, max_seq_len=config.max_sequence_length)
     model_config = lora.convert(_float8(model_config, config, machine), config.lora)
     run = SimpleNamespace(training=training, parallelism=config.parallelism, debug=debug, compile=config.compile)
@@ -275,7 +275,10 @@ def _model_config(
 
 
 def _whole_on_every_rank() -> ShardingConfig:
-    """The sharding of a value model's head: every tensor-parallel rank has the whole head. torchtitan would split the head's only row."""
+    """The sharding of a value model's head: every tensor-parallel rank has the whole head.
+
+    Without this config torchtitan would split the head over the ranks, but its weight has only one output.
+    """
     activation = dense_activation_placement(tp=spmd.R)
     return ShardingConfig(
         state_shardings={"weight": dense_param_placement(tp=spmd.R)},
@@ -294,7 +297,7 @@ def _parallelize(
     parallel_dims: ParallelDims,
     device: torch.device,
 ) -> tuple[list[PipelineStage], list[nn.Module]]:
-    """Parallelize the model. It stays on the meta device.
+    """Parallelize the model. The model stays on the meta device.
 
     Returns (this rank's pipeline stages, their modules). If there is no pipeline, returns ([], [the whole model]).
     """
@@ -315,7 +318,7 @@ def _parallelize(
 def _allocate(modules: list[nn.Module], device: torch.device, machine: Machine, *, on_host: bool) -> None:
     """Give the modules memory on the device, and initialise their buffers.
 
-    on_host: True puts the parameters into memory on the host instead, which FSDP pins.
+    on_host: True puts the parameters into the host's memory instead. FSDP pins this memory.
     """
     for module in modules:
         machine.after_parallelize(module)

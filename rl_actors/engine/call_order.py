@@ -1,8 +1,12 @@
-"""The legal order of calls on a trainer, as a state machine of four states. This module holds no tensors."""
+"""The legal order of calls on a trainer, as a state machine of four states. This module holds no tensors.
+
+idle: no gradients are accumulated. open: gradients are accumulated. broken: a call failed, but the weights are unchanged. inconsistent: a
+call failed and may have changed some weights.
+"""
 
 IDLE, OPEN, BROKEN, INCONSISTENT = "idle", "open", "broken", "inconsistent"
 
-# State -> calls that are legal in it. Calls that only read (forward, push, export) do not change the state. `info` is always legal.
+# For each state the calls that are legal in the state. Calls that only read (forward, push, export) do not change it. `info` is always legal.
 LEGAL = {
     IDLE: {
         "forward",
@@ -41,9 +45,9 @@ _HINT = {
 
 
 class StepState:
-    """State of the current step.
+    """State of the current training step.
 
-    The first forward_backward opens a step. optim_step or discard_gradients closes the step. A failure in between breaks the step.
+    The first forward_backward opens a step. optim_step or discard_gradients closes the step. A failed call breaks the step.
     """
 
     def __init__(self) -> None:
@@ -61,5 +65,5 @@ class StepState:
         self.state = IDLE
 
     def mark_broken(self, *, weights: bool) -> None:
-        """weights: True if the failed call may have changed some weights. In this case dropping the gradients does not repair the trainer."""
+        """weights: True if the failed call may have changed some weights. In this case discard_gradients cannot repair the trainer."""
         self.state = INCONSISTENT if weights else BROKEN

@@ -1,7 +1,7 @@
 """Read and write Hugging Face directories of the model: config.json, safetensors and tokenizer files.
 
 All ranks must call load, state_dict, require_exportable, export and export_lora together. A Hugging Face directory has no optimizer state.
-The trainer's own checkpoints (checkpoint.py) have it.
+The trainer's own checkpoints (checkpoint.py) have the optimizer state.
 """
 
 import json
@@ -53,7 +53,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def require_same_tensors(config: ModelConfig, path: str) -> None:
-    """Raises ValueError listing tensors of the directory `path` that are missing, unexpected or of another shape than in this config.
+    """Raises ValueError if tensors of the directory `path` are missing, unexpected or of another shape than in this config.
 
     Reads only the headers of the files.
     """
@@ -65,12 +65,13 @@ def require_same_tensors(config: ModelConfig, path: str) -> None:
 
 
 def require_same_shapes(config: ModelConfig, there: Mapping[str, tuple[int, ...]], where: str, what: str) -> None:
-    """Raises ValueError listing the tensors in which `there` differs from a model of this config. there: name -> shape.
+    """Raises ValueError listing the tensors in which `there` differs from a model of this config. there: {name: shape}.
 
     where, what: the names that the error text gives to the tensors and to the model.
     """
     here = tensor_shapes(config)
-    # Some published directories of models with tied embeddings also hold the head, and old directories hold the rotary embedding's table.
+    # Some published directories hold tensors that the model does not have: the head of a model with tied embeddings, or the table of the rotary
+    # embedding. These tensors are allowed.
     known = dict(here)
     if config.tie_word_embeddings:
         known["lm_head.weight"] = here["model.embed_tokens.weight"]
@@ -94,24 +95,24 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def whole_state(config: ModelConfig) -> dict[str, Tensor]:
-    """The whole model's state under torchtitan's names, on the meta device. Query, key and value are separate tensors."""
+    """The whole model's state dict under torchtitan's names, on the meta device. Query, key and value are separate entries."""
     with torch.device("meta"):
         return qwen3_config(config).build().state_dict()
 
 
 def load(built: BuiltModel, path: str) -> None:
-    """Load a directory of safetensors into the sharded model, in place. Each rank reads its own part of the tensors.
+    """Load a directory of safetensors into the sharded model, in place. Each rank reads its own shards of the tensors.
 
-    Expert biases and the head of a value model keep their values, because a Hugging Face directory has neither.
+    The router's expert biases and the head of a value model keep their values, because a Hugging Face directory does not have these tensors.
     """
     with _to_fill(built) as tensors, plain_errors(f"loading {path}"):
         dcp.load(tensors, storage_reader=built.hf_adapter.get_hf_storage_reader(path))
 
 
 def load_whole(built: BuiltModel, whole: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy whole tensors under their Hugging Face names into the sharded model, in place, one after another. Each rank copies its part.
+    """Copy whole tensors under their Hugging Face names into the sharded model, in place, one after another. Each rank copies its shards.
 
-    Raises ValueError if a tensor of this rank is missing. All tensors that are not missing have then been copied already.
+    Raises ValueError if a tensor of this rank is missing. The other tensors have been copied before the error is raised.
     """
     with _to_fill(built) as tensors:
         missing = set(tensors)
@@ -128,7 +129,7 @@ def _to_fill(built: BuiltModel) -> Iterator[dict[str, Tensor]]:
     """Context manager that gives the model's tensors under their Hugging Face names, sharded. The body fills the tensors in place.
 
     A joined parameter (the experts of a block, or fused query, key and value; see hf_names.py) is several tensors in Hugging Face's form.
-    For such a parameter the body fills temporary tensors. After the body they are joined, and copied into the parameter.
+    For a joined parameter the body fills temporary tensors. After the body the temporary tensors are joined, and copied into the parameter.
     """
     parameters = _parameters(built.model)
     if built.has_value_head:
@@ -150,10 +151,11 @@ def _to_fill(built: BuiltModel) -> Iterator[dict[str, Tensor]]:
 
 
 def state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """The weights under their Hugging Face names, sharded over the ranks. A tied head appears once. Adapters are merged.
+    """The weights under their Hugging Face names, sharded over the ranks. If head and embeddings are tied, only the embeddings are included.
+    Adapters are merged into the weights.
 
-    If there is a pipeline, a rank has the names of its own stages. Otherwise every rank has every name.
-    dtype: the dtype of the joined tensors (hf_names.py), which are copied here. The other tensors keep their own dtype, and a transport casts
+    In a pipeline the dict of a rank has the names of the rank's own stages. Otherwise every rank has every name.
+    dtype: the dtype of the joined tensors (hf_names.py), which this function copies. The other tensors keep their own dtype. A transport casts
     them when it copies them.
     """
     state: dict[str, Tensor] = {}
@@ -171,7 +173,7 @@ def require_tokenizer(path: str) -> None:
 
 
 def tokenizer_files(source: str) -> list[Path]:
-    """The tokenizer files in the directory `source`. If `source` is "", there are none."""
+    """The tokenizer files in the directory `source`; an empty list if `source` is ""."""
     if not source:
         return []
     files = [Path(source) / name for name in TOKENIZER_FILES]
@@ -179,7 +181,7 @@ def tokenizer_files(source: str) -> list[Path]:
 
 
 def adapter_state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Only the adapters, under peft's names and in this dtype. They are sharded as in the model."""
+    """Only the adapters, under peft's names and in this dtype. The tensors are sharded as in the model."""
     state = lora.peft_state_dict(built.model, built.hf_adapter.to_hf)
     return {name: tensor.detach().to(dtype) for name, tensor in state.items()}
 
@@ -187,15 +189,15 @@ def adapter_state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) ->
 def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "", dtype: str = "float32") -> None:
     """Write a directory that transformers and vLLM load.
 
-    The directory is written beside `path` and then renamed, so `path` never holds half an export. Tensors are gathered one at a time, so
-    rank 0 holds at most MAX_FILE_BYTES of tensors, and one more tensor. source: a directory whose tokenizer files are copied.
+    The directory is written beside `path` and then renamed. So `path` never holds half an export. Tensors are gathered one at a time. So rank 0
+    holds at most MAX_FILE_BYTES of tensors, and one more tensor. source: a directory whose tokenizer files are copied.
     """
     target, temporary = Path(path), Path(f"{path}.partial")
 
     _on_first_rank(lambda: begin_directory(temporary, config, source=source, dtype=dtype))
     files = SafetensorsWriter(temporary)
-    # torchtitan's state-dict adapter, which renames tensors, records the layout of the experts that it renames. The model's own
-    # adapter has recorded sharded experts, but the experts here are whole, so a new adapter renames them.
+    # torchtitan's state-dict adapter renames tensors, and records how the experts that it renames are sharded. built.hf_adapter has recorded
+    # sharded experts. The experts here are whole tensors, so a new adapter renames them.
     adapter = hf_adapter(config)
     failure: OSError | None = None
     for name, whole in whole_tensors(lora.merged(built.model, _parameters(built.model))):
@@ -203,8 +205,8 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
             try:
                 files.add(to_hf_names(adapter, {name: whole.to(DTYPES[dtype])}))
             except OSError as error:
-                # If rank 0 raised the error here, the other ranks would wait for rank 0 in the next gather. So `commit` raises the error, and
-                # _on_first_rank then raises it on all ranks.
+                # If rank 0 raised the error here, the other ranks would wait for rank 0 in the next gather. So rank 0 raises the error later,
+                # in `commit`. _on_first_rank then raises the error on all ranks.
                 failure = error
 
     def commit() -> None:
@@ -227,7 +229,7 @@ def begin_directory(directory: Path, config: ModelConfig, *, source: str, dtype:
 
 
 def export_lora(built: BuiltModel, config: LoRAConfig, path: str, *, base: str) -> None:
-    """Write the adapters in the form that peft and vLLM load for the model in `base`. `path` never holds half an export."""
+    """Write the adapters in the format that peft and vLLM load. base: path or name of the base model. `path` never holds half an export."""
     tensors = lora.gather(built.model, built.hf_adapter.to_hf)
 
     def write() -> None:
@@ -245,7 +247,7 @@ def require_exportable(path: str, dtype: str) -> None:
 
 
 def require_free(path: str, dtype: str) -> None:
-    """The check of require_exportable, for a process without ranks."""
+    """The same check as require_exportable, for a process that is not a rank of a trainer."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}; it must be one of {', '.join(DTYPES)}")
     if not _is_free(path):
@@ -267,7 +269,7 @@ class SafetensorsWriter:
         self.written: list[list[str]] = []  # for each file on disk, the names of its tensors
 
     def add(self, tensors: dict[str, Tensor]) -> None:
-        """Keep the tensors for the next file. If a tensor would make the file too large, write the file without it and begin the next."""
+        """Keep the tensors for the next file. If a tensor would make the file too large, write the file without it, and keep it for a new file."""
         for name, tensor in tensors.items():
             num_bytes = tensor.numel() * tensor.element_size()
             if self.pending and self.pending_bytes + num_bytes > MAX_FILE_BYTES:
@@ -299,9 +301,9 @@ class SafetensorsWriter:
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's shards of the parameters. If FSDP still has gathered blocks, they are sharded again first.
+    """This rank's shards of the parameters. Blocks that FSDP has gathered are sharded again first.
 
-    model.state_dict() would gather the whole query, key and value of every block on every rank, so it is not used.
+    This function does not use model.state_dict(), because that would gather the whole query, key and value of every block on every rank.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -310,7 +312,7 @@ def _parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def hf_adapter(config: ModelConfig) -> Qwen3StateDictAdapter:
-    """A new adapter between torchtitan's names and Hugging Face's."""
+    """A new state-dict adapter, which converts between torchtitan's names and Hugging Face's names."""
     return Qwen3StateDictAdapter(qwen3_config(config), None)
 
 

@@ -2,7 +2,7 @@
 
 `Stage` frees the tensors of a microbatch earlier than torch's own stages do. This module does not run the pipeline.
 
-B rows, L row length, D hidden size.
+In names of tensors, B is the number of rows of a microbatch, L the tokens of a row, and D the hidden size.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ def split_into_stages(
     **options: object,
 ) -> list[PipelineStage]:
     """This rank's stages, first to last, with parallelized modules. options: the other arguments of torchtitan's pipeline_llm."""
-    # pipeline_llm makes the stages and a schedule. We only take the stages out of this schedule, and never run it. But its constructor may
-    # refuse a number of microbatches, so pipeline_llm gets one that every schedule of layouts.py accepts: twice the pipeline degree.
+    # pipeline_llm makes the stages and a schedule. We take the stages out of this schedule, and never run the schedule. Its constructor refuses
+    # some numbers of microbatches. Every schedule of layouts.py accepts twice the pipeline degree, so pipeline_llm gets this number.
     training = replace(training, local_batch_size=2 * parallelism.pipeline_parallel_degree)
     schedule, *_ = pipeline_llm(
         model,
@@ -43,7 +43,7 @@ def split_into_stages(
 
 
 class LocalModel(nn.Module):
-    """The modules of this rank's stages, under the names that they have in the whole model. It has no forward method."""
+    """The modules of this rank's stages, under the names that they have in the whole model. A LocalModel has no forward method."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         super().__init__()
@@ -66,14 +66,14 @@ class _Received(Protocol):
 class Stage(PipelineStage):
     """A stage for microbatches of one shape.
 
-    It frees the tensors that it received and sent for a microbatch as soon as it no longer needs them.
+    For each microbatch a stage receives and sends tensors. This class frees them as soon as the stage no longer needs them.
 
     The stage gives torch the shapes of the tensors between the stages. Otherwise torch would run one extra microbatch, loss included, to
     infer the shapes.
 
-    torch's own stage keeps the received tensors of all microbatches until the call ends. In a call without gradients it keeps the sent
-    tensors, too. This class frees both in backward_one_chunk. torch's schedules call this method after each microbatch, even in a call
-    without gradients, in which torch's own method does nothing.
+    torch's own stage keeps the received tensors of all microbatches until the call ends. In a call without gradients it also keeps the sent
+    tensors. This class frees received and sent tensors in backward_one_chunk. torch's schedules call backward_one_chunk after each microbatch,
+    even in a call without gradients. In a call without gradients, torch's own backward_one_chunk does nothing.
     """
 
     def __init__(self, stage: PipelineStage, shape: torch.Size, hidden_BLD: Tensor) -> None:
@@ -128,7 +128,7 @@ class Stage(PipelineStage):
                 info.buffer = torch.empty_like(info.buffer, device=self.device)
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Does nothing, because no shapes were inferred. torch's method would drop the gradients that earlier calls accumulated."""
+        """Does nothing. torch infers no shapes here, and its own method would drop the gradients that earlier calls accumulated."""
 
 
 def _release(received: Sequence[_Received]) -> None:

@@ -1,6 +1,7 @@
-"""Connect a program to Monarch's workers on other machines, so that the program's actors can run there.
+"""Connect a program to Monarch's workers on other machines, so that the program's actors can run on these machines.
 
-A user starts each worker by `make worker`, or a job of Monarch starts all workers (jobs.py).
+A worker is a process that starts actors on its machine. A user starts each worker by `make worker`, or a job of Monarch starts all workers
+(jobs.py).
 """
 
 import contextlib
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT = 10.0
 """Seconds in which a worker must accept a connection."""
 SHUTDOWN_TIMEOUT = 5.0
-"""Seconds that the workers of a job have to end. After this time the job itself is ended."""
+"""Seconds that the workers of a job have to end. After this time the job is killed."""
 PAUSE = 0.2
 """Seconds between two attempts to connect to a worker that does not listen yet."""
 
@@ -48,15 +49,15 @@ class Hosts:
         return len(self.names)
 
     def part(self, start: int, stop: int) -> "Hosts":
-        """The hosts from index `start` to index `stop` - 1. `close` of a part does nothing."""
+        """The hosts from index `start` to index `stop` - 1, as another Hosts. `close` of the returned object does nothing."""
         part = self.mesh.slice(hosts=slice(start, stop))
         return Hosts(names=self.names[start:stop], mesh=part, own_address=self.own_address)
 
     def lost(self) -> list[str]:
-        """The hosts whose workers are gone.
+        """The names of the hosts whose workers are gone.
 
-        If only Monarch knows the addresses of a job's workers, it tells only whether the job still has all its hosts. If a host is missing, all
-        hosts are returned.
+        For some jobs only Monarch knows the addresses of the workers. For such a job Monarch says only whether the job still has all its hosts.
+        If a host is missing, the names of all hosts are returned.
         """
         if self.workers:
             return [name for name, worker in zip(self.names, self.workers, strict=True) if refusal(worker)]
@@ -67,14 +68,15 @@ class Hosts:
     def close(self) -> None:
         """End the workers that a job has started. Workers that a user has started go on, and wait for the next program."""
         if self.job is not None:
-            # The end of an SSHJob ends only its ssh processes, and a worker on another host might outlive them.
+            # SSHJob.kill ends only the ssh processes on this machine, and a worker on another host might outlive them. So the workers are
+            # shut down first.
             with contextlib.suppress(Exception):
                 self.mesh.shutdown().get(timeout=SHUTDOWN_TIMEOUT)
             self.job.kill()
 
 
 def parse(addresses: Sequence[str]) -> list[Address]:
-    """The addresses of workers. Raises ValueError for a text that is no address, a repeated address, and a mixture of TCP and TLS."""
+    """Parse the addresses of workers. Raises ValueError for a text that is not an address, a repeated address, and a mixture of TCP and TLS."""
     parsed = [Address.parse(address) for address in addresses]
     for address in parsed:
         if parsed.count(address) > 1:
@@ -87,11 +89,11 @@ def parse(addresses: Sequence[str]) -> list[Address]:
 def connect(
     addresses: Sequence[str], *, certificates: str = "", job: JobConfig | None = None, logs: Path | None = None
 ) -> Hosts:
-    """Connect to the workers. Call it before anything else in this program uses Monarch.
+    """Connect to the workers. Call this function before other code in this program uses Monarch.
 
-    addresses: tcp://HOST:PORT or tls://HOST:PORT, or a job that starts the workers: process://N on this machine, ssh://HOST for each host,
-    slurm://N, or kubernetes://N.
-    job: the options of the job. logs: folder for the output of a Slurm job.
+    addresses: tcp://HOST:PORT or tls://HOST:PORT of each worker. Or the name of a job that starts the workers: process://N for N workers on this
+    machine, ssh://HOST for each host, slurm://N, or kubernetes://N.
+    certificates: folder of the certificates for tls:// addresses. job: the options of the job. logs: folder for the output of a Slurm job.
     Raises ValueError for wrong addresses or options, ConnectionError naming a worker that does not listen, and RuntimeError if Monarch is
     in use already or if a scheduler does not start the job.
     """
@@ -142,13 +144,14 @@ def _of_job(started_by: Job, config: JobConfig, logs: Path | None) -> Hosts:
 def _listen_for(started_by: Job, workers: Sequence[Address]) -> str:
     """Let Monarch listen at an address at which the job's workers reach this program, and return the address.
 
-    The ranks find their rendezvous at the same address.
+    The rendezvous of a trainer's ranks is at the same address.
     """
     if started_by.kind == "process":
-        context()  # Monarch then uses its own transport between processes of one machine
+        context()  # starts Monarch with its default transport, which connects the processes of one machine
         return LOOPBACK
     own_address = network.address_towards(workers[0].host, workers[0].port) if workers else _address_of_name()
-    # By default Monarch's jobs listen at the address of this machine's name. `own_address` is one that the workers can reach.
+    # By default Monarch listens at the address to which this machine's name resolves. The workers may be unable to reach that address, but they
+    # can reach `own_address`.
     monarch.configure(default_transport=str(Address(own_address, 0)))
     context()
     return own_address

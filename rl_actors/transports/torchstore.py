@@ -1,11 +1,11 @@
-"""The default transport, which keeps its index of versions in a torchstore.
+"""The default transport, which keeps its index of weight versions in a torchstore.
 
-The store is in the process that opens the transport. If the caller has initialized a store, the store stays where the caller has put it.
+The store runs in the process that opens the transport. If the caller has initialized a store, the transport uses the caller's store.
 
 No tensor passes through the store, because torchstore 0.1.2 sends every tensor as an actor's message, at 0.3 to 0.5 GB/s.
 
-Monarch 0.7 refuses the controller of torchstore 0.1.2, so this module replaces `torchstore.api.Controller`. Remove the replacement when
-torchstore has a controller that works.
+Monarch 0.7 refuses the controller of torchstore 0.1.2. Therefore this module replaces `torchstore.api.Controller`. Remove the replacement
+when a release of torchstore has a controller that Monarch accepts.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ class TorchStoreTransport(IndexedTransport):
     async def open(self) -> None:
         if self.owns_store and not self._is_open_here:
             prepare_this_process()
-            # The index is small, so it needs no process of its own. Starting a process would take two seconds of a core.
+            # The index is small, so the store can share this process. Starting another process would take two seconds of a core.
             await torchstore.initialize(store_name=self.store_name, mesh=this_proc())
             self._is_open_here = True
 
