@@ -48,14 +48,14 @@ class ConstantReward:
 
 
 class ParityReward(ConstantReward):
-    """Additions whose reward is 1 for half of all completions: the parity of the sum of their characters."""
+    """Additions whose reward is the parity of the sum of the completion's characters. It is 1 for about half of all completions."""
 
     def reward(self, problem: Problem, completion: str) -> float:
         return float(sum(map(ord, completion)) % 2)
 
 
 class Conversations(ConstantReward):
-    """Conversations of two turns, which are all the same."""
+    """Problems that all have the same conversation of two turns of the user."""
 
     def __init__(self, num_held_out: int):
         super().__init__(0.0, num_held_out)
@@ -91,7 +91,7 @@ def constant_reward(*, seed: int, num_held_out: int, reward: float) -> ConstantR
 
 
 def trainer_info(**values: object) -> TrainerInfo:
-    """One rank on a CPU, with a peak of 1 GiB; `values` replace its fields."""
+    """The TrainerInfo of one rank on a CPU, with a memory peak of 1 GiB. `values` replace fields of it."""
     fields = {
         "policy_version": 0,
         "steps_skipped": 0,
@@ -119,7 +119,7 @@ def trainer_info(**values: object) -> TrainerInfo:
 
 
 class AnswersEach:
-    """generate_each for a fake that has generate: all prompts finish at the same time. The fake never dies."""
+    """Adds generate_each to a fake that has generate. All prompts finish at the same time. The fake never dies."""
 
     returns = ()
 
@@ -133,7 +133,10 @@ class AnswersEach:
 
 
 class ReplayingGenerator(AnswersEach):
-    """A generator that repeats the answers of another one, call by call, whatever the weights. `recording` holds the answers that are left."""
+    """A generator that gives recorded answers of another generator, one for each call, whatever the weights are.
+
+    `recording` holds the answers that have not been given yet.
+    """
 
     recording: list[Any]
     last_pull = None  # it moves no bytes
@@ -172,14 +175,17 @@ class ActorOfNothing:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """An optimizer step that a trainer was asked for, with the samples of the forward_backward calls before it."""
+    """A call of optim_step, with the samples of the forward_backward calls before it."""
 
     params: OptimParams
     samples: list[Sample]
 
 
 class NearTrainer(ActorOfNothing):
-    """A trainer without a model. Its logprobs are the generator's, or -1, plus `difference`, and it computes real losses from them."""
+    """A trainer without a model, which computes real losses from made-up logprobs.
+
+    A logprob is the generator's logprob plus `difference`. For a sample without the generator's logprobs it is -1 plus `difference`.
+    """
 
     difference = 0.25
 
@@ -225,7 +231,7 @@ class Generation:
 class RandomGenerator(AnswersEach, ActorOfNothing):
     """A generator without a model.
 
-    It draws tokens 2 to 11, which depend on the seed of the call, the prompt and the number of the completion.
+    It draws tokens from 2 to 11. They depend on the seed of the call, the prompt and the number of the completion.
     """
 
     last_pull = None  # it moves no bytes
@@ -260,13 +266,13 @@ class UnigramTrainer:
     """
 
     def __init__(self, config: TrainerConfig, *, trainer: "UnigramTrainer | None" = None, name: str = "") -> None:
-        """trainer, name: for a tenant, the trainer that it belongs to and its name."""
+        """trainer, name: for a tenant, its trainer and its own name."""
         self.config, self.name = config, name
         self.numbers = torch.zeros(config.model.vocab_size, requires_grad=True)
         self.optimizer = torch.optim.AdamW([self.numbers], lr=0.0)
         self.trainer = trainer or self
         self.tenants: dict[str, UnigramTrainer] = {}
-        self.seeds: dict[str, int] = {}  # of the tenants, also of those that are gone
+        self.seeds: dict[str, int] = {}  # seeds of all tenants by name, also of closed tenants
         self.calls: list[str] = []
         self.version = 0
         self.is_closed = self.is_dead = False
@@ -378,7 +384,7 @@ class UnigramTrainer:
         torch.save(self.numbers.detach(), Path(path) / "numbers.pt")
 
     async def export_lora(self, path: str) -> None:
-        """Write the numbers as adapters, in a directory that looks like one of peft's."""
+        """Write the numbers as adapters, in a directory that looks like a directory of peft."""
         await self.export_hf(path)
         (Path(path) / adapters.CONFIG_FILE).write_text("{}")
 
@@ -386,7 +392,7 @@ class UnigramTrainer:
 class UnigramGenerator:
     """A generator of the UnigramTrainer's model.
 
-    A version is a directory of `folder`; a directory without numbers.pt is the untrained model.
+    Each version of the weights is a directory in `folder`. A directory without numbers.pt stands for the untrained model.
     """
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
@@ -394,8 +400,8 @@ class UnigramGenerator:
         self.numbers = torch.zeros(vocab_size)
         self.version = -1
         self.pulls: list[int] = []
-        self.adapters: dict[str, torch.Tensor] = {}  # the loaded ones: name -> numbers
-        self.loads: list[str] = []  # names of all that were loaded, in order
+        self.adapters: dict[str, torch.Tensor] = {}  # the numbers of each loaded adapter, by name
+        self.loads: list[str] = []  # the name of the adapter of each load_adapter, in order
         self.calls: list[list[list[int]]] = []  # prompts of each call of generate_each
         self.gate = asyncio.Event()  # generate_each waits for it
         self.gate.set()

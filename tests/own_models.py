@@ -1,4 +1,4 @@
-"""Model directories such as users have: a tiny Qwen3 or Llama with a byte-level tokenizer, a chat template and a generation_config.json."""
+"""Model directories like those of users: a tiny Qwen3 or Llama with a byte-level tokenizer, a chat template and a generation_config.json."""
 
 import json
 from dataclasses import replace
@@ -24,7 +24,7 @@ CHAT_TEMPLATE = """\
         {{- '<think>\\n\\n</think>\\n\\n' }}
     {%- endif %}
 {%- endif %}"""
-"""In the form of Qwen3's, with transformers' marks around what the assistant says."""
+"""A template like Qwen3's, with transformers' generation marks around the assistant's text."""
 
 
 def save_tokenizer(directory: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> int:
@@ -44,7 +44,7 @@ def save_tokenizer(directory: Path, *, chat_template: str | None = CHAT_TEMPLATE
 
 
 def save_model(directory: Path, *, chat_template: str | None = CHAT_TEMPLATE, **dimensions: object) -> ModelConfig:
-    """A random model with a tokenizer, and its config. Both of the tokenizer's end tokens end a text."""
+    """Write a model with random weights and a tokenizer, and return the model's config. The generation config has two end tokens."""
     directory.mkdir(parents=True, exist_ok=True)
     num_tokens = save_tokenizer(directory, chat_template=chat_template)
     values = {"vocab_size": num_tokens + 5, "head_dim": 32, "max_position_embeddings": 512, **dimensions}
@@ -56,7 +56,7 @@ def save_model(directory: Path, *, chat_template: str | None = CHAT_TEMPLATE, **
 
 
 def put_in_hub_cache(cache: Path, model_id: str, revision: str = "0123456789abcdef0123456789abcdef01234567") -> Path:
-    """The folder of a model in a Hub cache, laid out as huggingface_hub does. The caller fills it."""
+    """Make the folder of a model in a Hub cache, in huggingface_hub's layout. The caller writes the model's files to the returned folder."""
     folder = cache / f"models--{model_id.replace('/', '--')}"
     snapshot = folder / "snapshots" / revision
     snapshot.mkdir(parents=True)

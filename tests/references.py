@@ -26,7 +26,9 @@ BASE = ModelConfig(
 
 
 def save_qwen3(directory: Path, *, tied: bool) -> str:
-    """Save a random Qwen3 with large weights. With the usual deviation of 0.02 all logprobs are near -log V, which would hide errors."""
+    """Save a random Qwen3 with large weights. With the usual standard deviation of 0.02 all logprobs would be near -log(VOCAB_SIZE), which
+    would hide errors.
+    """
     model_config = replace(BASE, num_hidden_layers=3, tie_word_embeddings=tied)
     return save_random(directory, model_config, seed=int(tied))
 
@@ -55,7 +57,9 @@ def load_qwen3(path: str):
 
 
 def random_samples(lengths: Sequence[int], *, seed: int = 0, temperature: float = 1.0, **columns) -> list[Sample]:
-    """Samples of random tokens with a random split into prompt and completion. A column is a function of (generator, completion length)."""
+    """Samples of random tokens with a random split into prompt and completion. columns: for each column a function of (generator, length of
+    the completion) that returns its values.
+    """
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for length in lengths:
@@ -78,7 +82,7 @@ def ppo_samples(lengths: Sequence[int], *, seed: int = 0) -> list[Sample]:
 
 
 def reference_logprobs(model, sample: Sample) -> Tensor:
-    """Logprobs of the targets of one sample, computed without other samples: log softmax(logits / temperature), [T]."""
+    """Logprobs [T] of the T targets of one sample: log softmax(logits / temperature). The model gets only this sample."""
     logits = model(input_ids=sample.tokens[None]).logits[0] / sample.temperature
     return logits.log_softmax(-1).gather(-1, sample.targets[:, None])[:, 0]
 

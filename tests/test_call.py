@@ -26,11 +26,11 @@ def test_asyncio_logs_no_error_of_a_call_whose_waiter_was_cancelled(wait):
         waiter.cancel()
         await asyncio.wait([waiter])
         running.set_exception(ValueError("it failed later"))
-        for _ in range(3):  # turns in which the loop takes the error over
+        for _ in range(3):  # passes of the event loop, in which the error reaches asyncio's future
             await asyncio.sleep(0)
         with pytest.raises(ValueError, match="it failed later"):
             call.result()
 
     asyncio.run(cancel_a_waiter_of_a_call_that_fails_later())
-    gc.collect()  # asyncio logs an error when it collects a future whose error nobody has seen
+    gc.collect()  # asyncio logs an error when it collects a future whose error was never retrieved
     assert logged == []

@@ -1,4 +1,4 @@
-"""Configs as values: a generator's config is a variant of the trainer's and shares no object with it."""
+"""A generator's config is made from the trainer's config, and shares no object with it."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -45,6 +45,6 @@ def test_a_runs_generator_has_the_trainers_model_and_not_the_same_object():
     "made", [TrainerConfig(model=replace(MODEL, head_dim=33)), GeneratorConfig(model=replace(MODEL, head_dim=33))]
 )
 def test_heads_of_an_odd_width_are_refused(made):
-    """The rotary embedding turns pairs of dimensions."""
+    """The rotary embedding rotates pairs of dimensions."""
     with pytest.raises(ValueError, match="model.head_dim=33; it must be even"):
         made.validate()

@@ -1,4 +1,4 @@
-"""Layouts that are refused, with their numbers and suggestions. Nothing is started here."""
+"""Layouts that are refused, and the numbers and suggestions in the error messages. No test here starts a process."""
 
 import pytest
 

@@ -9,7 +9,7 @@ WHOLE = torch.arange(30).view(5, 6)
 
 
 def shards_at(*offsets: tuple[int, int]) -> dict[tuple[int, int], torch.Tensor]:
-    """WHOLE is divided before row 3 and before column 2. These are its parts that begin at the given offsets."""
+    """The shards of WHOLE that begin at these offsets. WHOLE is divided into four shards, before row 3 and before column 2."""
     rows, columns = {0: 3, 3: 2}, {0: 2, 2: 4}
     return {(row, column): WHOLE[row : row + rows[row], column : column + columns[column]] for row, column in offsets}
 

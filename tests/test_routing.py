@@ -1,4 +1,4 @@
-"""Which replica gets which prompt."""
+"""The Router, which chooses a replica of the generator for each prompt."""
 
 from rl_actors.clients.routing import MAX_KNOWN, SLACK, Router
 

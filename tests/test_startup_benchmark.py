@@ -1,4 +1,7 @@
-"""The benchmark of a run's start: it reads the parts from the files of a run. A program that writes these files takes the run's place."""
+"""The benchmark of a run's start. It reads the times of the parts of a start from the files of the run.
+
+In these tests a program that writes such files stands for the run.
+"""
 
 import sys
 

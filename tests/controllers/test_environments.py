@@ -1,4 +1,4 @@
-"""Environments: determinism, the split by operands, rewards and refusals."""
+"""Environments: determinism, the split into training and held-out problems by their operands, rewards and refusals."""
 
 import json
 import re

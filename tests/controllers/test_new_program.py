@@ -1,4 +1,4 @@
-"""What a program does after the death of a process on a host. tests/monarch/test_worker_hosts.py kills real workers."""
+"""The steps that a program takes after the death of a process on a host. tests/monarch/test_worker_hosts.py kills real workers."""
 
 import json
 import os
@@ -145,7 +145,7 @@ def test_a_program_is_replaced_by_one_that_resumes_the_run_or_fails(folder, monk
     monkeypatch.setattr(sys, "argv", ["controllers/grpo.py"])
     with pytest.raises(SystemExit) as ended:
         launch.main("controllers.grpo")
-    assert ended.value.code == 1  # unlike the real execv, this one returns
+    assert ended.value.code == 1  # the fake execv returns, and the real one does not
     assert [words[-3:] for words in replaced] == ([["--resume", str(folder.path), "--verbose"]] if returns else [])
     output = capfd.readouterr().out
     assert "The run failed: the worker of tcp://10.0.0.6:4444 has ended.\n" in output

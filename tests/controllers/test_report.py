@@ -24,7 +24,7 @@ def grpo_record(step: int) -> dict:
     record |= {"time/generate": 1.0, "time/train": 0.5, "time/sync": 0.1, "time/step": 2.0, "tokens/s": 500.0}
     record |= {"entropy": 0.4, "kl/policy_generator": 1e-9, "kl/reference": 1e-3, "policy_lag": 2}
     record |= {"age/max": 2, "age/mean": 1.5, "age/1": 2, "age/2": 2, "busy/trainer": 0.5, "busy/generator": 0.9}
-    # The critic's metrics are PPO's, so that one record has a value for every chart.
+    # Only PPO has the critic's metrics. They are in this GRPO record so that one record has a value for every chart.
     record |= {"critic/explained_variance": 0.2, "critic/value_mean": 0.4, "critic/return_mean": 0.5}
     record |= {"clip_fraction": 0.3, "clip_fraction/low": 0.1, "clip_fraction/high": 0.2}
     record |= {"completion/length_mean": 2.5, "completion/length_max": 3, "completion/truncated": 0.1}
@@ -32,7 +32,7 @@ def grpo_record(step: int) -> dict:
 
 
 def small_record(step: int) -> dict:
-    """A record with one chart, so that a test of something else takes no time for charts."""
+    """A record for which the report draws only one chart. This saves time in tests that do not test charts."""
     return {"step": step, "phase": "grpo", "loss": 0.5}
 
 
@@ -238,7 +238,7 @@ def test_a_long_run_shows_groups_of_some_steps_and_of_the_last_one(monkeypatch):
     groups = [{"step": step, "completions": ["x"] * 4} for step in range(1, 101)]
     assert shown_steps(groups) == list(range(1, 101))
     monkeypatch.setattr("controllers.report.COMPLETIONS_SHOWN", 50)
-    # Every eighth step would have 52 completions in all, so every ninth is shown.
+    # The groups of every eighth step would have 52 completions, which is more than 50. So every ninth step is shown.
     assert shown_steps(groups) == [1, 10, 19, 28, 37, 46, 55, 64, 73, 82, 91, 100]
 
 

@@ -1,4 +1,7 @@
-"""Rollouts that run ahead: which groups a step trains on, how old they may be, and that none is lost, repeated or awaited for ever."""
+"""Rollouts that run ahead of the trainer.
+
+The tests check on which groups a step trains, how old these groups may be, and that no group is lost, repeated or awaited for ever.
+"""
 
 import asyncio
 import random
@@ -30,7 +33,7 @@ def group(index: int, version: int = 0, *, has_signal: bool = True) -> Group:
 
 
 def places(*described: tuple[int, bool]) -> list[Place]:
-    """A Place for each (step at which its problem was drawn, whether its group has finished)."""
+    """One Place of the queue for each pair (step at which its problem was drawn, True if its group has finished)."""
     made = []
     for index, (step, is_finished) in enumerate(described):
         made.append(Place(index=index, step=step, group=group(index) if is_finished else None))
@@ -50,7 +53,7 @@ def test_without_staleness_a_step_waits_for_all_groups():
 def test_a_long_completion_is_passed_by_younger_groups_until_it_is_due():
     described = [(1, False), (1, True), (1, True), (1, True)]
     assert chosen_indices(described, size=2, step=1, ahead=1) == [1, 2]
-    # One step later the rest of the first draw is due, and the groups of the second draw must wait for it.
+    # One step later the other groups that were drawn at step 1 are due. The groups that were drawn at step 2 must wait for them.
     later = [(1, False), (1, True), (2, True), (2, True)]
     assert chosen_indices(later, size=2, step=2, ahead=1) is None
     later[0] = (1, True)
@@ -58,7 +61,8 @@ def test_a_long_completion_is_passed_by_younger_groups_until_it_is_due():
 
 
 def test_young_groups_are_not_taken_if_the_old_ones_could_then_not_all_be_trained_on_in_time():
-    # The four groups drawn at step 1 are due at step 3. If step 2 trained on the two groups drawn at step 2, step 3 would have to train on four.
+    # The four groups drawn at step 1 are due at step 3. If step 2 trained on the two groups drawn at step 2, step 3 would have to train on
+    # all four, but a step trains on two.
     described = [(1, False), (1, False), (1, False), (1, False), (2, True), (2, True)]
     assert chosen_indices(described, size=2, step=2, ahead=2) is None
 
@@ -171,7 +175,7 @@ def test_every_problem_is_used_once_and_no_group_is_too_old_whatever_takes_long(
 
 @dataclass
 class ScriptedGenerator:
-    """Finishes a prompt when the test says so. `failures` calls fail at their last prompt."""
+    """A generator that finishes a prompt when the test sets the prompt's event. The first `failures` calls fail at their last prompt."""
 
     failures: int = 0
     calls: list[list[list[int]]] = field(default_factory=list)

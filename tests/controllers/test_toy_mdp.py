@@ -1,9 +1,9 @@
-"""A task whose values are known: PPO solves it, and fails it if the critic's values belong to the state after each action.
+"""PPO on a task whose values are known. PPO solves the task. If the critic's values are shifted by one state, PPO fails.
 
 An episode shows one of four cues, takes an action, shows an observation, and takes a second action. The reward comes
-after the second action, but only the first action decides it. With λ = 0 only the values can carry the reward back to
-the first action: the advantage of this action is the value of the state after the action minus the value of the state
-before. Values that are shifted by one position make this advantage wrong.
+after the second action, but only the first action decides it. With λ = 0 the first action learns of the reward only
+through the values: its advantage is the value of the state after the action minus the value of the state before the
+action. Values that are shifted by one position make this advantage wrong.
 
 E episodes, S states before an action, V tokens.
 """
@@ -34,12 +34,12 @@ OBSERVATION = 7
 RIGHT_ACTION = 2
 NUM_EPISODES = 96
 STEPS = 30
-SOLVED = 0.9  # expected reward; a random policy has 1/8
+SOLVED = 0.9  # expected reward of a solved task; a random policy has 1/8
 
 
 @dataclass
 class EngineClient:
-    """A trainer's engine in this process under the calls of a client."""
+    """A client that calls a trainer's engine in this process."""
 
     engine: "TrainEngine"
 
@@ -54,7 +54,7 @@ class EngineClient:
 
 
 class ShiftedCritic(EngineClient):
-    """Answers with the value of the state after each target."""
+    """Returns for each target the value of the state after it, instead of the state before it."""
 
     async def forward(self, samples):
         output = await super().forward(samples)
@@ -112,7 +112,7 @@ def play(policy: "TrainEngine", draw: torch.Generator) -> tuple[list[Sample], li
 
 
 def critic_of(client: EngineClient) -> Critic:
-    # Advantages are not whitened: once the task is solved, they are only the noise of the values, which whitening would enlarge.
+    # Advantages are not whitened. Once the task is solved, they are only noise of the values, and whitening would enlarge this noise.
     gae = GAEConfig(actor_lambda=0.0, critic_lambda=1.0, whiten=False)
     return Critic(trainer=client, config=CriticConfig(clip=0.5), gae=gae, run_config=RunConfig())
 
@@ -139,7 +139,7 @@ async def step(
 
 
 async def train_on_a_leash(policy: "TrainEngine", client: EngineClient, control: KLControlConfig) -> list[float]:
-    """PPO with the KL divergence from the first policy in the reward. Returns the mean divergence of a token in every step."""
+    """PPO with a penalty on the reward for the KL divergence from the first policy. Returns the mean divergence of a token in every step."""
     critic = critic_of(client)
     reference = first_logprobs(policy)
     kl, measured = KL(coefficient=0.3, estimator="k1"), []
@@ -164,7 +164,7 @@ def first_logprobs(policy: "TrainEngine") -> dict[tuple[int, ...], Tensor]:
 
 
 def reference_row(logprobs: dict[tuple[int, ...], Tensor], sample: Sample) -> Tensor:
-    """[3]: the logprobs of both actions of an episode, and 0 between them."""
+    """[3]: the reference's logprobs of the two actions of an episode, and 0 between them."""
     cue, first, second = int(sample.tokens[0]), int(sample.targets[0]), int(sample.targets[2])
     return torch.stack([logprobs[(cue,)][first], torch.tensor(0.0), logprobs[(cue, first, OBSERVATION)][second]])
 
@@ -187,7 +187,7 @@ def probabilities(policy: "TrainEngine") -> list[float]:
 
 
 def values_of(critic: "TrainEngine", cue: int, action: int) -> tuple[float, float]:
-    """(value of the state before the first action, value of the state before the second)."""
+    """(value of the state before the first action, value of the state before the second action)."""
     sample = Sample.from_tokens([cue], [action, OBSERVATION, 0])
     output = merge_outputs(1, [critic.forward([sample])])
     assert output.values is not None

@@ -1,4 +1,4 @@
-"""Batches: where each token, target and column value of a sample stands."""
+"""The positions of the tokens, targets and column values of samples in a batch of B rows of L positions."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from rl_actors.types import Sample
 
 @pytest.fixture
 def batch():
-    """Two rows of 6: samples 2 and 0 in the first, 1 in the second."""
+    """Two rows of 6 positions. The first row has the samples 2 and 0, and the second row has sample 1."""
     samples = [
         Sample.from_tokens([10], [11, 12], advantages=[0.1, 0.2]),
         Sample.from_tokens([20, 21], [22], advantages=0.5, temperature=0.7),

@@ -133,7 +133,7 @@ def test_after_a_damaged_checkpoint_only_loading_a_whole_one_is_possible(make_en
 
 @pytest.fixture
 def held(monkeypatch) -> threading.Event:
-    """An event. Every save waits for it when its tensors are on disk and the checkpoint is not yet whole."""
+    """An event for which every save waits, after its tensors are on disk and before its checkpoint is complete."""
     event, finish = threading.Event(), _WholeDirectoryWriter.finish
 
     def wait_and_finish(*args, **kwargs):
@@ -156,7 +156,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(m
     held.set()
     saved.result(GUARD)
     assert [found.name for found in tmp_path.iterdir()] == ["checkpoint"]
-    # Neither the run nor the checkpoint is changed by the other.
+    # The saving has not changed the run, and the run has not changed the checkpoint.
     assert train(uninterrupted, (5, 6, 7)) == later
     loaded = make_engine()
     assert loaded.load_checkpoint(str(path)) == 3
@@ -198,7 +198,7 @@ def test_a_write_that_fails_half_way_leaves_the_former_checkpoint_and_says_so(ma
     assert engine.info().state == "idle" and not is_checkpoint(tmp_path / "other")
     assert engine.load_checkpoint(str(path)) == 3
     assert train(engine, (5, 6)) == expected
-    # The next save finds the remains of the failed one and succeeds.
+    # The next save finds the remains of the failed save, and succeeds.
     engine.save_checkpoint(str(tmp_path / "other")).result()
     assert engine.load_checkpoint(str(tmp_path / "other")) == 5
     assert not (tmp_path / "other.partial").exists()

@@ -17,7 +17,7 @@ LLAMA3_SCALING = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64.0,  # so few that wavelengths lie in all three ranges of the scaling
+    "original_max_position_embeddings": 64.0,  # so small that rotary wavelengths lie in all three ranges of the scaling
 }
 LLAMA = replace(BASE, architecture="llama", rms_norm_eps=1e-5)
 MOE = replace(BASE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
@@ -49,7 +49,7 @@ def directory(tmp_path_factory):
 
 
 def all_targets(vocab_size: int) -> list[Sample]:
-    """One sample for every token of the vocabulary. All targets of a sample are its token, so a forward gives the log probabilities of all tokens."""
+    """One sample for every token id. All targets of the k-th sample are id k, so one forward gives the log probabilities of all ids."""
     tokens = random_samples([13], seed=3)[0].tokens
     return [Sample(tokens=tokens, targets=torch.full_like(tokens, target)) for target in range(vocab_size)]
 

@@ -1,6 +1,7 @@
-"""Every parallel layout gives the numbers of one process. The processes are real and use gloo and float32; few of the packed samples are long.
+"""Every parallel layout gives the same numbers as one process.
 
-A row of the table is a layout and a model. layout_work.py has the work that the processes do.
+The ranks are real processes that use gloo and float32. A few of the packed samples are long. Each row of TABLE is one test of a layout with
+a model. layout_work.py has the work that the processes do.
 """
 
 import itertools
@@ -83,7 +84,7 @@ TABLE = [  # name, parallelism, processes, model
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """The answers of all ranks as one."""
+    """The answers of all ranks, merged into one."""
 
     outputs: dict[str, list[ForwardBackwardOutput]]  # by kind of call
     gradients: dict[str, dict[str, Tensor]]  # by kind of call
@@ -93,7 +94,7 @@ class Numbers:
 
 
 def merged(answers: list[dict[str, Any]]) -> Numbers:
-    """The answers of all ranks as one, merged as the client merges them. Each rank of a pipeline adds the gradients and weights of its stages."""
+    """Merge the answers of all ranks as the client does. Each rank of a pipeline adds the gradients and weights of its stages."""
     first = answers[0]
     gradients: dict[str, dict[str, Tensor]] = {"policy": {}, "sequence": {}}
     pushed: dict[str, Tensor] = {}
@@ -104,7 +105,7 @@ def merged(answers: list[dict[str, Any]]) -> Numbers:
         pushed.update(answer["pushed"])
         assert all(answer[f"{kind} step"] == first[f"{kind} step"] for kind in gradients)
         pushed_later.update(answer["pushed later"])
-    # Kind of call -> number of samples in each call.
+    # For each kind of call: the number of samples in each of its calls.
     counts = {"forward": [len(LENGTHS)], "policy": [9, len(LENGTHS) - 9], "sequence": [len(LENGTHS)]}
     counts |= {f"{kind} evaluated": counts[kind] for kind in gradients}
     outputs: dict[str, list[ForwardBackwardOutput]] = {}
@@ -126,7 +127,7 @@ def merged(answers: list[dict[str, Any]]) -> Numbers:
 
 @pytest.fixture(scope="module")
 def one_process(run, directory_of):
-    """one_process(model) -> the Numbers of the model in one process."""
+    """Function that returns the Numbers of a model in one process."""
 
     @cache
     def numbers(model: str) -> Numbers:
@@ -138,8 +139,8 @@ def one_process(run, directory_of):
 def errors_of(actual: Numbers, expected: Numbers) -> dict[str, float]:
     """The largest error of each kind.
 
-    An error of a logprob or an entropy is relative to 1 + its size. An error of a gradient, less 1e-7 of the norm of
-    all gradients, is relative to the norm of the gradient.
+    The error of a logprob or an entropy is divided by 1 + the absolute expected value. From the error of a gradient 1e-7
+    of the norm of all gradients is subtracted, and the rest is divided by the norm of the gradient.
     """
     errors: dict[str, float] = {}
 
@@ -234,5 +235,5 @@ def test_a_checkpoint_of_one_layout_goes_on_under_another(
 
     for step in range(2):
         assert loss(loaded, step) == pytest.approx(loss(saved, step), rel=1e-6)
-        # The gradients of two layouts differed by 2e-6.
+        # The relative difference between the gradient norms of two layouts was up to 2e-6.
         assert loaded[0][step][1] == pytest.approx(saved[0][step][1], rel=5e-6)

@@ -15,7 +15,7 @@ MODEL = ModelConfig(vocab_size=4096, hidden_size=512, intermediate_size=1024, nu
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11], list(range(40))]
 SAMPLED = SamplingParams(max_tokens=64, n=4, seed=7)
 BFLOAT16 = 0.15
-"""Largest difference of a logprob between the trainer and vLLM, which both compute in bfloat16, but in another order."""
+"""Largest difference of a logprob between the trainer and vLLM. Both compute in bfloat16, but they sum in different orders."""
 
 
 def trainer_config() -> TrainerConfig:
@@ -33,7 +33,7 @@ def core_below(pid: int | None = None) -> psutil.Process:
 
 
 def step(trainer: TrainerClient) -> int:
-    """Move the weights far enough to change the samples."""
+    """Take a training step that changes the weights so much that other tokens are sampled. Returns the new policy_version."""
     draw = torch.Generator().manual_seed(1)
     rows = torch.randint(MODEL.vocab_size, (8, 32), generator=draw).tolist()
     trainer.forward_backward([Sample.from_tokens(row[:1], row[1:]) for row in rows], loss="cross_entropy").result()

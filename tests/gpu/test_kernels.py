@@ -1,4 +1,7 @@
-"""FlashAttention 4 and fused logprobs, compared with float32 on one GPU, and two deterministic trainers, compared with each other."""
+"""Tests on one GPU: FlashAttention 4 and fused logprobs against float32, and two deterministic trainers against each other.
+
+B rows, L positions of a row, N positions, V vocabulary size.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A rank that hangs in a collective ends the call at the deadline of the trainer's groups, not at the caller's."""
+"""If a rank hangs in a collective, the call ends at the collective_timeout of the process groups, before the caller's call_timeout."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ DEADLINE = 3.0  # seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopsTheLastRank(CrossEntropy):
-    """Stops the process of the last rank in the middle of a call, when the other one goes on to the collectives of the backward pass."""
+    """Stops the process of the last rank in the middle of a call. The other rank goes on to the collectives of the backward pass."""
 
     def __call__(self, logprobs_BL: Tensor, *, loss_weights: Tensor):
         if dist.get_rank() == dist.get_world_size() - 1:

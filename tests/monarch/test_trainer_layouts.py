@@ -1,4 +1,7 @@
-"""FSDP2, TP2 and FSDP2 x TP2 give the numbers of one process, with real processes, the same weights, odd lengths and several rows."""
+"""FSDP2, TP2 and FSDP2 x TP2 give the same numbers as one process that starts from the same weights.
+
+The ranks are real processes. The samples have odd lengths and fill several rows.
+"""
 
 from dataclasses import dataclass
 from functools import cache
@@ -50,7 +53,7 @@ def train(trainer: TrainerClient, save_to: str) -> Numbers:
 
 @pytest.fixture(scope="module")
 def numbers_of(tied_qwen3, tmp_path_factory):
-    """numbers_of(shard, tensor) -> (Numbers, the checkpoint written after two steps). Each layout is spawned only once."""
+    """Function of (shard, tensor) that returns (Numbers, path of the checkpoint after two steps). It spawns each layout only once."""
     folder = tmp_path_factory.mktemp("layouts")
 
     @cache
@@ -94,7 +97,7 @@ def test_a_checkpoint_of_fsdp2_goes_on_under_tp2_and_a_missing_one_is_refused_th
     with TrainerClient.spawn(config(tied_qwen3, 1, 2), transport=MemoryTransport()) as trainer:
         assert trainer.load_checkpoint(path).result() == 2
         loss = trainer.forward_backward(ppo_samples(LENGTHS), loss=LOSS).result().metrics["loss:sum"]
-        # Every rank refuses before it waits for another one, so nothing hangs and the step stays as it was.
+        # Every rank refuses before it waits for another rank, so nothing hangs and the trainer's state stays as it was.
         trainer.discard_gradients().result()
         with pytest.raises(ValueError, match=r"nowhere is not a checkpoint: it holds no \.metadata"):
             trainer.load_checkpoint("nowhere").result()

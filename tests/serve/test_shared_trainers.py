@@ -1,4 +1,4 @@
-"""Runs whose adapters have the same shape share a trainer. A model with one number per token replaces the actors."""
+"""Training runs whose adapters have the same shape share a trainer. Fakes with a model of one number per token replace the actors."""
 
 import asyncio
 

@@ -1,4 +1,7 @@
-"""Slots: a version is readable whole or not at all, whoever dies, and nothing is left behind. Writers and readers are real processes."""
+"""Slots, the shared memory that holds published weights. Writers and readers are real processes.
+
+If a writer or a reader dies, every version can still be read whole or not at all, and no memory is left behind.
+"""
 
 import contextlib
 import os
@@ -120,7 +123,7 @@ def test_a_writer_that_is_killed_between_any_two_tensors_leaves_the_newest_versi
         (tmp_path / "go").touch()
         assert writer.wait(GUARD) == -signal.SIGKILL
         assert versions_in(dict(version.tensors())) == {2.0}
-    # The writer has ended. A process that has mapped the slot can still read it; a new mapping is refused.
+    # The writer has ended. A process that has mapped the slot can still read the slot, but a new mapping is refused.
     assert versions_in(read(newest)) == {2.0}
     with pytest.raises(
         VersionGoneError, match=r"s/1 is gone: slot 0 of trainer rank 0 \(pid \d+\) holds a push that did not end"
@@ -194,7 +197,7 @@ def test_slots_are_made_once_and_anew_only_when_the_tensors_change():
     for version in (6, 7, 8):
         snapshot.write(f"s/{version}", other, None)
         assert versions_in(read(manifest_of(snapshot, key=f"s/{version}", tensors=other))) == {0.0}
-        # The newest version of the former layout stays until the new layout has one.
+        # The newest version of the former layout stays until the second version of the new layout takes its slot.
         assert len(former & {slot.token for slot in snapshot.slots}) == (version == 6)
     assert len(snapshot.slots) == 2
 
@@ -232,7 +235,7 @@ def test_a_slot_of_the_former_layout_is_freed_only_when_its_readers_have_ended()
 
 
 def test_a_reader_on_a_gpu_maps_for_writing_where_cuda_pins_nothing_that_is_only_read(monkeypatch):
-    """There is no GPU here: pin answers as a driver would that pins no read-only memory."""
+    """The test needs no GPU: its function `pin` answers like a driver that cannot pin read-only memory."""
     asked, unpinned = [], []
 
     def pin(data: torch.Tensor, *, read_only: bool) -> bool:
