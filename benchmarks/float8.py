@@ -1,9 +1,9 @@
-"""Loss curves over 100 steps in float8, bfloat16 and float32, from the same weights on the same samples, and their differences.
+"""Measures the loss over 100 training steps in float8, bfloat16 and float32, and the differences between these loss curves.
 
-The corpus comes from benchmarks/chains.py. Two curves are in float8: one has a scale for each tensor, the default of
-TrainerConfig(float8=True), and one has a scale for each row. On GPUs all four curves are computed at the same
-time, each on one GPU. If there are fewer than four GPUs, several curves share one. A CPU emulates float8, trains a tiny model, and computes
-two curves at a time. A picture is written beside the results.
+All curves start from the same weights and train on the same samples. The corpus comes from benchmarks/chains.py. Two curves are in float8.
+The first has a scale for each tensor, which is the default of TrainerConfig(float8=True). The second has a scale for each row.
+On GPUs all four curves are computed at the same time, each on one GPU. If there are fewer than four GPUs, several curves share a GPU.
+On a CPU, torchao emulates float8, the model is tiny, and two curves are computed at a time. A picture is written beside the results.
 """
 
 import argparse
@@ -27,13 +27,13 @@ CURVES = {
     "float8 rowwise": {"compute_dtype": "bfloat16", "float8": True, "float8_recipe": "rowwise"},
 }
 WARMUP_STEPS = 10
-TAIL = 20  # the mean difference of two curves is taken over this many last steps
+TAIL = 20  # number of the last steps over which the difference of two curves is averaged
 
 
 def config_here() -> tuple[TrainerConfig, int, int, int]:
     """(config, documents of a step, positions of a document, distinct tokens of the corpus).
 
-    The model has four blocks of Qwen3-0.6B's width; on a CPU it is tiny.
+    On a GPU the model has four blocks of Qwen3-0.6B's width. On a CPU it is tiny.
     """
     if torch.cuda.is_available():
         model = ModelConfig(vocab_size=4096, num_hidden_layers=4)
@@ -55,7 +55,8 @@ def config_here() -> tuple[TrainerConfig, int, int, int]:
 def curve(name: str, directory: str, num_steps: int, learning_rate: float) -> dict:
     """Train from the weights in `directory`, and return {"losses": […], "grad_norms": […], "seconds": …}.
 
-    The losses are in nats a token; each is computed before the weights change in its step. The seconds are the time of all steps together.
+    The losses are in nats a token. The loss of a step is computed before the step changes the weights. The seconds are the time of all
+    steps together, and of the start of the engine.
     """
     from rl_actors.engine.train_engine import TrainEngine
 
@@ -111,7 +112,7 @@ def record_curve(name: str, answer: dict) -> None:
 
 
 def record_difference(name: str, losses: list[float], expected: list[float]) -> None:
-    """Record the differences between the losses of a curve and the expected losses, which bfloat16 gave."""
+    """Record the differences between the losses of a curve and `expected`, the losses of the bfloat16 curve."""
     differences = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
     largest = max(differences)
     tail = differences[-TAIL:]

@@ -1,8 +1,9 @@
-"""Cost of TLS between hosts: the same steps with workers at tls:// and with workers at tcp://, which take turns on loopback.
+"""Measures the cost of TLS between hosts. Two programs take the same steps, with workers at tls:// and with workers at tcp:// addresses.
 
-A step is a GRPO step without rewards: samples, forward_backward, optim_step, a push and a pull. FSDP spreads the trainer over two
-workers, and the second worker has the generator, too. Monarch carries the calls, their samples and their answers, so TLS encrypts these.
-The collectives of the ranks and the weights do not go through Monarch, so TLS does not encrypt them.
+The programs run alternately, and all workers are on loopback. A step is a GRPO step without rewards: generate, forward_backward,
+optim_step, a push and a pull. FSDP spreads the trainer over two workers, and the second worker also has the generator.
+Monarch transfers the calls, their samples and their answers, so TLS encrypts these. The collectives of the ranks and the weights do not go
+through Monarch, so TLS does not encrypt them.
 """
 
 import argparse
@@ -44,7 +45,7 @@ LINE = "step of {:,} completions of {} tokens"
 
 
 def program(addresses: str, certificates: str) -> None:
-    """The controller of one side. It takes a step for each line of stdin, and prints a line when it is ready and after each step."""
+    """The program with TLS or without. It takes a step for each line of stdin, and prints a line when it is ready and after each step."""
     connected = hosts.connect(addresses.split(","), certificates=certificates)
     last = connected.part(NUM_WORKERS - 1, NUM_WORKERS)
     config = tiny()

@@ -22,12 +22,12 @@ def small() -> GRPOConfig:
             num_key_value_heads=8,
             head_dim=64,
             max_position_embeddings=128,
-            rope_theta=10.0,  # a small base as in tiny, because a text has at most twelve tokens
+            rope_theta=10.0,  # a small base as in configs/tiny.py, because a text has at most twelve tokens
             tie_word_embeddings=False,
         ),
         compute_dtype="bfloat16",
         max_sequence_length=64,
-        # A microbatch is one row, so only its length varies. torch then compiles twice: for the first length and for any length.
+        # A microbatch is one row, so only the length of the row varies. torch then compiles twice: for the first length and for any length.
         tokens_per_row=4096,
         logprob_chunk_tokens=1 << 13,
         setup_timeout=600.0,
@@ -42,7 +42,7 @@ def small() -> GRPOConfig:
         generator=generator,
         steps=100,
         updates_per_step=2,
-        # The temperature is higher than in tiny, because this model is surer of its wrong answers.
+        # The temperature is higher than in configs/tiny.py, because this model gives its wrong answers higher probabilities.
         rollouts=RolloutConfig(groups_per_step=128, group_size=8, temperature=1.5),
         schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=1.5e-4, warmup_steps=2, min_ratio=0.1),
         sft=sft_phase(stop_at=0.35, learning_rate=6e-4, batch_size=256),

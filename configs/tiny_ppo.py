@@ -1,4 +1,4 @@
-"""PPO of the tiny model, with a value model of the same shape: two-digit addition, and the tasks of several turns."""
+"""PPO with the tiny model and a value model of the same shape. The tasks are two-digit addition and the tasks of several turns."""
 
 import dataclasses
 from dataclasses import replace
@@ -37,7 +37,7 @@ def tiny_ppo() -> PPOConfig:
     base = tiny()
     return PPOConfig(
         alphabet=base.alphabet,
-        max_tokens=base.max_tokens + 1,  # so that a stop token fits after the longest right answer
+        max_tokens=base.max_tokens + 1,  # one more, so that a stop token fits after the longest right answer
         environment=base.environment,
         trainer=base.trainer,
         generator=base.generator,

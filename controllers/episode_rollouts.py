@@ -1,6 +1,6 @@
-"""Rollouts of a task with episodes: problems -> episodes of several turns -> groups.
+"""Rollouts of a task with episodes of several turns. The episodes of a problem form a group.
 
-The queue and the training loops treat these groups like groups of single completions.
+The queue of rollouts and the training loops treat these groups like groups of single completions.
 """
 
 import asyncio
@@ -43,8 +43,10 @@ class EpisodeRollouts(Rollouts):
         self.episodes, self.player = environment, player
 
     async def _complete_run(self, indices: Sequence[int], first: int, tasks: asyncio.TaskGroup, keep: Deliver) -> None:
-        """Play the episodes of these problems. `tasks` is for rewards that are computed later, and is not used:
-        an episode has its rewards when it is over."""
+        """Play the episodes of these problems. `keep` gets first + k and the group of the k-th problem.
+
+        `tasks` is not used. It would compute rewards after the completions, but an episode already has its rewards when it ends.
+        """
 
         async def play(place: int, index: int) -> None:
             keep(first + place, await self._play(index, sender))
@@ -76,7 +78,7 @@ class EpisodeRollouts(Rollouts):
 
 @dataclass(frozen=True, kw_only=True)
 class _Policy(Sampled):
-    """The policy of one episode. An error of the generator becomes a GenerationError, so that the queue asks for the problem again."""
+    """The policy of one episode. An error of the generator becomes a GenerationError, so that the queue generates the group again."""
 
     async def __call__(self, tokens: list[int], turn: int) -> Completion:
         try:

@@ -1,6 +1,7 @@
-"""The tokenizer of a run. It comes from a Hugging Face directory, or it is a character-level tokenizer, made for a model with random weights.
+"""The tokenizer of a run. It comes from a Hugging Face directory. For a model with random weights it is instead a character-level tokenizer.
 
-In a character-level tokenizer <pad> is 0, <eos> is 1, and the characters of the alphabet follow in their order. Each character is one token.
+In a character-level tokenizer each character is one token. <pad> is token 0, <eos> is token 1, and the characters of the alphabet follow in
+the order of the alphabet.
 """
 
 import json
@@ -68,7 +69,7 @@ def alphabet_of(texts: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenizer:
-    """A tokenizer as a run uses it: problems -> tokens, tokens -> text."""
+    """The tokenizer of a run. It turns problems into tokens, and tokens into text."""
 
     hf: "PreTrainedTokenizerBase"
     chat: ChatTemplate
@@ -95,15 +96,17 @@ class Tokenizer:
         return self.hf.encode(text, add_special_tokens=False)
 
     def encode_prompt(self, problem: Problem) -> list[int]:
-        """The tokens that a completion of this problem continues. Messages go through the chat template. So does a prompt if chat.enabled is set."""
+        """The tokens of the problem's prompt. The chat template formats the problem's messages. If chat.enabled is set, it also formats a
+        prompt that is a plain text.
+        """
         messages = self._messages(problem)
         return self.chat.prompt(messages) if messages else self.encode(problem.prompt)
 
     def encode_observation(self, observation: Observation, *, after: int | None = None) -> list[int]:
-        """The tokens that the policy reads before a turn. If the observation is a list of token ids, these are the tokens.
+        """The tokens of an observation, which the policy reads before its next turn. A list of token ids is returned as it is.
 
-        after: the last token of the policy's former turn; None before the first turn. Messages are written as the chat template writes them after
-        such a turn.
+        after: the last token of the policy's former turn; None before the first turn. After a turn, messages are formatted as the chat
+        template formats messages that follow a turn of the assistant.
         """
         messages = observation
         if isinstance(observation, str):
@@ -118,9 +121,10 @@ class Tokenizer:
         return self.chat.continuation(messages, has_ended=after in self.stop_token_ids)
 
     def to_sample(self, problem: Problem) -> Sample:
-        """A sample that trains the answer and the token that ends the answer. If the problem has a conversation, it trains all turns of the assistant.
+        """A sample that trains the answer and the token that ends the answer.
 
-        If a conversation does not end with a turn of the assistant, the problem's answer is added as that turn.
+        If the problem is a conversation, the sample trains all turns of the assistant. If the last turn of the conversation is not a turn of
+        the assistant, the problem's answer is added as the assistant's last turn.
         """
         messages = self._messages(problem)
         if not messages:
@@ -162,7 +166,7 @@ def load_tokenizer(directory: str | Path, chat: ChatConfig | None = None) -> Tok
 def _load(directory: str | Path, *, is_ours: bool) -> "PreTrainedTokenizerBase":
     """is_ours: True for a tokenizer of build_character_tokenizer."""
     if is_ours:
-        # AutoTokenizer would choose this class, too. But the module of AutoTokenizer imports torch's compiler and models, which takes a second.
+        # AutoTokenizer would choose the same class. But the module of AutoTokenizer imports torch's compiler and models. This takes a second.
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)

@@ -1,4 +1,4 @@
-"""Validation: greedy accuracy and pass@k on sets of held-out problems, and some completions to read.
+"""Validation measures greedy accuracy and pass@k on sets of held-out problems. It also returns some of the greedy completions.
 
 The accuracy is the mean reward of greedy completions. For pass@k a completion passes if its reward is at least `PassAtKConfig.threshold`.
 """
@@ -40,7 +40,7 @@ SETS_AS_JSON = PrimitiveConstructorSpec(
     is_instance=lambda value: isinstance(value, dict),
     str_from_instance=lambda value: [json.dumps({name: asdict(config) for name, config in value.items()})],
 )
-"""Says how the command line takes and shows named sets: as one JSON object."""
+"""Makes the command line take and show the named sets as one JSON object."""
 
 
 @dataclass(kw_only=True)
@@ -91,7 +91,7 @@ class Scores:
 
 
 def validate_sets(sets: Mapping[str, EnvironmentConfig]) -> None:
-    """Raise ValueError, naming the set, for a name that a metric's name cannot contain, and for a wrong environment."""
+    """Raises ValueError with the set's name if a metric's name cannot contain this name, or if the config of the environment is wrong."""
     for name, config in sets.items():
         if not re.fullmatch(r"[\w.-]+", name):
             raise ValueError(f"validation has the name {name!r}; a name may have letters, digits, '_', '-' and '.'")
@@ -115,7 +115,7 @@ def _require_no_limits(config: EnvironmentConfig) -> None:
 def build_sets(environment: AnyEnvironment, sets: Mapping[str, EnvironmentConfig], *, seed: int) -> list[ValidationSet]:
     """The validation set of the run's own environment, and then every named set. `seed` is added to the seeds of the named sets.
 
-    Raises ValueError, naming the set, for an environment that cannot be built.
+    Raises ValueError with the set's name if an environment cannot be built.
     """
     built = [ValidationSet(name="", environment=environment, problems=environment.held_out())]
     for name, config in sets.items():
@@ -168,7 +168,7 @@ class Validator:
         return Scores(metrics=metrics, samples=samples)
 
     async def _answers(self, one: ValidationSet, params: SamplingParams) -> tuple[list[list[str]], list[list[float]]]:
-        """(texts, rewards) of the completions, each with one row for every problem."""
+        """(texts, rewards) of the completions. In both, entry i is the list for problem i."""
         environment = one.environment
         if isinstance(environment, EpisodeEnvironment):
             return await self._played(environment, one.problems, params)
@@ -181,7 +181,7 @@ class Validator:
     async def _played(
         self, environment: EpisodeEnvironment, problems: Sequence[Problem], params: SamplingParams
     ) -> tuple[list[list[str]], list[list[float]]]:
-        """(texts, rewards) of params.n episodes of every problem, each with one row for every problem."""
+        """(texts, rewards) of params.n episodes of every problem. In both, entry i is the list for problem i."""
         async with TurnSender(self.generator, replace(params, n=1)) as sender:
             games = []
             for place in range(len(problems) * params.n):
@@ -193,7 +193,7 @@ class Validator:
         return texts, [[episode.reward for episode in episodes] for episodes in by_problem]
 
     async def _passed(self, one: ValidationSet) -> list[int]:
-        """For each problem, the number of its num_samples completions that pass."""
+        """For each problem, the number of completions that pass. Each problem has pass_at_k.num_samples completions."""
         params = SamplingParams(
             n=self.pass_at_k.num_samples,
             max_tokens=self.max_tokens,

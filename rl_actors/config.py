@@ -16,7 +16,8 @@ MAX_VLLM_RANK = 512
 """Largest rank of an adapter in vLLM 0.32."""
 
 DEGREES = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel")
-"""The kinds of parallelism that have ranks of their own. The product of their degrees is the number of processes."""
+"""The kinds of parallelism that need more processes. The product of their degrees is the number of processes. Expert parallelism is not in
+the list, because it uses the ranks of other kinds."""
 
 PackingPolicy = Literal["packed", "token_budget", "fixed"]
 HeadName = Literal["logprobs", "values"]
@@ -142,10 +143,10 @@ class TrainerConfig:
     """Hugging Face directory to load weights from; on the command line also the id of a model on the Hub. Empty: random weights from
     `seed`."""
     tokenizer_path: str = ""
-    """Directory of tokenizer files, which are copied into checkpoints and exports. Empty: hf_path."""
+    """Directory of tokenizer files. They are copied into checkpoints and exports. Empty: hf_path."""
     head: HeadName = "logprobs"
-    """Output of the model at each position. logprobs: log probabilities of tokens; the model is a language model. values: one number, the
-    value of the tokens up to the position; the model is a value model, whose head starts at zero and is never tied to the embedding."""
+    """Output of the model at each position. logprobs: log probabilities of tokens. The model is a language model. values: one number, the
+    value of the tokens up to the position. The model is a value model. Its head starts at zero and is never tied to the embedding."""
     parallelism: ParallelismConfig = field(default_factory=_parallelism)
     attention: Literal["flex", "flash4"] = "flex"
     """Attention kernel on a GPU: torch's flex attention, or FlashAttention 4 in bfloat16 (the package flash-attn-4, for Hopper and
@@ -161,8 +162,8 @@ class TrainerConfig:
     """True: torchao computes the linear layers of the blocks in float8. On a machine without float8 hardware float8 is emulated, for
     tests."""
     float8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """Scales of float8. tensorwise: one per tensor, with the fastest kernels. rowwise: one per row. rowwise_with_gw_hp: one per row, with
-    the gradients of the weights in compute_dtype."""
+    """Scales of float8. tensorwise: one scale per tensor, with the fastest kernels. rowwise: one scale per row. rowwise_with_gw_hp: one
+    scale per row, but the gradients of the weights are computed in compute_dtype."""
     max_sequence_length: int = 4096
     """Largest number of positions of a sample. Longer samples are refused."""
     tokens_per_row: int = 4096
@@ -189,7 +190,7 @@ class TrainerConfig:
     """Amount by which every optim_step changes the routers' expert biases (arXiv 2408.15664). 0: there are no biases, as in transformers
     and vLLM."""
     gpu: int | None = None
-    """Index of the first rank's GPU among those that the program sees; the other ranks have the following ones. None: the first one. This
+    """Index of the first rank's GPU among the GPUs that the program sees. The other ranks use the GPUs with the next indices. None: 0. This
     field has no effect on a CPU, or if the trainer runs in processes that exist already."""
     seed: int = 0
     """Seed of the random weights."""
@@ -201,13 +202,13 @@ class TrainerConfig:
     """Seconds in which every other call must answer."""
     collective_timeout: float = 300.0
     """Seconds that a rank waits for another rank in a collective, with gloo and with NCCL. If a rank has to wait longer, the trainer counts
-    as dead. The value should be below call_timeout, and above the time of the longest work that one rank does while the others wait, such
-    as writing an export."""
+    as dead. The value should be below call_timeout. Sometimes one rank works while the others wait, for example when it writes an export.
+    The value should be above the longest time of such work."""
 
     def __post_init__(self) -> None:
         if self.hf_path and self.model == ModelConfig() and not hub.is_model_id(self.hf_path):
-            # If the directory holds no model, `validate` raises the error, which a command line shows on one line. It would show an error
-            # from here as a traceback.
+            # A command line shows an error of `validate` on one line, and an error of this method as a traceback. If the directory holds no
+            # model, the error is therefore suppressed here, and `validate` raises it later.
             with contextlib.suppress(ValueError):
                 self.model = ModelConfig.from_hf(self.hf_path)
 
@@ -281,7 +282,7 @@ class TrainerConfig:
         layouts.validate(self)
 
     def require_hf(self, call: str) -> None:
-        """Raises ValueError naming the call, the value and the reason if Hugging Face's format, which vLLM reads, has no such model."""
+        """Raises ValueError naming the call, the value and the reason if Hugging Face's format, which vLLM reads, cannot express this model."""
         if self.head == "values":
             raise ValueError(
                 f"{call} is not possible with head='values': a generator samples from a language model, not from values"
@@ -295,7 +296,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """Rules for actors that die: when a silent actor counts as dead, and how often and after which pauses an actor is started again."""
+    """Rules for actors that die: after how long a silent actor counts as dead, how often an actor is started again, and after which pauses."""
 
     max_per_hour: int = 10
     """Largest number of restarts of an actor in an hour. If the actor then dies again, it is not started again. A generator that has never
@@ -330,7 +331,7 @@ class WeightsConfig:
     shared_memory: within one host. point_to_point: between any two hosts, by NCCL between GPUs, else by gloo. tcp: between any two hosts.
     point_to_point and tcp also work within one host, so that they can be tried there. NCCL then needs two GPUs."""
     address: str = ""
-    """Address at which every rank of the trainer serves weights to generators on other hosts; "hostname": the name of the rank's host. The
+    """Address at which every rank of the trainer serves weights to generators on other hosts. "hostname": the name of the rank's host. The
     bytes are not encrypted, so the network must be private. Empty: only generators on the trainer's host can read weights; tcp and
     point_to_point then use the loopback address."""
     timeout: float = 60.0
@@ -355,7 +356,7 @@ class GeneratorConfig:
     """Hugging Face directory of config.json and weights. Empty: the weights come with the first pull."""
     max_adapters: int = 0
     """Number of adapters of `load_adapter` that the requests of one step may use. Any number can be loaded. Beyond this number vLLM moves
-    adapters into and out of the device's memory, and requests wait for a place. 0: no adapters can be loaded."""
+    adapters into and out of the device's memory, and a request waits until its adapter is there. 0: no adapters can be loaded."""
     max_adapter_rank: int = 32
     """Largest rank of an adapter of `load_adapter`. vLLM computes with every adapter as if it had this rank."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -365,10 +366,10 @@ class GeneratorConfig:
     max_num_seqs: int = 256
     """Largest number of sequences that run at the same time. Others wait in a queue."""
     kv_cache_bytes: int | None = None
-    """Bytes of the key-value cache. None: 256 MiB on a CPU; on a GPU the part of gpu_memory_utilization that weights and activations do not
-    need. vLLM measures this part while it starts. Meanwhile nothing else may take or free memory of the GPU."""
+    """Bytes of the key-value cache. None: 256 MiB on a CPU. On a GPU, None is the part of gpu_memory_utilization that weights and
+    activations do not need. vLLM measures this part while it starts. Meanwhile nothing else may take or free memory of the GPU."""
     gpu: int | None = None
-    """Index of the GPU among those that the program sees. None: the first one, which is also the GPU of a trainer with gpu=None."""
+    """Index of the GPU among the GPUs that the program sees. None: 0. This is also the first GPU of a trainer with gpu=None."""
     gpu_memory_utilization: float = 0.8
     """Fraction of the GPU's memory that the engine may take."""
     enforce_eager: bool = False
@@ -392,13 +393,14 @@ class GeneratorConfig:
     False: running requests keep the keys and values of the old weights, so nothing is computed again. New requests never use old keys and
     values."""
     num_threads: int | None = None
-    """CPU threads of the process. None: OMP_NUM_THREADS; if that is not set, four on a machine with a GPU, otherwise one per core."""
+    """CPU threads of the process. None: the value of OMP_NUM_THREADS. If this variable is not set, four on a machine with a GPU, and one per
+    core on other machines."""
     seed: int = 0
     """Seed of requests that have no seed of their own."""
     setup_timeout: float = 300.0
     """Seconds in which the engine must start."""
     call_timeout: float = 600.0
-    """Seconds in which every other call must answer. The completions of a call come prompt by prompt, and each prompt has this time."""
+    """Seconds in which every other call must answer. A `generate` answers prompt by prompt, and each prompt has this time."""
     restarts: Annotated[RestartPolicy, tyro.conf.Suppress] = field(default_factory=RestartPolicy)
     """Rules for the restarts of every generator that the client has spawned. In a run the config field `survival` sets them."""
 
@@ -418,9 +420,9 @@ class GeneratorConfig:
 
     @classmethod
     def of(cls, trainer: TrainerConfig) -> "GeneratorConfig":
-        """Config of a generator for the trainer's model and adapters, which are copied.
+        """Config of a generator for the trainer's model and adapters. The configs of model and adapters are copies.
 
-        max_model_len is the length of the trainer's longest samples, or the model's number of positions if that is smaller.
+        max_model_len is the number of tokens of the trainer's longest samples, or the model's number of positions if that is smaller.
         """
         # A sample of T positions is a sequence of T + 1 tokens.
         longest = min(trainer.max_sequence_length + 1, trainer.model.max_position_embeddings)

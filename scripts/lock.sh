@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Rewrite rl_actors/requirements/{cpu,cuda}.txt from pyproject.toml with uv. Existing pins are kept; `--upgrade` moves them.
+# Rewrite rl_actors/requirements/{cpu,cuda}.txt from pyproject.toml with uv. uv keeps the pinned versions, unless `--upgrade` is given.
 #
 #   scripts/lock.sh --torch-backend cpu       # or: --find-links DIR_WITH_THE_CPU_WHEEL_OF_TORCH
 set -euo pipefail

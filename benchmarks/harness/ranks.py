@@ -1,7 +1,7 @@
-"""Processes that serve as the ranks of one job after another, so that each process imports torch only once. Measures nothing.
+"""Runs jobs of one or several ranks in processes that stay alive between jobs, so that each process imports torch only once.
 
-A process uses the same GPU for all its jobs. If there are more processes than GPUs, several share one. If a job fails or takes too long,
-its processes are killed and new ones take their places.
+A process uses the same GPU for all its jobs. If there are more processes than GPUs, several processes share a GPU. If a job fails or takes
+too long, its processes are killed and new processes are started. This module measures nothing.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A call work(*arguments) on each of num_ranks processes. The environment variables RANK, WORLD_SIZE and so on make the
-    processes one distributed program.
+    """A call work(*arguments) in each of num_ranks processes. The environment variables RANK, WORLD_SIZE and so on join the
+    processes into one distributed program.
     """
 
     name: str
@@ -41,12 +41,12 @@ class _Process:
 @dataclass(slots=True, kw_only=True)
 class _Running:
     job: Job
-    places: list[int]  # indices into Ranks.processes, in the order of the ranks
-    deadline: float  # of time.monotonic
+    places: list[int]  # index of each rank's process in Ranks.processes; such an index is called a place
+    deadline: float  # in the time of time.monotonic()
     answers: dict[int, tuple[bool, Any]] = field(default_factory=dict)  # place -> (success, answer or traceback)
 
     def is_done(self) -> bool:
-        """True if all ranks have answered, one of them has failed, or the time is up."""
+        """True if all ranks have answered, a rank has failed, or the deadline is over."""
         all_answered = len(self.answers) == len(self.places)
         return all_answered or bool(self.failures()) or time.monotonic() > self.deadline
 
@@ -56,10 +56,10 @@ class _Running:
 
 
 class Ranks:
-    """`with Ranks(4) as ranks: for job, answers, error in ranks.run(jobs): …`"""
+    """Processes that run jobs: `with Ranks(4) as ranks: for job, answers, error in ranks.run(jobs): …`"""
 
     def __init__(self, count: int, *, seconds: float = 300.0) -> None:
-        """Start `count` processes. seconds: the limit of one job."""
+        """Start `count` processes. seconds: the time limit of a job."""
         self.seconds = seconds
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
         self.context = multiprocessing.get_context("spawn")
@@ -73,9 +73,10 @@ class Ranks:
             self._end(place)
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, list[Any], str]]:
-        """Run the jobs, several at the same time if there are enough processes. Yields a triple for each job when it ends.
+        """Run the jobs, several at the same time if there are enough processes. Yields a triple for each job when the job ends.
 
-        The triple of a finished job is (job, [answer of each rank], ""). The triple of a failed job is (job, [], reason).
+        The triple of a finished job is (job, [answer of each rank], ""). The triple of a failed job is (job, [], reason). Raises ValueError
+        if a job needs more ranks than there are processes.
         """
         waiting, running = list(jobs), []
         free = set(range(len(self.processes)))
@@ -97,7 +98,7 @@ class Ranks:
                     yield done.job, [done.answers[place][1] for place in done.places], ""
 
     def _send_fitting(self, waiting: list[Job], free: set[int]) -> list[_Running]:
-        """Start the waiting jobs for which there are enough free processes. Removes them from `waiting` and their places from `free`."""
+        """Start the waiting jobs for which there are enough free processes. Removes these jobs from `waiting` and their places from `free`."""
         started = []
         for job in list(waiting):
             places = self._places(job, free)
@@ -110,8 +111,9 @@ class Ranks:
     def _places(self, job: Job, free: set[int]) -> list[int]:
         """Free places for a job's ranks; an empty list if there are too few.
 
-        The first place is a multiple of num_ranks, so a process has the same rank in all jobs of one size. torch caches the shards of a
-        mesh, and the key of this cache lacks the rank. So a process that had another rank before would compute with that rank's shards.
+        torch caches the shards of a mesh, and the key of this cache lacks the rank. So a process whose rank differs from the rank that it
+        had in an earlier job of the same size would compute with the shards of its old rank. The first place is therefore a multiple of
+        num_ranks: a process then has the same rank in all jobs of one size.
         """
         for start in range(0, len(self.processes) - job.num_ranks + 1, job.num_ranks):
             block = list(range(start, start + job.num_ranks))
@@ -144,7 +146,7 @@ class Ranks:
             self._receive(running)
 
     def _receive(self, running: Sequence[_Running]) -> None:
-        """Wait for answers, at most a second, and store them in their jobs. A process that has ended counts as a failed rank."""
+        """Wait for answers, at most a second, and store each in `answers` of its job. A process that has ended counts as a failed rank."""
         expected: dict[Any, tuple[_Running, int]] = {}  # pipe -> (job, place) of the answer that comes through it
         for each in running:
             for place in each.places:
@@ -174,7 +176,7 @@ class Ranks:
 def _serve(pipe: Connection) -> None:
     """The program of a process: run every (work, arguments, environment) that arrives, and send back (success, answer or traceback)."""
     with contextlib.suppress(EOFError, KeyboardInterrupt):
-        import rl_actors.engine.train_engine  # noqa: F401  takes seconds, so it is done before the first job arrives
+        import rl_actors.engine.train_engine  # noqa: F401  This import takes seconds, so it comes before the first job.
 
         while True:
             work, arguments, environment = pipe.recv()
@@ -186,7 +188,8 @@ def _serve(pipe: Connection) -> None:
             pipe.send(answer)
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
-            torch.compiler.reset()  # torch keeps at most eight compiled versions of a function, and the next job compiles new ones
+            # torch keeps at most eight compiled versions of a function. The next job compiles new versions, so the old ones are dropped.
+            torch.compiler.reset()
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

@@ -1,7 +1,9 @@
 """The register of all rows of the table in docs/speed.md.
 
-Each row names the program that measures it, the line of results that counts, and its targets.
-`make bench` lists the rows, `make bench ROW=NAME` measures one, and `make bench ROW=missing` measures all that have no result. Imports no torch.
+A program of benchmarks/ measures one or several rows. It appends each result to a file, as one line of JSON. A row names its program, the
+line of results that belongs to the row, and the targets of the row.
+`make bench` lists the rows, `make bench ROW=NAME` measures one row, and `make bench ROW=missing` measures all rows that have no result.
+This module does not import torch.
 """
 
 from collections.abc import Callable
@@ -18,18 +20,20 @@ Line = dict[str, Any]
 class TableRow:
     """One row of the table.
 
-    A line of results belongs to the row if it has the name `line` and the values of `fields` and `compared_fields`.
+    A line of results belongs to the row if its name is `line` and it has the values that `fields` and `compared_fields` give.
     """
 
     what: str  # the table's text about the figure
-    num_gpus: int  # GPUs that it needs; 0 stands for a machine without GPUs
+    num_gpus: int  # GPUs that the program needs; 0 stands for a machine without GPUs
     command: tuple[str, ...] = ()  # arguments of `python -m benchmarks`; the first also names the file of results
-    argument: str = ""  # one more argument; rows with the same command share a process, which gets the arguments of all
+    # One more argument. One process measures all rows with the same command, and gets the `argument` of each of these rows.
+    argument: str = ""
     line: str = ""  # the line's name; "" if the fields identify the line
     fields: dict[str, Any] = field(default_factory=dict)
-    # Like `fields`, but about the other side of the comparison. A quotient reads only our side's tokens/s, so it ignores these fields.
+    # Like `fields`, but these fields describe the program that rl-actors is compared with. A row with `quotient_of` reads only the tokens/s of
+    # rl-actors, so it ignores these fields.
     compared_fields: dict[str, Any] = field(default_factory=dict)
-    measured: Callable[[Line], str]  # makes the table's text about a line that `newest` returned
+    measured: Callable[[Line], str]  # makes the table's text about a line that harness.table.newest returned
     at_least: dict[str, float] = field(default_factory=dict)  # field of the line -> lowest value that meets the target
     at_most: dict[str, float] = field(default_factory=dict)  # field of the line -> highest value that meets the target
     quotient_of: tuple[str, ...] = ()  # if this row is a quotient: the two rows whose tokens/s are divided
@@ -42,7 +46,7 @@ class TableRow:
         return "1 GPU" if self.num_gpus == 1 else f"{self.num_gpus} GPUs"
 
     def runs_here(self) -> bool:
-        """True if this machine has the devices. A machine with GPUs runs no row for a CPU, because the programs would use its GPUs."""
+        """True if this machine has the devices. A machine with GPUs runs no row for a CPU, because the program would use the GPUs."""
         count = len(results.gpus())
         return 0 < self.num_gpus <= count if count else self.num_gpus == 0
 
@@ -60,11 +64,11 @@ READABLE = {
     "difference_mean": "mean difference",
     "first_line": "seconds to the first line",
 }
-"""Field -> its name for readers, if a space in the place of each "_" does not give a readable name."""
+"""Field -> its name in the table. A field is listed here if it is hard to read even with spaces instead of "_"."""
 
 
 def plain(name: str) -> str:
-    """A field's name for readers: "tokens_per_second" -> "tokens/s", "kl" -> "KL"."""
+    """A field's name in the table: "tokens_per_second" -> "tokens/s", "kl" -> "KL"."""
     return READABLE.get(name) or name.replace("_per_second", "/s").replace("_", " ")
 
 
@@ -72,9 +76,9 @@ def plain(name: str) -> str:
 
 
 def _beside(line: Line) -> str:
-    """Our tokens/s beside the other side's: "98,287 beside 98,032 tokens/s".
+    """The tokens/s of rl-actors and of the program that it is compared with: "98,287 beside 98,032 tokens/s".
 
-    The name of the other side's field depends on the program, but it is the only one that ends in _tokens_per_second.
+    The second figure has another field name in each benchmark. It is always the only field whose name ends in _tokens_per_second.
     """
     (other,) = (value for name, value in line.items() if name.endswith("_tokens_per_second"))
     return f"{line['tokens_per_second']:,.0f} beside {other:,.0f} tokens/s"
@@ -94,7 +98,7 @@ def _overhead(line: Line) -> str:
 
 
 def _serve_overhead(line: Line) -> str:
-    """ "12,031 beside 11,846 ms", and below 100 ms "12.3 beside 9.8 ms"."""
+    """ "12,031 beside 11,846 ms". If one of the times is below 100 ms, both have a decimal: "12.3 beside 9.8 ms"."""
     times = [line[f"{side}_seconds"] * 1e3 for side in ("sdk", "client")]
     digits = 0 if min(times) >= 100 else 1
     return f"{times[0]:,.{digits}f} beside {times[1]:,.{digits}f} ms"
@@ -110,10 +114,10 @@ def _tls_overhead(line: Line) -> str:
 
 
 def _grpo_step(line: Line) -> str:
-    """Text with the seconds of the step and of every phase. The idle share of each GPU follows the seconds of the step, and
-    the busy shares follow the seconds of each phase.
+    """Text with the seconds of the step and of every phase.
 
-    The trainer's GPU comes first.
+    After the seconds of the step comes the idle share of each GPU. After the seconds of a phase comes the busy share of each GPU. The first
+    share is that of the trainer's GPU.
     """
     model = line["name"].removesuffix("step")
     parts = [f"step {line['seconds']:.3g} s{_busy_or_idle(line, idle=True)}"]
@@ -230,22 +234,22 @@ def _quotient(line: Line) -> str:
     return f"{line['over']['tokens_per_second']:,.0f} beside {line['under']['tokens_per_second']:,.0f} tokens/s"
 
 
-# --- rows of a kind -----------------------------------------------------------------------------------------------
+# --- functions that make rows -------------------------------------------------------------------------------------
 
 SPEEDS = {"0_6b-16k": 40_000, "0_6b-64k": 14_500, "0_6b-packed": 88_000, "4b-16k": 11_000}  # targets in tokens/s
 CALLERS, ONE_CALL, STEP = "32 callers, 1 prompt x 64 each", "one generate, 256 prompts x 64", "step of 1,024 samples"
 KERNELS = {"flash4": "FlashAttention 4", "flex": "flex attention"}
-# For each of these rows there is a row NAME-flex, which differs only in the kernel.
+# ROWS also has a row NAME-flex for each of these names. The two rows differ only in the attention kernel.
 ON_BOTH_KERNELS = ("0_6b-16k", "0_6b-packed", "4b-packed")
 
 
 def _model(name: str) -> str:
-    """The name of a model for readers: "0_6b" -> "Qwen3 0.6B"."""
+    """The name of a model in the table: "0_6b" -> "Qwen3 0.6B"."""
     return "the tiny model" if name == "tiny" else f"Qwen3 {name.replace('_', '.').upper()}"
 
 
 def _shape(row: Row) -> str:
-    """A shape for readers: "Qwen3 4B, documents of 2,048 in rows of 32,768, FSDP over 2 GPUs"."""
+    """The table's text about a shape: "Qwen3 4B, documents of 2,048 in rows of 32,768, FSDP over 2 GPUs"."""
     parts = [_model(row.model)]
     if row.float8:
         parts.append(f"float8 {row.float8_recipe}")
@@ -258,7 +262,9 @@ def _shape(row: Row) -> str:
 
 
 def _trainer_row(name: str) -> TableRow:
-    """Our trainer beside torchtitan's pieces, with one kernel on both sides. Lines with two different kernels do not count."""
+    """A comparison of our trainer with a trainer made of torchtitan's pieces. Only lines in which both use the same attention kernel
+    belong to the row.
+    """
     row, speed = ROWS[name], SPEEDS.get(name.removesuffix("-kept"))
     fields = asdict(row)
     if not row.float8:
@@ -455,7 +461,10 @@ def _overhead_row(line: str, part: str, what: str, **limits: dict[str, float]) -
 
 
 def _serve_rows(model: str = "") -> dict[str, TableRow]:
-    """Rows of the Tinker server. model: a key of benchmarks.serve_overhead's --model, on one GPU; "": tiny_chat, on a CPU."""
+    """Rows of the Tinker server.
+
+    model: a value of --model of benchmarks.serve_overhead, for rows on one GPU. With "" the rows are for the config tiny_chat on a CPU.
+    """
     prefix, suffix = (f"{model}: ", model) if model else ("", "cpu")
     lines: dict[str, tuple[str, str, dict[str, dict[str, float]]]] = {
         "samples": ("256 requests of 32 + 128 tokens", "sampling", {"at_least": {"ratio": 0.85}}),
@@ -486,7 +495,7 @@ def _serve_rows(model: str = "") -> dict[str, TableRow]:
     return rows
 
 
-# The rows by name, in the order in which `missing` measures them.
+# The rows by name, in the order in which `make bench ROW=missing` measures them.
 TABLE = {
     **{name: _trainer_row(name) for name in ROWS if not name.endswith("-kept")},
     **{f"kernel-{name}": _kernel_row(name) for name in ON_BOTH_KERNELS},
@@ -614,7 +623,7 @@ TABLE = {
     **{name: _trainer_row(name) for name in ROWS if name.endswith("-kept")},
 }
 
-# Rows of the README, in its order. The README leaves out rows that were not run.
+# Names of the rows in the README's table, in the order of the table. The table leaves out rows that have no result.
 HEADLINE = (
     "0_6b-packed",
     "4b-packed",

@@ -1,4 +1,4 @@
-"""Shapes that `trainer_speed` measures, and the configs that `runs` measures. Imports no torch."""
+"""Shapes that the benchmark `trainer_speed` measures, and configs that the benchmark `runs` measures. This module does not import torch."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -6,9 +6,10 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One shape: a model, the batch of a step, and settings. Our trainer and torchtitan's pieces both train this model.
+    """One row of the table in docs/speed.md: a model, the batch of a step, and settings.
 
-    In a step every GPU has `microbatches` microbatches of `rows` rows. Documents of one length fill each row, so no position is padding.
+    trainer_speed measures our trainer and a trainer made of torchtitan's pieces with this model and batch. In a step every GPU has
+    `microbatches` microbatches. A microbatch is a tensor of `rows` rows. Documents of one length fill each row, so no position is padding.
     """
 
     model: str  # a key of configs.qwen3.MODELS, or "tiny"
@@ -21,7 +22,7 @@ class Row:
     float8: bool = False
     float8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     num_gpus: int = 1  # FSDP shards the model over all of them; 0 stands for a CPU
-    chunks: int = 8  # chunks in which a microbatch's logits are computed; torchtitan's default
+    chunks: int = 8  # number of chunks in which the logits of a microbatch are computed; 8 is torchtitan's default
 
     @property
     def positions(self) -> int:

@@ -12,11 +12,14 @@ from controllers.environments.base import Problem
 
 
 def imported(field_name: str, name: str) -> Callable:
-    """The function that `name`, such as "module:function", stands for. Raises ValueError, naming the field, if there is none."""
+    """The function or class with this name, such as "module:function".
+
+    Raises ValueError with the field's name if the import fails, or if the imported object cannot be called.
+    """
     module, _, function = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), function)
-    except Exception as error:  # whatever the user's module raises when it is imported
+    except Exception as error:  # the import of the user's module may raise any exception
         raise ValueError(f"{field_name}={name!r} cannot be imported: {described(error)}") from error
     if not callable(found):
         raise ValueError(f"{field_name}={name!r} is {type(found).__name__} {found!r}, not a function or a class")
@@ -24,11 +27,11 @@ def imported(field_name: str, name: str) -> Callable:
 
 
 def called(field_name: str, name: str, **arguments: object) -> object:
-    """The result of the function with this name. Raises ValueError, naming the field, if the function raises an exception."""
+    """The result of the function with this name. Raises ValueError with the field's name if the function raises an exception."""
     function = imported(field_name, name)
     try:
         return function(**arguments)
-    except Exception as error:  # whatever the user's function raises
+    except Exception as error:  # the user's function may raise any exception
         given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         raise ValueError(f"{field_name}={name!r} called with {given}: {described(error)}") from error
 
@@ -39,7 +42,7 @@ def require_takes(name: str, function: object, *parameters: str) -> None:
         raise ValueError(f"{name} is {type(function).__name__} {function!r}, not a function")
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some functions that are written in C have no signature
+    except ValueError:  # inspect finds no signature of some functions that are written in C
         return
     try:
         signature.bind(*parameters)
@@ -48,9 +51,9 @@ def require_takes(name: str, function: object, *parameters: str) -> None:
 
 
 def require_problems(name: str, environment: object, *, trains: bool) -> None:
-    """Raises ValueError if the held-out problems or the first training problem are not what the protocol says.
+    """Raises ValueError if the held-out problems or the first training problem do not fit the protocol `Environment`.
 
-    trains=False: the environment need not have training problems.
+    trains: False if the run uses no training problems, so that the environment need not have any.
     """
     held_out = _asked(name, environment, "held_out")
     if not isinstance(held_out, list) or not held_out:
@@ -66,7 +69,10 @@ def require_problems(name: str, environment: object, *, trains: bool) -> None:
 
 
 def described(error: BaseException) -> str:
-    """described(KeyError("x")) -> "KeyError: 'x' (my_task.py:12)". The place is never in this module or in the import system."""
+    """described(KeyError("x")) -> "KeyError: 'x' (my_task.py:12)".
+
+    The file and line are those of the innermost frame outside this module and the import system.
+    """
     hidden = (__file__, importlib.__file__)
     frames = [
         frame
@@ -80,7 +86,7 @@ def described(error: BaseException) -> str:
 def _asked(name: str, environment: object, method: str, *arguments: int) -> object:
     try:
         return getattr(environment, method)(*arguments)
-    except Exception as error:  # whatever the user's method raises
+    except Exception as error:  # the user's method may raise any exception
         given = ", ".join(map(str, arguments))
         raise ValueError(f"{name}: {method}({given}) raised {described(error)}") from error
 

@@ -1,4 +1,4 @@
-"""Scores of a completion against an answer, without a model."""
+"""Functions that score a completion by a comparison with the right answer. They use no model."""
 
 import re
 import threading
@@ -12,7 +12,7 @@ def math_verify(answer: str, completion: str) -> float:
     """1.0 when both texts have the same mathematical value, such as "0.5" and "$\\frac{1}{2}$"; else 0.0."""
     from math_verify import parse, verify
 
-    # The package implements its timeout with SIGALRM, which only the main thread may set.
+    # The package implements its timeout with SIGALRM, and Python lets only the main thread handle signals. Other threads use no timeout.
     timeout = 5 if threading.current_thread() is threading.main_thread() else None
     gold, target = (parse(text, parsing_timeout=timeout) for text in (answer, completion))
     return float(verify(gold, target, timeout_seconds=timeout))

@@ -1,7 +1,7 @@
-"""`Call`, the answer to a call that is running, and the background thread that all clients of a process share. This module knows nothing of actors.
+"""A `Call` is a handle to the answer of a call that is running. All clients of a process run their calls on one background thread.
 
 The thread has an event loop of its own. So clients work in a REPL, in a script, with repeated asyncio.run, and in Jupyter, which already
-runs a loop.
+runs an event loop. This module does not depend on actors.
 """
 
 import asyncio
@@ -17,9 +17,10 @@ T = TypeVar("T")
 
 
 class Call(Generic[T]):
-    """The answer to a call that is running. `await` it, or wait with `.result()`. The call runs even if nobody waits.
+    """The answer to a call that is running. `await` the object, or wait with `.result()`. The call runs even if the program does not wait.
 
-    If the call fails and nobody has asked for its answer, a warning with the error is shown when the object is garbage-collected.
+    A call counts as asked after an `await` or a `result` that did not time out. If a call fails and was not asked, a warning with the error
+    is shown when the object is garbage-collected.
     """
 
     def __init__(self, future: "Future[T]", what: str) -> None:
@@ -55,13 +56,13 @@ class Call(Generic[T]):
         return self._future.done() and (self._future.cancelled() or self._future.exception() is not None)
 
     def may_fail_unasked(self) -> bool:
-        """True if the call runs or has failed, and nobody has asked for its answer."""
+        """True if the call runs or has failed, and was not asked."""
         return not (self._asked or (self._future.done() and not self.failed()))
 
     async def unasked_failure(self) -> BaseException | None:
-        """Wait for the end of the call. Returns its error if it failed and nobody has asked for the answer, otherwise None.
+        """Wait for the end of the call. Returns the error if the call failed and was not asked, otherwise None.
 
-        An error is returned once. The caller must report it.
+        An error is returned once, and the call then counts as asked. The caller must report the error.
         """
         if self._asked:
             return None
@@ -75,11 +76,15 @@ class Call(Generic[T]):
 
     def __await__(self) -> Generator[object, None, T]:
         self._asked = True
-        # shield: an `asyncio.wait_for` around this object must not cancel the call, which the ranks are running.
+        # asyncio.wait_for cancels the future that it waits for after its timeout. The ranks are running the call, so it must not be cancelled.
+        # shield prevents that.
         return asyncio.shield(self._ended()).__await__()
 
     def _ended(self) -> "asyncio.Future[T]":
-        """The answer, as a future of the running loop. If its waiter is cancelled and the call fails later, asyncio does not log the error."""
+        """The answer, as a future of the running event loop.
+
+        If the task that waits for the future is cancelled and the call fails later, asyncio does not log the error.
+        """
         ended = asyncio.wrap_future(self._future)
         ended.add_done_callback(_mark_error_as_seen)
         return ended
@@ -96,7 +101,7 @@ class Call(Generic[T]):
         return "done" if error is None else f"failed with {error!r}"
 
     def __del__(self) -> None:
-        # The call may still run when this object is collected. So the future gives the warning, when it is done.
+        # The call may still run when this object is garbage-collected. So a callback of the future shows the warning after the call has ended.
         if not getattr(self, "_asked", True):
             self._future.add_done_callback(functools.partial(_warn_of_failure, self._what))
 
@@ -112,7 +117,7 @@ def _warn_of_failure(what: str, future: "Future[T]") -> None:
 
 
 class _Background:
-    """One daemon thread with an event loop. It starts at its first use."""
+    """One daemon thread with an event loop. The thread starts at the first call of `run`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -130,5 +135,5 @@ _background = _Background()
 
 
 def in_background(coroutine: Coroutine[object, None, T], what: str) -> Call[T]:
-    """Run a coroutine on the thread that all clients of this process share. what: see Call."""
+    """Run a coroutine on the thread that all clients of this process share. what: names of the client and of the call, for error texts."""
     return _background.run(coroutine, what)

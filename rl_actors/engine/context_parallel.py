@@ -1,6 +1,7 @@
-"""Context parallelism: each rank holds some positions of every row. torchtitan shards the rows. This module also gathers them again.
+"""Context parallelism: each rank holds some positions of every row. This module shards the rows with torchtitan, and gathers them again.
 
-This module knows no model. B rows, L row length, C positions of a row that this rank holds.
+This module does not depend on the model. In shapes, B is the number of rows of a microbatch, L the length of a row, and C the number of
+positions of a row that this rank holds.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from rl_actors.engine.batch import AttentionMasks, PackedBatch, RowPerSample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeRows:
-    """Adds the attention masks to a batch, for a layout without context parallelism, in which every rank holds whole rows."""
+    """Adds the attention masks to a batch. It is used without context parallelism, when every rank holds whole rows."""
 
     masks: Callable[[PackedBatch], AttentionMasks]
 
@@ -69,9 +70,9 @@ class RowShards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShard(PackedBatch):
-    """A rank's part of a batch. Its tensors are [B, C]; spans and index_N are those of the whole rows."""
+    """A rank's part of a batch. The tensors that PackedBatch names [B, L] are [B, C] here. `spans` and `index_N` refer to the whole rows."""
 
-    index_BC: Tensor  # for each position that this rank holds, its place in the whole row
+    index_BC: Tensor  # for each position that this rank holds, its index in the whole row
     mesh: DeviceMesh
 
     def row_per_sample(self) -> RowPerSample:
@@ -82,8 +83,8 @@ class BatchShard(PackedBatch):
         index_BL = self._gather(self.index_BC)
         whole: dict[str, Tensor] = {}
         for name, value_BC in values.items():
-            # In gathered_BL the parts of the ranks follow one another. index_BL has the place of every value in its row. scatter_ puts the
-            # values into these places.
+            # In gathered_BL the parts of the ranks follow one another. index_BL has the index of every value in its row. scatter_ moves each
+            # value to its index.
             gathered_BL = self._gather(value_BC)
             whole[name] = torch.empty_like(gathered_BL).scatter_(1, _like(index_BL, gathered_BL), gathered_BL)
         return whole

@@ -1,6 +1,6 @@
 """The loss of a value model.
 
-B rows, L row length. A trained position is one whose loss weight is not 0.
+In shapes, B is the number of rows of the batch, and L is the length of a row. A position is trained if its loss weight is not 0.
 """
 
 import math
@@ -15,12 +15,13 @@ from rl_actors.metrics import Partials
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueLoss:
-    """sum_i w_i l_i, where l_i = (V_i - R_i)^2 / 2. V are the values, R the returns.
+    """The sum of w_i l_i over all positions i, where l_i = (V_i - R_i)^2 / 2. w_i is the loss weight of position i, V_i the value of the
+    model, and R_i the return.
 
-    With a clip c, l_i = max((V_i - R_i)^2, (C_i - R_i)^2) / 2, where C_i is V_i limited to [O_i - c, O_i + c]. O are the old_values, which
-    the value model gave before the first optimizer step on the batch. OpenAI's baselines clip the values in this way.
-    The metric value_clip_fraction:mean is the share of the trained positions where the clipped term is the larger one. explained_variance is
-    computed from other metrics of this loss.
+    With a clip c, l_i = max((V_i - R_i)^2, (C_i - R_i)^2) / 2, where C_i is V_i limited to [O_i - c, O_i + c]. O_i is the old value: the
+    value that the model gave before the first optimizer step on the batch. OpenAI's baselines clip the values in this way.
+    The metric value_clip_fraction:mean is the share of the trained positions where (C_i - R_i)^2 is larger than (V_i - R_i)^2.
+    The function explained_variance computes its result from other metrics of this loss.
     """
 
     clip: float | None = None
@@ -33,7 +34,7 @@ class ValueLoss:
             raise ValueError(f"ValueLoss.clip={self.clip}; it must be finite and above 0, or None")
 
     def columns(self) -> tuple[frozenset[str], frozenset[str]]:
-        """The (required, optional) arguments of the call."""
+        """The names of the required and of the optional arguments of `__call__`, without values_BL."""
         required = {"loss_weights", "returns"} | ({"old_values"} if self.clip is not None else set())
         return frozenset(required), frozenset({"old_values"} - required)
 
@@ -41,7 +42,8 @@ class ValueLoss:
         self, values_BL: Tensor, *, loss_weights: Tensor, returns: Tensor, old_values: Tensor | None = None
     ) -> tuple[Tensor, Partials]:
         is_trained_BL = loss_weights != 0
-        # At positions that are not trained the columns are replaced, because a NaN there would make the sum NaN even with a weight of 0.
+        # Returns and old values may be NaN at positions that are not trained. Such a NaN would make the sum NaN, even with a weight of 0.
+        # So the model's own values replace returns and old values at these positions.
         returns_BL = torch.where(is_trained_BL, returns, values_BL.detach())
         error_BL = (values_BL - returns_BL).square()
         was_clipped_BL = torch.zeros_like(is_trained_BL)
@@ -75,7 +77,8 @@ class ValueLoss:
 def explained_variance(metrics: dict[str, float]) -> float:
     """1 - Var(R - V) / Var(R) over the trained positions, from the metrics of ValueLoss. NaN if all returns are equal.
 
-    1: the values equal the returns, up to a constant. 0: the values explain no more than the mean of the returns. Negative: they explain less.
+    The result is 1 if values and returns differ only by a constant. It is 0 if the values predict the returns as well as the mean of
+    the returns does, and negative if they predict the returns worse.
     """
     variance = metrics["return_square:mean"] - metrics["return:mean"] ** 2
     unexplained = metrics["value_error_square:mean"] - metrics["value_error:mean"] ** 2

@@ -1,4 +1,4 @@
-"""Addresses at which programs of a run listen. This module knows nothing of actors."""
+"""Addresses at which programs of a run listen. This module does not depend on actors."""
 
 import ipaddress
 import socket
@@ -11,12 +11,12 @@ class Address:
     """Host and port at which a service or a worker listens: tcp://127.0.0.1:4400, or tls://host:4400 with certificates."""
 
     host: str
-    port: int  # 0: the system chooses one
+    port: int  # 0: the system chooses a free port
     tls: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "Address":
-        """Raises ValueError naming the text if it is not an address."""
+        """The address in a text. Raises ValueError naming the text if it is not an address."""
         wanted = "it must be tcp://HOST:PORT, or tls://HOST:PORT with certificates"
         if not isinstance(text, str):
             raise ValueError(f"the address is {text!r}; {wanted}")
@@ -40,8 +40,8 @@ class Address:
     def numeric(self) -> "Address":
         """This address with an IP address instead of the name of the host.
 
-        If a name has several IP addresses, Monarch does not try them in turn. So this method chooses one: the first IPv4 address if there is
-        one, otherwise the first address. Raises ValueError if the host has no address.
+        If a name has several IP addresses, Monarch does not try one after the other. So this method chooses the first IPv4 address, or the
+        first address if the host has no IPv4 address. Raises ValueError if the host has no address.
         """
         found = resolve(self.host)
         return replace(self, host=next((each for each in found if ":" not in each), found[0]))
@@ -56,10 +56,10 @@ class Address:
 
 
 def resolve(host: str) -> list[str]:
-    """The IP addresses of a host. Raises ValueError naming the host if it has none."""
+    """The IP addresses of a host. Raises ValueError naming the host if it has no IP address."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ValueError(f"the host {host!r} has no address: {error}") from None
-    # A link-local address of IPv6 has the name of its interface after a percent sign, which is left out.
+    # A link-local address of IPv6 has a percent sign and the name of its interface at the end. Both are left out.
     return [str(entry[4][0]).partition("%")[0] for entry in found]

@@ -1,4 +1,4 @@
-"""Code that runs at the start and at the end of each process that this package spawns. This module knows nothing of actors."""
+"""Code that runs at the start and at the end of each process that this package spawns. This module does not depend on actors."""
 
 BOOTSTRAP = """
 import atexit, gc, os, runpy, sys
@@ -24,7 +24,8 @@ except SystemExit as error:
 """
 """Code for `python -c CODE -m MODULE`. It runs the module as `python -m MODULE` does, but starts and ends the process faster.
 
-The process collects no garbage until `collector.keep` is called. `end` is registered first and so runs last, when the threads have ended
-and all other exit handlers have run. If `end` did not exit there, Python would delete the objects of the thousands of modules that torch
-and vLLM import, one by one. This would take one second of processor time in a trainer and two in a generator, and would be of no use.
+The process collects no garbage until `collector.keep` is called. Python runs exit handlers in reverse order. `end` is registered first, so it
+runs after the threads have ended and all other exit handlers have run. If `end` did not exit the process, Python would delete the objects of
+the thousands of modules that torch and vLLM import, one by one. This would be of no use. It would take one second of processor time in a
+trainer, and two seconds in a generator.
 """

@@ -1,7 +1,7 @@
-"""`OpenStep`, which lets only one client of a service at a time have an open step. This module knows nothing of actors.
+"""`OpenStep` lets only one client of a service at a time have an open training step. This module does not depend on actors.
 
-The first forward_backward of a client opens a step, and the client's optim_step or discard_gradients closes it. While the step is open,
-other clients' calls of the endpoints in CHANGING wait.
+The first forward_backward of a client opens a step, and the client's optim_step or discard_gradients closes the step. While the step is
+open, other clients' calls of the endpoints in CHANGING wait.
 """
 
 import asyncio
@@ -16,17 +16,17 @@ CHANGING = frozenset(
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Attached:
-    """A client of the service. It lasts as long as its connection."""
+    """A client that is connected to the service. The object lasts as long as the connection."""
 
     number: int
-    name: str  # given by the client, with its process and host: "trainer, pid 4242 on host-3"
-    member: str  # the actor that it calls: "trainer", "generator", …
+    name: str  # the client's text about itself, with its process and host: "trainer, pid 4242 on host-3"
+    member: str  # the actor that the client calls: "trainer", "generator", …
     since: float = field(default_factory=time.time)
     num_calls: int = 0
     has_left: bool = False
     # Calls of this client that wait for the end of another client's step.
     waiting: "set[asyncio.Task[bool]]" = field(default_factory=set)
-    # Number of a generate call -> number of its prompts that this client has not fetched.
+    # Number of a generate call -> number of prompts of the call whose completions this client has not fetched.
     generations: dict[int, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -34,7 +34,10 @@ class Attached:
 
 
 class OpenStep:
-    """Gives the step of one trainer to one client at a time, in the order in which clients ask. Use an instance on one event loop only."""
+    """A lock on the open step of one trainer. Waiting clients get the lock in the order of their calls.
+
+    All calls of an instance must come from the same event loop.
+    """
 
     def __init__(self) -> None:
         self._free = asyncio.Lock()
@@ -42,9 +45,10 @@ class OpenStep:
         self._held_since = 0.0
 
     async def enter(self, client: Attached, endpoint: str, patience: float) -> None:
-        """Wait until no other client has an open step, and open one for this client. Does nothing if this client has an open step already.
+        """Wait until no other client has an open step, and open a step for this client. Does nothing if this client has an open step already.
 
-        Raises RuntimeError if another client, which the error names, still has the step after `patience` seconds, or if `client` has left.
+        Raises RuntimeError if another client still has an open step after `patience` seconds. The error names that client. Also raises
+        RuntimeError if `client` leaves during the wait.
         """
         if self.holder is client:
             return
@@ -74,5 +78,5 @@ class OpenStep:
             self._free.release()
 
     def seconds(self) -> float:
-        """Seconds for which a client has had its step open; 0 if no step is open."""
+        """Seconds since the open step was opened; 0 if no step is open."""
         return 0.0 if self.holder is None else time.monotonic() - self._held_since

@@ -1,8 +1,9 @@
-"""`Transport`, which brings weights from a trainer's ranks to generators, and functions that publish and find versions in a transport.
+"""A `Transport` brings weights from a trainer's ranks to generators. The functions of this module publish and find versions in a transport.
 
-A version is the weights of one policy_version. It is published in two steps. First every rank puts its shards. When all ranks have done so,
-rank 0 writes the manifest, the list of the version's tensors. A generator reads only tensors that a manifest lists, so it never reads a
-version before all ranks have put their shards. A subclass of Transport decides where manifests and tensors are.
+A version is the weights of one policy_version. It is published in two steps. First every rank puts its shards into the transport. After all
+ranks have put their shards, rank 0 writes the manifest, which is the list of the version's tensors. A generator reads only tensors that a
+manifest lists, so it never reads a version before all ranks have put their shards. A subclass of Transport decides where manifests and
+tensors are. In some transports the tensors are in slots. A slot is the memory of one rank for its shards of one version.
 """
 
 import asyncio
@@ -66,12 +67,12 @@ class Manifest:
 class Piece:
     """A part of a tensor, in memory that the reading process can address."""
 
-    start: tuple[int, ...]  # of the part in the whole tensor
+    start: tuple[int, ...]  # offset of the part in the whole tensor
     values: Tensor
 
     @property
     def region(self) -> tuple[slice, ...]:
-        """The place of the part in the whole tensor."""
+        """The slices of the whole tensor that the part fills."""
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.values.shape, strict=True))
 
 
@@ -107,10 +108,10 @@ class OpenVersion(ABC):
 
 
 class Source(ABC):
-    """The place of one version's tensors. A Source is picklable: it is sent to the process that reads the tensors, and opened there."""
+    """A picklable description of where one version's tensors are. The process that reads the tensors receives it and opens it."""
 
     timeout: float
-    """Seconds that each of two phases may take: the opening of the version, and then its loading."""
+    """Seconds that each of two phases may take: opening the version, and then loading it."""
 
     @property
     @abstractmethod
@@ -148,10 +149,12 @@ class LoadedTensors(Source, OpenVersion):
 
 
 class Transport(ABC):
-    """A picklable handle to a store of weights, which trainer and generator actors share. The process that made it opens and closes it."""
+    """A picklable handle to a store of weights that trainer and generator actors share. Only the process that made the transport calls
+    `open` and `close`.
+    """
 
     training_bytes = 0
-    """Bytes of a rank's GPU that training takes at its peak, as the trainer estimates them. Slots may take the rest."""
+    """Bytes of a rank's GPU that training takes at its peak, as the trainer estimates them. Slots may take the rest of the GPU's memory."""
     kind: str = "other"
     """Name of the place in which the tensors of a version are. The metrics of a push report this name."""
 
@@ -174,16 +177,16 @@ class Transport(ABC):
     ) -> "SlotAddress | None":
         """Put this rank's shard of every DTensor, and every plain tensor as a whole.
 
-        dtype: dtype of the floating-point tensors in this version. None: each tensor keeps its own.
+        dtype: dtype of the floating-point tensors in this version. None: each tensor keeps its own dtype.
         Returns the address of the slot that holds the shards, if the transport has slots.
         """
 
     async def discard_tensors(self, key: str, rank: int) -> None:  # noqa: B027
-        """Forget what put_tensors has put under this key. It is called when some rank could not put its tensors."""
+        """Discard the tensors that put_tensors has put under this key. `publish` calls this if a rank could not put its tensors."""
 
     @abstractmethod
     async def source(self, manifest: Manifest) -> Source:
-        """The place of a version, which a generator sends to the processes of its engine."""
+        """A description of where the version's tensors are. A generator sends it to the processes of its engine."""
 
     async def get_tensors(self, manifest: Manifest) -> dict[str, Tensor]:
         """The tensors of a version, whole and on the CPU."""
@@ -196,7 +199,7 @@ class Transport(ABC):
 
     @abstractmethod
     async def get_object(self, key: str) -> object | None:
-        """The value of a key, or None if it has none."""
+        """The value of a key, or None if the key has no value."""
 
     @abstractmethod
     async def delete(self, manifest: Manifest) -> None:
@@ -214,7 +217,7 @@ async def announce(transport: Transport, dtype: str) -> None:
 
 
 async def transfer_dtype(transport: Transport) -> torch.dtype:
-    """The dtype of a push: the widest that a generator announced, or float32 if none has announced one."""
+    """The dtype of a push: the widest dtype that a generator has announced, or float32 if no generator has announced a dtype."""
     for name, dtype in DTYPES.items():
         if await transport.get_object(f"generators/{name}"):
             return dtype
@@ -233,9 +236,9 @@ async def publish(
 ) -> Manifest:
     """Publish a version. All ranks must call this function together. Returns the version's manifest.
 
-    dtype: dtype of the floating-point tensors in this version. None: each tensor keeps its own.
+    dtype: dtype of the floating-point tensors in this version. None: each tensor keeps its own dtype.
     If this rank fails, raises its error. If only other ranks fail, raises RuntimeError naming these ranks and their errors. If a rank could
-    not put its tensors, no manifest is written, so nobody can read the version.
+    not put its tensors, no manifest is written, so generators cannot read the version.
     """
     key = f"{stream}/{version}"
     shapes = {name: (tuple(tensor.shape), published_dtype(tensor, dtype)) for name, tensor in tensors.items()}
@@ -245,7 +248,7 @@ async def publish(
         await transport.discard_tensors(key, rank)
         raise
     everywhere: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for of_rank in gather(shapes):  # each stage of a pipeline has its own tensors
+    for of_rank in gather(shapes):  # the stages of a pipeline have different tensors
         everywhere |= of_rank
     addresses = tuple(part for part in parts if part is not None)
     manifest = Manifest(stream=stream, version=version, tensors=everywhere, parts=addresses)
@@ -304,7 +307,7 @@ async def _on_all_ranks(work: Awaitable[Value], version: int, gather: Gather) ->
 async def find(transport: Transport, version: int, timeout: float) -> Manifest:
     """Wait until `version` of the newest stream is published, with all its tensors, and return its manifest.
 
-    Raises TimeoutError naming this version and the newest one.
+    If this takes longer than `timeout` seconds, raises TimeoutError naming this version and the newest version.
     """
     deadline = time.monotonic() + timeout
     what = f"pull of version {version}: question to the index"
@@ -323,8 +326,8 @@ async def find(transport: Transport, version: int, timeout: float) -> Manifest:
 
 
 def local_shard(tensor: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, tuple[int, ...]]:
-    """(this rank's part of a tensor, on the CPU and in the published dtype; its offset in the whole tensor)."""
-    # Imported here, because the import takes half a second and a program that only has clients has no DTensors.
+    """This rank's part of a tensor, on the CPU and in the published dtype, and the offset of the part in the whole tensor."""
+    # This import takes half a second. It is inside the function, because a program that only has clients has no DTensors and does not need it.
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

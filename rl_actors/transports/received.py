@@ -1,4 +1,7 @@
-"""Memory into which a reader receives slots over a network. The memory is allocated once and used for all versions."""
+"""Memory into which a generator receives weights over a network. The memory is allocated once and used for all versions of the weights.
+
+A slot is the memory of one rank of the trainer for its weights of one version.
+"""
 
 import threading
 
@@ -9,16 +12,16 @@ from rl_actors.transports.slots import Layout, pin_for
 
 
 class ReceivedSlot:
-    """A slot that this process has received: its layout, and its tensors as views of the received bytes."""
+    """A received copy of a slot: the slot's layout, and its tensors as views of the received bytes."""
 
     def __init__(self, layout: Layout, data: Tensor) -> None:
         self.layout, self.views = layout, layout.views(data)
 
 
 class Buffers:
-    """Memory for received slots, by rank and size. It is allocated for the first version and used again for later versions.
+    """Memory for received slots. A buffer is allocated for the first version and used again for later versions of the same rank and size.
 
-    If this process uses a GPU, the memory is pinned.
+    If this process uses a GPU, the memory is pinned. `free` maps (rank of the trainer, number of bytes) to a buffer that is not in use.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,7 @@
-"""The place of vLLM's engine core: the engine's thread, or a process of its own. This module handles neither requests nor weights.
+"""Runs vLLM's engine core on the thread of the engine, or in a process of its own. This module handles neither requests nor weights.
 
-In a process of its own the core schedules and computes while the actor's process handles the outputs. On a GPU a core in a process
-of its own is faster; see docs/loop.md. On a CPU it is not faster, because the two processes share the processors. The start takes 10 s
-longer there.
+A core in its own process schedules and computes while the actor's process handles the outputs. On a GPU this is faster; see docs/loop.md.
+On a CPU it is not faster, because the two processes share the processors, and the start takes 10 s longer.
 """
 
 import atexit
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from vllm import LLMEngine
 
 NEWS_TIMEOUT = 1.0
-"""Seconds that `has_died` waits for the news that the core has ended. A call to the core may fail before this news comes."""
+"""Seconds that `has_died` waits until the thread of `watch` notices the end of the core. A call to the core may fail before that."""
 DEATH_TIMEOUT = 10.0
 """Seconds to wait for the end of a core that has reported a failure. After the end, the error can name the core's exit code."""
 
@@ -40,15 +39,16 @@ KILLED_AT_START = r"Failed core proc\(s\): \{(\}|'EngineCore\w*': -\d+)"
 """Pattern of vLLM's error for a core that was killed before it was ready. If vLLM does not know the exit code yet, the error names no core."""
 
 PARENT_VARIABLE = "RL_ACTORS_CORE_PARENT"
-"""Environment variable of a process below a core: the pid of its parent. The core and every process below it set the variable for the
-processes that they start."""
+"""Environment variable of a process that the core has started, directly or through another process. Its value is the pid of the process's
+parent. The core and each of these processes set the variable for the processes that they start."""
 
-# A program that runs first in the core's process and in each process that the core starts. It makes the kernel end the process when the
-# process's parent ends, because neither vLLM's core nor its workers notice that their parent was killed with kill -9 while they start. It
-# begins a session, so that the core gets no Ctrl-C from a terminal, which would end the core in the middle of a step. In the core's process
-# it also removes variables that describe the actor's process group, not vLLM's. A new process does not inherit the executable that was
-# set for multiprocessing. So the program changes the code that the process is to run, which is the argument after "-c": it puts a call that
-# sets the executable before this code.
+# A program that runs first in the core's process and in each process that the core starts.
+# - If a parent is killed with kill -9 while vLLM's core or its workers start, they do not notice. So the program makes the kernel end the
+#   process when its parent ends.
+# - Ctrl-C in a terminal would end the core in the middle of a step. So the program begins a session, to which the terminal sends no Ctrl-C.
+# - In the core's process it removes variables that describe the process group of the actor, because vLLM makes another group.
+# - A new process does not inherit the executable that was set for multiprocessing. The code that the process is to run is the argument
+#   after "-c". So the program adds a call that sets the executable to the beginning of this code.
 CHILD = """
 import ctypes, os, signal, sys
 os.setsid()
@@ -92,11 +92,13 @@ class Core(Protocol):
         """True if the core has ended. Call it after an error of the core."""
 
     def updating(self, engine: "LLMEngine") -> AbstractContextManager[None]:
-        """Context manager for an update of the weights. No step runs in it."""
+        """Context manager for an update of the weights. No step runs inside the context."""
 
 
 def core_of(config: GeneratorConfig) -> Core:
-    """The core that config.own_process asks for. None: a process of its own on a GPU or for several ranks, otherwise the engine's thread."""
+    """The core that config.own_process selects. If own_process is None, the core has its own process on a GPU or for several ranks, and
+    otherwise runs on the engine's thread.
+    """
     own = config.own_process
     if own is None:
         own = torch.cuda.is_available() or config.tensor_parallel > 1
@@ -104,7 +106,7 @@ def core_of(config: GeneratorConfig) -> Core:
 
 
 class InProcess:
-    """The core computes on the thread that calls the engine, in its `step`."""
+    """The core computes in `step` of the engine, on the thread that calls `step`."""
 
     recovers = True
 
@@ -130,7 +132,7 @@ class InProcess:
 
 
 class OwnProcess:
-    """The core computes in a child process, which vLLM starts. An engine of several ranks has further processes below it."""
+    """The core computes in a child process, which vLLM starts. For an engine of several ranks, the child starts further processes."""
 
     recovers = False
 
@@ -154,7 +156,9 @@ class OwnProcess:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         # "spawn", because a fork would copy locks that threads of this process hold.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-        resource_tracker.ensure_running()  # started here, because it must outlive the core, which would start it otherwise
+        # multiprocessing's resource tracker must outlive the core. If it did not run already, the core would start it and it would end with
+        # the core.
+        resource_tracker.ensure_running()
         python = os.fsdecode(spawn.get_executable() or sys.executable)
         with tempfile.TemporaryDirectory(prefix="rl_actors_core_") as directory:
             # The folder of the sockets to the core. After the start the sockets are connected, so the folder can be deleted.
@@ -172,12 +176,12 @@ class OwnProcess:
 
     def watch(self, engine: "LLMEngine", on_death: Callable[[BaseException], None]) -> None:
         [core] = engine.engine_core.resources.engine_manager.processes
-        # Handles of the ranks' processes. The system may give a pid to another process later, but not a handle.
+        # Handles of the ranks' processes. A handle always refers to the same process. The system may give a pid to another process later.
         ranks: dict[int, str] = {}
         for rank, pid in enumerate(engine.collective_rpc("remove_shared_names")):
             if pid != core.pid:
                 ranks[os.pidfd_open(pid)] = f"vLLM's worker of rank {rank} (pid {pid})"
-        # Kill the core at the end of this process. vLLM would wait until the core ends by itself.
+        # At the end of this process vLLM would wait until the core ends. So the core is killed before.
         atexit.register(core.kill)
 
         def wait() -> None:
@@ -205,8 +209,8 @@ class OwnProcess:
 
     @contextlib.contextmanager
     def updating(self, engine: "LLMEngine") -> Iterator[None]:
-        # Under asynchronous scheduling a step is under way whenever requests run. Its tokens get the version that the core has when the
-        # step ends, so the core must be idle before the version changes.
+        # Under asynchronous scheduling a step is under way whenever requests run. The tokens of the step get the version that the core has
+        # when the step ends. So the core must be idle before the version changes.
         engine.sleep(level=0, mode="keep")
         try:
             yield
@@ -224,7 +228,10 @@ def _executable(directory: Path, python: str) -> str:
 
 
 def a_child_is_stopped() -> bool:
-    """True if a process below this one is stopped, as after a SIGSTOP. While a core starts, nothing else shows that it makes no progress."""
+    """True if a child of this process, or a child of a child, is stopped, as after a SIGSTOP.
+
+    While a core starts, nothing else shows that the core makes no progress.
+    """
     import psutil
 
     for child in psutil.Process().children(recursive=True):
@@ -236,7 +243,7 @@ def a_child_is_stopped() -> bool:
 
 def describe(process: BaseProcess) -> str:
     """How a process ended: "vLLM's engine core (pid 123) was killed by signal 9"."""
-    # A thread of vLLM waits for the process, too. If that thread is first, the exit code appears here only a moment after the end.
+    # A thread of vLLM also waits for the process. If that thread gets the exit code first, `exitcode` is set only a moment after the end.
     deadline = time.monotonic() + DEATH_TIMEOUT
     while process.exitcode is None and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -246,7 +253,7 @@ def describe(process: BaseProcess) -> str:
 
 
 def wake_callers(engine: "LLMEngine", error: BaseException) -> None:
-    """Make every call to a dead core raise an error. vLLM's synchronous client would wait for ever for an answer of a killed core."""
+    """Make every call to a dead core raise an error. Without this, vLLM's synchronous client would wait for ever for the answer."""
     client = engine.engine_core
     client.resources.engine_dead = True  # from now on every new call raises
     for future in list(client.utility_results.values()):
