@@ -1,16 +1,17 @@
-"""Seconds of a run of the config `tiny`, which `make grpo` starts: the parts of its start, its closing, and the whole run.
+"""Measures the seconds of the config `tiny`, which `make grpo` runs: the parts of its start, its closing, and the whole
+run.
 
 python -m benchmarks startup                                  # three starts
 python -m benchmarks startup --whole                          # three whole runs
 python -m benchmarks startup --whole --seeds 0 1 2 3 4        # one whole run with each seed
 
-Without `--whole` a run has one supervised step and one GRPO step. Further flags are passed on to the controller. The parts of a run are read
-from the files that it writes:
+Without `--whole` a run has one supervised step and one GRPO step. Further flags are passed on to the controller. The files that a run
+writes show when each part of the run ends:
 
-- imports: until config.json is there; by then the config is checked, and the task and the tokenizer are built;
-- spawn: until the processes of trainer and generator write to their logs;
-- engines: until both are ready;
-- first_step: until the first line of metrics.jsonl, which has the first weight sync and the first validation;
+- imports: until config.json exists. The run has then checked the config, and built the task and the tokenizer.
+- spawn: until the log files of trainer and generator exist.
+- engines: until trainer and generator are ready.
+- first_step: until the first line of metrics.jsonl. This part contains the first weight sync and the first validation.
 - closing: from the last line of metrics.jsonl to the end of the command.
 """
 
@@ -26,15 +27,15 @@ from statistics import median
 from benchmarks.harness import results
 from controllers.run_folder import RunFolder, read_jsonl
 
-POLL = 0.01  # seconds between two looks at the files of a run that starts
+POLL = 0.01  # seconds between two checks of a run's files
 PARTS = ("imports", "spawn", "engines", "first_step", "first_line", "closing", "seconds")
 """Figures of a run in seconds. first_line is the sum of the four parts before it. seconds is the time of the whole command."""
 SHORT = ("--sft-steps", "1", "--steps", "1")
 
 
 def measure(command: Sequence[str], folder: RunFolder) -> dict[str, float]:
-    """Run a command that trains in `folder`, and return its PARTS. Raises SystemExit if it fails."""
-    begun = time.time()  # files have times of the same clock
+    """Run a command that trains in `folder`, and return the figures PARTS. Raises SystemExit if the command fails."""
+    begun = time.time()  # the clock of the files' modification times
     process = subprocess.Popen(command)
     logs = [folder.log("trainer-0"), folder.log("generator-0")]
     configured = _wait(process, lambda: folder.config.exists()) - begun
@@ -57,7 +58,7 @@ def measure(command: Sequence[str], folder: RunFolder) -> dict[str, float]:
 
 
 def _wait(process: subprocess.Popen, is_there: Callable[[], bool]) -> float:
-    """The time at which `is_there()` is true for the first time. Raises SystemExit if the process ends before."""
+    """The time at which `is_there()` is true for the first time. Raises SystemExit if the process ends earlier."""
     while not is_there():
         if process.poll() is not None and not is_there():
             raise SystemExit(f"the run ended with exit status {process.returncode} before its first step was recorded")

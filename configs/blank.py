@@ -1,4 +1,7 @@
-"""Configs without a task: the user names one with --task. A Qwen3 of a million parameters learns the task from random weights, on two cores."""
+"""Configs without a task. The user names a task with --task.
+
+A Qwen3 of a million parameters learns the task from random weights, on two cores.
+"""
 
 from configs.tiny import sft_phase, tiny_model
 from controllers.environments import EnvironmentConfig
@@ -46,8 +49,9 @@ def _no_task() -> EnvironmentConfig:
 
 
 def _model() -> ModelConfig:
-    # A run replaces vocab_size by the size of the problems' alphabet. rope_theta, the base of the rotary embedding, is small. If it were
-    # 10,000, most angles of the embedding would hardly change over a text of some tens of tokens.
+    # A run replaces vocab_size by the size of the problems' alphabet. rope_theta, the base of the rotary embedding, is
+    # small because the texts have only some tens of tokens. With a base of 10,000 most angles of the embedding would
+    # hardly change over so few tokens.
     return tiny_model(vocab_size=128, max_position_embeddings=256, rope_theta=100.0)
 
 

@@ -1,9 +1,10 @@
 """GRPO with models of Qwen3's shapes, for H200 GPUs, which have 139 GiB of memory. Trainer and generator have separate GPUs or share them.
 
-By default the weights are random and the task is two-digit addition, as in the config `tiny`, so a run needs no
-download. `--trainer.hf-path DIR` reads the weights from a Hugging Face directory;
-`python -m benchmarks random_weights 4b DIR` makes a directory of the right shape. A real run needs
-`--trainer.hf-path DIR --alphabet ""` and a task of your own. The config `qwen3` takes a model of any size.
+By default a run needs no download, because its weights are random. The task is two-digit addition, as in the config
+`tiny`. `--trainer.hf-path DIR` reads the weights from a Hugging Face directory.
+`python -m benchmarks random_weights 4b DIR` makes such a directory with random weights. A real run needs a task of your
+own, `--trainer.hf-path DIR`, and `--alphabet ""`, which selects the tokenizer of DIR. The config `qwen3` takes a model
+of any size.
 """
 
 from dataclasses import replace
@@ -56,7 +57,9 @@ def qwen3() -> GRPOConfig:
 
 
 def qwen3_sft() -> SFTConfig:
-    """Supervised training of a model of your own, on the answers of problems or on the assistant's turns of conversations."""
+    """Supervised training of a model of your own, on the answers of problems or on the assistant's messages in
+    conversations.
+    """
     schedule = ScheduleConfig(kind="linear_warmup_linear", learning_rate=1e-5, warmup_steps=10)
     return SFTConfig(**_own(), steps=200, sft=SFTPhaseConfig(batch_size=64, schedule=schedule))
 
@@ -118,10 +121,12 @@ def qwen3_4b_one_gpu() -> GRPOConfig:
 
 
 def qwen3_8b() -> GRPOConfig:
-    """Two GPUs: the trainer is on both, and vLLM takes 0.25 of the memory of the first.
+    """Two GPUs: the trainer is on both, and the generator shares the first with it. vLLM takes 0.25 of the first GPU's
+    memory.
 
-    Weights, gradients and Adam's moments take 122 GiB, which leaves too little of one GPU for activations and vLLM.
-    To run the generator on a third GPU: `--generator.gpu 2 --generator.gpu-memory-utilization 0.85 --trainer.tokens-per-row 16384`.
+    Weights, gradients and Adam's moments take 122 GiB. If they were all on one GPU, too little of its memory would be left for
+    activations and vLLM. These flags run the generator on a third GPU:
+    `--generator.gpu 2 --generator.gpu-memory-utilization 0.85 --trainer.tokens-per-row 16384`.
     """
     config = _shared("8b", tokens_per_row=8192, share=0.25)
     config.trainer.parallelism.data_parallel_shard_degree = 2
@@ -129,11 +134,12 @@ def qwen3_8b() -> GRPOConfig:
 
 
 def qwen3_8b_one_gpu() -> GRPOConfig:
-    """One GPU, used in turns: vLLM sleeps while the trainer works, and takes 0.65 of the GPU's memory while it generates.
+    """One GPU. vLLM sleeps while the trainer works, and takes 0.65 of the GPU's memory while it generates.
 
     While vLLM generates, Adam's moments (61 GiB) are in the host's memory. The trainer's weights (31 GiB in float32) stay on the GPU.
     The host also holds two pushed versions of the weights (31 GiB together, in bfloat16).
-    A checkpoint copies weights and moments (92 GiB) to the host before it is written. If the host has less memory, use `--checkpoint-every 0`.
+    A checkpoint copies weights and moments (92 GiB) to the host before it is written. If the host has too little memory
+    for this copy, use `--checkpoint-every 0`.
     """
     config = _shared("8b", tokens_per_row=8192, share=0.65)
     config.trainer.logprob_chunk_tokens = 4096

@@ -1,4 +1,7 @@
-"""Spawns the actors of a run, watches them, replaces those that have died, and closes all of them. The training loops call the actors."""
+"""Spawns the actors of a run, watches them, replaces actors that have died, and closes all actors.
+
+The training loops call the actors.
+"""
 
 import asyncio
 import contextlib
@@ -30,13 +33,15 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT = 5.0
 """Seconds that each step of closing a run may take: ending the last checkpoint, ending the actors, closing the transport."""
 DEATH_TIMEOUT = 1.0
-"""Seconds to wait, when a call has failed, for the report that an actor has died. If no report comes and the store answers, the call has
-failed for another reason."""
+"""When a call has failed, the run waits this many seconds for a report that an actor has died.
+
+If no report comes and all other checks pass, the call has failed for another reason.
+"""
 END_TIMEOUT = 60.0
-"""Seconds in which the work of the run must end after the death of an actor."""
+"""Seconds in which the run's current work must end when the run cancels it after the death of an actor."""
 BEYOND_LIMIT = "this is the first of {num_deaths} deaths in the last hour, but survival.max_restarts_per_hour={limit}; the last death: {last}"
 KILL_TIMEOUT = 30.0
-"""Seconds in which killed processes must be gone."""
+"""Seconds in which killed processes must end."""
 
 Setup = Callable[[str], AbstractContextManager[None]]
 """Function that shows a phase of the start, as in `with setup("starting trainer"): ...`."""
@@ -45,7 +50,7 @@ AnyClient = TypeVar("AnyClient", bound=TrainerClient | ReferenceClient | Generat
 
 
 class Death(Exception):
-    """Some work has ended because an actor has died. `error` says which actor."""
+    """Raised when work was cancelled or failed because an actor has died. `error` says which actor has died."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -64,7 +69,9 @@ class StartAgainError(Exception):
 
 
 class Actors:
-    """The transport, the trainers and the generator of a run. They are watched, replaced when they have died, and closed together.
+    """The transport, the trainers and the generator of a run.
+
+    This class watches them, replaces them when they have died, and closes them.
 
     The actors have names, called roles: "trainer", "generator", "reference", "critic" and "store". The store is the process of the
     transport. A spawn method returns the client of its role, and makes a new client only if the role has none.
@@ -87,12 +94,14 @@ class Actors:
         """Function that is called with a line of text when a generator dies, and again when the generator is back."""
         self.clients: dict[str, TrainerClient | ReferenceClient | GeneratorClient] = {}
         self.restarts = Restarts(config.survival.policy(), note=BEYOND_LIMIT)
-        self.deaths: dict[str, Exception] = {}  # role -> error that reports its death, until the actor is replaced
+        self.deaths: dict[str, Exception] = {}    # role -> the error that reports its death
         self._died = asyncio.Event()
         self._watches: dict[str, asyncio.Task[None]] = {}
-        # `connect` comes before the transport, because it sets the address of this process, and Monarch needs the address at its first use.
+        # `connect` sets the address of this process. Monarch needs this address at its first use, so `connect` is
+        # called before the transport opens.
         self.placement = config.hosts.connect(self.logs.directory)
-        # Opening the transport imports modules. It goes on in the background while the processes of the actors start.
+        # Opening the transport takes time, because it imports modules. It runs in the background while the processes of
+        # the actors start.
         self._open_transport()
 
     def _open_transport(self) -> None:
@@ -134,7 +143,7 @@ class Actors:
         return self._client("generator", spawn)
 
     def _client(self, role: str, spawn: Callable[[], AnyClient]) -> AnyClient:
-        """The client of a role. If the role has no client, one is spawned, and it is watched from then on."""
+        """The client of a role. If the role has no client, this method spawns a client and starts to watch it."""
         if role not in self.clients:
             client = spawn()
             self.clients[role] = client
@@ -153,7 +162,10 @@ class Actors:
             self.report("store", ActorDiedError(await transport.death(silent_after), "store"))
 
     def report(self, role: str, death: Exception) -> None:
-        """Record the death of an actor. The death of a generator is not recorded, because the client of the generators replaces it."""
+        """Record the death of an actor.
+
+        The death of a generator is not recorded, because GeneratorClient replaces the generator.
+        """
         if role == "generator":
             return
         self.deaths.setdefault(role, death)
@@ -162,7 +174,7 @@ class Actors:
     async def until_death(self, work: Coroutine[object, None, T]) -> T:
         """The result of the work. If an actor dies meanwhile, cancels the work and raises Death.
 
-        Raises the error of the work, if no death has caused the error.
+        If the work fails for another reason, raises the error of the work.
         """
         task = asyncio.ensure_future(work)
         dying = asyncio.ensure_future(self.first_death())
@@ -188,8 +200,8 @@ class Actors:
     async def death_behind(self, error: Exception) -> Exception | None:
         """The death that caused the error of a call. None if no death caused the error.
 
-        The first sign of a death may be an error of an actor that depends on the dead one, such as another rank of the
-        same trainer or a generator that pulls weights.
+        The first sign of a death may be an error of another actor that needs the dead actor. Examples are another rank
+        of the same trainer, and a generator that pulls weights.
         """
         if isinstance(error, ActorDiedError | ActorSilentError):
             names = {client.name: role for role, client in self.clients.items()}
@@ -209,9 +221,9 @@ class Actors:
         return None
 
     async def _silent_on_hosts(self) -> str | None:
-        """The role of the first model with a process that does not answer, if the run has other hosts; otherwise None.
+        """The role of the first model that has a process that does not answer. None if all answer, or if the run has no other hosts.
 
-        Monarch may report the death of a process on another host late.
+        This check is needed because Monarch may be late to report the death of a process on another host.
         """
         if self.placement.all is None:
             return None
@@ -221,7 +233,7 @@ class Actors:
         return None
 
     async def _store_error(self) -> str:
-        """The reason why the transport does not answer. Empty if the transport answers."""
+        """The reason why the transport does not answer, or "" if it answers."""
         try:
             transport = await self.transport
             question = asyncio.ensure_future(transport.get_object("latest"))
@@ -231,9 +243,10 @@ class Actors:
         return ""
 
     async def bury(self, others: Collection[str] = ()) -> set[str]:
-        """Kill what is left of the actors that have died, and kill the actors with the roles `others`.
+        """Kill the remaining processes of dead actors, and the actors with the roles `others`.
 
-        Returns the roles of all killed actors. The roles can be spawned again. Raises StartAgainError if the run has hosts.
+        Returns the roles of all killed actors. These roles can be spawned again. Raises StartAgainError if the run uses
+        `--hosts`.
         """
         if self.placement.all is not None:
             lost = await asyncio.to_thread(self.placement.lost)
@@ -278,10 +291,11 @@ class Actors:
         return set(self.clients) if shares else set()
 
     async def start(self, setup: Setup) -> tuple[TrainerClient, GeneratorClient]:
-        """Spawn the trainer and the generator, each only if it is missing, and wait until all actors are ready."""
+        """Spawn the trainer and the generator if they are missing, and wait until all actors are ready."""
         trainer, generator = await self._spawn(setup)
         with setup("starting trainer and generator" if self.config.has_generator else "starting trainer"):
-            # The report at the end of the run needs matplotlib. Importing it now costs no time: the actors take longer.
+            # The report at the end of the run needs matplotlib. Importing it now costs no time, because the actors take
+            # longer to start.
             importing = asyncio.to_thread(import_module, "controllers.report")
             await asyncio.gather(*(client.ready() for client in self.clients.values()), importing)
         return trainer, generator
@@ -289,7 +303,7 @@ class Actors:
     async def _spawn(self, setup: Setup) -> tuple[TrainerClient, GeneratorClient]:
         """Spawn trainer and generator. If both share a GPU, the generator is spawned when the trainer is ready.
 
-        The reason is that vLLM measures the free memory when it starts.
+        vLLM measures the free memory at its start. Meanwhile the trainer must not allocate memory.
         """
         config = self.config
         if not config.has_generator:
@@ -301,11 +315,14 @@ class Actors:
                 await trainer.ready()
                 await trainer.offload(config.turns.parts)
             return trainer, self.spawn_generator()
-        generator = self.spawn_generator()  # first, because it takes longer than the trainer
+        generator = self.spawn_generator()  # first, because it takes longer to start than the trainer
         return self.spawn_trainer(), generator
 
     async def close(self) -> None:
-        """End all processes, in at most CLOSE_TIMEOUT seconds."""
+        """End all actors and close the transport, in at most CLOSE_TIMEOUT seconds.
+
+        Then close the connections to the hosts.
+        """
         for watch in self._watches.values():
             watch.cancel()
         closing = [client.kill() if role in self.deaths else client.close() for role, client in self.clients.items()]
@@ -326,11 +343,14 @@ async def _end(task: asyncio.Task[T]) -> None:
     if running:
         raise TimeoutError(f"the work of the run did not end within {END_TIMEOUT:g} s after the death of an actor")
     if not task.cancelled():
-        task.exception()  # if nobody reads the exception, asyncio prints a warning
+        task.exception()  # asyncio prints a warning about an exception that no code has read
 
 
 def shares_gpu(config: "RunConfig") -> bool:
-    """True if the generator shares a GPU with a rank of the trainer. The rank must not take memory while vLLM measures the free memory."""
+    """True if the generator shares a GPU with a rank of the trainer.
+
+    This rank must not allocate memory while vLLM measures the free memory.
+    """
     return torch.cuda.is_available() and overlap(config.trainer.gpus(), config.generator.gpus())
 
 

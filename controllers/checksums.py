@@ -1,4 +1,8 @@
-"""Checksums of a checkpoint's files. They are written before state.json. Before a checkpoint is read, its files are compared with them."""
+"""Writes and checks the checksums of a checkpoint's files.
+
+The checksums are written before state.json, whose presence marks the checkpoint as complete. Before a run reads a checkpoint, it
+compares the files with their checksums.
+"""
 
 import hashlib
 import json
@@ -13,7 +17,10 @@ FILE = "checksums.json"
 
 
 def write(folder: Path, others: Mapping[str, str]) -> None:
-    """Write the checksums of all files in the folder. others: the content of files that will be written afterwards, by name.
+    """Write the checksums of all files in the folder and its subfolders.
+
+    others: the name and content of files that will be written later. Their checksums are written, too.
+
 
     Raises OSError naming the file that cannot be read or written.
     """
@@ -25,7 +32,9 @@ def write(folder: Path, others: Mapping[str, str]) -> None:
 
 
 def fault(folder: Path) -> str:
-    """Says what is wrong with the first damaged file of a checkpoint. Empty if no file is damaged, or if there is no checksums.json."""
+    """A sentence that says what is wrong with one damaged file, or "" if no file is damaged or the folder has no
+    checksums.json.
+    """
     file = folder / FILE
     try:
         if not file.exists():
@@ -46,9 +55,9 @@ def fault(folder: Path) -> str:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a file whole or not at all: a reader finds the former content or the new content, never a part.
+    """Write a file atomically: a program that reads it meanwhile gets the old content or the new content, never a mixture.
 
-    The new content is on disk when this function returns.
+    When this function returns, the new content is on disk.
 
     Raises OSError naming the file.
     """
@@ -63,7 +72,10 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def _checksums(paths: list[Path]) -> list[dict[str, object]]:
-    """Size and SHA-256 of the files. Threads compute them side by side, because hashlib releases the interpreter's lock."""
+    """Size and SHA-256 of each file.
+
+    Several threads compute them at the same time, because hashlib releases the GIL.
+    """
     with ThreadPoolExecutor() as threads:
         return list(threads.map(_checksum, paths))
 

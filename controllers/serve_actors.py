@@ -1,11 +1,12 @@
-"""A service that owns the trainer and the generator of a config. Programs attach to them, call them, and leave.
+"""A service that owns the trainer and the generator of a config. Other programs attach to them, call them, and detach.
 
-The service trains nothing by itself.
+The service runs no training loop. These commands start a service and ask for its status:
+
 
 python -m controllers.serve_actors --config tiny --address tcp://127.0.0.1:4400
 python -m controllers.serve_actors status tcp://127.0.0.1:4400
 
-A program calls TrainerClient.attach("tcp://127.0.0.1:4400") or GeneratorClient.attach(…). docs/operations.md says more.
+A program calls TrainerClient.attach("tcp://127.0.0.1:4400") or GeneratorClient.attach(…). See docs/operations.md.
 """
 
 import argparse
@@ -66,7 +67,10 @@ class Options:
 
 
 def main() -> None:
-    """Start a service. With `status`, `logs` or `stop`, send this request to a running service instead."""
+    """Start a service.
+
+    If the first argument is `status`, `logs` or `stop`, send this request to a running service instead.
+    """
     prog, argv = started_as(PROGRAM), sys.argv[1:]
     if argv and argv[0] in ("status", "stop", "logs"):
         sys.exit(_ask(prog, argv))
@@ -137,7 +141,11 @@ def _config_flags(own: argparse.Namespace, rest: Sequence[str]) -> list[str]:
 
 
 def _options(own: argparse.Namespace, *, has_generator: bool) -> Options:
-    """The options. Raises ValueError if one is wrong, if --tls does not fit the address, or if other machines reach the address unprotected."""
+    """The options.
+
+    Raises ValueError if an option is wrong, if --tls does not fit the address, or if other machines reach the address
+    without TLS.
+    """
     address = Address.parse(own.address)
     if address.tls != bool(own.tls):
         raise ValueError(
@@ -210,7 +218,10 @@ def _folder(invocation: cli.Invocation) -> Path:
 
 
 async def _run(invocation: cli.Invocation, options: Options, folder: RunFolder) -> int:
-    """Start the actors, let programs attach to them, and wait for the end of the service."""
+    """Start the actors, let programs attach to them until the service ends, and close the actors.
+
+    Returns the exit status.
+    """
     ending: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
     _watch_signals(ending)
     actors = Actors(invocation.config, folder, verbose=invocation.verbose)
@@ -289,10 +300,13 @@ def _end(ending: "asyncio.Future[tuple[int, str]]", status: int, reason: str) ->
 
 
 async def _start(actors: Actors, config: RunConfig, *, has_generator: bool) -> dict[str, Member]:
-    """Spawn the actors of the config. If trainer and vLLM share a GPU, vLLM starts after the trainer, because it measures the free memory."""
+    """Spawn the actors of the config.
+
+    If trainer and vLLM share a GPU, the trainer starts first, because vLLM measures the free memory at its start.
+    """
     generator = None
     if has_generator and not shares_gpu(config):
-        generator = actors.spawn_generator()  # first, because its start takes longer than the trainer's
+        generator = actors.spawn_generator()  # before the trainer, because its start takes longer
     trainer = actors.spawn_trainer()
     critic = actors.spawn_critic() if config.has_critic else None
     infos = await trainer.info()

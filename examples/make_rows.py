@@ -1,6 +1,6 @@
-"""Write the rows of two tasks: boolean expressions (booleans.jsonl) and short conversations (conversations.jsonl).
+"""Write the data of two tasks: boolean expressions (booleans.jsonl) and short conversations (conversations.jsonl).
 
-python examples/make_rows.py DIRECTORY
+Usage: python examples/make_rows.py DIRECTORY
 """
 
 import json
@@ -10,7 +10,7 @@ from random import Random
 
 
 def expression(random: Random, depth: int) -> str:
-    """expression(…, 2) -> "(!T&(F|T))" """
+    """A random boolean expression. For depth 2 it may be "(!T&(F|T))"."""
     if depth == 0:
         return random.choice(["T", "F"])
     if random.random() < 0.2:

@@ -1,6 +1,7 @@
-"""The segments in /dev/shm that the processes of a run have used, and those that they leave behind. Segments of other programs do not count.
+"""Finds the segments of shared memory (files in /dev/shm) that a run's processes use, and those that are left after the run.
 
-A segment is known by its inode, because a semaphore is mapped under a temporary name before it gets its own name.
+A segment is identified by its inode and not by its name. A process maps a new semaphore under a temporary name, before the
+semaphore gets its own name.
 """
 
 import contextlib
@@ -27,7 +28,10 @@ def segments() -> dict[str, Inode]:
 
 
 def used_by(processes: Iterable[psutil.Process]) -> set[Inode]:
-    """The segments that one of the processes has mapped or open. A process that has ended or that another user owns has none."""
+    """The segments that at least one of the processes has mapped or opened.
+
+    Skips processes that have ended, and processes of other users, because their files in /proc cannot be read.
+    """
     found: set[Inode] = set()
     for process in processes:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The protocol of a task, which gives problems and the reward of a completion."""
+"""The protocol `Environment`: a task that gives problems, and rewards the completions of their prompts."""
 
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from typing import Protocol, TypedDict, runtime_checkable
 
 
 class Message(TypedDict):
-    """One turn of a conversation."""
+    """One message of a conversation."""
 
     role: str  # "system", "user" or "assistant"
     content: str
@@ -16,7 +16,7 @@ class Message(TypedDict):
 class Problem:
     prompt: str
     answer: str
-    key: str  # identity of the problem: if a problem is held out, training uses no problem with the same key
+    key: str  # identifies the problem; training uses no problem that has the key of a held-out problem
     metadata: dict[str, object] = field(default_factory=dict)
     # The conversation that the completion continues. If the list is not empty, the model's chat template makes the prompt's
     # tokens from it, and the text `prompt` is only shown in reports.
@@ -35,9 +35,9 @@ class Environment(Protocol):
     def reward(self, problem: Problem, completion: str) -> "float | Awaitable[float]":
         """The reward of a completion of this problem's prompt: a finite number, or a mapping from names of components to numbers.
 
-        The method may also return an awaitable, whose result is the reward. See Scorer.
+        The method may also return an awaitable, whose result is the reward. The class Scorer awaits it.
         """
 
 
 class RewardError(ValueError):
-    """A reward is not a finite number, or no reward came."""
+    """A reward is not a finite number, or the environment gave no reward."""

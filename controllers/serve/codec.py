@@ -1,9 +1,9 @@
-"""The protobuf messages of Tinker's protocol, as version 0.38 of the SDK sends and reads them. This module knows neither HTTP nor actors.
+"""The protobuf messages of Tinker's protocol, as version 0.38 of the SDK sends and reads them. This module uses neither HTTP nor actors.
 
-Arrays travel as raw little-endian bytes. The fields of a message have the SDK's field numbers. The table MESSAGES is our own description
-of them.
+Arrays are sent as raw little-endian bytes. The table MESSAGES is our own description of the messages. Its field numbers are the SDK's.
 
-T positions of one datum, N tokens of a prompt, K targets of one position (in TopK: likeliest tokens), P positions of a prompt or a completion.
+In shapes, T is the number of positions of one datum, N the number of tokens of a prompt, P the number of positions of a prompt or a
+completion, and K the number of targets of one position. In TopK, K is the number of likeliest tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,8 @@ ENUMS = {
     "DType": ("UNSPECIFIED", "FLOAT32", "INT64", "INT32", "BFLOAT16"),
 }
 MESSAGES: dict[str, tuple[str, ...]] = {
-    # number [repeated | optional | map] type name [in ONEOF]; for a map, `type` is the type of the values, and the keys are strings
+    # Each field: number [repeated | optional | map] type name [in ONEOF]. A map has keys of type string and values of
+    # `type`.
     "SparseCsr": ("1 bytes values", "2 bytes crow_indices", "3 bytes col_indices"),
     "Tensor": (
         "1 bytes dense in encoding",
@@ -78,12 +79,15 @@ MESSAGES: dict[str, tuple[str, ...]] = {
         "6 optional PromptAltTokens prompt_alt_tokens",
     ),
 }
-"""Message -> its fields."""
+"""The fields of each message."""
 
 DTYPES: dict[int, np.dtype] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
-"""Number of a DType -> the dtype of numpy. No SDK sends bfloat16."""
+"""The numpy dtype for each number of a DType. bfloat16 is missing, because no SDK sends it."""
 MAX_ELEMENTS = 1 << 28
-"""Largest number of elements of a sparse tensor, which is made dense. Without this limit a request of a few bytes could take all memory."""
+"""Largest number of elements of a sparse tensor. This module makes sparse tensors dense.
+
+Without this limit a request of a few bytes could take all memory.
+"""
 NO_LOGPROB = -99999.0
 """Logprob in a cell of a top-k table that has no token."""
 
@@ -100,7 +104,10 @@ _SCALARS = {
 
 
 def _make_classes() -> dict[str, Any]:
-    """Message -> its class. The classes are in a pool of their own, so the SDK may be in the same process."""
+    """The class of each message.
+
+    The classes have their own descriptor pool, so that they do not conflict with the SDK's classes in the same process.
+    """
     file = descriptor_pb2.FileDescriptorProto(name="rl_actors_serve.proto", package=PACKAGE, syntax="proto3")
     for name, values in ENUMS.items():
         enum = file.enum_type.add(name=name)
@@ -108,7 +115,8 @@ def _make_classes() -> dict[str, Any]:
             enum.value.add(name=f"{name}_{value}", number=number)
     for name, fields in MESSAGES.items():
         message = file.message_type.add(name=name)
-        # The oneofs that the table names come before those that `optional` makes, as protobuf demands.
+        # For each `optional` field protobuf needs a oneof, and this oneof must come after the oneofs that the table
+        # names.
         for line in sorted(fields, key=lambda line: line.split()[1] == "optional"):
             _add_field(message, line.split())
     pool = descriptor_pool.DescriptorPool()
@@ -161,14 +169,15 @@ class Datum:
     """One training sequence as a client sent it."""
 
     tokens: np.ndarray  # [T] int64
-    inputs: Mapping[str, np.ndarray]  # each [T] or [T, K], float32 or int64; sparse tensors have been made dense
-    # [T] bool: True where, according to the spans of the loss inputs, a target is a sampled token. None if the client sent no spans.
+    inputs: Mapping[str, np.ndarray]  # each [T] or [T, K], dense; float32, int64 or int32
+    # [T] bool: True where a target is a sampled token. The client's spans of the loss inputs say so. None if it sent no
+    # spans.
     is_sampled: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBackwardCall:
-    """A forward or forward_backward request. `data` raises ValueError for datums that cannot be read."""
+    """A forward or forward_backward request."""
 
     model_id: str
     seq_id: int  # 0 if the client sent none
@@ -178,7 +187,7 @@ class ForwardBackwardCall:
     message: Any = field(repr=False)
 
     def data(self) -> list[Datum]:
-        """The datums. Raises ValueError naming the datum and what is wrong with it."""
+        """The datums. Raises ValueError that names an unreadable datum and its fault."""
         found = []
         for index, datum in enumerate(self.message.data):
             try:
@@ -196,7 +205,7 @@ def read_forward_backward(body: bytes) -> ForwardBackwardCall:
     except DecodeError as error:
         raise ValueError(f"the body is not a ForwardBackwardRequest: {error}") from None
     config: dict[str, float | str] = dict(message.loss_fn_config)
-    for name, value in message.loss_fn_config_v2.items():  # this field wins over loss_fn_config
+    for name, value in message.loss_fn_config_v2.items():  # a value here replaces the one in loss_fn_config
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
     return ForwardBackwardCall(
         model_id=message.model_id,
@@ -239,7 +248,7 @@ def _read_spans(spans: Sequence[Any], num_positions: int) -> np.ndarray:
 
 
 def read_tensor(message: Any, name: str) -> np.ndarray:
-    """The numbers of a Tensor, dense. Raises ValueError if its bytes, dtype and shape do not fit each other."""
+    """The numbers of a Tensor as a dense array. Raises ValueError if its bytes, dtype and shape do not agree."""
     if message.dtype not in DTYPES:
         raise ValueError(f"{name} has dtype {message.dtype}; known are float32, int64 and int32")
     dtype, shape = DTYPES[message.dtype], tuple(message.shape)
@@ -253,7 +262,7 @@ def read_tensor(message: Any, name: str) -> np.ndarray:
 
 
 def shaped(values: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
-    """The values in this shape. Raises ValueError if their number does not fit it."""
+    """The values in this shape. Raises ValueError if the shape has another number of elements."""
     if any(size < 0 for size in shape) or int(np.prod(shape, dtype=object)) != values.size:
         raise ValueError(f"{name} holds {values.size} numbers, but its shape is {shape}")
     return values.reshape(shape)
@@ -287,7 +296,10 @@ def _numbers(data: bytes, dtype: np.dtype, name: str) -> np.ndarray:
 
 
 def write_forward_backward(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
-    """A ForwardBackwardOutput. logprobs: [T] or [T, K] for each datum; neighbouring datums with the same K share a record."""
+    """A ForwardBackwardOutput. `logprobs` has [T] or [T, K] for each datum.
+
+    Neighbouring datums with the same K are in one record.
+    """
     message = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
     for rows in _runs_of_one_shape(logprobs):
         record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(rows))
@@ -327,15 +339,15 @@ class SampledSequence:
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
-    is_stopped: bool  # True: it ended with a stop; False: at its limit
+    is_stopped: bool  # True: it ended with a stop token or a stop string; False: at its limit
     topk: TopK | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cells:
-    """A float32 matrix [N - 1, K], or only those of its cells that compressed sparse rows list."""
+    """A float32 matrix [N - 1, K]. If it is sparse, only the cells that compressed sparse rows list are given."""
 
-    values: np.ndarray  # flat
+    values: np.ndarray  # the given cells as a flat array
     shape: tuple[int, int]
     sparse: tuple[np.ndarray, np.ndarray] | None = None  # CSR row pointers and column indices, int64; None: dense
 
@@ -347,7 +359,7 @@ def write_sample(
     topk_prompt: TopK | None = None,
     target_prompt: Cells | None = None,
 ) -> bytes:
-    """A SampleResponse. prompt_logprobs: [N] float32, NaN where there is none."""
+    """A SampleResponse. prompt_logprobs: [N] float32, NaN for a token without a logprob."""
     message = CLASSES["SampleResponse"]()
     for sequence in sequences:
         written = message.sequences.add(stop_reason=0 if sequence.is_stopped else 1)

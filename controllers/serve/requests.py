@@ -1,4 +1,4 @@
-"""Requests for samples: their limits, and how a generator answers them. This module knows no HTTP.
+"""Checks requests for samples against the limits, and answers them with a generator. This module does not use HTTP.
 
 In shapes, N is the number of tokens of the prompt.
 """
@@ -19,7 +19,7 @@ from rl_actors.validation import MAX_TOP_LOGPROBS, validate_prompts, validate_sa
 
 
 class Tokenizer(Protocol):
-    """The parts of a tokenizer of transformers that stop strings need."""
+    """The methods of a transformers tokenizer that stop strings need."""
 
     def decode(self, tokens: Sequence[int]) -> str: ...
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
@@ -35,7 +35,7 @@ class StopStrings:
     def cut(self, completion: Completion) -> tuple[int, bool]:
         """(number of tokens that are kept, whether the completion ended with a stop).
 
-        The first stop string ends the completion, and its tokens are kept. Without one the whole completion is kept.
+        The first stop string ends the completion, and its tokens are kept. If the completion has no stop string, all tokens are kept.
         """
         tokens = completion.tokens
         if not self._is_in(tokens):
@@ -63,7 +63,7 @@ class Wanted:
     stop_strings: StopStrings | None
     prompt_logprobs: bool
     last_n: int | None  # number of tokens at the end of the prompt whose logprobs are wanted; None: all
-    targets: Targets | None  # further tokens whose logprobs are wanted
+    targets: Targets | None  # target tokens at positions of the prompt, whose logprobs are wanted
     topk_prompt: int  # number of likeliest tokens that are wanted at each position of the prompt
 
     async def run(self, weights: Weights) -> tuple[bytes, int]:
@@ -78,7 +78,10 @@ class Wanted:
         return answer, num_tokens
 
     async def _scores(self, weights: Weights) -> np.ndarray:
-        """[N]: the logprob of each token of the prompt at temperature 1, NaN for the first and for those that are not wanted."""
+        """[N]: the logprob of each token of the prompt at temperature 1.
+
+        NaN for the first token and for tokens that the request does not ask for.
+        """
         scores = np.full(len(self.prompt), np.nan, np.float32)
         if len(self.prompt) > 1:
             scores[1:] = (await weights.score(self.prompt)).numpy()
@@ -87,7 +90,10 @@ class Wanted:
         return scores
 
     async def _topk_of_prompt(self, weights: Weights) -> TopK:
-        """The likeliest tokens at each of the N positions at temperature 1; none for the first and for those that are not wanted."""
+        """The likeliest tokens at each of the prompt's N positions at temperature 1. The first position has none.
+
+        Positions that the request does not ask for have none.
+        """
         params = SamplingParams(max_tokens=1, ignore_stop=True, prompt_top_logprobs=self.topk_prompt)
         [completion] = await weights.sample(self.prompt, params)
         assert completion.prompt_top is not None
@@ -111,7 +117,10 @@ class Wanted:
 
 
 def _topk(top: TopLogprobs, count: int | None = None) -> TopK:
-    """The first `count` positions. A token that the distribution excludes (top_p, top_k) leaves its cell empty."""
+    """The first `count` positions of `top`, or all positions if `count` is None.
+
+    A token that top_p or top_k excludes leaves its cell empty.
+    """
     ids, logprobs = top.token_ids[:count].numpy().astype(np.int32), top.logprobs[:count].numpy()
     is_there = np.isfinite(logprobs)
     return TopK(
@@ -126,11 +135,11 @@ class SamplingLimits:
 
     max_model_len: int
     vocab_size: int
-    end_token_ids: tuple[int, ...]  # tokens that end a completion if the request names no stop
+    end_token_ids: tuple[int, ...]  # tokens that end a completion if the request has no `stop`
     tokenizer: Tokenizer
 
     def read(self, body: messages.Sample) -> Wanted:
-        """Raises ValueError or TypeError naming the field, its value and the limit."""
+        """The checked request. Raises ValueError or TypeError naming the field, its value and the limit."""
         _refuse_unsupported(body)
         prompt = prompt_tokens(body.prompt)
         validate_prompts([prompt], max_model_len=self.max_model_len, vocab_size=self.vocab_size)
@@ -166,7 +175,7 @@ class SamplingLimits:
         ids = self.end_token_ids
         strings: tuple[str, ...] = ()
         if stop is not None:
-            # The stops of the request replace the model's end tokens, even if the list is empty.
+            # The request's `stop` replaces the model's end tokens, even if it is an empty list.
             strings = tuple(each for each in stop if isinstance(each, str))
             if "" in strings:
                 raise ValueError("stop has an empty string")
@@ -185,13 +194,13 @@ class SamplingLimits:
         return params, StopStrings(strings=strings, tokenizer=self.tokenizer) if strings else None
 
     def _ids_of(self, strings: Sequence[str]) -> tuple[int, ...]:
-        """The tokens of the stop strings that are a single token. The generator itself stops at them."""
+        """The ids of those stop strings that are a single token. The generator stops at these tokens."""
         encoded = [self.tokenizer.encode(string, add_special_tokens=False) for string in strings]
         return tuple(tokens[0] for tokens in encoded if len(tokens) == 1)
 
 
 def prompt_tokens(prompt: messages.Prompt) -> list[int]:
-    """Raises ValueError for a chunk that is not text."""
+    """The tokens of all chunks. Raises ValueError for a chunk that is not text."""
     tokens: list[int] = []
     for chunk in prompt.chunks:
         if chunk.type != "encoded_text" or chunk.tokens is None:
@@ -201,13 +210,13 @@ def prompt_tokens(prompt: messages.Prompt) -> list[int]:
 
 
 def _refuse_unsupported(body: messages.Sample) -> None:
-    """Raises ValueError naming the field that this server cannot honour."""
+    """Raises ValueError if the request sets a field that this server does not support."""
     if body.prompt_alt_tokens_k:
         raise ValueError("prompt_alt_tokens_k is not supported by this server")
 
 
 def require_adam(config: Mapping[str, Any] | None) -> None:
-    """Raises ValueError for the choice of an optimizer that is not AdamW."""
+    """Raises ValueError if the config chooses an optimizer other than AdamW."""
     kind = (config or {}).get("type", "adamw")
     if kind != "adamw":
         raise ValueError(f"optimizer_config of type {kind!r}; this server has only 'adamw'")

@@ -8,16 +8,18 @@ from rl_actors.config import TrainerConfig
 
 
 class ValueTrainerClient(TrainerClient):
-    """A TrainerClient of a value model. `forward` answers with one value for each target: the value of the state before the target.
+    """A TrainerClient of a value model.
+
+    `forward` returns one value for each target token: the value of the state before this token.
 
     >>> critic = trainer.spawn_value_trainer()                                   # doctest: +SKIP
     >>> critic.forward_backward(samples, loss=ValueLoss(clip=0.5)).result()      # doctest: +SKIP
 
-    Calls that need a language model, such as push_model_state_dict, are refused.
+    Calls that need a language model, such as push_model_state_dict, raise ValueError.
     """
 
     default_name: ClassVar[str] = "value_trainer"
-    opens_transport: ClassVar[bool] = False  # generators take no weights from it
+    opens_transport: ClassVar[bool] = False  # no generator loads a value model
 
     @classmethod
     def _own_config(cls, config: TrainerConfig) -> TrainerConfig:

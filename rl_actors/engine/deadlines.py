@@ -1,7 +1,8 @@
-"""The deadline of collectives: how long a rank waits in a collective for another rank. It holds for the groups of gloo and of NCCL.
+"""Sets how long a rank waits in a collective for another rank: the deadline of collectives.
 
-After the deadline gloo raises an error in the waiting rank, and `late` recognises this error. In an NCCL group the watchdog ends the process
-of the waiting rank. Either way the caller need not wait until its call_timeout is over to learn of the hang.
+It is the same for process groups of gloo and of NCCL. After the deadline gloo raises an error in the waiting rank, and `late`
+recognises this error. In an NCCL group the watchdog ends the waiting process. Without this deadline the trainer's caller would learn
+of a hang only after call_timeout, the longer timeout of a whole call.
 """
 
 import contextlib
@@ -16,15 +17,18 @@ from torchtitan.distributed import ParallelDims
 from rl_actors.engine.collectives import on_all_ranks
 
 LATE = re.compile(r"Timed out waiting \d+ms for (recv|send) operation|Application timeout caused pair closure")
-"""The texts of gloo's errors in a collective whose deadline has passed, and in every later collective between the same two ranks."""
+"""Matches two error messages of gloo. gloo raises the first one in a collective whose deadline has passed.
+
+It raises the second one in every later collective between the same two ranks.
+"""
 
 
 @contextlib.contextmanager
 def made_with(seconds: float) -> Iterator[None]:
     """Context manager in whose body new process groups get this deadline.
 
-    torch's default is ten minutes for NCCL and half an hour for gloo. The sends and receives of a gloo group keep the deadline with which
-    the group was made, so the group must have the right deadline from the start.
+    torch's default is ten minutes for NCCL and half an hour for gloo. The sends and receives of a gloo group keep the
+    deadline that the group gets at its creation. Setting the deadline later does not change them.
     """
     names = ("default_pg_timeout", "default_pg_nccl_timeout")
     before = {name: getattr(distributed_c10d, name) for name in names}
@@ -40,8 +44,8 @@ def made_with(seconds: float) -> Iterator[None]:
 def set_together(parallel_dims: ParallelDims, seconds: float) -> None:
     """Wait until all ranks have called this function, and then set the deadline of every group.
 
-    If the ranks did not wait, one rank could already use a new, shorter deadline while a slower rank is still busy with its setup. Then the
-    slower rank could come too late.
+    If the ranks did not wait, one rank could already use a new, shorter deadline while a slower rank is still busy with
+    its setup. Then the slower rank could miss the deadline.
     """
     on_all_ranks(True)
     groups = {mesh.get_group() for mesh in parallel_dims.get_all_one_dimensional_meshes().values()}
@@ -52,7 +56,7 @@ def set_together(parallel_dims: ParallelDims, seconds: float) -> None:
 
 
 def late(error: BaseException) -> bool:
-    """True if a collective has raised the error because another rank did not come before the deadline."""
+    """True if a collective has raised the error because another rank did not join it before the deadline."""
     causes = []
     cause: BaseException | None = error
     while cause is not None and cause not in causes:

@@ -1,8 +1,9 @@
 """Compute logprobs of the targets, or values, from hidden states. Compute the gradient of a loss with respect to the hidden states.
 
-heads.py has the two heads, one for logprobs and one for values. Only the logits of one chunk of positions exist at a time, never all logits.
-torchtitan's ChunkedLossWrapper splits the rows into chunks and keeps FSDP's gathered weights from one chunk to the next. For each chunk it
-applies the output projection, calls a loss with the logits, and runs the backward pass of the loss down to the hidden states.
+heads.py has the two heads, one for logprobs and one for values. The logits are computed for one chunk of positions at a
+time, so all logits never exist together. torchtitan's ChunkedLossWrapper splits the rows into chunks. For each chunk it
+applies the output projection, calls a loss with the logits, and runs the backward pass of the loss down to the hidden
+states. From one chunk to the next it keeps the weights that FSDP has gathered.
 
 B rows, L row length, D hidden size, V vocabulary, K targets of one position.
 """
@@ -25,7 +26,7 @@ ChunkInputs = dict[str, Tensor]
 
 
 class SteadyLoss:
-    """A loss that raises no errors. If the loss fails, its gradients are zero from then on, and `failure` has the error.
+    """Wraps a loss and catches its errors. After an error all gradients are zero, and `failure` has the error.
 
     The loss may have failed only on this rank. This rank must go on, because the other ranks wait for it in their collectives. The runner
     raises `failure` after the last microbatch.
@@ -56,19 +57,22 @@ class SteadyLoss:
         return {name: torch.zeros_like(leaf) for name, leaf in zip(names, leaves, strict=True)}, {}
 
     def of_chunk(self, values: Values, columns_BL: ChunkInputs) -> tuple[Tensor, Partials]:
-        """(a scalar, metrics) of one chunk. The scalar has the gradients of the loss. A `whole_sequence` loss cannot be computed by chunks."""
+        """(a scalar, metrics) of one chunk. The scalar has the same gradients as the loss.
+
+        A `whole_sequence` loss cannot be computed in chunks.
+        """
         gradients, metrics = self.gradients(values, columns_BL)
         return _scalar_with_gradients(values, gradients), metrics
 
 
 ChunkLoss = Callable[[Values, ChunkInputs], tuple[Tensor, Partials]]
-"""(values of a chunk, inputs of the chunk) -> (a scalar to back-propagate, metrics)."""
+"""Takes the values and the inputs of a chunk. Returns a scalar to back-propagate, and metrics."""
 
 
 class ChunkedHead:
     """Takes the output projection off the model and applies it to at most `chunk_tokens` positions at a time.
 
-    In a pipeline only the stage that has the output projection can use a ChunkedHead.
+    In a pipeline only the last stage can use a ChunkedHead, because only this stage has the output projection.
     """
 
     def __init__(
@@ -82,8 +86,8 @@ class ChunkedHead:
     ) -> None:
         """head: computes the values of a chunk from the outputs of the projection.
 
-        keep_head: True keeps the weights of the last norm and the output projection, which FSDP gathers together, until the projection
-        has processed all chunks.
+        keep_head: True if the weights of the last norm and the output projection stay gathered until the projection has
+        processed all chunks. FSDP gathers these weights together.
         min_chunks: the smallest number of chunks.
         """
         model._skip_lm_head = True
@@ -109,12 +113,15 @@ class ChunkedHead:
     def loss(
         self, hidden_BLD: Tensor, batch: PackedBatch, loss: SteadyLoss, *, with_entropy: bool = False
     ) -> tuple[Values, Partials, Tensor]:
-        """(values of whole rows, metrics, a scalar). When this returns, the gradient of the loss has been back-propagated down to the hidden
-        states. The scalar's `backward` back-propagates it from there through the model.
+        """(values of whole rows, metrics, a scalar).
 
-        If the loss reads single positions, it gets one chunk after another, and the gradient of each chunk is back-propagated at once. If
-        the loss is `whole_sequence`, there are two passes. The first pass computes the values of whole samples, and the loss computes its
-        gradient with respect to these values. The second pass computes the values again, chunk by chunk, and back-propagates this gradient.
+        When this method returns, the gradient of the loss has been back-propagated to the hidden states. The scalar's
+        `backward` back-propagates it from the hidden states through the model.
+
+        If the loss reads single positions, it gets one chunk after another. The gradient of each chunk is
+        back-propagated immediately. If the loss is `whole_sequence`, there are two passes. The first pass computes the
+        values of whole samples, and the loss computes its gradient with respect to these values. The second pass
+        computes the values again, chunk by chunk, and back-propagates this gradient.
         """
         with_entropy = with_entropy or "entropy" in loss.reads
         if loss.whole_sequence:
@@ -153,8 +160,9 @@ class ChunkedHead:
             named["top_k"] = batch.columns["target_ids"]
         total, _ = wrapper(hidden_BLD, batch.targets_BL, temperatures_BL=batch.temperatures_BL, **named)
         if self.keep_head and isinstance(self.lm_head, FSDPModule):
-            # When the wrapper ends, it sets reshard_after_forward to True. In the next microbatch FSDP would then free the weights after the
-            # last norm, and would have to gather them again for the projection. So the option is set to False again.
+            # At its end the wrapper sets reshard_after_forward to True. In the next microbatch FSDP would then free the
+            # weights after the last norm, and gather them again for the projection. So this code sets the option back
+            # to False.
             self.lm_head.set_reshard_after_forward(False, recurse=False)
         return chunks.joined(), merge(chunks.metrics), total
 
@@ -207,7 +215,7 @@ class _Chunks:
 
 
 def _no_loss(values: Values, inputs: ChunkInputs) -> tuple[Tensor, Partials]:
-    """A ChunkLoss for calls that need only the values. Such calls compute no gradients, so nothing back-propagates its scalar."""
+    """A ChunkLoss for calls that need only the values. These calls compute no gradients, so the scalar is not used."""
     return next(iter(values.values())).sum(), {}
 
 

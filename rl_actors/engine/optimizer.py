@@ -1,6 +1,6 @@
-"""`Optimizers`, torchtitan's container, which here also takes an optimizer by its import path, and the `Hyperparameters` of an optim_step.
+"""`Optimizers` holds a model's optimizers, and `Hyperparameters` sets their learning rate, betas and weight decay before each step.
 
-This module knows no gradients.
+`Optimizers` is torchtitan's container. Here it also takes an optimizer by its import path. This module does not read gradients.
 """
 
 import pkgutil
@@ -20,7 +20,10 @@ from rl_actors.validation import HYPERPARAMETERS, supported_hyperparameters
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters under the model's own names. Activation checkpointing adds a segment to torch's names, which is left out here."""
+    """The parameters under the model's own names. Activation checkpointing adds a segment to torch's names.
+
+    This function removes the segment.
+    """
     return ((canonical_fqn(name), parameter) for name, parameter in model.named_parameters())
 
 
@@ -46,7 +49,10 @@ class AdamW(_StepsShards, torch.optim.AdamW):
 
 
 class _CanonicalNames:
-    """A stand-in for the model in torchtitan's _build_param_groups, which only calls named_parameters(). It gives the model's own names."""
+    """Gives torchtitan's _build_param_groups the model's own names.
+
+    That function only calls the model's named_parameters().
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -56,9 +62,11 @@ class _CanonicalNames:
 
 
 class Optimizers(OptimizersContainer):
-    """torchtitan's container of optimizers. Adam and AdamW get the arguments by which torchtitan chooses their implementation.
+    """torchtitan's container of optimizers.
 
-    An optimizer that the config names by an import path gets only the arguments in the config.
+    Adam and AdamW get torchtitan's arguments for their implementation (a loop, foreach or fused).
+
+    If the config names an optimizer by its import path, the optimizer gets only the arguments in the config.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -94,7 +102,8 @@ class NoOptimizers:
 class Hyperparameters:
     """Writes an OptimParams into the parameter groups of an optimizer. Each group has factors for the learning rate and the weight decay.
 
-    A group of the config holds the parameters whose names match the group's pattern and no earlier pattern. A last group holds the rest.
+    The config gives each group a pattern. A parameter belongs to the first group whose pattern its name matches. A last
+    group holds the parameters that match no pattern.
     """
 
     def __init__(self, config: OptimizerConfig, model: nn.Module, trained: list[str]) -> None:
@@ -115,7 +124,8 @@ class Hyperparameters:
             names = [name for name in names if not re.search(pattern, name)]
             trained = [name for name in trained if not re.search(pattern, name)]
         self.multipliers = list(groups.values())
-        # lr=0 is a placeholder, because each optim_step brings its learning rate. A step with lr=0 would change no parameter.
+        # lr=0 is a placeholder, because each optim_step sets its own learning rate. A step with lr=0 would change no
+        # parameter.
         self.optimizers = Optimizers.Config(
             param_groups=[ParamGroupConfig(pattern=pattern, optimizer_name=config.name) for pattern in groups],
             implementation=config.implementation,
@@ -128,7 +138,7 @@ class Hyperparameters:
 
     @property
     def supported(self) -> tuple[str, ...]:
-        """The fields of validation.HYPERPARAMETERS that the optimizer has."""
+        """The names in validation.HYPERPARAMETERS that the optimizer has as settings."""
         return supported_hyperparameters(self.optimizer.param_groups[0])
 
     def set(self, params: OptimParams) -> None:

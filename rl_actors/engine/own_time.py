@@ -1,9 +1,11 @@
-"""Seconds in which a rank computes without waiting for another rank. They tell which rank of a trainer is slow.
+"""Measures how long a rank computes without waiting for other ranks.
 
-The calls of a trainer take equally long on all ranks, because every rank waits in collectives for the slowest one. So this module measures
-only modules without a collective: a few transformer blocks, or only their attention if the blocks have collectives. Under context
-parallelism attention has collectives, too, so nothing is measured. If compile.enable is set, whole blocks are compiled, so nothing is
-measured either.
+These seconds show which rank of a trainer is slow.
+
+The calls of a trainer take equally long on all ranks, because every rank waits in collectives for the slowest rank. So
+this file measures only torch modules without a collective. They are a few transformer blocks, or only the attention of
+these blocks if the blocks have collectives. Nothing is measured under context parallelism, because attention then has
+collectives, too. Nothing is measured if compile.enable is set, because whole blocks are then compiled.
 """
 
 from collections.abc import Sequence
@@ -26,8 +28,8 @@ def local_modules(model: nn.Module, config: TrainerConfig) -> list[nn.Module]:
     blocks: list[nn.Module] = [module for module in model.modules() if isinstance(module, TransformerBlock)]
     stride = max(1, -(-len(blocks) // NUM_MODULES))
     chosen = blocks[::stride]
-    # If the model has experts, only attention is measured: a block with experts takes longer than one without, and under expert parallelism
-    # it has collectives.
+    # If the model has experts, only attention is measured. A block with experts takes longer than a block without
+    # experts. Under expert parallelism a block with experts also has collectives.
     if parallelism.tensor_parallel_degree > 1 or config.model.num_experts:
         return [block.attention.inner_attention for block in chosen]
     return chosen

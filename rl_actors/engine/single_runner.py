@@ -1,4 +1,6 @@
-"""Run the microbatches of a call one after another through the whole model, without a pipeline. This module plans no packing.
+"""Run the microbatches of a call one after another through the whole model, without a pipeline.
+
+packing.py plans the microbatches.
 
 B rows, L row length, D hidden size.
 """
@@ -31,15 +33,18 @@ class SingleRunner:
         self.built, self.head = built, head
         self.reshard_policy = config.parallelism.fsdp_reshard_after_forward
         model = built.model
-        # The head (logprobs.py) decides how long the output projection stays gathered. FSDP gathers a tied embedding together with the output
-        # projection, so the embedding is in this list only if it is not tied.
+        # The head (logprobs.py) decides how long the output projection stays gathered. If the embedding is tied, FSDP
+        # gathers it together with the output projection, so it is not in this list.
         outer = [] if config.ties_head else [model.tok_embeddings]
         self.gathered: list[FSDPModule] = [*outer, *model.layers.values()]
 
     def forward(
         self, batches: Iterable[PackedBatch], loss: Loss | None, *, with_entropy: bool
     ) -> list[MicrobatchOutput]:
-        """The values and, if a loss is given, its metrics. Computes no gradients. If the loss fails on one rank, all ranks raise its error."""
+        """The values and, if a loss is given, the loss's metrics. Computes no gradients.
+
+        If the loss fails on one rank, all ranks raise its error.
+        """
         steady = None if loss is None else SteadyLoss(loss)
         remaining = iter(batches)
         first_two = list(islice(remaining, 2))
@@ -56,8 +61,9 @@ class SingleRunner:
     def forward_backward(
         self, batches: Iterable[PackedBatch], loss: Loss, *, with_entropy: bool
     ) -> list[MicrobatchOutput]:
-        """Add the gradient of the loss, and return values and metrics. If the loss fails on one rank, all ranks raise its error after the
-        last microbatch.
+        """Add the gradient of the loss to the gradients, and return values and metrics.
+
+        If the loss fails on one rank, all ranks raise its error after the last microbatch.
         """
         steady, outputs = SteadyLoss(loss), []
         for batch in batches:
@@ -72,10 +78,11 @@ class SingleRunner:
     def _release_tied_gradient(self) -> None:
         """Free the second gradient of a tied embedding: 622 MB for Qwen3 0.6B.
 
-        FSDP reduces the gradient of a tied embedding twice. The first reduction has the gradient of the output projection. The second one
-        has the gradient of the embedding's lookup and the gradient of the last norm, in one tensor. FSDP adds the lookup's gradient to the
-        first gradient. The norm's gradient is a view of the tensor of the second reduction, and would keep the whole tensor alive. So the
-        norm's gradient is copied.
+        FSDP reduces the gradient of a tied embedding twice. The first reduction has the gradient of the output
+        projection. The second reduction has one tensor with the gradient of the embedding's lookup and the gradient of
+        the last norm. FSDP adds the lookup's gradient to the first gradient. The norm's gradient is a view of the
+        tensor of the second reduction. Without a copy, this view would keep the whole tensor in memory. So this method
+        copies the norm's gradient.
         """
         norm = self.built.model.norm.weight
         if norm.grad is None:
@@ -90,10 +97,13 @@ class SingleRunner:
 
     @contextmanager
     def _gathered(self, *, keep: bool) -> Iterator[None]:
-        """Context manager around the microbatches of a call. keep: True: the parameters that FSDP gathers for the first microbatch stay
-        gathered until the last microbatch is done.
+        """Context manager around the microbatches of a call.
 
-        At the end all parameters are sharded again, because an optimizer changes only the shards, and not the gathered parameters.
+        If `keep` is True, the parameters that FSDP gathers for the first microbatch stay gathered until the last
+        microbatch is done.
+
+        At the end all parameters are sharded again. An optimizer changes only the shards, so gathered parameters would
+        be out of date.
         """
         for module in self.gathered:
             module.set_reshard_after_forward(not keep)

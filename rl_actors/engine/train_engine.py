@@ -1,7 +1,4 @@
-"""The trainer on one rank: forward, backward, optimizer step, weights. This module knows neither Monarch nor the callers of the trainer.
-
-B rows, L row length, D hidden size, V vocabulary.
-"""
+"""The trainer on one rank: forward, backward, optimizer step, weights. This module does not depend on Monarch."""
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -43,7 +40,10 @@ class TrainEngine:
     """The trainer on one rank of an SPMD program. Every rank makes the same calls with the same arguments in the same order."""
 
     def __init__(self, config: TrainerConfig) -> None:
-        """Build, shard and initialise the model. Raises ValueError if the config is wrong or config.hf_path is the directory of another model."""
+        """Build, shard and initialise the model.
+
+        Raises ValueError if the config is wrong or if config.hf_path holds tensors of another model.
+        """
         config.validate()
         if config.hf_path:
             hf.require_same_tensors(config.model, config.hf_path)
@@ -81,17 +81,21 @@ class TrainEngine:
         return self.tenants.in_use.policy_version
 
     def use(self, tenant: str) -> None:
-        """Let the following calls work on this tenant (tenants.py). A trainer has one tenant from the start, whose name is empty.
+        """Let the following calls work on this tenant. A tenant is a run that trains its own adapters on the shared base model.
+
+        A new trainer has one tenant, whose name is empty. tenants.py says more.
+
 
         Raises ValueError for an unknown name.
         """
         self.tenants.use(tenant)
 
     def new_tenant(self, name: str, seed: int = 0) -> None:
-        """Add a tenant on the same base model, and use it. Its adapters get the initial values of this seed, and its version is 0. It has
-        no gradients and no optimizer state yet.
+        """Add a tenant on the same base model, and use it. The seed sets the initial values of the tenant's adapters.
 
-        Later calls change nothing that belongs to another tenant. Raises ValueError if the trainer has no adapters or the name is taken.
+        The tenant's version is 0. It has no gradients and no optimizer state.
+
+        Later calls do not change other tenants. Raises ValueError if the trainer has no adapters or the name is taken.
         """
         require_tenant(name, seed, self.config.lora.rank)
         if self.config.model.num_experts and self.config.load_balance_coeff:
@@ -121,8 +125,9 @@ class TrainEngine:
     ) -> RankOutput:
         """Logprobs of the targets, or the values of a value model, in float32. Accumulated gradients, weights and version do not change.
 
-        If a loss is given, the output also has the metrics that forward_backward would report. If the samples have the column target_ids, the
-        output has the logprobs of the column's K ids. If `entropy` is True, the output has the entropy of the whole distribution.
+        If a loss is given, the output also has the metrics that forward_backward would report. If the samples have the
+        column target_ids, which lists K token ids for each position, the output has the logprobs of these ids. If
+        `entropy` is True, the output has the entropy of the whole distribution.
         """
         loss = None if loss is None else resolve(loss)
         self.step.require("forward")
@@ -135,10 +140,14 @@ class TrainEngine:
             return self._output(self.runner.forward(self._batches(samples, columns), loss, with_entropy=entropy))
 
     def forward_backward(self, samples: Sequence[Sample], loss: str | Loss, *, entropy: bool = False) -> RankOutput:
-        """Add d(sum of the loss)/d(parameters) to the gradients, and open the step. Weights and version do not change.
+        """Add d(sum of the loss)/d(parameters) to the gradients. Weights and version do not change.
 
-        If the input is wrong, raises ValueError and changes nothing. Any other failure leaves the step broken. On a GPU this call returns
-        before the last backward pass is done. If a kernel of this pass fails, the next call raises the error.
+        The first call opens a step, and optim_step or discard_gradients closes it (call_order.py).
+
+
+        If the input is wrong, raises ValueError and changes nothing. After any other failure only discard_gradients is
+        possible. On a GPU this call returns before the last backward pass is done. If a kernel of this pass fails, the
+        next call raises the error.
         """
         require_optimizer("forward_backward", self.config.optimizer)
         loss = resolve(loss)
@@ -170,8 +179,8 @@ class TrainEngine:
             norm = gradients.norm() / params.grad_divisor
             # The copy to the host begins before the scaling, so that a GPU scales the gradients while the host waits for the norm.
             norm_copy = self.built.to_host(norm)
-            # FSDP only adds the gradients of the ranks (its divide factor is 1), so they are divided here. One pass over the gradients both
-            # divides and clips them.
+            # FSDP adds the gradients of the ranks without dividing them, because its divide factor is 1. The division
+            # and the clipping are done here, in one pass over the gradients.
             clip = torch.ones_like(norm)
             if params.grad_clip_norm is not None:
                 clip = (params.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -198,18 +207,21 @@ class TrainEngine:
         )
 
     def discard_gradients(self) -> None:
-        """Drop the accumulated gradients and close the step, even a broken one. Does nothing if no gradients are accumulated."""
+        """Drop the accumulated gradients and close the step, also if the step is broken (call_order.py).
+
+        Does nothing if no gradients are accumulated.
+        """
         self.step.require("discard_gradients")
         self.own_time.take()
         self._clear()
         self.step.close()
 
     def save_checkpoint(self, path: str, *, optimizer: bool = True) -> "Future[None]":
-        """Copy model, optimizer and version, and write them as a DCP directory while training goes on. Refused in an open step.
+        """Copy model, optimizer and version, and write them as a DCP directory while training goes on.
 
         The directory also gets the tokenizer's files, if there are any. The future is done when the directory is complete on disk. A
-        second save waits until the first is done. Raises ValueError if `path` holds something other than a checkpoint. If a rank cannot
-        write, the future raises RuntimeError with path and rank.
+        second save waits until the first is done. Raises ValueError if `path` holds something other than a checkpoint.
+        If a rank cannot write, the future raises RuntimeError with path and rank. Raises RuntimeError in an open step.
         """
         self.step.require("save_checkpoint")
         if optimizer:
@@ -223,10 +235,11 @@ class TrainEngine:
         )
 
     def load_checkpoint(self, path: str, *, optimizer: bool = True) -> int:
-        """Read a directory that save_checkpoint wrote under any layout, and return its policy_version. Refused in an open step.
+        """Read a directory that save_checkpoint wrote under any layout, and return its policy_version.
 
         If `optimizer` is False, only the weights are read, and the optimizer gets the state that it has in a new trainer.
-        Raises ValueError, and changes nothing, if `path` is not a checkpoint of this model or lacks optimizer state that is asked for.
+        Raises ValueError, and changes nothing, if `path` is not a checkpoint of this model or has no optimizer state
+        although `optimizer` is True. Raises RuntimeError in an open step.
         """
         self.step.require("load_checkpoint")
         if optimizer:
@@ -242,8 +255,8 @@ class TrainEngine:
     def load_published(self, version: OpenVersion, number: int) -> int:
         """Copy the weights of a published version into this model, set policy_version to `number`, and return it.
 
-        This is only for a trainer without an optimizer, whose weights nothing else changes. Raises ValueError, and changes nothing, if the
-        version holds other tensors than this model.
+        Only a language model without an optimizer or adapters can do this, because nothing else changes its weights.
+        Raises ValueError, and changes nothing, if the version holds other tensors than this model.
         """
         self.step.require("pull_model_state_dict")
         if self.config.optimizer is not None or self.config.lora.rank or self.config.head != "logprobs":
@@ -260,11 +273,11 @@ class TrainEngine:
         return number
 
     def hf_state_dict(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """The tensors that a push publishes, sharded over the ranks. Joined tensors (hf_names.py) are copied here and have `dtype`. The
-        others keep their own dtype, and the push converts them.
+        """The tensors that a push publishes, sharded over the ranks.
 
-        The tensors are the weights under their Hugging Face names, with adapters merged. A tied head appears once. If lora.sync is "adapter",
-        they are only the adapters, under peft's names.
+        They are the weights under their Hugging Face names, with adapters merged. A tied head appears once. If lora.sync is "adapter",
+        they are only the adapters, under peft's names. Joined tensors (hf_names.py) are copied here and have `dtype`. The other tensors
+        keep their own dtype, and the push converts them.
         """
         self.config.require_hf("push_model_state_dict")
         self.memory.onload(["weights"])
@@ -275,7 +288,8 @@ class TrainEngine:
     def export_hf(self, path: str, dtype: str = "float32") -> None:
         """Write config.json, safetensors and, if there are any, tokenizer files. The trainer does not change.
 
-        `path` never holds half an export. Raises ValueError on every rank if `path` is taken or dtype is not float32 or bfloat16.
+        `path` never holds a partial export. Raises ValueError on every rank if `path` is taken or dtype is not float32
+        or bfloat16.
         """
         self.step.require("export_hf")
         self.config.require_hf("export_hf")
@@ -285,7 +299,8 @@ class TrainEngine:
         hf.export(self.built, self.config.model, path, source=source, dtype=dtype)
 
     def export_lora(self, path: str) -> None:
-        """Write the adapters in the form that peft reads. `path` never holds half an export.
+        """Write the adapters in the form that peft reads. `path` never holds a partial export.
+
 
         Raises ValueError if the model has no adapters or `path` is taken.
         """
@@ -297,7 +312,10 @@ class TrainEngine:
         hf.export_lora(self.built, self.config.lora, path, base=self.config.hf_path)
 
     def profile(self, directory: str, steps: int) -> None:
-        """Trace the next `steps` steps into <directory>/rank-N.json. Refused in an open step, because a trace holds whole steps."""
+        """Trace the next `steps` steps into <directory>/rank-N.json.
+
+        Raises RuntimeError in an open step, because a trace holds whole steps.
+        """
         require_optimizer("profile", self.config.optimizer)
         self.step.require("profile")
         self.profiler.start(directory, steps)
@@ -307,8 +325,8 @@ class TrainEngine:
 
         Every later call first brings back the parts that the call needs. forward, pushes, pulls and exports need the weights.
         forward_backward needs the weights and the gradients. save_checkpoint needs the weights and, unless optimizer=False, the optimizer's
-        state. optim_step and load_checkpoint need all parts. On a machine with a GPU the host memory is pinned. On a machine without one,
-        the copy is in the same memory as the original, so nothing is gained.
+        state. optim_step and load_checkpoint need all parts. On a machine with a GPU the host memory is pinned. On a
+        machine without a GPU the copy is in the same memory as the original, so nothing is gained.
         Raises ValueError for an unknown part.
         """
         require_parts("offload", parts)
@@ -322,7 +340,10 @@ class TrainEngine:
         return self.memory.onload(parts)
 
     def info(self, tenant: str | None = None) -> TrainerInfo:
-        """A description of the trainer. Version and state are those of `tenant`, or of the tenant in use if `tenant` is None."""
+        """A description of the trainer.
+
+        It has the version and the state of `tenant`, or of the tenant in use if `tenant` is None.
+        """
         config = self.config
         asked = self.tenants.in_use if tenant is None else self.tenants.find(tenant)
         return TrainerInfo(
@@ -368,12 +389,14 @@ class TrainEngine:
         )
 
     def _rank_and_size(self, dimension: str) -> tuple[int, int]:
-        """(this rank's place in a dimension of the layout, the size of the dimension). If the layout lacks the dimension: (0, 1)."""
+        """(this rank's index in a dimension of the layout, the size of the dimension), or (0, 1) without this
+        dimension.
+        """
         mesh = self.built.parallel_dims.get_optional_mesh(dimension)
         return (mesh.get_local_rank(), mesh.size()) if mesh is not None else (0, 1)
 
     def _batches(self, samples: Sequence[Sample], columns: Iterable[str]) -> Iterator[PackedBatch]:
-        """This rank's microbatches. Each one is made when the runner asks for it."""
+        """This rank's microbatches. Each microbatch is made when the runner takes it from the iterator."""
         config = self.config
         ranks = plan(
             [len(sample) for sample in samples],

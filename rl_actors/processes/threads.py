@@ -1,11 +1,12 @@
-"""Settings of a process: its threads and its memory if it computes on a CPU, only its threads if it uses a GPU.
+"""Sets the number of threads of a process. In a process that computes on a CPU, also sets how the process uses memory.
 
-A process on a CPU gets accurate vector functions, keeps freed memory, and has one pool of worker threads. The reasons are at
-`choose_kernels`, `keep_memory` and `keep_one_pool`.
+A process on a CPU gets accurate vector functions, keeps freed memory, and has one pool of worker threads. `choose_kernels`,
+`keep_memory` and `keep_one_pool` give the reasons.
 
-A process that uses a GPU gets few host threads. By default torch takes one thread per core, in every process, for each operation on tens of
-thousands of numbers. When several such processes shared 64 cores, a scan of the ids of 65,536 positions took 170 to 200 ms. When each
-process had four threads, the scan took 1.4 ms.
+A process that uses a GPU gets few host threads. By default torch uses as many threads as the machine has cores for each
+operation on tens of thousands of numbers. It does so in every process. When several such processes shared 64 cores, one
+operation on the ids of 65,536 positions took 170 to 200 ms. When each process had four threads, the same operation took
+1.4 ms.
 """
 
 import contextlib
@@ -31,9 +32,10 @@ def prepare_cpu_process() -> None:
 def choose_kernels() -> None:
     """Call every vector function once, from one thread, so that each gets its accurate kernel.
 
-    MKL's vector functions choose their kernel at their first call. Threads that make this call together may get a kernel of low accuracy.
-    PyTorch 2.13 splits the first large cos or exp of a process among threads. One process in fifty then kept a rotary embedding with
-    errors of 1.5e-4 for its whole life (pytorch/pytorch issue 188792).
+    MKL's vector functions choose their kernel at their first call. If several threads make this first call at the same
+    time, they may get a kernel of low accuracy. PyTorch 2.13 splits the first large cos or exp of a process among
+    threads. As a result, one process in fifty had a rotary embedding with errors of 1.5e-4 from its start to its end
+    (pytorch/pytorch issue 188792).
     """
     for dtype in (torch.float32, torch.float64):
         one = torch.ones(1, dtype=dtype)
@@ -53,12 +55,16 @@ def keep_memory() -> None:
 
 
 def keep_one_pool() -> None:
-    """Let only this thread compute with worker threads. Every other thread, such as gloo's, then computes without them.
+    """Let only this thread compute with worker threads.
 
-    OpenMP makes a pool of workers for each thread that computes with several threads. If there are more workers than cores, libgomp lets
-    all of them sleep between two kernels. The collectives of a checkpoint made a second pool, and from then on a step took twice the time.
+    Other threads, such as gloo's, then compute without worker threads.
+
+    OpenMP makes a pool of workers for each thread that computes with several threads. If there are more workers than
+    cores, libgomp lets all workers sleep between two kernels, and has to wake them for each kernel. The collectives of
+    the first checkpoint made a second pool. After this checkpoint a step took twice the time.
     """
-    # First this thread sets its own number of threads. Then another thread sets the default, for all threads that have set none.
+    # First this thread sets its own number of threads. Then another thread sets torch's default number, which holds for
+    # all threads that have not set their own.
     torch.set_num_threads(torch.get_num_threads())
     other = threading.Thread(target=torch.set_num_threads, args=(1,))
     other.start()
@@ -69,9 +75,9 @@ def keep_one_pool() -> None:
 def one_thread() -> Iterator[None]:
     """Context manager in whose body this thread computes without worker threads.
 
-    Use it for many short copies. If several threads shared a copy, each copy would wait for the slowest thread, and on a busy machine this
-    thread waits for a core. On four cores with twenty runnable processes, 165 copies of 0.5 GB in all took 0.1 s on one thread and 0.6 to
-    9 s on two.
+    Use it for many short copies. If several threads share a copy, the copy is done when the slowest thread is done. On
+    a busy machine the slowest thread may have to wait for a core. On four cores with twenty runnable processes, 165
+    copies with 0.5 GB in total took 0.1 s on one thread and 0.6 to 9 s on two threads.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -82,7 +88,10 @@ def one_thread() -> Iterator[None]:
 
 
 def gpu_environment() -> dict[str, str]:
-    """Environment that limits the host threads of a new process on a GPU. Empty without a GPU, or if the user has set OMP_NUM_THREADS."""
+    """Environment variables that limit the host threads of a new process on a GPU.
+
+    Empty if the machine has no GPU, or if the user has set OMP_NUM_THREADS.
+    """
     if torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         return {"OMP_NUM_THREADS": str(HOST_THREADS)}
     return {}

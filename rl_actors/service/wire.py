@@ -1,4 +1,7 @@
-"""Lines of JSON that a client and a service exchange before anything is unpickled. This module knows nothing of actors."""
+"""The lines of JSON that a client and a service exchange before either of them unpickles anything.
+
+This module does not use actors.
+"""
 
 import importlib.metadata
 import json
@@ -10,10 +13,13 @@ import torch
 import rl_actors
 
 PROTOCOL = "rl-actors service 1"
-"""Value of the field `protocol` of every message. A program that sends another value is neither a service of this kind nor its client."""
+"""Value of the field `protocol` of every message.
+
+If a program sends another value, it is neither such a service nor a client of one.
+"""
 
 MAX_LINE_BYTES = 1 << 20
-"""Longest line of JSON that is read."""
+"""Limit on the length of a line of JSON that is read."""
 
 Message = dict[str, object]
 
@@ -23,14 +29,17 @@ def versions() -> dict[str, str]:
     major, minor, _ = platform.python_version_tuple()
     return {
         "rl_actors": rl_actors.__version__,
-        "torch": torch.__version__.partition("+")[0],  # a CPU build and a CUDA build can unpickle each other's objects
+        "torch": torch.__version__.partition("+")[0],  # without +cpu or +cu130: these builds can unpickle each other's objects
         "torchmonarch": importlib.metadata.version("torchmonarch"),
         "python": f"{major}.{minor}",
     }
 
 
 def mismatch(of_service: dict[str, str], of_client: object) -> str:
-    """The first difference between two answers of `versions`: "the service has torch 2.13.0, the client 2.12.0". Empty if there is none."""
+    """The first difference between two results of `versions`, such as "the service has torch 2.13.0, the client 2.12.0".
+
+    Empty if there is no difference.
+    """
     if not isinstance(of_client, dict):
         return f"the service has {of_service}, the client named none"
     for name, version in of_service.items():
@@ -55,7 +64,7 @@ def decode(line: bytes) -> Message:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Make this side notice within half a minute that the other machine is gone, even if that machine could not close the connection."""
+    """Make this process notice within half a minute that the other machine has stopped or is not reachable any more."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
