@@ -276,7 +276,7 @@ def _run(
 
 
 async def _until_signal(work: Awaitable[int], interruption: Interruption) -> int:
-    """Wait until the work has ended, with or without a signal. The work closes all that it has opened before it ends. Returns the exit status."""
+    """Wait until the work has ended, with or without a signal. Before its end the work closes all that it has opened. Returns the exit status."""
     task = asyncio.ensure_future(work)
     interruption.watch(task)
     try:

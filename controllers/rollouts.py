@@ -94,8 +94,8 @@ class Group:
     rewards: list[float]  # task_rewards minus all penalties. Advantages are computed from these rewards.
     overlong_penalties: list[float] = field(default_factory=list)  # empty if overlong_buffer is 0
     components: dict[str, list[float]] = field(default_factory=dict)  # components of the task_rewards, by name
-    num_retries: int = 0  # times that a reward was asked for again, or an episode was played again
-    needs_difference: bool = True  # True: if all rewards are equal, training on the group would teach nothing
+    num_retries: int = 0  # times that a reward function was called again, or an episode was played again
+    needs_difference: bool = True  # False: the group is trained on even if all its rewards are equal
     # KL divergence of the policy from the reference model on each completion, summed over the tokens. Empty if no KL penalty is
     # subtracted from the rewards.
     divergences: list[float] = field(default_factory=list)

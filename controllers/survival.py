@@ -30,8 +30,8 @@ class SurvivalConfig:
     """Seconds of the pause before the restart after the second death of an hour. The pause doubles with every further death, up to a minute. After
     the first death there is no pause."""
     silent_after: float = 30.0
-    """Seconds in which every process of an actor must answer, also while the process runs a call. A process that does not answer is killed.
-    In addition, while a call runs, Monarch itself gives up a process that has been silent for about thirty seconds."""
+    """Seconds in which every process of an actor must answer a probe, also while the process runs a call. A process that does not answer is
+    killed. In addition, while a call runs, Monarch itself counts a process as dead if it has been silent for about thirty seconds."""
     recorded_gigabytes: float = 4.0
     """Largest memory, in GB, of the rollouts since the last checkpoint. They are kept, because a recovered run trains on them again. If they take
     more memory, the oldest rollouts are dropped. A recovered run then generates new completions for every repeated step."""

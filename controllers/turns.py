@@ -70,10 +70,10 @@ class Turns(Protocol):
         """Call this before the generator works. The generator may have lost its weights in its sleep, so a pull must follow."""
 
     def join(self, critic: TrainerClient) -> None:
-        """Call this if the critic shares these GPUs. From now on it takes turns with trainer and generator."""
+        """Call this if the critic shares these GPUs. From then on the critic takes turns with trainer and generator."""
 
     async def both(self, of_critic: Coroutine[object, None, T], of_trainer: Coroutine[object, None, U]) -> tuple[T, U]:
-        """Run these calls of critic and trainer. If there are turns with the critic, it works first. Otherwise both work at the same time."""
+        """Run these calls of critic and trainer. If the critic takes turns, it works first. Otherwise both work at the same time."""
         ...
 
     def borrowed(self) -> AbstractAsyncContextManager[None]:

@@ -1,3 +1,5 @@
+"""A process writes its output and its log lines to a file. A prefix or a label marks the lines that it also shows on the terminal."""
+
 import os
 import subprocess
 import sys

@@ -13,7 +13,7 @@ from controllers.environments.entries import Entry, fits, text_score, to_problem
 from controllers.environments.held_out import hold_out
 
 Row = tuple[str, Mapping[str, object]]
-"""A row of the data, as (place, values). The place is a text for error messages, such as "tasks.jsonl:3". The values are by column."""
+"""A row of the data, as (place, values). The place is a text for error messages, such as "tasks.jsonl:3". The values have the columns as keys."""
 
 
 class DataEnvironment:
@@ -153,8 +153,8 @@ def read_dataset(config: EnvironmentConfig) -> Iterator[Row]:
 def read_entries(config: EnvironmentConfig, rows: Iterable[Row]) -> Iterator[Entry]:
     """The rows as entries.
 
-    Raises ValueError, naming the row, if a column is missing or holds no conversation, or if a value is neither text nor a number. Also
-    raises ValueError if a value has another type than its column has in earlier rows, or if the two answers of a pair are equal.
+    Raises ValueError, naming the row, if a column is missing, if a value is neither text nor a number, or if a conversation is not a list of
+    messages. Also raises ValueError if a value has another type than its column has in earlier rows, or if the two answers of a pair are equal.
     """
     kinds: dict[str, tuple[type, str]] = {}  # for each column: the type of its values, and the place of its first row
     used = (config.prompt_column, config.answer_column, config.messages_column)

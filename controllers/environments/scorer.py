@@ -40,7 +40,7 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scorer:
-    """Calls the reward functions of environments. An awaited answer has a time limit. If it fails, the scorer calls the function again."""
+    """Calls the reward functions of environments. An awaited answer has a time limit. If the answer fails, the scorer calls the function again."""
 
     timeout: float = 60.0  # seconds
     max_retries: int = 2

@@ -33,7 +33,7 @@ PAGE_POLICY = (
 )
 """Content-Security-Policy of the page: a browser loads nothing from another host."""
 ANYONE = "anyone"
-"""The owner of everything on a server without keys."""
+"""The owner of everything on a server without API keys."""
 
 
 # These two functions are coroutines. FastAPI would call plain functions in a thread, which would take longer than the rest of a request.

@@ -51,7 +51,7 @@ async def start_server(config: ServeConfig, folder: Path) -> Server:
     client = GeneratorClient.spawn(config.generator, transport=versions)
 
     def spawn(trainer: TrainerConfig) -> Trainer:
-        # If `spawn` got no transport, the client would open a default transport. The trainer would never use it, because it never pushes.
+        # Without the argument `transport` the client would open a default transport. The trainer never pushes, so it would not use it.
         return TrainerClient.spawn(trainer, transport=versions)
 
     try:

@@ -108,13 +108,13 @@ class ModelClient(ModelCalls, Client):
     ) -> Self:
         """Build the model in new or in given processes. Returns at once; the answer to the first call waits for the start.
 
-        transport: an open transport, or the call that opens it; the caller closes it. None: a TrainerClient opens and closes the transport
-        that transports/default.py chooses; other clients have none.
+        transport: an open transport, or the call that opens it; the caller closes the transport. None: a TrainerClient opens and closes the transport
+        that transports/default.py chooses; other clients have no transport.
         processes: a ProcMesh, or another client whose processes are used. The model is built in these processes, beside the models that they
         hold already. The other client must be closed after this one. Clients of the same processes take turns. None: new processes, which
         end with this client.
         checkpoint: a directory that a trainer of the same model wrote by save_checkpoint. The model starts with the weights in it. Empty:
-        the model starts with the weights of config.hf_path, or with random ones.
+        the model starts with the weights of config.hf_path, or with random weights.
         hosts: hosts that `rl_actors.processes.hosts.connect` returned; new processes are spread evenly over them. None: this host.
         Raises ValueError if no model can be built from the config, if there are too few GPUs, if there is no such checkpoint, or if
         `processes` has another number of processes than the config needs.
@@ -160,8 +160,8 @@ class ModelClient(ModelCalls, Client):
 
         >>> trainer = TrainerClient.attach("tcp://127.0.0.1:4400")             # doctest: +SKIP
 
-        The calls of all clients run one at a time. The first forward_backward of a client opens a step, which its optim_step or
-        discard_gradients closes. Meanwhile these calls of other clients wait: forward_backward, optim_step, discard_gradients,
+        The calls of all clients run one at a time. The first forward_backward of a client opens a step. The next optim_step or
+        discard_gradients of this client closes the step. Meanwhile these calls of other clients wait: forward_backward, optim_step, discard_gradients,
         save_checkpoint, load_checkpoint and profile. They wait at most step_wait seconds, and at most half of call_timeout. Then they are
         refused, with the name of the client that has the step. If a client ends in an open step, its gradients are discarded.
         certificates: folder of certificates for a tls:// address. Paths of checkpoints and exports are paths on the service's machine.
@@ -312,7 +312,7 @@ class ModelClient(ModelCalls, Client):
         mends: bool = False,
         tenant: str = FIRST_TENANT,
     ) -> Call[T]:
-        """See ModelCalls. tenant: whose call it is."""
+        """See ModelCalls. tenant: the tenant that makes the call."""
         self._require_open(what)
         self._show_start()
         if check is not None and self._limits is not None:

@@ -59,7 +59,7 @@ class ModelCalls:
     ) -> Call[T]:
         """Check the call now, and send it when all earlier calls have been answered.
 
-        mends: True for a call that repairs a broken client, and is sent even if the client is broken.
+        mends: True for a call that repairs a broken client. This call is sent even if the client is broken.
         """
         raise NotImplementedError
 
@@ -74,7 +74,7 @@ class ModelCalls:
     def forward(
         self, samples: Sequence[Sample], loss: str | Loss | None = None, *, entropy: bool = False
     ) -> Call[ForwardBackwardOutput]:
-        """Logprobs of the targets, or values of a value model, without gradients. Nothing changes.
+        """Logprobs of the targets, or values of a value model, without gradients. The call changes nothing in the model.
 
         With a loss, the output also has the metrics that forward_backward would report. With entropy=True it also has the entropy of the
         whole distribution at each position.
@@ -118,7 +118,7 @@ class ModelCalls:
 
 
 class TrainingCalls(ModelCalls):
-    """The calls of a trainer that train, save and export."""
+    """The calls by which a trainer trains, saves and exports."""
 
     _writing: Call[None] | None  # the writing of the trainer's last checkpoint, whichever tenant saved it
     # The writing of this tenant's last save_checkpoint, until `wait` of its SavedCheckpoint is called. If the writing fails before that,

@@ -47,7 +47,7 @@ def plan(
     microbatch_multiple: int = 1,
     policy: PackingPolicy = "packed",
 ) -> Plan:
-    """The microbatches of every rank. All ranks get the same number of microbatches, and the n-th has the same shape on all ranks.
+    """The microbatches of every rank. All ranks get the same number of microbatches, and the n-th microbatch has the same shape on all ranks.
 
     packed: samples share rows; a microbatch has at most rows_per_microbatch rows.
     token_budget: one sample per row; a microbatch has at most tokens_per_row * rows_per_microbatch positions.

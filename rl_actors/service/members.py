@@ -73,7 +73,7 @@ class ModelMember:
         self.client, self.num_ranks = client, len(infos)
         self._infos = infos
         self.step = OpenStep()
-        self._saved: dict[int, SavedCheckpoint] = {}  # number of a client -> its last checkpoint
+        self._saved: dict[int, SavedCheckpoint] = {}  # the last checkpoint of each client, by the client's number
 
     async def run(self, client: Attached, endpoint: str, arguments: Sequence[object], patience: float) -> list[object]:
         if endpoint == "setup":  # answered without the ranks, which may be busy with a call of another client

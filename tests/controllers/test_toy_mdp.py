@@ -1,9 +1,9 @@
 """PPO on a task whose values are known. PPO solves the task. If the critic's values are shifted by one state, PPO fails.
 
 An episode shows one of four cues, takes an action, shows an observation, and takes a second action. The reward comes
-after the second action, but only the first action decides it. With λ = 0 the first action learns of the reward only
-through the values: its advantage is the value of the state after the action minus the value of the state before the
-action. Values that are shifted by one position make this advantage wrong.
+after the second action, but only the first action decides it. With λ = 0 the advantage of the first action depends on
+the reward only through the values: it is the value of the state after the action minus the value of the state before
+the action. Values that are shifted by one position make this advantage wrong.
 
 E episodes, S states before an action, V tokens.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints: training that continues from one, writing in the background, and directories that are refused."""
+"""Checkpoints: training that continues from a checkpoint, writing in the background, and directories that are refused."""
 
 import shutil
 import threading
