@@ -1,10 +1,11 @@
 """Runs whose processes are killed or stopped at random moments. Each run must recover by itself and end like the undisturbed run.
 
-The undisturbed run is a run with the same flags in which nothing is killed or stopped.
-A round begins a short run of GRPO or PPO with the tiny model, synchronous or asynchronous. It sends SIGKILL or SIGSTOP to a process of one
-kind at a random moment. In about half of the rounds a second process is killed a few seconds later. The run must end with status 0, with all
-steps, and at the same position in the data as the undisturbed run. It must have trained on the same number of problems as that run, and on none
-twice. A synchronous run must have trained on exactly the problems of the undisturbed run. No process and no shared memory may be left.
+The undisturbed run is a run with the same flags in which nothing is killed or stopped. A round starts a short run of GRPO or PPO with the tiny
+model, synchronous or asynchronous. It sends SIGKILL or SIGSTOP to a process of this run at a random moment. The round's number decides the kind
+of this process, such as trainer or generator. In about half of the rounds a second process is killed a few seconds later. The run must end with
+status 0, with all steps, and at the same position in the data as the undisturbed run. It must have trained on the same number of problems as
+that run, and on no problem twice. A synchronous run must have trained on exactly the problems of the undisturbed run. No process and no shared
+memory may be left.
 
 The program also measures the seconds from the signal to the record of the next step after the recovery. BARS limits these seconds in rounds
 in which a single signal is sent, after the actors have started. The median must not be above the limit, and the longest time must not be
@@ -45,17 +46,17 @@ PROCESS_NAMES = {"store": "memory"}
 BARS = dict.fromkeys(KINDS, 40.0) | {"generator": 20.0, "engine": 20.0}
 """Kind -> limit of the median seconds from a kill to the next step. The longest time may be twice this limit."""
 CIRCUMSTANCES = ("one death", "two deaths", "start")
-"""Kinds of rounds. Only rounds with one death have limits. A round in which a process dies while the actors start ("start") has none, because
-its seconds include the rest of the start."""
+"""Kinds of rounds. Only rounds with one death have limits. In a round of the kind "start" a process dies while the actors start. Such a round has
+no limit, because its seconds include the rest of the start."""
 LOOK_PAUSE = 0.25
-"""Seconds between two looks at the shared memory and the steps of a run."""
-LONGEST_DELAY = 1.5  # seconds between the record of a step and a death, at most
-# Seconds between the end of a run and the check of its shared memory. A new semaphore has a file in /dev/shm for a moment, and that is no leak.
+"""Seconds between two checks of the shared memory and the steps of a run."""
+LONGEST_DELAY = 1.5  # largest number of seconds between the record of a step and a death
+# Seconds between the end of a run and the check of its shared memory. A new semaphore has a file in /dev/shm for a moment. This file is no leak.
 SHARED_MEMORY_PAUSE = 2.0
 LONGEST_START = (
-    8.0  # seconds between the start of a run and a death before its first step, at most; the shortest runs take 13 s
+    8.0  # largest number of seconds from the start of a run to a death before its first step; the shortest runs take 13 s
 )
-LONGEST_RECOVERY = 12.0  # seconds between two deaths, at most
+LONGEST_RECOVERY = 12.0  # largest number of seconds between two deaths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,7 @@ class Round:
     mode: str
     after_step: int  # -1: while the actors start
     delay: float  # seconds after the record of that step, or after the start of the run
-    second: str = ""  # kind of the second process that is killed; "" if only one dies
+    second: str = ""  # kind of the second process that is killed; "" if only one process dies
     second_delay: float = 0.0
 
     @property
@@ -159,7 +160,7 @@ def wait_until(condition: Callable[[], object], run: Controller, what: str, paus
 
 
 class Watch:
-    """Notes, from a thread, which shared memory the processes of a run use, and when the run records a step."""
+    """A thread that notes which shared memory the processes of a run use, and when the run records a step."""
 
     def __init__(self, run: Controller, folder: RunFolder) -> None:
         self.run, self.folder = run, folder
@@ -193,7 +194,7 @@ class Watch:
 
 
 def strike(watch: Watch, kind: str, sent: str, draw: random.Random) -> float:
-    """Send the signal to a process of this kind as soon as there is one. Returns the moment, in seconds since 1970."""
+    """Send the signal to a process of this kind as soon as such a process exists. Returns the time of the signal, in seconds since 1970."""
     run = watch.run
     wait_until(lambda: victims(run, kind), run, f"there was a process of {kind}", pause=0.05)
     watch.segments |= shared_memory.used_by(victims(run, kind))
@@ -202,7 +203,7 @@ def strike(watch: Watch, kind: str, sent: str, draw: random.Random) -> float:
 
 
 def carry_out(drawn: Round, watch: Watch) -> float:
-    """Wait for the moments of the round and send its signals. Returns the moment of the first one, in seconds since 1970."""
+    """Wait for the moments of the round and send its signals. Returns the time of the first signal, in seconds since 1970."""
     draw, metrics = random.Random(drawn.number), watch.folder.metrics
     if drawn.after_step >= 0:
         wait_until(lambda: any(line["step"] >= drawn.after_step for line in read_jsonl(metrics)), watch.run, f"{drawn}")
@@ -210,18 +211,18 @@ def carry_out(drawn: Round, watch: Watch) -> float:
     moment = strike(watch, drawn.kind, drawn.sent, draw)
     if drawn.second:
         time.sleep(drawn.second_delay)
-        with contextlib.suppress(RuntimeError, psutil.Error):  # the run may have ended before
+        with contextlib.suppress(RuntimeError, psutil.Error):  # the run may have ended before the second signal
             strike(watch, drawn.second, "kill", draw)
     return moment
 
 
 def problems(folder: RunFolder) -> Counter[str]:
-    """The prompts that the run has trained on, and how often."""
+    """The prompts that the run has trained on, and how often it has trained on each."""
     return Counter(line["prompt"] for line in read_jsonl(folder.rollouts))
 
 
 def cursor(folder: RunFolder) -> int:
-    """The index of the next problem after the run."""
+    """The index of the problem that would come next after the run."""
     newest = checkpoints.newest(folder.checkpoints)
     if newest is None:
         raise RuntimeError(f"{folder.path} has no checkpoint")
@@ -244,7 +245,7 @@ def seconds_to_next_step(restarts: Sequence[Record], steps: Sequence[tuple[float
 
 
 def faults(folder: RunFolder, whole: RunFolder, mode: str) -> list[str]:
-    """The differences from the undisturbed run."""
+    """The differences between a run and the undisturbed run, as texts. whole: the folder of the undisturbed run."""
     found = []
     steps = [line["step"] for line in read_jsonl(folder.metrics)]
     expected = [line["step"] for line in read_jsonl(whole.metrics)]
@@ -264,7 +265,7 @@ def faults(folder: RunFolder, whole: RunFolder, mode: str) -> list[str]:
 
 
 def run_round(drawn: Round, base: Path, args: argparse.Namespace) -> Record:
-    """Carry the round out. Returns its line."""
+    """Carry out the round. Returns its line of drills.jsonl."""
     whole = undisturbed(drawn, base, args)
     folder = RunFolder(base / f"round-{drawn.number}")
     begin = time.monotonic()

@@ -1,9 +1,11 @@
-"""Differences between parallel layouts and one device: loss, gradients and logprobs from the same weights; and checkpoints moved between layouts.
+"""Compare parallel layouts of the trainer with one device: loss, gradients and logprobs from the same weights. Also move a checkpoint between two
+layouts.
 
-In float32 a layout differs from one device only because it adds numbers in another order. TOLERANCE has the limits.
-In bfloat16 a layout also rounds at other places, so the limits are measured. The yardstick is the difference between bfloat16 and float32 on
-one device. It is recorded as `one, bfloat16`, and limits_of doubles it. In bfloat16 one device and all layouts but CP2 use FlashAttention 4.
-CP2 uses flex attention, so its difference to one device includes the difference between the kernels.
+In float32 a layout differs from one device only because it adds numbers in another order. TOLERANCE has the limits of these
+differences. In bfloat16 a layout also rounds at other places, so the limits are measured: they are twice the yardstick. The yardstick is the
+difference between bfloat16 and float32 on one device, and is recorded under the name `one, bfloat16`. In bfloat16 one device and all layouts
+but CP2, context parallelism on two devices, use FlashAttention 4. CP2 uses flex attention. So the difference between CP2 and one device includes
+the difference between these two kernels.
 A checkpoint that is saved under one layout and loaded under another must continue with the same loss and gradient norm.
 """
 
@@ -39,7 +41,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "PP2": {"pipeline_parallel": 2},
     "FSDP2xTP2": {"data_parallel_shard": 2, "tensor_parallel": 2},
 }
-# Number of devices -> layouts under which the checkpoint is saved and loaded.
+# Maps a number of devices to the layout under which the checkpoint is saved and the layout under which it is loaded.
 MOVES = {4: ("FSDP2xTP2", "FSDP2"), 2: ("FSDP2", "one")}
 # Limits of the float32 differences, by the names that `differences` returns.
 TOLERANCE = {
@@ -61,8 +63,8 @@ class Shape:
     """A model and the samples of a call."""
 
     model: ModelConfig
-    row_length: int
-    documents: tuple[int, ...]  # lengths in positions; together they fill a row
+    row_length: int  # positions in a row, into which the trainer packs several documents
+    documents: tuple[int, ...]  # lengths in positions; all documents together fill a row
     num_rows: int
 
     def samples(self) -> list[Sample]:
@@ -76,7 +78,7 @@ class Shape:
 
 
 def shape_here() -> Shape:
-    """Four blocks of Qwen3-0.6B's width; a tiny model on a CPU. Embedding and head are not tied, because pipelines refuse tied ones."""
+    """On GPUs, four blocks of Qwen3-0.6B's width. On a CPU, a tiny model. Embedding and head are not tied, because pipelines refuse tied weights."""
     if torch.cuda.is_available():
         model = ModelConfig(vocab_size=32_768, num_hidden_layers=4, tie_word_embeddings=False)
         return Shape(model=model, row_length=1024, documents=(512, 320, 128, 64), num_rows=8)
@@ -115,10 +117,10 @@ def engine_of(shape: Shape, directory: str, layout: str, dtype: str) -> "TrainEn
 
 
 def compare(shape: Shape, directory: str, layout: str, dtype: str, keep: str, against: str) -> dict[str, Any]:
-    """Run one forward_backward and one optim_step on this rank, and return what they report.
+    """Run one forward_backward and one optim_step on this rank, and return their outputs.
 
-    keep: a file to which the whole gradients are written. against: a file of gradients to compare them with. "" means no file.
-    The answer's "gradients" have the form of Numbers.gradients. They are empty without `against`.
+    keep: a file to which the unsharded gradients are written. against: a file of gradients, with which these gradients are compared. "" means
+    no file. In the returned dict, "gradients" has the same form as Numbers.gradients, and is empty if `against` is "".
     """
     start = time.perf_counter()
     engine = engine_of(shape, directory, layout, dtype)
@@ -175,12 +177,12 @@ class Numbers:
 
     output: ForwardBackwardOutput
     grad_norm: float
-    # Parameter -> (norm of the difference between its gradient and the expected one, norm of the expected one).
+    # Maps a parameter to (norm of the difference between its gradient and the expected gradient, norm of the expected gradient).
     gradients: Mapping[str, tuple[float, float]]
 
 
 def merged(shape: Shape, answers: Sequence[Mapping[str, Any]]) -> Numbers:
-    """The answers of all ranks of a job as one."""
+    """Merge the answers of all ranks of a job."""
     gradients: dict[str, tuple[float, float]] = {}
     for answer in answers:
         gradients.update(answer["gradients"])
@@ -192,14 +194,16 @@ def merged(shape: Shape, answers: Sequence[Mapping[str, Any]]) -> Numbers:
 def differences(actual: Numbers, expected: Numbers) -> dict[str, float]:
     """Relative differences between a layout and one device.
 
-    The difference of a logprob is relative to 1 + its absolute value. A difference of gradients is the norm of the difference divided by the
-    norm of the expected gradient, for the whole gradient and for the worst parameter.
+    "logprobs" is the mean difference divided by the mean absolute value. "worst_logprob" divides the difference of each logprob by 1 + its
+    absolute value. "gradient" and "worst_parameter" divide the norm of a difference of gradients by the norm of the expected gradient.
+    "gradient" does this for all parameters together, and "worst_parameter" for the parameter with the largest result.
     """
     losses = [numbers.output.metrics["loss:sum"] for numbers in (actual, expected)]
     logprobs, expected_logprobs = (torch.cat(numbers.output.logprobs) for numbers in (actual, expected))
     logprob_differences = (logprobs - expected_logprobs).abs()
     difference_norms, norms = Tensor(list(actual.gradients.values())).unbind(dim=1)
-    # A gradient next to 0 is mostly rounding errors of larger numbers, so differences up to 1e-7 of the whole gradient do not count.
+    # If the gradient of a parameter is close to 0, it consists mostly of rounding errors of larger numbers. So 1e-7 of the norm of the whole
+    # gradient is subtracted from every difference.
     errors = (difference_norms - 1e-7 * norms.norm()).clamp(min=0) / norms
     return {
         "loss": abs(losses[0] / losses[1] - 1),
@@ -214,9 +218,10 @@ def differences(actual: Numbers, expected: Numbers) -> dict[str, float]:
 def limits_of(dtype: str, yardstick: Mapping[str, float]) -> Mapping[str, float]:
     """The limit of every difference. yardstick: the differences between bfloat16 and float32 on one device.
 
-    If a layout and one device are each as far from float32 as the yardstick, they are at most twice as far from each other. Loss and
-    gradient norm are single numbers, whose yardsticks may be near 0 by chance. The loss cannot differ by more than the logprobs, so it
-    gets their limit. The gradient norm cannot differ by more than the gradient, so it gets the gradient's limit.
+    Suppose that a layout in bfloat16 and one device in bfloat16 both differ from float32 by the yardstick. Then they differ from each other by
+    at most twice the yardstick. Loss and gradient norm are single numbers, so their yardsticks may be near 0 by chance. The loss cannot differ
+    by more than the logprobs, so it gets the limit of the logprobs. The gradient norm cannot differ by more than the gradient, so it gets the
+    limit of the gradient.
     """
     if dtype == "float32":
         return TOLERANCE
@@ -237,7 +242,7 @@ class Comparison:
         self.failed: list[str] = []
 
     def phases(self, layouts: Sequence[str], dtypes: Sequence[str]) -> list[list[Job]]:
-        """All jobs in phases. Jobs of a phase run at the same time; they need files that jobs of earlier phases write."""
+        """All jobs in phases. Jobs of a phase run at the same time. They need files that jobs of earlier phases write."""
         one_float32 = self._compare("one", "float32", keep="float32")
         second = [self._compare("one", "bfloat16", keep="bfloat16", against="float32")]
         if "float32" in dtypes:
@@ -299,7 +304,7 @@ def main() -> None:
         parser.error(f"--gpus {arguments.gpus}; a layout needs at least two devices")
     layouts = [name for name in arguments.layouts if num_ranks(name) <= arguments.gpus]
     with Ranks(arguments.gpus) as ranks, ExitStack() as stack:
-        # This import stands here so that the ranks, which have just started, import at the same time.
+        # The ranks, which have just started, import their modules meanwhile.
         from benchmarks.harness.random_weights import scratch, write
 
         model = shape_here().model
@@ -314,7 +319,7 @@ def main() -> None:
                     comparison.failed.append(job.name)
                 else:
                     comparison.take(job, answers)
-            if not comparison.on_one_device:  # nothing to compare with
+            if not comparison.on_one_device:  # the other jobs are compared with one device
                 break
     if comparison.failed:
         say(f"beyond a limit, or failed: {', '.join(comparison.failed)}")
@@ -336,7 +341,8 @@ def record(
 def record_move(name: str, shape: Shape, saved: Sequence[StepReport], loaded: Sequence[StepReport]) -> list[str]:
     """Record the result of a moved checkpoint. Returns [name] if a difference is beyond its limit, or if saving failed; otherwise [].
 
-    saved, loaded: the reports of all ranks about the step after the checkpoint, from the trainer that saved it and the one that loaded it.
+    saved: the reports of all ranks about the step after the checkpoint, from the trainer that saved it. loaded: the reports about the same step,
+    from the trainer that loaded the checkpoint.
     """
     if not saved:
         return [name]

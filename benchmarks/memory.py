@@ -1,7 +1,7 @@
-"""Growth of forward_backward's peak memory with the tokens of a call, at a vocabulary of 151,936.
+"""Measure how the peak memory of forward_backward grows with the tokens of a call, at a vocabulary of 151,936.
 
-Logits are computed in chunks in one series of measurements, and all at once in another. Every measurement has a new process, so that it does
-not start with the memory of an earlier one. For each series the slope of the least-squares line is printed.
+One series of measurements computes the logits in chunks, and the other series computes all logits at once. Every measurement runs in a new
+process, so that it does not start with the memory of an earlier measurement. For each series the slope of the least-squares line is printed.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import torch
 
 from rl_actors import PPO, ModelConfig, OptimParams, Sample, TrainerConfig
 
-ROW = 1024  # positions of a row, all of one sample
+ROW = 1024  # positions of a row; one sample fills a row
 CHUNKED, WHOLE = (4096, 8192, 16384), (1024, 2048, 4096)  # tokens of the measured calls, for each series
 
 
@@ -62,7 +62,7 @@ def peak(num_tokens: int, chunk_tokens: int, answer: Connection) -> None:
 
 
 def _status(name: str) -> int:
-    """The value of a line of /proc/self/status in bytes. The kernel writes it in KiB."""
+    """The value of a line of /proc/self/status, in bytes. The kernel writes the value in KiB."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith(name))
 
@@ -84,7 +84,7 @@ def measure(num_tokens: int, chunk_tokens: int) -> int:
 
 
 def slope(points: dict[int, int]) -> float:
-    """Bytes a token: the slope of the least-squares line through points {tokens: bytes}."""
+    """Bytes per token: the slope of the least-squares line through the points. points: tokens of a call -> bytes."""
     x = torch.tensor(list(points.keys()), dtype=torch.float64)
     y = torch.tensor(list(points.values()), dtype=torch.float64)
     x, y = x - x.mean(), y - y.mean()

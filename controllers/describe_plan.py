@@ -1,4 +1,4 @@
-"""Describes a run before it starts, and refuses a run that needs more memory than there is.
+"""Describes a run before it starts, and refuses a run that needs more memory than the machine has.
 
 The description names the layout, the memory of a rank, the device of each process, and the memory that all processes need.
 """
@@ -144,21 +144,21 @@ def _demands_of_gpus(config: "RunConfig", models: dict[str, TrainerConfig], phas
 class _Phase:
     """A part of a step in which the processes hold the same memory."""
 
-    name: str  # Demand.phase; empty if trainer and generator do not take turns
+    name: str  # Demand.phase; empty without config.turns.enabled, because the step then has one phase
     held: dict[str, int]  # model -> bytes of a rank
     sleeps: bool = False  # True: the generator sleeps, so it holds no memory
 
 
 def _phases(config: "RunConfig") -> list[_Phase]:
-    """The phases of a step. If trainer and generator do not take turns, a step has only one phase."""
+    """The phases of a step. With config.turns.enabled trainer and generator use the same GPUs in turns. Otherwise a step has only one phase."""
     totals = {name: memory_estimate.memory(model).total for name, model in config.models().items()}
     if not config.turns.enabled:
         return [_Phase(name="", held=totals)]
     held, parts = memory_estimate.memory(config.trainer).on_device(), config.turns.parts
     weights = held.parameters + held.buffers
     kept = (0 if "weights" in parts else weights) + (0 if "optimizer" in parts else held.optimizer)
-    # An optimizer step brings the optimizer's state to the GPU, where the state stays until the last optimizer step of the training step.
-    # So if a training step has several optimizer steps, all backward passes but the first have the state on the GPU.
+    # The first optimizer step of a training step brings the optimizer's state to the GPU. The state stays there until the last optimizer step.
+    # So if a training step has several optimizer steps, only the backward passes before the first of them run without the state on the GPU.
     meets_optimizer = config.versions_per_step > 1 or "optimizer" not in parts
     passes = weights + held.gradients + held.activations + (held.optimizer if meets_optimizer else 0)
     steps = weights + held.gradients + held.optimizer
@@ -179,7 +179,8 @@ def _phases(config: "RunConfig") -> list[_Phase]:
 def _turns(config: "RunConfig") -> list[str]:
     """Lines about a run whose trainer and generator take turns. Other runs have no such lines.
 
-    The lines say what a rank of the trainer holds in each phase, and what it keeps in the host's memory while the generator works.
+    The lines say how much GPU memory a rank of the trainer takes in each phase, and what the rank keeps in the host's memory while the generator
+    works.
     """
     if not config.turns.enabled:
         return []

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 REPEATED_WITHIN = 1.0
-"""Seconds after the first signal in which further signals are ignored. `timeout` signals a process and then also the process's group, so the
-process gets two signals instead of one."""
+"""Seconds after the first signal in which further signals are ignored. The command `timeout` signals a process and then also the process's
+group, so the process gets two signals instead of one."""
 
 
 class Interrupted(BaseException):
-    """Raised between two steps to end the run, because a signal has come. It is no Exception, so no `except Exception` takes it for a failure."""
+    """Raised between two steps to end the run, because a signal has come. It is a BaseException, so `except Exception` does not catch it."""
 
 
 class Interruption:

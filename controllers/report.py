@@ -62,7 +62,7 @@ def number(value: float | None) -> str:
 
 
 def page(template: str, **values: object) -> str:
-    """The HTML of a template of this package. All texts but the charts are escaped."""
+    """The HTML of a template of this package. All values but the charts are escaped."""
     environment = Environment(
         loader=PackageLoader("controllers"),
         autoescape=True,
@@ -82,7 +82,7 @@ class RunFiles:
     records: Records  # lines of metrics.jsonl
     config: dict[str, object]
     outcome: dict[str, object]
-    groups: Records  # lines of rollouts.jsonl
+    groups: Records  # lines of rollouts.jsonl that have completions
     samples: Records  # lines of validation.jsonl
     timeline: Records  # lines of timeline.jsonl
     restarts: Records  # lines of restarts.jsonl
@@ -183,7 +183,7 @@ def shown_steps(groups: Records) -> list[int]:
 
 
 def shown_group(group: Record) -> dict[str, object]:
-    """The values of a group that the template shows. If the task has single turns, every conversation is empty."""
+    """The values of a group that the template shows. If every episode of the task has one turn, every conversation is empty."""
     rewards = group["rewards"]
     cut_off = group.get("truncated") or [False] * len(rewards)
     conversations = group.get("conversations") or [[]] * len(rewards)

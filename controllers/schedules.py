@@ -1,6 +1,7 @@
 """Learning rates as functions of the step. They have no state, so a resumed run gets the same rates as an uninterrupted run.
 
-Steps count from 1. A linear warm-up of W steps reaches the full rate at step W, and its first step has a rate above 0.
+The first step is step 1. The full rate is `learning_rate`. In a linear warm-up of W steps, step n has the rate n / W *
+learning_rate. So the rate of the first step is above 0, and step W has the full rate.
 """
 
 import math
@@ -15,7 +16,7 @@ class Schedule:
     """The learning rate of a step: `schedule(step)`.
 
     If the kind has a decay, the first step after the warm-up has the full rate, and then the rate falls. At step total_steps + 1, and at all
-    later steps, it is min_ratio times the full rate.
+    later steps, the rate is min_ratio times the full rate. Two examples of the rates from step 1 on:
     Schedule(kind="constant", learning_rate=1.0, warmup_steps=2, total_steps=9) -> 0.5, 1.0, 1.0, …
     Schedule(kind="linear_warmup_linear", learning_rate=1.0, warmup_steps=0, total_steps=4) -> 1.0, 0.75, 0.5, 0.25, 0.0, 0.0, …
     """
@@ -36,8 +37,8 @@ class Schedule:
         return min(1.0, step / self.warmup_steps) if self.warmup_steps else 1.0
 
     def _decay(self, step: int) -> float:
-        """A factor: 1 up to the first step after the warm-up, then less at every step, and 0 after step total_steps."""
-        done = max(0, step - 1 - self.warmup_steps)  # number of steps of the decay before this one
+        """A factor from 1 to 0. It is 1 up to the first step after the warm-up. Then it falls with every step, and it is 0 after step total_steps."""
+        done = max(0, step - 1 - self.warmup_steps)  # number of steps of the decay before this step
         progress = min(1.0, done / max(1, self.total_steps - self.warmup_steps))
         if self.kind == "linear_warmup_cosine":
             return (1 + math.cos(math.pi * progress)) / 2
@@ -55,7 +56,7 @@ class ScheduleConfig:
     total_steps: int | None = None
     """Number of the last step of the decay. None: the number of steps of the run."""
     min_ratio: float = 0.0
-    """The lowest rate, as a share of the highest."""
+    """The lowest rate, as a share of the highest rate."""
 
     def validate(self) -> None:
         if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):

@@ -1,11 +1,11 @@
-"""The parts of a trainer's memory that `offload` moves to the host, and HostMove, the record of a move. Moves nothing."""
+"""The parts of a trainer's memory that `offload` moves to the host, and HostMove, the record of a move. engine/offload.py moves them."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 Part = Literal["weights", "gradients", "optimizer"]
-"""weights: parameters and buffers. gradients: those of an open step. optimizer: the optimizer's state."""
+"""weights: parameters and buffers. gradients: the gradients that no optimizer step has used yet. optimizer: the optimizer's state."""
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
@@ -15,7 +15,7 @@ class HostMove:
 
     num_bytes: int = 0  # over all ranks; in TrainerInfo, of one rank
     seconds: float = 0.0  # of the slowest rank; in TrainerInfo, of one rank
-    buffer_seconds: float = 0.0  # the part of `seconds` for allocating host memory, which is kept for later offloads
+    buffer_seconds: float = 0.0  # part of `seconds`, for allocating host memory; later offloads reuse it
 
     @property
     def gb_per_second(self) -> float:
@@ -24,7 +24,7 @@ class HostMove:
         return self.num_bytes / 1e9 / copying if copying > 0 else 0.0
 
     def then(self, later: "HostMove") -> "HostMove":
-        """This move and a later one together."""
+        """The sum of this move and a later move."""
         return HostMove(
             num_bytes=self.num_bytes + later.num_bytes,
             seconds=self.seconds + later.seconds,
@@ -32,7 +32,7 @@ class HostMove:
         )
 
     def since(self, earlier: "HostMove") -> "HostMove":
-        """The moves between an earlier total and this one."""
+        """The difference between this total and an earlier total: the moves since then."""
         return HostMove(
             num_bytes=self.num_bytes - earlier.num_bytes,
             seconds=self.seconds - earlier.seconds,
@@ -41,7 +41,7 @@ class HostMove:
 
 
 def of_all_ranks(moves: Iterable[HostMove]) -> HostMove:
-    """One move that stands for the moves of all ranks, which ran at the same time."""
+    """Combine moves of all ranks that ran at the same time. The result has the sum of the bytes, and the seconds of the slowest rank."""
     moves = list(moves)
     slowest = max(moves, key=lambda move: move.seconds)
     return HostMove(

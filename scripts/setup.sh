@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Make .venv from the lock of this machine's device. Do nothing when .venv is finished and belongs to this lock and folder.
-# Otherwise say why, and replace .venv. A .venv with packages that the user has added is renamed and not deleted.
+# Make .venv from the lock, the list of pinned packages, for this machine's device (CPU or CUDA). If .venv is finished and belongs to this lock
+# and this folder, do nothing. Otherwise say why, and replace .venv. A .venv with packages that the user has added is renamed and not deleted.
 #
 #   scripts/setup.sh            DEVICE=cpu|cuda and PYTHON=PATH override the detected device and Python
 #   scripts/setup.sh --stamp    only print the content that a finished .venv/stamp must have: device, lock, folder
 set -euo pipefail
 cd "$(dirname "$0")/.."
 started=$SECONDS
-# pip turns an interrupt into an ordinary failure. Without this trap the script would continue after it.
+# If the user interrupts pip, pip fails with an ordinary error. Without this trap the script would then continue.
 trap 'exit 130' INT TERM
 
 say() { echo "[setup] $*"; }
@@ -21,7 +21,8 @@ lock_hash=$(sha256sum < "$lock" | cut -c1-16)
 stamp="$device $lock_hash $PWD"
 if [[ ${1:-} == --stamp ]]; then echo "$stamp"; exit; fi
 
-# Two makes at the same time (`make test` and `make grpo`) take turns instead of writing into one folder.
+# If this script runs twice at the same time (for `make test` and `make grpo`), the second run waits here, so that the two never write into .venv
+# at the same time.
 exec 9< "$0"
 flock 9
 if [[ -x .venv/bin/python && $(cat .venv/stamp 2>/dev/null) == "$stamp" ]]; then exit; fi
@@ -51,7 +52,7 @@ why_replace() {
     [[ -x .venv/bin/python ]] || why+=", its Python does not exist any more"
     echo "${why#, }"
 }
-# The packages of .venv that are neither in the lock nor in the former lock, from which .venv was made.
+# The packages of .venv that are neither in the lock nor in .venv/lock.txt, the lock from which .venv was made.
 added_packages() {
     comm -23 <(find .venv/lib -maxdepth 3 -name '*.dist-info' -printf '%f\n' | sed -E 's/-[^-]*\.dist-info$//' | as_names) \
         <({ cat "$lock" .venv/lock.txt 2>/dev/null || true; echo "pip setuptools rl-actors" | tr ' ' '\n'; } | sed 's/==.*//' | as_names)
@@ -85,7 +86,7 @@ if [[ $device == cpu ]]; then
     fi
     say "$torch installed after $((SECONDS - started)) s"
 fi
-# uv installs the same packages in a fifth of pip's time. It does not read pip's settings, so the index is passed on. If uv cannot be
+# uv installs the same packages in a fifth of pip's time. uv does not read pip's settings, so this script passes pip's index to uv. If uv cannot be
 # installed, or fails to install a package, pip installs the rest.
 uv_folder=.venv/uv
 index=$(.venv/bin/python -m pip config get global.index-url 2>/dev/null || echo "${PIP_INDEX_URL:-}")

@@ -1,7 +1,7 @@
 """Results of benchmarks: files with one line of JSON for each result.
 
-A line has the figures of a result, and the command, date, device and versions of its measurement. This module only
-appends lines, and nobody edits a line afterwards. The module measures nothing and does not import torch.
+A line has the figures of a result, and the command, date, device and versions of its measurement. This module
+appends lines and never changes an old line. It measures nothing and does not import torch.
 """
 
 import json
@@ -38,7 +38,7 @@ def lines(benchmark: str) -> list[dict[str, Any]]:
 
 
 def kind(line: dict[str, Any]) -> str:
-    """Kind of device that measured a result: "2 x NVIDIA H200" -> "NVIDIA H200". For every machine without a GPU it is "CPU"."""
+    """Kind of device that measured a result. For the device "2 x NVIDIA H200" it is "NVIDIA H200". For every machine without a GPU it is "CPU"."""
     return line["device"].partition(" x ")[2] or CPU
 
 
@@ -46,7 +46,7 @@ def kind(line: dict[str, Any]) -> str:
 def gpus() -> tuple[str, ...]:
     """Names of the GPUs that this process may use: the first N names that nvidia-smi prints, if CUDA_VISIBLE_DEVICES names N GPUs.
 
-    The names are right only if all GPUs of the machine have the same name. torch could tell the names of the visible GPUs, but its CUDA
+    The names are right only if all GPUs of the machine have the same name. torch also knows the names of the visible GPUs, but its CUDA
     context would take memory on the GPU that is measured.
     """
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -59,7 +59,8 @@ def gpus() -> tuple[str, ...]:
 
 
 def visible(count: int) -> list[str]:
-    """The first `count` GPUs that CUDA_VISIBLE_DEVICES names, in its order and spelling. If it is unset: "0" to `count - 1`."""
+    """The first `count` GPUs that CUDA_VISIBLE_DEVICES names, in its order and spelling. If this variable is unset, the result is
+    "0" to str(count - 1)."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
     return [index.strip() for index in named.split(",") if index.strip() not in ("", "-1")][:count]
 

@@ -1,4 +1,4 @@
-"""Tasks: they give problems, and the reward of a completion. This package knows no tokens, groups or actors."""
+"""Tasks. A task gives problems, and the reward of a completion. This package contains nothing about tokens, groups of completions or actors."""
 
 from controllers.environments.base import Environment, Message, Problem, RewardError
 from controllers.environments.build import build_environment

@@ -58,8 +58,8 @@ def _value(node: ast.expr) -> int:
 
 
 class Calculation:
-    """The episode of one problem. A turn that begins with "c" gives the rest of its text to the calculator. Any other turn is the answer and
-    ends the episode.
+    """The episode of one problem. If a completion begins with "c", the calculator gets the rest of the completion. Any other completion is the
+    answer to the problem and ends the episode.
 
     The calculator replies "=408?" if the value is 408, and "=?" if it refuses the expression.
     """
@@ -80,14 +80,15 @@ class Calculation:
 
 
 class Products:
-    """Products of two numbers of two digits, such as "47*83?". The reward of the right number is 1. num_held_out products are held out."""
+    """Products of two numbers of two digits, such as "47*83?". The reward of the right number is 1. num_held_out products are kept
+    for validation."""
 
     def __init__(self, *, seed: int, num_held_out: int) -> None:
         self.seed = seed
         factors = range(10, 100)
         self._all = [_product(a, b) for a in factors for b in factors]
 
-        # a*b and b*a have the same key, so both are held out or both are trained on.
+        # a*b and b*a have the same key. So a run never trains on a*b and validates on b*a.
         kept = sorted({problem.key for problem in self._all}, key=lambda key: fraction(key, seed))
         if not 1 <= num_held_out <= len(kept) // 2:
             raise ValueError(f"num_held_out={num_held_out}; it must be in [1, {len(kept) // 2}], half of all products")
@@ -105,10 +106,10 @@ class Products:
         return Calculation(problem)
 
     def demonstration(self, problem: Problem) -> Sequence[str]:
-        """One third of the demonstrations ask the calculator and repeat its answer. The other demonstrations guess a number from 1000 to 1999 at once.
+        """Completions for the supervised phase before RL. One third of the demonstrations ask the calculator and then repeat its answer.
 
-        So the demonstrations show the form of a turn, but not that asking is better. After the supervised phase a greedy policy guesses. The
-        rewards then teach it to ask.
+        The other demonstrations guess a number from 1000 to 1999 in their first completion. So the demonstrations show the form of a completion,
+        but not that asking the calculator is better. After the supervised phase a greedy policy guesses. The rewards then teach it to ask.
         """
         draw = Random(f"{self.seed}/{problem.prompt}")
         if draw.randrange(3):

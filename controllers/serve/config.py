@@ -10,7 +10,7 @@ from rl_actors.model_config import ModelConfig
 
 @dataclass(kw_only=True)
 class ServeConfig:
-    """A server of one base model. Runs with adapters of one shape share a trainer, and all samplers share one generator."""
+    """A server of one base model. Runs whose adapters have the same shape share a trainer, and all samplers share one generator."""
 
     name: str
     """Name of the base model for clients."""
@@ -25,13 +25,13 @@ class ServeConfig:
     lora_alpha: float = 32.0
     """Scale of the adapters of every run. The protocol has no field for it."""
     max_trainers: int = 2
-    """Largest number of trainers in memory at the same time. Runs that are in no trainer wait on disk until they are used again."""
+    """Largest number of trainers in memory at the same time. A run that is in no trainer is kept on disk until it is used again."""
     max_tenants: int = 16
     """Largest number of runs with adapters in one trainer."""
     samplers_kept: int = 8
     """Number of unnamed samplers of a run whose weights are kept. The weights of its older unnamed samplers are deleted."""
     hold_seconds: float = 30.0
-    """Seconds for which the server holds a request for an answer that is not ready. The SDK gives up after 45."""
+    """Seconds for which the server holds a request for an answer that is not ready. The SDK gives up after 45 seconds."""
     max_body_bytes: int = 64 << 20
     """Largest size of a request's body in bytes. The limit holds for the body as it was sent, and for the decompressed body."""
     max_samples: int = 1024
@@ -72,7 +72,7 @@ class ServeConfig:
 
 
 def tokenizer_id(directory: str) -> str:
-    """The directory in a form that the SDK leaves whole. The SDK cuts a name with exactly two slashes at the second slash."""
+    """The absolute path of the directory, in a form without exactly two slashes. The SDK cuts a name with exactly two slashes at the second slash."""
     path = Path(directory).absolute()
     if ":" in str(path):
         raise ValueError(f"the base model is in {path}, but the SDK cuts the path of a tokenizer at ':'")

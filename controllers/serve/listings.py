@@ -1,4 +1,4 @@
-"""Rows of the store, as Tinker's protocol lists them."""
+"""Converts rows of the server's database (store.py) to the JSON objects that Tinker's protocol lists."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -88,7 +88,7 @@ def session(store: Store, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _page(limit: int, offset: int) -> tuple[int, int]:
-    """Raises ValueError naming the value and the limit."""
+    """Returns limit and offset. Raises ValueError if one of them is out of range."""
     if not 1 <= limit <= MAX_PAGE or not 0 <= offset < EVERY:
         raise ValueError(f"limit={limit}, offset={offset}; limit must be 1 to {MAX_PAGE}, offset 0 to {EVERY - 1}")
     return limit, offset
@@ -99,5 +99,5 @@ def _cursor(limit: int, offset: int, total: int) -> dict[str, int]:
 
 
 def as_time(seconds: float | None) -> str | None:
-    """A time of the store as the protocol writes it."""
+    """Convert seconds since 1970 to the protocol's form of a time, ISO 8601."""
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat()

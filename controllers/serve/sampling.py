@@ -1,6 +1,6 @@
-"""Samples of many versions of the weights from one generator. This module knows no HTTP.
+"""Sample from many versions of the weights with one generator. This module contains no HTTP.
 
-A version is whole weights, or an adapter over the weights of the base model. The generator holds one version of whole weights at a time.
+A version is either whole weights, or an adapter over the weights of the base model. The generator holds one version of whole weights at a time.
 Requests for these weights, and requests for adapters over them, run at the same time. Requests for other whole weights wait until the running
 requests have ended. Then the generator pulls the other version.
 """
@@ -26,14 +26,14 @@ Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
 
 PATIENCE = 1.0
-"""Seconds for which new requests for the held version still start while requests for another version wait."""
+"""Seconds for which new requests for the version that the generator holds still start at once while requests for another version wait."""
 GATHER_SECONDS = 0.003
-"""Requests are gathered into one call of the generator until none has come for this number of seconds."""
+"""Requests are gathered into one call of the generator until no request has come for this number of seconds."""
 LONGEST_GATHER_SECONDS = 0.06
 """Largest number of seconds for which requests are gathered into one call."""
 LOADED_ADAPTERS = 64
-"""Largest number of loaded adapters, unless more are in use. The number is limited, because a generator that is started again loads all
-these adapters before its first request."""
+"""Largest number of loaded adapters, unless more adapters are in use. The number is limited, because a restarted generator loads all these
+adapters before its first request."""
 
 
 class Generator(Protocol):
@@ -74,17 +74,17 @@ class VersionedGenerator:
 
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
-        self.version: int | None = None  # None before the first pull, and after one that failed
-        # By version; the least recently used first.
+        self.version: int | None = None  # None before the first pull, and after a failed pull
+        # Version -> its adapter. The least recently used adapter is the first.
         self._adapters: OrderedDict[int, _Adapter] = OrderedDict()
         self._names = itertools.count()
-        self._unloads: set[asyncio.Future[None]] = set()  # under way
+        self._unloads: set[asyncio.Future[None]] = set()  # those that have not ended
         self.num_running = 0
         self.num_switches = 0
-        # Version -> its requests. The versions are in the order in which they were asked for.
+        # Version -> the requests that wait for it. The versions are in the order of their first waiting request.
         self._waiting: OrderedDict[int, list[_Waiter]] = OrderedDict()
         self._switching: asyncio.Task[None] | None = None
-        # The requests in a call of the generator have the same adapter. For completions they also have equal parameters.
+        # All requests in one call of the generator have the same adapter. In a call for completions they also have equal parameters.
         self.completions: _Gatherer[tuple[str | None, SamplingParams], list[int], list[Completion]] = _Gatherer(
             self._generate_batch
         )
@@ -101,15 +101,16 @@ class VersionedGenerator:
 
     @contextlib.asynccontextmanager
     async def using(self, version: int) -> "AsyncIterator[Weights]":
-        """Whole weights, which the generator holds in the `with` block. Raises RuntimeError if they cannot be pulled."""
+        """The whole weights of a version. The generator holds them in the `with` block. Raises RuntimeError if they cannot be pulled."""
         async with self._holding(version):
             yield Weights(self, None)
 
     @contextlib.asynccontextmanager
     async def using_adapter(self, version: int, directory: str, *, base: int) -> "AsyncIterator[Weights]":
-        """The whole weights of version `base`, and over them the adapter of version `version`, which is in the directory.
+        """The adapter of version `version`, which is in the directory, over the whole weights of version `base`.
 
-        In the `with` block the generator holds both. Raises RuntimeError if they cannot be pulled or loaded.
+        In the `with` block the generator holds the adapter and the weights. Raises RuntimeError if the adapter cannot be loaded, or if the
+        weights cannot be pulled.
         """
         if version not in self._adapters:
             self._adapters[version] = _Adapter(f"version {version}, {next(self._names)}", directory)
@@ -130,7 +131,7 @@ class VersionedGenerator:
     async def _load(self, version: int, adapter: _Adapter) -> None:
         if adapter.loading is None:
             adapter.loading = asyncio.ensure_future(self._load_now(version, adapter))
-        await asyncio.shield(adapter.loading)  # other requests wait for it, too
+        await asyncio.shield(adapter.loading)  # shielded, because other requests may wait for the same load
 
     async def _load_now(self, version: int, adapter: _Adapter) -> None:
         try:
@@ -171,14 +172,14 @@ class VersionedGenerator:
 
     @contextlib.asynccontextmanager
     async def _holding(self, version: int) -> AsyncIterator[None]:
-        """Context manager in whose body the generator holds these whole weights. Raises RuntimeError with the text of the error if the pull fails."""
+        """Context manager. In its body the generator holds the whole weights of this version. Raises RuntimeError if the pull fails."""
         if self._may_start(version):
             self.num_running += 1
         else:
             waiter = _Waiter(time.monotonic(), asyncio.get_running_loop().create_future())
             self._waiting.setdefault(version, []).append(waiter)
             self._switch_if_idle()
-            await waiter.admitted  # `_switch` admits it, and counts it in num_running
+            await waiter.admitted  # `_switch` sets this result, and counts the request in num_running
         try:
             yield
         finally:
@@ -196,7 +197,7 @@ class VersionedGenerator:
             self._switching = asyncio.create_task(self._switch())
 
     async def _switch(self) -> None:
-        """Pull the version that was asked for first, and admit its requests."""
+        """Pull the version of the request that has waited longest, and let the requests for this version start."""
         version = next(iter(self._waiting))
         error: Exception | None = None
         try:
@@ -261,10 +262,10 @@ class _Batch(Generic[Item, Result]):
 
 
 class _Gatherer(Generic[Key, Item, Result]):
-    """Gathers the items that come with one key at nearly the same time, and makes one call for all of them."""
+    """Gathers items that are added under the same key at nearly the same time, and makes one call for all these items."""
 
     def __init__(self, call: Callable[[Key, list[Item]], AsyncIterator[tuple[int, Result]]]) -> None:
-        """call: gives (index of an item, its result) in any order."""
+        """call: takes a key and a list of items, and yields pairs (index of an item, result of this item) in any order."""
         self._call = call
         self._batches: dict[Key, _Batch[Item, Result]] = {}
         self._tasks: set[asyncio.Task[None]] = set()

@@ -39,7 +39,7 @@ class TrainerClient(TrainingCalls, ModelClient):
     opens_transport: ClassVar[bool] = True
 
     _writing: Call[None] | None = None
-    _tenants: dict[str, TenantClient]  # those that this client has added and not dropped
+    _tenants: dict[str, TenantClient]  # the tenants that this client has added and not dropped
 
     def _start(self) -> None:
         self._tenants = {}
@@ -52,16 +52,16 @@ class TrainerClient(TrainingCalls, ModelClient):
         await super()._close()
 
     async def _write(self, path: str) -> None:
-        # This call does not wait for its turn, because the ranks run other calls while they write.
+        # This call does not wait for earlier calls to end, because the ranks run other calls while they write.
         assert self._mesh is not None
         await self._ask(self._mesh.wait_for_checkpoint, f"writing {path}", self.call_timeout, breaks=False)
 
     def new_tenant(self, name: str, *, seed: int = 0) -> TenantClient:
         """Add a tenant: another run on the same base model. Returns its client at once.
 
-        A tenant has its own adapters, gradients, optimizer, order of calls and version. Its adapters start with the values of this seed,
-        and have the rank and the layers of the trainer's adapters. The calls of all tenants run one at a time. The
-        calls of this client work on the first tenant, which every trainer has.
+        A tenant has its own adapters, gradients, optimizer and policy version. Its adapters start with random values of this seed, and have the
+        rank and the layers of the trainer's adapters. The calls of one tenant run in the order in which they are made. The trainer runs one
+        call at a time. The calls of this client work on the first tenant, which every trainer has.
         Raises ValueError if the trainer has no adapters, if the name is taken, and for a client that is attached to a service.
         """
         if self._lease is not None:
@@ -100,7 +100,8 @@ class TrainerClient(TrainingCalls, ModelClient):
         self._unanswered.pop(name, None)
 
     def profile(self, directory: str, *, steps: int = 1) -> Call[None]:
-        """Trace the next `steps` steps with torch.profiler. The last optim_step answers after <directory>/rank-N.json is written."""
+        """Trace the next `steps` steps with torch.profiler. Each rank N writes <directory>/rank-N.json before the last optim_step
+        returns."""
         return self._in_turn(
             "profile",
             self._first,
@@ -111,16 +112,16 @@ class TrainerClient(TrainingCalls, ModelClient):
         )
 
     def push_model_state_dict(self) -> Call[int]:
-        """Publish the weights under policy_version, so that generators can pull them, and return policy_version."""
+        """Publish the weights, so that generators can pull them. Returns policy_version, the version number of these weights."""
         return self._in_turn("push_model_state_dict", self._first, "push_model_state_dict")
 
     def spawn_generator(
         self, config: GeneratorConfig | None = None, *, name: str = "generator", logs: LogRoute | None = None
     ) -> GeneratorClient:
-        """Spawn a generator with the model and the current weights of the trainer. Returns at once; its first answer waits for the start.
+        """Spawn a generator with the model and the current weights of the trainer. Returns its client at once; the first call waits for the start.
 
-        Raises ValueError for a model that vLLM cannot run as the trainer does: a value model, or a model with an expert bias. Also raises it
-        for a client that is attached to a service, and if `config` is None although this client did not spawn its trainer.
+        Raises ValueError for a value model and for a model with an expert bias, because vLLM cannot run these models as the trainer does. Also
+        raises ValueError if this client is attached to a service, or if `config` is None and this client did not spawn its trainer.
         """
         if self._lease is not None:
             raise ValueError(
@@ -151,11 +152,11 @@ class TrainerClient(TrainingCalls, ModelClient):
         name: str = "value_trainer",
         logs: LogRoute | None = None,
     ) -> "ValueTrainerClient":
-        """Spawn a value model, which is trained like a policy. Returns its client at once; the first answer waits for the start.
+        """Spawn a value model, which is trained like a policy. Returns its client at once; the first call waits for the start.
 
-        config: of the value model; its field `head` is replaced by "values". None: the config of this trainer, without adapters.
-        processes, checkpoint: see `spawn`. With this client as `processes`, the value model is built beside the policy. The checkpoint may
-        also be one of a policy with the same dimensions; the head of the value model then starts at zero.
+        config: the config of the value model. Its field `head` is set to "values". None: the config of this trainer, without adapters.
+        processes, checkpoint: see `spawn`. If this client is passed as `processes`, the value model runs in the processes of this trainer. The
+        checkpoint may also be a checkpoint of a policy with the same dimensions. The head of the value model then starts at zero.
         Raises ValueError as `spawn` does.
         """
         from rl_actors.clients.value_trainer import ValueTrainerClient
@@ -172,9 +173,9 @@ class TrainerClient(TrainingCalls, ModelClient):
         name: str = "reference",
         logs: LogRoute | None = None,
     ) -> "ReferenceClient":
-        """Spawn a model that only infers. Returns its client at once; the first answer waits for the start.
+        """Spawn a model that only infers. Returns its client at once; the first call waits for the start.
 
-        config: of the model. None: the config of this trainer. The client's `refresh(version)` takes versions that this trainer has
+        config: the config of the model. None: the config of this trainer. The client's `refresh(version)` takes versions that this trainer has
         pushed. A program may have several such models, for example a teacher with another config.
         processes, checkpoint: see `spawn`. Raises ValueError as `spawn` does.
         """

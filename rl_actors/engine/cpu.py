@@ -1,8 +1,9 @@
-"""The functions that a machine without a GPU needs. gpu.py has functions of the same names for a GPU. machine.py says what each one does.
+"""The functions that a machine without a GPU needs. gpu.py has functions of the same names for a GPU. The class Machine in machine.py
+says what each function does.
 
-Importing this module on such a machine sets torchtitan's device to the CPU.
+If the machine has no GPU, the import of this module sets torchtitan's device to the CPU.
 
-B rows, L row length, N heads, H head width.
+Letters in shapes: B rows, L positions of a row, N attention heads, H width of a head.
 """
 
 import os
@@ -21,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 NORM_BLOCK = 1 << 15
 """Number of values that are copied to float64 at a time. The copy is 256 KiB, which fits into a core's cache."""
 
-# torchtitan assumes "cuda" if it finds no accelerator, and its modules copy the value when they are imported.
+# torchtitan assumes "cuda" if it finds no accelerator, and its modules copy the value of device_type when they are imported.
 if not torch.cuda.is_available():
     torchtitan.tools.utils.device_type, torchtitan.tools.utils.device_module = "cpu", torch.cpu
 
@@ -76,10 +77,10 @@ def device() -> torch.device:
 
 
 def prepare(world_size: int) -> None:
-    """Divide the cores of this host by the number of ranks, and use that many threads. If there are more threads than cores, gloo and the
-    kernels slow each other down.
+    """Set the number of this rank's threads to the cores of this host divided by the number of ranks. If there are more threads than cores,
+    gloo and the kernels slow each other down.
 
-    Ranks on other hosts are counted, too. If the user has set OMP_NUM_THREADS, the user's number is kept.
+    The number of ranks includes the ranks on other hosts. If the user has set OMP_NUM_THREADS, the user's number is kept.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
@@ -136,8 +137,8 @@ def local_masks(masks: BlockMask) -> Tensor:
 def after_parallelize(model: nn.Module) -> None:
     """Make FSDP reduce by a plain sum.
 
-    By default FSDP divides by a factor within the reduction and uses PREMUL_SUM for it, which gloo lacks. torchtitan sets the factor to 1,
-    so a plain sum gives the same result.
+    By default FSDP multiplies by a factor within the reduction. It uses the operation PREMUL_SUM for this, which gloo does not have. torchtitan
+    sets the factor to 1, so a plain sum gives the same result.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -163,11 +164,11 @@ def host_buffer(num_bytes: int) -> Tensor:
 
 
 def wait() -> None:
-    """Does nothing: on a CPU the work of a call is done when the call returns."""
+    """Does nothing, because on a CPU the work of a call is done when the call returns."""
 
 
 def release_memory() -> None:
-    """Does nothing. glibc gives freed blocks of 32 MiB and more back to the system at once. It keeps smaller ones (processes/threads.py)."""
+    """Does nothing. glibc gives freed blocks of 32 MiB and more back to the system at once, and keeps smaller blocks (processes/threads.py)."""
 
 
 def peak_memory_bytes() -> int:

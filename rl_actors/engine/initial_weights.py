@@ -1,12 +1,12 @@
 """Random initial weights. A seed gives the same weights in every layout of the ranks, on a CPU and on a GPU.
 
 torchtitan's init_weights does not do this, because each rank draws its own shards on its own device. On a CPU the random generators of all
-ranks have the same seed, so all shards of a parameter get the same numbers. A GPU draws other numbers than a CPU, and each stage of a
-pipeline has a seed of its own.
+ranks have the same seed, so all shards of a parameter get the same numbers. A GPU draws other numbers than a CPU, and torchtitan gives
+each stage of a pipeline a seed of its own.
 
 In this module every rank draws all parameters of the model on the CPU, one after another from one random generator, and keeps its shards of
-the parameters that it holds. The order of the parameters is torchtitan's, so one process gets the numbers that init_weights draws on a CPU.
-A rank holds one whole parameter at a time. Drawing a billion parameters takes about 9 s on one core.
+the parameters that it holds. The parameters are drawn in torchtitan's order. So a trainer with one rank gets the numbers that init_weights draws
+on a CPU. While a rank draws, it holds one whole parameter at a time. Drawing a billion parameters takes about 9 s on one core.
 
 This module reads no Hugging Face directory.
 """
@@ -34,8 +34,8 @@ class Initialiser:
 def take_initialisers(whole: nn.Module) -> list[Initialiser]:
     """Take the initialisers off a model that is not parallelized yet. Afterwards the model's init_weights initialises only buffers.
 
-    If no module with children has parameters of its own, the list has the order in which torchtitan would call the initialisers. This
-    condition holds for every model without adapters.
+    The list has the order in which torchtitan would call the initialisers, if no module with children has parameters of its own. This condition
+    holds for every model without adapters.
     """
     taken: list[Initialiser] = []
     for prefix, module in whole.named_modules():
@@ -63,7 +63,7 @@ def draw(initialisers: Sequence[Initialiser], model: nn.Module, seed: int) -> No
     undrawn = set(held.values())
     torch.default_generator.manual_seed(seed)
     for initialiser in initialisers:
-        # Parameters of other pipeline stages are drawn, too, because the numbers of a parameter depend on how many were drawn before.
+        # Parameters of other pipeline stages are drawn, too. Otherwise the random generator would give this rank's parameters other numbers.
         whole = torch.empty(initialiser.shape)
         initialiser.initialise(whole)
         if initialiser.name in held:

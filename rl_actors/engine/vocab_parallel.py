@@ -1,9 +1,10 @@
 """Logprobs and entropy of one chunk of logits, with their gradients. The logits are whole, or are sharded over the vocabulary.
 
 A forward pass combines the shards by collectives. A backward pass needs no collectives, because each rank computes the gradient of its own
-shard. This module knows no model and no loss.
+shard. This module contains no model and no loss.
 
-N positions, V vocabulary of this rank, K targets of one position.
+Letters in shapes: B rows, L positions of a row, N = B * L positions, V token ids of this rank's part of the vocabulary, K token ids for each
+position.
 """
 
 from collections.abc import Callable
@@ -56,9 +57,9 @@ class Logits:
 
 
 class TargetLogprobs:
-    """log_softmax at the targets.
+    """log_softmax of the logits at the target of every position.
 
-    fuse: compiles a function into few kernels, if this makes it faster on the machine. The compiled forward and backward
+    fuse: compiles a function into few kernels, if this makes the function faster on the machine. The compiled forward and backward
     pass read the logits once each, and write no float32 tensor of size [N, V] to memory. The forward pass saves the logits in their own dtype.
     The backward pass returns the gradient in this dtype.
     """
@@ -74,13 +75,13 @@ class TargetLogprobs:
 
 
 def entropy(logits: Logits, targets_N: Tensor) -> Tensor:
-    """-sum_v p_v log p_v, [N]; 0 where the target is IGNORE_TARGET."""
+    """The entropy -sum_v p_v log p_v, [N], where p_v is the probability of token id v. It is 0 where the target is IGNORE_TARGET."""
     entropy_N = _Entropy.apply(logits.scaled_NV, logits.group)
     return torch.where(targets_N != IGNORE_TARGET, entropy_N, 0.0)
 
 
 def top_k_logprobs(logits: Logits, targets_N: Tensor, ids_NK: Tensor) -> Tensor:
-    """log_softmax at K ids of every position, [N, K]; 0 where the target is IGNORE_TARGET."""
+    """log_softmax at K token ids of every position, [N, K]. The values are 0 where the target is IGNORE_TARGET."""
     logprobs_NK = _LogprobsAt.apply(logits.scaled_NV, ids_NK, logits.first_id, logits.group)
     return torch.where((targets_N != IGNORE_TARGET)[:, None], logprobs_NK, 0.0)
 
@@ -88,10 +89,10 @@ def top_k_logprobs(logits: Logits, targets_N: Tensor, ids_NK: Tensor) -> Tensor:
 class _TargetLogprobs(torch.autograd.Function):
     """log p_t = z_t - log sum_v exp z_v; d log p_t / d logits_v = ([v = t] - p_v) / T.
 
-    Here t is the target, T is the temperature, z = logits / T, and [v = t] is 1 if v = t and 0 otherwise.
-    Each rank computes log sum_v exp z_v and z_t over its own vocabulary. One maximum and two sums over the ranks combine them.
-    If n_r is the log sum of rank r and m the largest n_r, the log sum of all ranks is m + log sum_r exp(n_r - m).
-    The second sum gives z_t: the target is in the vocabulary of one rank, and the other ranks add 0.
+    Here t is the target, T is the temperature, z = logits / T, p = softmax(z), and [v = t] is 1 if v = t and 0 otherwise.
+    Each rank computes log sum_v exp z_v and z_t over its own vocabulary. One maximum and two sums over the ranks combine these values.
+    If n_r is the log sum of rank r and m is the largest n_r, the log sum of all ranks is m + log sum_r exp(n_r - m).
+    The second sum gives z_t. The target is in the vocabulary of one rank, and all other ranks add 0.
     """
 
     @staticmethod
@@ -127,11 +128,10 @@ class _TargetLogprobs(torch.autograd.Function):
 
 
 def _normalize(raw_NV: Tensor, temperatures_N: Tensor, ids_N: Tensor) -> tuple[Tensor, Tensor]:
-    """(log sum_v exp z_v, z at the ids), both [N], where z is the logits divided by the temperature."""
+    """Returns (log sum_v exp z_v, z at the ids), both of shape [N]. z is the logits divided by the temperature."""
     chosen_N = _upcast(raw_NV.gather(-1, ids_N[:, None]).squeeze(-1)) / temperatures_N
     scaled_NV = _upcast(raw_NV) / temperatures_N[:, None]
-    # The log-sum-exp is written out, because the compiled kernel then reads the logits only once. With torch.logsumexp the kernel would read
-    # the logits more often.
+    # With torch.logsumexp the compiled kernel would read the logits more than once. With this formula it reads them once.
     largest_N1 = scaled_NV.amax(-1, keepdim=True)
     normalizer_N1 = largest_N1 + scaled_NV.sub_(largest_N1).exp_().sum(-1, keepdim=True).log()
     return normalizer_N1.squeeze(-1), chosen_N
@@ -140,7 +140,7 @@ def _normalize(raw_NV: Tensor, temperatures_N: Tensor, ids_N: Tensor) -> tuple[T
 def _gradient(
     raw_NV: Tensor, temperatures_N: Tensor, ids_N: Tensor, is_local_N: Tensor, normalizer_N: Tensor, grad_N: Tensor
 ) -> Tensor:
-    """g / T ([v = id] - p_v) in the dtype of the logits, where g is grad_N. If another rank has the id, [v = id] is 0 for every v."""
+    """The gradient g / T * ([v = id] - p_v) in the dtype of the logits. g is grad_N. If another rank has the id, [v = id] is 0 for every v."""
     scaled_NV = _upcast(raw_NV) / temperatures_N[:, None]
     grad_NV = scaled_NV.sub_(normalizer_N[:, None]).exp_()
     own_ids_N = torch.where(is_local_N, ids_N, -1)
@@ -154,7 +154,7 @@ def _upcast(values: Tensor) -> Tensor:
 
 
 class _Entropy(torch.autograd.Function):
-    """The entropy H = -sum_v p_v log p_v; d H / d z_v = -p_v (log p_v + H). z: logits divided by the temperature."""
+    """The entropy H = -sum_v p_v log p_v. Its gradient is d H / d z_v = -p_v (log p_v + H). z is the logits divided by the temperature."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, logits_NV: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -170,7 +170,10 @@ class _Entropy(torch.autograd.Function):
 
 
 class _LogprobsAt(torch.autograd.Function):
-    """log p_k = z_k - log sum_v exp z_v; d (sum_k g_k log p_k) / d z_v = (sum of g_k over all k whose id is v) - p_v sum_k g_k."""
+    """log p_k = z_k - log sum_v exp z_v, for K token ids of each position. z is the logits divided by the temperature.
+
+    If g_k is the gradient of log p_k, the gradient of z_v is (sum of g_k over all k whose token id is v) - p_v sum_k g_k.
+    """
 
     @staticmethod
     def forward(
@@ -192,7 +195,7 @@ class _LogprobsAt(torch.autograd.Function):
 
 
 def _log_normalizer(logits_NV: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """log sum_v exp z_v over all shards, [N, 1]."""
+    """log sum_v exp z_v over the shards of all ranks, [N, 1]."""
     if group is None:
         return logits_NV.logsumexp(-1, keepdim=True)
     largest_N1 = funcol.all_reduce(logits_NV.amax(-1, keepdim=True), reduceOp="max", group=group)

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def sends_errors(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """Wrap an async method so that its exceptions can be sent to the caller and have the attribute `rank`.
+    """Wrap an async endpoint so that its exceptions can be sent to the caller. They also get the attribute `rank`, the rank that failed.
 
     An exception that cannot be pickled is replaced by a RuntimeError with its traceback.
     """

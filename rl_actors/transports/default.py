@@ -13,7 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 def default_transport(weights: WeightsConfig | None = None) -> "IndexedTransport":
-    """A transport with its index in a torchstore, or in a small actor if torchstore is not installed. The caller opens and closes it."""
+    """A new transport, which the caller opens and closes. Its index lists the versions of the weights.
+
+    The index is in a torchstore. If torchstore is not installed, the index is in a small actor.
+    """
     if find_spec("torchstore") is None:
         from rl_actors.transports.index import IndexTransport
 

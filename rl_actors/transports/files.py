@@ -67,7 +67,7 @@ class FilesTransport(Transport):
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{uuid.uuid4().hex}.partial")  # two processes may put the same key
         partial.write_bytes(pickle.dumps(value))
-        partial.rename(file)  # atomic: a reader sees the former value or this one
+        partial.rename(file)  # atomic: a reader sees either the former value or the new value
 
     async def get_object(self, key: str) -> object | None:
         file = self.directory / f"{key}.pickle"

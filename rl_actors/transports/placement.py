@@ -1,6 +1,7 @@
-"""Choose the place of a rank's slots: the rank's GPU, or the host's memory. This module needs only numbers, so it runs without a GPU.
+"""Choose whether the slots of a rank are in the memory of its GPU or in the host's memory.
 
-A slot is the memory in which a rank keeps its part of one version of the weights (slots.py).
+A slot is the memory in which a rank of the trainer keeps its part of one version of the weights (slots.py). A push writes a version into a slot,
+and readers pull it from there. This module needs only numbers, so it runs without a GPU.
 """
 
 from dataclasses import dataclass
@@ -13,10 +14,10 @@ MARGIN = 1.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A place for slots.
+    """The place and the number of a rank's slots.
 
-    If num_slots is 1, a push overwrites the former version. The push then waits until nobody reads that version, and if the push fails,
-    that version is lost.
+    If num_slots is 1, a push overwrites the former version. Such a push waits until no reader reads the former version. If the push fails,
+    the former version is lost.
     """
 
     on_gpu: bool = False
@@ -26,11 +27,12 @@ class Place:
 
 
 def choose(num_bytes: int, *, weights_on_gpu: bool, path: WeightsPath, room: int) -> Place:
-    """The first possible place for slots of num_bytes each: two slots on the GPU, one slot there, or two pinned slots on the host.
+    """Choose the place of a rank's slots, each of num_bytes.
 
-    If the weights are on a CPU, the slots are on the host and are not pinned.
-    If the path is shared_memory or tcp, the slots are always on the host. Readers on other hosts can also be served from a slot on the GPU:
-    NCCL sends the bytes from the GPU, and TCP sends them in parts through the host's memory.
+    The choice is the first of these three that fits: two slots on the GPU, one slot on the GPU, two slots in pinned memory of the host.
+    If the weights are on a CPU, the slots are on the host and are not pinned. If the path is shared_memory or tcp, the slots are on the host.
+    Readers on other hosts can read a slot on the GPU, too: NCCL sends the bytes from the GPU, and TCP sends them in pieces through the host's
+    memory.
     room: bytes of the GPU that training leaves free.
     With the path cuda_ipc, raises ValueError if the weights are on a CPU or no slot fits on the GPU.
     """

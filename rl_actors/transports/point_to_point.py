@@ -1,8 +1,9 @@
-"""Slots over NCCL or gloo. Every rank of a trainer has one communicator with every reader, and uses it for one version after another.
+"""Send slots to readers over NCCL or gloo. A slot has the part of one version of the weights that one rank of a trainer holds. A reader is a
+process that pulls the weights. Every rank has one communicator with every reader, and uses it for one version after another.
 
 The first request of a reader makes the communicator. If a call fails or hangs, or if one of the two processes ends, the rank and the reader
-give the communicator up, and the next pull makes a new one. The bytes arrive in the reader's host memory. They are sent in pieces. A piece
-is a range of the slot's bytes, so a tensor may be larger than a piece.
+give up the communicator, and the next pull makes a new one. The bytes arrive in the reader's host memory. The rank sends them in pieces. A
+piece is a range of the slot's bytes, so a tensor may be larger than a piece.
 
 The secret of the transport guards only the control connection, over which a reader asks for slots. torch's rendezvous, NCCL and gloo open
 ports that ask for no secret, and nothing is encrypted. So the network must be private.
@@ -66,7 +67,10 @@ class Sender:
 
 
 class Pairs:
-    """The pairs of this process that no pull is using, at most one for each rank of a trainer. A pull takes pairs and gives them back."""
+    """The pairs of this reader that no pull is using. A pair is a connection to a rank and the communicator with it.
+
+    At most one pair is kept for each rank. A pull takes the pairs that it needs, and gives them back.
+    """
 
     def __init__(self) -> None:
         self.guard = threading.Lock()
@@ -106,7 +110,7 @@ PAIRS = Pairs()
 
 
 def backend_for(addresses: tuple[SlotAddress, ...]) -> str:
-    """nccl if all these ranks and this process have GPUs, else gloo."""
+    """nccl if these ranks have their weights on GPUs and this process uses a GPU, otherwise gloo."""
     on_gpus = torch.cuda.is_initialized() and all(address.weights_on_gpu for address in addresses)
     return "nccl" if on_gpus and torch.distributed.is_nccl_available() else "gloo"
 
@@ -153,7 +157,7 @@ def _fetch(
         pair = PAIRS.take(address, request) or _connected(address, request, deadline, device)
         try:
             layout = _received(pair, request, into, secret, deadline)
-        except VersionGoneError:  # a regular answer, after which the pair can be used again
+        except VersionGoneError:  # the rank has answered and sends nothing more, so the pair can be used again
             PAIRS.give(address, request, pair)
             raise
         except BaseException:

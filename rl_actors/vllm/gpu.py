@@ -1,4 +1,4 @@
-"""vLLM's options on a GPU, such as CUDA graphs, and the limits of its GPU kernels. cpu.py has the same names for a CPU."""
+"""vLLM's options on a GPU, such as CUDA graphs, and the limits of its GPU kernels. cpu.py has functions and constants of the same names for a CPU."""
 
 import contextlib
 from typing import TYPE_CHECKING
@@ -11,11 +11,11 @@ from rl_actors.processes import threads
 if TYPE_CHECKING:
     from torch import nn
 
-# FlashInfer's sampler is off, because it compiles for minutes when it is first used, and needs nvcc.
+# FlashInfer's sampler is off, because its first use compiles it for minutes and needs nvcc.
 ENV = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 BATCHED_TOKENS = 8192
-"""Largest number of tokens in one step of vLLM, unless the config needs more. With larger steps, running requests would wait longer while
-a step reads prompts."""
+"""Largest number of tokens in one step of vLLM, unless max_num_seqs is larger. In larger steps more tokens of prompts are processed
+at once, so running requests would wait longer for their next token."""
 BATCH_INVARIANT_CAPABILITY = (9, 0)
 
 
@@ -39,7 +39,7 @@ def require_possible(config: GeneratorConfig) -> None:
 def options(config: GeneratorConfig) -> dict[str, object]:
     """vLLM's arguments. Decoding runs in CUDA graphs. The model is not compiled, because that would take minutes.
 
-    Also sets up the process, so call it on the thread that will run the engine.
+    The function also sets up the process, so call it on the thread that will run the engine.
     """
     from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 
@@ -64,7 +64,7 @@ def prepare_worker() -> None:
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of sequences for which a CUDA graph is captured. A batch of another size is padded to the next larger one.
+    """Numbers of sequences for which a CUDA graph is captured. A batch of another size is padded to the next larger number.
 
     graph_sizes(200) -> [1, 2, 4, …, 32, 64, 128, 192, 200]
     """

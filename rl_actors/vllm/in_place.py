@@ -1,8 +1,9 @@
-"""Copy a version straight into the live parameters of a vLLM model. The plan, which maps names to slices of parameters, is made once.
+"""Copy a version of the weights straight into the parameters of a running vLLM model. A plan maps the names of the version's tensors to slices of
+these parameters. The plan is made once.
 
-vLLM keeps query, key and value in one parameter, and gate and up in another. Under tensor parallelism a worker has only some rows or columns
-of a parameter, and reads only those. Copying in place is possible where vLLM computes with the parameters as they are: on a GPU, in a dense
-model that is not quantized. Everywhere else vLLM's own reload loads the weights.
+vLLM keeps query, key and value in one parameter, and gate and up in another parameter. Under tensor parallelism a worker has only some rows or
+columns of a parameter, and reads only these from the version. A copy in place needs a vLLM model that computes with the parameters as the version
+has them: on a GPU, dense and not quantized. For all other models vLLM's own reload loads the weights.
 """
 
 import math
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A part of a tensor, and the live memory that holds it."""
+    """A part of a tensor of the version, and the memory of the vLLM parameter that gets this part."""
 
-    start: tuple[int, ...]  # of the part in the whole tensor
+    start: tuple[int, ...]  # index of the part's first value in the whole tensor
     values: Tensor  # a view of a parameter
 
 
 Plan = Mapping[str, Target]
-"""Name of a tensor -> its target."""
+"""Maps the name of a tensor of the version to its target."""
 
 
 MODEL_TYPES = ("qwen3", "llama", "mistral")
@@ -36,7 +37,7 @@ MODEL_TYPES = ("qwen3", "llama", "mistral")
 
 
 def is_possible(model: nn.Module, config: "VllmConfig") -> bool:
-    """True if vLLM computes with the weights as a version has them: the model is on a GPU, dense, not quantized, and has no layers of adapters."""
+    """True if vLLM computes with the weights as a version has them. The model is then on a GPU, dense and not quantized, and has no LoRA layers."""
     return (
         next(model.parameters()).is_cuda
         and config.model_config.hf_config.model_type in MODEL_TYPES
@@ -65,7 +66,7 @@ def make_plan(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Plan:
 
 @torch.no_grad()
 def load_in_place(plan: Plan, version: OpenVersion) -> None:
-    """Copy the version into the targets. Ends when all bytes have arrived."""
+    """Copy the version into the targets. Returns when all bytes have arrived."""
     for name, pieces in version.pieces():
         copy_pieces(plan[name], pieces)
     if torch.cuda.is_available():
@@ -115,7 +116,7 @@ def _target(model: nn.Module, modules: Mapping[str, nn.Module], name: str, shape
 
 
 def _layer(model: nn.Module, modules: Mapping[str, nn.Module], name: str) -> tuple[nn.Module, int | None]:
-    """(the layer that holds a module of the checkpoint, the index of the module in a fused layer or None)."""
+    """Find vLLM's layer for a module of the trainer's model. Returns (layer, index), where index is the module's index in a fused layer, or None."""
     parent, _, leaf = name.rpartition(".")
     for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
         if leaf in parts and f"{parent}.{fused}" in modules:
@@ -126,7 +127,7 @@ def _layer(model: nn.Module, modules: Mapping[str, nn.Module], name: str) -> tup
 
 
 def _fused_rows(layer: nn.Module, part: int) -> tuple[int, int, int]:
-    """(first row in the layer, first row in the tensor, number of rows) of a part of a fused layer, for this worker."""
+    """The rows of this worker in the part with index `part` of a fused layer: (first row in the layer, first row in the tensor, number of rows)."""
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 
     if isinstance(layer, QKVParallelLinear):
@@ -142,7 +143,7 @@ def _fused_rows(layer: nn.Module, part: int) -> tuple[int, int, int]:
 
 
 def _num_padded(layer: nn.Module, parameter: Tensor) -> int:
-    """The number of padding values in a parameter. vLLM pads the vocabulary, so no checkpoint has these values."""
+    """The number of padding values in a parameter. vLLM pads the vocabulary, and the version does not have the padding."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     if not isinstance(layer, VocabParallelEmbedding):
