@@ -43,7 +43,8 @@ class Phases:
     """Measures the times of named phases. Use it as `with phases("push"): …`"""
 
     def __init__(self) -> None:
-        self.spans: dict[str, list[tuple[float, float]]] = {}  # {name of a phase: [(begin, end) of each run of the phase]}
+        # {name of a phase: [(begin, end) of each run of the phase]}
+        self.spans: dict[str, list[tuple[float, float]]] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -143,7 +144,8 @@ def main() -> None:
         vocab_size = trainer_options.model.vocab_size
         for turn in range(arguments.steps + 1):
             if turn < 2:
-                phases = Phases()  # Step 0 is the warm-up, and its times include compiling. So step 1 begins with an empty Phases.
+                # Step 0 is the warm-up, and its times include compiling. So step 1 begins with an empty Phases.
+                phases = Phases()
             prompts = torch.randint(2, vocab_size, (arguments.groups, prompt_tokens), generator=draw).tolist()
             samples, output = timed_step(
                 trainer,

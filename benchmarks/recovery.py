@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument(
         "config", choices=CONFIGS["controllers.grpo"], metavar="CONFIG", help="a config of controllers.grpo"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed for choosing the process that is killed, if there are several")
+    parser.add_argument("--seed", type=int, default=0, help="seed for choosing one of several processes to kill")
     arguments, further = parser.parse_known_args()
     measure(arguments.config, further, arguments.seed)
 

@@ -1,4 +1,6 @@
-"""Configs by name. Each config is made by a function. The function of a variant calls the function of another config and edits the result."""
+"""Configs by name. For each config there is a function that makes it. Some of these functions call the function of another config and edit the
+result.
+"""
 
 from configs import qwen3
 from configs.blank import blank, blank_sft

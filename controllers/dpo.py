@@ -27,11 +27,12 @@ class DPOConfig(RunConfig):
     environment: EnvironmentConfig = field(default_factory=_no_pairs)
     """The pairs. answer_column names the column of the chosen answers, and rejected_column the column of the rejected answers."""
     beta: float = 0.1
-    """The reward of a completion is beta times log(policy / reference). A larger beta keeps the policy nearer to the reference."""
+    """The reward of a completion is beta times log(p_policy / p_reference), where p is a model's probability of the completion. A larger beta
+    keeps the policy nearer to the reference."""
     pairs_per_step: int = 64
-    """Pairs of one optimizer step."""
+    """Number of pairs in one optimizer step."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    """Learning rate by step."""
+    """Learning rate of each step."""
 
     short_flags: ClassVar[dict[str, str]] = RunConfig.short_flags | {
         "--data": "--environment.task",
@@ -86,7 +87,7 @@ async def train(run: Run[DPOConfig]) -> None:
     held_out = await _held_out(run, reference)
     if config.validate_first and not run.state:  # a resumed run has a state
         await run.record(0, await _validate(run, 0, loss, held_out), phase="start")
-    cursor = run.state.get("cursor", 0)  # the next problem
+    cursor = run.state.get("cursor", 0)  # index of the next problem
     for step in range(run.state.get("step", 0) + 1, config.steps + 1):
         problems = [run.environment.problem(index) for index in range(cursor, cursor + config.pairs_per_step)]
         cursor += config.pairs_per_step
@@ -123,9 +124,9 @@ def _samples(run: Run[DPOConfig], problems: list[Problem]) -> list[Sample]:
 
 
 async def _held_out(run: Run[DPOConfig], reference: FrozenPolicy) -> dict[str, list[Sample]]:
-    """The pairs of every validation set: prefix of the set's metrics -> samples.
+    """The pairs of every validation set, as {prefix of the set's metrics: samples}.
 
-    The samples get the reference's logprobs here, once, because these never change.
+    The reference's logprobs never change. So the samples get these logprobs here, once.
     """
     found = {}
     for one in run.validation_sets:

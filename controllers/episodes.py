@@ -78,7 +78,8 @@ class PlayedEpisode:
     # version of the last token of the turn before it. finish_reason is "length" if the episode was cut off.
     completion: Completion
     is_action: list[bool]  # of each token of the completion: True if the policy sampled it
-    rewards_per_token: list[float]  # of each token of the completion: a turn's reward at the turn's last token, 0 at all other tokens
+    # For each token of the completion: a turn's reward at the turn's last token, 0 at all other tokens.
+    rewards_per_token: list[float]
     lines: list[Line]
     num_retries: int = 0  # failed attempts before this one
 
@@ -376,7 +377,8 @@ class Sampled:
     """The policy of one episode, whose turns the generator samples."""
 
     sender: TurnSender
-    first_number: int  # the first turn's seed is computed from this number, the next turn's seed from the next number, and so on
+    # The first turn's seed is computed from this number, the next turn's seed from the next number, and so on.
+    first_number: int
 
     async def __call__(self, tokens: list[int], turn: int) -> Completion:
         return await self.sender.complete(tokens, self.first_number + turn)

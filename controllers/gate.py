@@ -1,6 +1,6 @@
-"""A gate: the held-out reward that a run must have reached by some step. A run that misses its gate ends at that step.
+"""A gate is a step and a reward. The first validation at or after the step must reach the reward, or else the run ends.
 
-This module only compares; validation.py measures the reward.
+This module compares a measured reward with the gate. validation.py measures the reward on held-out problems.
 """
 
 import math
@@ -25,7 +25,7 @@ class Gate:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """parse("40:0.9") -> Gate(40, 0.9). Raises ValueError for a text of another form."""
+        """parse("40:0.9") returns Gate(40, 0.9). Raises ValueError for a text of another form."""
         step, colon, reward = text.partition(":")
         try:
             found = cls(int(step), float(reward))

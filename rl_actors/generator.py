@@ -58,7 +58,7 @@ class Generator(Actor):
     def __init__(self, config: GeneratorConfig, transport: Transport | None = None) -> None:
         self.config = config
         self.transport = transport
-        self.loaded_version_key = ""  # Manifest.key of the weights in the engine; empty if the weights are not from a pull
+        self.loaded_version_key = ""  # Manifest.key of the weights in the engine; "" if the weights are not from a pull
         self.last_pull: Transfer | None = None
         self._engine: EngineThread | None = None
         self.setting_up = asyncio.Lock()

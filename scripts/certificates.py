@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 ALWAYS = ("localhost", "127.0.0.1", "::1")
-BACKDATED = datetime.timedelta(hours=1)  # the validity begins this long before now, because the clocks of machines differ
+BACKDATED = datetime.timedelta(hours=1)  # validity begins this long before now, because machines' clocks differ
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """A pool of processes for slow rewards. The event loop goes on while the processes work, and several rewards are computed at once.
 
-The pools of the standard library are not used, for two reasons: they cannot end one process whose call hangs, and their processes import the
+There are two reasons against the pools of the standard library. They cannot end one process whose call hangs. And their processes import the
 program's main module, which takes seconds.
 """
 
@@ -40,15 +40,16 @@ class RewardFailed(RuntimeError):
 
 
 class RewardPool:
-    """Processes that call the reward functions of some environments. For each process there is a thread that waits for the process's answers.
+    """Processes that call the reward functions of environments. The pool has as many threads as processes. A thread sends a request to a free
+    process and waits for the answer.
 
-    A process that does not answer in time, or that ends, is replaced. `close` ends all processes. They also end if this process ends.
+    The pool replaces a process that does not answer in time, or that ends. `close` ends all processes. They also end if this process ends.
     """
 
     def __init__(self, environments: Mapping[str, Environment], *, num_workers: int) -> None:
         """environments: the environments by name. Error texts show these names. Raises ValueError for a reward function that cannot be pickled."""
-        self._numbers: dict[int, int] = {}  # id of an environment -> number of its function
-        self._environments = list(environments.values())  # kept alive, so that no other object gets one of their ids
+        self._numbers: dict[int, int] = {}  # {id of an environment: index of its reward function}
+        self._environments = list(environments.values())  # keeps them alive, so that no other object gets the same id
         functions: list[Callable] = []
         for name, environment in environments.items():
             function = reward_function(environment)
@@ -76,7 +77,8 @@ class RewardPool:
     def start(self) -> None:
         """Start the processes. Raises ValueError, naming the functions, if a process cannot import them."""
         try:
-            # The pool's own threads start the processes, because a process ends when the thread that started it ends.
+            # A process of the pool asks Linux to end it when the thread that started it ends (pool_worker.py). The threads of the pool live as
+            # long as the pool. So they start the processes.
             for _ in self._threads.map(self._start, self._workers):
                 pass
         except BaseException:
@@ -102,7 +104,7 @@ class RewardPool:
     async def ask(self, environment: Environment, *arguments: object, timeout: float) -> object:
         """The answer of an environment's reward function. timeout: seconds, counted from the moment when a process is free.
 
-        Raises TimeoutError, or RewardFailed if the function raised an exception or ended its process.
+        Raises TimeoutError after this time. Raises RewardFailed if the function raised an exception or ended its process.
         """
         request = pickle.dumps((self._numbers[id(environment)], arguments))
         loop = asyncio.get_running_loop()
@@ -170,7 +172,10 @@ class _Worker:
             )
 
     def ask(self, request: bytes, timeout: float):
-        """Send a message to the process, and return the answer. Raises TimeoutError, or RewardFailed if the process has ended."""
+        """Send a message to the process, and return the answer.
+
+        Raises TimeoutError if there is no answer within `timeout` seconds, and RewardFailed if the process has ended.
+        """
         connection = self._connection
         if connection is None:
             raise RewardFailed("the process could not be started")
@@ -192,7 +197,7 @@ class _Worker:
         return signal.Signals(-status).name if status < 0 else f"exit status {status}"
 
     def kill(self) -> None:
-        """End the process and its children."""
+        """End the process and the other processes of its process group."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -224,7 +229,7 @@ def _require_picklable(name: str, function: Callable, num_workers: int) -> None:
 
 
 def _name(function: Callable) -> str:
-    """_name(NextNumber(…).reward) -> "next_number:NextNumber" """
+    """The name of a reward function for errors: _name(NextNumber(…).reward) is "next_number:NextNumber"."""
     named = getattr(function, "compare", getattr(function, "__self__", function))
     named = named if hasattr(named, "__qualname__") else type(named)
     return f"{named.__module__}:{named.__qualname__}"

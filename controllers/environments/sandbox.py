@@ -98,7 +98,8 @@ class Sandbox:
             return False
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # the process group has the program and the processes that it started
+                # The process group has the program and the processes that it started.
+                os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
 
 

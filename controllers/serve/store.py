@@ -1,6 +1,7 @@
-"""Names and state of a server, in SQLite: sessions, training runs, checkpoints, samplers. Bodies and results of requests are never here.
+"""Names and state of a server, in SQLite: sessions, training runs, checkpoints, samplers. The database holds no bodies or results of requests.
 
-Weights are files in the same folder. A row is written after its files are complete, so after a kill every name still has all its files.
+Weights are files in the same folder as the database. A row that names files is written after the files are complete. So after a kill every
+name in the database still has all its files.
 """
 
 import json
@@ -27,7 +28,7 @@ CREATE INDEX IF NOT EXISTS checkpoints_of_run ON checkpoints (run_id);
 CREATE INDEX IF NOT EXISTS runs_of_session ON runs (session_id);
 """
 KIND_SEGMENTS = {"training": "weights", "sampler": "sampler_weights", "external": "external_weights"}
-"""Kind of a checkpoint -> the second part of its path."""
+"""For each kind of a checkpoint the second part of the checkpoint's path."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
@@ -39,11 +40,11 @@ class Run:
     session_id: str
     owner: str
     base_model: str
-    lora: Mapping[str, Any]  # rank, seed, train_attn, train_mlp, train_unembed; rank 0 trains all weights
+    lora: Mapping[str, Any]  # the adapters' rank, seed, train_attn, train_mlp, train_unembed; rank 0 trains all weights
     user_metadata: Mapping[str, Any] | None = None
     created: float = 0.0
     last_request: float = 0.0
-    parked: str | None = None  # directory that holds the state of the run while it waits on disk
+    parked: str | None = None  # directory with the state of the run, while the run is on disk and not in memory
     inflight_version: int | None = None  # newest version that the run saved for its inflight samplers
 
 
@@ -74,7 +75,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """A sampling session. A sampler of the kind "snapshot" keeps its version of the weights. One of the kind "inflight" always uses the
+    """A sampling session. A sampler of the kind "snapshot" keeps its version of the weights. A sampler of the kind "inflight" always uses the
     inflight_version of its run.
     """
 
@@ -100,7 +101,7 @@ def checkpoint_path(run_id: str, kind: str, name: str) -> str:
 
 
 class Store:
-    """The database. All calls are short and come from one thread."""
+    """The database of a server. All calls are short and come from one thread."""
 
     def __init__(self, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +170,7 @@ class Store:
         return None if row is None else _checkpoint(row)
 
     def checkpoints(self, *, run_id: str | None = None, owner: str | None = None) -> list[Checkpoint]:
-        """The checkpoints of a run, or of an owner, newest first."""
+        """The checkpoints of the run and the owner, newest first. None: of all runs, or of all owners."""
         where, arguments = _owned(owner)
         if run_id is not None:
             where, arguments = f"{where} AND run_id = ?", [*arguments, run_id]
@@ -189,7 +190,7 @@ class Store:
     # versions of weights for samplers
 
     def add_version(self, run_id: str | None, *, is_ephemeral: bool) -> int:
-        """The number of a new version, whose directory is not written yet."""
+        """Add a version whose directory is not written yet, and return its number. is_ephemeral: True if the weights have no name."""
         query = "INSERT INTO versions (run_id, directory, is_ephemeral) VALUES (?, '', ?)"
         number = self.db.execute(query, (run_id, is_ephemeral)).lastrowid
         assert number is not None
@@ -199,7 +200,7 @@ class Store:
         self.db.execute("UPDATE versions SET directory = ? WHERE number = ?", (directory, number))
 
     def version_of_base(self, directory: str) -> int:
-        """The version of the base model in this directory."""
+        """The number of the version that is the base model in this directory. Adds the version if it is not in the database."""
         row = self._one("SELECT number FROM versions WHERE run_id IS NULL AND directory = ?", directory)
         if row is not None:
             return row["number"]
@@ -208,12 +209,12 @@ class Store:
         return number
 
     def directory_of(self, number: int) -> str | None:
-        """The directory of a version, or None if it was dropped."""
+        """The directory of a version. None if the version was dropped, is unknown or has no directory yet."""
         row = self._one("SELECT directory FROM versions WHERE number = ? AND NOT is_dropped", number)
         return None if row is None else row["directory"] or None
 
     def ephemeral_versions(self, run_id: str) -> list[int]:
-        """The versions of a run that have no name and are not dropped, oldest first."""
+        """The numbers of a run's finished versions that have no name and are not dropped, oldest first."""
         query = "SELECT number FROM versions WHERE run_id = ? AND is_ephemeral AND NOT is_dropped AND directory != '' ORDER BY number"
         return [row["number"] for row in self._all(query, run_id)]
 
@@ -228,7 +229,7 @@ class Store:
         return self._all(query, owner, limit)
 
     def forgotten_versions(self, seen_before: float) -> list[int]:
-        """Versions that have no name and are not dropped, and whose session was last seen before this time."""
+        """Numbers of versions that have no name, are not dropped, and whose session was last seen before this time (seconds since 1970)."""
         query = """SELECT number FROM versions JOIN runs ON runs.id = versions.run_id JOIN sessions ON sessions.id = runs.session_id
             WHERE is_ephemeral AND NOT is_dropped AND sessions.last_seen < ?"""
         return [row["number"] for row in self._all(query, seen_before)]
@@ -292,5 +293,5 @@ def _checkpoint(row: dict[str, Any]) -> Checkpoint:
 
 
 def _owned(owner: str | None) -> tuple[str, list[Any]]:
-    """(condition, its arguments) for the rows of an owner; owner=None: for all rows."""
+    """(SQL condition, its arguments) for the rows of an owner. With owner=None the condition holds for all rows."""
     return ("1", []) if owner is None else ("owner = ?", [owner])

@@ -1,4 +1,7 @@
-"""`Client`, the base class of all clients. It starts and ends processes, and calls the ranks. An error of a rank gets a note that names the rank."""
+"""`Client`, the base class of all clients. A client starts and ends the processes of an actor mesh, and calls the ranks of the mesh.
+
+An error of a rank gets a note that names the rank.
+"""
 
 import asyncio
 import atexit
@@ -27,13 +30,13 @@ T = TypeVar("T")
 SHUTDOWN_TIMEOUT = 15.0
 """Seconds to wait for the end of Monarch at the end of the program."""
 ASK_AGAIN = 10.0
-"""Seconds that is_alive waits for an answer before it asks again."""
+"""Seconds that is_alive waits for an answer before it asks the processes again."""
 KILL_TIMEOUT = 5.0
 """Seconds that a killed process may take to end."""
 POLL_SECONDS = 0.1
 """Seconds between two checks whether the processes of a client have started."""
 SILENCE = 2.0
-"""After a rank has waited too long for another one, every process is asked for a sign of life. The error names each process that has not
+"""If a rank has waited too long for another rank, the client asks every process for a sign of life. The error names each process that has not
 answered after this number of seconds."""
 ATTACH_TIMEOUT = 30.0
 """Seconds in which a service must answer a client that attaches."""
@@ -45,7 +48,7 @@ class ActorDiedError(RuntimeError):
     """A process of an actor has ended. The actor cannot be used any more."""
 
     def __init__(self, text: str, actor: str) -> None:
-        """actor: the name of its client."""
+        """actor: the name of the actor's client."""
         super().__init__(text)
         self.actor = actor
 
@@ -54,7 +57,7 @@ class ActorSilentError(TimeoutError):
     """An actor has not answered in time. Its processes may have stopped, or they may still run the call."""
 
     def __init__(self, text: str, actor: str) -> None:
-        """actor: the name of its client."""
+        """actor: the name of the actor's client."""
         super().__init__(text)
         self.actor = actor
 
@@ -63,7 +66,7 @@ _open_clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
 
 
 class Client:
-    """A client of one actor mesh. The caller spawned the mesh, or the client spawns it on processes of its own."""
+    """A client of one actor mesh. Either the caller has spawned the mesh, or the client spawns the mesh on processes of its own."""
 
     def __init__(
         self,
@@ -75,7 +78,7 @@ class Client:
         logs: LogRoute | None,
         hosts: "Hosts | None" = None,
     ) -> None:
-        """mesh: None if the client spawns processes of its own. hosts: the hosts where it spawns them; None: this host.
+        """mesh: None if the client spawns processes of its own. hosts: the hosts where the client spawns them; None: this host.
 
         A subclass sets its fields and then calls `_start`.
         """
@@ -97,7 +100,7 @@ class Client:
         self._started: Call[None]
 
     def _start(self) -> None:
-        """Begin to set the actor up. If the client spawns processes and is never closed, they end with the program."""
+        """Begin to set the actor up. If the client spawns processes and is never closed, the processes end with the program."""
         if self._mesh is None:
             _open_clients.add(self)
         self._started = in_background(self._set_up(), f"{self.name}: setup")
@@ -106,9 +109,7 @@ class Client:
         raise NotImplementedError
 
     def keep(self, lease: "Lease") -> None:
-        """Hold the connection to the service that has the actor. `close` ends the connection, and so does the garbage collection of this
-        client.
-        """
+        """Hold the connection to the service that has the actor. The connection ends at `close`, or when this client is garbage-collected."""
         self._lease = lease
         weakref.finalize(self, lease.close)
 
@@ -131,7 +132,7 @@ class Client:
         return self._version
 
     def ready(self) -> Call[None]:
-        """A call that is done when the actor is set up. If the start fails, the call fails with its error."""
+        """A call that is done when the actor is set up. If the start fails, the call fails with the start's error."""
         return self._started
 
     def is_alive(self, timeout: float = 5.0) -> Call[bool]:
@@ -151,18 +152,18 @@ class Client:
             try:
                 await asyncio.wait_for(asyncio.gather(*answers), min(left, ASK_AGAIN))
             except TimeoutError:
-                continue  # Monarch may lose a message while it handles the death of another process, so the probes are asked again
+                continue  # Monarch may lose a message while it handles the death of another process. Ask the probes again.
             except Exception:
                 return False
             return True
         return False
 
     def death(self, silent_after: float) -> Call[ActorDiedError | ActorSilentError | None]:
-        """A call that is done when one of the processes that this client spawned has died. Its answer is an error that names the process.
+        """A call that is done when one of the processes that this client spawned has died. The result is an error that names the process.
 
         A process counts as dead if it has ended, or if it has not answered for silent_after seconds, as after a SIGSTOP. A process also
-        answers while it runs a call. The answer is None if the client is closed, or if it has no processes of its own, because the
-        caller spawned them or because they did not start.
+        answers while it runs a call. The result is None if the client is closed. It is also None if the client has no processes of its own,
+        because the caller spawned them or because they did not start.
         """
         return in_background(self._death(silent_after), f"{self.name}: watch of its processes")
 
@@ -199,12 +200,12 @@ class Client:
         return ActorDiedError(f"{self.name}: the process of {process} ended {phase}{self._output()}", self.name)
 
     def _lost(self, error: Exception, phase: str) -> ActorDiedError:
-        """The ActorDiedError for an error of Monarch. The last line of that error is the reason."""
+        """The ActorDiedError for an error of Monarch. The last line of Monarch's error is the reason."""
         reason = (str(error).splitlines() or [""])[-1].strip()
         return ActorDiedError(f"{self.name}: Monarch has lost a process during {phase}: {reason}", self.name)
 
     def seconds_silent(self) -> dict[str, float]:
-        """Seconds since the last sign of life of each process that this client spawned: {"trainer-0": 1.2}.
+        """Seconds since the last sign of life of each process that this client spawned, for example {"trainer-0": 1.2}.
 
         A running call of `death` asks the processes for a sign every few seconds. Without such a call the seconds count from the start.
         """
@@ -212,7 +213,7 @@ class Client:
         return {f"{self.name}-{rank}": now - heard for rank, heard in list(self._heard.items())}
 
     def kill(self) -> Call[None]:
-        """Kill the processes that this client spawned, and close the client. Use it for an actor that does not answer."""
+        """Kill the processes that this client spawned on this host, and close the client. Use `kill` for an actor that does not answer."""
         self._closed = True
         return in_background(self._kill(), f"{self.name}: kill")
 
@@ -220,8 +221,8 @@ class Client:
         processes = [] if self._processes is None else self._processes.of_this_host()
         for process in processes:
             process.kill()
-        # `close` asks every running process to stop, and waits for an answer, which a killed process does not give. So `close` is called
-        # only when all processes have ended, or after KILL_TIMEOUT.
+        # `close` asks every running process to stop, and waits for its answer. A killed process that has not ended yet gives no answer. So
+        # `close` is called when all processes have ended, or after KILL_TIMEOUT.
         deadline = time.monotonic() + KILL_TIMEOUT
         while not all(process.has_ended() for process in processes) and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
@@ -249,8 +250,8 @@ class Client:
                 raise ActorSilentError(str(error), self.name) from None
             except (RuntimeError, ValueError) as error:  # Monarch raises both for a process that is killed early
                 raise self._lost(error, "the start of its processes") from error
-            # Our exit handler must run before Monarch's, and the handler that was registered last runs first. Monarch registers its own at
-            # its first use, so ours is registered again here.
+            # Python runs first the exit handler that was registered last. Our handler must run before Monarch's handler. Monarch registers its
+            # handler at its first use, which may be after ours. So our handler is registered again here.
             atexit.unregister(_close_all)
             atexit.register(_close_all)
         return self._processes.mesh
@@ -278,7 +279,7 @@ class Client:
     def _show_start(self) -> None:
         """Print, once, that the actor is starting and where its output is.
 
-        Prints nothing when the actor is ready, and nothing outside of a terminal or a REPL.
+        Prints nothing if the actor's start has ended, and nothing outside of a terminal or a REPL.
         """
         if self._is_quiet or self._started.done() or not (sys.stderr.isatty() or hasattr(sys, "ps1")):
             return
@@ -301,8 +302,8 @@ class Client:
     ) -> list[T]:
         """Call all ranks and collect their answers. An error of a rank is raised here, with a note that names client, rank and call.
 
-        breaks: True if a timeout breaks the client, because the ranks may still run the call. A broken ModelClient refuses every call but
-        discard_gradients, which repairs it.
+        breaks: True if a timeout breaks the client, because the ranks may still run the call. A broken ModelClient accepts only
+        discard_gradients, which repairs the client.
         """
         self._require_open(phase)
         self._phases.append(phase)
@@ -330,7 +331,7 @@ class Client:
         self._heard[rank] = time.monotonic()
 
     async def _hung(self, error: CollectiveTimeoutError, phase: str) -> ActorSilentError:
-        """The error of a call in which a rank has waited too long for another one. It names the ranks that do not answer."""
+        """The error of a call in which a rank has waited too long for another rank. The error names the ranks that do not answer."""
         silent: list[Process] = []
         if self.watched is not None:
             silent = await self.watched.silent(SILENCE, self._note_sign)
@@ -369,6 +370,7 @@ def _close_all() -> None:
     for closing in [client.close() for client in list(_open_clients)]:
         with contextlib.suppress(Exception):
             closing.result(timeout=10)
-    # Monarch is shut down here, because its own handler waits only one second and then prints a traceback. A busy machine needs longer.
+    # Monarch's own handler waits one second for the shutdown, and then prints a traceback. A busy machine needs longer. So this function shuts
+    # Monarch down.
     with contextlib.suppress(Exception):
         shutdown_context().get(timeout=SHUTDOWN_TIMEOUT)

@@ -1,7 +1,8 @@
 """Turn one planned microbatch into tensors of whole rows. packing.py makes the plan. context_parallel.py selects a rank's part of the rows.
 
-Packed tensors have B rows of length L. Tensors with one sample for each row have S rows of length T. N positions of all samples together,
-K targets of one position, P pieces. A piece is a sample, or the padding at the end of a row.
+In names and shapes of tensors, packed tensors have B rows of length L, and tensors with one sample in each row have S rows of length T. N is
+the number of positions of all samples together. K is the number of targets of one position. P is the number of pieces. A piece is a sample, or
+the padding at the end of a row.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from rl_actors.engine.packing import Microbatch
 from rl_actors.types import IGNORE_TARGET, TOP_K_COLUMNS, Sample, column_dtype
 
 Span = tuple[int, int, int, int]
-"""(index of a sample, number of its row, start, end). The sample has the positions from start to end - 1 of the whole row."""
+"""(index of a sample, index of its row, start, end). The sample has the positions from start to end - 1 of the row."""
 
 AttentionMasks: TypeAlias = Tensor | BlockMask | VarlenMetadata
 """The argument that tells the attention layers where documents begin. On a CPU it is a dense mask. On a GPU it is flex attention's block
@@ -26,13 +27,13 @@ mask, or the boundaries of the documents for FlashAttention."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """A microbatch of whole rows. BatchShard in context_parallel.py is the part of a microbatch that one context-parallel rank holds."""
+    """A microbatch of whole rows. BatchShard in context_parallel.py holds only the positions of one context-parallel rank."""
 
     tokens_BL: Tensor
     targets_BL: Tensor  # IGNORE_TARGET at padding
     positions_BL: Tensor  # 0 where a document starts
     temperatures_BL: Tensor
-    columns: dict[str, Tensor]  # each [B, L], TOP_K_COLUMNS [B, L, K]; 0 where the target is IGNORE_TARGET
+    columns: dict[str, Tensor]  # [B, L], for TOP_K_COLUMNS [B, L, K]; 0 where the target is IGNORE_TARGET
     is_padding_BL: Tensor  # bool
     spans: list[Span]
     # Indices of the samples' positions in the flattened whole rows, in the order of `spans`. This tensor is on the host.
@@ -41,21 +42,21 @@ class PackedBatch:
     attention_masks: AttentionMasks | None = None
 
     def row_per_sample(self) -> "RowPerSample":
-        """An object that moves values from packed rows to rows of one sample, and back. Losses that must see whole samples need it."""
+        """An object that moves values from packed rows to rows of one sample, and back. A loss that must see whole samples needs this object."""
         return RowPerSample(self, self.tokens_BL.shape)
 
     # A rank that holds whole rows has nothing to exchange with other ranks. BatchShard overrides the next three methods.
 
     def gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Values at the positions that this rank holds -> values of the whole rows."""
+        """Takes values at the positions that this rank holds. Returns the values of the whole rows."""
         return dict(values)
 
     def take(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Values of the whole rows -> values at the positions that this rank holds."""
+        """Takes values of the whole rows. Returns the values at the positions that this rank holds."""
         return dict(values)
 
     def reports_whole_rows(self) -> bool:
-        """True on one context-parallel rank. Only that rank reports metrics of whole rows, because the other ranks compute the same ones."""
+        """True on one context-parallel rank. All context-parallel ranks compute the same metrics of whole rows, so only that rank reports them."""
         return True
 
 
@@ -73,20 +74,20 @@ class RowPerSample:
         is_inside_ST = torch.arange(longest) < lengths_S[:, None]
         index_ST = torch.zeros(is_inside_ST.shape, dtype=torch.int64)
         index_ST[is_inside_ST] = batch.index_N
-        # The host makes the indices, because it knows the lengths. If a mask on the device were used as an index, the host would have to
-        # wait until the device has counted the True entries of the mask.
+        # The host knows the lengths, so the host makes the indices. A mask on the device is a bad index: the host would have to wait until the
+        # device has counted the True entries of the mask.
         self.index_ST, self.is_inside_ST = batch.to_device(index_ST), batch.to_device(is_inside_ST)
         self.index_N = batch.to_device(batch.index_N)
         self.filled_N = batch.to_device(is_inside_ST.flatten().nonzero()[:, 0])
 
     def unpack(self, values_BL: Tensor) -> Tensor:
-        """[B, L, ...] -> [S, T, ...]"""
+        """The values [B, L, ...] as [S, T, ...], with zeros after the end of each sample."""
         values_ST = values_BL.flatten(0, 1)[self.index_ST]
         is_inside_ST = self.is_inside_ST.view(*self.is_inside_ST.shape, *[1] * (values_ST.ndim - 2))
         return torch.where(is_inside_ST, values_ST, 0)
 
     def pack(self, values_ST: Tensor) -> Tensor:
-        """[S, T, ...] -> [B, L, ...], with zeros at padding."""
+        """The values [S, T, ...] as [B, L, ...], with zeros at padding."""
         packed_N = values_ST.new_zeros(self.shape.numel(), *values_ST.shape[2:])
         packed_N[self.index_N] = values_ST.flatten(0, 1)[self.filled_N]
         return packed_N.unflatten(0, self.shape)
@@ -112,11 +113,11 @@ class _Pieces:
         self.lengths_P = torch.tensor(self.lengths)
 
     def spread(self, values_P: Tensor) -> Tensor:
-        """One value for each piece -> that value at all positions of the piece: [B, L]."""
+        """A tensor [B, L] that has each piece's value at all positions of the piece."""
         return values_P.repeat_interleave(self.lengths_P).view(self.shape)
 
     def lay(self, tensor_of: Callable[[Sample], Tensor | None], fill: Tensor) -> Tensor:
-        """The tensors of all samples, each at the positions of its sample: [B, L, ...].
+        """A tensor [B, L, ...] that has the tensor of each sample at the sample's positions.
 
         `fill` is the value at padding, and at the positions of samples for which tensor_of returns None.
         """
@@ -136,10 +137,10 @@ def make_batch(
     column_names: Iterable[str],
     to_device: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> PackedBatch:
-    """Lay the samples of a microbatch into rows. The positions of every sample start at 0.
+    """Put the samples of a microbatch into rows. The positions of every sample start at 0.
 
-    At padding every position is 0, so each padded position is a document of its own. If the padding were one long document, it could be
-    longer than the table of the rotary embedding.
+    At padding every position is 0, so attention treats each padded position as a document of its own. If the padding were one long document,
+    the document could have more positions than the table of the rotary embedding.
     """
     pieces = _Pieces(samples, microbatch)
     is_padding_BL = pieces.spread(torch.tensor([sample is None for sample in pieces.samples]))
@@ -151,7 +152,7 @@ def make_batch(
     columns: dict[str, Tensor] = {}
     for name in column_names:
         column = to_device(pieces.column(name, _absent(samples, name)))
-        # Columns are 0 where the target of a sample is IGNORE_TARGET, and at padding. So losses and metrics leave out these positions.
+        # Columns are 0 where the target of a sample is IGNORE_TARGET, and at padding. So these positions add nothing to losses and metrics.
         columns[name] = column.masked_fill_(has_no_target_BL.view(*pieces.shape, *[1] * (column.ndim - 2)), 0)
     return PackedBatch(
         tokens_BL=to_device(pieces.lay(lambda sample: sample.tokens, torch.tensor(0))),
@@ -167,7 +168,7 @@ def make_batch(
 
 
 def _absent(samples: Sequence[Sample], name: str) -> Tensor:
-    """The value of a column at a position of padding or of a sample without the column: a scalar 0, or K zeros for TOP_K_COLUMNS."""
+    """The value of a column at padding, and at positions of a sample without the column: a scalar 0, or K zeros for TOP_K_COLUMNS."""
     shape = (samples[0].columns[name].shape[1],) if name in TOP_K_COLUMNS else ()
     return torch.zeros(shape, dtype=column_dtype(name))
 
@@ -178,5 +179,5 @@ class ModelInputs(TypedDict):
 
 
 def model_inputs(batch: PackedBatch) -> ModelInputs:
-    """Keyword arguments of torchtitan's model. Its positional argument is the tokens."""
+    """Keyword arguments of torchtitan's model. The model's positional argument is the tokens."""
     return {"positions": batch.positions_BL, "attention_masks": batch.attention_masks}

@@ -1,8 +1,8 @@
 """The results of one microbatch, and their copy to the host.
 
-The copy begins when the forward pass is done, so a caller who reads the results does not wait for the backward pass.
+The copy begins when the forward pass is done. So a caller that reads the results does not wait for the backward pass.
 
-B rows, L row length, N positions of all samples together.
+In names and shapes of tensors, B is the number of rows, L the length of a row, and N the number of positions of all samples together.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from rl_actors.metrics import HostCopy, Partials, PartialsCopy
 
 
 class MicrobatchOutput:
-    """Values and metrics of one microbatch, which are being copied to the host."""
+    """Values and metrics of one microbatch. The constructor begins their copy to the host."""
 
     def __init__(
         self, batch: PackedBatch, values: Mapping[str, Tensor], metrics: Partials, to_host: type[HostCopy]
@@ -27,9 +27,12 @@ class MicrobatchOutput:
         self._metrics = PartialsCopy(metrics, to_host)
 
     def values(self) -> dict[str, Tensor]:
-        """The values at the positions of the samples, one sample after another: [N, ...] float32 on the host."""
+        """The values at the positions of the samples, one sample after another, as float32 tensors [N, ...] on the host.
+
+        Waits until they are copied.
+        """
         return {name: copy.wait()[self._index_N] for name, copy in self._values.items()}
 
     def metrics(self) -> Partials:
-        """The metrics as Partials whose entries are numbers and not tensors."""
+        """The metrics as Partials whose entries are numbers and not tensors. Waits until they are copied."""
         return self._metrics.wait()

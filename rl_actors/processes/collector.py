@@ -1,4 +1,4 @@
-"""Settings of the garbage collector in a process that this package spawned. In other processes these functions leave it as it is."""
+"""Settings of Python's garbage collector in a process that this package spawned. In other processes these functions change no setting."""
 
 import contextlib
 import gc
@@ -8,10 +8,11 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import modules without garbage collections. Later collections leave out every object that exists when the imports are done.
+    """A context for imports. No garbage is collected during the imports. Later collections leave out every object that exists after them.
 
-    Modules make hundreds of thousands of objects that live as long as the process. Every collection would look through all of them. Python
-    collects often while vLLM is imported and when vLLM starts its engine. These collections took three of the ten seconds of a start.
+    Imported modules make hundreds of thousands of objects that live as long as the process. Every collection would look through all of these
+    objects. Python collects often while vLLM is imported and when vLLM starts its engine. These collections took three of the ten seconds of a
+    start.
     """
     if not _is_ours():
         yield

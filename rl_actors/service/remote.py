@@ -1,6 +1,7 @@
-"""The client's side of a service: the connection, the calls to the coordinator, and `attach`, which returns a stand-in for an actor mesh.
+"""The client's side of a service. A service is a program that runs a trainer and a generator, and lets clients of other programs use them.
 
-A TrainerClient or GeneratorClient uses this stand-in like a mesh.
+`attach` connects to a service and returns a RemoteMesh. A TrainerClient or GeneratorClient uses a RemoteMesh like an actor mesh of Monarch.
+The calls go to the coordinator, an actor of the service, which passes them on.
 """
 
 import asyncio
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 
 
 class Lease:
-    """The connection of a client to a service. When the connection ends, each side knows that the other one is gone."""
+    """The connection of a client to a service. When the connection ends, the client knows that the service is gone, and the service knows that
+    the client is gone.
+    """
 
     def __init__(self, address: Address, connection: socket.socket, answer: Message) -> None:
         self.address, self.answer = address, answer
@@ -43,7 +46,7 @@ class Lease:
         watching.start()
 
     def close(self) -> None:
-        """Leave the service, which then discards the gradients of a step that this client has open. A second call does nothing."""
+        """Leave the service. The service then discards the gradients of a step that this client has open. A second call does nothing."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
@@ -63,7 +66,10 @@ def _watch(connection: socket.socket, ended: "Future[str]", address: str) -> Non
 
 
 class RemoteMesh:
-    """A stand-in for an actor mesh. Its endpoints call the coordinator of a service. Each call has one answer for each rank."""
+    """A stand-in for an actor mesh. Its endpoints call the coordinator of a service. Each call has one answer for each rank.
+
+    number: this client's number at the service. patience: seconds that a call waits for the end of another client's step.
+    """
 
     def __init__(self, coordinator: "Coordinator", lease: Lease, *, number: int, num_ranks: int, patience: float):
         self._coordinator, self.lease = coordinator, lease
@@ -76,11 +82,11 @@ class RemoteMesh:
 
     @property
     def probe(self) -> "LocalEndpoint":
-        """An endpoint that answers with a stand-in for a Probe. Its `who` asks the service whether all processes of the actor answer."""
+        """An endpoint that answers with a RemoteProbe. Its `who` asks the service whether all processes of the actor answer."""
         return LocalEndpoint([RemoteProbe(RemoteEndpoint(self, "is_alive", num_answers=1))])
 
     async def send(self, endpoint: str, arguments: tuple[object, ...]) -> list[object]:
-        """The answers of all ranks. Raises the error of the call if it fails, and ConnectionError as soon as the service is gone."""
+        """The answers of all ranks. Raises the error of the call if the call fails, and ConnectionError as soon as the service is gone."""
         asked = self._coordinator.call.call_one(self._number, endpoint, cloudpickle.dumps(arguments), self._patience)
         answer = asyncio.ensure_future(_awaited(asked))
         ended = asyncio.wrap_future(self.lease.ended)
@@ -100,7 +106,7 @@ async def _awaited(future: Awaitable[bytes]) -> bytes:
 
 
 class RemoteEndpoint:
-    """One endpoint of a RemoteMesh. It is called like an endpoint of Monarch."""
+    """One endpoint of a RemoteMesh. A client calls it like an endpoint of Monarch."""
 
     def __init__(self, mesh: RemoteMesh, name: str, num_answers: int | None = None) -> None:
         self._mesh, self._name = mesh, name
@@ -138,7 +144,7 @@ class RemoteProbe:
 
 
 def ask(address: str, wants: Message, *, certificates: str = "", timeout: float = ATTACH_TIMEOUT) -> Message:
-    """The answer of a service to a question that needs no actors, such as {"wants": "status"}. Raises as `attach` does."""
+    """The answer of a service to a question that needs no actors, such as {"wants": "status"}. Raises the errors of `attach`."""
     target = Address.parse(address)
     connection, answer = _greet(target, wants, certificates, timeout)
     connection.close()
@@ -146,7 +152,7 @@ def ask(address: str, wants: Message, *, certificates: str = "", timeout: float 
 
 
 def _greet(address: Address, wants: Message, certificates: str, timeout: float) -> tuple[socket.socket, Message]:
-    """Connect, send a greeting, and return the connection with the first answer."""
+    """Connect, send the first message, and return the connection and the service's answer to the message."""
     if timeout <= 0:
         raise ValueError(f"timeout={timeout}; it must be positive")
     protection = tls.client_context(address, certificates)
@@ -206,10 +212,11 @@ def attach(
     step_wait: float = STEP_WAIT,
     call_timeout: float,
 ) -> tuple[RemoteMesh, Any]:
-    """Attach to one actor of a service. Returns its mesh for a client, and the TrainerInfo or GeneratorInfo of its first rank.
+    """Attach to one actor of a service. Returns a mesh of the actor for a client, and the TrainerInfo or GeneratorInfo of its first rank.
 
-    Raises ValueError for a wrong address, for versions that differ and for an actor that the service lacks; ConnectionError if no service
-    answers or certificates are refused; TimeoutError after `timeout` seconds.
+    member: "trainer" or "generator". step_wait: seconds that a call waits for the end of another client's step, limited to call_timeout / 2.
+    Raises ValueError for a wrong address, for versions of packages that differ, and for an actor that the service does not have. Raises
+    ConnectionError if no service answers or certificates are refused. Raises TimeoutError if the service does not answer within `timeout` seconds.
     """
     target = Address.parse(address)
     name = f"{member}, pid {os.getpid()} on {socket.gethostname()}"
@@ -236,11 +243,11 @@ def attach(
 
 
 def join_monarch(transport: str, own_host: str, certificates: str) -> None:
-    """Start Monarch in this process with the service's transport. own_host: the address of this machine at which the service reaches it."""
+    """Start Monarch in this process with the service's transport. own_host: the address at which the service reaches this machine."""
     prepare_this_process()
     if transport == "tls":
         tls.use_for_monarch(certificates)
     host = f"[{own_host}]" if ":" in own_host else own_host
-    with contextlib.suppress(RuntimeError):  # Monarch is in use already, and keeps its address
+    with contextlib.suppress(RuntimeError):  # raised if Monarch is in use already; it keeps its address
         enable_transport(f"{transport}://{host}:0")
     context()
