@@ -1,10 +1,11 @@
 """Differences between the generator's and the trainer's logprobs in bfloat16, over many steps, at an entropy of one to two nats a token.
 
-Random weights have a higher entropy, so the trainer first learns chains (benchmarks/chains.py) until its entropy is that low. Larger logits
-would lower the entropy too, but their rounding errors would be larger as well.
-Then turns follow. In a turn the generator samples, and the trainer's forward computes the logprobs of the same tokens. The result has the
-mean and the largest difference, the k3 estimate of the KL divergence, the entropy and the worst token. Then the trainer takes optimizer
-steps and pushes its weights, and the generator pulls them.
+Random weights have a higher entropy. So the trainer first learns sequences of a Markov chain (benchmarks/chains.py) until its entropy is
+that low. Scaling the logits up would also lower the entropy, but it would enlarge their rounding errors.
+
+Then the benchmark repeats a cycle, called a turn. The generator samples completions, and the trainer's forward computes the logprobs of
+the same tokens. The result has the mean and the largest difference, the k3 estimate of the KL divergence, the entropy and the token with
+the largest difference. Then the trainer takes optimizer steps and pushes its weights, and the generator pulls them.
 """
 
 import argparse
@@ -71,7 +72,8 @@ def configs_of(name: str, directory: str, attention: str) -> tuple[TrainerConfig
     trainer.attention, trainer.activation_checkpointing = attention, "none"  # type: ignore[assignment]
     generator = GeneratorConfig(model=MODELS[name], hf_path=directory, dtype="bfloat16", max_model_len=2048)
     generator.gpu = min(1, torch.cuda.device_count() - 1)
-    # The size of the cache is given, because the trainer starts at the same time and vLLM cannot measure how much memory is free.
+    # The size of vLLM's KV cache is set here. vLLM cannot measure the free memory, because the trainer starts at the
+    # same time.
     generator.gpu_memory_utilization = 0.3
     generator.kv_cache_bytes = 8 << 30
     generator.setup_timeout = 600.0
@@ -83,7 +85,10 @@ def close(transport: Transport) -> None:
 
 
 def teach(trainer: TrainerClient, corpus: Chains, clock: Clock, *, on_gpu: bool, most_steps: int) -> float:
-    """Train on chains until the entropy is below MAX_ENTROPY, for at most most_steps steps. Returns the entropy in nats a token."""
+    """Train on chains until the entropy is below MAX_ENTROPY, but at most most_steps steps.
+
+    Returns the entropy in nats per token.
+    """
     count, length, rate = (16, 512, 1e-3) if on_gpu else (16, 64, 1e-2)
     entropy = float("inf")
     for step in range(most_steps):
@@ -101,7 +106,7 @@ def teach(trainer: TrainerClient, corpus: Chains, clock: Clock, *, on_gpu: bool,
 
 
 def sample(generator: GeneratorClient, corpus: Chains, count: int, num_tokens: int) -> list[Sample]:
-    """Sample completions of prompts from the corpus. Their advantages are arbitrary: -1 and 1 in turn."""
+    """Sample completions of prompts from the corpus. Their advantages are arbitrary: -1 and 1 alternate."""
     prompts = corpus.ids(count, PROMPT_TOKENS).tolist()
     groups = generator.generate(prompts, SamplingParams(max_tokens=num_tokens, ignore_stop=True)).result()
     samples = []
@@ -114,7 +119,10 @@ def sample(generator: GeneratorClient, corpus: Chains, count: int, num_tokens: i
 
 
 def figures_of(samples: list[Sample], output: ForwardBackwardOutput, num_tokens: int) -> dict[str, Any]:
-    """Differences over the tokens of the completions, which are the last num_tokens of each sample. The output must have entropies."""
+    """Compares the logprobs of the completions' tokens, which are the last num_tokens of each sample.
+
+    The output must have entropies.
+    """
     assert output.entropy is not None
     of_trainer = torch.stack([values[-num_tokens:] for values in output.logprobs])
     of_generator = torch.stack([one.columns["old_logprobs"][-num_tokens:] for one in samples])
@@ -185,9 +193,9 @@ def main() -> None:
 def take_turns(
     trainer: TrainerClient, generator: GeneratorClient, corpus: Chains, clock: Clock, arguments: argparse.Namespace
 ) -> None:
-    """Take all turns. Records a result for each turn, and one with the worst figures of all turns."""
+    """Take all turns. Records a result for each turn, and a result with the worst figures of all turns."""
     lines: list[dict[str, Any]] = []
-    seconds: list[list[float]] = []  # for every turn: sampling, training, push, pull
+    seconds: list[list[float]] = []  # of each turn: sampling, training, push, pull
     for step in range(0, arguments.steps + 1, arguments.updates):
         if clock.seconds() > arguments.seconds:
             clock.say(f"stopped before step {step}, because {arguments.seconds:g} s are over")

@@ -1,11 +1,11 @@
 """Speed of training with samples packed into rows, compared with samples that are each padded to 4,096 positions.
 
-A plan says which samples share a row, and which rank gets the row. The program also prints how long it takes to make plans, and how much
-padding they have.
+A plan says which samples share a row of the batch, and which rank gets the row. The program also prints how long it
+takes to make plans, and how much padding the plans have.
 
-Speed is in tokens of samples a second; padding does not count. Sample lengths are log-normal (median 600, sigma 1, clipped to 4,096, seed 0).
-One process trains a tiny model on a CPU, or a model of Qwen3 0.6B's shape in bfloat16 on a GPU. The ways of packing take turns, so that a
-slow moment of the machine affects all of them.
+Speed is in tokens of samples per second, without padding. Sample lengths are log-normal (median 600, sigma 1, clipped
+to 4,096, seed 0). One process trains a tiny model on a CPU, or a model of Qwen3 0.6B's shape in bfloat16 on a GPU. The
+timed calls alternate between the ways of packing, so that a slow period of the machine affects all ways.
 """
 
 import argparse
@@ -31,7 +31,7 @@ PADDED = "padded"
 
 
 def long_tailed(count: int) -> list[int]:
-    """Lengths of `count` samples. A shorter list is the beginning of every longer list."""
+    """Lengths of `count` samples. The first lengths are the same for every `count`."""
     draw = random.Random(0)
     return [max(1, min(ROW, round(600 * math.exp(draw.gauss(0, 1))))) for _ in range(count)]
 
@@ -47,20 +47,26 @@ def waste(lengths: Sequence[int], ranks: Plan) -> float:
 def padded(lengths: Sequence[int], *, tokens_per_row: int, num_ranks: int, **_) -> Plan:
     """A plan in which every sample is a microbatch of its own, padded to a full row. It takes the arguments of packing.plan."""
     rows: list[tuple[int, ...]] = [(index,) for index in range(len(lengths))]
-    rows += [()] * (-len(rows) % num_ranks)  # empty rows, so that all ranks have the same number
+    rows += [()] * (-len(rows) % num_ranks)  # empty rows, so that all ranks have the same number of rows
     microbatches = [Microbatch(rows=(row,), row_length=tokens_per_row) for row in rows]
     return [microbatches[rank::num_ranks] for rank in range(num_ranks)]
 
 
 def now() -> float:
-    """Wait for the GPU, if there is one, and return the time. forward_backward returns before its last backward pass has ended."""
+    """The time when the GPU, if there is one, has finished its work.
+
+    This function waits, because forward_backward returns before its last backward pass has ended.
+    """
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def print_planning() -> None:
-    """Print time, padding and balance of plans. Balance is the excess of the slowest rank's attention cost over the mean of all ranks."""
+    """Print the time, padding and imbalance of plans.
+
+    Imbalance is how much the slowest rank's attention cost exceeds the mean over all ranks.
+    """
     print("planning, rows of 4,096, one row a microbatch; the best time of three")
     print(
         f"{'samples':>9} {'ranks':>6} {'policy':<13} {'seconds':>8} {'waste':>7} {'microbatches':>13} {'slowest rank':>13}"
@@ -90,7 +96,10 @@ def trainer_config() -> TrainerConfig:
 
 
 def measure_throughput(num_samples: int, repeats: int, ways: Sequence[str]) -> None:
-    """Time forward_backward in every way of packing. Every way but the padded one is compared with the padded one, and its result is recorded."""
+    """Time forward_backward in every way of packing.
+
+    Record a result for each way except PADDED, which compares this way with PADDED.
+    """
     from rl_actors.engine.train_engine import TrainEngine
 
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -144,7 +153,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=256 if on_gpu else 32, help="samples of a timed call")
     parser.add_argument("--repeats", type=int, default=5 if on_gpu else 3, help="timed calls of each way")
     ways = ["packed", "token_budget", "fixed"]
-    # A GPU measures only the first way. The others have rows of many lengths, and the blocks would be compiled for each length.
+    # On a GPU only the first way is measured. The other ways have rows of many lengths, and the blocks would be
+    # compiled for each length.
     default = ways[:1] if on_gpu else ways
     parser.add_argument("--ways", nargs="*", default=default, choices=ways, help="ways to compare with padded")
     arguments = parser.parse_args()

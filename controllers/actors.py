@@ -94,7 +94,7 @@ class Actors:
         """Function that is called with a line of text when a generator dies, and again when the generator is back."""
         self.clients: dict[str, TrainerClient | ReferenceClient | GeneratorClient] = {}
         self.restarts = Restarts(config.survival.policy(), note=BEYOND_LIMIT)
-        self.deaths: dict[str, Exception] = {}    # role -> the error that reports its death
+        self.deaths: dict[str, Exception] = {}  # role -> the error that reports its death
         self._died = asyncio.Event()
         self._watches: dict[str, asyncio.Task[None]] = {}
         # `connect` sets the address of this process. Monarch needs this address at its first use, so `connect` is

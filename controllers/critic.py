@@ -1,6 +1,6 @@
-"""The critic of a PPO run: a value model in processes of its own. It computes values and is trained on returns. ppo.py trains the policy.
+"""The critic of a PPO run: a value model in its own processes. It computes values and is trained on returns. ppo.py trains the policy.
 
-T positions of a sample.
+In shapes, T is the number of positions of a sample.
 """
 
 import asyncio
@@ -28,15 +28,21 @@ FOLDER = "critic"
 @dataclass(kw_only=True)
 class CriticConfig:
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(learning_rate=1e-5))
-    """Learning rate of each step, counted from the first step after the supervised steps. 1e-5 is verl's default for a critic, and ten times
-    verl's rate for a policy."""
+    """Learning rate of the critic at each step after the supervised steps.
+
+    The default 1e-5 is verl's default for a critic. It is ten times verl's rate for a policy.
+    """
     gpu: int | None = None
-    """Index of the first GPU of the critic's ranks. None: the trainer's GPUs. On a CPU this field has no effect."""
+    """Index of the first GPU of the critic's ranks. None: the critic uses the trainer's GPUs.
+
+    On a CPU this field has no effect.
+    """
     clip: float | None = 0.5
-    """Limit on the change of a value in one step. A change beyond the limit does not lower the loss. 0.5 is the choice of verl and OpenRLHF.
+    """Limit on the change of a value in one step. A change beyond the limit does not lower the loss. verl and OpenRLHF
+    use 0.5.
     None: no limit."""
     warmup_steps: int = 0
-    """Steps before the first step of the policy. These steps train only the critic, while the policy stays as it is (VC-PPO, arXiv 2503.01491)."""
+    """Number of first steps that train only the critic and leave the policy unchanged (VC-PPO, arXiv 2503.01491)."""
 
     def validate(self) -> None:
         self.schedule.validate()
@@ -52,10 +58,10 @@ class CriticConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """The samples of a step with the columns that come from the critic."""
+    """The samples of a step with the columns that are computed from the critic's values."""
 
     for_policy: list[Sample]  # with the column advantages
-    for_critic: list[Sample]  # with the columns returns and old_values
+    for_critic: list[Sample]  # with the columns returns and, if values are clipped, old_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +81,9 @@ class Critic:
     ) -> Judged:
         """Advantages and returns of the samples, from their rewards and the result of `values`.
 
-        An action is a position whose loss weight is not 0. rewards: [T] of every sample, the reward for each action. is_cut_off: True for
-        a sample that was ended by a limit, not by the policy or the environment. gae.bootstrap says whether the last state of such a sample
-        has the critic's value or 0.
+        An action is a position whose loss weight is not 0. rewards: [T] for each sample, the reward of each action.
+        is_cut_off: True for a sample that a limit has ended, and not the policy or the environment. If gae.bootstrap is
+        True, the last state of this sample has the critic's value. Otherwise it has the value 0.
         """
         values = [row[:-1] for row in values_of_states]
         is_action = [sample.columns["loss_weights"] != 0 for sample in samples]
@@ -108,7 +114,7 @@ class Critic:
         return rows
 
     async def fit(self, parts: Iterable[Sequence[Sample]], learning_rate: float) -> dict[str, float]:
-        """Take one optimizer step on each part. Returns the metrics over all parts."""
+        """Take one optimizer step on each of the given parts of the samples. Returns the metrics over all parts."""
         loss = self.config.loss()
         outputs: list[ForwardBackwardOutput] = []
         results: list[OptimResult] = []
@@ -132,13 +138,18 @@ class Critic:
 
 
 def _with_last_state(sample: Sample) -> Sample:
-    """The sample with one more position, whose input is the last target. The new position may have any target, because only its value is used."""
+    """The sample with one more position, whose input is the last target.
+
+    The target of the new position does not matter, because only the position's value is used.
+    """
     tokens = torch.cat([sample.tokens, sample.targets[-1:]])
     return replace(sample, tokens=tokens, targets=torch.cat([sample.targets, sample.targets[-1:]]), columns={})
 
 
 async def start_critic(run: Run[Any], config: CriticConfig, gae: GAEConfig, *, has_begun: bool) -> Critic:
-    """Start the critic. A new critic has the weights of the policy and a head of zeros. A resumed critic has the weights of the checkpoint.
+    """Start the critic. A new critic has the policy's weights, and a value head whose weights are zero.
+
+    A resumed critic has the weights of the checkpoint.
 
     has_begun: True if the run is resumed and has already trained the critic.
     """

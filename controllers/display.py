@@ -1,6 +1,6 @@
-"""Shows a run on the terminal as a live panel. With --verbose, or if the output is no terminal, it prints one line a step.
+"""Shows a run on the terminal as a live panel. With --verbose, or if the output is no terminal, it prints one line per step instead.
 
-This module only shows numbers; metrics.py computes them.
+metrics.py computes the numbers that this module shows.
 """
 
 import sys
@@ -35,7 +35,8 @@ COLUMNS = (  # title, width, key of the record, format
     ("generate", 8, "time/generate", ".2f"),
     ("train", 5, "time/train", ".2f"),
     ("sync", 5, "time/sync", ".2f"),
-    # Versions between the weights that sampled the batch's oldest token and the weights that the step's last update began with.
+    # Difference between two policy versions: the version that the step's last update began with, and the version that
+    # sampled the batch's oldest token.
     ("lag", 3, "policy_lag", ".2g"),
 )
 PANEL_COLUMNS = (
@@ -48,7 +49,7 @@ PANEL_COLUMNS = (
 
 
 class LineDisplay:
-    """One aligned line a step, with a header line every 20 steps and at the start of a phase."""
+    """Prints one aligned line per step, and a header line every 20 lines and at the start of a phase."""
 
     def __init__(self, console: Console, total_steps: int | None):
         self.console, self.total_steps = console, total_steps
@@ -90,7 +91,9 @@ class LineDisplay:
         self.row()
 
     def _start_phase(self, phase: str) -> None:
-        """Estimate the remaining time only from steps of this phase, because they may take longer than earlier steps."""
+        """Estimate the remaining time only from steps of the new phase, because they may take longer than the steps of
+        earlier phases.
+        """
         began = self._task.start_time
         self.steps.remove_task(self._task.id)
         self.steps.add_task(phase, total=self.total_steps)
@@ -119,11 +122,14 @@ class LineDisplay:
 
 
 class LiveDisplay(LineDisplay):
-    """A panel at the bottom of a terminal. Every step with a validation accuracy leaves a line above the panel."""
+    """Shows a panel at the bottom of the terminal.
+
+    Each step with a validation accuracy also prints a line above the panel.
+    """
 
     def __init__(self, console: Console, total_steps: int | None):
         super().__init__(console, total_steps)
-        self._known = self.record  # the last value of each key
+        self._known = self.record  # the last value of each key, over all steps
         redirect = console.file is sys.stdout  # True: output of other code appears above the panel, not inside it
         self._live = Live(
             console=console, get_renderable=self._panel, redirect_stdout=redirect, redirect_stderr=redirect
@@ -163,5 +169,5 @@ def _text(record: Record, key: str, spec: str) -> str:
 
 
 def _clock(seconds: float | None) -> str:
-    """3725.2 -> 1:02:05"""
+    """Hours, minutes and seconds: 1:02:05 for 3725.2 seconds."""
     return "-" if seconds is None else str(timedelta(seconds=int(seconds)))

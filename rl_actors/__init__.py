@@ -1,6 +1,6 @@
-"""An RL post-training service that is built from Monarch actors. Importing this package loads neither vLLM nor CUDA.
+"""An RL post-training service that is built from Monarch actors.
 
-Each actor, client and transport is imported at its first use.
+Importing this package loads neither vLLM nor CUDA. Each actor class, client class and transport class is imported at its first use.
 """
 
 from importlib import import_module

@@ -1,6 +1,6 @@
-"""Low-rank adapters in peft's format: the names of modules and tensors, and the directory that peft and vLLM load. Needs no model.
+"""Low-rank adapters in peft's format: the names of modules and tensors, and the directory that peft and vLLM load.
 
-R rank, I inputs and O outputs of a linear layer.
+In shapes, R is the rank, and I and O are the numbers of inputs and outputs of a linear layer.
 """
 
 import json
@@ -18,14 +18,15 @@ from rl_actors.model_config import ModelConfig
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 
-# torchtitan's name of a layer's config -> peft's names of its modules. torchtitan builds wk and wv from one config, wkv.
+# Keys are torchtitan's names of layer configs. Values are peft's names of the layers that torchtitan builds from this
+# config. For example, torchtitan builds wk and wv from the config wkv.
 ATTENTION = {"wq": ("q_proj",), "wkv": ("k_proj", "v_proj"), "wo": ("o_proj",)}
 MLP = {"w1": ("gate_proj",), "w2": ("down_proj",), "w3": ("up_proj",)}
 UNEMBED = {"lm_head": ("lm_head",)}
 
 
 def targets(config: LoRAConfig) -> dict[str, tuple[str, ...]]:
-    """The layers that get adapters: torchtitan's name -> peft's names."""
+    """The layers that get adapters, as a mapping from torchtitan's names to peft's names."""
     found: dict[str, tuple[str, ...]] = {}
     if config.train_attn:
         found |= ATTENTION
@@ -42,7 +43,10 @@ def modules(config: LoRAConfig) -> list[str]:
 
 
 def served(model: ModelConfig) -> list[str]:
-    """The layers of a model, by peft's names, to which a generator applies adapters: all those that a trainer can train."""
+    """The layers to which a generator applies adapters, by peft's names.
+
+    They are all layers whose adapters a trainer can train.
+    """
     return modules(LoRAConfig(rank=1, train_mlp=not model.num_experts, train_unembed=not model.tie_word_embeddings))
 
 
@@ -71,9 +75,9 @@ def _shapes(layers: list[str], rank: int, weights: Mapping[str, tuple[int, ...]]
 
 
 def write(directory: Path, tensors: Mapping[str, Tensor], config: LoRAConfig, *, base: str) -> None:
-    """Write the adapters into an existing directory, in peft's format, which vLLM also loads.
+    """Write the adapters into an existing directory, in peft's format. vLLM reads this format, too.
 
-    tensors: whole tensors, not the shards of a rank. base: directory of the model to which the adapters belong.
+    tensors: whole tensors, not the shards of a rank. base: directory of the base model of the adapters.
     """
     values = {
         "peft_type": "LORA",
@@ -122,10 +126,12 @@ def require_possible(directory: Path, *, max_adapters: int, max_rank: int) -> No
 
 
 def require_fits(directory: Path, weights: Mapping[str, tuple[int, ...]], layers: list[str]) -> None:
-    """Raises ValueError naming the directory and the tensor if the adapter has a tensor that the model has no place for,
-    or only one of the two tensors of a layer.
+    """Raises ValueError naming the directory and the tensor if the adapter does not fit the model.
 
-    weights: shapes of the model's weights by their Hugging Face names. layers: those that may have adapters, by peft's names.
+    It does not fit if it has a tensor for which the model has no layer of this shape, or only one of a layer's two tensors A and B.
+
+    weights: shapes of the model's weights by their Hugging Face names. layers: the layers that may have adapters, by
+    peft's names.
     """
     possible = _shapes(layers, rank_of(directory), weights)
     with safe_open(directory / TENSORS_FILE, framework="pt") as opened:

@@ -1,4 +1,7 @@
-"""Tells which files may be unpickled. Unpickling runs code, so whoever can write such a file can run code as the user who reads it."""
+"""Checks whether files may be unpickled.
+
+Unpickling can run code. So a user who can write a pickle file can run code with the rights of the user who reads it.
+"""
 
 import grp
 import os
@@ -9,15 +12,16 @@ from pathlib import Path
 
 
 def distrust(path: str | Path) -> str:
-    """The reason why a file, or some file in a directory, must not be unpickled. Empty if nobody except this user and root can write them.
+    """The reason why a file, or any file in a directory, must not be unpickled. Empty if only this user and root can write the files.
 
-    The directory itself is checked, too, because whoever can write to it could replace its files. Directories above it are not checked.
+    The directory itself is checked, too, because a user who can write to it could replace its files. Its parent directories are not
+    checked.
     """
     for each in _files(Path(path)):
         try:
             status = each.stat()
         except FileNotFoundError:
-            continue  # it was removed meanwhile
+            continue  # the file has been removed in the meantime
         if status.st_uid not in (os.geteuid(), 0):
             return f"{each} belongs to {_user(status.st_uid)}, who could run code in this program; copy it, so that it belongs to you"
         writers = stat.S_IMODE(status.st_mode) & (stat.S_IWGRP | stat.S_IWOTH)
@@ -41,9 +45,9 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _is_private(group: int, user: int) -> bool:
-    """True for a user's own group, which has the user's name and no other member.
+    """True if the group is the user's private group: it has the user's name and no other member.
 
-    Many systems make such a group for each user, and let the group write the user's files by default.
+    Many systems create a private group for each user, and by default let this group write the user's files.
     """
     try:
         entry, owner = grp.getgrgid(group), pwd.getpwuid(user)

@@ -1,4 +1,4 @@
-"""Problems that are drawn at random from a task of reasoning-gym."""
+"""An environment whose problems are drawn at random from a task of reasoning-gym."""
 
 import difflib
 from dataclasses import dataclass
@@ -14,10 +14,16 @@ if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
 HELD_OUT_SHARE = 1 / 8
-"""At most this share of a task's keys is held out. If a task has too few keys for `num_held_out`, the share may rise to one half."""
+"""At most this share of a task's problem keys is held out.
+
+If this share is less than `num_held_out` keys, the share may rise to one half.
+"""
 
 DRAWS_PER_PROBLEM = 1000
-"""Largest number of draws for one training problem. If no draw can be trained on, the run ends with an error."""
+"""Largest number of draws for one training problem.
+
+If training can use none of these draws, the run ends with an error.
+"""
 
 
 class GeneratedEnvironment:
@@ -41,8 +47,8 @@ class GeneratedEnvironment:
         return to_problem(entry, self.config)
 
     def problem(self, index: int) -> Problem:
-        # Entries are drawn at random and not taken in order. Entry i of reasoning-gym's seed s equals entry i + 1 of seed s - 1, so if they
-        # were taken in order, two neighbouring seeds would give nearly the same problems.
+        # Entry i of reasoning-gym's seed s equals entry i + 1 of seed s - 1. If entries were taken in order, two
+        # neighbouring seeds would give nearly the same problems. So entries are drawn at random.
         draws = Random(f"{self.config.seed}/{index}")
         for _ in range(DRAWS_PER_PROBLEM):
             problem = self._read(draws.randrange(len(self.dataset)))

@@ -1,4 +1,4 @@
-"""The command line of the Tinker server, which serves until a signal ends it."""
+"""The command line of the Tinker server. It serves until SIGINT or SIGTERM."""
 
 import argparse
 import asyncio
@@ -21,13 +21,19 @@ from controllers.serve.routes import ANYONE, make_app
 from controllers.serve.start import start_server
 
 API_KEY = "tml-local"
-"""The key to use with a server that asks for none. The SDK needs a key, and accepts this one."""
+"""The key that clients set if the server checks no keys.
+
+The SDK does not start without a key, and it accepts this key.
+"""
 SHUTDOWN_SECONDS = 5
 """Seconds in which open connections must end when the server stops."""
 
 
 def main() -> None:
-    """Serve until SIGINT or SIGTERM. Exits with 2 and one line if the server cannot start from these arguments."""
+    """Serve until SIGINT or SIGTERM.
+
+    Prints one line and exits with status 2 if the server cannot start with these arguments.
+    """
     prog = started_as("controllers.serve")
     try:
         arguments = read_arguments(prog)
@@ -44,12 +50,12 @@ class Arguments:
     config: ServeConfig
     folder: Path  # folder of the state
     address: tuple[str, int]
-    owners: Mapping[str, str] | None  # SHA-256 of a key -> its owner; None: no key is asked for
-    rate: float | None  # requests for work that one owner may send in a second; None: no limit
+    owners: Mapping[str, str] | None  # SHA-256 of a key -> name of its owner; None: keys are not checked
+    rate: float | None  # training and sampling requests per second that one owner may send; None: no limit
 
 
 def read_arguments(prog: str, argv: Sequence[str] | None = None) -> Arguments:
-    """Raises ValueError or OSError naming an invalid argument."""
+    """The parsed arguments. Raises ValueError or OSError naming an invalid argument."""
     configs = import_module("configs").SERVERS
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("--config", choices=sorted(configs), default=next(iter(configs)), help="name of the config")
@@ -94,7 +100,10 @@ def read_arguments(prog: str, argv: Sequence[str] | None = None) -> Arguments:
 
 
 def read_address(text: str, *, has_keys: bool) -> tuple[str, int]:
-    """read_address("127.0.0.1:8000", …) -> ("127.0.0.1", 8000). Raises ValueError for an address that is not loopback, unless there are keys."""
+    """Host and port: ("127.0.0.1", 8000) for "127.0.0.1:8000".
+
+    Raises ValueError for an address that is not loopback if there are no keys.
+    """
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"--address {text!r}; it must be HOST:PORT")
@@ -121,7 +130,8 @@ def listen(address: tuple[str, int]) -> socket.socket:
     """A socket that is bound to the address. Raises OSError naming the address if it is taken."""
     host, port = address
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sends small answers at once (TCP_NODELAY) only if the protocol is named. Otherwise an answer can wait 40 ms.
+    # asyncio sets TCP_NODELAY only if the socket was created with IPPROTO_TCP. Without TCP_NODELAY the kernel can delay
+    # a small answer by 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -133,7 +143,10 @@ def listen(address: tuple[str, int]) -> socket.socket:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers, which would end the process before the state of the runs is written. `serve` handles signals."""
+    """uvicorn's server without signal handlers.
+
+    They would end the process before the state of the runs is written, so `serve` handles signals.
+    """
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -141,7 +154,7 @@ class HttpServer(uvicorn.Server):
 
 
 async def serve(arguments: Arguments, listener: socket.socket) -> None:
-    """Start the server, print the environment variables with which programs reach it, and serve until a signal."""
+    """Start the server, print the environment variables that a client needs, and serve until a signal."""
     config, folder = arguments.config, arguments.folder
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -1,6 +1,6 @@
 """Read and write checkpoints of the whole trainer, as directories of torch.distributed.checkpoint (DCP).
 
-All ranks call these functions together. hf.py reads and writes Hugging Face directories.
+All ranks call these functions together. Hugging Face directories are read and written in hf.py.
 """
 
 import shutil
@@ -39,14 +39,17 @@ class State(TypedDict):
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    """True if `path` is a directory with a complete checkpoint. DCP writes the metadata file last, so if it exists, the rest exists, too."""
+    """True if `path` is a directory with a complete checkpoint.
+
+    DCP writes the metadata file last, so its presence shows that the checkpoint is complete.
+    """
     return (Path(path) / METADATA).is_file()
 
 
 def require_checkpoint(built: BuiltModel, path: str, *, optimizer: bool) -> None:
     """Check that `path` holds a checkpoint of this model, with optimizer state if `optimizer` is True. Changes nothing.
 
-    If optimizer is False, the checkpoint of a language model is also accepted for a value model, which keeps its own head.
+    If optimizer is False, a value model may also load the checkpoint of a language model. It then keeps its own head.
 
     Raises ValueError on every rank if the check fails on any rank. The check also fails if other users can write the files, because DCP
     unpickles them and unpickling can run code.
@@ -59,7 +62,7 @@ def require_checkpoint(built: BuiltModel, path: str, *, optimizer: bool) -> None
     saved = FileSystemReader(path).read_metadata().state_dict_metadata
     there = {name: tuple(entry.size) for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
     here = {f"model.{name}": tuple(tensor.shape) for name, tensor in checkpointed(built.model).items()}
-    # Under pipeline parallelism a rank knows only the names of its own stages.
+    # Under pipeline parallelism `here` has only the names of this rank's stages.
     known = set().union(*by_rank(list(here)))
     if built.has_value_head and not optimizer:
         here.pop(f"model.{HEAD}", None)
@@ -89,9 +92,9 @@ def require_replaceable(path: str | Path) -> None:
 class CheckpointWriter:
     """Writes one checkpoint at a time while training goes on.
 
-    The writer has a process group of its own, because its collectives run in another thread than the collectives of training. If both
-    threads used the same group, the ranks could start the two threads' collectives in different orders, and the collectives of the ranks
-    would not match.
+    The writer has its own process group, because its collectives run in another thread than the collectives of
+    training. If the two threads used the same group, one rank could start the writer's collective first, and another
+    rank the collective of training. Then the collectives of the ranks would not match.
     """
 
     def __init__(self) -> None:
@@ -99,7 +102,7 @@ class CheckpointWriter:
 
     @cached_property
     def _group(self) -> dist.ProcessGroup:
-        return dist.new_group(backend="gloo")  # made at the first save, which all ranks reach together
+        return dist.new_group(backend="gloo")  # created at the first save, which all ranks start together
 
     def start(
         self, built: BuiltModel, path: str, policy_version: int, *, optimizer: bool, extra_files: Sequence[Path]
@@ -107,7 +110,7 @@ class CheckpointWriter:
         """Copy the state to the CPU and return. The future is done when the directory is complete on disk.
 
         extra_files: files that rank 0 copies into the directory.
-        If a rank could not write, the future raises RuntimeError with path and rank, and `path` is as it was before.
+        If a rank could not write, the future raises RuntimeError with path and rank, and `path` is unchanged.
         """
         self.wait()
         upload = dcp.async_save(
@@ -116,22 +119,30 @@ class CheckpointWriter:
             process_group=self._group,
         )
         written: Future[None] = Future()
-        written.set_running_or_notify_cancel()  # a running future cannot be cancelled by a caller that stops waiting
+        written.set_running_or_notify_cancel()  # a caller that stops waiting cannot cancel a running future
         upload.add_done_callback(lambda done: _settle(written, done, f"saving {path}"))
         self._written = written
         return written
 
     def wait(self) -> None:
-        """Wait until no checkpoint is being written. If the write fails, only the future that `start` returned raises the error."""
+        """Wait until no checkpoint is being written.
+
+        An error of the write is raised only by the future that `start` returned.
+        """
         if self._written is not None:
             self._written.exception()
 
 
 class _WholeDirectoryWriter(FileSystemWriter):
-    """Writes into a directory beside `path`, and renames this directory after all ranks have written. So `path` never holds half a checkpoint.
+    """Writes into a directory beside `path`, and renames it to `path` after all ranks have written.
 
-    DCP calls prepare_global_plan before the ranks write, and finish afterwards. It calls both only on its first rank, and sends their errors
-    to all ranks.
+    So `path` never holds a partial checkpoint.
+
+
+
+
+    DCP calls prepare_global_plan before the ranks write, and finish afterwards. It calls these two methods only on its
+    first rank, and sends their errors to all ranks.
     """
 
     def __init__(self, path: str, extra_files: Sequence[Path]) -> None:
@@ -139,7 +150,8 @@ class _WholeDirectoryWriter(FileSystemWriter):
         self.target, self.extra_files = Path(path), extra_files
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # Delete the files that a killed save left. A save with fewer ranks would not overwrite all of them.
+        # Delete the files that remain from a killed save. A save with fewer ranks would not overwrite all of these
+        # files.
         shutil.rmtree(self.path)
         self.path.mkdir()
         return super().prepare_global_plan(plans)
@@ -151,8 +163,9 @@ class _WholeDirectoryWriter(FileSystemWriter):
         former = Path(f"{self.target}.former")
         shutil.rmtree(former, ignore_errors=True)
         if self.target.exists():
-            # The old checkpoint is renamed before it is deleted. If it were deleted under its own name, a kill during the deletion would leave
-            # half a checkpoint there. A kill between the two renames leaves both checkpoints whole, under temporary names.
+            # The old checkpoint is renamed before it is deleted. If it were deleted under its own name, a kill during
+            # the deletion would leave a partial checkpoint under this name. A kill between the two renames leaves the
+            # old and the new checkpoint complete, under temporary names.
             self.target.rename(former)
         self.path.rename(self.target)
         shutil.rmtree(former, ignore_errors=True)
@@ -169,7 +182,9 @@ def _settle(written: "Future[None]", upload: "Future[object]", what: str) -> Non
 
 
 def load(built: BuiltModel, path: str, *, optimizer: bool) -> int:
-    """Load a checkpoint into the model in place, resharded for this layout, and return its policy_version.
+    """Load a checkpoint into the model in place, and return its policy_version.
+
+    The checkpoint may have been saved under another parallel layout.
 
     optimizer=False: load only the weights, and reset the optimizer to the state that it has in a new trainer.
     """
@@ -201,8 +216,8 @@ def _state(built: BuiltModel, policy_version: int, *, optimizer: bool) -> State:
 
 
 def _optimizer_state(built: BuiltModel) -> dict[str, object]:
-    # torchtitan creates missing optimizer state by a step with zero gradients. Adam would count this step in its bias correction, so the
-    # count is set back to zero.
+    # torchtitan creates missing optimizer state by a step with zero gradients. Adam counts this step, which would
+    # change its bias correction. So this function sets the count back to zero.
     without_state = [optimizer for optimizer in built.optimizers.optimizers if not optimizer.state]
     state_dict = built.optimizers.state_dict()
     for optimizer in without_state:
@@ -216,8 +231,8 @@ def _optimizer_state(built: BuiltModel) -> dict[str, object]:
 def plain_errors(what: str) -> Iterator[None]:
     """Raise torch's CheckpointException as a RuntimeError.
 
-    CheckpointException is a BaseException but not an Exception. An endpoint that raised it would end its actor, and the caller would not
-    see the error.
+    CheckpointException is a BaseException but not an Exception. If an endpoint raised it, Monarch would end the actor,
+    and the caller would not see the error.
     """
     try:
         yield

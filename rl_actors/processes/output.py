@@ -1,4 +1,7 @@
-"""Send the output of a process (fd 1 and 2, log lines and warnings) to files. This module knows nothing of actors or run folders."""
+"""Send the output of a process (fd 1 and 2, log lines and warnings) to files.
+
+This module does not use actors or run folders.
+"""
 
 import atexit
 import ctypes
@@ -15,7 +18,10 @@ from pathlib import Path
 from typing import Any
 
 LOG_VARIABLE = "RL_ACTORS_LOG"
-"""Environment variable of an actor's process: the path of the file with the output and the log lines of the process."""
+"""Environment variable of an actor's process.
+
+Its value is the path of the file with the output and the log lines of the process.
+"""
 
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -25,10 +31,13 @@ LIBRARIES = ("datasets", "monarch", "torch", "torchao", "torchstore", "torchtita
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogRoute:
-    """Files `<directory>/<name>-<rank>.log` for the output and the log lines of the processes that a client spawns.
+    """Gives the files `<directory>/<name>-<rank>.log`, which hold the output and the log lines of the processes that a
+    client spawns.
 
-    tee=True shows each line on the terminal, too: TrainerClient.spawn(config, logs=LogRoute(directory=Path("logs"), tee=True)).
-    If no LogRoute is given, the files are in a new temporary directory. The field `logs` of TrainerInfo and GeneratorInfo is the file's path.
+    With tee=True each line also appears on the terminal. Example:
+    TrainerClient.spawn(config, logs=LogRoute(directory=Path("logs"), tee=True)).
+    If no LogRoute is given, the files are in a new temporary
+    directory. The field `logs` of TrainerInfo and GeneratorInfo has the path of an actor's file.
     """
 
     directory: Path
@@ -40,7 +49,10 @@ class LogRoute:
 
 @functools.cache
 def default_log_route() -> LogRoute:
-    """Files in a temporary directory, which each process makes once. It is not deleted, because it may have the output of a crash."""
+    """A LogRoute to a temporary directory, which each process creates once.
+
+    The directory is not deleted, because it may have the output of a crash.
+    """
     return LogRoute(directory=Path(tempfile.mkdtemp(prefix="rl_actors_logs_")))
 
 
@@ -48,13 +60,13 @@ def route_library_logs(name: str) -> None:
     """Send the log lines and warnings of LIBRARIES to a file, in a process that this package did not spawn.
 
     The process belongs to another program, so its fd 1 and 2, its other loggers and its own warnings are not changed.
-    Does nothing if the output of the process goes to a file already.
+    Does nothing if LOG_VARIABLE is set, because the output then goes to a file already.
     """
     if LOG_VARIABLE in os.environ:
         return
     path = default_log_route().file(f"{name}-pid", os.getpid())
     os.environ[LOG_VARIABLE] = str(path)
-    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # otherwise vLLM gives its logger a handler for the terminal
+    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # otherwise vLLM adds a terminal handler to its logger
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter(LINE))
     for library in LIBRARIES:
@@ -72,9 +84,9 @@ def route_library_logs(name: str) -> None:
 
 
 class RoutedOutput(AbstractContextManager):
-    """A redirection of fd 1 and 2 to a file. It ends with `restore()`, at the end of a `with` block, or with the process.
+    """Redirects fd 1 and 2 to a file until `restore()` is called, the `with` block ends, or the process ends.
 
-    `terminal` is a text stream to the former fd 1.
+    `terminal` is a text stream to the original fd 1.
     """
 
     def __init__(self, path: Path, tee_prefix: str | None):
@@ -93,11 +105,11 @@ class RoutedOutput(AbstractContextManager):
     def _follow(self, path: Path, start: int, prefix: str) -> None:
         """Copy new lines of the file to the terminal until the redirection ends.
 
-        The process writes to a file and not to a pipe. If it wrote to a pipe, the last output of a crash would be lost, and native code that
-        holds the GIL while it writes would hang as soon as the pipe is full.
+        The process writes to a file and not to a pipe. If it wrote to a pipe, the last output before a crash would be
+        lost. Native code that writes while it holds the GIL would hang when the pipe is full.
         """
         partial, is_last = b"", False
-        # An OSError means that the terminal is gone. The file still gets everything.
+        # An OSError means that the terminal does not exist any more. The file still gets all output.
         with path.open("rb") as file, suppress(OSError):
             file.seek(start)
             while not is_last:
@@ -108,7 +120,10 @@ class RoutedOutput(AbstractContextManager):
                 os.write(self._originals[1], b"".join(prefix.encode() + line + b"\n" for line in lines))
 
     def restore(self, *_) -> None:
-        """End the redirection of fd 1 and 2. If lines are also shown on the terminal, show the last ones. A second call does nothing."""
+        """End the redirection of fd 1 and 2. If lines are also shown on the terminal, show the last lines.
+
+        A second call does nothing.
+        """
         if not self._done.is_set():
             _point_output(self._originals)
             self._done.set()
@@ -121,13 +136,16 @@ class RoutedOutput(AbstractContextManager):
 def route_process_output(path: str | Path, tee_prefix: str | None = None) -> RoutedOutput:
     """Append to a file everything that this process and its later children write to fd 1 and 2, also from C++ and Rust.
 
-    If tee_prefix is a text such as "[trainer 0] ", each line also appears on the former fd 2, after this prefix and within 0.2 s.
+    If tee_prefix is a text such as "[trainer 0] ", each line also appears on the original fd 2 within 0.2 s, with this
+    prefix.
     """
     return RoutedOutput(Path(path), tee_prefix)
 
 
 def route_logs(path: str | Path, *, label: str, verbose: bool = False) -> None:
-    """Send the log lines and warnings of this process to a file. If verbose is True, they also go to stderr, each line after `[label]`.
+    """Send the log lines and warnings of this process to a file.
+
+    If verbose is True, they also go to stderr, with `[label]` before each line.
 
     Leave verbose False if `route_process_output` shows the lines of the same file on the terminal. Otherwise they would appear twice.
     """
@@ -148,11 +166,12 @@ def route_logs(path: str | Path, *, label: str, verbose: bool = False) -> None:
 
 
 def _point_output(targets: tuple[int, int]) -> None:
-    """Flush earlier output, and make fd 1 and 2 copies of the two targets."""
+    """Flush earlier output, and make fd 1 and 2 duplicates of the two target fds."""
     streams: list[Any] = [sys.stdout, sys.stderr]
     for stream, fd, target in zip(streams, (1, 2), targets, strict=True):
         with suppress(AttributeError, ValueError, OSError):  # the stream is None, is closed, or is not a text stream
-            # This call also flushes. The stream is line-buffered from now on, so that the last lines of a killed process are in the file.
+            # This call also flushes the stream. From now on the stream is line-buffered, so that the file has the last
+            # lines of a killed process.
             stream.reconfigure(line_buffering=True)
         ctypes.CDLL(None).fflush(None)
         os.dup2(target, fd)

@@ -1,8 +1,9 @@
-"""The coordinator of a service as a Monarch actor. Clients in other programs call it.
+"""The coordinator of a service: a Monarch actor that clients in other programs call.
 
-Each actor mesh of the service has only one client, in the service's process. The coordinator runs in the same process and passes the calls
-on to this client. It unpickles the arguments of a call itself. If they cannot be unpickled, only the call fails. If Monarch unpickled them,
-the failure would end the coordinator.
+
+Each actor mesh of the service has only one client, in the service's process. The coordinator runs in the same process
+and passes the calls on to this client. The arguments of a call arrive as pickled bytes, and the coordinator unpickles
+them. If this fails, only the call fails. If Monarch unpickled them, a failure would end the coordinator.
 """
 
 import pickle
@@ -20,20 +21,27 @@ if TYPE_CHECKING:
     from monarch.actor import UndeliverableMessageEnvelope
 
 _services: dict[str, Service] = {}
-"""Key -> service of this process. The arguments of an actor are pickled, and a Service cannot be pickled. So the actor gets the key."""
+"""The services of this process by key. Monarch pickles the arguments of a new actor, and a Service cannot be pickled.
+
+So the actor gets the key.
+"""
 
 
 class Coordinator(Actor):
-    """The coordinator of one service. Any number of its calls can run at the same time. The Service decides which of them wait."""
+    """The coordinator of one service. Any number of its calls can run at the same time.
+
+    The Service decides which calls wait.
+    """
 
     def __init__(self, key: str) -> None:
         self.service = _services[key]
 
     @concurrent_endpoint
     async def call(self, number: int, endpoint: str, arguments: bytes, patience: float) -> bytes:
-        """The answers of all ranks or the error of the call, pickled; see `opened`.
+        """The pickled answers of all ranks, or the pickled error of the call. `opened` unpickles them.
 
-        number: number of the calling client. arguments: the pickled arguments. patience: seconds, as in Member.run.
+        number: number of the calling client. arguments: the pickled arguments. patience: seconds that the call may wait
+        for the end of another client's step.
         """
         try:
             unpickled = pickle.loads(arguments)
@@ -43,7 +51,10 @@ class Coordinator(Actor):
             return _pickled(error)
 
     def _handle_undeliverable_message(self, message: "UndeliverableMessageEnvelope") -> bool:
-        """Drop an answer that cannot be delivered because its client has ended. True means that the actor goes on."""
+        """Drop an answer that cannot be delivered because its client has ended.
+
+        Returning True keeps the actor running.
+        """
         return True
 
 
@@ -56,7 +67,10 @@ def opened(answer: bytes) -> list[object]:
 
 
 def _pickled(error: Exception) -> bytes:
-    """The pickled error. For an error that cannot be pickled and unpickled: a pickled RuntimeError with its traceback."""
+    """The pickled error.
+
+    If the error cannot be pickled and unpickled, a pickled RuntimeError with the error's traceback.
+    """
     try:
         sent = cloudpickle.dumps((None, error))
         if type(pickle.loads(sent)[1]) is type(error):
@@ -67,7 +81,10 @@ def _pickled(error: Exception) -> bytes:
 
 
 def spawn_coordinator(service: Service) -> bytes:
-    """Start the coordinator in this process. Returns a pickled reference to it, with which other programs call it."""
+    """Start the coordinator in this process. Returns a pickled reference to it.
+
+    Other programs call the coordinator through this reference.
+    """
     key = uuid.uuid4().hex[:12]
     _services[key] = service
     coordinator = this_proc().spawn(f"coordinator_{key}", Coordinator, key)

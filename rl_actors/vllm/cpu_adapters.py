@@ -1,7 +1,10 @@
-"""Adapters on a CPU: which rows of a batch get which adapter, and the matrix products. vLLM's worker imports this module by name.
+"""Applies LoRA adapters on a CPU. vLLM's worker imports this module by name. A row of a batch is one position.
 
-If any row of a batch has an adapter, vLLM 0.32's own code for a CPU applies the last adapter to the rows that have none. It also copies an
-adapter for every row.
+This module replaces vLLM 0.32's own code for a CPU. If any row of a batch has an adapter, that code applies the last adapter also to rows
+without an adapter. It also copies an adapter for every row.
+
+vLLM keeps the loaded adapters in numbered places. In shapes, T is the number of rows, S the number of places, R the rank, and I and O are
+the numbers of inputs and outputs of a layer.
 """
 
 from typing import Any
@@ -11,11 +14,11 @@ from torch import Tensor
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 Group = tuple[int, Tensor | slice]
-"""(place of an adapter, the rows that use it)."""
+"""(place of an adapter, indices of the rows that use it)."""
 
 
 class GroupedAdapters(PunicaWrapperCPU):
-    """Applies each adapter to the rows that use it. T rows, S places for adapters, R rank, I inputs and O outputs of a layer."""
+    """Applies each adapter to the rows that use it."""
 
     tokens: list[Group] = []
     samples: list[Group] = []
@@ -34,7 +37,10 @@ class GroupedAdapters(PunicaWrapperCPU):
         output_slices: tuple[int, ...],
         **_: Any,
     ) -> None:
-        """Add the adapters' part to the outputs of a layer. Query, key and value are slices of one output, and so are gate and up."""
+        """Add the adapters' outputs to the outputs of a layer.
+
+        One layer can have several slices with an adapter each: query, key and value, or gate and up.
+        """
         y_TO, x_TI = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
         for slot, rows in self.tokens:
             start, part_TI = 0, x_TI[rows]
@@ -45,19 +51,21 @@ class GroupedAdapters(PunicaWrapperCPU):
     def add_lora_logits(
         self, y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float, **_: Any
     ) -> None:
-        """Add the adapters' part to the logits of the sampled positions."""
+        """Add the adapters' outputs to the logits [T, V] of the sampled positions. V is the size of the vocabulary."""
         y_TV, x_TI, width = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), lora_b_stacked.shape[2]
         for slot, rows in self.samples:
             y_TV[rows, :width] += scale * product(x_TI[rows], lora_a_stacked[slot, 0], lora_b_stacked[slot, 0])
 
 
 def product(x_TI: Tensor, a_RI: Tensor, b_OR: Tensor) -> Tensor:
-    """x A^T B^T, [T, O]."""
+    """The product x A^T B^T of shape [T, O]."""
     return (x_TI.to(a_RI.dtype) @ a_RI.T) @ b_OR.T
 
 
 def groups(places: Tensor) -> list[Group]:
-    """(place of an adapter, the rows that use it) for each adapter. places: the place of each row's adapter; -1: the row has no adapter.
+    """For each adapter, its place and the rows that use it.
+
+    `places` has the place of each row's adapter, or -1 for a row without an adapter.
 
     groups([1, -1, 1]) -> [(1, [0, 2])]
     """

@@ -1,4 +1,4 @@
-"""vLLM's engine. One thread of this process owns it, and callers wait on futures. This module knows nothing of actors."""
+"""vLLM's engine. One thread of this process runs it, and callers wait on futures. This module does not use actors."""
 
 import logging
 import queue
@@ -39,17 +39,17 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deferred(Generic[T]):
-    """Work that waits for the end of the running requests, such as a change of the weights."""
+    """Work that starts when no request is running, such as a change of the weights."""
 
     run: Callable[[], T]
     done: "Future[T]"
 
 
 class EngineThread:
-    """An LLMEngine and the one thread that may touch it.
+    """An LLMEngine, and the only thread that may use it.
 
-    The thread also starts the engine, because OpenMP makes a pool of workers for each thread that computes. If two pools share the cores,
-    their workers go to sleep between kernels, which slows every step.
+    This thread also starts the engine. If another thread started it, there would be two pools of worker threads, because OpenMP makes a
+    pool for each thread that computes. If two pools share the cores, their workers sleep between kernels, which slows every step.
     """
 
     engine: "LLMEngine"
@@ -59,10 +59,10 @@ class EngineThread:
         self.config, self.weights = config, weights
         self.core = core_of(config)
         self.version = NO_VERSION
-        self.broken = ""  # why the model has no weights to generate with; empty if it holds the weights of one version
-        # Requests that have not finished, by id. Their calls have results of different types.
+        self.broken = ""  # why the model has no usable weights; empty if it holds all weights of one version
+        # Requests that have not finished, by id. `Any` is here because their calls have results of different types.
         self.requests: dict[str, Request[Any]] = {}
-        self.asleep = 0  # level of the sleep; 0: awake
+        self.asleep = 0  # level of vLLM's sleep mode; 0: awake
         self.waiting: list[Deferred[Any]] = []  # work that begins when no request runs
         self.held: list[EngineCall[Any]] = []  # calls that start after the work in `waiting`
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -70,14 +70,17 @@ class EngineThread:
         self.adapters: dict[str, LoRARequest] = {}  # the loaded adapters by name
         self.num_loaded = 0  # number of adapters loaded so far; gives the next id
         self.is_idle = False  # True while the thread waits for a command and no request runs
-        self.num_done = 0  # pieces of work that the thread has done
-        self.death = ""  # why the engine has failed for good; empty if it has not
+        self.num_done = 0  # number of steps, commands and drains that the thread has done
+        self.death = ""  # why the engine has failed for good; empty if it works
         started: Future[None] = Future()
         threading.Thread(target=self._run, args=(started,), name="vllm", daemon=True).start()
         started.result()
 
     def heartbeat(self) -> Heartbeat:
-        """A sign of life. Raises EngineDiedError if the engine has failed for good."""
+        """Whether the thread is idle, and how much work it has done.
+
+        Raises EngineDiedError if the engine has failed for good.
+        """
         if self.death:
             raise EngineDiedError(self.death)
         return Heartbeat(is_idle=self.is_idle, num_done=self.num_done)
@@ -95,10 +98,12 @@ class EngineThread:
         read: Callable[["RequestOutput"], T],
         adapter: str | None = None,
     ) -> EngineCall[T]:
-        """Start all requests of a call, in the same step. The returned EngineCall gives their results, or the first error.
+        """Start all requests of a call in the same step of the engine.
 
-        adapter: name of the loaded adapter with which the requests run. None: the pulled adapter if pulls bring adapters, or no adapter if
-        pulls bring whole weights.
+        The returned EngineCall gives their results, or the first error.
+
+        adapter: name of the loaded adapter with which the requests run. None: the adapter of the last pull if pulls
+        bring adapters, or no adapter if pulls bring whole weights.
         """
         call = EngineCall(prompts, make_params, read, adapter)
         self.commands.put(Command(partial(self._add_requests, call), call.fail))
@@ -110,9 +115,10 @@ class EngineThread:
         self.commands.put(Command(partial(self._abort_call, call, aborted), call.fail))
 
     def update(self, source: Source, version: int, *, in_flight: bool = True) -> "Future[Transfer]":
-        """Between two steps, replace the weights by those that the source opens.
+        """Replace the weights by the weights of the source, between two steps of the engine.
 
-        in_flight: True lets running requests go on with the new weights. False lets them end first, while new requests wait.
+        in_flight: True lets running requests go on with the new weights. False: running requests end first, and new
+        requests wait.
         """
         load = partial(self._load_or_end, source, version)
         return self.submit(load) if in_flight else self._submit_drained(load)
@@ -120,8 +126,8 @@ class EngineThread:
     def load_adapter(self, name: str, directory: str) -> "Future[None]":
         """Load an adapter from a directory in peft's format. Does nothing if it is loaded already.
 
-        The directory must stay until the adapter is unloaded. vLLM may drop the adapter from memory to load others. Later it reads the
-        directory again.
+        The directory must stay until the adapter is unloaded. vLLM may drop the adapter from memory to load other
+        adapters, and read the directory again later.
         """
         return self.submit(partial(self._load_adapter, name, directory))
 
@@ -138,7 +144,8 @@ class EngineThread:
             return
         if self.asleep:
             raise asleep("load_adapter")
-        # vLLM's cache of prefixes has the name in its keys, so vLLM must never see the same name with other values.
+        # vLLM uses the adapter's name in the keys of its prefix cache. If another adapter had the same name, vLLM would
+        # use wrong cached keys and values. So each load gets a new name.
         self.num_loaded += 1
         request = LoRARequest(f"{name}#{self.num_loaded}", self.num_loaded, directory)
         self.engine.add_lora(request)
@@ -160,11 +167,14 @@ class EngineThread:
         return self.adapters[call.adapter]
 
     def sleep(self, level: int) -> "Future[DeviceMemory]":
-        """Release the device's memory when the running requests have ended. Later calls are refused until `wake`. See sleeping.py."""
+        """Release the device's memory when the running requests have ended.
+
+        Later calls raise errors until `wake` is called. See sleeping.py.
+        """
         return self._submit_drained(partial(self._fall_asleep, level))
 
     def wake(self) -> "Future[DeviceMemory]":
-        """Take the memory back that `sleep` released."""
+        """Allocate the memory again that `sleep` has released."""
         return self.submit(self._wake_up)
 
     def _submit_drained(self, function: Callable[[], T]) -> "Future[T]":
@@ -214,7 +224,8 @@ class EngineThread:
                 raise
             self.broken = ""
             if self.config.recompute_running:
-                # The cached keys and values are those of the old weights. vLLM drops them, and computes those of running requests again.
+                # The cached keys and values come from the old weights. vLLM drops them, and computes them again for
+                # running requests.
                 self.engine.reset_prefix_cache(reset_running_requests=True)
             self._set_version(wanted)
         return Transfer(
@@ -227,7 +238,7 @@ class EngineThread:
         )
 
     def _break(self, why: str) -> None:
-        """Refuse all requests, present and later ones, until a pull has replaced all weights."""
+        """Fail all running and later requests until a pull has replaced all weights."""
         self.broken = why
         for call in {id(request.call): request.call for request in self.requests.values()}.values():
             self._abort_call(call, self._no_weights())
@@ -238,7 +249,7 @@ class EngineThread:
         )
 
     def _set_version(self, version: int) -> None:
-        """Set the version that the tokens of later steps get."""
+        """Set the version of the weights, with which later steps mark their tokens."""
         self.version = version
         self.engine.set_weight_version(str(version))
 
@@ -264,7 +275,8 @@ class EngineThread:
 
         request_id = str(self.num_started)
         self.num_started += 1
-        # With the salt a request uses only cached keys and values that its own version of the weights has computed.
+        # vLLM's prefix cache uses the salt in its keys. So a request uses only cached keys and values that were
+        # computed with the current version of the weights.
         prompt = tokens_input(list(request.call.prompts[request.prompt]), cache_salt=str(self.version))
         self.engine.add_request(request_id, prompt, params, lora_request=adapter)
         self.requests[request_id] = request
@@ -298,9 +310,9 @@ class EngineThread:
             self._refuse_everything(f"vLLM's engine has failed: {error!r}" if self.core.recovers else str(error))
 
     def _refuse_everything(self, why: str) -> None:
-        """Give all callers, present and later ones, an error.
+        """Give all waiting and later callers an error.
 
-        The thread goes on, because a process of vLLM ends with the thread that started it.
+        This method never returns, because a vLLM process ends when the thread that started it ends.
         """
         self.death = f"{why}; spawn the generator again"
         for call in [*self.held, *(request.call for request in self.requests.values())]:
@@ -317,9 +329,10 @@ class EngineThread:
         self.commands.put(Command(end, lambda _: None))
 
     def _serve(self) -> None:
-        """Do the deferred work if no request runs. Otherwise run a command if one waits, or else a step of the engine.
+        """Do one piece of work.
 
-        If no request runs and no work is deferred, wait for a command.
+        If no request runs, do the deferred work, or wait for a command and run it. If requests run, run a waiting command, or a step of the
+        engine if no command waits.
         """
         if self.waiting and not self.requests:
             self._end_drain()
@@ -333,7 +346,7 @@ class EngineThread:
         self.num_done += 1
 
     def _end_drain(self) -> None:
-        """Do the work that waited for the end of the running requests, and start the calls that waited for this work."""
+        """No request runs any more. Do the deferred work, and then start the held calls."""
         waiting, self.waiting = self.waiting, []
         calls, self.held = self.held, []
         for deferred in waiting:
@@ -347,7 +360,7 @@ class EngineThread:
         except Exception as error:
             if not self.core.recovers:
                 raise self.core.death(error) from None
-            # After an error vLLM makes no progress until the requests that it was running are aborted.
+            # After an error vLLM makes no progress until its running requests are aborted.
             failed = [request.call for request in self.requests.values()]
             self._abort(list(self.requests))
             for call in failed:
@@ -368,7 +381,7 @@ class EngineThread:
             future.set_exception(error)
 
     def _named(self, error: Exception) -> Exception:
-        """The error, or EngineDiedError if it comes from the end of the core."""
+        """The error, or an EngineDiedError if vLLM's core has died and has caused the error."""
         if isinstance(error, ValueError | TypeError | EngineDiedError) or not self.core.has_died():
             return error
         return EngineDiedError(f"{self.core.death(error)}; spawn the generator again")
@@ -380,7 +393,10 @@ class EngineThread:
 
 
 def _running_future() -> "Future[T]":
-    """A future that is running already. Nobody can cancel it, so the engine's thread can always set its result."""
+    """A future in the state "running".
+
+    A caller cannot cancel such a future, so the engine's thread can always set its result.
+    """
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
     return future
