@@ -1,9 +1,10 @@
-"""Compare the results of two trainers on the same rollouts, and of seeded requests alone and among others. They should be equal bit for bit.
+"""Checks that trainers and generators give the same results again, bit for bit.
 
-Two trainers have deterministic kernels, and two have the default ones. The trainers of a pair get the same five steps, and every metric,
-logprob and entropy that they report is compared.
-One generator is in vLLM's batch-invariant mode, which needs a GPU, and one is not. A generator gets seeded requests one at a time, and then
-twice together with other requests; the tokens and logprobs of the seeded ones are compared. All actors start at the same time.
+There are two pairs of trainers: one pair with deterministic kernels, and one pair with the default kernels. The two trainers of a pair take
+the same five steps on the same rollouts. Every metric, logprob and entropy that they report is compared.
+There are two generators. The first is in vLLM's batch-invariant mode, which needs a GPU, and the second is not. A generator gets requests
+with seeds one at a time, and then twice together with other requests. The tokens and logprobs of the requests with seeds are compared.
+All actors start at the same time.
 """
 
 import argparse
@@ -40,7 +41,7 @@ from rl_actors.clients.call import Call
 
 Generation = Call[list[list[Completion]]]
 Answer = ForwardBackwardOutput | OptimResult
-# Lengths of prompts in tokens. vLLM's prefix cache holds only whole blocks of 16 tokens, so a short prompt is never found in it.
+# Lengths of prompts in tokens. vLLM's prefix cache holds only whole blocks of 16 tokens, so it never holds a short prompt.
 PROMPTS = {"short": 12, "long": 100}
 # Factor of the logits on a GPU. It gives an entropy of one to two nats a token, so that rounding errors can change which token is sampled.
 SHARPNESS = 15.0
@@ -147,7 +148,7 @@ def compare_generator(
             others += submit_others(client, 2 * count, vocab_size, num_tokens, seed + 10)
             figures = completion_differences(alone, completions_of(calls))
             results.add("determinism", f"{title} and {name}", figures)
-            completions_of(others)  # waits, so that no request of this round runs in the next one
+            completions_of(others)  # waits, so that these requests do not run during the next comparison
         again = one_by_one(client, prompts, num_tokens)
         results.add("determinism", f"{title} twice", completion_differences(alone, again))
         recorded += zip(prompts, alone, strict=True)
@@ -155,7 +156,7 @@ def compare_generator(
 
 
 def one_by_one(client: GeneratorClient, prompts: Sequence[list[int]], num_tokens: int) -> list[Completion]:
-    """Completions of the same requests as in submit_seeded. Here each request waits for the answer to the previous one."""
+    """Completions of the same requests as in submit_seeded. Here each request is sent only after the answer to the previous request."""
     completions = []
     for i, prompt in enumerate(prompts):
         call = client.generate([prompt], seeded_params(i, num_tokens))
@@ -167,7 +168,7 @@ def one_by_one(client: GeneratorClient, prompts: Sequence[list[int]], num_tokens
 
 
 def rollouts(recorded: Sequence[tuple[list[int], Completion]]) -> list[Sample]:
-    """The recorded completions as samples, with advantages of -1 and 1 in turn."""
+    """The recorded completions as samples. Their advantages alternate between -1 and 1."""
     samples = []
     for i, (prompt, completion) in enumerate(recorded):
         advantage = 1.0 if i % 2 else -1.0
@@ -201,7 +202,7 @@ def reported(answer: Answer) -> dict[str, Any]:
 
 
 def compare_trainers(name: str, some: Sequence[Call[Answer]], others: Sequence[Call[Answer]]) -> bool:
-    """Record how many values differ, and for each name the first call in which its value differs. Returns True if none differs.
+    """Record how many values differ, and for each name the first call in which its value differs. Returns True if no value differs.
 
     A value is one metric of a call, or all its logprobs, or all its entropies.
     """
@@ -221,7 +222,7 @@ def compare_trainers(name: str, some: Sequence[Call[Answer]], others: Sequence[C
 
 
 def start_generators(stack: ExitStack, config: GeneratorConfig, *, only: str | None) -> dict[str, GeneratorClient]:
-    """Start a generator for each mode. The batch-invariant one needs a GPU. It is left out if only trainers are compared."""
+    """Start a generator for each mode. The batch-invariant generator is left out without a GPU, and if only trainers are compared."""
     modes = {"as it is": False}
     if torch.cuda.is_available() and only != "trainer":
         modes = {"batch-invariant": True} | modes
@@ -233,7 +234,7 @@ def start_generators(stack: ExitStack, config: GeneratorConfig, *, only: str | N
 
 
 def start_trainers(stack: ExitStack, config: TrainerConfig) -> dict[str, list[TrainerClient]]:
-    """Start two trainers of each kind, each in a process of its own."""
+    """Start two trainers with deterministic kernels and two with the default kernels, each in a process of its own."""
     pairs: dict[str, list[TrainerClient]] = {}
     for kind, deterministic in (("deterministic", True), ("as it is", False)):
         kind_config = replace(config, deterministic=deterministic)
@@ -300,7 +301,7 @@ def main() -> None:
                     recorded = compare_generator(client, mode, model.vocab_size, arguments.tokens, arguments.requests)
                 say(f"generator {mode}: done")
         samples = rollouts(recorded)
-        # All pairs compute at the same time, so all calls are submitted before the first answer is waited for.
+        # All calls are submitted before the first wait for an answer, so that all pairs compute at the same time.
         submitted = {}
         for kind, pair in pairs.items():
             submitted[kind] = [submit_steps(client, samples, arguments.steps) for client in pair]
@@ -315,7 +316,7 @@ def main() -> None:
 
 @contextmanager
 def recording_failure(name: str, failed: list[str]) -> Iterator[None]:
-    """Record an exception as the result of this part and add the part to `failed`, so that the other parts still run."""
+    """Suppress an exception of the `with` block, so that the other comparisons still run. Record it as the result, and add `name` to `failed`."""
     try:
         yield
     except Exception as error:

@@ -1,8 +1,8 @@
-"""Runs that are killed at a random moment and resumed. Each must report the same metrics as an uninterrupted run. Measures no speed.
+"""Kills runs at random moments and resumes them. A resumed run must report the same metrics as an uninterrupted run. No speed is measured.
 
-A round begins a short run of GRPO or PPO with real trainers and vLLM. It kills the controller or the trainer with signal 9, either between
-checkpoints or while one is being written. Then it resumes the run, and compares every line of its metrics.jsonl with the line of the
-uninterrupted run. Times and rates are not compared.
+A round begins a short run of GRPO or PPO with real trainers and vLLM. The round kills the controller or the trainer with signal 9, either
+between checkpoints or while a checkpoint is being written. Then the round resumes the run, and compares every line of its metrics.jsonl with
+the same line of the uninterrupted run. Times and rates are not compared.
 """
 
 import argparse
@@ -28,9 +28,9 @@ from controllers.run_folder import RunFolder, read_jsonl
 
 ROOT = Path(__file__).parents[1]
 MARKER = "RL_ACTORS_RESUME_MARKER"
-# Relative and absolute. The resumed run samples completions again, and may add floats in another order.
+# Relative and absolute tolerance of a metric. The resumed run samples completions again, and may add floats in another order.
 TOLERANCE = 1e-5
-RUN_TIMEOUT = 600.0  # seconds; on two cores under a load of 9 the start took more than 300
+RUN_TIMEOUT = 600.0  # seconds; on two cores with a load average of 9 the start took more than 300 seconds
 END_TIMEOUT = 60.0  # seconds that the processes of a killed run may take to end
 VICTIMS, MOMENTS = ("controller", "trainer"), ("between", "writing")
 SFT_STEPS, MAIN_STEPS = 3, 12
@@ -70,9 +70,9 @@ class Kill:
 
 
 class Controller:
-    """A controller in a new process group. Its processes have a mark in their environment, by which they are found.
+    """A run's controller in a new process group. `processes` finds the processes of the run by a mark in their environment.
 
-    The processes of vLLM's engine core are found through their parent processes, because vLLM writes its process title over the environment.
+    vLLM's engine core writes its process title over the environment. So its processes are found through their parent processes.
     """
 
     def __init__(self, module: str, *arguments: object, log: Path) -> None:
@@ -106,7 +106,7 @@ class Controller:
         return found
 
     def actors(self, name: str) -> list[psutil.Process]:
-        """The processes of an actor and those that they have started: actors("trainer") has one for each rank."""
+        """The processes of an actor, and the processes that these have started. For actors("trainer") there is a process for each rank."""
         found = []
         for process in self.processes():
             try:
@@ -147,7 +147,7 @@ class Controller:
 
 
 def draw_kill(draw: random.Random, victim: str | None, moment: str | None) -> Kill:
-    """A random kill. A given victim or moment replaces the drawn one."""
+    """A random kill. If a victim or a moment is given, the kill has it instead of a random one."""
     step = 1 + draw.randrange(SFT_STEPS + MAIN_STEPS - 5)  # early enough that the run cannot end before the kill
     drawn = Kill(victim=draw.choice(VICTIMS), moment=draw.choice(MOMENTS), step=step, delay=draw.random() / 2)
     return replace(drawn, victim=victim or drawn.victim, moment=moment or drawn.moment)
@@ -184,7 +184,10 @@ def has_partial_checkpoint(folder: RunFolder) -> bool:
 def run_round(
     kill: Kill, folder: RunFolder, expected: list[dict[str, Any]], module: str, arguments: list[object]
 ) -> str:
-    """Begin a run, kill it and resume it. Returns a text about the round. Raises RuntimeError if the run fails or its metrics differ."""
+    """Begin a run, kill it and resume it. Returns a text about the round.
+
+    Raises RuntimeError if the run fails or its metrics differ. expected: the records of the uninterrupted run.
+    """
     log = folder.path.with_suffix(".log")
     with Controller(module, *arguments, "--output-dir", folder.path, log=log) as run:
         carry_out(kill, run, folder)

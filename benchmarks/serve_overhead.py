@@ -1,9 +1,11 @@
-"""Cost of the Tinker server: training steps and samples through the official SDK, compared with the same calls of the actors' clients.
+"""Measures the cost of the Tinker server: the same training steps and samples, once through the official SDK and the server, and once through
+the actors' clients.
 
-The server is a program of its own, as `make serve` starts it. Each side has actors of its own, of the same config. The two sides take turns,
-so that both meet the same load of the machine. The part `together` compares two states of the server instead: samples while a client trains
-and samples while no client trains. By default the config of the server is `tiny_chat`. With `--model 0_6b` it is `qwen3`, with
-random weights in the shape of Qwen3 0.6B. Needs the SDK `tinker`.
+The server is a separate program, which `make serve` also starts. The server and the clients each have their own actors, with the same config.
+Their calls are timed alternately, so that the load of the machine is the same for both. The measurement `together` has no clients. It
+compares samples of the server while an SDK client trains with samples while no client trains.
+By default the config of the server is `tiny_chat`. With `--model 0_6b` it is `qwen3`, with random weights in the shape of Qwen3 0.6B.
+This benchmark needs the SDK `tinker`.
 """
 
 import argparse
@@ -38,7 +40,7 @@ END_SECONDS = 120.0
 LEARNING_RATE = 1e-4
 NUM_BYTES = 256  # the model's tokens below this number are bytes
 CALL_SECONDS = 600.0  # limit of one call through the SDK
-TRAINED_TOGETHER = 64  # samples of a step in the part `together`
+TRAINED_TOGETHER = 64  # samples of a training step in the measurement `together`
 TINY = "tiny_chat"
 compare_sides = partial(compare, benchmark="serve_overhead", sides=("sdk", "client"))
 
@@ -46,7 +48,7 @@ compare_sides = partial(compare, benchmark="serve_overhead", sides=("sdk", "clie
 def served(model: str, folder: Path) -> tuple[ServeConfig, list[str]]:
     """The config of a model, and the arguments with which the server serves it. Writes the directory of a model that is not TINY.
 
-    model: TINY, a key of MODELS, or "tiny". "tiny" serves the model of tiny_chat with the config for MODELS.
+    model: TINY, a key of MODELS, or "tiny". "tiny" serves the model of tiny_chat with the config that the keys of MODELS have.
     """
     if model == TINY:
         config = tiny_chat()
@@ -102,7 +104,7 @@ def both_forms(count: int, length: int, draw: random.Random) -> tuple[list[types
 
 
 def train(trainer: tinker.TrainingClient, data: list[types.Datum], adam: types.AdamParams) -> None:
-    """A training step through the SDK. Returns when it has ended."""
+    """Take a training step through the SDK, and wait for its end."""
     forward_backward = trainer.forward_backward(data, "ppo")
     step = trainer.optim_step(adam)
     forward_backward.result(CALL_SECONDS)
@@ -133,7 +135,8 @@ def training(service: tinker.ServiceClient, config: ServeConfig, sizes: Sizes) -
     with TrainerClient.spawn(config.trainer) as trainer:
         trainer.ready().result()
         client = creating.result()
-        # The small step comes first and warms up both sides. On a CPU the large one takes most of a minute, so it has no warm-up of its own.
+        # The small step comes first and warms up server and client. On a CPU the large step takes most of a minute, so it has no warm-up of
+        # its own.
         for count, length, times in ((1, 9, 10 * sizes.repeats), (sizes.samples, 256, sizes.repeats)):
             data, samples = both_forms(count, length, draw)
 
@@ -177,7 +180,7 @@ def sampling(service: tinker.ServiceClient, config: ServeConfig, sizes: Sizes) -
 
 @contextlib.contextmanager
 def in_background(call: Callable[[], None]) -> Iterator[None]:
-    """Repeat a call in a thread until the `with` block ends. The block starts after the first call."""
+    """Repeat a call in a thread until the `with` block ends. The block starts after the first call has ended."""
     called, ends = threading.Event(), threading.Event()
 
     def repeat() -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the trainers' weights and the controller's own state.
+"""Checkpoints of a run: the trainers' weights and the state of the controller, the process that runs the training loop.
 
 The folder checkpoints/step-N/trainer holds the trainer's weights and optimizer state, and checkpoints/step-N/state.json holds the
 controller's state. A run with a critic also has checkpoints/step-N/critic. checkpoints/step-N/checksums.json has the checksums of all files.
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 STATE = "state.json"
 
 State = dict[str, Any]
-"""The controller's state as JSON: "step" (steps done), "cursor", "random", "config" and other entries of the controller."""
+"""The controller's state as JSON: "step" (number of steps done), "cursor", "random", "config" and other entries."""
 
 
 class Checkpoints:
-    """Writes one checkpoint at a time while training continues, and removes old ones."""
+    """Writes one checkpoint at a time while training continues, and removes old checkpoints."""
 
     def __init__(self, folder: Path, *, keep: int, keep_every: int = 0) -> None:
         self.folder, self.keep, self.keep_every = folder, keep, keep_every
@@ -59,7 +59,7 @@ class Checkpoints:
             await asyncio.shield(self._writing)  # shield: the writing goes on if the caller is cancelled
 
     async def abandon(self) -> None:
-        """Wait until the current checkpoint has been written or has failed. Called after an actor of the run has died.
+        """Wait until the current checkpoint has been written or has failed. The run calls this after one of its actors has died.
 
         The checkpoint may still become complete, if none of its trainers has died.
         """
@@ -69,7 +69,7 @@ class Checkpoints:
                 _ = task.cancelled() or task.exception()  # else asyncio logs an exception that was never retrieved
         copying = self._copying
         if copying is not None and not copying.cancelled() and copying.exception() is None:
-            # If the caller of `save` was cancelled, nobody has waited for the writing of the trainers' parts.
+            # If the caller of `save` was cancelled, `_commit` was not started, so the trainers may still write their parts.
             await asyncio.gather(*(part.wait() for part in copying.result()), return_exceptions=True)
         self._copying = self._writing = None
 
@@ -79,7 +79,8 @@ class Checkpoints:
         saved = [result for result in results if not isinstance(result, BaseException)]
         for error in results:
             if isinstance(error, BaseException):
-                # All other writings are awaited now. If one of them failed and was not awaited, the next save_checkpoint would raise its error.
+                # The other trainers may still write. If the error of such a trainer were not fetched here, its next save_checkpoint would
+                # raise the error.
                 await asyncio.gather(*(part.wait() for part in saved), return_exceptions=True)
                 raise error
         return saved
@@ -99,8 +100,9 @@ class Checkpoints:
 def removable(steps: Sequence[int], *, keep: int, keep_every: int = 0) -> list[int]:
     """The steps whose checkpoints are to be removed. steps: the steps of all checkpoints, in ascending order.
 
-    The newest `keep` checkpoints are kept until newer ones follow. If `keep_every` is above 0, some checkpoints are kept for good: the first
-    one at or after step `keep_every`, and then always the next one that is at least `keep_every` steps after the last one kept for good.
+    The newest `keep` checkpoints are kept until newer checkpoints follow. If `keep_every` is above 0, some checkpoints are kept for good. The
+    first of them is the first checkpoint at or after step `keep_every`. The next of them is the first checkpoint at least `keep_every` steps
+    later, and so on.
     removable([25, 50, 75, 100, 125], keep=1, keep_every=50) -> [25, 75]
     """
     removed, last_for_good = [], 0
@@ -123,7 +125,7 @@ def _step(checkpoint: Path) -> int:
 
 
 def remove_incomplete(folder: Path) -> None:
-    """Remove incomplete checkpoints. A run that was killed while it wrote or removed a checkpoint leaves one."""
+    """Remove incomplete checkpoints. A run leaves an incomplete checkpoint if it is killed while it writes or removes a checkpoint."""
     for path in folder.glob("step-*"):
         if not (path / STATE).is_file():
             shutil.rmtree(path)
@@ -170,7 +172,7 @@ def read(path: Path) -> State:
 def find(path: Path, step: int | None = None) -> Path:
     """The complete checkpoint of `step` in the run's folder `path`. If `step` is None, the newest complete checkpoint there.
 
-    `path` may also be a complete checkpoint itself, which is returned if `step` is None.
+    `path` may also be a complete checkpoint itself. If `step` is None, this checkpoint is returned.
     Raises ValueError if there is no such checkpoint, or if its files have changed since they were written.
     """
     if step is None and (path / STATE).is_file():

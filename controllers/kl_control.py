@@ -1,10 +1,10 @@
 """Keeps the policy near a reference by the KL divergence between the two.
 
-`penalised_rewards` subtracts a penalty from the reward of every token. KLControlConfig changes the coefficient of the divergence from step
-to step, so that the divergence stays near a target. reference.py starts the reference. `rl_actors.KL` has the estimators and the term of
-the loss.
+`penalised_rewards` subtracts a penalty from the reward of every action. An action is a position whose token the policy sampled.
+KLControlConfig changes the coefficient of the divergence from step to step, so that the divergence stays near a target. reference.py starts
+the reference. `rl_actors.KL` has the estimators and the term of the loss.
 
-N sequences, T_n positions of sequence n.
+In shapes, T_n is the number of positions of sequence n. The suffix _T marks a tensor of the shape [T_n].
 """
 
 import math
@@ -27,7 +27,7 @@ class KLControlConfig:
     """Relative change of the coefficient in a step for each unit of the relative error. This error is divergence / target - 1. 0.1 is the
     paper's value."""
     max_error: float = 0.2
-    """Limit of the relative error, above and below the target. An error beyond the limit counts as the limit. 0.2 is the paper's value."""
+    """Limit of the absolute value of the relative error. A larger error is replaced by the limit. 0.2 is the paper's value."""
 
     def validate(self) -> None:
         """Raises ValueError naming the value and the limit."""
@@ -44,7 +44,8 @@ class KLControlConfig:
     def next_coefficient(self, coefficient: float, divergence: float) -> float:
         """The coefficient of the next step. divergence: the mean KL divergence of a token in this step.
 
-        coefficient * (1 + gain * e), where e = divergence / target - 1, limited to [-max_error, max_error].
+        The result is coefficient * (1 + gain * e), where e is divergence / target - 1, limited to [-max_error, max_error]. Without a target the
+        coefficient does not change.
 
         Example: target 0.01, gain 0.1, max_error 0.2, coefficient 1. A divergence of 0.02 gives 1.02, and a divergence of 0.009 gives 0.99.
 
@@ -69,9 +70,9 @@ def penalised_rewards(
     is_action: Sequence[Tensor],
     kl: KL,
 ) -> list[Tensor]:
-    """rewards - kl.coefficient * kl_t at every action, 0 at other positions; each [T_n].
+    """For each sequence a tensor [T_n]: rewards - kl.coefficient * kl_t at the actions, and 0 at other positions.
 
-    kl_t is the estimate at token t. It is computed from the token's logprob under the policy that sampled the token,
+    kl_t is the estimate of the divergence at position t. It is computed from the token's logprob under the policy that sampled the token,
     and from its logprob under the reference. Numbers at positions that are no actions are not read, so they may be NaN.
 
     Example: two actions, rewards 0 and 1, logprobs -0.5 and -1, ref_logprobs -1 and -1, estimator k1, coefficient 0.1 -> -0.05 and 1.
@@ -86,7 +87,7 @@ def penalised_rewards(
 def mean_divergence(
     logprobs: Sequence[Tensor], ref_logprobs: Sequence[Tensor], is_action: Sequence[Tensor], kl: KL
 ) -> float:
-    """The mean of `kl` over the actions of all sequences, without the coefficient. Raises ValueError if there is no action."""
+    """The mean of the estimates of `kl` over the actions of all sequences, without the coefficient. Raises ValueError if there is no action."""
     num_actions = sum(int(action_T.bool().sum()) for action_T in is_action)
     if not num_actions:
         raise ValueError(f"{len(is_action)} sequences have no action, so they have no mean KL divergence")
@@ -97,7 +98,7 @@ def mean_divergence(
 def token_divergences(
     logprobs: Sequence[Tensor], ref_logprobs: Sequence[Tensor], is_action: Sequence[Tensor], kl: KL
 ) -> list[Tensor]:
-    """`kl` at every action, without the coefficient, and 0 at other positions; each [T_n]."""
+    """For each sequence a tensor [T_n]: the estimate of `kl` at the actions, without the coefficient, and 0 at other positions."""
     found = []
     for policy_T, reference_T, action_T in zip(logprobs, ref_logprobs, is_action, strict=True):
         found.append(torch.where(action_T.bool(), kl(policy_T, reference_T), 0.0))

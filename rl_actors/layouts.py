@@ -1,4 +1,4 @@
-"""Checks whether a trainer can have a config's layout, and finds the nearest layouts that it can have. Starts nothing, needs no torch."""
+"""Checks whether a trainer can have a config's parallel layout, and finds the nearest layouts that it can have. It imports no torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def row_multiple(config: TrainerConfig) -> int:
     context, tensor = config.parallelism.context_parallel_degree, config.parallelism.tensor_parallel_degree
     # Masks come in blocks of 128 positions, and every context-parallel rank gets whole blocks.
     parts = 128 * context if context > 1 else 1
-    # Under expert parallelism the tensor-parallel ranks share the routing: each takes an equal part of the positions.
+    # Under expert parallelism each tensor-parallel rank routes an equal part of the positions.
     if config.parallelism.expert_parallel_degree > 1:
         parts = math.lcm(parts, context * tensor)
     return math.lcm(ROW_MULTIPLE, parts)
@@ -128,7 +128,10 @@ def _refuse_first(*refusals: tuple[bool, str]) -> None:
 
 
 def _require_verified(config: TrainerConfig) -> None:
-    """Refuse layouts that no test compares with one process. They may work. tests/engine/test_parallel_layouts.py has the verified ones."""
+    """Refuse layouts that no test compares with one process, although they may work.
+
+    tests/engine/test_parallel_layouts.py has the layouts that are compared.
+    """
     degrees = all_degrees(config)
     context, tensor = degrees["context_parallel"] > 1, degrees["tensor_parallel"] > 1
     expert, pipeline = degrees["expert_parallel"] > 1, degrees["pipeline_parallel"] > 1
@@ -185,7 +188,7 @@ def _named(degrees: dict[str, int], names: list[str]) -> str:
 def _require_experts(config: TrainerConfig) -> None:
     """Refuse expert parallelism that is not possible with this model and layout, and tensor parallelism that cannot split an expert.
 
-    The ranks of data_parallel_shard, context_parallel and tensor_parallel hold the experts; expert parallelism has no ranks of its own.
+    Expert parallelism has no ranks of its own. The ranks of data_parallel_shard, context_parallel and tensor_parallel hold the experts.
     """
     model, parallel = config.model, config.parallelism
     degree, tensor = parallel.expert_parallel_degree, parallel.tensor_parallel_degree
@@ -307,7 +310,7 @@ def num_stages(config: TrainerConfig) -> int:
 
 
 def stage_blocks(config: TrainerConfig) -> list[range]:
-    """The blocks of every stage. If the layers (see num_units) do not divide evenly, torchtitan gives the first stages one more each."""
+    """The blocks of every stage. If the layers of num_units do not divide evenly, torchtitan gives each of the first stages one more layer."""
     num_layers, stages = config.model.num_hidden_layers, num_stages(config)
     first = config.parallelism.pipeline_parallel_first_stage_less_layers
     size, longer = divmod(num_units(config), stages)

@@ -1,4 +1,4 @@
-"""Estimate of the memory of one rank, computed from the config. docs/layouts.md has the formulas. The estimate starts nothing and needs no torch."""
+"""Estimates the memory of one rank from the config. docs/layouts.md has the formulas. This module starts no process and imports no torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ FLOAT32 = 4  # bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
-    """Parameters of one shape, in one block or outside the blocks."""
+    """Parameters that have the same shape. They belong to one block of the model, or to the embedding, the norm or the head outside the blocks."""
 
     shape: tuple[int, ...]
     count: int = 1  # number of such parameters
-    tensor_dim: int | None = None  # dimension that tensor parallelism splits; None: each rank has all of it
+    tensor_dim: int | None = None  # dimension that tensor parallelism splits; None: each rank has the whole parameter
     is_expert: bool = False
     is_trained: bool = True
 
@@ -55,7 +55,7 @@ class Memory:
 def memory(config: TrainerConfig) -> Memory:
     """Memory of a rank at the peak of a forward_backward, by the formulas of docs/layouts.md.
 
-    The activations are an estimate, everything else is exact. In a pipeline the rank is the one with the most parameters.
+    The activations are an estimate. Everything else is exact. In a pipeline the result is the memory of the rank with the most parameters.
     An optimizer that is given by import path is counted as if it were Adam.
     """
     num_elements = num_trained_elements = num_trained_tensors = num_buffer_elements = 0
@@ -71,7 +71,7 @@ def memory(config: TrainerConfig) -> Memory:
     return Memory(
         parameters=FLOAT32 * num_elements,
         gradients=FLOAT32 * num_trained_elements,
-        # Adam has two moments, and a step count for each tensor.
+        # Adam has two moments for each element, and a step count for each tensor.
         optimizer=FLOAT32 * (2 * num_trained_elements + num_trained_tensors),
         buffers=FLOAT32 * num_buffer_elements,
         activations=_activations(config),
@@ -167,9 +167,9 @@ def _num_elements(parts: list[Part]) -> int:
 
 
 def _local_shape(weight: Weight, config: TrainerConfig, *, gathered: bool = False) -> list[int]:
-    """Shape of the first rank's shard. No shard is larger, because sizes are rounded up.
+    """Shape of the first rank's shard. No other rank has a larger shard, because sizes are rounded up.
 
-    gathered=True: the shape after FSDP's all-gather. The rank computes with this shape.
+    gathered: True for the shape after FSDP's all-gather. The rank computes with this shape.
     """
     parallel = config.parallelism
     shard = parallel.data_parallel_shard_degree * parallel.context_parallel_degree
@@ -177,7 +177,7 @@ def _local_shape(weight: Weight, config: TrainerConfig, *, gathered: bool = Fals
     local, sharded_dim = list(weight.shape), 0
     if weight.is_expert and expert > 1:
         # Expert parallelism splits the experts first. FSDP then shards the experts of a rank over the ranks that have the same experts.
-        # Data-parallel replicas have them, too, but FSDP does not shard over replicas.
+        # Data-parallel replicas also have the same experts, but FSDP does not shard over replicas.
         local[0] = -(-local[0] // expert)
         shard = shard * tensor // expert
         sharded_dim = int(shard * expert > weight.shape[0])
@@ -224,7 +224,7 @@ def _microbatches_held(config: TrainerConfig) -> float:
     """Activations that the first rank of a pipeline holds at the same time. The unit is one microbatch's activations in all blocks.
 
     With p ranks of v stages each, the first rank runs p (v - 1) + 2 (p - 1) forwards of a stage before forwards and backwards
-    alternate. With one stage per rank it runs p - 1.
+    alternate. With one stage per rank it runs p - 1 forwards.
     """
     ranks = config.parallelism.pipeline_parallel_degree
     if ranks == 1:
@@ -237,7 +237,8 @@ def _microbatches_held(config: TrainerConfig) -> float:
 def _saved_by_block(model: ModelConfig, layer: int, d: float, tensor: int, context: int) -> float:
     """Number of elements that a block saves per position of this rank.
 
-    For attention, context parallelism gathers the keys and values of whole rows.
+    d: elements of a hidden state that this rank holds. tensor, context: degrees of tensor and context parallelism. For attention, context
+    parallelism gathers the keys and values of whole rows.
     """
     w = model.head_dim / tensor
     q, kv = model.num_attention_heads * w, model.num_key_value_heads * w

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Make .venv-cookbook, which has the packages of tests/cookbook/requirements.txt and those of .venv. Do nothing when it is finished.
+# Make .venv-cookbook, which has the packages of tests/cookbook/requirements.txt and those of .venv. Do nothing if .venv-cookbook is finished.
 #
-# Its folder tests/ has a program from the tests of tinker-cookbook, which are only in the package's source archive.
-# pip must reach an index the first time. Later runs need no network.
+# The tests of tinker-cookbook are only in the source archive of the package. A program of these tests is copied to .venv-cookbook/tests.
+# pip needs a package index the first time. Later runs need no network.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 requirements=tests/cookbook/requirements.txt

@@ -1,7 +1,7 @@
-"""Check this machine and .venv: print what is there, and each problem with the command that fixes it.
+"""Check this machine and .venv. Print what is there, and each problem with the command that fixes the problem.
 
-It uses the standard library only and runs with any Python 3.8+, so it also works when .venv is missing or torch does not import.
-The exit status is 1 when there is a problem. Warnings leave it at 0.
+This program uses only the standard library and runs with any Python 3.8+. So it also works when .venv is missing or torch cannot be
+imported. The exit status is 1 when there is a problem. Warnings leave it at 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ CUDA_ONLY_ON_PYPI = ("torchvision", "torchaudio", "torchcodec")
 STACK = ("torch", "transformers", "vllm", "monarch.actor", "torchtitan", "torchstore", "reasoning_gym")
 SHARED_MEMORY_BYTES = 1 << 30
 
-# This program runs inside .venv and prints one line of JSON. It tries every import, so that a broken module does not hide another one.
+# This code runs in the Python of .venv and prints one line of JSON. It tries every import, so that an import that fails does not hide
+# another import that fails.
 PROBE = """
 import importlib, json, platform, sys
 report = {"python": platform.python_version(), "errors": {}}
@@ -76,7 +77,7 @@ def normalized(name: str) -> str:
 
 
 def locked(lock: Path) -> dict[str, str]:
-    """Versions by package in a lock: {"torch": "2.13.0+cpu", ...}"""
+    """Versions by package in a lock file: {"torch": "2.13.0+cpu", ...}"""
     versions = {}
     for line in lock.read_text().splitlines():
         requirement = line.split("#")[0].strip()
@@ -132,7 +133,7 @@ def check_machine(report: Report, device: str) -> None:
 
 
 def check_leftovers(report: Report) -> None:
-    """Report Monarch workers of this .venv whose creator has ended, and shared memory that no process has open."""
+    """Report Monarch workers of this .venv whose parent has ended, and shared memory that no process maps."""
     open_files, orphans = "", []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -153,7 +154,10 @@ def check_leftovers(report: Report) -> None:
 
 
 def stale_segments(open_files: str) -> list[Path]:
-    """This user's shared-memory segments that no process maps. Segments of the last minute do not count: they may be mapped soon."""
+    """This user's shared-memory segments that no process maps.
+
+    Segments that were written within the last minute do not count, because a process may map them soon.
+    """
     stale = []
     for pattern in ("-tp:*", "psm_*", "torch_*", "rl_actors*"):
         for path in Path("/dev/shm").glob(pattern):
@@ -165,7 +169,10 @@ def stale_segments(open_files: str) -> list[Path]:
 
 
 def check_stamp(report: Report, stamp: str, device: str) -> bool:
-    """True when `make setup` finished .venv for this lock, device and folder. Otherwise the reason is reported."""
+    """True when `make setup` finished .venv for this lock file, device and folder. Otherwise reports the reason.
+
+    stamp: the text that `make setup` would write into .venv/stamp now.
+    """
     stamp_file = VENV / "stamp"
     if not VENV.exists():
         found = "no .venv"
@@ -180,7 +187,7 @@ def check_stamp(report: Report, stamp: str, device: str) -> bool:
 
 
 def check_packages(report: Report, device: str) -> bool:
-    """True when the installed packages are those of the lock. Otherwise every difference is reported."""
+    """True when the installed packages are those of the lock file. Otherwise reports every difference."""
     before = report.problems
     lock = ROOT / "rl_actors" / "requirements" / f"{device}.txt"
     wanted, found = locked(lock), installed(VENV)
@@ -192,7 +199,7 @@ def check_packages(report: Report, device: str) -> bool:
         if name in found:
             text = f"{name} {found[name]} is installed, but the lock has {wanted[name]}"
         fix = f"{pip} install --no-deps {name}=={wanted[name]}"
-        if name == "torch":  # only set-up knows where to find the CPU build of torch
+        if name == "torch":  # only scripts/setup.sh knows where to find the CPU build of torch
             fix = f"make clean && make setup DEVICE={device}"
         report.problem(text, fix)
     if device == "cpu":
@@ -209,7 +216,7 @@ def check_packages(report: Report, device: str) -> bool:
 
 
 def check_imports(report: Report, device: str) -> None:
-    """Report whether the stack imports in .venv and which device torch is built for."""
+    """Report whether the modules of STACK can be imported in .venv, and for which device torch is built."""
     text = output_of(str(PYTHON), "-c", PROBE, *STACK, timeout=300)
     if text is None:
         report.problem(f"{PYTHON.relative_to(ROOT)} does not run", "make clean && make setup")

@@ -1,4 +1,4 @@
-"""Control of access to the server: keys, rates, the access log, and counts of requests. `Access` wraps the application."""
+"""Access control of the Tinker server: keys, rate limits, the access log, and counts of requests. `Access` wraps the ASGI application."""
 
 import asyncio
 import hashlib
@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 OPEN_PATHS = frozenset({"/healthz", "/api/v1/healthz"})
 """Paths that need no key."""
 SIGNED = "/download/"
-"""Beginning of the paths that a signature protects instead of a key."""
+"""Beginning of the paths that need no key. A signature in the URL protects these paths instead."""
 WORK = frozenset(
     {
         "asample",
@@ -34,15 +34,17 @@ WORK = frozenset(
         "copy_weights",
     }
 )
-"""Last parts of the paths of the calls whose rate is limited. Other calls have no limit, because the SDK repeats many of them by itself."""
+"""Last parts of the paths whose rate is limited: the requests for work. Other requests have no limit, because the SDK often repeats them
+without being called."""
 KEY_LINE = re.compile(r"([A-Za-z0-9_.@-]+)\s+([0-9a-f]{64})")
 LONGEST_WAIT = 60.0  # seconds, in Retry-After
 
 
 def read_keys(file: Path) -> dict[str, str]:
-    """SHA-256 of a key -> its owner. A line of the file has the owner and then the hash: "alice 9f86d0…". Raises ValueError naming a wrong line.
+    """The SHA-256 of each key -> the owner of the key.
 
-    Lines that are empty or begin with # are left out. An owner may have several keys.
+    A line of the file has the owner and then the hash: "alice 9f86d0…". Lines that are empty or begin with # are left out. An owner may have
+    several keys. Raises ValueError naming the line if a line is wrong, and ValueError if the file has no key.
     """
     owners: dict[str, str] = {}
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
@@ -71,10 +73,10 @@ class Bucket:
     """The rate limit of one owner, as a token bucket. A request for work takes one token, and tokens come back at a constant rate."""
 
     tokens: float
-    filled: float  # time.monotonic of the last refill
+    filled: float  # time.monotonic() at the last refill
 
     def wait(self, rate: float, burst: float, now: float) -> float:
-        """Take a token and return 0, or return the seconds until there is one."""
+        """Take a token and return 0. If there is no token, return the seconds until there is a token."""
         self.tokens = min(burst, self.tokens + (now - self.filled) * rate)
         self.filled = now
         if self.tokens >= 1:
@@ -92,7 +94,7 @@ class Counts:
 
 
 class Access:
-    """A wrapper of the application that checks the key and the rate of each request. Every request gets a line of JSON in the log."""
+    """A wrapper of the application that checks the key and the rate of each request. If there is a log, it gets a line of JSON per request."""
 
     def __init__(
         self,
@@ -104,8 +106,10 @@ class Access:
         burst: float = 100.0,
         log: TextIO | None = None,
     ) -> None:
-        """owners: SHA-256 of a key -> its owner; None: no key is asked for, and `anyone` owns everything. rate: requests for work
-        that an owner may send in a second, beyond the `burst` requests that may come at once; None: no limit.
+        """owners: SHA-256 of a key -> owner of the key. None: requests need no key, and `anyone` is the owner of every request.
+
+        rate: requests for work that an owner may send in a second, in addition to the `burst` requests that may come at once. None: no
+        limit.
         """
         self.app, self.owners, self.anyone = app, owners, anyone
         self.rate, self.burst, self.log = rate, burst, log

@@ -1,4 +1,7 @@
-"""Conversions for TrainerClient: a caller's lists to CPU tensors, and the outputs of all ranks to one output. This module sends nothing."""
+"""Conversions for TrainerClient. They turn a caller's lists into CPU tensors, and the outputs of all ranks into one output.
+
+This module sends nothing to actors.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +17,7 @@ T = TypeVar("T")
 
 
 def merge_outputs(num_samples: int, outputs: Sequence[RankOutput]) -> ForwardBackwardOutput:
-    """The ranks' outputs as one, in the order of the samples, with their metrics merged.
+    """One output made from the outputs of all ranks, in the order of the samples, with merged metrics.
 
     Raises ValueError naming the sample and the ranks if a sample is reported twice.
     """
@@ -53,8 +56,8 @@ def _require_each_once(outputs: Sequence[RankOutput]) -> None:
 def as_tensors(samples: Sequence[Sample]) -> list[Sample]:
     """The samples in a new list, with CPU tensors of int64 and float32 instead of lists and other tensors.
 
-    A value that is not a list of samples, or a column that cannot become a tensor, is returned as it is. Validation refuses it later
-    and names it.
+    A value that is not a list of samples, or a column that cannot become a tensor, is returned as it is. Validation refuses it later, with
+    an error that names it.
     """
     if not isinstance(samples, Sequence):
         return samples  # type: ignore[unreachable]  # validation refuses it
@@ -62,7 +65,7 @@ def as_tensors(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def to_tensors(sample: Sample) -> Sample:
-    """The sample with CPU tensors; see `as_tensors`. A sample that has only such tensors is returned itself."""
+    """The sample with CPU tensors; see `as_tensors`. If the sample has only CPU tensors of these dtypes, the same object is returned."""
     if not isinstance(sample, Sample) or not isinstance(sample.columns, Mapping):
         return sample
     if _holds_tensors(sample):

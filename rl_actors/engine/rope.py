@@ -3,7 +3,7 @@
 The embedding rotates pairs of a head's dimensions. As in Hugging Face's models, dimension i of the first half and dimension i of the
 second half form a pair.
 
-P positions, W width of a head.
+In shapes, P is the number of positions, and W is the width of a head.
 """
 
 from dataclasses import dataclass
@@ -16,17 +16,19 @@ from rl_actors.model_config import ModelConfig
 
 
 class Llama3RoPE(CosSinRoPE):
-    """CosSinRoPE with the scaled frequencies of Llama 3. torchtitan has them only for pairs of neighbouring dimensions (ComplexRoPE)."""
+    """CosSinRoPE with the scaled frequencies of Llama 3.
+
+    torchtitan has these frequencies only in ComplexRoPE, where neighbouring dimensions form a pair.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(CosSinRoPE.Config):
         pass
 
     def _precompute_cache(self) -> Tensor:
-        """[P, 2 W]. A row has the cosines of the W angles of a position, and then their sines."""
-        rotations = ComplexRoPE._precompute_cache(
-            self
-        )  # [P, W / 2]; each value is exp(i angle), where i is the imaginary unit
+        """A tensor [P, 2 W]. A row has the cosines of the W angles of a position, and then the sines of these angles."""
+        # [P, W / 2]. Each value is exp(i angle), where i is the imaginary unit.
+        rotations = ComplexRoPE._precompute_cache(self)
         return torch.cat([rotations.real.repeat(1, 2), rotations.imag.repeat(1, 2)], dim=-1)
 
 

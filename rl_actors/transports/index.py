@@ -31,7 +31,8 @@ class Index(Actor):
 class IndexTransport(IndexedTransport):
     """A transport whose index is an Index actor. `open` starts the actor in this process."""
 
-    index: Index  # set by `open`; it is a mesh of one actor, to which Monarch gives the type of the actor
+    # `open` sets this to a mesh of one Index actor. Monarch annotates a mesh with the type of its actors.
+    index: Index
 
     def __init__(self, weights: WeightsConfig | None = None) -> None:
         super().__init__(weights)

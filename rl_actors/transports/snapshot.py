@@ -1,6 +1,7 @@
-"""The versions of the weights that one rank of a trainer holds for its readers.
+"""The memory in which one rank of a trainer keeps its newest weights for generators, which read them.
 
-They are in at most two slots, which are written in turn. The layout of the slots is computed once.
+The memory consists of at most two slots. A slot holds this rank's part of one version of the weights. Writes alternate between the slots.
+The layout of a slot gives the offset of every tensor in the slot. It is computed only once, unless the tensors change.
 """
 
 import itertools
@@ -24,17 +25,19 @@ class Snapshot:
 
     A write goes into the slot of the older version. If the memory has room for only one slot, that slot is overwritten. If there are two
     slots, a write that fails loses only the older version. Both slots have the same layout. When the layout changes, each write replaces one
-    slot: the first write replaces the older version's slot, and the next write replaces the other slot. So with two slots the newest version
-    stays readable throughout.
+    slot: the first write replaces the slot of the older version, and the next write replaces the other slot. So with two slots the newest
+    version is readable at any time.
     """
 
     def __init__(
         self, *, rank: int, timeout: float, choose_place: Callable[[int, torch.device], Place] | None = None
     ) -> None:
-        """choose_place: bytes of a slot, device of the weights -> where to make slots. None: in the host's memory."""
+        """choose_place: a function of the bytes of a slot and the device of the weights. It returns where to make slots. None: the slots are
+        in the host's memory.
+        """
         self.rank, self.timeout = rank, timeout
         self.choose_place = choose_place or _on_the_host
-        self.place = Place()  # of the slots of the newest layout
+        self.place = Place()  # where the slots of the newest layout are
         self.plan = Plan()
         self.slots: list[Slot] = []
         self.newest: Slot | None = None  # slot of the newest version
@@ -60,7 +63,7 @@ class Snapshot:
         return slot
 
     def forget(self, key: str) -> None:
-        """Undo a write whose version was not published because another rank failed. The version before it is then the newest again."""
+        """Undo a write whose version was not published because another rank failed. The version before that write is then the newest again."""
         if self.newest is not None and self.newest.key == key:
             self.newest = self.before
 
@@ -69,7 +72,10 @@ class Snapshot:
         return next((slot for slot in self.slots if slot.token == token), None)
 
     def _slot_for(self, layout: Layout, device: torch.device, key: str) -> Slot:
-        """The slot for the next write. If there are two slots, it is the one without the newest version. The first writes make the slots."""
+        """The slot for the next write. If there are two slots of this layout, it is the slot that does not hold the newest version.
+
+        Makes a new slot if there are too few of this layout. Ends a slot of a former layout, unless this slot holds the newest version.
+        """
         alike = [slot for slot in self.slots if slot.layout is layout or slot.layout == layout]
         for slot in [*self.slots]:
             if slot not in alike and slot is not self.newest:
@@ -88,7 +94,7 @@ class Snapshot:
 
 
 class Plan:
-    """The part of every tensor that this rank holds, and its place in a slot.
+    """The part of every tensor that this rank holds, and the offset of that part in a slot.
 
     The plan is made at the first write, and again if the tensors' names, shapes, dtypes or layouts change.
     """
@@ -112,7 +118,7 @@ def _described(tensor: Tensor, dtype: torch.dtype | None) -> tuple[object, ...]:
 
 
 def make_layout(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Layout:
-    """The places of this rank's parts in its slot. If several replicas hold the same part, only the first one puts it into its slot."""
+    """The layout of this rank's slot. If several replicas hold the same part of a tensor, only the first replica has the part in its slot."""
     shards: dict[str, Shard] = {}
     offset = 0
     for name, tensor in tensors.items():
@@ -122,7 +128,7 @@ def make_layout(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Lay
                 continue
             size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         shard = Shard(tuple(tensor.shape), tuple(start), tuple(size), published_dtype(tensor, dtype), offset)
-        if shard.num_bytes == 0:  # a tensor that does not divide evenly may leave nothing to the last ranks
+        if shard.num_bytes == 0:  # if a dimension does not divide evenly, the last ranks may hold nothing
             continue
         shards[name] = shard
         offset += -(-shard.num_bytes // ALIGNMENT) * ALIGNMENT
