@@ -1,8 +1,11 @@
-"""Held-out accuracy and time of a whole run, started as a user starts it: supervised steps, then GRPO. Both figures have targets.
+"""Measures the held-out accuracy and the time of a whole run of the controller: supervised steps, then GRPO.
+
+The run starts with the command that a user would give. The accuracy and the time have targets.
 
 The config is `small` on a GPU and `tiny` on a CPU. Unknown flags are passed on to the controller, for example `--steps 20` for a short trial.
-At the end of the run its result is recorded and its curve is copied to learns-<config>.png, even if the run was stopped early. If this
-program was killed, `--read FOLDER` does the same afterwards.
+At the end of the run this program records the result and copies the plot of the reward to learns-<config>.png, even if
+the run was stopped
+early. If this program was killed, a second call with `--read FOLDER` records the result and copies the plot.
 """
 
 import argparse
@@ -27,7 +30,7 @@ from rl_actors import memory_estimate
 ACCURACY, SECONDS = 0.95, 480.0
 """Targets: the held-out accuracy after the last step, and the seconds from the start of the command to its end."""
 END_TIMEOUT = 60.0
-"""Seconds that the controller may take to close after it was told to stop."""
+"""Seconds that the controller may take to close after it got SIGTERM or Ctrl-C. After this time it is killed."""
 
 
 def run(arguments: list[str], limit: float) -> tuple[float, int]:
@@ -45,7 +48,7 @@ def run(arguments: list[str], limit: float) -> tuple[float, int]:
     except subprocess.TimeoutExpired:
         print(f"stopped after {limit:g} s", flush=True)
         process.terminate()
-    except KeyboardInterrupt:  # the terminal interrupts the controller as well
+    except KeyboardInterrupt:  # the terminal sends Ctrl-C to the controller, too
         pass
     try:
         process.wait(END_TIMEOUT)
@@ -55,7 +58,8 @@ def run(arguments: list[str], limit: float) -> tuple[float, int]:
 
 
 def figures(folder: RunFolder, seconds: float | None) -> dict[str, Any]:
-    """Figures of a run, from its records. seconds: the time of the whole command; if it is None, the time of the steps is taken."""
+    """Figures of a run, computed from its records. seconds: time of the whole command. If it is None, the time of all
+    steps replaces it."""
     config = config_file.from_json(GRPOConfig, folder.config.read_text())
     records = read_jsonl(folder.metrics)
     sft = [record for record in records if record["phase"] == "sft"]
@@ -90,12 +94,12 @@ def figures(folder: RunFolder, seconds: float | None) -> dict[str, Any]:
 
 
 def _total(key: str, records: list[dict[str, Any]]) -> float:
-    """The sum of a metric over all records. null counts as 0."""
+    """The sum of a metric over all records. A value of null counts as 0."""
     return sum(record[key] or 0 for record in records)
 
 
 def _accuracies(records: list[dict[str, Any]]) -> list[float]:
-    """Held-out accuracies of the steps that measured one."""
+    """The held-out accuracies, without the steps that measured none."""
     found = [record.get("validation/accuracy") for record in records]
     return [accuracy for accuracy in found if accuracy is not None]
 

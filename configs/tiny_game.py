@@ -1,4 +1,7 @@
-"""Tasks of several turns for the tiny model, on two cores: a guessing game, and products with a calculator."""
+"""Configs of two tasks of several turns for the tiny model on two CPU cores.
+
+A turn is one completion and the reply to it. The tasks are a guessing game, and multiplication with a calculator.
+"""
 
 from dataclasses import replace
 
@@ -29,7 +32,8 @@ def tiny_game() -> GRPOConfig:
 
 
 def tiny_tool() -> GRPOConfig:
-    """The model learns to ask a calculator for products of two-digit numbers. Supervised steps show the form of a turn, and then GRPO begins."""
+    """The model learns to ask a calculator for products of two-digit numbers. Supervised steps first teach the format
+    of a turn. GRPO then follows."""
     return replace(
         tiny(),
         alphabet="0123456789*c=?",

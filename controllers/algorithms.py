@@ -1,6 +1,8 @@
-"""Presets of a GRPO config, by the name of their algorithm. `--algorithm dapo` sets fields of the config to the values of the DAPO paper.
+"""Presets of a GRPO config. Each preset has the name of an algorithm. `--algorithm dapo` sets config fields to the
+values of the DAPO paper.
 
-The other flags of the command line are applied after the preset, so they can change these values.
+The controller applies the other flags of the command line after the preset, so these flags can change the values of the
+preset.
 
 A preset sets the loss and its bounds, the aggregation, the advantages, the KL divergence, the refills and the penalty on long completions.
 A preset leaves all other fields as they are, such as the correction, loss.dual_clip, loss.beta, the entropy bonus and the learning rate.
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
     paper: str
-    fields: "Callable[[RunConfig], Mapping[str, object]]"  # gives the fields of the preset: dotted name -> value
+    fields: "Callable[[RunConfig], Mapping[str, object]]"  # returns a dict: dotted name of a field -> its value
 
     def apply(self, config: "RunConfig") -> Mapping[str, object]:
         """Set the fields of the preset in this config, in place. Returns the fields and their values."""
@@ -40,7 +42,8 @@ def _objective(
     advantage: str = "grpo",
     reference_kl: float = 0.0,
 ) -> dict[str, object]:
-    """The fields that every preset sets. If a loss has no bounds, ratio_low and ratio_high become None, whatever the config had before."""
+    """The fields that every preset sets. For a loss without bounds, ratio_low and ratio_high become None, whatever the
+    config had before."""
     return {
         "loss.name": loss,
         "loss.ratio_low": ratio_low,

@@ -1,4 +1,4 @@
-"""Config fields that choose on which machines a run's processes live, and the machine of each rank."""
+"""Config fields that choose the machines of a run's processes, and functions that give the machine of each rank."""
 
 import time
 from dataclasses import dataclass, field
@@ -13,27 +13,35 @@ from rl_actors.processes.jobs import Job, JobConfig
 class HostsConfig:
     """The machines (hosts) on which the processes of a run live.
 
-    On each host a worker of Monarch starts the run's processes. The user has started the workers with `make worker`, or a job of Monarch
-    starts the workers.
+    On each host a Monarch worker starts the run's processes. The worker is a program that listens at an address. Either
+    the user has started
+    the workers with `make worker`, or a Monarch job starts them.
     """
 
     addresses: str = ""
-    """Addresses of running workers, separated by commas: tcp://10.0.0.5:4444,tcp://10.0.0.6:4444. Or a job that starts the workers:
-    ssh://gpu-1,ssh://gpu-2 (over SSH), slurm://4, kubernetes://4, or process://2 on this machine, for a trial. Empty: all processes live on
-    this machine. The run folder must be on a disk that all hosts share."""
+    """Addresses of running workers, separated by commas, such as tcp://10.0.0.5:4444,tcp://10.0.0.6:4444. It may also
+    be a job that
+    starts the workers: ssh://gpu-1,ssh://gpu-2 (over SSH), slurm://4, kubernetes://4, or process://2 (on this machine,
+    for a trial). Empty:
+    all processes live on this machine. The run folder must be on a disk that all hosts share."""
     job: JobConfig = field(default_factory=JobConfig)
     trainer: int = 0
     """Number N of hosts of the trainer. The trainer, the value model and the reference all use the first N hosts, and the ranks of each model
-    are spread evenly over these hosts. The generators use the other hosts. If there are no others, they use the last host. 0: N is the
-    number of all hosts less 1, but at least 1."""
+    are spread evenly over these hosts. The generators use the other hosts. If N is the number of all hosts, the
+    generators use the last
+    host. 0: N is the number of all hosts minus 1, but at least 1."""
     certificates: str = ""
-    """Folder of certificates for addresses tls://. It must have the same path on all hosts."""
+    """Folder of the TLS certificates. Addresses that begin with tls:// need it. It must have the same path on all
+    hosts."""
     return_timeout: float = 600.0
-    """Seconds in which the worker of a lost host must be started again. The run then goes on in a new program. If a job has started the
-    workers, the new program starts the job again. 0: the death of a process on a host ends the run."""
+    """If a host is lost, its worker must be started again within this number of seconds. The run then goes on in a new
+    controller process.
+    If a job has started the workers, the new process starts the job again. 0: the death of a process on a host ends the
+    run."""
 
     def names(self) -> list[str]:
-        """The names of the hosts in their order. An empty list if the run uses only this machine. Raises ValueError if `addresses` is wrong."""
+        """The names of the hosts in the order of `addresses`. An empty list if the run uses only this machine. Raises
+        ValueError if `addresses` is wrong."""
         if not self.addresses:
             return []
         job = self.started_by()
@@ -55,14 +63,17 @@ class HostsConfig:
         return range(self.trainer or max(1, count - 1))
 
     def of_generators(self) -> range:
-        """Indices of the hosts of the generators. The replicas get these hosts in turn."""
+        """Indices of the hosts of the generators. Replica i of the generator uses host i of this range; after the last
+        host the range begins again."""
         count = len(self.names())
         return range(min(len(self.of_trainer()), count - 1), count)
 
     def validate(self, num_ranks: int) -> None:
-        """Raises ValueError, naming the field, for wrong addresses, options of the job or certificates.
+        """Raises ValueError if the addresses, the options of the job or the certificates are wrong. The error names the
+        field.
 
-        Also raises ValueError if num_ranks, the number of the trainer's ranks, cannot be spread evenly over the trainer's hosts.
+        num_ranks: number of the trainer's ranks. Raises ValueError if they cannot be spread evenly over the trainer's
+        hosts.
         """
         try:
             count = len(self.names())
@@ -98,7 +109,8 @@ class HostsConfig:
             )
 
     def connect(self, logs: Path | None = None) -> "Placement":
-        """Start the job of the workers, if there is one, and connect to the workers. Does neither if the run uses only this machine.
+        """Start the job of the workers, if `addresses` names a job, and connect to the workers. Does nothing if the run
+        uses only this machine.
 
         Raises the errors of rl_actors.processes.hosts.connect.
 
@@ -117,7 +129,8 @@ class HostsConfig:
     def wait_for_workers(self, pause: float = 1.0) -> list[str]:
         """Wait until all workers listen, for at most return_timeout seconds. Returns the names of the workers that still do not listen.
 
-        Does not wait for the workers of a job, because `connect` starts the job again. pause: seconds between two attempts to connect.
+        If a job starts the workers, this method returns at once, because `connect` starts the job again.
+        pause: seconds between two attempts to connect.
         """
         workers = [] if self.started_by() else [address.numeric() for address in hosts.parse(self._split())]
         deadline = time.monotonic() + self.return_timeout
@@ -138,7 +151,10 @@ class HostsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The connected hosts of a run. All fields are None if the run uses only this machine."""
+    """The connected hosts of a run: all hosts, those of the trainer and those of the generators.
+
+    All fields are None if the run uses only this machine.
+    """
 
     all: Hosts | None
     trainer: Hosts | None

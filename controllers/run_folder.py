@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
-"""One line of a file such as metrics.jsonl: values of JSON by name."""
+"""One line of a file such as metrics.jsonl: a JSON object."""
 
 
 class RunFolder:
@@ -35,18 +35,18 @@ class RunFolder:
         return any(path.exists() for path in (self.config, self.metrics, self.checkpoints))
 
     def log(self, name: str) -> Path:
-        """log("trainer-0") -> logs/trainer-0.log"""
+        """The path of a log file. log("trainer-0") is logs/trainer-0.log in the run folder."""
         return self.path / "logs" / f"{name}.log"
 
     def add_restart(self, line: Record) -> None:
-        """Append a line to restarts.jsonl. `survival.restart_line` makes such lines."""
+        """Append a line to restarts.jsonl. `survival.restart_line` makes the line."""
         with self.restarts.open("a") as file:
             file.write(to_json(line) + "\n")
 
     def drop_after(self, step: int) -> None:
         """Remove from `step_files` the lines of steps after `step`, and lines that a killed run wrote only in part.
 
-        A new file replaces the old one by a rename, so nothing is lost if this process dies meanwhile.
+        The method writes a new file and renames it to the old name, so nothing is lost if this process dies meanwhile.
         """
         for file in self.step_files:
             if not file.exists():
@@ -62,7 +62,10 @@ class RunFolder:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Context manager. If an OSError in its body names no file, the error gets this path. A write to a full disk raises such an error."""
+    """Context manager that adds this path to an OSError of its body if the error names no file.
+
+    A write to a full disk raises an error without the name of a file.
+    """
     try:
         yield
     except OSError as error:
@@ -72,7 +75,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def read_jsonl(path: Path) -> list[Record]:
-    """The complete lines of a file of JSON lines. An empty list if the file does not exist."""
+    """The complete lines of a file in JSON Lines format. An empty list if the file does not exist."""
     if not path.exists():
         return []
     records = []

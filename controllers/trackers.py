@@ -18,16 +18,18 @@ Scalars = dict[str, int | float]
 
 
 def validate_trackers(names: Sequence[str]) -> None:
-    """Raise ValueError if the package of a tracker is not installed. The error has the command that installs the package."""
+    """Raises ValueError if the package of a tracker is not installed. The error shows the command that installs the
+    package."""
     for name in names:
         found = importlib.util.find_spec(name)
-        # wandb and mlflow write folders named after their packages. find_spec takes such a folder for a package, but finds no origin.
+        # wandb and mlflow write output folders named `wandb` and `mlflow`. find_spec takes an output folder for a
+        # package, but the result has no origin.
         if found is None or found.origin is None:
             raise ValueError(f"trackers has {name!r}, whose package is not installed: pip install {name}")
 
 
 class Trackers:
-    """The trackers of one run. The constructor starts them.
+    """The trackers of one run. The constructor starts them. An example:
 
     trackers = Trackers(["tensorboard", "wandb"], folder, project="rl-actors", config={"seed": 0}, steps_done=0)
     trackers.log(1, {"loss": 0.7})
@@ -40,19 +42,22 @@ class Trackers:
         *,
         project: str,
         config: Mapping[str, object],
-        steps_done: int,  # steps that a resumed run keeps. The run may have shown later steps before; TensorBoard drops their values.
+        # Number of steps that a resumed run keeps. Before, the run may have logged later steps. TensorBoard drops the
+        # values of these later steps.
+        steps_done: int,
     ) -> None:
         self._trackers: list[GeneralTracker] = []
         if not names:
             return
-        # These imports take a second, which a run without trackers saves.
+        # These imports take a second. A run without trackers does not need them.
         from accelerate.state import PartialState
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
         from accelerate.utils import clear_environment
 
         validate_trackers(names)
-        # accelerate's log needs a PartialState. A PartialState would join a process group if a scheduler has set environment variables for
-        # one, so the environment is empty while the PartialState is made.
+        # accelerate's log functions need a PartialState. If a scheduler has set environment variables for a process
+        # group, a PartialState
+        # would join this group. To prevent this, the environment is empty while the PartialState is made.
         with clear_environment():
             PartialState(cpu=True)
         for name in dict.fromkeys(names):
@@ -66,12 +71,12 @@ class Trackers:
     def log(self, step: int, values: Scalars) -> None:
         for tracker in self._trackers:
             shown = values
-            if tracker.name == "mlflow":  # mlflow allows no @ in a name
+            if tracker.name == "mlflow":  # mlflow allows no @ in the name of a metric
                 shown = {name.replace("@", "_at_"): value for name, value in values.items()}
             tracker.log(shown, step=step)
 
     def log_table(self, step: int, name: str, rows: Sequence[Record]) -> None:
-        """Show the rows as a table in every tracker that has tables. All rows must have the same keys."""
+        """Log the rows as a table in every tracker that supports tables. All rows must have the same keys."""
         if not rows:
             return
         columns = list(rows[0])
@@ -90,14 +95,15 @@ class Trackers:
 
 
 def _arguments(name: str, folder: RunFolder, project: str, steps_done: int) -> dict[str, object]:
-    """Arguments that make a tracker of accelerate: the project, and also the name and the folder of the run if the tracker takes them."""
+    """Arguments for the constructor of accelerate's tracker: the project, and the run's name and folder if the tracker
+    takes these."""
     run_name = folder.path.resolve().name
     match name:
         case "tensorboard":
             purge_step = steps_done + 1 if steps_done else None
             return {"run_name": folder.tensorboard.name, "logging_dir": folder.path, "purge_step": purge_step}
         case "wandb":
-            # wandb reads its own variables, such as WANDB_MODE=offline.
+            # wandb itself reads its environment variables, such as WANDB_MODE=offline.
             settings = {"silent": True, "console": "off"}
             return {"run_name": project, "name": run_name, "dir": folder.path, "settings": settings}
         case "mlflow":
@@ -109,7 +115,7 @@ def _arguments(name: str, folder: RunFolder, project: str, steps_done: int) -> d
 
 
 def _flat(values: Mapping[str, object], prefix: str = "") -> dict[str, bool | int | float | str | None]:
-    """_flat({"a": {"b": 1}}) -> {"a.b": 1}. A value that is no number, bool, text or None becomes a text."""
+    """_flat({"a": {"b": 1}}) -> {"a.b": 1}. A value that is not a number, bool, str or None becomes a str."""
     flat: dict[str, bool | int | float | str | None] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:

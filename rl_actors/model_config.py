@@ -1,4 +1,7 @@
-"""Dimensions of a model, and their form in Hugging Face's config.json. ARCHITECTURES lists the supported kinds of models."""
+"""Dimensions of a model. This module reads them from Hugging Face's config.json and writes them to it.
+
+ARCHITECTURES lists the supported kinds of models.
+"""
 
 import json
 from dataclasses import dataclass, field
@@ -19,10 +22,11 @@ ARCHITECTURES = {
     "qwen3": Architecture(hf_class="Qwen3ForCausalLM", has_qk_norm=True),
     "qwen3_moe": Architecture(hf_class="Qwen3MoeForCausalLM", has_qk_norm=True),
     "llama": Architecture(hf_class="LlamaForCausalLM", has_qk_norm=False),
-    # Sliding windows are not supported. null switches them off; if the entry is missing, transformers uses a window of 4096.
+    # Sliding windows are not supported. The value null (None) switches them off. If the entry is missing, transformers
+    # uses a window of 4096.
     "mistral": Architecture(hf_class="MistralForCausalLM", has_qk_norm=False, required=(("sliding_window", None),)),
 }
-"""model_type in config.json -> architecture."""
+"""The key is the model_type in config.json."""
 
 MOE_FIELDS = frozenset(
     {
@@ -46,7 +50,7 @@ SUPPORTED_VALUES = {
 
 
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-"""Entries of the rotary embedding in config.json with rope_type llama3."""
+"""Entries that the rotary embedding in config.json must have if its rope_type is llama3."""
 
 
 @dataclass(kw_only=True)
@@ -54,19 +58,20 @@ class ModelConfig:
     """A Qwen3 (dense or a mixture of experts), a Llama or a Mistral. The fields are named as in Hugging Face's config.json."""
 
     architecture: Literal["qwen3", "llama", "mistral"] = "qwen3"
-    """Kind of decoder. It is model_type in config.json, except that a Qwen3 with experts is qwen3_moe there."""
+    """Kind of decoder. config.json has the same name as model_type, except that a Qwen3 with experts has model_type
+    qwen3_moe."""
     vocab_size: int = 151_936
-    """Rows of the embedding."""
+    """Number of tokens in the vocabulary."""
     hidden_size: int = 1024
     """Width of the hidden states between blocks."""
     intermediate_size: int = 3072
     """Inner width of the MLP."""
     num_hidden_layers: int = 28
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     num_attention_heads: int = 16
-    """Query heads."""
+    """Number of query heads."""
     num_key_value_heads: int = 8
-    """Key and value heads. Their number divides num_attention_heads."""
+    """Number of key and value heads. It must divide num_attention_heads."""
     head_dim: int = 128
     """Width of one head."""
     max_position_embeddings: int = 40_960
@@ -77,21 +82,21 @@ class ModelConfig:
     """Llama 3's scaling of the rotary embedding: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings.
     Empty: the rotary embedding is not scaled."""
     rms_norm_eps: float = 1e-6
-    """Number that every norm adds to the mean square."""
+    """Small number that every RMSNorm adds to the mean square."""
     tie_word_embeddings: bool = True
     """True: the output projection is the embedding matrix."""
     num_experts: int = 0
-    """Experts of a mixture-of-experts block. 0: every block has one MLP."""
+    """Number of experts of a mixture-of-experts block. 0: every block has one MLP and no experts."""
     num_experts_per_tok: int = 8
-    """Experts that a token is routed to."""
+    """Number of experts that a token is routed to."""
     moe_intermediate_size: int = 768
-    """Width of one expert."""
+    """Inner width of one expert."""
     norm_topk_prob: bool = True
-    """True: the weights of a token's experts are scaled to sum to 1."""
+    """True: the router's weights for a token's experts are scaled to sum to 1."""
     decoder_sparse_step: int = 1
-    """Distance between two blocks with experts: 1 gives every block experts, 2 every second one."""
+    """Distance between two blocks with experts. 1: every block has experts. 2: every second block has experts."""
     mlp_only_layers: tuple[int, ...] = ()
-    """Exceptions to decoder_sparse_step: blocks, counted from 0, that have one MLP."""
+    """Blocks, counted from 0, that have one MLP and no experts, whatever decoder_sparse_step says."""
 
     def require_same(self, path: str) -> None:
         """Raises ValueError listing every dimension that differs from the config.json of a Hugging Face directory."""
@@ -172,12 +177,13 @@ class ModelConfig:
         return ARCHITECTURES[self.model_type].has_qk_norm
 
     def save(self, directory: str | Path) -> None:
-        """Write config.json. Apart from weights, a generator needs no other file."""
+        """Write config.json into the directory. A generator needs this file and the weights, and no other files."""
         Path(directory).mkdir(parents=True, exist_ok=True)
         (Path(directory) / "config.json").write_text(json.dumps(self.to_hf(), indent=2) + "\n")
 
     def has_experts(self, layer: int) -> bool:
-        """True if block `layer`, counted from 0, routes to experts, by the rule of transformers' Qwen3Moe."""
+        """True if block `layer`, counted from 0, routes tokens to experts. The rule is the same as in transformers'
+        Qwen3Moe."""
         is_sparse = self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
         return is_sparse and layer not in self.mlp_only_layers
 

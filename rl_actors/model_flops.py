@@ -1,4 +1,7 @@
-"""Number of floating-point operations (FLOPs) that a model needs, and that a GPU can do in a second. Measures nothing."""
+"""Formulas for floating-point operations (FLOPs): how many a model needs, and how many a GPU can do in a second.
+
+This module measures nothing.
+"""
 
 from collections.abc import Iterable
 
@@ -6,13 +9,16 @@ from rl_actors.config import TrainerConfig
 from rl_actors.model_config import ModelConfig
 
 PEAKS = {"H100 80GB HBM3": 989e12, "H200": 989e12}
-"""Part of a GPU's name -> the GPU's peak in dense bfloat16, in FLOPs per second. Its peak in float8 is twice as high."""
+"""Peaks of GPUs in dense bfloat16, in FLOPs per second. The peak in float8 is twice as high. Key: a part of the GPU's
+name."""
 
 
 def product_parameters(model: ModelConfig) -> int:
-    """Number of parameters that the hidden states of one token are multiplied by.
+    """Number of the parameters by which the model multiplies the hidden states of one token.
 
-    In a block with experts only the experts that the token is routed to count. The head counts; the embedding is a lookup and does not.
+    In a block with experts only the experts that the token is routed to count. The head counts. The embedding does not
+    count, because it is a
+    lookup.
     """
     hidden = model.hidden_size
     heads = model.num_attention_heads * model.head_dim
@@ -29,11 +35,14 @@ def product_parameters(model: ModelConfig) -> int:
 
 
 def flops_per_token(model: ModelConfig, document: float, *, trains_weights: bool = True) -> float:
-    """FLOPs of the forward and backward pass of one token in a document of this length. Recomputation does not count.
+    """FLOPs of the forward and backward pass of one token. document: number of tokens of its document. Recomputation
+    does not count.
 
     Each parameter of a matrix product costs 6 FLOPs. Each position that the token attends to costs 12 FLOPs per block, per head and per
-    dimension of the head. A token attends to itself and to the earlier positions: on average to half of its document. With
-    trains_weights=False, as under adapters, the gradients of the weights are not computed, and a parameter costs 4 FLOPs.
+    dimension of the head. A token attends to itself and to the earlier positions, which on average are half of its
+    document. With
+    trains_weights=False, as in a run that trains adapters, the gradients of the weights are not computed, so a
+    parameter costs 4 FLOPs.
     """
     heads = model.num_attention_heads * model.head_dim
     per_parameter = 6 if trains_weights else 4
@@ -41,7 +50,7 @@ def flops_per_token(model: ModelConfig, document: float, *, trains_weights: bool
 
 
 def training_flops(config: TrainerConfig, lengths: Iterable[int]) -> float:
-    """FLOPs of one training pass over samples of these lengths, each a document of its own."""
+    """FLOPs of one training pass over samples of these lengths. Each sample is one document."""
     trains_weights = config.lora.rank == 0
     flops = 0.0
     for length in lengths:

@@ -1,8 +1,9 @@
 """Values that a caller and the actors send to each other: frozen dataclasses of CPU tensors and scalars.
 
-The module needs neither torch.distributed nor Monarch nor vLLM.
+The module imports neither torch.distributed nor Monarch nor vLLM.
 
-T positions of one sample, C completion tokens, K targets of one position.
+In shapes, T is the number of positions of a sample, C the number of completion tokens and K the number of target ids at
+one position.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +18,9 @@ from rl_actors.metrics import Partials
 from rl_actors.parts import HostMove
 
 IGNORE_TARGET = -100
-"""Target id of a position without a target: padding, or a position that the caller masks. Its logprob is 0, and the trainer sets all its
-columns to 0. Because its loss_weights are 0, too, every loss, mean and maximum leaves the position out."""
+"""Target id of a position without a target. Such a position is padding, or the caller has masked it. Its logprob is 0,
+and the trainer sets
+all its columns to 0. One of these columns is loss_weights, so every loss, mean and maximum leaves the position out."""
 
 TOP_K_COLUMNS = {"target_ids": torch.int64, "target_weights": torch.float32}
 """Columns of shape [T, K] with their dtypes. K is the same in all samples of a call. Every other column is [T] float32."""
@@ -50,7 +52,7 @@ class Sample:
     tokens: Tensor  # [T] int64
     targets: Tensor  # [T] int64
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # each [T] float32, except TOP_K_COLUMNS
-    temperature: float = 1.0  # logits are divided by it before logprobs are computed
+    temperature: float = 1.0  # the trainer divides logits by it before it computes logprobs
 
     @classmethod
     def from_tokens(
@@ -61,13 +63,15 @@ class Sample:
         temperature: float = 1.0,
         **columns: float | Sequence[float] | Sequence[Sequence[float]] | Tensor,
     ) -> "Sample":
-        """Make one Sample of a prompt and its completion. The targets are the tokens shifted by one; no other code shifts them.
+        """Make one Sample of a prompt and its completion. The targets are the tokens shifted by one. No other code
+        shifts tokens.
 
-        A column is one number for all completion tokens, or a sequence of C numbers; for TOP_K_COLUMNS it is [C, K].
+        A column is one number for all completion tokens, or a sequence of C numbers. A column in TOP_K_COLUMNS has the
+        shape [C, K].
         Columns are 0 at positions whose target belongs to the prompt. `loss_weights` is 1 on the completion unless it is given.
         from_tokens([5, 6], [7, 8], advantages=2.0) -> tokens [5, 6, 7], targets [6, 7, 8], advantages [0, 2, 2], loss_weights [0, 1, 1]
 
-        Raises ValueError if the prompt or the completion is empty, or if the length of a column is not C.
+        Raises ValueError if the prompt or the completion is empty, or if the shape of a column is wrong.
         """
         if len(prompt) == 0 or len(completion) == 0:
             raise ValueError(
@@ -109,7 +113,7 @@ def _sample_from_numpy(
 
 
 class SampleList(list[Sample]):
-    """List of samples that is pickled as one array per column, if all samples have the same columns.
+    """List of samples. If all samples have the same columns, the list is pickled as one array per column.
 
     Pickling a thousand small arrays takes longer than a step of a small model.
     """
@@ -156,7 +160,8 @@ def _samples_from_arrays(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimParams:
-    """Hyperparameters of one optimizer step. OptimizerConfig.groups may multiply learning_rate and weight_decay for some parameters."""
+    """Hyperparameters of one optimizer step. OptimizerConfig.groups may scale learning_rate and weight_decay for some
+    parameters."""
 
     learning_rate: float
     beta1: float = 0.9
@@ -165,7 +170,9 @@ class OptimParams:
     weight_decay: float = 0.0
     # Largest norm of the gradient, after the division by grad_divisor. None: no clipping.
     grad_clip_norm: float | None = 1.0
-    # Divides the gradient of the summed loss. With num_loss_tokens(samples) the step uses the gradient of the mean over tokens.
+    # The step divides the gradient of the summed loss by this number. If it is num_loss_tokens(samples), the step uses
+    # the gradient of the mean
+    # loss per token.
     grad_divisor: float = 1.0
 
 
@@ -175,7 +182,7 @@ class OptimResult:
 
     policy_version: int  # after the step
     grad_norm: float  # after the division by grad_divisor, before clipping
-    skipped: bool = False  # True: the gradient was not finite; it was cleared, and no parameter was changed
+    skipped: bool = False  # True: the gradient was not finite, so the step changed no parameter and cleared it
     # Names of parameters whose gradient is not finite, at most MAX_NAMES_REPORTED.
     nonfinite_parameters: tuple[str, ...] = ()
 
@@ -184,7 +191,7 @@ class OptimResult:
 class ForwardBackwardOutput:
     """Results of one forward or forward_backward call. Lists have the order of the samples.
 
-    Metrics are named `name:reduction`; the reduction is sum, mean, min or max.
+    Names of metrics have the form `name:reduction`. The reduction is sum, mean, min or max.
     """
 
     # Each [T] float32: log p(targets[i] | tokens[:i+1]) at the sample's temperature. Empty for a value model.
@@ -193,11 +200,11 @@ class ForwardBackwardOutput:
     policy_version: int
     # Each [T] float32: V(tokens[:i+1]), the value of the state before targets[i]. Only a value model has values.
     values: list[Tensor] | None = None
-    # Each [T] float32: entropy of the whole distribution. None if neither the call asked for it nor the loss reads it.
+    # Each [T] float32: entropy of the distribution over the vocabulary. None if neither the call nor the loss needs it.
     entropy: list[Tensor] | None = None
     # Each [T, K] float32: logprobs of the ids in the column target_ids. None if the samples lack that column.
     target_logprobs: list[Tensor] | None = None
-    # The metrics in a form that merges over calls; see rl_actors.metrics.
+    # The metrics in a form that can be merged over several calls; see rl_actors.metrics.
     partials: Partials = field(default_factory=dict, repr=False)
 
 
@@ -212,7 +219,8 @@ class RankOutput:
     rank: int
     indices: list[int]  # indices of the reported samples in the list of the call
     lengths: list[int]  # T of each reported sample
-    # "logprobs", or "values" for a value model: [sum of lengths] float32. If they were computed, also "entropy" [sum of lengths] and
+    # "logprobs" (in a value model "values"): [sum of lengths] float32. If the rank computed them, also "entropy" [sum
+    # of lengths] and
     # "target_logprobs" [sum of lengths, K]. Empty if the rank reports no sample.
     values: dict[str, Tensor]
     metrics: Partials  # the client merges them over ranks; see rl_actors.metrics
@@ -228,14 +236,14 @@ class RankOutput:
 class SamplingParams:
     """Options of one generate call."""
 
-    max_tokens: int = 128  # of each completion
+    max_tokens: int = 128  # largest number of tokens of a completion
     n: int = 1  # completions per prompt
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 keeps the whole vocabulary
-    stop_token_ids: tuple[int, ...] = ()  # the stop token is the last token of the completion
-    seed: int | None = None  # completion i of prompt p draws from seed + p * n + i
-    ignore_stop: bool = False  # generate max_tokens even if a stop token is drawn (for measurements)
+    stop_token_ids: tuple[int, ...] = ()  # a completion ends with the first stop token, and includes it
+    seed: int | None = None  # completion i of prompt p is sampled with seed + p * n + i
+    ignore_stop: bool = False  # go on after a stop token up to max_tokens (for measurements)
     top_logprobs: int = 0  # number of likeliest tokens that are given with each sampled token
     prompt_top_logprobs: int = (
         0  # number of likeliest tokens that are given with each token of the prompt after the first
@@ -255,10 +263,11 @@ class Completion:
     """One sampled completion."""
 
     tokens: list[int]  # C ids
-    # C log probabilities under the distribution that was sampled from, after temperature, top_p and top_k. A greedy completion has
-    # the log probabilities at temperature 1.
+    # C log probabilities under the distribution that vLLM sampled from, after temperature, top_p and top_k. A greedy
+    # completion
+    # (temperature 0) has the log probabilities at temperature 1.
     logprobs: list[float]
-    policy_versions: list[int]  # C: version of the weights that produced each token
+    policy_versions: list[int]  # C numbers: the version of the weights that produced each token
     finish_reason: str  # "stop" or "length"
     top: TopLogprobs | None = None  # of the C tokens, under the distribution that was sampled from
     prompt_top: TopLogprobs | None = None  # of the prompt's tokens after the first, at temperature 1
@@ -269,12 +278,14 @@ class Transfer:
     """Record of one push of a trainer, or of one pull of a generator."""
 
     policy_version: int
-    path: str  # a push: where the bytes are, "slots", "files" or "memory"; a pull: how they came, "shared_memory", "tcp", …
+    # A push: where the bytes are ("slots", "files" or "memory"). A pull: how the bytes came ("shared_memory", "tcp",
+    # …).
+    path: str
     reason: str = ""  # why a pull took this path
     num_bytes: int  # of the version, over all ranks; 0 for a pull of a version that the generator had already
     seconds: float  # without the wait for the version
-    # Name of a phase -> its seconds. A push has the phases collect and write. A pull has the phases read and load. With the path
-    # shared_memory a pull reads while it loads, so `load` includes the reading.
+    # Seconds of each phase. A push has the phases collect and write. A pull has the phases read and load. With the path
+    # shared_memory a pull reads while it loads, so `load` includes the time of reading.
     phases: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -284,9 +295,9 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Record of memory that a generator gave back to its devices, or took again."""
+    """Record of device memory that a generator released in `sleep`, or allocated again in `wake`."""
 
-    num_bytes: int = 0  # over all ranks and replicas; 0 on a CPU, and in a call that had nothing to do
+    num_bytes: int = 0  # over all ranks and replicas; 0 on a CPU, or if the call had nothing to do
     seconds: float = 0.0  # of the slowest replica
 
 
@@ -316,11 +327,12 @@ class TrainerInfo:
     peak_memory_bytes: int  # largest memory_bytes since the process started
     logs: str  # file with the output and the logs of the rank's process
     last_push: Transfer | None = None  # None: this rank has pushed nothing
-    on_host: Mapping[str, int] = field(default_factory=dict)  # each part that is offloaded -> its bytes; see `offload`
+    on_host: Mapping[str, int] = field(default_factory=dict)  # bytes of each offloaded part (weights, …); see `offload`
     offloaded: HostMove = HostMove()  # sum of this rank's moves to the host since the trainer was built
-    onloaded: HostMove = HostMove()  # sum of its moves back
-    # Mean seconds that a measured module of this rank, such as a block, computed for one token, without waits for other ranks. They were
-    # measured in the forward passes that led to the last optim_step. None: nothing was measured; see engine/own_time.py.
+    onloaded: HostMove = HostMove()  # sum of this rank's moves back to the device
+    # Mean seconds that one measured module of this rank, such as a block, computed for one token, without waits for other
+    # ranks. The mean is over the forward passes that led to the last optim_step. None: the rank measured nothing; see
+    # engine/own_time.py.
     own_seconds_per_token: float | None = None
     lora_rank: int = 0  # 0: there are no adapters
     tenants: tuple[str, ...] = ()  # names of the tenants that new_tenant has added; see TrainerClient.new_tenant
@@ -331,13 +343,15 @@ class Heartbeat:
     """A sign of life of a generator."""
 
     is_idle: bool  # whether its engine waits for requests
-    num_done: int  # pieces of work that the engine has done: steps, and commands such as a pull
+    num_done: int  # number of engine steps and of commands, such as a pull, that the engine has done
 
 
 ReplicaState = Literal["starting", "healthy", "stale", "dead", "restarting", "retired"]
-"""State of one of a client's generators. starting: its first process starts. healthy: calls go to it. stale: it runs, but its weights are
-not those of the last pull. dead: it has ended or was killed. restarting: another process starts in its place. retired: it is not started
-again."""
+"""State of a generator of a client. starting: its first process starts. healthy: the client sends calls to it. stale:
+it runs, but it does
+not have the weights of the last pull. dead: its process has ended or was killed. restarting: another process starts in
+its place.
+retired: the client does not start it again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,7 +360,7 @@ class GeneratorReturn:
 
     name: str
     cause: str  # the error of its death
-    noticed: float  # time of this error, in seconds since 1970
+    noticed: float  # when the client got this error, in seconds since 1970
     seconds: float  # from this error until the generator was healthy again
 
 
@@ -362,7 +376,7 @@ class GeneratorInfo:
     vocab_size: int
     logs: str  # file with the output and the logs of the process
     last_pull: Transfer | None = None  # None: no pull has brought weights
-    asleep: int = 0  # level of the sleep; 0: awake
+    asleep: int = 0  # level of the last `sleep`; 0: the generator is awake
     replicas: tuple["GeneratorInfo", ...] = ()  # empty for a single generator
     state: ReplicaState = "healthy"  # in any other state the other fields have the last known values
     restarts: int = 0  # number of restarts; `info` of several replicas gives the sum
@@ -371,7 +385,7 @@ class GeneratorInfo:
 
 
 def num_loss_tokens(samples: Sequence[Sample]) -> float:
-    """Number of positions that have a target and a loss weight other than 0. It is the usual `grad_divisor`."""
+    """Number of positions that have a target and a loss weight other than 0. Most loops use it as `grad_divisor`."""
     count = 0
     for sample in samples:
         count += int(((sample.columns["loss_weights"] != 0) & (sample.targets != IGNORE_TARGET)).sum())

@@ -1,7 +1,11 @@
 """`Fleet`, the generators of a GeneratorClient.
 
-The fleet divides calls among the generators. It sends the unfinished prompts of a dead generator to the others. It gives all generators
-the same version of the weights.
+The fleet divides calls among the generators. It sends the unfinished prompts of a dead generator to the other
+generators. It gives all
+generators the same version of the weights.
+
+In this file `place` is the index of a generator in the fleet's list of generators. A `part` is the prompts of a call
+that one generator gets.
 """
 
 import asyncio
@@ -24,11 +28,13 @@ from rl_actors.config import RestartPolicy
 from rl_actors.types import DeviceMemory, GeneratorInfo, GeneratorReturn, SamplingParams, Transfer
 
 FIRST_PULL_TIMEOUT = 60.0
-"""Seconds that the first pull waits for its version. The pull begins after the push has returned, so the version is published already."""
+"""Seconds that the first pull waits for its version of the weights. The trainer has published this version already,
+because the pull begins after the push has returned."""
 REFIT_TIMEOUT = 5.0
-"""Seconds that a restarted generator waits for the version that the others have pulled. This version is published already."""
+"""Seconds that a restarted generator waits for the version that the other generators have pulled. The trainer has
+published this version already."""
 REFIT_PAUSE = 0.5
-"""Seconds between two pulls that a restarted generator tries."""
+"""Seconds between a failed pull of a restarted generator and its next try."""
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -43,7 +49,7 @@ class RoutedCall:
         """numbers: for each prompt, the number p from which its seeds are computed; see SamplingParams.seed. adapter: name of a loaded adapter."""
         self.prompts, self.params, self.numbers, self.adapter = prompts, params, numbers, adapter
         self.num_left = len(prompts)  # number of prompts whose completions `take` has not returned
-        self.parts: set[asyncio.Task[None]] = set()  # one for each generator that has prompts of the call
+        self.parts: set[asyncio.Task[None]] = set()  # one task for each generator that has prompts of the call
         self._finished: Groups = []  # finished prompts that `take` has not returned
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
@@ -73,11 +79,12 @@ class RoutedCall:
 
 
 class Fleet:
-    """Generators with the same weights. All completions of a prompt come from one of them.
+    """Generators with the same weights. All completions of a prompt come from one of the generators.
 
     A seed gives the same completions on every generator. A call waits while no generator is healthy. Every phase of a restart has a time
-    limit, and the number of restarts is limited. When no generator is left, every call raises the error that ended the first generator of
-    the list.
+    limit, and the number of restarts is limited. A generator that cannot be restarted is retired. When all generators
+    are retired, every
+    call raises the error that ended the first generator of the list.
     """
 
     def __init__(
@@ -89,12 +96,15 @@ class Fleet:
         setup_timeout: float,
         tell: Callable[[str], None],
     ) -> None:
-        """spawns: for each generator its name and the function that spawns it. first_version: the push of the version that is pulled first.
+        """spawns: for each generator its name and the function that spawns it. first_version: the call of the trainer
+        that pushes the
+        version that the generators pull first.
 
-        tell: called with a line of text when a generator dies, is back, or is not started again.
+        tell: the fleet calls this function with a line of text when a generator has died, is healthy again, or is not
+        started again.
         """
         self.setup_timeout, self.tell = setup_timeout, tell
-        self.told: int | None = None  # version of the newest pull, unless that pull failed on all generators
+        self.told: int | None = None  # version of the newest pull that has not failed on all generators
         # The slowest transfer of the last call of `pull`. Before the first such call: the first transfer into a generator.
         self.last_pull: Transfer | None = None
         self.returns: list[GeneratorReturn] = []
@@ -105,7 +115,8 @@ class Fleet:
         self._num_changes = 0  # number of pulls and of adapters loaded
         self._adapters: dict[str, str] = {}  # name -> directory
         self._uses: Counter[str] = Counter()  # name of an adapter -> number of calls that run with it
-        self._change = asyncio.Event()  # set at the next change of a state; a new event then takes its place
+        # `_notify` sets this event at each change of a state, and replaces it by a new event.
+        self._change = asyncio.Event()
         self._awake = asyncio.Event()
         self._awake.set()
         self._lives: list[asyncio.Task[None]] = []
@@ -120,22 +131,24 @@ class Fleet:
         return sum(replica.restarts.total for replica in self.replicas)
 
     async def start(self) -> GeneratorInfo:
-        """Wait until every generator has been healthy. Returns the info of the first one. If one does not start, raises its error."""
+        """Wait until every generator has been healthy. Returns the info of the first generator. If a generator does not
+        start, raises its error."""
         self._lives = [asyncio.ensure_future(replica.live()) for replica in self.replicas]
         await self._until(lambda: all(replica.was_ready or replica.cause for replica in self.replicas))
         for replica in self.replicas:
             if not replica.was_ready and replica.cause is not None:
                 raise replica.cause
-        known = self.replicas[0].client.known or await self.info()  # the first one may have died since
+        known = self.replicas[0].client.known or await self.info()  # the first generator may have died since
         return known if self.told is None else replace(known, policy_version=self.told)
 
     def expect_signs(self, silent_after: float) -> None:
-        """From now on a generator without a sign of life for silent_after seconds counts as dead. A shorter time that was set before still applies."""
+        """From now on, a generator counts as dead if it gives no sign of life for silent_after seconds. If a shorter
+        time was set before, that time still applies."""
         for replica in self.replicas:
             replica.expect_signs(silent_after)
 
     async def end(self) -> Exception:
-        """Wait until no generator is left. Returns the error that ended the first generator of the list."""
+        """Wait until all generators are retired. Returns the error that ended the first generator of the list."""
         await self._until(lambda: self._end_cause() is not None)
         cause = self._end_cause()
         assert cause is not None
@@ -164,7 +177,8 @@ class Fleet:
         return all(await asyncio.gather(*(replica.client.answers_within(timeout) for replica in self.replicas)))
 
     async def info(self) -> GeneratorInfo:
-        """The info of the healthy generator with the oldest weights. With several generators, its `replicas` has the infos of all."""
+        """The info of the healthy generator with the oldest weights. If the fleet has several generators, the field
+        `replicas` has the infos of all."""
         await self._ask_all(lambda client: client.info())
         infos = {}
         for place, replica in enumerate(self.replicas):
@@ -180,7 +194,8 @@ class Fleet:
     ) -> int:
         """Start a generate call, and return its number.
 
-        numbers: for each prompt, the number p from which its seeds are computed; see SamplingParams.seed. None: its place in the list.
+        numbers: for each prompt, the number p from which its seeds are computed; see SamplingParams.seed. None: p is
+        the prompt's index in the list.
         adapter: name of a loaded adapter; None: no adapter.
         """
         call = RoutedCall(prompts, params, list(range(len(prompts))) if numbers is None else numbers, adapter)
@@ -233,7 +248,8 @@ class Fleet:
             indices = sorted(itertools.chain.from_iterable(lost))
 
     async def _start_part(self, call: RoutedCall, place: int, indices: list[int]) -> list[int]:
-        """Start the prompts on one generator. Returns the indices if the generator has died, otherwise an empty list."""
+        """Send the prompts with these indices to one generator. Returns the indices if the generator has died,
+        otherwise an empty list."""
         replica, client = self.replicas[place], self.replicas[place].client
         prompts, numbers = [call.prompts[index] for index in indices], [call.numbers[index] for index in indices]
         try:
@@ -250,7 +266,8 @@ class Fleet:
     async def _collect(
         self, call: RoutedCall, place: int, client: OneGenerator, number: int, indices: list[int]
     ) -> None:
-        """Take the finished prompts from one generator. If it dies, send the unfinished ones again."""
+        """Take the finished prompts from one generator. If the generator dies, send the unfinished prompts to healthy
+        generators."""
         left, n = set(range(len(indices))), call.params.n
         try:
             try:
@@ -291,7 +308,7 @@ class Fleet:
     async def _logprobs_of_part(
         self, place: int, sequences: list[list[int]], indices: list[int], adapter: str | None
     ) -> dict[int, Tensor]:
-        """The logprobs by index of the sequence. Empty if the generator has died."""
+        """The logprobs of each sequence. Key: index of the sequence. Empty if the generator has died."""
         replica, client = self.replicas[place], self.replicas[place].client
         try:
             found = await client.compute_logprobs([sequences[index] for index in indices], adapter)
@@ -303,7 +320,8 @@ class Fleet:
         return dict(zip(indices, found, strict=True))
 
     async def _divide(self, prompts: Sequence[Sequence[int]], n: int) -> dict[int, list[int]]:
-        """Place of a generator -> the indices of the prompts that it gets. Waits until a generator is healthy."""
+        """The indices of the prompts that each generator gets. Key: place of the generator. Waits until a generator is
+        healthy."""
         healthy = await self._until_healthy()
         parts: dict[int, list[int]] = {}
         for member, prompt in enumerate(prompts):
@@ -311,10 +329,12 @@ class Fleet:
         return parts
 
     async def pull(self, version: int, timeout: float, in_flight: bool) -> None:
-        """Bring the version to all healthy generators. A generator that is starting pulls the version before it becomes healthy.
+        """Let all healthy generators pull the version. A generator that is starting pulls the version before it becomes
+        healthy.
 
-        If the pull fails on some generators, these are stale until they have pulled the version. If it fails on all, raises the first
-        error, and the fleet keeps its former version.
+        If the pull fails on some generators, these generators are stale until they have pulled the version. If the pull
+        fails on all
+        generators, raises the first error, and the fleet keeps its former version.
         """
         self._num_changes += 1
         former, self.told = self.told, version
@@ -339,14 +359,15 @@ class Fleet:
             if self.told == version:
                 self.told = former
             raise failed[0][1]
-        else:  # all have died; a generator that is started again pulls the version
+        else:  # all generators have died; each pulls the version when it is started again
             [place, *_] = await self._until_healthy()
             self.last_pull = self.replicas[place].client.last_pull
 
     async def load_adapter(self, name: str, directory: str) -> None:
         """Load an adapter into all healthy generators. A generator that is starting loads the adapter before it becomes healthy.
 
-        If a generator refuses the adapter, none keeps it. Raises ValueError if an adapter of this name is loaded.
+        If a generator refuses the adapter, the other generators unload it. Raises ValueError if an adapter of this name
+        is loaded already.
         """
         if name in self._adapters:
             raise ValueError(f"an adapter of the name {name!r} is loaded already, from {self._adapters[name]}")
@@ -361,13 +382,14 @@ class Fleet:
             raise
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter when the calls that run with it have ended."""
+        """Wait until the calls that use the adapter have ended, and unload it from all healthy generators."""
         await self._until(lambda: not self._uses[name])
         if self._adapters.pop(name, None) is not None:
             await self._ask_all(lambda client: client.unload_adapter(name))
 
     async def _refit(self, replica: Replica) -> None:
-        """Pull the version of the fleet into a generator, and load the adapters. Raises the error of the last try.
+        """Pull the fleet's version of the weights into a generator, and load the fleet's adapters. Raises the error of
+        the last try.
 
         A generator that has been healthy before tries again for setup_timeout seconds. A generator that has never been healthy tries once.
         """
@@ -387,11 +409,12 @@ class Fleet:
             except Exception as error:
                 if not replica.was_ready or isinstance(error, ActorDiedError) or time.monotonic() > deadline:
                     raise
-                # The trainer may have died, too. Then another version is pulled soon.
+                # The trainer may have died, too, so that this version is lost. Then the fleet soon pulls another
+                # version.
                 logger.info("%s tries again to pull version %s: %r", replica.name, self.told, error)
                 await asyncio.sleep(REFIT_PAUSE)
                 continue
-            if number == self._num_changes:  # otherwise a pull or the load of an adapter has begun meanwhile
+            if number == self._num_changes:  # otherwise a pull or the load of an adapter has begun meanwhile, so repeat
                 return
 
     async def _load_adapters(self, replica: Replica) -> None:
@@ -399,11 +422,14 @@ class Fleet:
             try:
                 await replica.client.load_adapter(name, directory)
             except ValueError as error:
-                # The generator serves all other requests. Those with this adapter fail.
+                # The generator still serves requests without this adapter. Requests with this adapter fail.
                 logger.warning("%s cannot load the adapter %r again: %s", replica.name, name, error)
 
     async def sleep(self, level: int) -> DeviceMemory:
-        """Put all generators to sleep. A generator that dies meanwhile is started again only at `wake`, because a start takes memory."""
+        """Put all generators to sleep. If a generator dies while the fleet sleeps, it is not started again before
+        `wake`, because a start needs
+        memory of the device.
+        """
         await self._until(lambda: all(replica.state in ("healthy", "dead", "retired") for replica in self.replicas))
         self._awake.clear()
         try:
@@ -417,7 +443,8 @@ class Fleet:
         return _of_all(await self._ask_all(lambda client: client.wake()))
 
     async def _ask_all(self, ask: Callable[[OneGenerator], Awaitable[T]]) -> list[T]:
-        """The answers of all healthy generators, without those that die meanwhile. Asks again until at least one has answered."""
+        """Send a request to all healthy generators, and return the answers of those that did not die. Repeats until at
+        least one generator has answered."""
         while True:
             healthy = await self._until_healthy()
             clients = [self.replicas[place].client for place in healthy]
@@ -432,7 +459,7 @@ class Fleet:
                 return answers
 
     def _lose_or_raise(self, replica: Replica, client: OneGenerator, error: BaseException) -> None:
-        """Mark the generator as dead if the error says that it is. Otherwise raises the error."""
+        """Mark the generator as dead if the error says that the generator has died. Otherwise raises the error."""
         if self._closed or not is_death(client, error):
             raise error
         assert isinstance(error, ActorDiedError)
@@ -442,14 +469,15 @@ class Fleet:
         return [place for place, replica in enumerate(self.replicas) if replica.state == "healthy"]
 
     async def _until_healthy(self) -> list[int]:
-        """The places of the healthy generators. Waits until there is one. If none is left, raises the error of `_end_cause`."""
+        """The places of the healthy generators. Waits until a generator is healthy. If all are retired, raises the
+        error of `_end_cause`."""
         await self._until(lambda: bool(self._healthy()) or self._end_cause() is not None)
         if not self._healthy() and (cause := self._end_cause()) is not None:
             raise cause
         return self._healthy()
 
     def _end_cause(self) -> Exception | None:
-        """If no generator is left, the error that ended the first generator of the list, otherwise None."""
+        """If all generators are retired, the error that ended the first generator of the list, otherwise None."""
         causes = [replica.cause for replica in self.replicas]
         return causes[0] if all(causes) else None
 
@@ -473,14 +501,17 @@ class Fleet:
 
 
 def is_death(client: OneGenerator, error: BaseException) -> bool:
-    """True if the error says that the generator has died, and if the fleet can start another in its place."""
+    """True if the error says that the generator has died, and if the fleet spawned this generator and so can replace
+    it."""
     return client.is_owned and isinstance(error, ActorDiedError)
 
 
 async def gather_all(work: Sequence[Awaitable[T]]) -> list[T]:
-    """The results of all awaitables, in their order. Waits for the end of all before it raises the first error."""
-    # Every call of a fleet passes through `gather`, even a call for a single generator. So calls reach the generators in the order in which
-    # they were made.
+    """The results of all awaitables, in the order of `work`. If some fail, waits until all have ended and raises the
+    first error."""
+    # `gather` starts a task for every awaitable. A call to a single generator uses `gather`, too, so that it cannot
+    # overtake an earlier
+    # call whose task has not started. Calls therefore reach the generators in the order in which they were made.
     results = await asyncio.gather(*work, return_exceptions=True)
     found: list[T] = []
     for result in results:

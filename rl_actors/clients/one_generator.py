@@ -1,4 +1,5 @@
-"""`OneGenerator`, the client of a generator of one process. A GeneratorClient has one or several of these clients."""
+"""`OneGenerator`, the client of a generator that has one actor process. A GeneratorClient has one or several such
+clients."""
 
 import asyncio
 import contextlib
@@ -26,13 +27,17 @@ if TYPE_CHECKING:
     from rl_actors.processes.hosts import Hosts
 
 NEWS_TIMEOUT = 1.0
-"""A heartbeat may fail because the process has ended. The end of the process is then known within this number of seconds."""
+"""A heartbeat may fail because the process has ended. The news that the process has ended then comes within this number
+of seconds."""
 Groups = list[tuple[int, list[Completion]]]
-"""(index of a prompt in its call, its completions) of some prompts."""
+"""For some prompts of a call: (index of the prompt in the call, completions of the prompt)."""
 
 
 class OneGenerator(Client):
-    """The client of a Generator mesh of one process, which the caller spawned or the client spawns. Its methods are coroutines.
+    """The client of a Generator mesh with one process. Either the caller has spawned this process, or the client spawns
+    it.
+
+    The methods are coroutines.
 
     If the client spawned the generator, a call raises ActorDiedError as soon as a process of the generator has ended.
     """
@@ -54,10 +59,10 @@ class OneGenerator(Client):
             mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs, hosts=hosts
         )
         self.config, self._transport = config, transport
-        self.last_pull: Transfer | None = None  # of this client; num_bytes is 0 if nothing was transferred
-        self.known: GeneratorInfo | None = None  # the last info; None before the setup
-        self._spawned = asyncio.Event()  # set when the spawn has ended, also if it failed
-        # At the end of the program the GeneratorClient closes this client, so it is not added to _open_clients.
+        self.last_pull: Transfer | None = None  # of this client; num_bytes is 0 if the pull transferred nothing
+        self.known: GeneratorInfo | None = None  # the last info that came; None before the setup
+        self._spawned = asyncio.Event()  # set when the spawn has succeeded or failed
+        # This client is not added to _open_clients, because the GeneratorClient closes it at the end of the program.
         self._started = in_background(self._set_up(), f"{self.name}: setup")
 
     async def _set_up(self) -> None:
@@ -94,7 +99,7 @@ class OneGenerator(Client):
     ) -> int:
         """Start a generate call, and return its number.
 
-        indices: one for each prompt; it is the p in the comment at SamplingParams.seed. adapter: name of a loaded adapter.
+        indices: for each prompt, the number p in the comment at SamplingParams.seed. adapter: name of a loaded adapter.
         """
         return await self._one("start_generate", prompts, params, indices, adapter, phase="generate")
 
@@ -129,14 +134,16 @@ class OneGenerator(Client):
         return await self._one("wake")
 
     async def _one(self, endpoint: str, *args: object, phase: str = "") -> Any:
-        """The answer of an endpoint. phase: the name in error texts, if it is not the endpoint's."""
+        """Call an endpoint, and return its answer. phase: name of the call in error texts; empty: the name of the
+        endpoint."""
         answers: list[Any] = await self._ask(
             getattr(self._mesh, endpoint), phase or endpoint, self.call_timeout, *args, breaks=False
         )
         return answers[0]
 
     async def _ask(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """As in the base class. If the client spawned the generator, raises ActorDiedError when the engine has failed for good."""
+        """Overrides the base class. If the client spawned the generator and its engine has failed for good, raises
+        ActorDiedError."""
         try:
             return await super()._ask(*args, **kwargs)
         except (EngineDiedError, SilentWorkerError) as error:
@@ -145,7 +152,8 @@ class OneGenerator(Client):
             raise ActorDiedError(f"{self.name}: {error}", self.name) from error
 
     async def _death(self, silent_after: float) -> ActorDiedError | ActorSilentError | None:
-        """As in the base class. A generator with requests also counts as dead if its engine has done nothing for silent_after seconds."""
+        """Overrides the base class. A generator that has requests also counts as dead if its engine has done nothing
+        for silent_after seconds."""
         await self._spawned.wait()
         if self._mesh is None or self._processes is None:
             return None
@@ -159,7 +167,8 @@ class OneGenerator(Client):
                 await asyncio.wait((end, beat), timeout=pause, return_when=asyncio.FIRST_COMPLETED)
                 answer: Heartbeat | None = None
                 if beat.done() and not end.done():
-                    # The end of a process may be seen first as a failed heartbeat.
+                    # When a process ends, its heartbeat may fail before `end` is done. Then wait for `end`, which has
+                    # the cause.
                     await asyncio.wait((end,), timeout=pause if beat.exception() is None else NEWS_TIMEOUT)
                 if end.done():
                     return None if self._closed else self._died(end.result(), self._phase())
@@ -167,7 +176,8 @@ class OneGenerator(Client):
                     if (error := beat.exception()) is not None:
                         return ActorDiedError(f"{self.name}: {getattr(error, 'exception', error)}", self.name)
                     [answer], beat = beat.result(), None
-                # If a round took longer than twice the pause, this process itself was stopped. Then only twice the pause counts.
+                # If this iteration took longer than twice the pause, the client's own process was stopped meanwhile.
+                # Then only twice the pause counts as silence.
                 silence.saw(answer, min(time.monotonic() - begin, 2 * pause))
                 if silence.seconds == 0:
                     self._heard[0] = time.monotonic()
@@ -187,7 +197,8 @@ class OneGenerator(Client):
 class Silence:
     """Counts the seconds since a generator's last sign of life. Reads no clock.
 
-    A sign of life is an answer that says that the generator waits for requests, or that it has done something since the previous answer.
+    An answer is a sign of life in two cases: the generator waits for requests, or it has done some work since the
+    previous answer.
     """
 
     def __init__(self) -> None:
@@ -195,7 +206,8 @@ class Silence:
         self._num_done = -1
 
     def saw(self, answer: Heartbeat | None, seconds: float) -> None:
-        """Count `seconds` more. answer: the answer that came in these seconds; None: no answer came."""
+        """Add `seconds` to the count, or set the count to 0. answer: the heartbeat that came in these seconds; None:
+        none came."""
         if answer is not None and (answer.is_idle or answer.num_done != self._num_done):
             self.seconds, self._num_done = 0.0, answer.num_done
         else:
@@ -203,7 +215,8 @@ class Silence:
 
 
 def process_environment(config: GeneratorConfig) -> dict[str, str]:
-    """The environment of a generator's process. Raises ValueError for a GPU that the program does not see."""
+    """Environment variables of a generator's process. Raises ValueError if the config needs a GPU that this program
+    does not see."""
     environment = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
     if config.gpu is None:
         return environment

@@ -2,7 +2,9 @@
 
 A head gets the outputs of the model's last projection, one chunk of positions at a time.
 
-B rows, L length of the chunk, V vocabulary, K targets of one position.
+In shapes, B is the number of rows of the batch, L the length of the chunk, V the size of the vocabulary and K the
+number of target ids at one
+position. N is B * L.
 """
 
 from collections.abc import Callable
@@ -16,13 +18,14 @@ from rl_actors.engine.vocab_parallel import Logits, TargetLogprobs, entropy, top
 from rl_actors.types import IGNORE_TARGET
 
 Values = dict[str, Tensor]
-"""Numbers computed at every position. The name of the first entry is the head's `output`, "logprobs" or "values", and its shape is [B, L].
-"entropy" [B, L] and "target_logprobs" [B, L, K] follow if the call asks for them."""
+"""Numbers computed at every position. The first entry has the name `Head.output` ("logprobs" or "values") and the shape
+[B, L]. If the call
+asks for them, the entries "entropy" [B, L] and "target_logprobs" [B, L, K] follow."""
 
 
 class Head(Protocol):
     output: ClassVar[str]
-    """Name of the numbers that every loss of this head gets as its first argument."""
+    """Name of the numbers that the head computes. Every loss of this head gets them as its first argument."""
 
     def __call__(
         self,
@@ -35,17 +38,18 @@ class Head(Protocol):
     ) -> Values:
         """The numbers of a chunk in float32. They are 0 where the target is IGNORE_TARGET.
 
-        outputs: [B, L, V] in a language model, [B, L, 1] in a value model. top_k: ids [B, L, K] whose logprobs are wanted, too.
+        outputs: [B, L, V] in a language model, [B, L, 1] in a value model. top_k: ids [B, L, K]
+        of tokens whose logprobs the head computes, too.
         """
 
 
 class LogprobHead:
-    """log p(target) at every position, at the temperature of its sample."""
+    """Computes log p(target) at every position, at the temperature of the position's sample."""
 
     output: ClassVar[str] = "logprobs"
 
     def __init__(self, fuse: Callable[[Callable], Callable]) -> None:
-        """fuse: compiles a function of tensors into one kernel, if the machine can."""
+        """fuse: a function that compiles a function of tensors into one kernel, if the machine can."""
         self.target_logprobs = TargetLogprobs(fuse)
 
     def __call__(
@@ -67,7 +71,7 @@ class LogprobHead:
 
 
 class ValueHead:
-    """V(tokens[:i + 1]) at every position i: the value of the state before targets[i]."""
+    """Computes V(tokens[:i + 1]) at every position i. This is the value of the state before targets[i]."""
 
     output: ClassVar[str] = "values"
 
@@ -80,7 +84,8 @@ class ValueHead:
         with_entropy: bool,
         top_k: Tensor | None,
     ) -> Values:
-        """The values. Temperatures have no effect. Raises ValueError if entropy or logprobs of the ids in top_k are asked for."""
+        """The values. Temperatures have no effect. Raises ValueError if the caller asks for the entropy or for logprobs
+        of ids (top_k)."""
         if with_entropy or top_k is not None:
             raise ValueError(
                 "a value model has no distribution over tokens: it computes neither entropy nor logprobs of ids"

@@ -1,10 +1,15 @@
-"""Tenants: several runs that use one model in turn. They train adapters over the same frozen weights, which are called the base.
+"""Tenants. A tenant is one of several runs that share the model of a trainer. The runs use the model one after the
+other.
 
-Each tenant has its own adapters, gradients, optimizer state, call order and version.
+All tenants train LoRA adapters over the same frozen weights. These weights are called the base.
 
-Each rank switches tenants by itself and works only on its own shards, so a switch works in every parallel layout. A switch copies the
-adapters' weights in place, because FSDP keeps views of them. Gradients and optimizer state are not copied. They are only taken out of the
-model and the optimizer, and put in again.
+Each tenant has its own adapters, gradients, optimizer state, call order and version of the weights.
+
+At a switch of tenants each rank works only on its own shards, without messages to other ranks. So a switch works in
+every parallel layout.
+FSDP keeps views of the adapters' weights, so a switch copies new values into the same memory. It does not copy
+gradients and optimizer
+state: it only moves references to these tensors out of and into the model and the optimizer.
 """
 
 from dataclasses import dataclass, field
@@ -26,7 +31,7 @@ from rl_actors.types import FIRST_TENANT
 class Stash:
     """Tensors and optimizer settings of a tenant that is not in use.
 
-    Weights and gradients are in the order of Tenants.trained, states and groups in the order of the optimizers.
+    `weights` and `gradients` have the order of Tenants.trained. `states` and `groups` have the order of the optimizers.
     """
 
     weights: list[Tensor]  # this rank's shards
@@ -48,7 +53,7 @@ class Tenant:
 
 
 class Tenants:
-    """The tenants of a trainer. One of them is in use. The first tenant, FIRST_TENANT, always exists."""
+    """The tenants of a trainer. One tenant is in use. The first tenant, whose name is FIRST_TENANT, always exists."""
 
     def __init__(self, built: BuiltModel, memory: Offload) -> None:
         self.built, self.memory = built, memory
@@ -64,7 +69,7 @@ class Tenants:
         return self.by_name[name]
 
     def use(self, name: str) -> None:
-        """Put the tensors of a tenant into the model and the optimizers. Does nothing if the tenant is in use already.
+        """Put the tensors of a tenant into the model and the optimizers. Does nothing if this tenant is in use already.
 
         Raises ValueError for an unknown name.
         """
@@ -85,7 +90,8 @@ class Tenants:
                 group.update(settings)
 
     def add(self, name: str, seed: int) -> None:
-        """Add a tenant whose adapters get the initial values of this seed, and use it. Raises ValueError for a name that is taken."""
+        """Add a tenant, and put it in use. Its adapters get the initial values of this seed. Raises ValueError for a
+        name that exists already."""
         if name in self.by_name:
             raise ValueError(f"there is a tenant {name!r} already; this trainer has {sorted(self.by_name)}")
         self._put_aside()
@@ -97,7 +103,8 @@ class Tenants:
         lora.initialise(self.built.model, seed)
 
     def drop(self, name: str) -> None:
-        """Forget a tenant, whatever the state of its step is. Raises ValueError for an unknown name and for the first tenant."""
+        """Delete a tenant, even in the middle of its step. Raises ValueError for an unknown name and for the first
+        tenant."""
         tenant = self.find(name)
         if name == FIRST_TENANT:
             raise ValueError("the first tenant of a trainer cannot be dropped; it ends with the trainer")
@@ -110,9 +117,10 @@ class Tenants:
         return list(self.built.optimizers.optimizers)
 
     def _put_aside(self) -> None:
-        """Make the stash of the tenant in use: copy its weights, and take its gradients and optimizer state out of model and optimizers."""
+        """Make the stash of the tenant in use. It gets copies of the weights, and the gradients and states of the model
+        and the optimizers."""
         self.memory.onload()
-        this_machine().wait()  # FSDP reads weights and writes gradients on streams of its own
+        this_machine().wait()  # FSDP reads weights and writes gradients on its own CUDA streams
         self.memory.drop_gathered_weights()
         weights = [local(parameter.detach()).clone() for parameter in self.trained]
         self.in_use.stash = Stash(

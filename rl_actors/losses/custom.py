@@ -1,9 +1,11 @@
 """A loss that the caller computes in its own process.
 
-Autograd gives the gradient of the loss with respect to the logprobs, or to the values of a value model. LogprobGradient or ValueGradient
-carries this gradient to the trainer.
+The caller's autograd computes the gradient of the loss with respect to the logprobs (in a value model: with respect to
+the values). The caller
+sends this gradient to the trainer as a column of the samples. The trainer's loss is then LogprobGradient or
+ValueGradient.
 
-T positions of one sample; B rows, L row length.
+In shapes, T is the number of positions of a sample, B the number of rows of a batch and L the length of a row.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +19,8 @@ from rl_actors.metrics import Partial, Partials, Scalar, merge
 from rl_actors.types import IGNORE_TARGET, Sample
 
 CustomLoss = Callable[[list[Sample], list[Tensor]], tuple[Tensor, Partials]]
-"""loss(samples, logprobs or values, each [T]) -> (scalar, metrics).
+"""A function loss(samples, outputs) that returns (scalar, metrics). outputs: for each sample its logprobs or values,
+[T].
 
 A metric named `x:mean` is a number or a pair (numerator, denominator)."""
 
@@ -48,10 +51,13 @@ class ValueGradient:
 def output_gradients(
     loss: CustomLoss, samples: Sequence[Sample], outputs: Sequence[Tensor]
 ) -> tuple[list[Tensor], Partials]:
-    """Run the caller's loss. Returns d loss / d outputs, [T] for each sample, and the metrics of the loss, to which loss:sum is added.
+    """Run the caller's loss. Returns d loss / d outputs, [T] for each sample, and the metrics of the loss and loss:sum.
 
-    outputs: logprobs, or the values of a value model. The loss gets samples whose columns are 0 at padded targets, as every loss in the
-    trainer does. Raises TypeError if the loss does not return (scalar, dict), and ValueError if the scalar does not depend on the outputs.
+    outputs: for each sample its logprobs, or the values of a value model. The loss gets samples whose columns are 0
+    where the target is
+    IGNORE_TARGET, like every loss in the trainer. Raises TypeError if the loss does not return (scalar, dict), and
+    ValueError if the scalar
+    does not depend on the outputs.
     """
     leaves = [x.detach().clone().requires_grad_() for x in outputs]
     with torch.enable_grad():

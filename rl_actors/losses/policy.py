@@ -1,9 +1,10 @@
 """Policy-gradient losses: pure functions of the trainer's logprobs, the generator's logprobs and advantages.
 
-A subclass of PolicyLoss defines the objective at a position. PolicyLoss adds weights, options and metrics. A trained position is one
-whose loss weight is not 0.
+A subclass of PolicyLoss defines the objective at a position. PolicyLoss adds weights, options and metrics. A position
+is trained if its
+loss weight is not 0.
 
-B rows, L row length; for a loss that is `whole_sequence` a row is one sample.
+B is the number of rows of a batch, and L is the length of a row. If a loss is `whole_sequence`, each row is one sample.
 """
 
 import math
@@ -21,22 +22,26 @@ from rl_actors.metrics import Partials
 class PolicyLoss:
     """sum_i -w_i c_i J_i + kl.coefficient sum_i w_i kl_i - entropy_coefficient sum_i w_i H_i
 
-    At position i, w is the loss weight, J the objective of the subclass, c the correction (1 if there is none), kl the estimate of the KL to the
-    reference, and H the entropy of the whole distribution.
-    The correction is a function of q = p_trainer / p_generator. If samples have the column generator_logprobs, then old_logprobs are the
+    At position i, w is the loss weight, J is the objective of the subclass, c is the factor of the correction (1
+    without a correction),
+    kl is the estimate of the KL to the reference, and H is the entropy of the distribution over the vocabulary.
+    The factor c is a function of q = p_trainer / p_generator. If samples have the column generator_logprobs, then
+    old_logprobs are the
     trainer's logprobs from before the update, and q = exp(old_logprobs - generator_logprobs). Without this column, old_logprobs are the
-    generator's, and q = exp(logprobs - old_logprobs) without a gradient.
-    sequence_mean divides the weights w of a sample by the sum of their absolute values, so that every sample counts the same. This is
-    GRPO's 1 / |o|.
+    generator's, and q = exp(logprobs - old_logprobs). No gradient flows through q.
+    sequence_mean divides the weights w of a sample by the sum of their absolute values, so that every sample counts the
+    same. In GRPO's
+    formula this is the factor 1 / |o|.
     """
 
-    kl: KL | None = None  # reads ref_logprobs
+    kl: KL | None = None  # if it is set, the loss reads the column ref_logprobs
     entropy_coefficient: float = 0.0
     correction: Correction | None = None
     sequence_mean: bool = False
 
-    # True: J contains the ratio to old_logprobs. If old_logprobs are the generator's, J already corrects for the
-    # difference between generator and trainer.
+    # True: J contains the ratio exp(logprobs - old_logprobs). If old_logprobs are the generator's, J already corrects
+    # for
+    # the difference between generator and trainer.
     corrects: ClassVar[bool] = True
     needs_old_logprobs: ClassVar[bool] = True
 
@@ -50,7 +55,10 @@ class PolicyLoss:
         return self.sequence_mean or (self.correction is not None and self.correction.level == "sequence")
 
     def columns(self) -> tuple[frozenset[str], frozenset[str]]:
-        """The (required, optional) arguments of the call, including those that the options read. The engine computes `entropy`."""
+        """The names of the (required, optional) arguments of the call, including the arguments that the options read.
+
+        The engine computes the argument `entropy`. The other arguments are columns of the samples.
+        """
         required, optional = {"loss_weights", "advantages"}, {"generator_logprobs", "old_logprobs"}
         if self.needs_old_logprobs or self.correction is not None:
             required.add("old_logprobs")
@@ -59,14 +67,15 @@ class PolicyLoss:
         if self.entropy_coefficient:
             required.add("entropy")
         if self.correction is not None and self.correction.reweights and self.corrects:
-            # Without this column q would be the ratio to old_logprobs. J contains that ratio already, so it would count twice.
+            # Without generator_logprobs, q would be the ratio exp(logprobs - old_logprobs). J contains this ratio
+            # already, so the ratio would count twice.
             required.add("generator_logprobs")
         return frozenset(required), frozenset(optional - required)
 
     def objective(
         self, logprobs_BL: Tensor, old_logprobs: Tensor, advantages: Tensor, is_trained_BL: Tensor
     ) -> tuple[Tensor, Partials]:
-        """(J [B, L], to be maximised; metrics of the subclass)."""
+        """Returns J [B, L], which training maximises, and the metrics of the subclass."""
         raise NotImplementedError
 
     def __call__(
@@ -84,7 +93,8 @@ class PolicyLoss:
         current_BL = logprobs_BL.detach()
 
         def where_trained(column: Tensor) -> Tensor:
-            # At positions that are not trained the ratio becomes 1. A ratio that overflowed there would make the sum 0 * inf = NaN.
+            # A ratio could overflow at a position that is not trained. The loss would then contain 0 * inf = NaN. With
+            # the current logprobs in the column the ratio is 1.
             return torch.where(is_trained_BL, column, current_BL)
 
         advantages = torch.where(is_trained_BL, advantages, 0.0)
@@ -118,13 +128,17 @@ class PolicyLoss:
 def policy_metrics(
     logprobs_BL: Tensor, generator_logprobs: Tensor, advantages: Tensor, loss_weights: Tensor
 ) -> Partials:
-    """Metrics of every policy loss, over trained positions: the distance of the generator's logprobs from the trainer's, the advantages,
-    and an estimate of the entropy.
+    """Metrics of every policy loss, over trained positions.
+
+    They measure the distance of the generator's logprobs from the trainer's, the advantages, and an estimate of the
+    entropy.
 
     kl_policy_generator is the k3 estimate r - 1 - log r with r = p_trainer / p_generator (Schulman, "Approximating KL divergence", 2020).
-    effective_sample_fraction is 1 / E[r^2], the effective sample size divided by the number of positions (Kong 1992 with E[r] = 1). It is
-    1 if p_trainer and p_generator agree. Values of several calls can be merged, because each is a quotient of two sums. Noise can raise it
-    above 1.
+    effective_sample_fraction is 1 / E[r^2], the effective sample size divided by the number of positions (Kong 1992
+    with E[r] = 1). This
+    fraction is 1 if p_trainer and p_generator agree. Noise can raise it above 1. The fractions of several calls can be
+    merged, because each
+    fraction is a quotient of two sums.
     """
     is_trained_BL = loss_weights != 0
     count = is_trained_BL.sum()
@@ -149,7 +163,7 @@ def policy_metrics(
 class Reinforce(PolicyLoss):
     """J_i = A_i logprob_i (Williams, "Simple statistical gradient-following algorithms", 1992).
 
-    The objective does not read old_logprobs. Only the metrics and a correction do.
+    The objective does not read old_logprobs. Only the metrics and a correction read them.
     """
 
     corrects: ClassVar[bool] = False
@@ -163,7 +177,8 @@ class Reinforce(PolicyLoss):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportanceSampling(PolicyLoss):
-    """J_i = r_i A_i with r_i = exp(logprob_i - old_logprob_i) (Tinker's `importance_sampling`)."""
+    """J_i = r_i A_i with r_i = exp(logprob_i - old_logprob_i), where A_i is the advantage (Tinker's
+    `importance_sampling`)."""
 
     def objective(
         self, logprobs_BL: Tensor, old_logprobs: Tensor, advantages: Tensor, is_trained_BL: Tensor
@@ -175,6 +190,7 @@ class ImportanceSampling(PolicyLoss):
 class PPO(PolicyLoss):
     """J_i = min(r_i A_i, clip(r_i, ratio_low, ratio_high) A_i) (Schulman et al., arXiv 1707.06347, eq. 7; Tinker's `ppo`).
 
+    r_i is exp(logprob_i - old_logprob_i).
     DAPO's clip-higher (arXiv 2503.14476) is a larger upper bound: PPO(ratio_low=0.8, ratio_high=1.28).
     dual_clip=c > 1 bounds J_i from below by c A_i where A_i < 0 (Ye et al., arXiv 1912.09729, eq. 5).
     """
@@ -196,7 +212,8 @@ class PPO(PolicyLoss):
         return self.clipped_objective(ratio_BL, advantages, is_trained_BL)
 
     def clipped_objective(self, ratio_BL: Tensor, advantages: Tensor, is_trained_BL: Tensor) -> tuple[Tensor, Partials]:
-        """PPO's objective for one ratio per position, as in PPO, or one ratio per sample, as in GSPO."""
+        """PPO's objective. ratio_BL: PPO has one ratio per position. GSPO repeats the ratio of a sample at all its
+        positions."""
         clipped_BL = ratio_BL.clamp(self.ratio_low, self.ratio_high)
         objective_BL = torch.minimum(ratio_BL * advantages, clipped_BL * advantages)
         was_clipped_BL = clipped_BL * advantages < ratio_BL * advantages
@@ -210,10 +227,11 @@ class PPO(PolicyLoss):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GSPO(PPO):
-    """PPO with one ratio per sample: s = exp(mean of logprob_i - old_logprob_i over the sample's trained i) (Zheng et al.,
-    arXiv 2507.18071).
+    """PPO with one ratio s per sample (Zheng et al., arXiv 2507.18071).
 
-    Equation 5 of the paper is a mean over samples. GSPO(sequence_mean=True) with grad_divisor = the number of samples computes it.
+    s = exp(mean of logprob_i - old_logprob_i over the sample's trained positions i).
+    Equation 5 of the paper is a mean over samples. GSPO(sequence_mean=True) computes this mean if grad_divisor is the
+    number of samples.
     The default bounds are the paper's. They are narrow because s is a geometric mean.
     """
 
@@ -235,7 +253,9 @@ class GSPO(PPO):
 class CISPO(PolicyLoss):
     """J_i = clip(r_i, ratio_low, ratio_high) A_i logprob_i (MiniMax-M1, arXiv 2506.13585, eq. 4; Tinker's `cispo`).
 
-    The clipped ratio is a constant factor without a gradient, so that a position outside the bounds still has the gradient of its logprob.
+    r_i is exp(logprob_i - old_logprob_i). No gradient flows through the clipped ratio. A position outside the bounds
+    therefore still has
+    the gradient of its logprob.
     """
 
     ratio_low: float = 0.0
@@ -256,8 +276,10 @@ class CISPO(PolicyLoss):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DRO(PolicyLoss):
-    """J_i = A_i logprob_i - beta / 2 (logprob_i - old_logprob_i)^2 (Richemond et al., arXiv 2405.19107; Kimi k1.5, arXiv 2501.12599;
-    Tinker's `dro`). The default beta is the one in Tinker's example.
+    """J_i = A_i logprob_i - beta / 2 (logprob_i - old_logprob_i)^2
+
+    Sources: Richemond et al., arXiv 2405.19107; Kimi k1.5, arXiv 2501.12599; Tinker's `dro`. The default beta is from
+    Tinker's example.
     """
 
     beta: float = 0.05
@@ -277,7 +299,10 @@ class DRO(PolicyLoss):
 
 
 def clip_metrics(was_clipped_BL: Tensor, ratio_BL: Tensor, is_trained_BL: Tensor) -> Partials:
-    """Shares of the trained positions whose ratio was clipped: at any ratio, at a ratio below 1, and at a ratio above 1."""
+    """The fraction of the trained positions whose ratio was clipped.
+
+    `_low` counts only ratios below 1, and `_high` counts only the other ratios.
+    """
     is_low_BL = ratio_BL < 1
     return {
         "clip_fraction:mean": _mean(was_clipped_BL.float(), is_trained_BL),

@@ -1,6 +1,8 @@
 """Supervised losses.
 
-B rows, L row length, T tokens of a sample, K targets of one position.
+In shapes, B is the number of rows of a batch, L the length of a row, T the number of positions of a sample and K the
+number of target ids at
+one position.
 """
 
 from dataclasses import dataclass
@@ -12,12 +14,15 @@ from rl_actors.metrics import Partials
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossEntropy:
-    """sum_i -w_i log p_i (Tinker's `cross_entropy`). The weights w may be any numbers, also negative ones.
+    """sum_i -w_i log p_i (Tinker's `cross_entropy`). p_i is the probability of the target at position i, and w_i is the
+    loss weight. A weight may
+    be negative.
 
-    A sample of T tokens may have the columns target_ids and target_weights, both of shape [T, K]. Then the loss is
+    A sample of T positions may have the columns target_ids and target_weights, both of shape [T, K]. Then the loss is
     sum_i -w_i sum_k v_ik log p(id_ik | tokens[:i+1]), where v are the target_weights and tokens are the sample's tokens. This is the
-    cross entropy to a distribution over K tokens, as in distillation. The sample's `targets` then only exclude positions: a position
-    whose target is IGNORE_TARGET does not count.
+    cross entropy to a distribution over K tokens, as in distillation. The sample's `targets` then have only one use: a
+    position whose
+    target is IGNORE_TARGET does not count.
     """
 
     def __call__(

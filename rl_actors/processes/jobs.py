@@ -1,6 +1,7 @@
-"""Monarch's jobs, which start workers for a run: on this machine, over SSH, by Slurm or on Kubernetes.
+"""Monarch's jobs. A job starts Monarch workers for a run: on this machine, over SSH, by Slurm or on Kubernetes.
 
-`parse` reads the hosts, `JobConfig` holds the options, and `build` makes the job. hosts.py starts the job and connects to its workers.
+A worker is a program that starts the run's processes on its host. `parse` reads the addresses of the hosts, `JobConfig`
+holds the options, and `build` makes the job. hosts.py starts the job and connects to its workers.
 The workers of a job listen without TLS, because Monarch 0.7 gives jobs no certificates.
 """
 
@@ -25,16 +26,17 @@ HOST_TEXTS = {
     "slurm": "node {} of the Slurm job",
     "kubernetes": "pod {} of the job",
 }
-"""Kind of job -> text that stands for the name of a host, for the kinds whose hosts have no names before the job is started."""
+"""The text that stands for the name of a host. Before the job is started, hosts of these kinds of jobs have no names.
+Key: kind of job."""
 PORTS = {"ssh": 22222, "slurm": 22222, "kubernetes": 26600}
-"""Kind of job -> Monarch's default port for its workers."""
+"""Monarch's default port for workers. Key: kind of job."""
 SHARED_MEMORY = "/dev/shm"
-PORT_VARIABLE = "MONARCH_PORT"  # Monarch reads the port of a pod's worker from this variable of the pod
+PORT_VARIABLE = "MONARCH_PORT"  # Monarch reads the worker's port from this environment variable of the pod
 HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 TIME_LIMIT = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
 KUBERNETES_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 SSH_CHECK_TIMEOUT = 60.0
-"""Seconds in which a host must answer over SSH."""
+"""A host must answer over SSH within this number of seconds."""
 
 
 @dataclass(kw_only=True)
@@ -46,9 +48,10 @@ class JobConfig:
     port: int = 0
     """Port at which the workers listen. 0: Monarch's default, which is 22222, or 26600 on Kubernetes."""
     start_timeout: int = 600
-    """Seconds in which the workers must listen. The wait in a scheduler's queue is included."""
+    """The workers must listen within this number of seconds. The wait in a scheduler's queue counts."""
     arguments: str = ""
-    """More arguments of ssh ("-p 2222 -l me") or directives of sbatch ("--constraint=h100 --reservation=mine")."""
+    """Further arguments for ssh, such as "-p 2222 -l me", or for sbatch, such as "--constraint=h100
+    --reservation=mine"."""
     gpus_per_host: int = 0
     """GPUs that Slurm or Kubernetes gives to each host."""
     partition: str = ""
@@ -58,7 +61,8 @@ class JobConfig:
     account: str = ""
     """Slurm's account that pays for the job."""
     image: str = ""
-    """Container image of the Kubernetes pods. The controller runs in a pod of this image, too, so the package has the same path everywhere."""
+    """Container image of the Kubernetes pods. Run the controller in a pod of this image, too, because the package needs
+    the same path everywhere."""
     namespace: str = "default"
     """Namespace of the Kubernetes pods."""
     claim: str = ""
@@ -128,12 +132,12 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "slurm": (*_EVERYWHERE, "arguments", "gpus_per_host", "partition", "time_limit", "account"),
     "kubernetes": (*_EVERYWHERE, "gpus_per_host", "image", "namespace", "claim", "mount"),
 }
-"""Kind of job -> the fields of JobConfig that it takes."""
+"""The fields of JobConfig that a kind of job takes. Key: kind of job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The kind of job that starts the workers of a run, and the names of the hosts."""
+    """The job that starts the workers of a run: its kind, and the names of its hosts."""
 
     kind: str  # a key of FIELDS
     names: tuple[str, ...]
@@ -148,7 +152,7 @@ class Job:
 def parse(addresses: Sequence[str]) -> Job | None:
     """The job that these addresses ask for: process://N, slurm://N, kubernetes://N, or one ssh://HOST for each host.
 
-    None: the addresses are those of workers that run already.
+    None if these are addresses of workers that run already.
     Raises ValueError for a number below 1, for a wrong or repeated name, and for a mixture of kinds.
     """
     kinds = [address.partition(MARK)[0] for address in addresses]
@@ -184,7 +188,7 @@ def _is_loopback(name: str) -> bool:
 
 
 def build(job: Job, config: JobConfig, *, mesh: str, logs: Path | None = None) -> "JobTrait":
-    """Monarch's job with one mesh of hosts. It starts nothing until its method `apply` or `state` is called.
+    """Make Monarch's job with one mesh of hosts. The job starts nothing until its method `apply` or `state` is called.
 
     mesh: name of the mesh, in lower-case letters and digits. logs: folder for the output of a Slurm job; None: the working directory.
     """
@@ -210,12 +214,14 @@ def port(job: Job, config: JobConfig) -> int:
 
 
 def ssh_arguments(config: JobConfig) -> list[str]:
-    """Arguments of ssh. BatchMode: ssh must ask no questions. -tt gives the worker a terminal, so that it ends when ssh ends."""
+    """Arguments of ssh. With BatchMode ssh asks no questions. -tt gives the worker a terminal, so that the worker ends
+    when ssh ends."""
     return ["-tt", "-o", "BatchMode=yes", *shlex.split(config.arguments)]
 
 
 def require_ssh(job: Job, config: JobConfig) -> None:
-    """Raises ConnectionError, with ssh's own message, for a host that SSH does not reach or that lacks this Python."""
+    """Raises ConnectionError if ssh cannot reach a host or if a host lacks this Python. If ssh failed, the error has
+    ssh's own message."""
     for name in job.names:
         command = ["ssh", *ssh_arguments(config), "-n", name, f"test -x {shlex.quote(sys.executable)}"]
         try:
@@ -255,13 +261,14 @@ def _kubernetes(job: Job, config: JobConfig, mesh: str) -> "JobTrait":
     from monarch.job.kubernetes import KubernetesJob
 
     made = KubernetesJob(namespace=config.namespace, timeout=config.start_timeout)
-    # Monarch's own ImageSpec has no volumes, and the pods need the shared disk of the run folder.
+    # The pods need a volume, which is the shared disk of the run folder. Monarch's own ImageSpec has no volumes, so
+    # this is a whole pod template.
     made.add_mesh(mesh, len(job.names), pod_template=_pod_template(config, port(job, config)), port=port(job, config))
     return made
 
 
 def _pod_template(config: JobConfig, worker_port: int) -> "V1PodTemplateSpec":
-    """A pod with one worker, which listens at the pod's IP address."""
+    """Template of a pod with one worker. The worker listens at the pod's IP address."""
     from kubernetes import client
 
     address = client.V1EnvVarSource(field_ref=client.V1ObjectFieldSelector(field_path="status.podIP"))
@@ -275,7 +282,7 @@ def _pod_template(config: JobConfig, worker_port: int) -> "V1PodTemplateSpec":
     worker = client.V1Container(
         name="worker",
         image=config.image,
-        # Kubernetes replaces $(POD_IP).
+        # Kubernetes replaces $(POD_IP) by the variable of this name in `env`.
         command=[sys.executable, "-m", "rl_actors.processes.worker", f"tcp://$(POD_IP):{worker_port}", "--insecure"],
         env=[
             client.V1EnvVar(name="POD_IP", value_from=address),

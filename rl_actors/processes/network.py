@@ -7,11 +7,12 @@ import struct
 from collections.abc import Mapping
 
 GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # torch's gloo listens on the interface of this name
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # torch's gloo listens on the network interface that this variable names
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this machine's interface that leads to a host. Raises OSError if no interface leads there."""
+    """The address of this machine's network interface that leads to a host. Raises OSError if no interface leads
+    there."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
@@ -19,7 +20,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface whose first IPv4 address is this one. Empty if no interface has this address."""
+    """The name of the interface whose first IPv4 address is `address`. Empty if no interface has this address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
@@ -32,10 +33,13 @@ def interface_of(address: str) -> str:
 
 
 def lead_gloo_to(host: str, port: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Environment that lets gloo listen on the interface that leads to a host.
+    """Environment variables that let gloo listen on the interface that leads to a host.
 
-    The environment is empty if the user has chosen an interface, or if no interface is found. By default gloo listens at the address of this
-    machine's name, which often is loopback. Other hosts could then not reach gloo.
+    By default gloo listens at the address to which this machine's name resolves. This address is often loopback, which
+    other hosts cannot
+    reach. The result is empty if the user has chosen an interface, or if this function finds none. Raises OSError if no
+    interface leads to the
+    host.
     """
     if GLOO_INTERFACE in environment:
         return {}

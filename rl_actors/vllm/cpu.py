@@ -1,4 +1,5 @@
-"""vLLM's options on a CPU, the set-up of its process, and repairs after a reload of weights. gpu.py has the same names for a GPU."""
+"""vLLM's options on a CPU, the set-up of its process, and repairs after a reload of weights. gpu.py has functions of
+the same names for a GPU."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,19 +14,21 @@ if TYPE_CHECKING:
 
 ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # torch.compile is off, because it would compile helper kernels for twelve seconds when they are first used.
+    # torch.compile is off. It would compile vLLM's helper kernels at their first use, which takes twelve seconds.
     "TORCH_COMPILE_DISABLE": "1",
-    # oneDNN keeps a kernel of about 0.4 MiB for every number of rows that a layer has met. With oneDNN's default limit of 1,024 kernels the
-    # memory of the process would grow over many thousand requests.
+    # For each layer oneDNN keeps one kernel of about 0.4 MiB for every number of input rows that has occurred. With
+    # oneDNN's default limit
+    # of 1,024 kernels the memory of the process would grow over many thousand requests.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
 }
 KV_CACHE_BYTES = 256 << 20
 BATCHED_TOKENS = 4096
-"""Largest number of tokens in one step of vLLM, unless the config needs more. With larger steps, running requests would wait longer while
-a step reads prompts."""
+"""Largest number of tokens in one step of vLLM, unless the config needs more. In a larger step vLLM would process more
+tokens of new prompts,
+and running requests would wait longer for their next token."""
 
 ADAPTERS = "rl_actors.vllm.cpu_adapters.GroupedAdapters"
-"""Class that applies adapters, in the place of vLLM's PunicaWrapperCPU."""
+"""Class that applies LoRA adapters. It replaces vLLM's PunicaWrapperCPU."""
 
 HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of an attention head for which vLLM 0.32 has a kernel on a CPU."""
@@ -53,7 +56,7 @@ def require_possible(config: GeneratorConfig) -> None:
 
 
 def options(config: GeneratorConfig) -> dict[str, object]:
-    """vLLM's arguments. Also sets up the process, so call it on the thread that will run the engine."""
+    """vLLM's arguments. Also sets up the process, so it must be called on the thread that will run the engine."""
     from vllm.platforms import current_platform
 
     threads.prepare_cpu_process()
@@ -68,7 +71,8 @@ def options(config: GeneratorConfig) -> dict[str, object]:
 
 
 def prepare_worker() -> None:
-    """Let vLLM's worker in this process apply adapters by cpu_adapters.py. Call it before the worker loads the model."""
+    """Make vLLM's worker in this process apply adapters with cpu_adapters.py. Must be called before the worker loads
+    the model."""
     from vllm.platforms import current_platform
 
     type(current_platform).get_punica_wrapper = staticmethod(lambda: ADAPTERS)
@@ -76,17 +80,21 @@ def prepare_worker() -> None:
 
 @contextlib.contextmanager
 def reloading(model: "nn.Module") -> Iterator[None]:
-    """Context manager for a reload of all weights. vLLM's CPU kernels compute with packed weights, so the new weights are packed, too."""
+    """Context manager for a reload of all weights. vLLM's CPU kernels compute with packed weights, so it makes vLLM
+    pack the new
+    weights, too.
+    """
     _forget_packed_experts(model)
     yield
     _repack_tied_head(model)
 
 
 def _forget_packed_experts(model: "nn.Module") -> None:
-    """Drop the expert kernels, so that a reload builds them again.
+    """Drop the kernels of the experts, so that a reload builds them again.
 
-    vLLM packs expert weights only when it builds the kernel. If the old kernel stayed, a reload would write unpacked weights where the
-    kernel reads packed ones, or it would fail because packed weights are padded.
+    vLLM packs expert weights only when it builds the kernel. If the old kernel stayed, a reload would write unpacked
+    weights into the memory
+    from which the kernel reads packed weights. Or the reload would fail, because packed weights are padded.
     """
     if model.config.model_type != SPARSE_MODEL_TYPE:
         return
@@ -98,6 +106,6 @@ def _forget_packed_experts(model: "nn.Module") -> None:
 
 
 def _repack_tied_head(model: "nn.Module") -> None:
-    """Pack a tied head again, because a reload leaves the old weights in its kernel."""
+    """Pack the weights of a tied head again, because a reload leaves the old weights in the head's kernel."""
     if model.config.tie_word_embeddings:
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)

@@ -1,4 +1,4 @@
-"""Starts vLLM's engine with the options of a config and of this machine."""
+"""Starts vLLM's engine with the options that a config and this machine need."""
 
 import contextlib
 import os
@@ -22,18 +22,20 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 ENGINE_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-BATCH_INVARIANT_ENV = {"VLLM_BATCH_INVARIANT": "1"}  # vLLM reads it when its modules are imported
+BATCH_INVARIANT_ENV = {"VLLM_BATCH_INVARIANT": "1"}  # vLLM reads this variable when vLLM's modules are imported
 ADAPTERS_ON_HOST = 4
-"""Adapters in the host's memory for each adapter in the device's memory. vLLM reads others from their directories when requests need them."""
+"""vLLM keeps this many adapters in the host's memory for each adapter in the device's memory. It reads all other
+adapters from their directories when requests need them."""
 
 WORKER_EXTENSION = "rl_actors.vllm.weights.WeightsExtension"
-"""Class whose methods vLLM adds to its workers. A pull calls them, so the bytes go straight into the process that computes."""
+"""Class whose methods vLLM adds to its workers. A pull of weights calls these methods, so the worker process reads the
+weights directly."""
 
 
 class Machine(Protocol):
     """Protocol of the modules cpu.py and gpu.py."""
 
-    ENV: dict[str, str]  # environment of vLLM's process
+    ENV: dict[str, str]  # environment variables for vLLM's process
 
     def require_possible(self, config: GeneratorConfig) -> None:
         """Raises ValueError naming the value and the reason if vLLM cannot run this config on the machine."""
@@ -58,18 +60,23 @@ def this_machine() -> Machine:
 def require_machine(config: GeneratorConfig) -> None:
     """Raises ValueError naming the value and the reason if this machine has no GPU and vLLM cannot run the config on a CPU.
 
-    The limits of a GPU are checked in the generator's process. Reading them initializes CUDA, which takes memory of the GPU.
+    This function does not check the limits of a GPU, because reading them initializes CUDA and so takes memory of the
+    GPU. The generator's
+    process checks them.
     """
     if not torch.cuda.is_available():
         cpu.require_possible(config)
 
 
 def start_vllm(config: GeneratorConfig, core: Core | None = None) -> "LLMEngine":
-    """Start an LLMEngine. It has the weights of config.hf_path. Without a path it has random ones until the first pull.
+    """Start an LLMEngine. It has the weights of config.hf_path. If hf_path is empty, it has random weights until the
+    first pull.
 
-    core: the place of its engine core; None: the place that the config asks for.
-    The engine takes one token more than config.max_model_len. vLLM samples a token after every prompt, so without the extra token it would
-    refuse to compute logprobs of a sequence of max_model_len tokens.
+    core: says in which process vLLM's engine core (scheduler and model) runs. None: the config decides.
+    The engine's own limit is config.max_model_len + 1 tokens. vLLM samples a token after every prompt, also when the
+    caller only wants
+    logprobs. With a limit of max_model_len, vLLM would refuse to compute logprobs of a sequence of max_model_len
+    tokens.
     Raises ValueError for a config that vLLM cannot run on this machine.
     """
     core = core or core_of(config)
@@ -80,7 +87,10 @@ def start_vllm(config: GeneratorConfig, core: Core | None = None) -> "LLMEngine"
 
 
 def start_async_vllm(config: GeneratorConfig) -> "AsyncLLM":
-    """Start an AsyncLLM with the arguments of `start_vllm`. Its core is always a process of its own. Benchmarks compare the generator with it."""
+    """Start an AsyncLLM with the arguments of `start_vllm`. Its engine core always runs in a process of its own.
+    Benchmarks compare the
+    generator with an AsyncLLM.
+    """
     with _arguments(config, OwnProcess()) as arguments:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -90,7 +100,7 @@ def start_async_vllm(config: GeneratorConfig) -> "AsyncLLM":
 
 @contextlib.contextmanager
 def _arguments(config: GeneratorConfig, core: Core) -> Iterator[dict[str, Any]]:
-    """vLLM's arguments. The engine must be started inside this context, which also sets up the process."""
+    """Context manager that gives vLLM's arguments and sets up the process. The engine must be started inside it."""
     machine = this_machine()
     machine.require_possible(config)
     os.environ.update(ENGINE_ENV | machine.ENV)
@@ -122,8 +132,10 @@ def _engine_arguments(config: GeneratorConfig, directory: str, options: dict[str
         served = adapters.served(ModelConfig.from_hf(directory))
         options |= adapter_options(served, num_adapters=config.max_adapters, rank=config.max_adapter_rank)
     if config.max_model_len > ModelConfig.from_hf(directory).max_position_embeddings:
-        # vLLM would refuse the extra token, because the model has no position for it. The model never needs this position, because the
-        # last sampled token is not an input.
+        # `start_vllm` has added one token to max_model_len. vLLM would refuse this limit, because the model has no
+        # position for the extra
+        # token. The override is safe, because the model never computes at this position: the last sampled token is not
+        # an input.
         options["hf_overrides"] = {"max_position_embeddings": config.max_model_len}
     return dict(
         model=directory,
@@ -132,7 +144,8 @@ def _engine_arguments(config: GeneratorConfig, directory: str, options: dict[str
         dtype=config.dtype,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
-        # "processed": log_softmax(logits / temperature) after top-p and top-k. This is the distribution that was sampled from.
+        # The logprobs are log_softmax(logits / temperature) after top-p and top-k. This is the distribution that vLLM
+        # samples from.
         logprobs_mode="processed_logprobs",
         seed=config.seed,
         disable_log_stats=True,
@@ -142,7 +155,8 @@ def _engine_arguments(config: GeneratorConfig, directory: str, options: dict[str
 
 
 def adapter_options(modules: list[str], *, num_adapters: int, rank: int) -> dict[str, object]:
-    """vLLM's arguments for adapters on these modules, of at most this rank. num_adapters: the most adapters in one step."""
+    """vLLM's arguments for LoRA adapters on these modules. num_adapters: largest number of adapters in one step. rank:
+    largest LoRA rank."""
     from vllm.config.lora import MaxLoRARanks
 
     return {
