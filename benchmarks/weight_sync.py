@@ -1,16 +1,18 @@
 """Speed of the transfer of weights from a trainer to a generator, compared with a plain copy of the same number of bytes in the same run.
 
-On a CPU one process writes a snapshot and another one reads it, as a rank and a worker of vLLM do. vLLM's own work on the weights is left
-out. One thread copies the tensors, as in a push. The plain copy moves the same number of bytes as one tensor, with all threads: one process
-copies it into shared memory, and the other one copies it out.
-The snapshot is read in three ways: from shared memory, by TCP and point to point. The last two use the loopback address, and point to point
-uses gloo. All ways take turns, so that a slow moment of the machine affects all of them.
+On a CPU one process writes a snapshot of the weights into shared memory, as a trainer's rank does. Another process
+reads the snapshot, as a worker of vLLM does. vLLM's own work on the weights is left out. One thread copies the tensors,
+as in a push. For the plain copy all bytes are one tensor, and all threads copy. The first process copies the tensor
+into shared memory, and the second process copies it out. The snapshot is read in three ways: from shared memory, by TCP
+and point to point. TCP and point to point use the loopback address, and point to point uses gloo. Each round measures
+every way once, so that a slow moment of the machine affects all of them.
 
-With --actors the program also times a push by a real trainer and a pull by a real generator, as their callers see them, and each phase of
-the push and the pull. On a machine with GPUs it measures only these actors. It then times plain copies of the same number of bytes, there
-and back, because a push and a pull copy once each. The copies are between the two GPUs, or between a GPU and pinned memory. With --path
-point_to_point --network, NCCL may use neither direct access between GPUs nor shared memory, so it sends the bytes over the network, as
-between hosts. --actors has not been run on a GPU yet.
+With --actors the program also times a push by a real trainer and a pull by a real generator, as their callers see them,
+and each phase of the push and the pull. On a machine with GPUs it measures only these actors. It then also times plain
+copies of the same number of bytes, in both directions, because the push and the pull each copy the bytes once. The
+copies are between the two GPUs, or between a GPU and pinned memory. With --path point_to_point --network, NCCL may use
+neither direct access between GPUs nor shared memory. So NCCL sends the bytes over the network, as between hosts.
+--actors has not been run on a GPU yet.
 """
 
 import argparse
@@ -46,7 +48,8 @@ from rl_actors.types import Transfer
 TIMEOUT = 120.0  # seconds
 ONLY_NETWORK = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 SECRET = b"benchmark"
-# Gigabytes in bfloat16 -> (blocks of a Qwen3 0.6B, vocabulary).
+# The model of each size in gigabytes of bfloat16: (number of transformer blocks, size of the vocabulary). Its other
+# dimensions are those of Qwen3 0.6B.
 SIZES = {"0.1": (3, 8192), "0.5": (15, 8192), "1.2": (28, 151_936)}
 PLAIN, SHARED_MEMORY, TCP, POINT_TO_POINT = "plain copy", "shared memory", "tcp", "point to point"
 PATHS = {PLAIN: "shared_memory", SHARED_MEMORY: "shared_memory", TCP: "tcp", POINT_TO_POINT: "point_to_point"}
@@ -62,7 +65,10 @@ def model_of(size: str) -> ModelConfig:
 
 
 class Writer:
-    """One rank of a trainer. The plain copy has slots of its own, which hold one tensor."""
+    """One rank of a trainer. It writes versions into slots, which are blocks of shared memory.
+
+    The slots of the plain copy hold one tensor. The slots of the other ways hold all weights.
+    """
 
     def __init__(self, flat: Tensor, weights: Mapping[str, Tensor]) -> None:
         self.tensors = {PLAIN: {"flat": flat}, SHARED_MEMORY: dict(weights)}
@@ -82,7 +88,9 @@ class Writer:
 
 
 def read_versions(connection: Connection, num_threads: int) -> None:
-    """The reader's process: copy every version into memory of its own, and answer with (seconds, {tensor: sum of its values})."""
+    """Program of the reader's process. It copies every version into its own memory, and sends (seconds, {tensor: sum of
+    the values}).
+    """
     torch.set_num_threads(num_threads)
     kept: dict[str, Tensor] = {}  # memory of the reader, made at the first version
     while (manifest := connection.recv()) is not None:
@@ -116,7 +124,7 @@ def measure_bytes(size: str, *, rounds: int, num_threads: int) -> None:
             wrote, manifest = writer.write(way, turn)
             here.send(manifest)
             read, sums = here.recv()
-            if turn > 1:  # the first two turns make the slots
+            if turn > 1:  # the first two rounds allocate the slots
                 writes[way].append(wrote)
                 reads[way].append(read)
                 continue
@@ -163,8 +171,8 @@ class AgainTrainer(PolicyTrainer):
 def measure_actors(size: str, *, rounds: int, path: str, ranks: int, network: bool) -> None:
     """Print and record the seconds of a push and a pull between a real trainer and a real generator.
 
-    On a machine with GPUs the trainer's ranks use the first GPUs, and the generator uses the next one. If no GPU is left, it shares the last
-    one with a rank.
+    On a machine with GPUs the trainer's ranks use the first GPUs, and the generator uses the next GPU. If no GPU is
+    left, the generator shares the last GPU with a rank.
     """
     limits = {"max_sequence_length": 128, "tokens_per_row": 128}
     config = TrainerConfig(model=model_of(size), optimizer=None, **limits)
@@ -185,7 +193,8 @@ def measure_actors(size: str, *, rounds: int, path: str, ranks: int, network: bo
     mesh = processes.mesh.spawn("trainer", AgainTrainer, config, transport)
     try:
         with TrainerClient(mesh) as trainer:
-            trainer.ready().result()  # before vLLM starts, which measures the free memory of its GPU
+            # vLLM measures the free memory of its GPU when it starts. So the trainer must hold its memory before.
+            trainer.ready().result()
             with GeneratorClient.spawn(generator_config, transport=transport) as generator:
                 generator.ready().result()
                 syncs = _syncs(trainer, generator, mesh, rounds)
@@ -198,12 +207,16 @@ def measure_actors(size: str, *, rounds: int, path: str, ranks: int, network: bo
 
 
 def plain_seconds(num_bytes: int, device: str) -> float:
-    """Seconds of plain copies of num_bytes from the first GPU to another device and back, computed from copies of 1 GiB. "cpu": pinned memory."""
+    """Seconds of plain copies of num_bytes from the first GPU to another device and back, computed from copies of 1
+    GiB.
+
+    device: the other device. "cpu" stands for pinned memory of the host.
+    """
     here = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     there = torch.empty(1 << 30, dtype=torch.uint8, device=device, pin_memory=device == "cpu")
     num_rounds = 5
     for turn in range(num_rounds + 1):
-        if turn == 1:  # the first turn is not timed
+        if turn == 1:  # the first round is not timed
             begin = time.perf_counter()
         there.copy_(here, non_blocking=True)
         here.copy_(there, non_blocking=True)
@@ -212,7 +225,10 @@ def plain_seconds(num_bytes: int, device: str) -> float:
 
 
 def _syncs(trainer, generator, mesh, rounds: int) -> list[tuple[float, float, Transfer, Transfer]]:
-    """(seconds of the push, seconds of the pull, the push, the pull) of every round but the first two, which make the slots."""
+    """(seconds of the push, seconds of the pull, the push, the pull) of every round.
+
+    The first two rounds are left out, because they allocate the slots.
+    """
     found = []
     for turn in range(rounds + 2):
         mesh.forget_pushes.call().get()
@@ -230,7 +246,11 @@ def _syncs(trainer, generator, mesh, rounds: int) -> list[tuple[float, float, Tr
 def report_actors(
     size: str, path: str, ranks: int, syncs: list[tuple[float, float, Transfer, Transfer]], plain: float | None
 ) -> None:
-    """path: as the config and the flags name it. plain: seconds of two plain copies of the same number of bytes, if they were measured."""
+    """Print and record the figures of the pushes and pulls.
+
+    path: the path of the weights, as the flags name it. plain: seconds of two plain copies of the same number of bytes.
+    None: not measured.
+    """
     _, _, push, pull = syncs[-1]
     figures: dict[str, float | str] = {
         "path": pull.path,

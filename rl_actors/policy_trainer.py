@@ -1,7 +1,8 @@
 """The trainer as a Monarch actor. Each rank has one instance, which passes its calls on to the rank's TrainEngine.
 
-Every rank must get the same calls in the same order, so only one TrainerClient may send them. `Order` enforces this. A
-tenant is one of several runs that train adapters over the trainer's base model. FIRST_TENANT is the tenant that every
+Every rank must get the same calls in the same order, so only one TrainerClient may send them. `Order` enforces this.
+
+A tenant is one of several runs that train adapters over the trainer's base model. FIRST_TENANT is the tenant that every
 trainer has.
 """
 

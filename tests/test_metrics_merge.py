@@ -1,4 +1,4 @@
-"""Partial metrics, merged in any order, give the numbers of one pass over everything."""
+"""Partial metrics, merged in any order, give the same numbers as one pass over all values."""
 
 import math
 from itertools import permutations

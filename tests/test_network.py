@@ -1,4 +1,7 @@
-"""gloo listens on the interface that leads to the other ranks, not on the one of the address of the machine's name."""
+"""gloo listens on the network interface that leads to the other ranks.
+
+By default gloo would take the interface of the address to which the machine's name resolves.
+"""
 
 from rl_actors.processes import network
 

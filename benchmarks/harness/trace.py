@@ -9,7 +9,7 @@ from typing import Any
 NUM_KERNELS = 25
 NUM_GAPS = 8
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
-# Part of a kernel's name -> kind of the kernel. The first part that is found in a name decides.
+# The kind of a kernel, by a part of the kernel's name. The first entry whose part is in the name decides.
 KINDS = {
     "flex": "attention",
     "flash": "attention",

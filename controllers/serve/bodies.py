@@ -1,10 +1,15 @@
-"""Reads the whole body of a request and decompresses it. A limit holds for the compressed and for the decompressed size."""
+"""Reads the whole body of a request and decompresses it. max_body_bytes limits both the compressed and the decompressed
+size."""
 
 from fastapi import HTTPException, Request
 
 
 async def read_body(request: Request) -> bytes:
-    """The body. Raises HTTPException 413 if it is too large and 415 for an encoding that is not known."""
+    """The decompressed body.
+
+    Raises HTTPException 413 if the body is too large, 415 if this server cannot decode its encoding, and 400 if it is
+    not valid zstd.
+    """
     limit = request.app.state.server.config.max_body_bytes
     body = bytearray()
     async for piece in request.stream():

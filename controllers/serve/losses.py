@@ -1,9 +1,10 @@
 """Tinker's losses by name, with the formulas of its documentation: sums over tokens, never means.
 
-They differ from rl_actors.losses in their columns: there are no loss weights, the bounds of a clip may be columns, and gspo has its own mask.
-lp is the trainer's logprob of a target, q the client's column `logprobs`, A the advantage, r = exp(lp - q).
+They differ from rl_actors.losses in their columns: there are no loss weights, the bounds of a clip may be columns, and
+gspo has its own mask. In the formulas lp is the trainer's logprob of a target, q the logprob that the client gives in
+the input `logprobs`, A the advantage, and r = exp(lp - q). A datum is one training example of Tinker's protocol.
 
-B rows, L row length.
+Letters of shapes: B rows of a batch, L positions in a row.
 """
 
 import math
@@ -26,7 +27,7 @@ COLUMN_OF_INPUT = {
     "clip_high_threshold": "clip_high",
     "sequence_ratio_mask": "sequence_ratio_mask",
 }
-"""A datum's input -> its column in a Sample."""
+"""The column of a Sample for each input of a datum."""
 
 
 def _result(loss: Tensor, logprobs_BL: Tensor, old_BL: Tensor, advantages: Tensor) -> tuple[Tensor, Partials]:
@@ -36,7 +37,7 @@ def _result(loss: Tensor, logprobs_BL: Tensor, old_BL: Tensor, advantages: Tenso
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportanceSampling:
-    """-sum r A"""
+    """The loss is -sum r A."""
 
     def __call__(self, logprobs_BL: Tensor, *, old_logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Partials]:
         loss = -((logprobs_BL - old_logprobs).exp() * advantages).sum()
@@ -45,7 +46,9 @@ class ImportanceSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clipped:
-    """Base of the losses with a clipped ratio. The columns clip_low and clip_high replace the bounds position by position."""
+    """Base of the losses with a clipped ratio. The optional columns clip_low and clip_high hold bounds for each
+    position.
+    """
 
     low: float
     high: float
@@ -70,7 +73,7 @@ class Clipped:
         clip_low: Tensor | None,
         clip_high: Tensor | None,
     ) -> tuple[Tensor, Partials]:
-        """-sum min(ratio A, clip(ratio) A), and the metrics of the loss."""
+        """The loss -sum min(ratio A, clip(ratio) A), and its metrics."""
         clipped_BL = self.clip(ratio_BL, clip_low, clip_high) * advantages
         unclipped_BL = ratio_BL * advantages
         loss = -torch.minimum(unclipped_BL, clipped_BL).sum()
@@ -80,7 +83,7 @@ class Clipped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PPO(Clipped):
-    """-sum min(r A, clip(r) A)"""
+    """The loss is -sum min(r A, clip(r) A)."""
 
     low: float = 0.8
     high: float = 1.2
@@ -100,7 +103,7 @@ class PPO(Clipped):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CISPO(Clipped):
-    """-sum stop_gradient(clip(r)) A lp"""
+    """The loss is -sum stop_gradient(clip(r)) A lp."""
 
     low: float = 0.0
     high: float = 4.0
@@ -122,7 +125,7 @@ class CISPO(Clipped):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DRO:
-    """-sum (A lp - beta / 2 (lp - q)^2)"""
+    """The loss is -sum (A lp - beta / 2 (lp - q)^2)."""
 
     beta: float = 0.05
 
@@ -138,9 +141,10 @@ class DRO:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GSPO(Clipped):
-    """-sum min(s A, clip(s) A) with s = exp(m + lp - stop_gradient(lp)), where m is the mean of lp - q over the mask, without a gradient.
+    """The loss is -sum min(s A, clip(s) A) with s = exp(m + lp - stop_gradient(lp)).
 
-    s has the same value at all tokens of a datum, but each token gets its own gradient (GSPO-token, arXiv 2507.18071, section 4.3).
+    m is the mean of lp - q over the positions of sequence_ratio_mask. It gets no gradient. s has the same value at all
+    tokens of a datum, but each token gets its own gradient (GSPO-token, arXiv 2507.18071, section 4.3).
     """
 
     low: float = 0.8
@@ -166,10 +170,12 @@ class GSPO(Clipped):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StableReinforce:
-    """-sum stop_gradient(c) A lp + kl_coeff / 2 sum m (lp - q)^2, where m is 1 at sampled tokens.
+    """The loss is -sum stop_gradient(c) A lp + kl_coeff / 2 sum m (lp - q)^2. m is 1 at sampled tokens and 0 at other
+    tokens.
 
-    c is min(r, 2) if r is in [1/8, 8]. Otherwise c is 0, because the token then says little about the present policy. Tinker has published no
-    formula of its loss of this name. This formula is ours, so its numbers differ from Tinker's.
+    c is min(r, 2) if r is in [1/8, 8]. Otherwise c is 0, because the token then says little about the present policy.
+    Tinker has a loss of this name, but has published no formula of it. This formula is our own, so its numbers differ
+    from Tinker's.
     """
 
     kl_coeff: float = 0.0
@@ -207,7 +213,7 @@ class LossKind:
     make: type
     required: frozenset[str]  # inputs of a datum
     optional: frozenset[str] = frozenset()
-    options: Mapping[str, str]  # entry of loss_fn_config -> field of the loss
+    options: Mapping[str, str]  # field of the loss, by the entry of loss_fn_config that sets the field
 
 
 KINDS = {

@@ -49,9 +49,10 @@ Check = Callable[[GeneratorLimits], None]
 
 
 class GeneratorClient(Client):
-    """The client of one or several generators. Any number of calls can run at the same time. Each waits until the generators are ready.
+    """The client of one or several generators. Any number of calls can run at the same time. Each call waits until the
+    generators are ready.
 
-    A generator that the client spawned is started again when it dies. A call then only takes longer.
+    If a generator that the client spawned dies, the client starts it again. Calls that run meanwhile only take longer.
     A method refuses bad input at once, in the caller's thread. Some checks need the limits of the generator. A client of a mesh that the
     caller spawned learns these limits in the setup. Until then, the client makes these checks only when it sends the call.
     """
@@ -72,7 +73,7 @@ class GeneratorClient(Client):
     ) -> None:
         """Make a client of a Generator mesh of one process. The caller spawned the mesh and will stop it.
 
-        config, transport, first_version, logs and hosts are for `spawn`, which passes no mesh. limits are for `attach`.
+        `spawn` passes config, transport, first_version, logs and hosts, and no mesh. `attach` passes limits.
         """
         super().__init__(mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs)
         self.config = config
@@ -94,7 +95,7 @@ class GeneratorClient(Client):
                 logs=self._logs,
                 hosts=_host_of(index, hosts),
             )
-        # The fleet has no reference to this client, so the client is garbage-collected as soon as nobody else has one.
+        # The fleet has no reference to this client, so Python can collect the client as soon as the user drops it.
         self._fleet = Fleet(
             spawns,
             RestartPolicy() if config is None else config.restarts,
@@ -119,9 +120,12 @@ class GeneratorClient(Client):
     ) -> "GeneratorClient":
         """Spawn a process for each replica, and start vLLM in it. Returns at once; the answer to the first call waits for the start.
 
-        hosts: hosts that `rl_actors.processes.hosts.connect` returned; the replicas are spread over them in turn. None: this host.
-        transport: an open transport, or the call that opens it. first_version: the push of a version, which the generator pulls first.
-        Raises ValueError if no generator can be started from the config on this machine, and TypeError if it is not a GeneratorConfig.
+        hosts: hosts that `rl_actors.processes.hosts.connect` returned. The replicas are spread over them round-robin.
+        None: this host.
+        transport: an open transport, or the call that opens it. first_version: the push of a version, which the
+        generator pulls first.
+        Raises ValueError if no generator can be started from the config on this machine, and TypeError if `config` is
+        not a GeneratorConfig.
         """
         check_config(config)
         return cls(
@@ -147,8 +151,9 @@ class GeneratorClient(Client):
     ) -> "GeneratorClient":
         """A client of the generator that a running service owns. The calls of all clients run at the same time.
 
-        certificates: folder of certificates for a tls:// address. If this program ends, its generate calls are aborted.
-        Waits for the service, and raises the errors that TrainerClient.attach raises.
+        Waits for the service, and raises the errors that TrainerClient.attach raises. If this program ends, the service
+        aborts its generate calls.
+        certificates: folder of certificates for a tls:// address.
         """
         from rl_actors.service import remote
 
@@ -178,7 +183,9 @@ class GeneratorClient(Client):
 
     @property
     def last_pull(self) -> Transfer | None:
-        """The last pull of this client, by the slowest of its generators. num_bytes is 0 if the generator had the version already."""
+        """The last pull of this client, with the figures of the slowest generator. num_bytes is 0 if this generator had
+        the version already.
+        """
         return self._fleet.last_pull
 
     def on_news(self, tell: Callable[[str], None]) -> None:
@@ -204,8 +211,8 @@ class GeneratorClient(Client):
     async def _death(self, silent_after: float) -> ActorDiedError | ActorSilentError | None:
         """Wait until no generator is left, and return the error that ended the first generator.
 
-        A generator without a sign of life for silent_after seconds counts as dead and is started again. If restarts.silent_after of the
-        config is smaller, it holds instead.
+        A generator without a sign of life for silent_after seconds counts as dead and is started again. If the config's
+        restarts.silent_after is smaller, it replaces silent_after.
         """
         self._fleet.expect_signs(silent_after)
         try:
@@ -317,7 +324,8 @@ class GeneratorClient(Client):
 
         The completions are those that `generate` gives for the same seeds. All prompts start at once. If the caller leaves the loop
         early, the engine ends the unfinished requests. A plain `for` works, too.
-        indices: for each prompt the number p from which its seeds are computed (see SamplingParams.seed). None: p is its place in the list.
+        indices: for each prompt the number p from which its seeds are computed (see SamplingParams.seed). None: p is
+        the prompt's index in the list.
         adapter: as in `generate`.
         Raises ValueError (TypeError for a wrong type) if a prompt or a parameter is out of its limits. The loop raises the error of the call.
         """
@@ -382,7 +390,8 @@ class GeneratorClient(Client):
         return await self._fleet.compute_logprobs(sequences, adapter)
 
     def pull_model_state_dict(self, version: int, timeout: float = 60.0, *, in_flight: bool = True) -> Call[int]:
-        """Replace the weights by those published under `version`, waiting up to `timeout` seconds for them.
+        """Replace the weights by the weights that the trainer publishes under `version`. Waits up to `timeout` seconds
+        until they are published.
 
         in_flight=True: running requests go on, and the new weights generate their later tokens. False: running requests end first, and
         requests that come meanwhile wait for the new weights.
@@ -396,7 +405,8 @@ class GeneratorClient(Client):
         return version
 
     def sleep(self, level: Literal[1, 2] = 1) -> Call[DeviceMemory]:
-        """Let vLLM give the memory of its weights and its cache back to the devices, when the running requests have ended.
+        """Wait until the running requests have ended. Then let vLLM release the device memory of its weights and its
+        cache.
 
         Calls are refused until `wake`. level: 1 keeps the weights on the host; 2 drops them, and the generator refuses to generate after
         `wake` until a pull. On a CPU no memory is released. Raises ValueError if the config has sleep_mode=False.
@@ -409,7 +419,7 @@ class GeneratorClient(Client):
         return await self._fleet.sleep(level)
 
     def wake(self) -> Call[DeviceMemory]:
-        """Take the memory back that `sleep` released. Does nothing if the generator is awake."""
+        """Take back the memory that `sleep` released. Does nothing if the generator is awake."""
         return self._call("wake", self._wake)
 
     async def _wake(self) -> DeviceMemory:
@@ -418,7 +428,9 @@ class GeneratorClient(Client):
     def _call(
         self, what: str, send: Callable[..., Coroutine[object, None, T]], *arguments: object, check: Check | None = None
     ) -> Call[T]:
-        """Check the call now, and send it when the generator is ready."""
+        """Send the call when the generator is ready. Check it now if the limits are known, and otherwise before it is
+        sent.
+        """
         self._require_open(what)
         self._show_start()
         if check is not None and self._limits is not None:

@@ -1,4 +1,7 @@
-"""Chooses the replica that gets a prompt: the least loaded one, or the one that has the start of the prompt in its cache. Sends nothing."""
+"""Chooses the replica of a generator that gets a prompt. This module sends nothing.
+
+The choice is the replica with the smallest load, or the replica that has the start of the prompt in its cache.
+"""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -8,15 +11,16 @@ MAX_KNOWN = 16_384
 
 SLACK = 4
 """A replica that has the start of a prompt in its cache gets the prompt, unless its load exceeds the smallest load by more than
-SLACK * n requests. n: number of completions of the prompt."""
+SLACK * n requests. n is the number of completions of the prompt."""
 
 MULTIPLIER, MASK = 6_364_136_223_846_793_005, (1 << 64) - 1  # constants of a rolling hash
 
 
 class Router:
-    """Load of every replica, and the replicas of the last MAX_KNOWN prompts that were sent since the last `forget`.
+    """Keeps the load of every replica, and remembers which replica got each of the last MAX_KNOWN prompts since the
+    last `forget`.
 
-    The load is the number of requests that have not finished: n for each prompt.
+    The load of a replica is its number of unfinished requests. A prompt with n completions is n requests.
     """
 
     def __init__(self, num_replicas: int) -> None:
@@ -24,7 +28,9 @@ class Router:
         self._known: OrderedDict[int, int] = OrderedDict()  # hash of a prompt -> replica
 
     def assign(self, prompt: Sequence[int], n: int, among: Sequence[int]) -> int:
-        """The replica for all n completions of a prompt. Call `finish` as they finish. among: the replicas that take requests now."""
+        """The replica for all n completions of a prompt. Call `finish` as the completions finish. among: the replicas
+        that take requests now.
+        """
         if len(self.loads) == 1:
             self.loads[0] += n
             return 0
@@ -47,7 +53,10 @@ class Router:
         self._known.clear()
 
     def _find(self, prompt: Sequence[int]) -> tuple[int, int | None]:
-        """The hash of a prompt, and the replica of its longest known prefix, such as the prompt of an earlier turn. None: no known prefix."""
+        """The hash of a prompt, and the replica of its longest known prefix. None: no prefix is known.
+
+        A known prefix may be the prompt of an earlier turn of the same conversation.
+        """
         hashed, replica = 0, None
         for token in prompt:
             hashed = (hashed * MULTIPLIER + token + 1) & MASK

@@ -40,9 +40,10 @@ def export_checkpoint(
     it is complete.
 
     If the trainer has adapters, its checkpoint holds only the adapters. In this case they are merged into the weights
-    of config.hf_path. texts: contents of further files, by file name. A further file replaces the checkpoint's file of
-    the same name. Raises ValueError if `checkpoint` is not a checkpoint of this model, if `path` exists already, or if
-    the dtype is unknown.
+    of config.hf_path.
+    texts: contents of further files, by file name. A further file replaces the checkpoint's file of the same name.
+    Raises ValueError if `checkpoint` is not a checkpoint of this model, if `path` exists already, or if the dtype is
+    unknown.
     """
     config.require_hf("export")
     shapes = _require_checkpoint(checkpoint, config)

@@ -14,7 +14,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 
 
 class KeepProducts(SelectiveAC):
-    """Stores the result of every matrix product, so that none is recomputed.
+    """Stores the result of every matrix product, so that the backward pass recomputes no matrix product.
 
     torchtitan's SelectiveAC recomputes every second matrix product. In float8 it also recomputes the casts of the inputs of these products.
     """

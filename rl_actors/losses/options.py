@@ -3,7 +3,7 @@
 An option is not a loss. PolicyLoss in policy.py has the whole formula. w_i is the loss weight of position i. A position is trained if its
 w_i is not 0.
 
-B rows, L row length; at level "sequence" a row is one sample.
+Letters of shapes: B rows of a batch, L positions in a row. At level "sequence" a row is one sample.
 """
 
 import math
@@ -46,11 +46,11 @@ class KL:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruncatedImportanceSampling:
-    """Multiplies the objective of position i by min(q_i, cap), where q_i = p_trainer / p_generator. The terms of KL and entropy stay
-    unchanged.
+    """Multiplies the objective of position i by min(q_i, cap). The terms of KL and entropy stay unchanged.
 
-    At level "sequence" q_i is the geometric mean of q over the trained positions of the sample. The source is Yao et al., "Your efficient
-    RL framework secretly brings you off-policy RL training", 2025.
+    q_i is the probability of the token in the trainer divided by its probability in the generator. At level "sequence"
+    q_i is the geometric mean of these ratios over the trained positions of the sample. The source is Yao et al., "Your
+    efficient RL framework secretly brings you off-policy RL training", 2025.
     """
 
     cap: float = 2.0
@@ -69,10 +69,12 @@ class TruncatedImportanceSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IcePop:
-    """Drops the objective of a position whose q_i = p_trainer / p_generator is outside [low, high]. The terms of KL and entropy stay.
+    """Drops the objective of a position whose q_i is outside [low, high]. The terms of KL and entropy stay unchanged.
 
-    With reweights=True it also multiplies the objective by q_i inside the bounds, as in the paper (Ling team, "Every step evolves",
-    arXiv 2510.18855). At level "sequence" q_i is the geometric mean of q over the trained positions of the sample.
+    q_i is the probability of the token in the trainer divided by its probability in the generator. At level "sequence"
+    q_i is the geometric mean of these ratios over the trained positions of the sample. With reweights=True the
+    objective inside the bounds is multiplied by q_i, as in the paper (Ling team, "Every step evolves", arXiv
+    2510.18855).
     """
 
     low: float = 0.5

@@ -10,7 +10,7 @@ from typing import Literal
 from rl_actors.service.open_step import Attached
 
 Outcome = Literal["answered", "failed", "left"]
-"""How a call ended. left: its client has left before the answer."""
+"""How a call ended. left: the client has left before the answer came."""
 
 
 class CallCounts:
@@ -33,17 +33,17 @@ class CallCounts:
         finally:
             self.running[member] -= 1
             self.ended[member, name, "left" if client.has_left else outcome] += 1
-            self.seconds[member, name] += monotonic() - began  # type: ignore[assignment]  # typed for whole numbers
+            self.seconds[member, name] += monotonic() - began  # type: ignore[assignment]  # Counter is typed for int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberNumbers:
-    """State of an actor, as far as the service knows it without asking."""
+    """State of an actor, as far as the service knows it without a call to the actor."""
 
-    policy_version: int | None  # None: the actor has not reported one yet
+    policy_version: int | None  # None: the actor has not reported a version yet
     restarts: int = 0
     step_open_for: float = 0.0  # seconds; 0: no client has an open step
-    silent: Mapping[str, float] = field(default_factory=dict)  # process -> seconds since its last sign of life
+    silent: Mapping[str, float] = field(default_factory=dict)  # seconds since the last sign of life, by process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

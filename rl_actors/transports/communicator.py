@@ -3,8 +3,8 @@
 A reader is a process that loads the trainer's weights, for example a worker of vLLM. A slot is the memory in which a rank keeps its part of
 one version of the weights (slots.py). point_to_point.py sends slots to readers through communicators.
 
-A communicator is a torch process group of these two processes. It has a store of its own and does not belong to torch's default group. So
-if one of the two processes ends, only this process group breaks.
+A communicator is a torch process group of the rank and the reader. It has a store of its own and does not belong to
+torch's default group. So if one of the two processes ends, only this process group breaks.
 
 All calls of a communicator run on one thread, which runs nothing else, because a call of NCCL may wait for ever. `Pair.run` hands a call to
 this thread and waits for the result. `run` raises an error if the deadline passes, or if the other process closes the control connection,
@@ -14,8 +14,8 @@ A slot is sent in pieces of PIECE_BYTES. The reader sends READY over the control
 the piece only then. So a GPU does not begin to send to a reader that has died. At most WINDOW pieces are on their way at the same time.
 NCCL sends and receives only in the memory of a GPU. So if the bytes are in the host's memory, they go through WINDOW buffers on the GPU.
 
-When a rank writes its next version into a slot, it waits for all work of its GPU, also for a piece that NCCL is sending. So a reader that
-hangs in the middle of a piece can delay this write until the deadline of the pull.
+When a rank writes its next version into a slot, the rank waits for all work of its GPU, also for a piece that NCCL is
+sending. So a reader that hangs in the middle of a piece can delay this write until the deadline of the pull.
 
 No GPU has run the code for NCCL yet. tests/gpu/test_weights.py tests it.
 """
@@ -73,7 +73,10 @@ class Group(Protocol):
 
 
 class Pieces(Protocol):
-    """Copies pieces into memory from which a backend can send, and out of memory into which a backend has received."""
+    """Copies pieces into memory from which a backend can send, and out of memory into which a backend has received.
+
+    number: index of a piece in its slot.
+    """
 
     def active(self) -> AbstractContextManager[object]:
         """The context in which pieces are sent and received."""
@@ -104,7 +107,7 @@ class HostPieces:
         return piece
 
     def arrived(self, came: Tensor, piece: Tensor) -> None:
-        """Does nothing, because gloo has received into the piece's own place."""
+        """Does nothing, because gloo has received the bytes into `piece` itself."""
 
     def finish(self) -> None:
         """Does nothing, because `arrived` begins no copy."""
@@ -139,7 +142,9 @@ class GPUPieces:
 
 
 def _gloo(store: object, member: int, host: str, timeout: timedelta) -> Group:
-    """A process group of gloo. host: an address at which the other process can reach this one."""
+    """A process group of gloo. member: TRAINER or READER. host: an address at which the other process can reach this
+    process.
+    """
     from torch.distributed import ProcessGroupGloo
 
     options = ProcessGroupGloo._Options()
@@ -155,9 +160,9 @@ def _nccl(store: object, member: int, host: str, timeout: timedelta) -> Group:
 
     options = ProcessGroupNCCL.Options()
     options.config.blocking = 0  # so that another thread can abort a call that waits
-    # torch reads this variable when it makes a group. If it is 1, `Work.wait` waits for the GPU until the timeout, and the group has no
-    # watchdog thread. A watchdog would end the trainer's process when a reader has died. The other groups of the trainer keep their
-    # watchdogs, because the variable is restored when this group has been made.
+    # torch reads TORCH_NCCL_BLOCKING_WAIT when it makes a group. If it is 1, `Work.wait` waits for the GPU until the
+    # timeout, and the group has no watchdog thread. A watchdog would end the trainer's process when a reader has died.
+    # The other groups of the trainer keep their watchdogs, because this function restores the variable.
     before = os.environ.get(BLOCKING_WAIT)
     os.environ[BLOCKING_WAIT] = "1"
     try:
@@ -177,7 +182,10 @@ class Pair:
     def __init__(
         self, connection: socket.socket, *, member: int, backend: str, piece_bytes: int, device: torch.device
     ) -> None:
-        """device: the device of this process's weights. Raises ValueError if the backend is nccl and the device is not a GPU."""
+        """member: TRAINER or READER, the rank of this process. device: the device of this process's weights.
+
+        Raises ValueError if the backend is nccl and the device is not a GPU.
+        """
         if backend == "nccl" and device.type != "cuda":
             raise ValueError(f"NCCL connects GPUs, but the weights are on {device}")
         self.connection, self.member, self.make, self.piece_bytes = connection, member, GROUPS[backend], piece_bytes
@@ -209,7 +217,7 @@ class Pair:
         self.group = self.make(store, self.member, self.connection.getsockname()[0], timeout)
 
     def send(self, data: Tensor, deadline: float) -> None:
-        """Send the bytes of a slot, each piece when the reader is ready for it."""
+        """Send the bytes of a slot. Each piece is sent when the reader is ready for it."""
         assert self.group is not None
         under_way: deque[Work] = deque()
         with self.pieces.active():
@@ -270,8 +278,8 @@ class Pair:
             raise
         except (RuntimeError, OSError) as error:  # from torch, or from the control connection
             left(deadline)  # raises TimeoutError if the deadline has passed
-            # If the other process has ended, the call may fail before the loop above notices it. The call's own error would not name this
-            # cause.
+            # If the other process has ended, the call may fail before the loop above notices the closed connection. The
+            # call's own error would not name this cause.
             reason = CLOSED if is_closed(self.connection) else str(error)
             raise ConnectionError(reason) from error
 

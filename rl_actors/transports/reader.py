@@ -1,6 +1,7 @@
-"""Read a version from the slots of all ranks of a trainer.
+"""Reads a version of the weights from the slots of all ranks of a trainer.
 
-This module also chooses the path by which the bytes come: the path in WeightsConfig.path, or, for "auto", a path that is possible.
+A slot is the memory in which a rank keeps its part of one version (slots.py). This module also chooses the path on
+which the bytes come. The path is WeightsConfig.path. If this is "auto", the module chooses a path that is possible.
 """
 
 import time
@@ -18,7 +19,7 @@ from rl_actors.transports.base import Manifest, OpenVersion, Piece, Source
 from rl_actors.transports.slots import MAPPINGS, Layout, MappedSlot, actor_name, machine
 
 RECEIVED = {"tcp": tcp.received, "point_to_point": point_to_point.received}
-"""Path -> the function that receives slots from the ranks' servers."""
+"""The functions that receive slots from the ranks' servers, by path."""
 CONFIG = "the config says so"
 
 
@@ -31,7 +32,7 @@ class ReadableSlot(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotSource(Source):
-    """The slots of one version. path: WeightsConfig.path, the path that the config asks for."""
+    """The slots of one version. path: the value of WeightsConfig.path."""
 
     manifest: Manifest
     path: str
@@ -115,7 +116,7 @@ class OpenSlots(OpenVersion):
     def __init__(self, source: SlotSource, slots: Sequence[ReadableSlot], path: str, reason: str) -> None:
         self.manifest, self.timeout = source.manifest, source.timeout
         self.path, self.reason = path, reason
-        # If several ranks hold the same part of a tensor, one of these replicas is enough.
+        # If several ranks hold the same part of a tensor, the reader needs only one of these copies.
         self._pieces: Mapping[str, dict[tuple[int, ...], Piece]] = defaultdict(dict)
         for slot in slots:
             for name, shard in slot.layout.shards.items():
@@ -132,8 +133,8 @@ class OpenSlots(OpenVersion):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) one at a time.
 
-        If one rank holds the whole tensor, the tensor is a view of this rank's slot. Otherwise the tensor is put together when the iterator
-        reaches it.
+        If one rank holds the whole tensor, the tensor is a view of this rank's slot. Otherwise the iterator makes a new
+        tensor from the pieces of the ranks.
         """
         for name, pieces in self.pieces():
             shape, dtype = self.manifest.tensors[name]

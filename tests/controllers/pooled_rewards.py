@@ -1,4 +1,5 @@
-"""Rewards for the tests of processes that call rewards. This module imports little, because every process imports it."""
+"""Rewards for the tests of RewardPool, whose processes call rewards. This module imports little, because every process
+imports it."""
 
 import os
 import signal
@@ -11,7 +12,7 @@ from controllers.environments import Problem
 
 
 class OneReward:
-    """Base of environments that have only a reward. `mark` leaves a file with the id of the process."""
+    """Base of environments that have only a reward. `mark` makes a file whose name holds the id of the process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -24,7 +25,7 @@ class OneReward:
 
 
 class Waiting(OneReward):
-    """The reward is the length of the completion. It comes when the file `go` is there."""
+    """The reward is the length of the completion. The function returns it when the file `go` exists."""
 
     def reward(self, problem, completion):
         self.mark("begun")
@@ -34,7 +35,7 @@ class Waiting(OneReward):
 
 
 class FailingOnce(OneReward):
-    """The first process that is asked does not answer: it hangs, crashes, or ends."""
+    """The first process that computes this reward does not answer. It hangs, crashes, or ends."""
 
     def __init__(self, folder: Path, failure: str) -> None:
         super().__init__(folder)
@@ -67,7 +68,7 @@ class Raising:
 
 
 class Parity:
-    """The problems are additions. The reward is 1 for half of all completions."""
+    """The problems are additions. The reward is 1 for about half of all completions, and 0 for the others."""
 
     def problem(self, index: int) -> Problem:
         return Problem(prompt=f"{index % 50}+1=", answer=str(index % 50 + 1), key=str(index % 50))
@@ -101,7 +102,7 @@ def hanging(*, seed: int, num_held_out: int, folder: str) -> Hanging:
 
 
 class Unloadable:
-    """This process can pickle it, but no other process can load it."""
+    """A reward that can be pickled, but only the process that made it can load the pickle."""
 
     def __reduce__(self):
         return importable_in, (os.getpid(),)

@@ -1,4 +1,4 @@
-"""Advantages and returns, compared with sums over the actions that are written out in Python's float64."""
+"""Compares advantages and returns with sums over the actions, which plain Python computes in float64."""
 
 import math
 import statistics
@@ -24,7 +24,11 @@ def sequences(draw):
 
 
 def summed(values, rewards, is_action, last_value, gamma, factor) -> list[float]:
-    """sum_k (gamma * factor)^k (r_{a+k} + gamma V_{a+k+1} - V_{a+k}) for every action a, 0 elsewhere."""
+    """sum_k (gamma * factor)^k (r_{a+k} + gamma V_{a+k+1} - V_{a+k}) at the position of the a-th action, 0 at other
+    positions.
+
+    r_a is the reward and V_a the value at the a-th action. After the last action, V is last_value.
+    """
     actions = [index for index, is_one in enumerate(is_action) if is_one]
     following = [values[index] for index in actions[1:]] + [last_value]
     deltas = []

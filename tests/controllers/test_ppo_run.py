@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 FLAGS = (
     "--steps 3 --sft-steps 2 --critic.warmup-steps 1 --checkpoint-every 1 --keep-checkpoints 9 --validate-every 2 "
-    # A reward that random weights earn half of the time.
+    # With random weights about half of the completions earn this reward.
     "--environment.task tests.fakes:parity_reward --environment.options {}"
 )
 

@@ -43,7 +43,7 @@ ALPHABET = "0123456789+-=."
 
 
 class Killed(Exception):
-    """An exception that takes the place of SIGKILL."""
+    """An exception that stands for SIGKILL."""
 
 
 BeforeCall = Callable[[str, Interruption], Awaitable[None]]
@@ -52,7 +52,7 @@ BeforeCall = Callable[[str, Interruption], Awaitable[None]]
 
 @dataclass
 class SignalAt:
-    """A hook that sends SIGTERM to this process, `times` times, before call number `number` of this name."""
+    """A hook that sends SIGTERM to this process, `times` times, before the `number`-th call with the name `call`."""
 
     call: str
     number: int
@@ -77,7 +77,7 @@ async def nothing(call: str, interruption: Interruption) -> None:
 
 
 class LateCheckpoints(Checkpoints):
-    """Completes a checkpoint only when it is waited for, as if the disk were slow."""
+    """Completes a checkpoint only while `finish` waits for it, as if the disk were slow."""
 
     is_waited_for = False
 
@@ -93,7 +93,9 @@ class LateCheckpoints(Checkpoints):
 
 
 class EngineTrainer:
-    """The calls of a TrainerClient on an engine in this process. It dies before optimizer step number `last`."""
+    """The calls of a TrainerClient on an engine in this process. After `last` optimizer steps, the next optim_step
+    raises Killed.
+    """
 
     def __init__(self, engine: TrainEngine, last: int | None, before: BeforeCall, interruption: Interruption) -> None:
         self.engine, self.last, self.before, self.interruption = engine, last, before, interruption
@@ -128,7 +130,7 @@ class RecordedGenerator(AnswersEach):
     """A generator whose completions depend only on the seed, as if they were read from a file."""
 
     version = -1
-    last_pull = None  # it moves no bytes
+    last_pull = None  # a pull of this generator moves no bytes
 
     def __init__(self, before: BeforeCall, interruption: Interruption) -> None:
         self.before, self.interruption = before, interruption
@@ -197,7 +199,7 @@ class HintsGame(Game):
 
 
 class WrongReward(ParityReward):
-    """An environment whose rewards of one prompt are not finite numbers."""
+    """An environment that gives the completions of one prompt a reward that is not a finite number."""
 
     def __init__(self, prompt: str, reward: object) -> None:
         super().__init__(0.0, 20)
@@ -230,9 +232,10 @@ def grpo_config() -> GRPOConfig:
 
 @pytest.fixture
 def run(make_engine, monkeypatch):
-    """run(folder) -> exit status. The controller runs to the end, or up to optimizer step `last`.
+    """run(folder) runs the controller and returns its exit status.
 
-    written: True if the checkpoint that was begun last is complete when the run is killed.
+    last: number of optimizer steps after which the run raises Killed. None: the controller runs to the end.
+    written: True if the newest checkpoint is complete when the run is killed.
     """
     monkeypatch.setattr("controllers.report.write_report", lambda _: None)
 
@@ -346,7 +349,7 @@ def test_a_run_ahead_that_was_killed_skips_no_problem_and_trains_on_none_twice(r
         state = checkpoints.read(checkpoints.newest(folder.checkpoints))
         assert len(state["pending"]) >= 2 * 4  # groups of two steps
         used = [line["prompt"] for line in read_jsonl(folder.rollouts)]
-        first = 5 * 8  # the supervised steps took the problems before this one
+        first = 5 * 8  # the supervised steps took the problems before this index
         drawn = [environment.problem(index).prompt for index in range(first, state["cursor"])]
         assert len(used) == len(set(used))
         assert sorted(used + [environment.problem(index).prompt for index in state["pending"]]) == sorted(drawn)
@@ -361,7 +364,7 @@ def test_a_run_of_episodes_that_was_killed_plays_the_same_episodes_and_goes_on_b
     expected = lines(whole)
     assert [record["phase"] for record in expected] == ["start"] + ["sft"] * 5 + ["grpo"] * 6
     assert all(record["episode/turns_mean"] > 1 for record in expected if record["phase"] == "grpo")
-    moments = random.Random(0).sample(range(1, 17), 3)  # optimizer steps: 5 supervised ones, then two a step
+    moments = random.Random(0).sample(range(1, 17), 3)  # numbers of optimizer steps: 5 supervised, then two a GRPO step
     for last in moments:
         folder = RunFolder(tmp_path / f"killed-{last}")
         with pytest.raises(Killed):
@@ -410,7 +413,7 @@ def test_a_second_signal_ends_a_run_within_a_step_and_without_a_checkpoint(run, 
 
 
 def test_a_signal_that_is_sent_twice_at_once_is_one_signal(run, tmp_path):
-    """`timeout` signals the process and then the process's group, so the process gets two signals."""
+    """The command `timeout` signals the process and then the process's group, so the process gets two signals."""
     folder, config = RunFolder(tmp_path / "run"), replace(grpo_config(), checkpoint_every=100)
     assert run(folder, config=config, before=SignalAt("forward_backward", 14, times=2)) == 128 + signal.SIGTERM
     assert checkpoints.read(checkpoints.newest(folder.checkpoints))["step"] == 6

@@ -1,4 +1,5 @@
-"""Rewards in processes: several are computed at once beside the event loop, failed processes are replaced, and no process is left behind."""
+"""Rewards in processes. The event loop goes on while several rewards are computed, failed processes are replaced, and
+all processes end."""
 
 import asyncio
 import json
@@ -69,7 +70,7 @@ def test_two_slow_rewards_are_computed_at_once_while_the_event_loop_answers(tmp_
 )
 def test_a_process_that_hangs_or_ends_is_replaced_counted_and_gone(tmp_path, caplog, failure, told):
     environment = pooled_rewards.FailingOnce(tmp_path, failure)
-    # An answer comes at once, but a busy machine may take longer than the limit, so there are many retries.
+    # The reward usually comes at once. A busy machine may take longer than the limit, so many retries are allowed.
     with pooled(environment, num_workers=1, reward_timeout=1.0, reward_retries=GUARD_RETRIES) as scorer:
         found = score(scorer, environment, "a", "b")
         assert found.totals == [1.0, 1.0]
@@ -88,7 +89,7 @@ def test_a_reward_that_raises_is_asked_for_again_and_then_named():
             RewardError, match=r"of prompt '2\+3=' failed 2 times, .*KeyError: 'no such answer' \(.*py:"
         ):
             score(scorer, environment, "a")
-        assert scorer.num_replaced == 0  # the process is as good as before
+        assert scorer.num_replaced == 0  # the process still works, so the pool keeps it
 
 
 def test_rewards_of_every_kind_come_from_the_processes_and_async_ones_from_here(tmp_path):

@@ -38,7 +38,9 @@ def tensorboard_scalars(path: Path, name: str) -> list[tuple[int, float]]:
 
 
 def wandb_records(path: Path) -> list:
-    """All records of the only offline run under this folder. wandb's own process writes the last ones after the run has ended."""
+    """All records of the only offline run under this folder. wandb's own process writes the last records after the run
+    has ended.
+    """
     found: list = []
 
     def is_whole() -> bool:
@@ -52,9 +54,9 @@ def wandb_records(path: Path) -> list:
 def read_wandb_file(path: Path) -> list:
     """The records that are in the file, as `wandb sync` would read them.
 
-    The file is a log of LevelDB after a header of 7 bytes: blocks of 32 KiB. Every chunk in a block has a checksum of
-    4 bytes, a length of 2 bytes and a kind. Kind 1 is a whole record; kinds 2, 3 and 4 are the first, a middle and the
-    last part of a record.
+    The file has a header of 7 bytes and then LevelDB's log format, which consists of blocks of 32 KiB. A block consists
+    of chunks. Every chunk has a checksum of 4 bytes, a length of 2 bytes, a kind of 1 byte and its content. Kind 1 is a
+    whole record. Kinds 2, 3 and 4 are the first, a middle and the last part of a record.
     """
     from wandb.proto import wandb_internal_pb2
 

@@ -13,11 +13,13 @@ from rl_actors.engine.flash4 import BOUNDARIES_MULTIPLE, CONFIGS, documents
 
 
 def test_documents_begin_where_samples_and_padding_begin():
-    spans = [(7, 0, 0, 30), (3, 0, 30, 95), (0, 1, 0, 100)]  # five positions of padding behind the first row
+    # Spans are (sample, row, start, end). Five positions of padding follow the samples of the first row.
+    spans = [(7, 0, 0, 30), (3, 0, 30, 95), (0, 1, 0, 100)]
     made = documents(num_rows=2, row_length=100, spans=spans)
     assert made.cu_seq_q.dtype == torch.int32
     assert made.cu_seq_q[:5].tolist() == [0, 30, 95, 100, 200]
-    # Documents without positions fill the rest, so that few shapes occur.
+    # Empty documents fill the rest of the tensor. Its length is a multiple of BOUNDARIES_MULTIPLE, so that few shapes
+    # occur.
     assert made.cu_seq_q[5:].tolist() == [200] * (BOUNDARIES_MULTIPLE - 5)
     assert made.max_q == 128
 
@@ -52,7 +54,7 @@ def test_flash_attention_4_takes_the_place_of_torchs_and_returns_what_torch_take
     )
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(interface=interface))
-    for _ in range(2):  # as for two blocks of a model: each builds an attention of its own
+    for _ in range(2):  # as in a model of two blocks, each of which builds its attention
         CONFIGS["flash4"]().build()
         assert current_flash_attention_impl() == "FA4"
     assert flash4._flash_attn_fwd(1, causal=True) == ("a", "b") and flash4._flash_attn_bwd(1) == ("a", "b", "c")

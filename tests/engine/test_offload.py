@@ -1,4 +1,5 @@
-"""Weights, gradients and optimizer state go to the host and come back unchanged. Their bytes equal the estimate."""
+"""Weights, gradients and optimizer state go to the host and come back unchanged. Their number of bytes equals the
+estimate."""
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def test_the_bytes_are_those_of_the_estimate(make_engine, untied_qwen3):
 
 def test_a_part_that_is_on_the_host_or_back_is_not_moved_again(make_engine):
     engine = make_engine()
-    assert engine.offload(["optimizer", "gradients"]).num_bytes == 0  # there are none yet
+    assert engine.offload(["optimizer", "gradients"]).num_bytes == 0  # a new engine has neither
     assert engine.offload(["weights"]).num_bytes and not engine.offload(["weights"]).num_bytes
     assert engine.onload(["weights"]).num_bytes and engine.onload(["weights"]) == HostMove()
 
@@ -189,7 +190,9 @@ def test_what_cannot_be_moved_is_refused_by_name(make_engine):
 
 
 def moved_and_resident(path, parallelism, fields):
-    """On this rank: (steps without moves, steps with everything moved before each call, whether the states are equal, bytes of each part)."""
+    """Results of this rank: (steps without moves, steps with everything moved before each call, True if the states are
+    equal, bytes by part).
+    """
     resident, moved = (engine_of_layout(path, parallelism, fields) for _ in range(2))
     samples = samples_with(*TRAINED)
     results = []

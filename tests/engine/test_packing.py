@@ -1,4 +1,7 @@
-"""Plans of calls: properties for generated sample lengths and limits, and padding and balance for a long-tailed distribution."""
+"""Tests of `plan`, which packs the samples of a call into rows, and the rows into microbatches for every rank.
+
+They check properties for generated sample lengths and limits, and padding and balance for a long-tailed distribution.
+"""
 
 import random
 import time
@@ -202,7 +205,7 @@ def test_a_pipeline_gets_the_rows_of_a_small_call_in_as_many_microbatches_as_it_
     assert shapes == [4, 4]
     limits["rows_per_microbatch"] = 3
     shapes = [len(batch.rows) for batch in plan([128] * 8, min_microbatches=2, microbatch_multiple=2, **limits)[0]]
-    assert shapes == [2, 2, 2, 2]  # three microbatches of three rows would need a fourth, of padding
+    assert shapes == [2, 2, 2, 2]  # three rows each would need a fourth microbatch, of padding
 
 
 def test_a_rank_without_samples_gets_rows_of_padding():
@@ -240,7 +243,7 @@ def test_ten_thousand_long_tailed_samples_are_planned_fast_and_with_little_paddi
         start = time.process_time()
         sum(number * number for number in range(200_000))
         counting.append(time.process_time() - start)
-    # Measured: 0.05 to 0.11 s for the plan and 0.012 s for the loop. A busy machine slows both.
+    # Measured: 0.05 to 0.11 s for the plan and 0.012 s for the loop. A busy machine slows plan and loop alike.
     assert min(planning) < 25 * min(counting)
     # Measured waste: 0.02 % on one rank and 0.2 % on eight. A pipeline of four wastes up to 1.9 %, because 283 rows a
     # rank become 288.
@@ -259,7 +262,7 @@ def test_the_slowest_of_eight_ranks_is_little_above_the_mean(num_samples, allowe
     limits = {"tokens_per_row": 4096, "rows_per_microbatch": 1, "num_ranks": 8}
     mean = sum(length**2 for length in lengths) / 8
     assert time_of(lengths, plan(lengths, **limits))[1] < (1 + allowed) * mean
-    # For comparison, the same rows are dealt to the ranks in turn, in the order of the samples, whatever they cost.
+    # For comparison, the same rows are dealt to the ranks round-robin, without regard to their costs.
     rows = sorted(first_fit_decreasing(lengths, 4096), key=min)
     rows += [()] * (-len(rows) % 8)
     by_count = [[Microbatch(rows=(row,), row_length=4096) for row in rows[rank::8]] for rank in range(8)]

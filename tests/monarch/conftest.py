@@ -26,7 +26,10 @@ def trainer_mesh(transport):
 
 @pytest.fixture(scope="session")
 def ranks():
-    """ranks(n) -> a mesh of n processes, on which a test spawns a trainer of its own. Tests share it, because starting processes is slow."""
+    """ranks(n) returns a mesh of n processes, on which a test spawns a trainer of its own.
+
+    Tests share the processes, because starting processes is slow.
+    """
     started: dict[int, ProcessMesh] = {}
 
     def of(count: int):
@@ -48,7 +51,7 @@ def generator_mesh(transport):
 
 @pytest.fixture
 def trainer(trainer_mesh):
-    """A new client for each test, with a closed step. Weights and version are as the last test left them."""
+    """A new client for each test. No step is open. Weights and version are as the last test left them."""
     client = TrainerClient(trainer_mesh)
     client.discard_gradients().result()
     yield client
@@ -64,7 +67,7 @@ def generator(generator_mesh):
 
 @pytest.fixture
 def synced(trainer, generator):
-    """The version that trainer and generator both hold, after at least two steps away from the random weights."""
+    """The version that trainer and generator both hold. It is at least two steps after the random weights."""
     while support.step(trainer) < 2:
         pass
     return generator.pull_model_state_dict(trainer.push_model_state_dict().result()).result()

@@ -1,7 +1,9 @@
-"""Two steps of a trainer of two ranks, a sync, and a greedy completion. argv: the hosts, separated by commas, or nothing; a folder; a
-folder of certificates, or nothing; the options of a job as JSON.
+"""A program for the tests of hosts. It trains two steps on two ranks, moves the weights to a generator, and samples
+greedily.
 
-Prints one line of JSON: the numbers of the steps, the completion, and for every process the ids of the processes above it.
+Arguments: the addresses of the hosts, separated by commas, or ""; a folder for the logs; a folder of certificates, or
+""; the fields of JobConfig as JSON. Prints one line of JSON: loss and gradient norm of each step, the tokens of the
+completion, and for every rank the ids of its process's ancestors.
 """
 
 import json

@@ -1,6 +1,8 @@
-"""After a pull the engine holds, bit for bit, what it holds after loading the same weights from a directory. Digests are compared.
+"""A pull gives vLLM's engine bit for bit the same weights as loading them from a directory. The tests compare digests
+of the weights.
 
-vLLM's own digests are those of the parameters. On a CPU it keeps most weights only in packed form, so the digests of `held_weights` are added.
+vLLM computes digests of its parameters. On a CPU it keeps most weights only in packed form, so the tests add the
+digests of `held_weights`.
 """
 
 import asyncio
@@ -65,7 +67,7 @@ def test_every_pull_gives_the_digests_of_an_engine_that_loaded_the_same_weights_
         found = digests(pulling)
         assert found == digests(loading), f"pull {pull}"
         changed = {name for name in found if found[name] != former.get(name)}
-        assert len(changed) >= 8  # the joined projections of both blocks; adapters change only these
+        assert len(changed) >= 8  # adapters change only the projections of both blocks
         former = found
 
     async def stop() -> None:
@@ -77,7 +79,9 @@ def test_every_pull_gives_the_digests_of_an_engine_that_loaded_the_same_weights_
 
 
 def test_a_pull_and_a_directory_give_the_same_digests(trainer, generator, generator_mesh, tmp_path):
-    """One engine pulls two versions, and then loads both from directories. Every one of these steps must change the weights."""
+    """One engine pulls two versions, and then loads both versions from directories. Each pull and each load must change
+    the weights.
+    """
     found = {}
     for seed in (1, 2):
         version = support.step(trainer, seed=seed)

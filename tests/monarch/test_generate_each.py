@@ -1,4 +1,7 @@
-"""generate_each: completions prompt by prompt as they finish, callers that leave the loop early, and errors in the loop."""
+"""Tests of generate_each, which gives the completions of each prompt as soon as they have finished.
+
+They also test callers that leave the loop early, and errors in the loop.
+"""
 
 import asyncio
 import threading
@@ -12,7 +15,8 @@ from rl_actors import SamplingParams
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11]]
 SAMPLED = SamplingParams(max_tokens=24, n=4, seed=7)
-# The completions of the first and the last prompt fill the context with 509 and 511 tokens, the one of the second with four.
+# Each completion ends when the context is full: after 509 tokens for the first prompt, 4 for the second and 511 for the
+# third.
 LONG_AND_SHORT = [[5, 6, 7], [3] * (MAX_MODEL_LEN - 4), [11]]
 LONG = SamplingParams(max_tokens=MAX_MODEL_LEN, ignore_stop=True, seed=3)
 

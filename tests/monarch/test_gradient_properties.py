@@ -1,7 +1,8 @@
-"""The gradient of a batch is that of plain PyTorch, however its samples are ordered and split into calls, microbatches, rows and chunks.
+"""The gradient of a batch is the gradient that plain PyTorch computes, under every layout.
 
-This holds under every layout. The reference is transformers' Qwen3, one sample at a time, with PPO's formula written out. Both sides
-compute in float32.
+It does not depend on the order of the samples, or on how they are split into calls, microbatches, rows and chunks. The
+reference is transformers' Qwen3, one sample at a time, with PPO's formula written out. Trainer and reference compute in
+float32.
 """
 
 from itertools import pairwise

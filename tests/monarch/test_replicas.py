@@ -1,4 +1,5 @@
-"""Two generators behind one client, with real processes: completions and pulls. test_dying_generators.py has their deaths."""
+"""Two generators behind one client, with real processes: completions and pulls. test_dying_generators.py tests their
+deaths."""
 
 import asyncio
 from dataclasses import replace

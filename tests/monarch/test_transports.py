@@ -1,4 +1,4 @@
-"""The contract of all transports: the weights that a real sharded trainer publishes arrive whole and exact."""
+"""Tests that all transports must pass: the weights that a real sharded trainer publishes arrive whole and exact."""
 
 import asyncio
 import os
@@ -70,7 +70,9 @@ def sharded(sharded_mesh):
 
 @pytest.fixture
 def use(sharded, sharded_mesh):
-    """use(transport) makes the sharded trainer publish there, as a trainer that has published nothing yet."""
+    """use(transport) makes the sharded trainer publish to this transport, like a trainer that has published nothing
+    yet.
+    """
 
     def use(transport) -> None:
         sharded_mesh.use_transport.call(transport).get(timeout=GUARD)
@@ -158,7 +160,9 @@ def test_a_push_that_fails_on_one_rank_is_never_readable_and_can_be_repeated(
 
 
 def test_tensors_without_a_manifest_are_not_readable(open_transport):
-    """A trainer that is killed between its tensors and its manifest leaves such tensors."""
+    """A trainer leaves tensors without a manifest if it is killed after it has put the tensors and before it writes the
+    manifest.
+    """
 
     async def interrupted():
         await open_transport.put_object("latest", ("killed", 10))
@@ -204,7 +208,7 @@ def test_the_newest_two_versions_are_kept(open_transport, sharded, use):
         asyncio.run(find(open_transport, manifests[0].version, 0.0))
     for manifest in manifests[1:]:
         assert len(asyncio.run(open_transport.get_tensors(manifest))) == len(manifest.tensors)
-    with pytest.raises(Exception):  # noqa: B017  # each store says in its own words that the tensors are gone
+    with pytest.raises(Exception):  # noqa: B017  # each transport raises an error of its own
         asyncio.run(open_transport.get_tensors(manifests[0]))
 
 
@@ -245,7 +249,9 @@ def test_a_store_of_the_caller_is_used_and_left_open(tmp_path):
 def test_the_generator_holds_the_weights_of_a_sharded_trainer(
     generator, generator_mesh, transport, sharded, use, tmp_path
 ):
-    """Several ranks push through torchstore. vLLM's own parameters, in which q, k, v and gate, up are fused, are then exactly the weights."""
+    """Several ranks push through torchstore. vLLM joins q, k, v and gate, up in its parameters. Its parameters must be
+    exactly the weights.
+    """
     use(transport)
     support.step(sharded)
     version = sharded.push_model_state_dict().result()
@@ -256,7 +262,9 @@ def test_the_generator_holds_the_weights_of_a_sharded_trainer(
 
 @pytest.mark.slow
 def test_a_bfloat16_generator_holds_the_cast_weights(sharded, use, tmp_path):
-    """The trainer casts the weights, until a float32 generator announces itself. Then this generator casts them."""
+    """The trainer casts the weights to bfloat16, until a float32 generator announces itself. Then the bfloat16
+    generator casts them.
+    """
     transport = TorchStoreTransport()
 
     async def start():
@@ -301,5 +309,5 @@ def assert_vllm_equal(held, weights, dtype) -> None:
 
 
 def test_a_sharded_trainer_starts_from_the_hugging_face_weights(weights, sharded_mesh):
-    """A generator expects exactly the names and shapes that this directory has."""
+    """A generator expects exactly the names and shapes of the tensors in the trainer's directory."""
     assert expected_tensors(str(weights[1])) == {name: tuple(tensor.shape) for name, tensor in weights[0].items()}

@@ -1,4 +1,4 @@
-"""Servers over fakes for the tests in this folder."""
+"""A fixture for the tests in this folder: Tinker servers whose trainer and generator are fakes."""
 
 import asyncio
 from pathlib import Path

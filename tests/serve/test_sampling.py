@@ -58,7 +58,7 @@ def test_a_snapshot_keeps_its_weights_and_an_inflight_sampler_moves_with_the_sav
         trained = await seen(api, newer, 1)
         assert trained > -1 and await seen(api, inflight, 1) == trained
         assert await seen(api, snapshot, 1) == pytest.approx(-np.log(16))
-        assert await seen(api, newer, 2) == trained  # the generator has changed back
+        assert await seen(api, newer, 2) == trained  # the generator has switched back to this version
 
     api(use)
 
@@ -86,7 +86,7 @@ def test_requests_of_two_versions_at_once_each_get_their_weights(api):
 
 
 async def seen(api, sampler: str, seq: int) -> float:
-    """The logprob of the trained token."""
+    """The logprob of the trained token, 3, after the prompt 1."""
     response = await api.sample(sampler, seq, [1, 3], prompt_logprobs=True)
     return float(np.frombuffer(response.prompt_logprobs, "<f4")[1])
 
@@ -112,7 +112,7 @@ def test_samplers_of_adapters_and_of_the_base_answer_together_without_a_switch(a
             assert (await api.fetch(promise)).status_code == 200
         found = [await seen(api, sampler, 3) for sampler in samplers]
         assert found[0] == pytest.approx(-np.log(16)) and found[1] > found[0]
-        assert found[1:3] == found[3:5] and found[2] > found[1]  # the same steps in both runs
+        assert found[1:3] == found[3:5] and found[2] > found[1]  # both runs took the same steps
         assert generator.num_switches == 1 and api.generator.pulls == [api.server.base_version]
         assert len(api.generator.loads) == 4 == generator.num_adapters
 
