@@ -1,4 +1,7 @@
-"""Models by their ids on the Hugging Face Hub: a prepared cache without a network, and errors if a model is missing."""
+"""Models that are named by their ids on the Hugging Face Hub. The tests use a prepared cache and no network.
+
+They also check the errors if a model is missing.
+"""
 
 import shutil
 from dataclasses import replace
@@ -15,7 +18,7 @@ ID = "Qwen/Qwen3-0.6B"
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache, with the network off."""
+    """The path of an empty cache. huggingface_hub is offline."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -25,7 +28,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def cached(cache, tied_qwen3):
-    """The directory of ID in the cache. It has the files of a small model."""
+    """The directory of the model ID in the cache. The directory has the files of a small model."""
     snapshot = put_in_hub_cache(cache, ID)
     shutil.copytree(tied_qwen3, snapshot, dirs_exist_ok=True)
     return snapshot
@@ -66,7 +69,7 @@ def test_a_download_that_fails_is_refused_with_the_reason(cache, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")  # nobody listens there
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")  # no program listens there
     with pytest.raises(ValueError, match=f"the download failed: .*; to download it: hf download {ID}"):
         find_model(ID)
 

@@ -58,7 +58,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def here(folder, monkeypatch):
-    """Work in `folder`, with the import path of a command that starts there."""
+    """Work in `folder`, with the import path of a command that starts in `folder`."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder / "examples"))
     monkeypatch.syspath_prepend(str(folder))

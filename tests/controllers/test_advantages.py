@@ -1,4 +1,7 @@
-"""Advantages, compared with numbers worked out by hand or by loops over plain floats."""
+"""Advantages, compared with numbers worked out by hand or by loops over plain floats.
+
+Rewards and advantages have the shape [G, N], for G groups of N completions.
+"""
 
 import math
 import statistics

@@ -1,4 +1,4 @@
-"""The command line: the config that it resolves to, its refusals, and configs that are written as JSON and read again."""
+"""The command line: the config that results from it, the errors of wrong command lines, and configs that are written to files and read again."""
 
 import json
 import re
@@ -357,7 +357,7 @@ def test_yaml_takes_a_learning_rate_without_a_dot():
 
 
 def dataclasses_in(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Paths of the dataclasses in a config, its own first: (), ("trainer",), ("trainer", "optimizer"), …"""
+    """The path of every dataclass in a config: () for the config, then ("trainer",), ("trainer", "optimizer") and so on."""
     if is_dataclass(value):
         yield path
         for name in value.__dataclass_fields__:

@@ -1,4 +1,4 @@
-"""`controllers.export`: a run's checkpoint as a directory that transformers and peft load, with a model card."""
+"""`controllers.export` writes a run's checkpoint as a directory that transformers or peft loads, with a model card."""
 
 import json
 from dataclasses import replace
@@ -23,7 +23,7 @@ RECORDS = [
 
 @pytest.fixture
 def make_run(make_engine, tmp_path):
-    """make_run(lora) -> the folder of a run. A real engine wrote its checkpoints of steps 2 and 3."""
+    """make_run(lora) returns the folder of a run. A real engine wrote the run's checkpoints of steps 2 and 3."""
 
     def make(lora: LoRAConfig | None = None) -> Path:
         base, folder = tmp_path / "base", RunFolder(tmp_path / "run")
@@ -44,7 +44,7 @@ def make_run(make_engine, tmp_path):
 
 @pytest.fixture
 def export_fails(capsys):
-    """export_fails(arguments) -> the one line of the refusal."""
+    """export_fails(*arguments) runs an export that is refused, and returns its error message, which has one line."""
 
     def fails(*arguments: object) -> str:
         capsys.readouterr()

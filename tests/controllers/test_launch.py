@@ -15,7 +15,7 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the test needs a 
 
 @pytest.fixture
 def command_line(monkeypatch, tmp_path, capsys):
-    """command_line("--dry-run") -> exit status, stdout and stderr of `python -m controllers.grpo --dry-run`, which runs in this process."""
+    """command_line("--dry-run") runs `python -m controllers.grpo --dry-run` in this process, and returns exit status, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: object) -> tuple[int, str, str]:
@@ -35,7 +35,7 @@ def test_a_config_larger_than_the_memory_is_refused_with_the_sizes_and_with_what
     command_line, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(launch, "_run", lambda *_: pytest.fail("the run began"))
-    for flag in ("--dry-run", "--output-dir"):  # without --dry-run it is a run
+    for flag in ("--dry-run", "--output-dir"):  # without --dry-run the command starts a run
         value = ["run"] if flag == "--output-dir" else []
         status, out, err = command_line("--config", "qwen3_4b", flag, *value)
         assert (status, out) == (2, ""), err
@@ -69,13 +69,13 @@ def test_an_output_folder_that_cannot_be_made_is_refused(command_line, tmp_path,
 
 @pytest.fixture
 def nobody(command_line, tmp_path):
-    """nobody(*arguments) -> the same as command_line(*arguments), run by a user who cannot write everywhere as root can."""
-    # This call imports the modules, because the user `nobody` may be unable to read their files.
+    """nobody(*arguments) does the same as command_line(*arguments), but without root's right to write everywhere."""
+    # The user `nobody` may be unable to read the files of the modules. So this call imports the modules first.
     command_line("--config", "tiny", "--dry-run")
 
     def run(*arguments: object) -> tuple[int, str, str]:
         user = os.geteuid()
-        if user == 0:  # root can write everywhere, so the user `nobody` takes its place
+        if user == 0:  # root can write everywhere, so the command runs as the user `nobody`
             tmp_path.chmod(0o755)
             for above in list(tmp_path.parents)[:-2]:
                 above.chmod(0o755)

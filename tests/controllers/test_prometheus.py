@@ -1,4 +1,4 @@
-"""Numbers for Prometheus: their text, and the port where they are read."""
+"""Numbers for Prometheus: their text, and the HTTP port from which Prometheus reads the text."""
 
 import contextlib
 import socket
@@ -29,7 +29,7 @@ def test_a_name_has_its_kind_and_labels_are_escaped():
 
 
 def get(url: str) -> tuple[int, str, str]:
-    """(status, type, body) of a page."""
+    """(status, content type, body) of a page."""
     try:
         with urllib.request.urlopen(url, timeout=GUARD) as answer:
             return answer.status, answer.headers["Content-Type"], answer.read().decode()

@@ -1,4 +1,6 @@
-"""One round of benchmarks/resume.py for each process that can die: real trainer, real vLLM, kill -9, resume."""
+"""Rounds of benchmarks/resume.py. A round starts a run with a real trainer and a real vLLM, kills the controller or the trainer with signal 9,
+and resumes the run.
+"""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM of real runs: the checkpoint that they leave, the resumed run, the screen and the exit status."""
+"""Real runs get Ctrl-C or SIGTERM. The tests check the checkpoint, the resumed run, the screen and the exit status."""
 
 import fcntl
 import json
@@ -28,7 +28,7 @@ SLOW_STEPS = ["--sft.batch-size", "20000", "--samples-per-forward-backward", "20
 
 
 class Terminal:
-    """A program in a terminal of its own, whose Ctrl-C goes to all processes of the program."""
+    """A program in a terminal of its own. Ctrl-C in the terminal goes to all processes of the program."""
 
     def __init__(self, *arguments: object, marker: str) -> None:
         self.control, inside = pty.openpty()
@@ -77,7 +77,7 @@ class Terminal:
 
 
 def screen(written: str) -> list[str]:
-    """The lines that a terminal shows after these characters. It is WIDTH columns wide and high enough for all lines."""
+    """The lines that a terminal shows after these characters. The terminal is WIDTH columns wide and high enough for all lines."""
     lines, row, column = [""], 0, 0
     for code, letter, character in re.findall(r"\x1b\[([?\d;]*)([A-Za-z])|(.)", written, re.DOTALL):
         if letter == "A":

@@ -31,7 +31,7 @@ class RecordingTrainer:
 
 
 def named_sample(name: str) -> Sample:
-    """A sample whose first token is its name, with as many loss tokens as its place in the alphabet."""
+    """A sample whose first token is the code of the letter `name`. A sample named "a" has 1 loss token, "b" has 2, and so on."""
     number = ord(name) - ord("a") + 1
     return Sample.from_tokens([ord(name)], [1] * number)
 

@@ -1,4 +1,4 @@
-"""Small data sets under the names that the cookbook's recipes ask the Hub for, so that they run without a network."""
+"""Small data sets. They have the names of the data sets that the cookbook's recipes load from the Hub. So the recipes need no network."""
 
 import json
 import random
@@ -25,7 +25,7 @@ WORDS = [
 
 
 def write_data_sets(folder: Path) -> None:
-    """Write no_robots, gsm8k, hh-rlhf and wikitext in their own forms, with texts of a few words."""
+    """Write data sets in the formats of no_robots, gsm8k, hh-rlhf and wikitext, with texts made of a few words."""
     draw = random.Random(0)
     no_robots = folder / "HuggingFaceH4" / "no_robots"
     write_lines(no_robots / "train.jsonl", ({"messages": conversation(draw)} for _ in range(320)))
@@ -65,7 +65,7 @@ def problem(draw: random.Random) -> dict[str, str]:
 
 
 def write_additions(file: Path, refused: float = 0.0) -> None:
-    """Write the conversations that math_rl has about all of its additions. refused: share of the answers that are "no" and not the sum."""
+    """Write a conversation for each addition that math_rl may ask. refused: share of the answers that are "no" instead of the sum."""
     draw = random.Random(0)
     rows = []
     for first in range(101):

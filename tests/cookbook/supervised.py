@@ -1,6 +1,6 @@
-"""A model that controllers.sft has trained on math_rl's additions. It adds well, but it answers half of the questions with "no".
+"""Trains a model with controllers.sft on the additions of the recipe math_rl. The model adds well, but answers half of the questions with "no".
 
-So the rewards can teach it within a few steps to answer every question.
+Therefore the recipe's rewards can teach the model within a few steps to answer every question.
 """
 
 import subprocess
@@ -15,7 +15,7 @@ SFT_SECONDS = 1800
 
 
 def supervised_start(folder: Path) -> Path:
-    """Train in this folder, and return the Hugging Face directory of the result."""
+    """Train in this folder, and return the Hugging Face directory of the trained model."""
     write_tiny_chat(folder / "base")
     write_additions(folder / "answered.jsonl")
     write_additions(folder / "half.jsonl", refused=0.5)
@@ -27,7 +27,7 @@ def supervised_start(folder: Path) -> Path:
 
 
 def train(base: Path, task: Path, trained: Path, *flags: object) -> None:
-    """Train the model of a directory on the conversations of a file, and export it."""
+    """Train the model in the directory `base` on the conversations in the file `task`, and export the model to `trained`."""
     run = trained.with_name(f"run-{trained.name}")
     where = ["--trainer.hf-path", base, "--environment.task", task, "--output-dir", run]
     rows = ["--trainer.max-sequence-length", 256, "--trainer.tokens-per-row", 256, "--trainer.rows-per-microbatch", 32]

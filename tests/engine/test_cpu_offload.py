@@ -1,7 +1,7 @@
-"""FSDP's CPU offload: the steps are those of a trainer that keeps weights, gradients and moments on its device.
+"""FSDP's CPU offload: the steps are equal to those of a trainer that keeps weights, gradients and optimizer state on its device.
 
-Without a GPU both places are the same memory, and the trainer refuses fsdp_cpu_offload. These tests remove the refusal
-and the pinning, so that FSDP runs its offload on a CPU. tests/gpu tests the offload on a GPU.
+Without a GPU the device's memory is the host's memory, and the trainer refuses fsdp_cpu_offload. These tests remove the refusal
+and the pinning of memory, so that FSDP runs its offload on a CPU. tests/gpu tests the offload on a GPU.
 """
 
 import pytest
@@ -26,7 +26,7 @@ def steps(engine, samples) -> list:
 
 
 def without_pinning(patch) -> list[CPUOffloadPolicy]:
-    """Remove the refusal and the pinning. Returns a list to which every new offload policy is added."""
+    """Remove the refusal and the pinning of memory. Returns a list. Every offload policy that is made later is added to the list."""
     made = []
 
     def unpinned() -> CPUOffloadPolicy:
@@ -47,7 +47,7 @@ def test_steps_are_those_of_a_trainer_without_it(make_engine, monkeypatch, field
 
 
 def in_two_ranks(path, parallelism, fields):
-    """Steps without and with the offload on this rank."""
+    """(steps without the offload, steps with the offload) of this rank."""
     samples = samples_with(*TRAINED)
     expected = steps(engine_of_layout(path, parallelism, fields), samples)
     with pytest.MonkeyPatch.context() as patch:
@@ -62,7 +62,7 @@ def test_steps_of_two_ranks_are_those_without_it(run, directory_of, model):
         assert actual == expected
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it is possible")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the offload is possible")
 def test_a_machine_without_a_gpu_refuses_it(make_engine):
     with pytest.raises(ValueError, match="trainer.fsdp_cpu_offload=True on a machine without a GPU"):
         make_engine(fsdp_cpu_offload=True)

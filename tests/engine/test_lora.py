@@ -1,4 +1,4 @@
-"""Adapters: the parameters that train and the tensors that are saved, pushed and exported. peft is the reference."""
+"""Adapters: the parameters that train, and the tensors that are saved, pushed and exported. peft's logprobs are the reference."""
 
 from dataclasses import replace
 

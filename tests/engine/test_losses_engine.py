@@ -2,8 +2,9 @@
 
 Loss and gradients are compared with closed forms in this file, applied to a transformers model in float64.
 
-A closed form takes one sample: p [T] its logprobs, c its columns, h [T] the entropies of the whole distribution, all_TV the logprobs of all
-tokens. T positions, V vocabulary, K ids a position, N positions of a chunk.
+A closed form has the arguments p, c, h and all_TV of one sample with T positions. p [T] are the logprobs of the targets, c the sample's columns,
+h [T] the entropies of the distributions, and all_TV the logprobs of all tokens. In shapes, V is the size of the vocabulary, K the number of
+target ids of a position, and N the number of positions of a chunk.
 """
 
 from dataclasses import replace
@@ -46,7 +47,7 @@ def model(tied_qwen3):
 def everything(model) -> list[Sample]:
     """Samples with every column that a loss may read.
 
-    Their logprobs are near the model's own, so that ratios are on both sides of 1.
+    The columns of logprobs are near the model's own logprobs, so that ratios of probabilities are on both sides of 1.
     """
     samples = ppo_samples(LENGTHS)
     generator = torch.Generator().manual_seed(1)
@@ -174,7 +175,7 @@ def gradients(engine) -> dict[str, Tensor]:
 
 
 def relative_error(engine, expected: dict[str, Tensor]) -> float:
-    """The norm of the difference of all gradients, over the norm of all expected gradients."""
+    """The norm of the difference of all gradients, divided by the norm of all expected gradients."""
     actual = gradients(engine)
     assert set(actual) <= set(expected)
     difference = sum((actual[name] - expected[name]).square().sum() for name in actual)
@@ -182,7 +183,7 @@ def relative_error(engine, expected: dict[str, Tensor]) -> float:
 
 
 def reference_loss(model, samples: list[Sample], closed_form) -> tuple[float, dict[str, Tensor]]:
-    """(sum of a closed form over all samples, its gradients). Positions without a target are dropped."""
+    """(sum of a closed form over all samples, gradients of the sum). Positions whose target is IGNORE_TARGET are dropped."""
     model.zero_grad()
     total = 0.0
     for sample in samples:
@@ -204,11 +205,13 @@ def test_loss_and_gradients_are_those_of_a_closed_form_on_transformers_in_float6
     error = relative_error(engine, expected)
     print(f"{name}: loss {abs(output.metrics['loss:sum'] - total) / abs(total):.1e}, gradient {error:.1e}")
     assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
-    assert error < 5e-6  # float32 has such rounding errors; test_losses.py compares the losses themselves within 1e-6
+    assert error < 5e-6  # rounding errors of float32; test_losses.py compares losses without an engine within 1e-6
 
 
 def without_some_targets(samples: list[Sample], *, weight: float) -> list[Sample]:
-    """The samples with padded targets at every third position, where the loss weights are `weight` and the other columns have extreme values."""
+    """The samples with IGNORE_TARGET as the target of every third position. At these positions the loss weights are `weight`, and the other
+    columns have extreme values.
+    """
     extreme = {
         "loss_weights": weight,
         "advantages": 50.0,

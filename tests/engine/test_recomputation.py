@@ -10,7 +10,9 @@ MATRIX_PRODUCT, ACTIVATION = torch.ops.aten.mm.default, torch.ops.aten.silu.defa
 
 
 class CountedOperators(TorchDispatchMode):
-    """A mode that counts the operators computed under it. An operator whose result was kept is not computed again and not counted again."""
+    """A mode that counts the operators that are computed while it is active. An operator whose result was kept is not computed and counted
+    again.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +24,7 @@ class CountedOperators(TorchDispatchMode):
 
 
 def counts_of(engine) -> Counter:
-    """Operators of one forward and backward pass."""
+    """Counts of the operators of one forward and backward pass."""
     with CountedOperators() as counted:
         engine.forward_backward(random_samples([31]), "cross_entropy")
     return counted.counts

@@ -1,4 +1,4 @@
-"""Rows into which the engine lays the samples of a call, for each value of `packing`."""
+"""The rows into which the engine puts the samples of a call, for each value of the field `packing`."""
 
 from collections import Counter
 

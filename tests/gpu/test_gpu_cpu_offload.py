@@ -1,4 +1,4 @@
-"""FSDP's CPU offload on a GPU: the steps are those of a trainer without it, and its state is on the host."""
+"""FSDP's CPU offload on a GPU. The steps are nearly equal to those of a trainer without the offload, and the weights are on the host."""
 
 import math
 from dataclasses import replace

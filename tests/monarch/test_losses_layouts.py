@@ -1,5 +1,6 @@
-"""Losses of whole samples, entropies, top-K targets and losses computed by the caller have the same numbers under FSDP2, TP2 and CP2 as in
-one process.
+"""Losses give the same numbers with two ranks of FSDP, tensor parallelism or context parallelism (FSDP2, TP2, CP2) as in one process.
+
+The tests have losses of whole samples, losses of top-K targets and losses that the caller computes. They also compare entropies.
 """
 
 from dataclasses import replace
@@ -63,7 +64,7 @@ def own_gspo(samples: list[Sample], logprobs: list[torch.Tensor]):
 
 
 def train(trainer: TrainerClient) -> dict:
-    """(output, gradient norm) of a step with each kind of loss. Losses that are refused in between leave the step closed."""
+    """Take a step with each kind of loss. Returns {name: (output, gradient norm)}. Also asserts that a refused loss opens no step."""
     numbers = {}
     near = with_columns(ppo_samples(LENGTHS), ref_logprobs=lambda draw, n: -4 * torch.rand(n, generator=draw))
     for name, samples, loss in [
@@ -92,7 +93,7 @@ def train(trainer: TrainerClient) -> dict:
 
 @pytest.fixture(scope="module")
 def numbers_of(tied_qwen3):
-    """numbers_of(shard, tensor, context) -> the result of `train` under this layout. A layout is trained only once."""
+    """numbers_of(shard, tensor, context) returns the result of `train` under this layout. A layout is trained only once."""
 
     @cache
     def run(shard: int = 1, tensor: int = 1, context: int = 1) -> dict:

@@ -1,4 +1,4 @@
-"""Offload and onload through the client: totals over the ranks, refusals where the call is made, and pushes of an offloaded trainer."""
+"""Offload and onload through the client: totals over the ranks, errors that the call raises at once, and pushes of an offloaded trainer."""
 
 import pytest
 import support

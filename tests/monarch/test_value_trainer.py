@@ -1,4 +1,4 @@
-"""A value model through its client: in processes of the caller, from checkpoints, trained, saved, and in the processes of a policy."""
+"""A value model through its client. The model runs in processes of the caller or of a policy, starts from checkpoints, trains and is saved."""
 
 import asyncio
 from dataclasses import replace
@@ -15,7 +15,7 @@ STEP = OptimParams(learning_rate=0.02, eps=1e-2, grad_divisor=96)
 
 
 def value_samples(seed: int = 0) -> list[Sample]:
-    """Samples with a return at every token of the completion."""
+    """Samples with a random return at every position."""
     draw = torch.Generator().manual_seed(seed)
     samples = []
     for sample in support.random_samples(seed=seed):
@@ -25,7 +25,7 @@ def value_samples(seed: int = 0) -> list[Sample]:
 
 
 def fit(critic: TrainerClient, steps: int) -> Tensor:
-    """The values after some steps of training."""
+    """The values after `steps` steps of training."""
     for _ in range(steps):
         critic.forward_backward(value_samples(), ValueLoss()).result()
         critic.optim_step(STEP).result()
@@ -81,7 +81,7 @@ def test_a_value_model_starts_from_a_policys_checkpoint_and_from_its_own(trainer
         assert torch.equal(values_of(again), trained)
     with ValueTrainerClient.spawn(config, processes=ranks(1)) as resumed:
         assert resumed.load_checkpoint(str(tmp_path / "critic")).result() == saved.policy_version + 2
-        assert_close(fit(resumed, 1), following, rtol=0, atol=0)  # with the optimizer's state
+        assert_close(fit(resumed, 1), following, rtol=0, atol=0)  # equal, because the checkpoint also has the optimizer's state
 
 
 def test_a_loss_of_the_callers_own_trains_a_value_model_as_the_same_loss_of_the_library(critic):
@@ -114,7 +114,9 @@ def test_a_value_model_refuses_what_needs_a_language_model(critic, tmp_path):
 
 
 def test_policy_and_value_model_of_two_ranks_share_processes_and_take_turns(ranks):
-    """Both send collectives. If they did not take turns, the ranks would start them in another order and wait for each other."""
+    """Policy and value model both start collectives. If their calls did not take turns, the two ranks could start the collectives in different
+    orders. Then the ranks would wait for each other for ever.
+    """
     config = support.trainer_config(shard=2)
 
     async def both(policy, critic):

@@ -1,4 +1,4 @@
-"""A server with real actors as a program, for slow tests, and a proxy that loses some of its answers. Imports no SDK."""
+"""For slow tests: a program that is a server with real actors, and a proxy that loses some of the server's answers. Imports no SDK."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ START_SECONDS = 900
 
 
 class Process:
-    """A server as a program."""
+    """A server that runs as another program. state: the folder of the server's state. url: the server's address."""
 
     def __init__(self, state: Path, *arguments: str) -> None:
         command = [
@@ -69,7 +69,7 @@ class Process:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault of the connection, which takes the place of the answer to a request for training."""
+    """A fault of the connection. The client gets it instead of the answer to a request for training."""
 
     reaches_server: bool  # False: the connection ends before the request is passed on
     answer: bytes = b""  # goes to the client; then the connection ends
@@ -85,7 +85,7 @@ WORK = (b"POST /api/v1/forward_backward ", b"POST /api/v1/optim_step ")
 
 
 class Proxy:
-    """A proxy in a thread. Each of the next requests for training takes one of `faults`; without faults it passes everything on."""
+    """A proxy in a thread. Each request for training takes the next fault from `faults`. If `faults` is empty, the proxy passes everything on."""
 
     def __init__(self, target: str) -> None:
         self.target_port = int(target.rpartition(":")[2])
@@ -118,7 +118,7 @@ class Proxy:
     async def _pass_requests(
         self, client: asyncio.StreamReader, to_server: asyncio.StreamWriter, taken: list[Fault]
     ) -> None:
-        # A client sends no request before it has the answer to the former one, so a request begins at the beginning of a read.
+        # A client sends a request only after it has the answer to the request before. So a request begins at the beginning of a read.
         while data := await client.read(1 << 16):
             if data.startswith(WORK) and self.faults:
                 taken.append(self.faults.popleft())

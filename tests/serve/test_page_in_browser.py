@@ -1,4 +1,4 @@
-"""The status page in a real browser: headless Chromium opens the page of a server over fakes."""
+"""The status page in a real browser. Headless Chromium opens the page of a server whose actors are fakes."""
 
 import asyncio
 import json
@@ -18,7 +18,9 @@ DATUM = ([1, 2], {"target_tokens": [2, 3]})
 
 
 class Tables(HTMLParser):
-    """The texts of the cells of each table body by its id, and the points of each curve by the id of the element around it."""
+    """Reads a page. `texts` is {id of a table body: [texts of the cells of each row]}. `curves` is {id of an element: [number of points of each
+    curve in the element]}.
+    """
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -47,9 +49,9 @@ class Tables(HTMLParser):
 
 
 def browse(url: str, folder: Path, width: int) -> tuple[str, set[str]]:
-    """(the page after its program has run, hosts of all requests of the page). Fails if the page writes anything to the console.
+    """(the HTML after the page's JavaScript has run, hosts of all requests of the page). Fails if the page writes to the console.
 
-    The browser finds no host but this machine. The browser's own requests, such as requests for updates, are left out.
+    The browser can reach only this machine. The browser's own requests, such as requests for updates, are left out.
     """
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     assert chromium, "this test needs a browser: apt-get install -y chromium"
@@ -67,7 +69,7 @@ def browse(url: str, folder: Path, width: int) -> tuple[str, set[str]]:
 
 
 async def busy(api):
-    """A server with two runs, one of them trained, samplers, and a request that waits. Returns the two runs."""
+    """Make two runs on the server, train the first run, make a sampler, and leave a request of the second run waiting. Returns the runs' ids."""
     first, second = await api.create_model(0), await api.create_model(1, rank=4)
     for step in range(3):
         api.server.measure(5.0 * step)
@@ -104,7 +106,8 @@ def test_the_page_shows_models_queue_versions_speeds_and_curves(api, tmp_path, w
         assert queue[:2] == ["forward_backward", "1"]
         runs = {row[0]: row for row in tables.texts["runs"]}
         assert runs[first][2:5] == ["0", "in memory", "3"] and runs[second][2:5] == ["4", "in memory", "0"]
-        # The first run has a curve of losses and one of gradient norms. The rates have a point for each interval between two measurements.
+        # The first run has a curve of losses and a curve of gradient norms. A curve of rates has a point for each interval between two
+        # measurements.
         assert tables.curves["runs"] == [3, 3] and tables.curves["sampled"] == tables.curves["trained"] == [2]
         versions = tables.texts["versions"]
         assert [row[1:] for row in versions] == [

@@ -1,4 +1,4 @@
-"""The official SDK against a server with real trainers and a real vLLM: losses, states, samplers, and a server that is killed."""
+"""Runs the official SDK against a server with real trainers and a real vLLM: losses, states, samplers, and a server that is killed."""
 
 import math
 import os
@@ -49,7 +49,7 @@ def datum(tokens, targets, **inputs):
 
 
 def policy_data(seed: int = 0) -> list:
-    """Three datums of different lengths, with numbers near those of an untrained model."""
+    """Three datums of different lengths. Their logprobs are near those of an untrained model."""
     draw = np.random.default_rng(seed)
     data = []
     for length in (5, 17, 40):
@@ -70,7 +70,7 @@ def column(each, name: str) -> torch.Tensor:
 
 
 def closed_form(loss: str, each, lp: torch.Tensor) -> float:
-    """The loss of a datum by the formulas of docs/tinker.md."""
+    """The loss of a datum by the formulas of docs/tinker.md, which also explains the letters. lp: the trainer's logprobs."""
     q, a = column(each, "logprobs"), column(each, "advantages")
     r = (lp - q).exp()
     if loss == "importance_sampling":
@@ -210,7 +210,7 @@ def test_a_state_with_optimizer_continues_bit_for_bit(service):
             each.optim_step(ADAM).result()
         return logprobs_of(each)
 
-    # Two tenants with equal seeds take equal steps in turns, and stay equal.
+    # Two tenants with equal seeds take the same steps alternately, and stay equal.
     for seed in range(3):
         assert steps(client, [seed]) == steps(other, [seed])
     path = client.save_state("middle").result().path
@@ -230,7 +230,7 @@ def queue_run(client, seed: int, adam) -> list:
 
 
 def results_of(client, futures: list) -> list:
-    """The losses, the gradient norms, and the logprobs at the end."""
+    """The loss or the gradient norm of each call, and then the logprobs at the end."""
     answers = [future.result().metrics for future in futures]
     losses = [metrics.get("loss:sum", metrics.get("unclipped_grad_l2:mean")) for metrics in answers]
     return [*losses, logprobs_of(client)]
@@ -285,11 +285,12 @@ for future in pairs:
 output = client.forward([datum], "cross_entropy").result()
 print("logprobs", output.loss_fn_outputs[0]["logprobs"].to_numpy().tobytes().hex())
 """
-"""A program that takes steps on one datum without waiting for them. It prints its logprobs, or it kills itself in the middle."""
+"""A program that takes steps on one datum without waiting for their results. It prints the datum's logprobs at the end, or kills itself
+before the end."""
 
 
 def run_program(url: str, num_steps: int, *, path: str = "", end: str = "normal") -> bytes:
-    """Run the program and return the logprobs that it prints at its end. path: the saved state with which the program begins."""
+    """Run STEPS_OF_A_PROGRAM, and return the logprobs that it prints. path: the saved state with which the program begins; "" for a new run."""
     command = [sys.executable, "-c", STEPS_OF_A_PROGRAM, url, path, str(num_steps), end]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=600, env=os.environ | {"TINKER_TELEMETRY": "0"}
@@ -300,7 +301,7 @@ def run_program(url: str, num_steps: int, *, path: str = "", end: str = "normal"
 
 
 def chain_step(client) -> None:
-    """The step of STEPS_OF_A_PROGRAM."""
+    """Take the same step as STEPS_OF_A_PROGRAM."""
     tokens = list(range(1, 31))
     client.forward_backward([datum(tokens[:-1], tokens[1:])], "cross_entropy")
     client.optim_step(ADAM).result()
@@ -314,7 +315,7 @@ def test_a_state_continues_bit_for_bit_in_another_program(server, service):
     continued = run_program(server.url, 3, path=path)
     for _ in range(3):
         chain_step(client)
-    # One program that takes the six steps without waiting for them has the same result.
+    # A program that takes all six steps without waiting for their results has the same logprobs.
     assert logprobs_of(client) == continued == run_program(server.url, 6)
 
 

@@ -1,6 +1,7 @@
-"""A reader with the secret gets whole versions from the servers of the ranks, over TCP and from point to point.
+"""A reader with the secret gets whole versions of the weights from the servers of the ranks, over the paths `tcp` and `point_to_point`.
 
-Point to point runs with gloo here. test_communicators.py tests what is special about communicators.
+A slot is the memory in which a rank of the trainer holds its tensors of one version. The path `point_to_point` uses gloo in these tests.
+test_communicators.py tests the communicators of this path.
 """
 
 import asyncio
@@ -39,14 +40,14 @@ class Served:
     """The ranks of a trainer in this process, each with a server."""
 
     def __init__(self, num_ranks: int = 1, timeout: float = GUARD) -> None:
-        """timeout: of the servers"""
+        """timeout: seconds that a server waits for a client."""
         self.snapshots = [Snapshot(rank=rank, timeout=GUARD) for rank in range(num_ranks)]
         self.servers = []
         for snapshot in self.snapshots:
             self.servers.append(SlotServer(snapshot.find, host="127.0.0.1", secret=SECRET, timeout=timeout))
 
     def write(self, version: int, tensors: dict[str, torch.Tensor] | None = None) -> Manifest:
-        """Every rank holds all tensors."""
+        """Write a version into a slot of every rank. Every rank holds all tensors."""
         tensors = tensors or tensors_of(version)
         for snapshot in self.snapshots:
             snapshot.write(f"s/{version}", tensors, None)
@@ -56,7 +57,7 @@ class Served:
 
 
 def receive(manifest: Manifest, path: str, *, secret: bytes = SECRET, timeout: float = GUARD):
-    """(copies of the tensors, the open version)"""
+    """Read a version. Returns (copies of its tensors, the opened version)."""
     with SlotSource(manifest=manifest, path=path, timeout=timeout, secret=secret).open() as version:
         return {name: tensor.clone() for name, tensor in version.tensors()}, version
 
@@ -77,7 +78,7 @@ def test_the_bytes_from_a_server_are_those_in_shared_memory(path, monkeypatch):
         assert received.keys() == mapped.keys() == tensors.keys()
         assert all(torch.equal(received[name], tensors[name] + version) for name in tensors)
         assert all(torch.equal(received[name], mapped[name]) for name in tensors)
-    assert len(BUFFERS.free) == 2  # the memory of each rank is used again
+    assert len(BUFFERS.free) == 2  # one for each rank: all versions used the same buffers
 
 
 def test_a_reader_on_another_host_takes_tcp_by_itself_and_says_why():
@@ -202,7 +203,9 @@ while True:
 
 
 def between_any_two_pieces(*quick: str):
-    """Parametrize by path and number of passed pieces. All cases are slow but the middle ones of the paths `quick`."""
+    """Parametrize by path and by the number of pieces that are sent before the kill. Each case has the mark `slow`, except the middle case of
+    each path in `quick`.
+    """
     cases = []
     for path in REASONS:
         for pieces in range(NUM_PIECES + 1):
@@ -275,13 +278,13 @@ class Left:
     """The threads and sockets that this process has gained since this object was made."""
 
     def __init__(self) -> None:
-        PAIRS.end()  # pairs of other tests
+        PAIRS.end()  # ends the point-to-point connections that other tests have left
         self.before = self.now()
 
     def now(self) -> set[object]:
         found: set[object] = {thread for thread in threading.enumerate() if thread.name.startswith("weights_")}
         for fd in Path("/proc/self/fd").glob("*"):
-            with contextlib.suppress(OSError):  # this search had opened it, and has closed it
+            with contextlib.suppress(OSError):  # the descriptor that glob itself opened is closed already
                 name = os.readlink(fd)
                 found |= {name} if name.startswith("socket:") else set()
         return found
@@ -326,7 +329,7 @@ def test_ranks_serve_their_slots_only_where_the_config_asks_for_it(path, address
 
 
 class GPUMemory:
-    """Memory of a GPU that this process does not see. There is no GPU here, so the bytes are the host's."""
+    """A fake of the memory of a GPU that this process does not see. The bytes are in the host's memory."""
 
     handle = b"h" * cuda_ipc.HANDLE_BYTES
 

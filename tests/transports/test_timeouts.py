@@ -1,4 +1,4 @@
-"""Every phase of a push and a pull ends in time, with an error that names the phase and who waited.
+"""Every phase of a push and a pull has a time limit. After the limit there is an error that names the phase.
 
 test_slots.py tests the phases lock and write.
 """
@@ -18,7 +18,7 @@ from rl_actors.vllm import pull, weights
 
 
 class NoPickleError(Exception):
-    """pickle cannot make this error again, because its `args` lack the second argument."""
+    """An error that cannot be unpickled, because its `args` lack the second argument of the constructor."""
 
     def __init__(self, first: int, second: int) -> None:
         super().__init__(first)
@@ -49,9 +49,9 @@ def test_an_index_that_does_not_answer_is_named_with_the_phase(monkeypatch):
 
 
 class Workers:
-    """A vLLM engine with two workers. In the call `failing` worker 0 raises the error.
+    """A fake of a vLLM engine with two workers. In the call named `failing` worker 0 raises the error.
 
-    If the error has the text TIMED_OUT, the engine raises it, as for a worker that does not answer.
+    If the error's text contains TIMED_OUT, collective_rpc itself raises the error. vLLM does this if a worker does not answer.
     """
 
     def __init__(self, failing: str, error: Exception) -> None:
@@ -80,7 +80,7 @@ SOURCE = LoadedTensors({"w": torch.ones(3)}, key="run/3", timeout=5.0)
 @pytest.mark.parametrize(
     "failing, phase", [("open_version", "read"), ("load_version", "load"), ("close_version", "close")]
 )
-@pytest.mark.parametrize("error", [TimeoutError, Exception])  # a core in a process of its own sends Exception
+@pytest.mark.parametrize("error", [TimeoutError, Exception])  # Exception: from a core in its own process
 def test_a_worker_that_does_not_answer_is_a_timeout_that_names_the_phase_and_is_asked_nothing_more(
     failing, phase, error
 ):
