@@ -1,4 +1,7 @@
-"""Adapters of `load_adapter`: fit to the model, the caller's checks, and matrix products on a CPU. No process starts."""
+"""Adapters for `load_adapter`: whether they fit the model, the checks in the caller's thread, and the matrix products on a CPU.
+
+These tests start no process.
+"""
 
 import json
 from dataclasses import replace
@@ -22,7 +25,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
 def write(directory: Path, *, rank: int = 2, **changed) -> Path:
-    """An adapter on all layers of WEIGHTS. changed: tensors by name, or None for one that is left out."""
+    """An adapter on all layers of WEIGHTS. changed: maps the name of a tensor to its new value, or to None if the tensor is left out."""
     directory.mkdir()
     config = LoRAConfig(rank=rank, train_unembed=True)
     tensors = {name: torch.ones(shape) for name, shape in adapters.shapes(config, WEIGHTS).items()} | changed
@@ -58,7 +61,7 @@ def test_an_adapter_that_does_not_fit_the_model_is_refused(tmp_path, changed, me
 
 
 class Loading:
-    """A generator that only loads adapters."""
+    """A fake client of a generator. It only loads and unloads adapters."""
 
     is_owned = False
     last_pull = None

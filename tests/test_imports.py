@@ -1,6 +1,8 @@
-"""The direction of imports, read from the source: configs -> controllers -> clients -> actors -> engine, vllm -> transports -> values.
+"""The levels of modules, from high to low: configs, controllers, clients, actors, engine and vllm, transports, values. No module imports a module
+of a higher level.
 
-An import inside a function or under TYPE_CHECKING counts, too. A name looked up at run time (`--config tiny`) is data, not an edge.
+The tests read the imports from the source. An import inside a function or under TYPE_CHECKING counts, too. A name that is looked up at run time,
+such as `tiny` in `--config tiny`, does not count as an import.
 """
 
 import ast
@@ -15,7 +17,7 @@ from waiting import GUARD
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rl_actors", "controllers", "configs")
-# A module may import modules of its own level and of lower ones. The longest prefix that is listed gives the level.
+# A module may import modules of its own level and of lower levels. The longest prefix of its name that is listed here gives its level.
 LEVELS = {
     "configs": 6,
     "controllers": 5,
@@ -46,7 +48,7 @@ LEVELS = {
 
 
 def level(module: str) -> int | None:
-    """level("rl_actors.engine.packing") -> 1; None for a module that is not ours."""
+    """The level of a module: 2 for "rl_actors.engine.packing". None for a module of another project."""
     parts = module.split(".")
     prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
     return next((LEVELS[prefix] for prefix in prefixes if prefix in LEVELS), None)
@@ -63,7 +65,7 @@ def sources(root: Path, *folders: str) -> dict[str, Path]:
 
 
 def imports(module: str, path: Path, known: dict[str, Path]) -> Iterator[tuple[int, str]]:
-    """(line, imported module); `from rl_actors import types` is an import of rl_actors.types and not of all of rl_actors."""
+    """Yields (line, imported module). `from rl_actors import types` counts as an import of rl_actors.types, and not of all of rl_actors."""
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -99,7 +101,7 @@ def violations(root: Path) -> list[str]:
 
 
 def loaded_after(code: str) -> dict:
-    """The modules a fresh process holds after `code`, and whether it initialised CUDA."""
+    """Run `code` in a new process. Returns {"modules": the modules that it has loaded, "cuda": whether it has initialised CUDA}."""
     report = "import json, sys; t = sys.modules.get('torch'); cuda = bool(t and t.cuda.is_initialized())"
     program = f"{code}\n{report}\nprint(json.dumps(dict(modules=list(sys.modules), cuda=cuda)))"
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=GUARD)

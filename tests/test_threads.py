@@ -1,4 +1,4 @@
-"""The threads of a computing process, counted in a process of its own."""
+"""Counts the threads of a process that computes with torch."""
 
 import subprocess
 import sys
@@ -34,7 +34,10 @@ release.set()
 
 
 def workers(*, prepared: bool) -> list[int]:
-    """Numbers of OpenMP workers: of the main thread, which prepares the process if `prepared`, and of another."""
+    """[number of OpenMP workers of the main thread, number of OpenMP workers of another thread], counted in a new process.
+
+    prepared: the main thread calls prepare_cpu_process before it computes.
+    """
     program = PROGRAM.format(prepared=prepared)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=GUARD, check=True)
     return [int(number) for number in done.stdout.split()]

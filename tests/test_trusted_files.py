@@ -13,11 +13,11 @@ from rl_actors.engine import export
 from rl_actors.transports.files import FilesTransport
 from rl_actors.trusted_files import distrust, require_trusted
 
-STRANGER = 54_321  # a user and a group that nobody has
+STRANGER = 54_321  # the number of a user and of a group that do not exist
 
 
 class Trap:
-    """Unpickling it makes a file."""
+    """An object that makes a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

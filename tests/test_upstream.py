@@ -1,8 +1,8 @@
-"""Names and behaviour of torch, torchtitan, torchstore, Monarch and vLLM that are not public, but that the code needs.
+"""The code needs some names and behaviour of torch, torchtitan, torchstore, Monarch and vLLM that are not public.
 
-docs/upstream.md has a row for each, and each row has one check here. After an upgrade run
-`python tests/test_upstream.py` first. Within seconds it prints which rows no longer hold. It starts no engine and no
-actor.
+docs/upstream.md has a table row for each of them, and this file has one check for each row. After an upgrade of these
+packages run `python tests/test_upstream.py` first. Within seconds it prints which rows no longer hold. It starts no
+engine and no actor.
 """
 
 import ast
@@ -34,7 +34,7 @@ CHECKS: dict[str, Callable[[], None]] = {}
 
 
 def row(name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Register the check of the row of docs/upstream.md that begins with this name. A check raises when the row no longer holds."""
+    """Register the check of the row of docs/upstream.md that begins with this name. A check raises an error when the row no longer holds."""
 
     def register(check: Callable[[], None]) -> Callable[[], None]:
         CHECKS[name] = check
@@ -53,7 +53,7 @@ def source(thing: Any) -> str:
 
 @cache
 def mesh() -> Any:
-    """A mesh of this process only."""
+    """A device mesh whose only rank is this process."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -197,7 +197,7 @@ def _() -> None:
 
 
 def one_stage(**fields: Any) -> tuple[Any, Any]:
-    """(stage, schedule): the stage computes y = w x with w = 2; the schedule has 2 microbatches and loss y.sum()."""
+    """A pipeline of one stage, as (stage, schedule). The stage computes y = w x, w = 2. The schedule has 2 microbatches and the loss y.sum()."""
     import torch
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -348,7 +348,7 @@ def _() -> None:
 def _() -> None:
     import torch.distributed
 
-    # The build for a CPU has no NCCL. It has the header, which names the variable.
+    # torch's build for CPUs has no NCCL library, but it has this header, which names the variable.
     header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
     text = header.read_text()
     assert (
@@ -404,7 +404,7 @@ def _() -> None:
     import torchtitan.distributed.utils as copies
     import torchtitan.tools.utils as originals
 
-    import rl_actors.engine  # sets both before the modules below copy them
+    import rl_actors.engine  # sets both names before torchtitan's other modules copy their values
 
     assert rl_actors.engine
     expected = ("cuda", torch.cuda) if torch.cuda.is_available() else ("cpu", torch.cpu)
@@ -886,7 +886,7 @@ def _() -> None:
     assert "# shutdown signal, exit thread." in made and "outputs_queue.put_nowait(EngineDeadError" not in made
     assert {"engine_dead", "engine_manager"} <= set(BackgroundResources.__annotations__)
     assert "self.processes: list[BaseProcess]" in source(CoreEngineProcManager.__init__)
-    assert '"Failed core proc(s): {finished}"' in source(wait_for_engine_startup)  # vllm/core.py finds the signal in it
+    assert '"Failed core proc(s): {finished}"' in source(wait_for_engine_startup)  # vllm/core.py reads the signal from this text
     assert "spawn.get_command_line" in source(popen_spawn_posix.Popen) and callable(util.spawnv_passfds)
 
 
@@ -994,7 +994,7 @@ def _() -> None:
         assert ours[:-1] == theirs[: len(ours) - 1]
     for name in ("token_lora_indices", "sampler_indices"):
         assert isinstance(getattr(PunicaWrapperCPU, name), property)
-    # GroupedAdapters is needed because vLLM's own kernel applies the last adapter to a row whose place is -1.
+    # The index -1 means no adapter. vLLM's own kernel applies the last adapter to a row with this index, so GroupedAdapters is needed.
     found = torch.zeros(1, 1)
     torch_ops.bgmv_shrink(torch.ones(1, 1), torch.tensor([3.0, 5.0]).reshape(2, 1, 1, 1), found, torch.tensor([-1]))
     assert found.item() == 5
@@ -1136,7 +1136,7 @@ def _() -> None:
 
 
 def rows(page: str) -> list[str]:
-    """The first cells of the tables' rows, without backticks."""
+    """The first cell of each row of the page's tables, without backticks."""
     cells = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| `")]
     return [cell.replace("`", "") for cell in cells]
 
@@ -1147,7 +1147,8 @@ def test_every_row_of_the_page_has_a_check_and_every_check_a_row():
 
 @pytest.fixture(scope="module")
 def failures() -> dict[str, str]:
-    """{row: why it no longer holds}. A new process runs the checks, because vLLM and our modules change things that other tests here use."""
+    """Maps each row that no longer holds to the reason. A new process runs the checks, because vLLM and our modules change global state of the
+    libraries, which other tests in this file use."""
     program = subprocess.run([sys.executable, __file__], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
     lines = program.stdout.splitlines()
     assert lines, program.stderr
@@ -1234,7 +1235,7 @@ def own_names(trees: Sequence[ast.Module]) -> set[str]:
 
 
 def reached_names() -> Iterator[tuple[str, str]]:
-    """(where, name): private names of other packages that our code imports or uses, and their environment variables."""
+    """Yields (where, name) for the private names and the environment variables of other packages that our code uses."""
     trees = dict(sources())
     own = own_names(list(trees.values()))
     for path, tree in trees.items():
@@ -1272,7 +1273,7 @@ def reached_by(node: ast.AST, own: set[str]) -> list[str]:
         ("import torch._inductor", ["_inductor"]),
         ("from torch.distributed._tools import MemTracker", ["_tools"]),
         ("schedule._stages", ["_stages"]),
-        ("schedule._stage", ["_stage"]),  # our code has a _stage, too
+        ("schedule._stage", ["_stage"]),  # our code has the name _stage, too
         ("self._stage", []),
         ("getattr(schedule, '_stage')", ["_stage"]),
         ("hasattr(self, '_stage')", []),
@@ -1286,7 +1287,7 @@ def test_a_private_name_is_found_in_whatever_way_the_code_reaches_it(code, reach
 
 
 def overridden_names() -> Iterator[tuple[str, str]]:
-    """(class, name): private methods of others that classes of rl_actors and the controllers replace."""
+    """Yields (class, name) for the private methods of other packages that classes of rl_actors and the controllers replace."""
     importlib.import_module("rl_actors.engine")  # first, because it sets torchtitan's device
     for package in ("rl_actors", "controllers"):
         for module in pkgutil.walk_packages([str(ROOT / package)], f"{package}."):
@@ -1296,7 +1297,7 @@ def overridden_names() -> Iterator[tuple[str, str]]:
 
 
 def overridden_in(thing: type) -> list[str]:
-    """Private methods of a foreign class that this class, or one of ours among its bases, replaces."""
+    """Private methods of a class of another package that this class, or a base class of ours, replaces."""
     foreign = [base for base in thing.__mro__ if base.__module__.split(".")[0] in FOREIGN]
     ours = [base for base in thing.__mro__ if base.__module__.split(".")[0] in CODE]
     methods = {name for base in ours for name, value in vars(base).items() if inspect.isroutine(value)}
@@ -1313,7 +1314,7 @@ def test_every_private_name_of_others_that_the_code_reaches_is_on_the_page():
 
 
 def main() -> None:
-    """Print {row: why it no longer holds}. The exit status is 1 if there is such a row."""
+    """Print the rows that no longer hold, with the reasons, as JSON. The exit status is 1 if there is at least one such row."""
     sys.path.insert(0, str(ROOT))
     found = {}
     for name, check in CHECKS.items():

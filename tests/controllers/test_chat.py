@@ -1,4 +1,4 @@
-"""Chat templates: the prompt of a conversation, the tokens that supervised training trains, and the tokens that end a text."""
+"""Chat templates: the prompt of a conversation, the tokens that supervised training trains on, and the tokens that end a text."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ CONVERSATION = [
 
 @pytest.fixture
 def make(tmp_path):
-    """make(template, chat) -> the tokenizer of a new directory with this template."""
+    """make(template, chat, generation) saves a tokenizer with this template, and loads it. generation: the content of generation_config.json."""
 
     def make(template: str | None = CHAT_TEMPLATE, chat: ChatConfig | None = None, generation: object = None):
         save_tokenizer(tmp_path, chat_template=template)

@@ -1,4 +1,4 @@
-"""Episodes: which tokens are trained on, that no token is encoded again, limits, faulty environments, and episodes in the queue of rollouts."""
+"""Episodes: the tokens that are trained on, the tokens that the policy gets, limits, faulty environments, and episodes in the queue of rollouts."""
 
 import asyncio
 from collections.abc import Callable
@@ -29,7 +29,7 @@ LIMITS = EpisodeLimits(max_turns=4, max_tokens=64, max_tokens_per_turn=6)
 
 @pytest.fixture(scope="module")
 def characters(tmp_path_factory) -> Tokenizer:
-    """0 <pad>, 1 <eos>, and then the characters from 2 on."""
+    """A tokenizer of characters. The id of <pad> is 0, the id of <eos> is 1, and the ids of the characters begin at 2."""
     path = tmp_path_factory.mktemp("characters")
     build_character_tokenizer(path, "0123456789?+-=ab!")
     return load_tokenizer(path)
@@ -37,7 +37,7 @@ def characters(tmp_path_factory) -> Tokenizer:
 
 @dataclass
 class Echo:
-    """An environment whose episodes do what a test says. `replies` has the reply to each turn, in order."""
+    """An environment with given replies. `replies` has the reply to each turn of an episode, in order. `heard` has the texts of all turns."""
 
     replies: list[Reply]
     beginning: object = "?"
@@ -68,7 +68,7 @@ class EchoEpisode:
 
 
 def turns(*said: list[int], version: int = 0):
-    """A policy that samples these tokens, turn by turn."""
+    """A policy that samples the tokens said[k] in turn k of an episode. policy.seen has the tokens of the prompt of each turn."""
 
     async def policy(tokens: list[int], turn: int) -> Completion:
         seen.append(list(tokens))
@@ -143,7 +143,7 @@ def test_messages_go_through_the_chat_template_without_encoding_earlier_turns(tm
     assert policy.seen[1] == rendered
     is_action = [False] * len(episode.prompt) + episode.is_action
     assert is_action[len(episode.prompt) : len(episode.prompt) + len(said)] == [True] * len(said)
-    assert sum(is_action) == 2 * len(said)  # a stop token that the template adds is not trained
+    assert sum(is_action) == 2 * len(said)  # a stop token that the template adds is not trained on
     assert episode.lines[2].text == "tool: right\nuser: 3+3"
 
 
@@ -172,7 +172,7 @@ def test_an_episode_is_cut_off_at_a_limit_after_the_policys_last_token(character
 
 
 class Raises(Echo):
-    """Its first `failures` episodes fail at their second turn."""
+    """An environment whose first `failures` episodes fail at their second turn."""
 
     failures = 1
 
@@ -296,7 +296,7 @@ def test_turns_that_are_ready_together_go_in_one_call_and_no_two_have_one_seed(c
     assert len(generator.calls[0]) == 6  # 2 groups of 3 episodes
     indices = [index for call in generator.calls for index in call]
     assert len(set(indices)) == len(indices)
-    # The seed of a turn depends on its place only: episode e of problem p has the indices from (3 p + e) * 4 on.
+    # The seed of a turn is params.seed plus the turn's index. The turns of episode e of problem p have the indices from (3 p + e) * 4 on.
     assert sorted(index for index in indices if index < 24)[0] == 0 and {
         params.seed for params in generator.params
     } == {0}
@@ -404,7 +404,7 @@ def test_a_group_of_episodes_gives_grpo_its_sums_and_ppo_its_rewards_per_token(c
 
 def test_validation_plays_greedy_episodes_of_the_held_out_problems(characters):
     def search(prompt: list[int], index: int) -> list[int]:
-        """Binary search by the hints so far."""
+        """Guess by binary search, with the hints that the prompt has so far."""
         low, high = 0, 9
         for guess, hint in zip(prompt[1::2], prompt[2::2], strict=True):
             if characters.decode([hint]) == "+":
@@ -439,7 +439,7 @@ def test_a_demonstration_is_trained_turn_by_turn_with_the_tokens_that_end_turns(
     environment = Products(seed=0, num_held_out=100)
     problems = [environment.problem(index) for index in range(300)]
     asks = [problem for problem in problems if len(environment.demonstration(problem)) == 2]
-    assert 60 < len(asks) < 140  # a third of all; the other demonstrations give a number at once
+    assert 60 < len(asks) < 140  # a third of all; the other demonstrations only guess a number
     problem = asks[0]
     sample = asyncio.run(player.demonstrate(environment, problem))
     trained = sample.targets[sample.columns["loss_weights"] != 0].tolist()
@@ -476,7 +476,7 @@ def test_the_game_and_the_products_reward_only_what_is_right():
 
 @pytest.mark.parametrize("make_config", [tiny_game, tiny_tool])
 def test_random_turns_of_a_shipped_task_fit_its_alphabet_and_its_limits(tmp_path, make_config):
-    """A policy with random weights may produce any text."""
+    """A policy with random weights may produce any text, so this policy samples random tokens."""
     config, draw = make_config(), Random(0)
     config.validate()
     build_character_tokenizer(tmp_path, config.alphabet)

@@ -1,4 +1,6 @@
-"""The calls of a whole GRPO run to its actors, and its report: the real controller in one process, with actors that have no model."""
+"""A whole GRPO run: its calls to the actors, and the metrics that it records. The real controller runs in one process with fake actors, which
+have no model.
+"""
 
 import asyncio
 import contextlib
@@ -124,7 +126,7 @@ def test_the_reported_difference_of_logprobs_is_the_trainers_from_the_generators
 
 def test_no_two_completions_of_a_run_are_sampled_with_one_seed(finished):
     seeds: list[int] = []
-    for generation in finished.training:  # a generator counts up from the seed of a call
+    for generation in finished.training:  # the seed of the k-th completion of a call is the call's seed + k
         first = generation.params.seed
         seeds += range(first, first + len(generation.prompts) * generation.params.n)
     assert len(seeds) >= NUM_STEPS * 3 * 16 and len(set(seeds)) == len(seeds)
@@ -141,7 +143,7 @@ def test_training_problems_are_sampled_at_the_temperature_of_the_config(finished
 def test_accuracies_are_those_of_greedy_completions_of_every_held_out_set(finished):
     expected = {"validation/accuracy": NUM_HELD_OUT, "validation/even/accuracy": NUM_HARDER}
     validated = [record for record in finished.records if "validation/accuracy" in record]
-    # Before the first step, once after the supervised steps, and after every GRPO step.
+    # The run validates before the first step, once after the supervised steps, and after every GRPO step.
     assert [record["step"] for record in validated] == [0, NUM_SFT_STEPS, 3, 4, 5]
     assert len(finished.validation) == len(expected) * len(validated)
     for number, generation in enumerate(finished.validation):
@@ -195,7 +197,7 @@ def test_lengths_are_those_of_all_completions_of_a_step(finished):
     assert sum(record["tokens/generated"] for record in records) == num_tokens
     for record in records:
         assert 1 <= record["completion/length_mean"] <= record["completion/length_max"] <= finished.config.max_tokens
-        assert record["completion/truncated"] == 0.0  # this generator always stops by itself
+        assert record["completion/truncated"] == 0.0  # the fake generator ends every completion with a stop token
 
 
 def test_a_step_has_its_speed_and_the_memory_of_the_trainer(finished):

@@ -20,7 +20,7 @@ LOGPROB = st.floats(-4, 0)
 
 @st.composite
 def sequences(draw):
-    """(rewards, logprobs, reference's logprobs, is_action) of one sequence."""
+    """Draws (rewards, logprobs, logprobs of the reference, is_action) of one sequence. Each has one value per token."""
     length = draw(st.integers(1, 8))
     rows = [draw(st.lists(number, min_size=length, max_size=length)) for number in (st.floats(-2, 2), LOGPROB, LOGPROB)]
     is_action = draw(st.lists(st.booleans(), min_size=length, max_size=length).filter(any))
@@ -28,7 +28,10 @@ def sequences(draw):
 
 
 def columns(batch, fill: float | None = None) -> list[list[torch.Tensor]]:
-    """A list of tensors for each of the four parts of a sequence. fill: the number at every position that is no action."""
+    """Four lists with one tensor for each sequence: rewards, logprobs, logprobs of the reference, is_action.
+
+    fill: replaces the numbers at every position that is no action. None: they stay.
+    """
     found: list[list[torch.Tensor]] = [[], [], [], []]
     for *numbers, is_action in batch:
         action_T = torch.tensor(is_action)

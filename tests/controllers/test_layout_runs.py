@@ -24,12 +24,13 @@ LAYOUTS = {
     "PP2": {"pipeline_parallel_degree": 2},
 }
 COMPARED = ("loss", "grad_norm", "entropy", "ratio/mean", "kl/policy_generator", "logprob_diff/mean")
-# Only rounding differs, and training amplifies it: each of the six optimizer steps in a step of the run divides by the root of second moments.
+# Relative tolerances of the first step, of later steps, and of the gradient norm in later steps. The runs differ only by rounding errors.
+# Training amplifies these errors, because each of the six optimizer steps in a step of the run divides by the root of second moments.
 FIRST, LATER, LATER_GRAD_NORM = 2e-6, 5e-4, 2e-3
 
 
 class RecordingGenerator(rl_actors.GeneratorClient):
-    """The real generator. It adds its answers to `recording`."""
+    """The client of the real generator. It adds its calls to `recording`."""
 
     recording: list[Any]
 
@@ -74,7 +75,7 @@ def run(folder: RunFolder, made: GRPOConfig, *, resume: str | None = None) -> li
 
 
 def resumed(recorded: Path, path: Path, name: str, **degrees: int) -> list[dict[str, Any]]:
-    """The GRPO steps of a run that begins with the checkpoint after the supervised phase and gets the recorded answers."""
+    """The records of the GRPO steps of a run that begins with the checkpoint after the supervised phase and gets the recorded answers."""
     shutil.copytree(
         recorded / "checkpoints" / f"step-{NUM_WARMUP_STEPS}", path / f"checkpoints/step-{NUM_WARMUP_STEPS}"
     )
@@ -95,7 +96,7 @@ def test_a_run_under_another_layout_follows_the_run_of_one_process(tmp_path, mon
     for name, degrees in {"one again": {}, **LAYOUTS}.items():
         recording = list(
             answers[2:]
-        )  # the first two answers are of the validations before and after the supervised phase
+        )  # the first two answers are those of the validations before and after the supervised phase
         monkeypatch.setattr(ReplayingGenerator, "recording", recording, raising=False)
         found = resumed(tmp_path / "one", tmp_path / name, name, **degrees)
         assert recording == []

@@ -1,4 +1,5 @@
-"""The pages of runs in a real browser: headless Chromium opens them in a frame as wide as a phone, and in one as wide as a large screen."""
+"""The pages of runs in a real browser: headless Chromium opens them in a frame as wide as a phone, and in a frame as wide as a large
+screen."""
 
 import json
 import re
@@ -72,8 +73,8 @@ def test_a_report_fits_a_phone_and_a_wide_screen_and_its_groups_can_be_filtered(
     write_report(folder.path)
     found = open_page(folder.report, width, tmp_path)
     assert found["width"] == width and found["needed"] <= width, "the page is wider than the screen"
-    # At first the page shows the groups of the last step. The filters then choose all groups, those with equal rewards, all again, and those
-    # with the text "D5".
+    # At first the page shows the groups of the last step. The filters then choose all groups, the groups with equal rewards, all groups again,
+    # and the groups with the text "D5".
     assert found["groups"] == [["6"], ["3", "4", "5", "6"], ["4"], ["3", "4", "5", "6"], ["5"]]
     assert len(found["charts"]) > 100 and min(found["charts"]) >= 8, "pixels of a text in a chart"
 

@@ -1,4 +1,4 @@
-"""The parts of a run, as its config describes them."""
+"""RunConfig: the fields that a generator takes from the trainer, and configs of trainer and generator that do not fit together."""
 
 from dataclasses import replace
 from pathlib import Path

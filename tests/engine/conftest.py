@@ -9,13 +9,16 @@ from references import save_random
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """run(num_processes, work, *args) -> the result of work(*args) on each rank, as run_processes returns it."""
+    """run(num_processes, work, *args) returns the result of work(*args) on each rank. See run_processes."""
     return partial(run_processes, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def directory_of(tmp_path_factory):
-    """directory_of(name in MODELS) -> a directory with random weights of that model; "" if its weights are drawn from a seed."""
+    """directory_of(name) makes a directory with random weights of the model that MODELS has under this name, and returns its path.
+
+    The path is "" if the trainer draws the model's weights from a seed.
+    """
 
     @cache
     def path(model: str) -> str:

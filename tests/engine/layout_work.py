@@ -52,7 +52,7 @@ MODELS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "four blocks, drawn": (FOUR_BLOCKS, {"model": FOUR_BLOCKS, "seed": 5}),
     "experts, drawn": (EXPERTS, {"model": EXPERTS, "seed": 5}),
 }
-"""Name -> (model, fields of TrainerConfig)."""
+"""Maps the name of a model to (model, fields of TrainerConfig)."""
 
 
 def layout(replicate=1, shard=1, context=1, tensor=1, expert=1, pipeline=1, **fields) -> dict[str, Any]:
@@ -82,7 +82,7 @@ INTERLEAVED = {"pipeline_parallel_schedule": "Interleaved1F1B"}
 LENGTHS = [7, 31, 1, 230, 13, 3, 22, 45, 9, 120, 2, 64, 5, 180, 17]
 POLICY = PPO(ratio_low=0.8, ratio_high=1.28, kl=KL(coefficient=0.1), entropy_coefficient=0.05)
 SEQUENCE = GSPO(ratio_low=0.5, ratio_high=2.0, sequence_mean=True)
-# eps is large. With a small one, Adam's first step is the sign of the gradient, and noise can change the sign of a small gradient.
+# eps is large. With a small eps, Adam's first step is nearly the sign of the gradient, and rounding can change the sign of a small gradient.
 STEP = OptimParams(learning_rate=1e-2, eps=1e-2, weight_decay=0.1, grad_divisor=100.0, grad_clip_norm=1.0)
 
 
@@ -97,7 +97,7 @@ def samples_with(*columns: str) -> list[Sample]:
         }
         all_columns = {**sample.columns, **extra}
         targets = sample.targets.clone()
-        targets[2:-1:9] = IGNORE_TARGET  # also at positions that have a loss weight
+        targets[2:-1:9] = IGNORE_TARGET  # some of these positions have a loss weight above 0
         samples.append(replace(sample, targets=targets, columns={name: all_columns[name] for name in columns}))
     return samples
 
@@ -142,9 +142,9 @@ def gradients(engine) -> dict[str, Tensor]:
 
 
 def refused(engine) -> list[tuple[str, int, str]]:
-    """(message, failing rank, state afterwards) of calls in which a loss fails on only one rank, as this rank sees them.
+    """Make two calls in which the loss fails on only one rank. Returns (message, failing rank, state afterwards) of each call on this rank.
 
-    The first call has many microbatches, the second has one.
+    The first call has many microbatches, and the second call has one microbatch.
     """
     answers = []
     for samples, loss in ((samples_with(*TRAINED), FailingPolicy()), (samples_with(*TRAINED)[:3], FailingSequence())):
@@ -176,7 +176,7 @@ def train(path: str, parallelism: dict[str, Any], fields: dict[str, Any]) -> dic
 
 
 def push(engine) -> dict[str, Tensor]:
-    """The tensors that a push publishes; none for a model with an expert bias, whose push is refused."""
+    """The tensors that a push publishes. {} for a model with an expert bias, because the engine refuses to push it."""
     return {} if engine.config.load_balance_coeff else engine.hf_state_dict()
 
 
@@ -196,7 +196,7 @@ def load(path: str, parallelism: dict[str, Any], fields: dict[str, Any], checkpo
 
 
 def go_on(engine) -> list[tuple[Any, float]]:
-    """The results of two more steps. The second depends on the optimizer's state."""
+    """Take two more steps and return their results. The second step depends on the optimizer's state."""
     steps = []
     for _ in range(2):
         output = engine.forward_backward(samples_with(*TRAINED), "ppo")

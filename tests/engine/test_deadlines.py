@@ -1,4 +1,6 @@
-"""A rank that hangs in a collective: the others get an error at the deadline of the trainer's groups, whichever group it is."""
+"""If a rank hangs, the other ranks wait for it in a collective. They get an error at the deadline of the trainer's process groups. This holds
+for the groups of every kind of parallelism.
+"""
 
 import time
 import traceback
@@ -36,7 +38,7 @@ def wait_for_reports(folder: Path) -> None:
 
 
 def hang_in_a_step(parallelism: dict[str, Any], folder: Path) -> tuple[dict[str, float], str, float]:
-    """(deadline of each group, traceback of the error, seconds until it came). The last rank hangs in its second step."""
+    """Take two steps; the last rank hangs in the second. Returns (deadline of each group, traceback of the error, seconds until the error came)."""
     engine = make_engine("", parallelism, {"model": UNTIED, "collective_timeout": DEADLINE})
     of_groups = deadlines_of_groups(engine)
     engine.forward_backward(samples_with(*TRAINED), "ppo")

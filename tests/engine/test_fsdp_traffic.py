@@ -38,7 +38,7 @@ def count_reads(monkeypatch) -> list[tuple[str, int]]:
 
 
 def count_gathers(monkeypatch) -> list[str]:
-    """A list to which every later gather of FSDP adds the first parameter of the group that it gathers."""
+    """A list to which every later all-gather of FSDP adds the name of the first parameter of its parameter group."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
     gathers: list[str] = []
@@ -53,7 +53,7 @@ def count_gathers(monkeypatch) -> list[str]:
 
 
 def observe(path: str, fields: dict, policy: str) -> dict:
-    """The traffic of this rank: bytes that it reads and pushes by name, and for each call the number of gathers by group."""
+    """The traffic of this rank: the bytes that it reads and pushes, by tensor, and the number of gathers of each parameter group in each call."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         reads, gathers = count_reads(monkeypatch), count_gathers(monkeypatch)
         engine = make_engine(path, layout(shard=2, fsdp_reshard_after_forward=policy), fields)
@@ -89,7 +89,7 @@ def pushed(engine) -> dict:
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory):
-    """observed(model, policy) -> (the directory, the result of `observe` on each of two ranks)"""
+    """observed(model, policy) returns (the model's directory, the result of `observe` on each of two ranks)."""
 
     @cache
     def run(model: str, policy: str):
@@ -121,7 +121,7 @@ def test_each_rank_reads_and_pushes_its_half_of_every_tensor(observed, model):
 def expected_gathers(model: str, policy: str, num_microbatches: int) -> dict[str, dict[str, int]]:
     """Number of gathers of each block and of the head's group, for each call.
 
-    The last norm and the head are one group. A tied embedding is in that group too; an untied one is gathered as often as a block.
+    The last norm and the head are one group. A tied embedding is in that group, too. An untied embedding is gathered as often as a block.
     """
     m = num_microbatches
     block_in_forward, block_in_forward_backward = {
@@ -129,7 +129,7 @@ def expected_gathers(model: str, policy: str, num_microbatches: int) -> dict[str
         "always": (m, 2 * m),
         "never": (1, m),
     }[policy]
-    # With "always" the group of the head is freed after the norm, so the head needs one gather more.
+    # With "always" FSDP frees the group of the head after the norm, so each pass through the head needs one gather more.
     more = 1 if policy == "always" else 0
 
     def counts(block: int, head: int) -> dict[str, int]:
@@ -143,7 +143,7 @@ def expected_gathers(model: str, policy: str, num_microbatches: int) -> dict[str
         "forward of one microbatch": counts(1, 1 + more),
         "forward_backward": counts(block_in_forward_backward, m * (2 + more)),
         "forward in an open step": counts(block_in_forward, m * (1 + more)),
-        # Two passes through the head, and the backward pass of the norm.
+        # The head's group is gathered for two passes through the head, and for the backward pass of the norm.
         "forward_backward of whole sequences": counts(block_in_forward_backward, m * (3 + more)),
         "step": {},
     }

@@ -1,4 +1,6 @@
-"""Training of a mixture of experts: its counters and its load-balancing bias do not depend on splits, packing or recomputation."""
+"""Training of a mixture of experts: its counters and its load-balancing bias do not depend on recomputation, on packing,
+or on how the samples are split over calls.
+"""
 
 from dataclasses import replace
 

@@ -27,7 +27,7 @@ def weights(engine) -> dict[str, torch.Tensor]:
 
 
 def step_by_step(engine, make_optimizer, steps: list[OptimParams]) -> None:
-    """Take these steps with the engine and with plain PyTorch, and compare the weights after each.
+    """Take these steps with the engine and with plain PyTorch, and compare the weights after each step.
 
     PyTorch's optimizer gets the engine's gradient at every step, so that only the optimizers are compared.
     """

@@ -1,4 +1,7 @@
-"""The default run starts before the first test and the last test reads it, because it takes as long as all other tests together."""
+"""The fixture that starts the default run. It starts before the first test, because it takes as long as all other tests together.
+
+test_tiny_run.py reads its results. Tests that measure memory or speed wait for its end.
+"""
 
 import subprocess
 import sys
@@ -11,7 +14,7 @@ def tiny_run(tmp_path_factory):
     """(process, folder of its run, file of its output)."""
     folder = tmp_path_factory.mktemp("tiny")
     command = [sys.executable, "-m", "controllers.grpo", "--config", "tiny", "--output-dir", str(folder / "run")]
-    # The cache has a fixed size, because vLLM cannot measure how much memory is free while trainers of other tests start and end.
+    # The key-value cache has a fixed size, because vLLM cannot measure the free memory while trainers of other tests start and end.
     command += ["--steps", "8", "--generator.kv-cache-bytes", str(1 << 28)]
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)

@@ -1,4 +1,5 @@
-"""Offload on a GPU at the shape of Qwen3-0.6B: the memory that it frees, its speed beside plain pinned copies, and the bits of the next step."""
+"""Offload on a GPU at the shape of Qwen3-0.6B: the memory that it frees, its speed compared with a plain copy to
+pinned memory, and whether the next step has the same bits as without it."""
 
 import time
 
@@ -101,7 +102,7 @@ def test_offload_and_onload_reach_six_tenths_of_a_pinned_copy(engine):
 
 
 def pinned_copies() -> tuple[float, float]:
-    """GB/s of a copy of 1 GiB to pinned memory, and of one back. The best of five."""
+    """(GB/s of a copy of 1 GiB from the device to pinned memory, GB/s of a copy back). Each is the best of five copies."""
     host = torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
     device = torch.zeros(GIB, dtype=torch.uint8, device="cuda")
     best = []

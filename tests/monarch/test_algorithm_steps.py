@@ -1,4 +1,7 @@
-"""Every loss, correction, aggregation, advantage and preset takes five steps of GRPO through the parsed command line, on shared actors."""
+"""Every loss, correction, aggregation, advantage and preset takes five steps of GRPO on shared actors.
+
+The configs are parsed from command-line flags.
+"""
 
 import asyncio
 import io
@@ -61,7 +64,7 @@ def reference_mesh(ranks, transport):
 
 @pytest.fixture
 def take_steps(trainer, generator, reference_mesh, tmp_path):
-    """take_steps("--loss", "cispo", …) -> the lines of metrics.jsonl of five steps with these flags."""
+    """take_steps("--loss", "cispo", …) takes five steps with these flags. Returns the lines of metrics.jsonl."""
 
     def take(*flags: str) -> list[dict]:
         invocation = cli.parse("grpo", {"shared": shared}, [*flags, "--output-dir", str(tmp_path / "run")])
@@ -88,7 +91,7 @@ def take_steps(trainer, generator, reference_mesh, tmp_path):
 
 
 def check(lines: list[dict]) -> None:
-    """The five steps trained: each moved the version by its updates, with a finite loss and a gradient."""
+    """Check the lines of the five steps. Each step raised the policy version by NUM_UPDATES, and had a finite loss and a gradient."""
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     versions = [line["policy_version"] for line in lines]
     assert [later - earlier for earlier, later in zip(versions, versions[1:], strict=False)] == [NUM_UPDATES] * 4

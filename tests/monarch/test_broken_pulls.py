@@ -1,4 +1,6 @@
-"""A pull that fails: a version that cannot be read changes nothing, and one that breaks in the middle takes the generator out of service."""
+"""Pulls that fail. If a version cannot be read, the generator keeps its weights. If a pull fails while it replaces the weights, the generator
+refuses requests until a pull succeeds.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -13,7 +15,7 @@ from rl_actors.transports.base import find
 from rl_actors.vllm.requests import NO_VERSION
 
 SEQUENCES = [[5, 6], list(range(30)), [7, 3] * 20]
-NUM_TENSORS = 24  # the model has 11 in each of 2 blocks, the embedding and the last norm
+NUM_TENSORS = 24  # 11 tensors in each of 2 blocks, the embedding and the last norm
 
 
 @pytest.mark.parametrize(

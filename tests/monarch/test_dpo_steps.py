@@ -1,4 +1,4 @@
-"""DPO takes steps through its parsed command line on shared actors, and a resumed run has the reference that the run began with."""
+"""DPO takes steps on shared actors, with a config that is parsed from flags. A resumed run has the reference that the run began with."""
 
 import asyncio
 import io
@@ -47,7 +47,7 @@ def shared() -> DPOConfig:
 
 @pytest.fixture
 def take_steps(trainer, ranks, transport, tmp_path):
-    """take_steps(steps, state) -> the lines of metrics.jsonl of a run that goes on from `state`."""
+    """take_steps(steps, state) continues a run from `state` up to step `steps`. Returns the lines of metrics.jsonl."""
     mesh = ranks(1).spawn("dpo_reference", support.TestTrainer, support.trainer_config(optimizer=None), transport)
     build_character_tokenizer(tmp_path / "tokenizer", LETTERS)
     folder = RunFolder(tmp_path / "run")
@@ -84,7 +84,7 @@ def test_the_margin_of_held_out_pairs_rises_from_zero_and_a_resumed_run_has_the_
     lines = take_steps(6, {})
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6]
     first, last = lines[0], lines[-1]
-    # The reference is the policy at the start, whatever weights the shared trainer had then.
+    # The reference is the policy at the start. So the loss at the start is log 2, whatever weights the shared trainer has then.
     assert first["validation/dpo/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert lines[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert last["validation/dpo/loss"] < first["validation/dpo/loss"]

@@ -144,13 +144,13 @@ def test_32_concurrent_callers_get_the_completions_that_each_gets_without_the_ot
 
 
 def test_compute_logprobs_equals_the_trainers_forward(generator, trainer, synced):
-    """The last sequence is a prompt with the longest completion that the generator gives: max_model_len tokens."""
+    """The last sequence has max_model_len tokens. It is a prompt with the longest completion that the generator can give for this prompt."""
     [[completion]] = generator.generate([[3] * 5], SamplingParams(max_tokens=MAX_MODEL_LEN, ignore_stop=True)).result()
     sequences = [[5, 6], list(range(30)), [3] * 5 + completion.tokens]
     assert len(sequences[-1]) == MAX_MODEL_LEN
     samples = [Sample.from_tokens(tokens[:1], tokens[1:]) for tokens in sequences]
     expected = trainer.forward(samples).result().logprobs
-    for _ in range(2):  # the second time from a cached prefix
+    for _ in range(2):  # the second call uses the prefixes that the first call has cached
         for ours, theirs in zip(generator.compute_logprobs(sequences).result(), expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
@@ -163,7 +163,7 @@ def test_a_pull_of_the_held_version_is_a_no_op(generator, generator_mesh, synced
 
 def test_a_pull_after_a_step_serves_the_new_weights_and_no_cached_prefix(generator, generator_mesh, trainer, synced):
     block_size = generator_mesh.cache_block_size.call_one().get(timeout=GUARD)
-    # vLLM caches only whole blocks. This prompt fills two.
+    # vLLM caches only whole blocks. This prompt fills two blocks.
     prompt = [index % VOCAB_SIZE for index in range(2 * block_size + 1)]
     params = SamplingParams(max_tokens=8, seed=3)
     before = generator.generate([prompt], params).result()
@@ -202,7 +202,7 @@ def test_new_requests_never_find_the_cached_prefixes_that_running_ones_keep(gene
         support.wait_until(lambda: min(generator_mesh.num_tokens_under_way.call_one().get(), default=0) > 3)
         generator.pull_model_state_dict(new).result()
         after = generator.generate([prompt], SAMPLED).result()
-        # The running request went on: its first tokens are the old policy's, its last ones the new policy's.
+        # The running request went on. The old policy sampled its first tokens, and the new policy sampled its last tokens.
         assert set(running.result()[0][0].policy_versions) == {synced, new}
     finally:
         generator_mesh.recompute_running.call_one(True).get(timeout=GUARD)
@@ -212,7 +212,7 @@ def test_new_requests_never_find_the_cached_prefixes_that_running_ones_keep(gene
 
 
 def misfits(weights):
-    """Kind of misfit -> (the changed weights, a part of the error's message)."""
+    """Weights that do not fit the model. Maps the kind of misfit to (the changed weights, a part of the error's message)."""
     name = "model.layers.1.mlp.up_proj.weight"
     missing = {n: w for n, w in weights.items() if n != name}
     return {
@@ -245,7 +245,7 @@ def test_a_pull_of_an_unpublished_version_is_a_timeout_that_names_it_and_the_new
 
 @pytest.mark.slow
 def test_a_pull_replaces_all_weights_of_an_untied_model():
-    """The head is a tensor of its own here, with a kernel of its own. Most other tests have a tied head."""
+    """Here the head is a tensor of its own, and vLLM computes it with a kernel of its own. In most other tests the head is tied to the embedding."""
     transport = MemoryTransport()
     asyncio.run(transport.open())
     with GeneratorClient.spawn(support.generator_config(tied=False), transport=transport) as generator:
@@ -262,7 +262,7 @@ def test_a_pull_replaces_all_weights_of_an_untied_model():
 
 
 OK = SamplingParams()
-# (prompts, params, error, words in order)
+# (prompts, params, type of the error, words of its message in order)
 BAD_REQUESTS = [
     ([], OK, ValueError, ["prompts is []", "give a list of at least 1 prompt"]),
     ([5, 6], OK, TypeError, ["prompt 0 is 5", "it must be a list of token ids"]),
@@ -325,7 +325,7 @@ def test_a_trainers_config_makes_no_generator(trainer):
 
 
 def test_a_pull_logs_no_warning_about_layers_that_have_no_weights_to_load(generator, generator_mesh, trainer, synced):
-    """A tied head and the rotary embedding have no weights to load. vLLM alone would warn of both at every pull."""
+    """A tied head and the rotary embedding have no weights to load. Without our change vLLM would warn about both modules at every pull."""
     generator_mesh.vllm_log.call_one().get(timeout=GUARD)
     support.step(trainer)
     generator.pull_model_state_dict(trainer.push_model_state_dict().result()).result()
@@ -340,7 +340,7 @@ def test_a_generator_whose_call_was_too_late_is_ready_for_the_next(generator_mes
         hasty.generate([[5, 6, 7]], SamplingParams(max_tokens=1)).result()
     assert "ready" in repr(hasty)
     client = GeneratorClient(generator_mesh, call_timeout=GUARD)
-    # The engine begins both requests in their order. The first ends before the second, which has more tokens.
+    # The engine has begun the request of the late call first. This request has more tokens, so it ends after that request. Nothing runs when the test ends.
     assert client.generate([[5]], SamplingParams(max_tokens=8)).result()
 
 

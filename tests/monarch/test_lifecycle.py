@@ -1,4 +1,4 @@
-"""Whole programs: they leave no process, port or shared memory behind, and an interrupt does not harm a client."""
+"""Programs that spawn a trainer and a generator. They leave no process, port or shared memory behind, and an interrupt does not harm a client."""
 
 import os
 import re
@@ -26,7 +26,7 @@ generator = trainer.spawn_generator(support.generator_config())
 
 
 class Program:
-    """A Python program in a process group of its own. All its processes have a mark in their environment, by which they are found."""
+    """A Python program in a process group of its own. Its processes are found by a mark in their environment."""
 
     def __init__(self, *arguments: str) -> None:
         self.mark, self.segments = uuid.uuid4().hex, support.shared_memory()

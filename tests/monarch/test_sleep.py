@@ -1,6 +1,6 @@
-"""A generator that sleeps: it waits for its requests, refuses calls until it wakes, and then has its weights or waits for a pull.
+"""A generator that sleeps. It falls asleep after its running requests, and refuses calls until it wakes. Then it has its weights, or needs a pull.
 
-On a CPU vLLM has no sleep mode, so nothing is released here; tests/gpu/test_gpu_sleep.py has the memory.
+On a CPU vLLM has no sleep mode, so these tests release no memory. tests/gpu/test_gpu_sleep.py checks the released memory.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A trainer over two hosts and a generator on one of them. Workers on loopback, and in network namespaces, stand in for two machines."""
+"""Runs with a trainer over two hosts and a generator on one of these hosts. The hosts are workers on loopback or in network namespaces."""
 
 import contextlib
 import getpass
@@ -33,7 +33,7 @@ ENVIRONMENT = {
 def run(
     addresses: str, folder: Path, certificates: str = "", job: dict | None = None, before: Sequence[str] = ()
 ) -> dict:
-    """The output of hosts_program.py. before: a command, with arguments, that runs the program."""
+    """Run hosts_program.py and return its output. before: a command, with arguments, that runs the program."""
     program = [
         sys.executable,
         str(HERE / "hosts_program.py"),
@@ -51,7 +51,7 @@ def run(
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> dict:
-    """Output of the program without hosts."""
+    """The output of hosts_program.py without hosts."""
     return run("", tmp_path_factory.mktemp("alone"))
 
 
@@ -146,7 +146,7 @@ def program(name: str) -> str:
 
 @pytest.fixture
 def ssh_arguments(tmp_path) -> Iterator[str]:
-    """Arguments with which ssh reaches 127.0.0.1 and 127.0.0.2, where an sshd of the test's own listens as the current user."""
+    """Arguments with which ssh reaches 127.0.0.1 and 127.0.0.2. An sshd that this fixture starts as the current user listens there."""
     sshd, keygen, port = program("sshd"), program("ssh-keygen"), free_port()
     program("ssh")
     folder = tmp_path / "ssh"
@@ -245,7 +245,7 @@ def test_grpo_over_hosts_of_ssh_writes_the_metrics_of_one_host(grpo_alone, ssh_a
 
 
 def kill_after_first_step(running: subprocess.Popen, folder: Path, pid: Callable[[], int]) -> None:
-    """Kill a worker, and so all that it has started, when the checkpoint of the first GRPO step is complete."""
+    """Kill the process with this pid, a worker or a rank, when the first checkpoint is complete."""
 
     def has_checkpoint() -> bool:
         assert running.poll() is None, running.stdout.read()
@@ -305,7 +305,7 @@ def test_a_run_goes_on_when_a_rank_on_a_host_is_killed(grpo_alone, two_workers, 
 
 
 class Networks:
-    """Three network namespaces that a bridge of their own connects: 10.231.N.1, .2 and .3. Nothing leads out of them."""
+    """Three network namespaces with the addresses 10.231.N.1, .2 and .3. A bridge connects them to each other and to nothing else."""
 
     def __init__(self) -> None:
         self.ip, self.mark = program("ip"), uuid.uuid4().hex[:6]
@@ -325,7 +325,7 @@ class Networks:
         return self
 
     def _make(self) -> None:
-        # The bridge is in a namespace of its own, so that this machine's network has no way to the others.
+        # The bridge is in a fourth namespace, so that this machine's network is not connected to the other three.
         self._call("netns", "add", self.bridge)
         self._call("-n", self.bridge, "link", "add", "br0", "type", "bridge")
         self._call("-n", self.bridge, "link", "set", "br0", "up")

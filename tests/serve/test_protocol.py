@@ -332,7 +332,7 @@ def test_a_killed_server_says_what_it_lost_and_where_the_last_state_is(api, tmp_
         await api.forward_backward(model, 1, TEXT)
         await api.optim_step(model, 2)
         await api.answer(await api.post("save_weights", model_id=model, path="a", seq_id=3))
-        api.server.trainers.residents.clear()  # as after kill -9: nothing is written
+        api.server.trainers.residents.clear()  # now the server stops as after kill -9: it does not write the run to disk
         return model
 
     async def after(api):
