@@ -1,6 +1,7 @@
-"""A copy into live parameters equals what vLLM's loader gives, for all tensor-parallel workers and uneven pieces.
+"""load_in_place copies weights into the parameters of a running model. The parameters then equal those of vLLM's own loader.
 
-The model is vLLM's. It is built on a CPU, but its weights are not packed for CPU kernels, as on a GPU.
+The tests have several tensor-parallel workers and pieces of unequal sizes. The model is vLLM's. It is built on a CPU, but as on a GPU its
+weights are not packed for CPU kernels.
 """
 
 import os
@@ -16,7 +17,7 @@ from waiting import GUARD
 from rl_actors import ModelConfig
 
 MODEL = ModelConfig(
-    vocab_size=50,  # vLLM pads it
+    vocab_size=50,  # vLLM pads the vocabulary
     hidden_size=64,
     intermediate_size=128,
     num_hidden_layers=2,

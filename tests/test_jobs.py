@@ -1,6 +1,6 @@
-"""Jobs that start workers: options that are refused, and what Monarch hands to Slurm and to Kubernetes for our config.
+"""Jobs that start workers. The tests check which options are refused, and what Monarch sends to Slurm and to Kubernetes for our config.
 
-There is no cluster here. A stub in the place of `sbatch` records the script that it gets, and the call that would reach Kubernetes is caught.
+There is no cluster here. A stub replaces `sbatch` and records the script that it gets. A fixture records the calls to Kubernetes.
 """
 
 import json
@@ -176,7 +176,7 @@ def test_sbatch_gets_a_script_with_our_options(slurm):
 
 
 def test_the_worker_of_the_sbatch_script_is_a_python_program(slurm):
-    """srun is a stub, too: it only compiles the program that it should start."""
+    """A stub replaces srun, too. It compiles the program that srun would start, but does not run it."""
     built(["slurm://1"], replace(SLURM, arguments=""), slurm / "logs").apply()
     srun = slurm / "srun"
     srun.write_text(
@@ -197,7 +197,7 @@ def test_without_options_sbatch_gets_none(slurm):
 
 @pytest.fixture
 def cluster(monkeypatch):
-    """The calls that would reach a cluster: [(what, arguments), …]."""
+    """The recorded calls to Kubernetes: [("create" or "delete", arguments), …]."""
     from kubernetes import client, config
 
     calls: list[tuple[str, dict]] = []
@@ -260,7 +260,7 @@ def test_the_plan_names_the_hosts_of_a_job():
 
 
 def test_a_host_that_ssh_does_not_reach_is_named_with_the_message_of_ssh(tmp_path, monkeypatch):
-    """A stub in the place of ssh fails as ssh does."""
+    """A stub replaces ssh and fails as ssh does."""
     for status, said, error in (
         (255, "Permission denied", "failed with status 255: Permission denied"),
         (1, "", "has no /"),

@@ -1,4 +1,4 @@
-"""scripts/setup.sh in a checkout whose .venv cannot be used: its messages, and the packages that it keeps. Nothing is installed."""
+"""scripts/setup.sh in a checkout whose .venv cannot be used. The tests check its messages and the packages that it keeps. They install nothing."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ LOCK = "torch==2.0.0\nsome-package==1.0\n"
 
 
 class Checkout:
-    """A folder with the script, a lock of two packages, and a .venv with the names of the packages of the lock, but without their code."""
+    """A folder with the script, a lock file of two packages, and a .venv that has the metadata of these packages, but not their code."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.lock = folder, folder / "rl_actors/requirements/cpu.txt"
@@ -84,7 +84,7 @@ def test_the_reason_why_an_environment_is_replaced_is_said_and_without_a_python_
 
 def test_an_environment_with_packages_of_the_user_is_renamed_and_not_deleted(checkout):
     checkout.install("My_Tool-3.2")
-    checkout.lock.write_text("torch==2.1.0\n")  # Some_Package belongs to the old lock, not to the user
+    checkout.lock.write_text("torch==2.1.0\n")  # Some_Package is in the old lock file, so the user has not installed it
     failed = checkout.set_up()
     assert failed.returncode == 1 and "cannot install torch==2.1.0" in failed.stderr
     kept = [path for path in checkout.folder.glob(".venv-*") if path.is_dir()]

@@ -1,4 +1,4 @@
-"""Samples: the only shift of tokens to targets in the project, and pickling."""
+"""Sample.from_tokens is the only place in the project that shifts tokens to get targets. Tests of this shift, and of pickled samples."""
 
 import pickle
 

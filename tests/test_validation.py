@@ -1,4 +1,4 @@
-"""Tables of bad inputs, each with words that its error must contain: the name, the value and the limit."""
+"""Tables of bad inputs. Each input has words that its error must contain: the name, the value and the limit."""
 
 import math
 import subprocess
@@ -26,7 +26,7 @@ nan, inf = math.nan, math.inf
 
 
 def good(**columns) -> Sample:
-    """4 positions; prompt of 2 tokens."""
+    """A sample of 4 positions, whose prompt has 2 tokens."""
     return Sample.from_tokens([1, 2], [3, 4, 5], **columns)
 
 
@@ -54,9 +54,10 @@ def own_loss(logprobs_BL, *, loss_weights, values):
 
 
 EMPTY = Sample(tokens=ids(), targets=ids(), columns={"loss_weights": torch.zeros(0)})
-MANY = [positions(8)] * 7  # 7 samples of 8 positions of 16 bytes of ids and 4 of loss_weights: 1120 bytes
+# 1120 bytes: 7 samples of 8 positions. A position has 16 bytes of ids and 4 bytes of loss_weights.
+MANY = [positions(8)] * 7
 
-# name -> (samples, loss, error, words in order)
+# name of the case -> (samples, loss, type of the error, words of its message in their order)
 BAD_SAMPLES = {
     "empty list": ([], CE, ValueError, ["samples is []", "at least 1"]),
     "None for a list": (None, CE, ValueError, ["samples is None", "at least 1"]),
@@ -239,7 +240,7 @@ BAD_SAMPLES = {
     "too many bytes": (MANY, CE, ValueError, ["hold 1120 bytes", "max_call_bytes=1000", "split the call"]),
 }
 
-# (field, value, error, limit)
+# (field, value, type of the error, text about the limit)
 BAD_OPTIM_PARAMS = [
     ("learning_rate", -0.001, ValueError, "at least 0"),
     ("learning_rate", nan, ValueError, "at least 0"),
@@ -271,7 +272,7 @@ BAD_OPTIM_PARAMS = [
     ("grad_clip_norm", True, TypeError, "or None"),
 ]
 
-# (field, value, error, limit), for a vocabulary of 48
+# (field, value, type of the error, text about the limit), for a vocabulary of 48 tokens
 BAD_SAMPLING_PARAMS = [
     ("max_tokens", 0, ValueError, "an integer of at least 1"),
     ("max_tokens", 1.5, TypeError, "an integer of at least 1"),
@@ -307,7 +308,7 @@ BAD_SAMPLING_PARAMS = [
     ("ignore_stop", "no", TypeError, "True or False"),
 ]
 
-# (version, timeout, error, words in order)
+# (version, timeout, type of the error, words of its message in their order)
 BAD_PULLS = [
     (None, 1.0, TypeError, ["version=None", "an integer of at least 0"]),
     ("0", 1.0, TypeError, ["version='0'", "an integer of at least 0"]),
@@ -451,6 +452,6 @@ print(len(behind - before), len(running() - behind))
 
 
 def test_a_large_call_wakes_none_of_torchs_threads_in_the_callers_process():
-    """torch has as many threads as the host has cores, and waking them can take longer than a step."""
+    """torch has as many threads as the host has cores. To wake them can take longer than a training step."""
     done = subprocess.run([sys.executable, "-c", WAKES], capture_output=True, text=True, timeout=GUARD, check=True)
-    assert done.stdout.split() == ["0", "2"]  # the 2 shows that the program finds new threads
+    assert done.stdout.split() == ["0", "2"]  # the 2 shows that the program would notice new threads

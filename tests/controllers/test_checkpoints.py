@@ -1,4 +1,4 @@
-"""Checkpoints of a run: they are written while training continues, committed last, and removed when they are not kept."""
+"""Checkpoints of a run are written while training continues. state.json makes a checkpoint complete, and old checkpoints are removed."""
 
 import asyncio
 import errno
@@ -22,7 +22,7 @@ from controllers.run import Run
 
 @dataclass
 class FakeTrainer:
-    """A trainer's save_checkpoint. It copies the state at once. Writing ends when `durable` is set, and fails if there is an `error`."""
+    """A trainer that has only save_checkpoint. The copy ends at once. Writing ends when `durable` is set, and fails if there is an `error`."""
 
     durable: asyncio.Event = field(default_factory=asyncio.Event)
     error: Exception | None = None
@@ -101,7 +101,10 @@ def test_a_caller_that_stops_waiting_does_not_cancel_the_checkpoint(tmp_path):
 
 
 def test_a_checkpoint_is_abandoned_when_no_trainer_writes_its_part_any_more(tmp_path):
-    """`abandon` waits for the trainer even if the task that called `save` was cancelled. Otherwise it would remove a file that is being written."""
+    """`abandon` waits for the trainer even if the task that called `save` was cancelled.
+
+    If `abandon` did not wait, the run could remove a file that the trainer is still writing.
+    """
 
     async def run():
         trainer, saver = FakeTrainer(), Checkpoints(tmp_path, keep=2)
@@ -195,7 +198,8 @@ def test_random_states_survive_their_json():
         return [random.gauss(0, 1), random.random(), *np.random.randn(3).tolist(), torch.rand(()).item()]
 
     checkpoints.seed_random(3)
-    first = draw()  # Python and NumPy draw Gaussian numbers in pairs, so each now holds the second number of a pair
+    # Python and NumPy draw Gaussian numbers in pairs. So each state then also holds the second number of a pair.
+    first = draw()
     text = json.dumps(checkpoints.random_states())
     after = draw()
     checkpoints.restore_random_states(json.loads(text))

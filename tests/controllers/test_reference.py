@@ -1,6 +1,6 @@
-"""The KL divergence from the policy with which GRPO began: as a part of the reward, compared with a closed form in float64. Also the runs that
-cannot have a reference.
+"""The KL divergence from the reference, which is the policy with which GRPO began.
 
+As a part of the reward, the divergence is compared with a closed form in float64. Other tests check which resumed runs can have a reference.
 test_grpo.py tests the reference of a real run.
 """
 
@@ -57,7 +57,7 @@ def group_of(prompt: list[int], completions: list[Completion], rewards: list[flo
 
 @pytest.fixture
 def groups() -> list[Group]:
-    """Three groups with completions of one to four tokens. Task rewards are equal in the middle group and different in the others."""
+    """Three groups with completions of one to four tokens. The task rewards of the middle group are equal, those of the other groups differ."""
     draw = torch.Generator().manual_seed(0)
     return [
         group(REWARDS[0], [2, 1, 4], draw),
@@ -67,7 +67,7 @@ def groups() -> list[Group]:
 
 
 class ReferenceClient:
-    """A client that answers forward with random logprobs of prompts and completions. It keeps the logprobs of the completions."""
+    """A client whose `forward` returns random logprobs of prompts and completions. It keeps the logprobs of the completions."""
 
     def __init__(self):
         self.completions: list[list[float]] = []
@@ -81,7 +81,7 @@ class ReferenceClient:
 
 
 class KnownReference:
-    """A client that answers forward with given logprobs of the completions."""
+    """A client whose `forward` returns given logprobs of the completions."""
 
     def __init__(self, completions: list[torch.Tensor]):
         self.completions = iter(completions)
@@ -170,14 +170,18 @@ def test_the_example_of_the_docstring():
 
 
 def test_k1_in_the_reward_has_the_gradient_of_the_expected_reward_less_the_kl():
-    """Completions have two tokens, and the vocabulary has three. The expectation is a sum over all nine completions, in float64."""
+    """Completions have two tokens, and the vocabulary has three tokens. The expectation is a sum over all nine completions, in float64.
+
+    In shapes, S is the number of completions, and T is the number of tokens of a completion.
+    """
     draw = torch.Generator().manual_seed(2)
     logits, reference = (torch.randn(4, 3, generator=draw, dtype=torch.float64) for _ in range(2))
     logits.requires_grad_()
     pairs = [(a, b) for a in range(3) for b in range(3)]
     rewards = torch.rand(9, generator=draw)
 
-    def logprobs_ST(logits_43):  # row 0: the first token. Row 1 + a: the second token after first token a
+    # Row 0 has the logits of the first token. Row 1 + a has the logits of the second token if the first token is a.
+    def logprobs_ST(logits_43):
         rows = torch.log_softmax(logits_43, -1)
         return torch.stack([torch.stack([rows[0, a], rows[1 + a, b]]) for a, b in pairs])
 
@@ -232,7 +236,7 @@ def past_run(path, *, step: int, has_reference: bool, config, **state) -> RunFol
 
 
 def resume(monkeypatch, capsys, folder: RunFolder, *flags: str) -> tuple[int | None, str]:
-    """The exit status of a dry run and its text on stderr."""
+    """Resume the run as a dry run. Returns its exit status, or None if it did not exit, and its text on stderr."""
     monkeypatch.setattr(sys, "argv", ["grpo", "--resume", str(folder.path), "--dry-run", *flags])
     try:
         launch.main("controllers.grpo")

@@ -1,4 +1,4 @@
-"""Who works and who waits in a step: the spans, the shares, the file and the charts."""
+"""The timeline of a step says when the trainer and the generator work. Tests of its spans, its busy shares, its record and the charts."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from controllers.timeline import Span, StepTimeline, Timeline
 
 
 class Clock:
-    """The time that the timeline reads in place of time.perf_counter. A test sets `now`."""
+    """The timeline reads the time from `now` instead of time.perf_counter. A test sets `now`."""
 
     now = 100.0
 

@@ -1,4 +1,8 @@
-"""Trainer and generator take turns in the memory of a GPU: the order of calls, the results, and refused settings."""
+"""Trainer and generator share the memory of a GPU, and only one of them has its state there at a time (--turns.enabled).
+
+The generator sleeps in the trainer's turn, and the trainer's state is on the host in the generator's turn. The tests check the order of
+calls, the results, and the refused settings.
+"""
 
 import asyncio
 import contextlib
@@ -39,7 +43,7 @@ TIMES = ("time/", "tokens/s", "busy/", "memory/")
 
 
 class Gpu:
-    """Memory that one of two actors may hold."""
+    """The memory of a GPU. Only the generator may work while `is_generators`, and only the trainer and the critic at other times."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -142,7 +146,7 @@ class SleepingGenerator(RandomGenerator):
 
 
 class OffloadingCritic(NearTrainer):
-    """A value model that has memory from a call until it offloads, and works only while the generator sleeps."""
+    """A value model that takes memory at each call and releases it in `offload`. It works only while the generator sleeps."""
 
     gpu: Gpu
 
@@ -172,7 +176,7 @@ class OffloadingCritic(NearTrainer):
 
 
 def ppo_records(path: Path, monkeypatch, **fields) -> list[dict]:
-    """The records of a PPO run of two steps, the first of which trains only the critic."""
+    """The records of a PPO run of two steps. The first step trains only the critic."""
     config = replace(
         tiny_ppo(),
         **{"steps": 1, "sft_steps": 0, "updates_per_step": 1, "epochs_per_step": 1, "checkpoint_every": 0},
@@ -236,16 +240,13 @@ def test_each_works_in_its_own_turn_and_the_numbers_are_those_of_a_run_side_by_s
     assert without_times(found.records) == without_times(usual.records)
     step = ["optim_step", "offload optimizer"]
     turns = [*step, "offload optimizer weights", "wake"]
-    push = [
-        "sleep 2",
-        "offload optimizer weights",
-        "wake",
-    ]  # a push brings the trainer's weights back to the GPU, so the generator sleeps
+    # A push brings the trainer's weights back to the GPU, so the generator sleeps during the push.
+    push = ["sleep 2", "offload optimizer weights", "wake"]
     assert gpu.calls == [
         "offload optimizer weights",  # before the generator starts
         *[*push, "pull 0"],
         *["sleep 2", *step, *turns, "pull 2"],  # supervised steps
-        *[*push, "pull 2"],  # the first GRPO step asks for the newest version
+        *[*push, "pull 2"],  # the first GRPO step pulls the newest version
         *["sleep 2", *turns, "pull 3"],
         *["sleep 2", *turns, "pull 4"],
         *["sleep 2", *turns, "pull 5"],
@@ -392,8 +393,8 @@ def test_a_real_run_in_turns_has_the_numbers_of_one_side_by_side(tmp_path):
     moved = [record["offload/gigabytes"] for record in records["resumed"] if record["phase"] == "grpo"]
     assert min(moved) > 0
     for usual, turns in zip(records["usual"], records["resumed"], strict=True):
-        # In turns the pull after a checkpoint comes later. The run in turns first ends after two steps, and the last
-        # step of a run validates.
+        # With turns, the pull after a checkpoint comes later, so the metrics of the weights differ. The run with turns was stopped after two
+        # steps and resumed. The last step of a run validates, so this run has one validation more.
         skipped = ("weights/", "validation/")
         assert {key: value for key, value in without_times([turns])[0].items() if not key.startswith(skipped)} == {
             key: value for key, value in without_times([usual])[0].items() if not key.startswith(skipped)

@@ -1,4 +1,4 @@
-"""Models that a run cannot use. Each is refused before a process starts; the message names the fault and its place."""
+"""Models that a run cannot use. Each model is refused before a process starts. The message names the fault, and the file or the field."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from controllers import launch
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
-    """A directory with a model that works. A test changes the files that its case names, and restores them."""
+    """A directory with a model that a run can use. A test changes the files that its case names, and restores them afterwards."""
     path = tmp_path_factory.mktemp("models") / "mine"
     save_model(path)
     lines = [json.dumps({"prompt": f"{a}+1=", "answer": str(a + 1)}) for a in range(20)]
@@ -26,7 +26,7 @@ FLAGS += ["--trainer.max-sequence-length", "256", "--generator.max-model-len", "
 
 @pytest.fixture
 def refusal(directory, monkeypatch, capsys):
-    """refusal(flags) -> what `python -m controllers.grpo` prints to stderr; "" if it takes the model."""
+    """refusal(flags) returns the text that `python -m controllers.grpo` prints to stderr. The text is "" if the run accepts the model."""
 
     def run(*flags: str, model: str = "") -> str:
         monkeypatch.chdir(directory.parent)

@@ -1,4 +1,4 @@
-"""Directories that export_hf writes, loaded by the real vLLM: it generates from each of them as transformers does."""
+"""The real vLLM loads directories that export_hf has written. It generates the same tokens from each directory as transformers."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ PROMPT = random_samples([13], seed=3)[0].tokens.tolist()
 def test_vllm_generates_from_an_export_as_transformers_does(make_engine, tmp_path, shape):
     from transformers import AutoModelForCausalLM
 
-    model_config = replace(SHAPES[shape], head_dim=32)  # vLLM's attention on a CPU takes no narrower heads
+    model_config = replace(SHAPES[shape], head_dim=32)  # vLLM's attention on a CPU supports no smaller head_dim
     engine = make_engine(save_random(tmp_path / "source", model_config))
     engine.forward_backward(random_samples([31, 7], seed=1), "cross_entropy")
     engine.optim_step(OptimParams(learning_rate=1e-2))

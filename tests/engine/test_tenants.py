@@ -1,4 +1,7 @@
-"""Each tenant of a trainer gets, bit for bit, the numbers that it would get alone. No tenant affects another."""
+"""A trainer of adapters can have several tenants. A tenant is a run that has its own adapters, and shares the base weights with other runs.
+
+Each tenant gets, bit for bit, the numbers that it would get in a trainer of its own.
+"""
 
 from dataclasses import replace
 
@@ -25,7 +28,7 @@ PARAMS = {
 }
 SEEDS = {"": 7, "a": 1, "b": 2}
 SCHEDULE = ["a", "", "a", "b", "a", "b", "", "a", "a", "b"]
-"""The tenants whose calls follow one another. The calls of a tenant are in turn a forward_backward, another one, a forward and an optim_step."""
+"""The tenant of each call. The calls of a tenant repeat this cycle: forward_backward, forward_backward, forward, optim_step."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +37,7 @@ def base(tmp_path_factory) -> str:
 
 
 def nth_call(engine, tenant: str, number: int, samples=lambda seed: ppo_samples(LENGTHS, seed=seed)):
-    """The answer of a tenant's call of this number, as numbers that can be compared."""
+    """Make call `number` of the tenant, and return its answer as values that can be compared."""
     kind, seed = number % 4, 100 * sorted(SEEDS).index(tenant) + number
     if kind == 3:
         result = engine.optim_step(PARAMS[tenant])
@@ -48,7 +51,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def state_of(engine) -> dict[str, torch.Tensor]:
-    """Copies of this rank's shards of the trained weights, their gradients and the optimizer's state, of the tenant in use."""
+    """Copies of this rank's shards of the trained weights, the gradients and the optimizer's state of the tenant in use."""
     found = {}
     for name, parameter in engine.built.model.named_parameters():
         if parameter.requires_grad:
@@ -80,7 +83,7 @@ def in_turn(engine, **calls) -> tuple[dict[str, list], dict[str, dict[str, torch
 
 
 def alone(engine, tenant: str, **calls) -> tuple[list, dict[str, torch.Tensor]]:
-    """The answers and the state at the end of the same calls of one tenant, in a trainer of its own."""
+    """Make only the calls of `tenant`, in a trainer of its own. Returns the answers and the state at the end."""
     answers = [nth_call(engine, tenant, number, **calls) for number in range(3 * SCHEDULE.count(tenant))]
     return answers, state_of(engine)
 
@@ -91,7 +94,7 @@ def test_tenants_in_turn_are_bit_equal_to_each_alone(make_engine, base):
     for name, seed in SEEDS.items():
         expected, state = alone(make_engine(base, lora=replace(LORA, seed=seed)), name)
         assert answers[name] == expected
-        # Every tenant ends in an open step and has stepped before, so gradients and optimizer state are compared, too.
+        # Every tenant has taken a step and then has an open step, so gradients and optimizer state are compared, too.
         assert {key.rpartition(" ")[2] for key in state} >= {"gradient", "exp_avg", "exp_avg_sq", "step"}
         assert same(states[name], state)
     assert [engine.info(name).policy_version for name in SEEDS] == [1, 3, 2]
@@ -222,7 +225,7 @@ def test_what_a_trainer_cannot_do_with_tenants_is_refused_and_changes_nothing(ma
 
 
 def in_turn_and_alone(path, parallelism, fields):
-    """By tenant, on this rank: whether answers and state in turn are those alone, and the first gradient norm."""
+    """For each tenant, on this rank: (whether its answers are those of the tenant alone, whether its state is, its first gradient norm)."""
     samples = samples_with(*TRAINED)
     calls = {"samples": lambda seed: samples[seed % 7 : 9]}
     made = []

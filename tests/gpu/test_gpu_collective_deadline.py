@@ -1,4 +1,4 @@
-"""When one of two ranks hangs in a collective of NCCL, the call ends at the deadline of the trainer's groups."""
+"""If a rank of a trainer waits in a collective of NCCL for a rank that hangs, the call ends after the trainer's collective_timeout."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ def test_a_rank_that_is_stopped_ends_the_process_of_the_rank_that_waits_for_it(l
     try:
         trainer.forward_backward(samples, loss="cross_entropy").result(GUARD)
         trainer.discard_gradients().result(GUARD)
-        # The backward pass may still run on the GPU when the call returns, so the error may come from the next call.
+        # The backward pass may still run on the GPU when forward_backward returns. Then the next call raises the error.
         with pytest.raises((ActorDiedError, ActorSilentError), match="trainer: .*rank [01]"):
             trainer.forward_backward(samples, loss=StopsTheLastRank()).result(GUARD)
             trainer.info().result(GUARD)

@@ -1,4 +1,4 @@
-"""The default run on a GPU, shortened. conftest.py starts it before the first test, and this file is the last one."""
+"""A shortened default run on a GPU. conftest.py starts the run before the first test, and the test of this file waits for its end."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The host waits for the GPU only where it must."""
+"""The host does not wait for the GPU while it launches kernels."""
 
 import pytest
 import torch

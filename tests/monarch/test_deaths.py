@@ -1,4 +1,4 @@
-"""The watch of a client over its processes: real processes without a model, which are killed or stopped."""
+"""A client notices that one of its processes is dead or stopped. The tests kill or stop real processes, which have no model."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from rl_actors.transports.memory import MemoryTransport
 
 
 class Bare(Client):
-    """A client of two processes without an actor of its own."""
+    """A client that spawns two processes, but no actor in them."""
 
     def __init__(self, name: str) -> None:
         super().__init__(None, name=name, call_timeout=GUARD, setup_timeout=GUARD, logs=None)

@@ -1,6 +1,6 @@
-"""Generators whose processes are killed or stopped. Every call gives the completions of an undisturbed one.
+"""Generators whose processes are killed or stopped. Every call gives the same completions as an undisturbed call.
 
-tests/test_fleet.py has the states and limits, with fakes.
+tests/test_fleet.py tests the states and limits of restarts with fakes.
 """
 
 import asyncio
@@ -57,12 +57,12 @@ def single(transport):
 
 @pytest.fixture(scope="module")
 def expected(single):
-    """The completions of an undisturbed call, of the weights of version 1."""
+    """The completions of an undisturbed call with the weights of version 1."""
     return single.generate(PROMPTS, LONG).result()
 
 
 def begin(generator: GeneratorClient):
-    """A call that all generators of the client are working on."""
+    """Begin a call, and return its iterator of groups when all generators of the client are working on the call."""
     groups = generator.generate_each(PROMPTS, LONG)
     for replica in generator._fleet.replicas:
         mesh = replica.client._mesh
@@ -76,9 +76,10 @@ def in_order(groups) -> list:
 
 
 def assert_close(groups, expected) -> None:
-    """The tokens are the same, and the logprobs within 1e-5.
+    """The tokens are the same, and the logprobs differ by at most 1e-5.
 
-    The logprobs differ by rounding, because the batches differ: generators share the prompts, and only unfinished prompts are sent again.
+    The batches differ, because several generators share the prompts, and only unfinished prompts are sent again after a death. So the
+    logprobs differ by rounding errors.
     """
     for group, wanted in zip(groups, expected, strict=True):
         for completion, other in zip(group, wanted, strict=True):

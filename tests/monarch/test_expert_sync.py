@@ -1,4 +1,4 @@
-"""Experts reach vLLM through torchstore. Real trainers and generators have equal logprobs after every push and pull."""
+"""The weights of experts reach vLLM through torchstore. Real trainers and generators have equal logprobs after every push and pull."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ SEQUENCES = [[5, 6], list(range(30)), [7, 3] * 20]
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11]]
 LAYERS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 EXPERTS = replace(support.model_config(tied=False), **LAYERS)
-# vLLM's kernel on a CPU takes widths in multiples of 32, so it pads experts of 48.
+# vLLM's kernel on a CPU needs widths that are multiples of 32, so vLLM pads experts of width 48.
 SPARSE = replace(
     support.model_config(tied=True),
     **LAYERS | {"moe_intermediate_size": 48},

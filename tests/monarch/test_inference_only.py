@@ -1,4 +1,4 @@
-"""A trainer without an optimizer: calls that infer work, and calls that train are refused before any rank begins to work."""
+"""A trainer without an optimizer runs calls that infer. It refuses calls that train, before any rank begins to work."""
 
 import pytest
 import support

@@ -1,6 +1,7 @@
-"""Real actors that are killed in the middle of a push or a pull: a generator has a whole version or refuses to generate.
+"""Real actors are killed in the middle of a push or a pull. Afterwards a generator has a whole version, or it refuses to generate.
 
-tests/transports/test_slots.py does the same with processes of one slot, between any two tensors, and test_served_slots.py between any two pieces.
+A slot is the shared memory for one rank's part of a version. tests/transports/test_slots.py kills processes that write or read a slot, between
+any two tensors. test_served_slots.py kills them between any two pieces of a slot.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from rl_actors import GeneratorClient, IndexTransport, SamplingParams, TrainerCl
 from rl_actors.processes.spawn import spawn_processes
 
 SEQUENCES = [[5, 6], list(range(30)), [7, 3] * 20]
-NUM_TENSORS = 24  # the model has 11 in each of 2 blocks, the embedding and the last norm
+NUM_TENSORS = 24  # the model has 11 tensors in each of 2 blocks, the embedding and the last norm
 THREAD = {"OMP_NUM_THREADS": "1"}
 
 
@@ -22,7 +23,7 @@ class Actors:
     """An index, and the actors that a test spawns. All of them end when the context ends."""
 
     def __init__(self, path: str = "auto") -> None:
-        """path: the path of the weights, as in WeightsConfig"""
+        """path: the path of the weights, as in WeightsConfig."""
         self.path = path
 
     def __enter__(self) -> "Actors":
@@ -52,7 +53,7 @@ class Actors:
 @pytest.mark.parametrize("path", ["auto", "point_to_point"])
 @pytest.mark.parametrize("rank, copied", [(1, 0), (0, NUM_TENSORS // 2), (1, NUM_TENSORS), (0, "written")])
 def test_a_rank_that_is_killed_in_a_push_leaves_generators_the_version_before(rank, copied, path):
-    """copied: number of tensors that the rank has copied when it is killed; "written": all, and its write has ended."""
+    """copied: number of tensors that the rank has copied when it is killed. "written": the rank has copied all and has ended its write."""
     with Actors(path) as actors:
         mesh = actors.spawn("trainer", 2, support.TestTrainer, support.trainer_config(shard=2))
         trainer, generator = TrainerClient(mesh), GeneratorClient(actors.generator("generator"))

@@ -1,4 +1,4 @@
-"""A server over fakes in this process, with calls to it in the form of the SDK and without a network."""
+"""The Tinker server with fake actors in this process. Tests send it requests in the form of the SDK, without a network."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class Letters:
 
 
 class Api:
-    """A server over fakes, and calls to it in the form of the SDK."""
+    """A server with fake actors, and methods that send it requests in the form of the SDK."""
 
     def __init__(self, folder: Path, **fields: object) -> None:
         self.folder = folder
@@ -89,7 +89,7 @@ class Api:
         return response.json()
 
     async def fetch(self, promise: Mapping) -> httpx.Response:
-        """Ask for the answer until it is there."""
+        """The response to a promise. Repeats the request until the answer is there."""
         while True:
             response = await self.http.post("/retrieve_future", json={"request_id": promise["request_id"]})
             if response.status_code != 408:
@@ -102,7 +102,7 @@ class Api:
         return response.json()
 
     async def error(self, promise: Mapping) -> str:
-        """The error of a promise that failed by the user's fault."""
+        """The error of a promise that failed because of the user's input."""
         answer = await self.answer(promise)
         assert answer.get("category") == "user", answer
         return answer["error"]
@@ -170,7 +170,7 @@ class Api:
 
 
 def forward_backward_body(model: str, seq: int, data: list, loss: str, *, config=None, forward_only=False) -> bytes:
-    """data: pairs (tokens, inputs), where inputs are arrays."""
+    """A request in protobuf. data: pairs (tokens, inputs), where inputs maps names to arrays."""
     message = codec.CLASSES["ForwardBackwardRequest"](model_id=model, seq_id=seq, loss_fn=loss)
     message.forward_only = forward_only
     for name, value in (config or {}).items():

@@ -1,4 +1,4 @@
-"""The data of the status page."""
+"""The data of the Tinker server's status page."""
 
 from controllers.serve import status
 from controllers.serve.curves import POINTS, Rates
