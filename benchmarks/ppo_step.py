@@ -167,7 +167,7 @@ class Stopwatch:
 
 
 async def rollouts_alone(run: Run[PPOConfig], first: int, timed: Stopwatch) -> RolloutBatch:
-    """Complete the problems from `first` on while no other actor works."""
+    """Generate the completions of one step, for the problems from number `first` on, while no other actor works."""
     config = run.config.rollouts
     groups: dict[int, Group] = {}
     rollouts = make_rollouts(run, config)

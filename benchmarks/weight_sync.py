@@ -9,10 +9,10 @@ every way once, so that a slow moment of the machine affects all of them.
 
 With --actors the program also times a push by a real trainer and a pull by a real generator, as their callers see them,
 and each phase of the push and the pull. On a machine with GPUs it measures only these actors. It then also times plain
-copies of the same number of bytes, in both directions, because the push and the pull each copy the bytes once. The
-copies are between the two GPUs, or between a GPU and pinned memory. With --path point_to_point --network, NCCL may use
-neither direct access between GPUs nor shared memory. So NCCL sends the bytes over the network, as between hosts.
---actors has not been run on a GPU yet.
+copies of the same number of bytes, in both directions, because the push and the pull each copy the bytes once. If the
+weights came by cuda_ipc, these copies are between the first GPU and the generator's GPU. Otherwise they are between the
+first GPU and pinned memory. With --path point_to_point --network, NCCL may use neither direct access between GPUs nor
+shared memory. So NCCL sends the bytes over the network, as between hosts. --actors has not been run on a GPU yet.
 """
 
 import argparse

@@ -105,7 +105,8 @@ def require_own_packages() -> None:
 def requirements() -> None:
     """Print a file of requirements. cpu and cuda are the locks: every package with its version, for pip install --no-deps -r.
 
-    The other files are for options of uv. With them uv can install the extras of rl-actors together with packages of your own.
+    The other files are for uv's options --overrides and --excludes. With these files uv can install the extras of
+    rl-actors together with packages of your own.
     """
     folder = files("rl_actors") / "requirements"
     parser = argparse.ArgumentParser(prog=f"{COMMAND} requirements", description=requirements.__doc__)

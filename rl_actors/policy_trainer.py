@@ -124,7 +124,8 @@ class PolicyTrainer(Actor):
         if self.transport is not None:
             self.transport.training_bytes = memory_estimate.memory(self.config).total
             self.publisher = Publisher(self.transport, rank=self.rank, gather=by_rank)
-        # Garbage collections run when samples arrive. Without this call each collection would look through all objects of the setup.
+        # Garbage collections run when samples arrive. Each of them would look through all objects of the setup. This
+        # call excludes these objects from later collections.
         collector.keep(collect=True)
 
     @endpoint
@@ -295,10 +296,12 @@ class PolicyTrainer(Actor):
 
     @sends_errors
     async def in_order(self, order: Order | None, call: Callable[[], T | Awaitable[T]]) -> T:
-        """Run `call` if its order is the next one, and keep its answer or its error for a repetition.
+        """Run `call` if `order` has the next number, and keep the answer or the error. If `order` has the last number,
+        return the kept answer or raise the kept error again.
 
         Without an order, run `call` and keep nothing.
-        Raises RuntimeError if the session of the order was replaced, or if the number of the order does not follow the last one.
+        Raises RuntimeError if the session of the order was replaced, or if the number of the order is neither the last
+        nor the next.
         """
         if order is None:
             return await self.run(FIRST_TENANT, call)

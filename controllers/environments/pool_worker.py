@@ -32,9 +32,9 @@ sys.path of the process that starts it."""
 
 
 def main(handle: int) -> None:
-    """Answer until the other end of the connection is closed."""
+    """Answer messages until the pool closes the connection. handle: file descriptor of the connection."""
     _prepare()
-    os.set_inheritable(handle, False)  # a program that a reward starts must not keep the connection open
+    os.set_inheritable(handle, False)  # otherwise a program that a reward starts would keep the connection open
     connection = Connection(handle)
     try:
         functions: Sequence[Callable] = pickle.loads(connection.recv_bytes())
@@ -53,7 +53,7 @@ def main(handle: int) -> None:
 
 
 def _prepare() -> None:
-    faulthandler.enable()  # a reward that crashes prints where it was
+    faulthandler.enable()  # if a reward crashes the process, Python prints the line that crashed
     # Linux kills this process when the thread that started it ends. So this process also ends if the pool's process is
     # killed while a reward hangs.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -185,7 +185,7 @@ class Futures:
 
 
 DROPPED = Answer(
-    error="the answer was fetched before, or nobody fetched it for an hour; it was dropped", category="server"
+    error="the answer was dropped, because it was fetched before, or was not fetched for an hour", category="server"
 )
 """The answer that replaces a dropped answer."""
 

@@ -1,8 +1,10 @@
 """Tinker's losses by name, with the formulas of its documentation: sums over tokens, never means.
 
-They differ from rl_actors.losses in their columns: there are no loss weights, the bounds of a clip may be columns, and
-gspo has its own mask. In the formulas lp is the trainer's logprob of a target, q the logprob that the client gives in
-the input `logprobs`, A the advantage, and r = exp(lp - q). A datum is one training example of Tinker's protocol.
+These losses differ from rl_actors.losses in their columns: there are no loss weights, the bounds of a clip may be
+columns, and gspo has its own mask. A datum is one training example of Tinker's protocol.
+
+In the formulas lp is the trainer's logprob of a target, q the logprob that the client gives in the input `logprobs`,
+A the advantage, and r = exp(lp - q).
 
 Letters of shapes: B rows of a batch, L positions in a row.
 """

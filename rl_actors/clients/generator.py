@@ -209,7 +209,7 @@ class GeneratorClient(Client):
         return found
 
     async def _death(self, silent_after: float) -> ActorDiedError | ActorSilentError | None:
-        """Wait until no generator is left, and return the error that ended the first generator.
+        """Wait until no generator is left, and return the error that ended the first generator of the list.
 
         A generator without a sign of life for silent_after seconds counts as dead and is started again. If the config's
         restarts.silent_after is smaller, it replaces silent_after.
@@ -239,8 +239,9 @@ class GeneratorClient(Client):
     def load_adapter(self, name: str, directory: str) -> Call[None]:
         """Load an adapter from a directory of peft's format, such as `TrainerClient.export_lora` writes. Calls can then name it.
 
-        Requests with different adapters, and requests without one, run at the same time. The directory must stay unchanged until
-        `unload_adapter` has answered, because vLLM may read it again. Generators on other hosts read a directory of the same path.
+        Requests with different adapters, and requests without an adapter, run at the same time. The directory must stay
+        unchanged until `unload_adapter` has answered, because vLLM may read it again. Generators on other hosts read a
+        directory of the same path.
         Raises ValueError if the directory has no adapter, if its rank is above max_adapter_rank, if the config has max_adapters=0, or if an
         adapter of this name is loaded.
         """
@@ -451,7 +452,7 @@ class GeneratorClient(Client):
 def _as_lists(prompts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
     """Copies of the prompts, because the caller may change them before they are sent. Tensors and arrays become lists."""
     if not isinstance(prompts, Sequence):
-        return prompts  # type: ignore[unreachable]  # validation refuses it by name
+        return prompts  # type: ignore[unreachable]  # validation raises an error that names the argument
     copies: list[Sequence[int]] = []
     for prompt in prompts:
         if hasattr(prompt, "tolist"):

@@ -25,7 +25,7 @@ class Router:
 
     def __init__(self, num_replicas: int) -> None:
         self.loads = [0] * num_replicas
-        self._known: OrderedDict[int, int] = OrderedDict()  # hash of a prompt -> replica
+        self._known: OrderedDict[int, int] = OrderedDict()  # replica by the hash of the prompt
 
     def assign(self, prompt: Sequence[int], n: int, among: Sequence[int]) -> int:
         """The replica for all n completions of a prompt. Call `finish` as the completions finish. among: the replicas

@@ -151,7 +151,7 @@ class PipelineRunner:
         return args, model_inputs(batch)
 
     def _loss(self, hidden_BLD: Tensor, number: Tensor) -> Tensor:
-        """The loss that the schedule calls for one microbatch, on the last stage."""
+        """The loss function, which the schedule calls for each microbatch on the last stage."""
         call = self._call
         batch = call.batch(int(number))
         try:

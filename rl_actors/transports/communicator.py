@@ -1,4 +1,5 @@
-"""A communicator between one rank of a trainer and one reader: NCCL if both use GPUs, otherwise gloo.
+"""A communicator sends weights from one rank of a trainer to one reader. It uses NCCL if both processes use GPUs,
+otherwise gloo.
 
 A reader is a process that loads the trainer's weights, for example a worker of vLLM. A slot is the memory in which a rank keeps its part of
 one version of the weights (slots.py). point_to_point.py sends slots to readers through communicators.
@@ -49,7 +50,7 @@ READY = b"\4"
 """The byte that the reader sends when it is ready for the next piece."""
 PORT = struct.Struct("<H")
 WATCH_SECONDS = 0.1
-"""Pause between two looks at the control connection while a call runs."""
+"""Seconds between two checks of the control connection while a call runs."""
 ABORT_SECONDS = 5.0
 """Seconds that `Pair.end` waits for the abort of a communicator."""
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
@@ -307,7 +308,9 @@ def _wait(work: Work, deadline: float) -> None:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """True if this process or the other one has closed the connection, even if this process has not read all received bytes yet."""
+    """True if this process or the other process has closed the connection. Received bytes that are still unread make no
+    difference.
+    """
     if connection.fileno() < 0:
         return True
     poll = select.poll()

@@ -24,7 +24,7 @@ CONFIG = "the config says so"
 
 
 class ReadableSlot(Protocol):
-    """A slot whose bytes this process sees: a MappedSlot or a ReceivedSlot."""
+    """A slot whose bytes this process can read: a MappedSlot or a ReceivedSlot."""
 
     layout: Layout
     views: dict[str, Tensor]

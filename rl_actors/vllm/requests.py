@@ -167,7 +167,7 @@ def read_top(positions: Sequence[Mapping[int, "Logprob"]], count: int) -> TopLog
     """The `count` likeliest tokens of each position, or None if count is 0.
 
     For each position vLLM returns the likeliest tokens, and also the token of the sequence. This function drops the
-    latter if it is not among the likeliest.
+    token of the sequence if it is not among the likeliest.
     """
     if not count:
         return None

@@ -1,4 +1,8 @@
-"""Samplers: versions of the weights in one generator, stop conditions, and the returned values. The fake model has one number per token."""
+"""Tests of samplers, each of which samples from one version of the weights, and all of which share one generator.
+
+They also test stop conditions and the returned values. The fake model has one logit for each token, and does not read
+the prompt.
+"""
 
 import asyncio
 
