@@ -1,4 +1,4 @@
-"""scripts/doctor.py, with the lock files of this checkout."""
+"""Tests scripts/doctor.py with the lock files of this repository."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Loss values and gradients, compared with closed forms in plain Python and float64."""
+"""Compares loss values and gradients with closed forms in plain Python and float64.
+
+In shapes, B is the number of rows (samples) and L their length.
+"""
 
 import math
 
@@ -30,7 +33,10 @@ SHAPE = (3, 17)
 
 
 def data(seed=0):
-    """Logprobs and columns in float32. A third of the weights is 0, the others are not all 1, and ratios reach beyond both bounds."""
+    """Logprobs and columns in float32. A third of the weights is 0, and the other weights lie between 0 and 1.
+
+    Some ratios are beyond the clip bounds.
+    """
     generator = torch.Generator().manual_seed(seed)
     logprobs_BL = -3 * torch.rand(SHAPE, generator=generator)
     weights_BL = torch.rand(SHAPE, generator=generator) * (torch.rand(SHAPE, generator=generator) > 1 / 3)
@@ -52,7 +58,9 @@ def run(loss, logprobs_BL, columns):
 
 
 def expect(loss, value_of, gradient_of):
-    """Compare with sums over positions of value_of(logprob, old, advantage, weight) and its derivative by logprob."""
+    """Compare the loss with the sum over positions of value_of(logprob, old logprob, advantage, weight), and its
+    gradient with gradient_of.
+    """
     logprobs_BL, columns = data()
     flat = [x.double().flatten().tolist() for x in (logprobs_BL, *columns.values())]
     value, gradient_BL, metrics = run(loss, logprobs_BL, columns)
@@ -277,7 +285,7 @@ def test_dual_clip_bounds_the_objective_of_negative_advantages():
 
 
 def rows_of(logprobs_BL, columns, *names):
-    """A list for each row, with (logprob, columns by name …) of each position, in float64."""
+    """For each row, a list with a tuple (logprob, named columns …) for each position, in float64."""
     tensors = [logprobs_BL, *(columns[name] for name in names)]
     return [list(zip(*row, strict=True)) for row in zip(*(x.double().tolist() for x in tensors), strict=True)]
 
@@ -320,7 +328,7 @@ ESTIMATORS = {
 
 
 def with_options(seed=3):
-    """data() with logprobs of a reference, and with logprobs of a generator that differ from the old ones."""
+    """data() with two more columns: logprobs of a reference, and logprobs of a generator that differ from old_logprobs."""
     logprobs_BL, columns = data()
     generator = torch.Generator().manual_seed(seed)
 
@@ -331,13 +339,17 @@ def with_options(seed=3):
 
 
 def option_adds(base, optioned, value_of, gradient_of):
-    """Assert that the option adds the sum over positions of w value_of(d) with d = logprob - ref, and the derivative of that sum."""
+    """Assert that the option adds the sum over positions of w * value_of(d), where d = logprob - ref, and the
+    derivative of this sum.
+    """
     logprobs_BL, columns = with_options()
     without, with_it = run(base, logprobs_BL, columns), run(optioned, logprobs_BL, columns)
     pairs = [x for row in rows_of(logprobs_BL, columns, "ref_logprobs", "loss_weights") for x in row]
     added = math.fsum(w * value_of(p - r) for p, r, w in pairs)
     gradient = torch.tensor([w * gradient_of(p - r) for p, r, w in pairs]).double().view(SHAPE)
-    assert with_it[0] - without[0] == pytest.approx(added, rel=1e-5, abs=1e-5)  # a difference of float32 sums
+    assert with_it[0] - without[0] == pytest.approx(
+        added, rel=1e-5, abs=1e-5
+    )  # tolerance for a difference of two float32 sums
     torch.testing.assert_close(with_it[1].double() - without[1].double(), gradient, rtol=1e-6, atol=1e-6)
     return with_it[2], pairs
 
@@ -426,7 +438,12 @@ def test_a_loss_with_a_ratio_takes_a_reweighting_only_with_the_generators_own_co
     for correction in (TruncatedImportanceSampling(), IcePop(reweights=True)):
         required = {name: columns_of(loss(correction=correction))[0] for name, loss in policy_losses.items()}
         needing = {name for name in required if "generator_logprobs" in required[name]}
-        assert needing == {"cispo", "gspo", "importance_sampling", "ppo"}  # else one ratio would count twice
+        assert needing == {
+            "cispo",
+            "gspo",
+            "importance_sampling",
+            "ppo",
+        }  # otherwise these losses would count the same ratio twice
     assert "generator_logprobs" not in columns_of(PPO(correction=IcePop()))[0]
 
 

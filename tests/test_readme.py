@@ -1,4 +1,6 @@
-"""The programs of README.md and docs/ run as they are printed, and the files, names, calls and metrics that the pages name exist."""
+"""Tests that the programs in README.md and docs/ run as printed, and that the files, names, calls and metrics in these
+pages exist.
+"""
 
 import asyncio
 import importlib.util
@@ -24,7 +26,7 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 PROGRAM = re.compile(r"<!-- test: (\w+) -->\n```python\n(.*?)```", re.DOTALL)
 PROGRAMS = dict(PROGRAM.findall("\n".join([README, *DOCS.values()])))
-TASK = "task"  # a module that a command names; the test runs no program of this name
+TASK = "task"  # this program is a module, and a command names it; the tests do not run it alone
 AFTER = """
 import sys
 loaded = {"torchao", "torchtitan.models", "vllm"} & set(sys.modules)
@@ -43,7 +45,8 @@ def test_the_pages_have_the_programs_that_are_run_here():
     assert set(PROGRAMS) == {"repl", "embedding", "trainer", TASK, "letters", "episode", "distillation"}
 
 
-# The program of the page on embedding is slow. Most tests in tests/monarch, too, drive actors on meshes of their own.
+# The program of the page on embedding is slow. Without it, most tests in tests/monarch still test actors on meshes that
+# the test makes itself.
 @pytest.mark.parametrize("name", ["repl", "trainer", pytest.param("embedding", marks=pytest.mark.slow)])
 def test_a_program_of_a_page_runs_as_printed(name, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAMS[name] + AFTER)
@@ -160,7 +163,10 @@ def test_every_link_of_a_page_leads_to_a_file(page):
 
 
 def mapped_files(tree: str) -> set[str]:
-    """The paths of a map in which a folder's line ends its name with "/" and its files are indented below it."""
+    """The paths in a map of files.
+
+    In a map the name of a folder ends with "/", and the folder's files are indented below it.
+    """
     folders: list[tuple[int, str]] = []
     paths = set()
     for line in tree.splitlines():

@@ -1,4 +1,4 @@
-"""Comparisons of runs: the page, the table, and folders that cannot be compared."""
+"""Tests of comparisons of runs: the HTML page, the table, and folders that cannot be compared."""
 
 import io
 import json
@@ -15,7 +15,7 @@ from controllers.charts import COLORS
 
 @pytest.fixture(scope="module")
 def two_runs(tmp_path_factory) -> list[Path]:
-    """A finished run, and one under way with another learning rate and no validation."""
+    """The folders of a finished run, and of a running run with another learning rate and no validation."""
     tmp_path = tmp_path_factory.mktemp("runs")
     first = whole_run(tmp_path / "first")
     records = [{**grpo_record(step), "reward/mean": 0.9, "validation/accuracy": None} for step in (1, 2)]

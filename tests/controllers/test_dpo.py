@@ -1,4 +1,7 @@
-"""DPO: its loss against a closed form in float64 and against autograd, its pairs, and the data that it refuses."""
+"""Tests DPO. Its loss is compared with a closed form in float64 and with autograd.
+
+Other tests check its pairs and wrong data.
+"""
 
 import json
 import math
@@ -26,9 +29,9 @@ PROMPT = [3, 4, 5]
 
 
 def pairs(seed: int = 0) -> tuple[list[Sample], list[torch.Tensor]]:
-    """Samples with the reference's logprobs, and the policy's logprobs, in float64.
+    """Samples with the reference's logprobs, and the policy's logprobs of these samples. All logprobs are float64.
 
-    The policy's logprobs of prompt tokens are at most -100, so a loss that counted them would be far off.
+    The policy's logprobs of prompt tokens are at most -100. If a loss counted them, its value would be far from the expected value.
     """
     draw = torch.Generator().manual_seed(seed)
     samples, logprobs = [], []
@@ -43,7 +46,7 @@ def pairs(seed: int = 0) -> tuple[list[Sample], list[torch.Tensor]]:
 
 
 def rewards(samples: list[Sample], logprobs: list[torch.Tensor]) -> list[float]:
-    """beta * (log pi - log ref) of every completion, by plain sums."""
+    """beta * (log pi - log ref) of every completion, computed with plain sums of floats."""
     found = []
     for sample, row in zip(samples, logprobs, strict=True):
         first = len(PROMPT) - 1
@@ -72,7 +75,10 @@ def test_loss_and_gradient_are_those_of_the_closed_form():
 
 
 def test_the_gradient_of_a_models_weights_is_that_of_plain_autograd():
-    """The model is one matrix. Its gradient through LogprobGradient's columns is compared with that of the paper's formula."""
+    """The model is one matrix.
+
+    Its gradient is computed in two ways: through the gradients of the logprobs, and from the formula of the DPO paper.
+    """
     samples, _ = pairs()
     draw = torch.Generator().manual_seed(1)
     weight = torch.randn(8, 8, generator=draw, dtype=torch.float64, requires_grad=True)

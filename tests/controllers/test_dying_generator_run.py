@@ -1,4 +1,4 @@
-"""A synchronous run whose generator is killed has the same steps as a run in which nothing dies."""
+"""Tests that a synchronous run whose generator is killed has the same metrics as a run without a kill."""
 
 import asyncio
 import functools
@@ -24,7 +24,8 @@ from controllers.interruption import Interruption
 from controllers.run_folder import RunFolder, read_jsonl
 
 NUM_STEPS, NUM_SFT_STEPS = 8, 40
-# Prefixes of keys that differ between two equal runs: measurements, values computed from them, and the number of restarts.
+# Prefixes of metrics that differ between two equal runs. They are measured times and sizes, values computed from them,
+# and the number of restarts.
 MEASURED = ("time/", "busy/", "tokens/s", "memory/", "weights/", "mfu", "restarts")
 
 
@@ -42,7 +43,7 @@ def config() -> GRPOConfig:
 
 
 def run(folder: RunFolder) -> tuple[list[dict[str, Any]], str]:
-    """The records of a run, without the MEASURED keys, and its terminal output."""
+    """Run the config. Returns the records of its steps without the MEASURED keys, and the terminal output."""
     made = config()
     made.validate()
     environment, validation_sets = launch._task(made)
@@ -65,7 +66,7 @@ def run(folder: RunFolder) -> tuple[list[dict[str, Any]], str]:
 
 
 def kill_generator(folder: RunFolder, step: int, delay: float) -> None:
-    """Kill the generator's process some time after the record of a step."""
+    """Kill the generator's process `delay` seconds after the record of `step` is written."""
     wait_until(lambda: folder.metrics.exists() and len(read_jsonl(folder.metrics)) > step)
     time.sleep(delay)
     for process in psutil.Process().children(recursive=True):

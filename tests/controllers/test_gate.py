@@ -1,4 +1,7 @@
-"""The gate of a run: what passes, what misses, and the exit status of a run that misses."""
+"""Tests of the gate of a run, which is a smallest held-out reward after some step.
+
+A run that misses the gate ends with status 3.
+"""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""Hosts in a config: which host has which ranks, and which settings are refused."""
+"""Tests of the config's hosts: which host gets which ranks, and which settings are refused."""
 
 import asyncio
 import re
@@ -20,7 +20,7 @@ THREE = "tcp://10.0.0.1:4444, tcp://10.0.0.2:4444,tcp://[fd00::3]:4444"
 @pytest.mark.parametrize(
     ("addresses", "trainer", "of_trainer", "of_generators"),
     [
-        (THREE, 0, [0, 1], [2]),  # by default the last host has the generators
+        (THREE, 0, [0, 1], [2]),  # by default the generators are on the last host
         (THREE, 1, [0], [1, 2]),
         (THREE, 3, [0, 1, 2], [2]),
         ("process://1", 0, [0], [0]),
@@ -96,7 +96,10 @@ def test_a_worker_that_would_be_open_to_everyone_does_not_start(monkeypatch, arg
 
 
 class Reads:
-    """The endpoint `read` of Probes on two hosts that share no folder. The second host reads from `other`."""
+    """Replaces the endpoint `read` of the actor Probes on two hosts without a shared folder.
+
+    The second host reads from the folder `other`.
+    """
 
     def __init__(self, other: Path) -> None:
         self.other = other

@@ -1,4 +1,7 @@
-"""GRPO trains adapters over an exported Hugging Face directory. The generator gets merged weights, or the adapter for vLLM."""
+"""GRPO trains adapters on the weights of an exported Hugging Face directory.
+
+The generator pulls merged weights or the adapter.
+"""
 
 import os
 import subprocess
@@ -23,10 +26,11 @@ FLAGS = {
     "--schedule.learning-rate": 2e-2,
     "--updates-per-step": 1,
     "--epochs-per-step": 1,
-    # The weights of hf_path are the reference, so the divergence from it says how far the adapters moved the policy.
+    # The reference model has the weights of hf_path. So the divergence from it shows how far the adapters have moved
+    # the policy.
     "--reference-kl": 0.01,
     "--reference-kl-in": "reward",
-    # A reward that random weights earn half of the time, so that every step has a signal.
+    # With random weights half of the completions earn this reward, so every step has a gradient.
     "--environment.task": "tests.fakes:parity_reward",
     "--environment.options": "{}",
     "--trainer.lora.rank": 4,
@@ -35,7 +39,7 @@ FLAGS = {
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> str:
-    """The directory that export_hf writes of the tiny config's random weights."""
+    """A Hugging Face directory with the random weights of the config `tiny`, written by export_hf."""
     path = str(tmp_path_factory.mktemp("base") / "exported")
     with TrainerClient.spawn(tiny().trainer, transport=MemoryTransport()) as trainer:
         trainer.export_hf(path).result()

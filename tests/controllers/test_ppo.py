@@ -1,4 +1,7 @@
-"""The parts of PPO's loop: minibatches, rewards of tokens, and the critic's advantages and returns. The value models are fakes with known values."""
+"""Tests the parts of PPO's loop: minibatches, rewards of tokens, and the critic's advantages and returns.
+
+A fake with known values stands for the value model.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -25,7 +28,10 @@ def completion(tokens: list[int], reason: str = "stop") -> Completion:
 
 
 def batch_of(*rewards: float) -> RolloutBatch:
-    """One group for each reward. The first completion ends by itself, the others are cut off."""
+    """One group for each reward. The first completion ends with a stop token.
+
+    The limit of tokens cuts off the others.
+    """
     groups = []
     for index, reward in enumerate(rewards):
         one = completion([7, 8, 9][: index + 1], "stop" if index == 0 else "length")
@@ -52,7 +58,7 @@ def rewards_of(batch: RolloutBatch) -> list[torch.Tensor]:
 
 
 class ValueModel:
-    """A client of a value model that gives each state the number of tokens in it, and records what it is trained on."""
+    """Stands for the client of a value model. The value of a state is the number of its tokens."""
 
     def __init__(self) -> None:
         self.trained: list[tuple[list[Sample], float]] = []
@@ -108,10 +114,11 @@ def test_the_divergence_from_the_reference_is_subtracted_at_every_token():
         return [torch.full((len(sample),), -0.75) for sample in samples]
 
     config = replace(tiny_ppo(), reference_kl=0.3, reference_kl_in="reward")
-    kl = KL(coefficient=0.1, estimator="k1")  # this step's coefficient may differ from reference_kl
+    kl = KL(coefficient=0.1, estimator="k1")  # a step's coefficient may differ from reference_kl
     reference = SimpleNamespace(logprobs=logprobs)
     rows, measured = asyncio.run(token_rewards(config, batch, batch.samples, reference, kl))
-    # The policy's logprob is 0.25 above the reference's at each token of the completion. Prompts have the old logprob 0 and are no actions.
+    # The policy's logprob is 0.25 above the reference's at each token of the completion. Tokens of the prompt have the
+    # old logprob 0 and are not actions.
     assert rows[0].tolist() == pytest.approx([0, 1 - 0.025]) and rows[1].tolist() == pytest.approx([0, -0.025, 0.475])
     assert measured == {"kl/reference": pytest.approx(0.25)}
 
@@ -120,7 +127,7 @@ def test_a_moved_coefficient_is_that_of_the_loss_and_a_target_needs_a_first_one(
     config = replace(tiny_ppo(), reference_kl=0.3)
     assert config.make_loss().kl == KL(coefficient=0.3, estimator="k3")
     moved = config.kl_control.next_kl(config.kl(), 5.0)
-    assert config.make_loss(moved).kl == KL(coefficient=0.3, estimator="k3")  # no target: the coefficient stays
+    assert config.make_loss(moved).kl == KL(coefficient=0.3, estimator="k3")  # there is no target yet
     config.kl_control.target = 0.01
     assert config.make_loss(config.kl_control.next_kl(config.kl(), 5.0)).kl.coefficient == pytest.approx(0.306)
     config.validate()
@@ -133,7 +140,8 @@ def test_the_critic_gives_advantages_returns_and_old_values_at_the_actions():
     batch = batch_of(1.0, 0.5)
     rewards = rewards_of(batch)
     judged = judged_by(critic(), batch, rewards)
-    # Position i reads i + 1 tokens. The first sample has ended; the second goes on with the value 4 of its last state.
+    # The state at position i has i + 1 tokens, so its value is i + 1. After the first sample's end the value is 0. The
+    # second sample was cut off, so its return contains the value 4 of its last state.
     assert [sample.columns["returns"].tolist() for sample in judged.for_critic] == [[0, 1.0], [0, 4.5, 4.5]]
     assert [sample.columns["advantages"].tolist() for sample in judged.for_policy] == [[0, -1.0], [0, 2.5, 1.5]]
     assert judged.for_critic[1].columns["old_values"].tolist() == [1, 2, 3]

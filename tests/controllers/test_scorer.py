@@ -1,4 +1,7 @@
-"""Rewards of every form: at once or later, one by one or for a group, plain or with components, and a judge behind an HTTP address."""
+"""Rewards of every form: returned directly or awaited, for one completion or for a group, a number or several components.
+
+Also tests a judge at an HTTP address, and rewards that run the completion's code.
+"""
 
 import asyncio
 import http.server
@@ -25,7 +28,7 @@ PROBLEM = Problem(prompt="2+3=", answer="5", key="2 3", metadata={"question": "2
 
 
 class Later:
-    """Rewards that come later: the length of the completion. The first `failures` calls fail."""
+    """Rewards that are awaited. A reward is the length of the completion. The first `failures` calls fail."""
 
     def __init__(self, failures: int = 0, seconds: float = 0.0) -> None:
         self.failures, self.seconds, self.calls = failures, seconds, 0
@@ -135,7 +138,11 @@ def test_no_more_answers_than_the_limit_are_waited_for_at_once():
 
 @pytest.fixture
 def server() -> Iterator[tuple[str, list[dict], list[str]]]:
-    """An OpenAI-compatible server on this machine: its address, the requests that it got, and the texts that it answers with in turn."""
+    """Starts an OpenAI-compatible server on this machine.
+
+    Gives its address, the list of its requests, and the list of its answers. A test puts texts into the list of
+    answers, and each request takes the first text.
+    """
     requests: list[dict] = []
     answers: list[str] = []
 
@@ -171,7 +178,7 @@ def test_a_judge_scores_and_is_asked_again_when_it_is_busy_or_gives_no_score_up_
     answers += ["fine.\nscore: 3\nno, score: 8", "busy", "hm", "score: 11", "score: 10"]
     environment = Judged(JudgeConfig(url=url, model="m"))
     found = score(environment, "five", "5", max_retries=4)
-    # The two completions are asked for at the same time, so either may get the first answer.
+    # The scorer asks about the two completions at the same time, so the first answer may belong to either completion.
     assert sorted(found.totals) == [0.8, 1.0] and found.num_retries == 3
     [message] = requests[0]["messages"]
     assert requests[0]["model"] == "m" and "Question: 2+3\nRight answer: 5\nAnswer of a student:" in message["content"]

@@ -1,4 +1,4 @@
-"""Recipes of tinker-cookbook, unmodified, against our server: `make test-cookbook`."""
+"""Runs unmodified recipes of tinker-cookbook against our server. `make test-cookbook` runs these tests."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def test_chat_sl_and_its_resumption(cookbook):
     fixed = [NAMED, "renderer_name=qwen3", "save_every=1", "eval_every=0", "lora_rank=8", "max_length=512"]
     fixed += ["dataset=HuggingFaceH4/no_robots/train.jsonl", "batch_size=32", "behavior_if_log_dir_exists=resume"]
     done = cookbook.run("recipes.chat_sl.train", *fixed, "max_steps=2", log="chat_sl").require_success()
-    # Without its last line, the list of checkpoints is like one that a killed program leaves.
+    # Remove the last line of the list of checkpoints. The list then looks as if the program had been killed.
     checkpoints = done.folder / "checkpoints.jsonl"
     lines = [line for line in checkpoints.read_text().splitlines() if json.loads(line)["name"] != "final"]
     checkpoints.write_text("".join(f"{line}\n" for line in lines))
@@ -71,7 +71,7 @@ def test_math_rl_raises_the_reward_of_a_supervised_start(tmp_path_factory):
     rewards = done.metrics("env/all/reward/total")
     print(f"math_rl's rewards by step: {[round(reward, 3) for reward in rewards]}", flush=True)
     assert len(rewards) == RL_STEPS and 0.1 <= rewards[0] <= 0.6
-    # A batch has 32 problems, and some batches are harder than others.
+    # The mean of four steps is compared, because a batch has only 32 problems, and some batches are harder than others.
     assert fmean(rewards[-4:]) >= rewards[0] + 0.2
 
 
@@ -96,10 +96,11 @@ def test_rl_numerics_check_finds_sampler_and_trainer_equal(cookbook):
 
 
 def test_logprobs_are_those_of_the_tempered_distribution(cookbook):
-    # The program samples a sequence again, token by token. At this temperature the model with random weights repeats its tokens.
+    # The program samples a sequence, and then samples it again token by token. At this low temperature the model with
+    # random weights samples the same tokens again.
     arguments = [f"base_model={MODEL}", "consistency_check_temp=0.01"]
     done = cookbook.run_program("validate_temperature_logprobs.py", *arguments).require_success()
-    # A row has the temperature, two counts, and the mean and the largest difference.
+    # Each row has the temperature, two counts, the mean difference and the largest difference.
     rows = [line.split() for line in done.output.splitlines() if re.match(r" +\d\.\d{3} ", line)]
     print("\n".join(" ".join(row) for row in rows), flush=True)
     assert len(rows) == 7 and all(int(row[2]) > 0 for row in rows), done.output

@@ -1,4 +1,7 @@
-"""Norm and scaling of a step's gradients, on plain tensors. The tests of layouts have sharded ones."""
+"""Tests the norm and the scaling of a step's gradients with plain tensors.
+
+The tests of parallel layouts test sharded gradients.
+"""
 
 import math
 
@@ -50,7 +53,7 @@ def test_without_gradients_the_norm_is_0():
 
 
 def test_large_gradients_that_are_finite_have_a_finite_norm():
-    # Each norm is 1e19. The sum of their squares is 1e40, beyond the range of float32.
+    # The norm of each gradient is 1e19. The sum of the squared norms is 1e40, which is beyond the range of float32.
     assert make({str(i): torch.full((1,), 1e19) for i in range(100)}).norm() == pytest.approx(1e20, rel=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a user's own optimizer: loading one restores its whole state, also values that are no tensors."""
+"""Tests that a checkpoint restores the whole state of a user's own optimizer, also values that are not tensors."""
 
 import torch
 from references import ppo_samples
@@ -11,10 +11,7 @@ STEP = OptimParams(learning_rate=1e-2, grad_divisor=10.0)
 
 
 class SlowingDown(torch.optim.Optimizer):
-    """An optimizer that divides the learning rate by the number of its steps.
-
-    The state of each parameter holds this number as a Python int.
-    """
+    """An optimizer that divides the learning rate by the number of its steps. Its state holds this number as a Python int."""
 
     def __init__(self, params, lr: float) -> None:
         super().__init__(params, {"lr": lr})

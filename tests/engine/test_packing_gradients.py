@@ -1,6 +1,7 @@
-"""Samples in shared rows, in rows of their own and in any order have the gradients and logprobs of one sample at a time.
+"""Tests that packing does not change gradients and logprobs, however the samples share rows and whatever their order is.
 
-Lengths, order and limits are new in every run. If a case fails, hypothesis prints how to repeat it.
+The expected values come from calls with one sample each. hypothesis draws new lengths, orders and limits in every run. If a case fails,
+hypothesis prints how to repeat the case.
 """
 
 from dataclasses import replace
@@ -19,7 +20,7 @@ LOSS = PPO(ratio_low=0.8, ratio_high=1.28)
 
 @st.composite
 def calls(draw):
-    """Sample lengths, the seed of the samples' content, their order, and the limits for packing."""
+    """Draws sample lengths, the seed of the samples' content, the order of the samples, and the limits for packing."""
     lengths = draw(st.lists(st.integers(1, LONGEST), min_size=1, max_size=10))
     limits = {
         "packing": draw(st.sampled_from(["packed", "token_budget", "fixed"])),

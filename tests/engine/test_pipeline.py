@@ -1,4 +1,7 @@
-"""Pipelines give the numbers of one process. The processes are real and use gloo; the packed samples have very different lengths."""
+"""Tests that a pipeline of several processes gives the numbers of one process.
+
+The processes use gloo. The samples of a call have very different lengths.
+"""
 
 import asyncio
 import os
@@ -41,7 +44,7 @@ INTERLEAVED = {"pipeline_parallel_schedule": "Interleaved1F1B"}
 class Case:
     """A pipeline of two ranks that is compared with one process."""
 
-    layout: dict = field(default_factory=dict)  # other fields of ParallelismConfig
+    layout: dict = field(default_factory=dict)  # fields of ParallelismConfig besides pipeline_parallel_degree
     fields: dict = field(default_factory=dict)  # fields of TrainerConfig
     tolerance: float = 1e-5
 
@@ -78,7 +81,8 @@ def make_config(path: str, **fields) -> TrainerConfig:
 def record(engine, directory: Path) -> dict:
     """Results of two steps, and of a forward after them.
 
-    The steps have a loss of single positions and one of whole samples, calls of several shapes, and forwards between the calls that train.
+    The steps contain a loss that reads single positions, a loss that reads whole samples, batches of several shapes,
+    and `forward` calls between the calls that train.
     """
     outputs = [
         engine.forward_backward(MANY, PPO(), entropy=True),
@@ -101,7 +105,7 @@ def record(engine, directory: Path) -> dict:
 
 
 def going_on(engine, checkpoint: Path) -> dict:
-    """Results of a step that begins with the weights and the optimizer of a checkpoint."""
+    """Results of a step that starts from the weights and the optimizer state of a checkpoint."""
     version = engine.load_checkpoint(str(checkpoint))
     outputs = [engine.forward_backward(MANY, PPO())]
     steps = [engine.optim_step(STEP)]
@@ -123,9 +127,10 @@ class FailsHalfWay(PPO):
 
 
 def refusing(engine) -> dict:
-    """Results after a loss has failed half way on the last stage, and of a step with a gradient that is not finite on one stage.
+    """Results of a call after a failed call, and of a step that is skipped.
 
-    Neither changes the weights.
+    The failed call's loss fails at a middle microbatch, on the last stage. The skipped step has a gradient that is not finite on one stage.
+    The failed call and the skipped step do not change the weights.
     """
     with pytest.raises(ArithmeticError, match="the loss is broken"):
         engine.forward_backward(MANY, FailsHalfWay())
@@ -149,7 +154,7 @@ def refusing(engine) -> dict:
 def interrupted(engine, directory: Path) -> None:
     """Check that the trainer works again after a call that fails inside torch's schedule.
 
-    Also check that all ranks refuse a checkpoint that only the last stage cannot load.
+    Also check that all ranks refuse a checkpoint if only the last stage cannot load it.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.runner.schedule_class, "_update_losses", lambda *_: 1 / 0)  # after the last microbatch
@@ -161,9 +166,9 @@ def interrupted(engine, directory: Path) -> None:
 
 
 def num_received(engine) -> list[int]:
-    """Number of tensors that a stage holds before each microbatch of two long calls, received ones and outputs that are to be sent.
+    """Number of tensors that a stage holds before each microbatch of two long calls.
 
-    After the calls it must hold none.
+    They are received tensors, and outputs that the stage has not sent yet. After the calls the stage must hold no tensors.
     """
     counts: list[int] = []
     stages = set()
@@ -189,7 +194,9 @@ def num_received(engine) -> list[int]:
 
 
 def num_graphs(engine) -> list[int]:
-    """Number of losses that still have their graph after the backward pass of each microbatch of a long call, on this rank."""
+    """Number of losses on this rank that still have their autograd graph, counted after the backward pass of each
+    microbatch of a long call.
+    """
     counts: list[int] = []
     kept: list[torch.Tensor] = []
     backward_one_chunk = Stage.backward_one_chunk
@@ -214,16 +221,18 @@ def pushed(engine, directory: Path) -> None:
 
 
 def in_one_chunk(engine, expected: dict) -> None:
-    """Check that FSDP gets gradients of one dtype even if the logits of a microbatch fit into one chunk."""
+    """Check that FSDP gets gradients of the same dtype even if the logits of a microbatch fit into one chunk."""
     outputs = [engine.forward_backward(MANY, PPO(), entropy=True), engine.forward_backward(FEW, GSPO())]
     assert torch.equal(outputs[0].logprobs, expected["outputs"][0].logprobs)
     assert engine.optim_step(STEP).grad_norm == pytest.approx(expected["steps"][0].grad_norm, rel=1e-2)
 
 
 def any_number_of_microbatches(engine, interleaved) -> None:
-    """Check that calls of one to five microbatches run under both schedules. torch itself refuses to interleave five over two ranks."""
+    """Check that calls of one to five microbatches run under both schedules. torch's own interleaved schedule refuses
+    five microbatches over two ranks.
+    """
     for count in range(1, 6):
-        samples = random_samples([64] * count, seed=count)  # each fills a microbatch
+        samples = random_samples([64] * count, seed=count)  # each sample fills a microbatch
         expected, actual = engine.forward(samples), interleaved.forward(samples)
         assert sorted(actual.indices) == sorted(expected.indices)
         torch.testing.assert_close(actual.logprobs, expected.logprobs)
@@ -274,7 +283,10 @@ def run_in_one_process(case: Case, base: str, folder: Path, make_engine) -> None
 
 @pytest.fixture(scope="module")
 def run_group(tmp_path_factory):
-    """run_group(name, make_engine) -> the folder with the results of all cases of the group. A group runs only once."""
+    """A function run_group(name, make_engine) that returns the folder with the results of all cases of the group.
+
+    A group runs only once.
+    """
     folders: dict[str, Path] = {}
 
     def run(group: str, make_engine) -> Path:
@@ -334,13 +346,14 @@ def test_a_pipeline_gives_the_numbers_of_one_process(run_group, make_engine, nam
     trained = [rank["trained"] for rank in ranks]
     assert_same(trained, one["trained"], case.tolerance)
     assert {rank["num_parameters"] for rank in trained} == {one["trained"]["num_parameters"]}
-    # A checkpoint of one process goes on as a pipeline, and a checkpoint of the pipeline goes on in one process.
+    # A pipeline continues from a checkpoint of one process, and one process continues from a checkpoint of the
+    # pipeline.
     assert_same([rank["resumed"] for rank in ranks], one["resumed"], case.tolerance)
-    # This engine has the same logit chunks as the one before, because in bfloat16 the head's gradient depends on the
-    # chunks. With other chunks a step could round a weight the other way.
+    # In bfloat16 the head's gradient depends on the chunks of logits. With other chunks a step could round a weight to
+    # another value. So this engine has the same chunks as the engine whose results are compared.
     engine = make_engine(str(folder / f"{name} base"), logprob_chunk_tokens=50, **case.fields)
     assert_same([going_on(engine, folder / name / "checkpoint")], one["resumed"], case.tolerance)
-    # The pipeline exported the same weights that it saved.
+    # The pipeline's export has the same weights as its checkpoint.
     engine.load_checkpoint(str(folder / name / "checkpoint"))
     exports = (
         ("export", engine.export_hf, "model.safetensors"),

@@ -1,4 +1,7 @@
-"""float8, bfloat16 and compiled blocks give numbers near those of plain float32, or are refused with the reason."""
+"""Tests that float8, bfloat16 and compiled blocks give nearly the same numbers as plain float32.
+
+Also tests that unsupported combinations are refused with a reason.
+"""
 
 from dataclasses import replace
 
@@ -30,9 +33,9 @@ def test_float8_trains_near_float32_and_its_masters_are_float32(make_engine):
         assert kinds.count("Float8Linear") == 3 * 5  # fused qkv, wo, w1, w2, w3 in 3 blocks
         found.append(two_steps(engine))
         assert found[-1] == pytest.approx(expected, rel=0.05)
-        assert found[-1] != pytest.approx(expected, rel=1e-4)  # the numbers are those of float8
+        assert found[-1] != pytest.approx(expected, rel=1e-4)  # the engine did compute in float8
         assert {p.dtype for p in engine.built.model.parameters()} == {torch.float32}
-    # The recipes differ in the gradients of the weights, which change only the second step.
+    # The last two recipes differ only in the gradients of the weights, so their first losses are equal.
     assert found[0][0] != found[1][0] and found[1][0] == found[2][0] and found[1][2:] != found[2][2:]
 
 
@@ -60,7 +63,7 @@ COMPILE = CompileConfig(enable=True, components=["model"])
 COMPILED = {  # model, fields of TrainerConfig, relative tolerance
     "dense": (BASE, {}, 1e-5),
     "adapters": (BASE, {"lora": LoRAConfig(rank=4, train_unembed=True)}, 1e-5),
-    # Compiled kernels round to bfloat16 at other places.
+    # Compiled kernels round to bfloat16 at other points of the computation.
     "experts": (MOE, {"compute_dtype": "bfloat16", "load_balance_coeff": 0.01}, 2e-2),
 }
 
@@ -72,7 +75,7 @@ def test_compiled_blocks_give_the_same_numbers(make_engine, tmp_path, case):
     path = save_random(tmp_path / "model", model)
     engine, compiled = (make_engine(path, **fields, **options) for options in ({}, {"compile": COMPILE}))
     assert two_steps(compiled) == pytest.approx(two_steps(engine), rel=tolerance)
-    # Compiling changes no name either.
+    # Compiling does not change the names of the parameters.
     assert compiled.built.model.state_dict().keys() == engine.built.model.state_dict().keys()
     names = [[name for name, _ in made.built.model.named_parameters()] for made in (engine, compiled)]
     assert names[0] == names[1]

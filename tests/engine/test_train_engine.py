@@ -1,4 +1,4 @@
-"""The engine's numbers in float32, compared with transformers, a plain PyTorch loop, and other packings."""
+"""Compares the engine's float32 numbers with transformers, a plain PyTorch loop, and other ways of packing."""
 
 import math
 from dataclasses import replace
@@ -34,7 +34,7 @@ def relative(a: float, b: float) -> float:
 
 
 def worst(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """The largest absolute difference of any position of any sample."""
+    """The largest absolute difference over all positions of all samples."""
     assert [len(x) for x in actual] == [len(x) for x in expected]
     return max(float((a - e).abs().max()) for a, e in zip(actual, expected, strict=True))
 
@@ -50,7 +50,7 @@ def test_forward_gives_the_logprobs_of_transformers(make_engine, request, heads,
         expected = [reference_logprobs(reference, sample) for sample in samples]
     print(f"largest difference {worst(actual, expected):.1e}")
     assert worst(actual, expected) < 1e-4
-    # If the model guessed uniformly, every implementation would give nearly the same logprobs.
+    # If the model's distribution were nearly uniform, a wrong implementation could give nearly the same logprobs.
     assert torch.cat(expected).std() > 0.2 * math.log(VOCAB_SIZE)
 
 

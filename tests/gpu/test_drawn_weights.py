@@ -1,4 +1,4 @@
-"""A trainer on a GPU starts with the random weights that it would have on a CPU."""
+"""Tests that a trainer on a GPU starts with the same random weights as a trainer on a CPU."""
 
 import pytest
 import torch

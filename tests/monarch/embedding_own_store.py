@@ -1,4 +1,4 @@
-"""A Monarch program that opens and closes a torchstore of its own. test_lifecycle.py runs it."""
+"""A Monarch program that opens and closes its own torchstore. test_lifecycle.py runs this program."""
 
 import asyncio
 import gc

@@ -1,6 +1,6 @@
-"""Helpers of the tests with real processes: a small model, actors that can be made to fail or to wait, reference logprobs.
+"""Helpers of the tests with real processes: a small model, reference logprobs, and actors that fail or wait on request.
 
-T tokens of one sequence, C tokens of a completion, V vocabulary.
+In shapes, T is the number of tokens of a sequence, C the number of tokens of a completion, and V the size of the vocabulary.
 """
 
 import asyncio
@@ -73,7 +73,7 @@ def generator_config(*, tied: bool = True, dtype="float32") -> GeneratorConfig:
         max_num_seqs=64,
         kv_cache_bytes=32 << 20,
         enforce_eager=True,
-        sleep_mode=True,  # on a CPU its only effect is that `sleep` is not refused
+        sleep_mode=True,  # without this option `sleep` raises an error; on a CPU the option has no other effect
     )
 
 
@@ -89,7 +89,8 @@ def random_samples(count: int = 8, seed: int = 0) -> list[Sample]:
 def step(trainer, *, seed: int = 0, learning_rate: float = 0.02) -> int:
     """Take a step that moves every weight far enough to change the samples. Returns the new version.
 
-    The weight decay keeps the weights small. After 40 steps without it, rounding moves logprobs by more than 1e-5.
+    The weight decay keeps the weights small. After 40 steps without weight decay, rounding changes logprobs by more
+    than 1e-5.
     """
     trainer.forward_backward(random_samples(seed=seed), loss="cross_entropy").result()
     params = OptimParams(learning_rate=learning_rate, weight_decay=5.0, grad_divisor=96)
@@ -97,7 +98,7 @@ def step(trainer, *, seed: int = 0, learning_rate: float = 0.02) -> int:
 
 
 def descendants(pid: int) -> set[int]:
-    """The living processes that this process, or one of its descendants, has started."""
+    """The ids of the living descendants of a process."""
     try:
         below = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -106,7 +107,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def process_of(name: str) -> psutil.Process:
-    """The process that this one has spawned under a name: "generator-0"."""
+    """The process that this process has spawned under a name, such as "generator-0"."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if process.environ().get("RL_ACTORS_PROCESS") == name:
@@ -115,14 +116,20 @@ def process_of(name: str) -> psutil.Process:
 
 
 def shared_memory() -> set[str]:
-    """Names of the segments. Folders are left out, because they are somebody's temporary files."""
+    """Names of the shared-memory segments, which are files in /dev/shm.
+
+    Folders in /dev/shm hold other temporary files, and are left out.
+    """
     return {entry.name for entry in os.scandir("/dev/shm") if not entry.is_dir()}
 
 
 def left_in_shared_memory(before: set[str]) -> set[str]:
-    """Segments that are newer than `before` and that no living process maps. Other programs run at the same time and use segments, too."""
-    # No process maps a segment of another program for a moment after its creation and before its removal. So this function looks until
-    # none is left, and returns the result of the last look.
+    """Segments that are not in `before` and that no living process maps.
+
+    This excludes segments of other programs that run at the same time.
+    """
+    # For a moment after its creation and before its removal, a segment of another program is not mapped. So this
+    # function checks up to 60 times, and keeps only segments that no check has found mapped.
     left = shared_memory() - before
     for _ in range(60):
         left &= shared_memory() - mapped_by_processes()
@@ -135,7 +142,7 @@ def left_in_shared_memory(before: set[str]) -> set[str]:
 def mapped_by_processes() -> set[str]:
     mapped = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # the process has ended meanwhile, or belongs to another user
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             mapped |= {Path(line.split()[5]).name for line in maps.read_text().splitlines() if " /dev/shm/" in line}
     return mapped
 
@@ -154,7 +161,10 @@ def hf_model(weights: dict[str, Tensor], *, tied: bool = True):
 
 
 def random_weights(*, tied: bool, seed: int) -> dict[str, Tensor]:
-    """Random weights under Hugging Face names. They are large, so that the policy is far from uniform."""
+    """Random weights under Hugging Face names.
+
+    They are large, so that the policy's distribution is far from uniform.
+    """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
@@ -168,7 +178,9 @@ def logits_TV(model, tokens: list[int]) -> Tensor:
 
 
 def reference_logprobs(model, prompt, completion, *, temperature=1.0, top_p=1.0, top_k=0) -> Tensor:
-    """Logprobs of the completion under the distribution that is sampled from: temperature, then top-k, then top-p, renormalised."""
+    """Logprobs of the completion under the sampling distribution: the model's, after temperature, then top-k, then
+    top-p, renormalised.
+    """
     logits_CV = logits_TV(model, [*prompt, *completion])[len(prompt) - 1 : -1] / temperature
     for row in logits_CV:
         order = row.argsort(descending=True)
@@ -181,7 +193,7 @@ def reference_logprobs(model, prompt, completion, *, temperature=1.0, top_p=1.0,
 
 
 def forward_logprobs(trainer, sequences: list[list[int]]) -> list[Tensor]:
-    """The trainer's logprobs of every token of a sequence but the first."""
+    """For each sequence, the trainer's logprobs of all tokens except the first."""
     return trainer.forward([Sample.from_tokens(tokens[:1], tokens[1:]) for tokens in sequences]).result().logprobs
 
 
@@ -208,7 +220,7 @@ def published_weights(transport: Transport, version: int) -> dict[str, Tensor]:
 
 
 def publish_from_here(transport: Transport, weights: dict[str, Tensor], *, stream: str, version: int) -> Manifest:
-    """Publish these weights as a trainer of one rank would."""
+    """Publish these weights as a trainer with one rank would."""
     everything = {"stream": stream, "version": version, "rank": 0, "gather": lambda text: [text]}
     return asyncio.run(publish(transport, weights, **everything))
 
@@ -217,7 +229,7 @@ def publish_from_here(transport: Transport, weights: dict[str, Tensor], *, strea
 
 
 class DyingTensors(dict):
-    """Tensors of a push. The process is killed when `copied` tensors have been copied."""
+    """Tensors of a push. They kill the process when `copied` of them have been copied."""
 
     def __init__(self, tensors: dict[str, Tensor], copied: int) -> None:
         super().__init__(tensors)
@@ -227,7 +239,7 @@ class DyingTensors(dict):
     def items(self):
         self.num_walks += 1
         for number, item in enumerate([*super().items(), None]):
-            if self.num_walks == 2 and number == self.copied:  # the first walk compares the tensors with the plan
+            if self.num_walks == 2 and number == self.copied:  # the first iteration only compares tensors and plan
                 os.kill(os.getpid(), signal.SIGKILL)
             if item is not None:
                 yield item
@@ -238,12 +250,12 @@ class TestTrainer(PolicyTrainer):
 
     @endpoint
     async def use_transport(self, transport: Transport | None) -> None:
-        """Publish through this transport from now on, as a trainer that has published nothing yet."""
+        """Publish through this transport from now on, like a trainer that has not published anything yet."""
         self.publisher = Publisher(transport, rank=self.rank, gather=by_rank) if transport is not None else None
 
     @endpoint
     async def fail_puts(self, failing_rank: int | None) -> None:
-        """Make every put of this rank fail half way from now on. None: puts work again."""
+        """Make every put of the rank `failing_rank` fail half way from now on. None: puts work again."""
         transport = self.publisher.transport
         inner = transport.inner if isinstance(transport, FailingTransport) else transport
         failing = None if failing_rank is None else FailingTransport(inner=inner, failing_rank=failing_rank)
@@ -251,7 +263,9 @@ class TestTrainer(PolicyTrainer):
 
     @endpoint
     async def die_in_push(self, rank: int, copied: int | str) -> None:
-        """Kill the process of this rank in its next write, after this many tensors. "written": when it has written all of them."""
+        """Kill the process of `rank` in its next write, after `copied` tensors, or after all tensors if `copied` is
+        "written".
+        """
         if self.rank != rank:
             return
         write = Snapshot.write
@@ -273,17 +287,18 @@ class TestTrainer(PolicyTrainer):
 
     @endpoint
     async def pack(self, limits: dict[str, int]) -> None:
-        """Change the limits with which later calls are planned."""
+        """Change the packing limits for later calls."""
         self.engine.config = replace(self.engine.config, **limits)
         self.engine.head.chunk_tokens = self.engine.config.logprob_chunk_tokens
 
     @endpoint
     async def whole_gradients(self) -> dict[str, Tensor]:
-        """The accumulated gradients, unsharded, under Hugging Face names. Collective."""
+        """The accumulated gradients, unsharded, under Hugging Face names. All ranks must call this together."""
         parameters = list(self.engine.built.model.parameters())
         weights = [parameter.detach().clone() for parameter in parameters]
         with torch.no_grad():
-            # hf_state_dict splits the fused query, key and value of the parameters. So the parameters hold the gradients while it runs.
+            # hf_state_dict splits fused parameters into query, key and value. To split the gradients in the same way,
+            # the parameters hold the gradients while it runs.
             for parameter in parameters:
                 parameter.copy_(parameter.grad)
             named = self.engine.hf_state_dict()
@@ -295,11 +310,11 @@ class TestTrainer(PolicyTrainer):
 
     @endpoint
     async def held_bytes(self) -> tuple[int, ...]:
-        """The sizes of the memory that this rank's parameters, gradients, optimizer state and buffers keep."""
+        """The bytes of memory that this rank's parameters, gradients, optimizer state and buffers hold."""
 
         def size(tensors) -> int:
             shards = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-            storages = [shard.untyped_storage() for shard in shards]  # FSDP puts several gradients into one
+            storages = [shard.untyped_storage() for shard in shards]  # FSDP puts several gradients into one storage
             return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
         parameters = list(self.engine.built.model.parameters())
@@ -311,7 +326,10 @@ class TestTrainer(PolicyTrainer):
 
     @endpoint
     async def hold_saves(self, folder: Path, error: str = "") -> None:
-        """Make the next save wait before its last file until the file `open` is in the folder. With `error` it then fails."""
+        """Make the next save wait before its last file until the file `open` is in the folder.
+
+        If `error` is not empty, the save then fails.
+        """
         finish = checkpoint._WholeDirectoryWriter.finish
 
         def wait_and_finish(*args, **kwargs):
@@ -345,7 +363,7 @@ class TestGenerator(Generator):
 
     @concurrent_endpoint
     async def num_aborted(self) -> int:
-        """Number of requests that were aborted before their end since the first call of this endpoint."""
+        """Number of unfinished requests that were aborted since the first call of this endpoint."""
         if not hasattr(self, "aborted"):
             self.aborted: list[str] = []
             abort = self.engine._abort
@@ -364,7 +382,7 @@ class TestGenerator(Generator):
 
     @concurrent_endpoint
     async def recompute_running(self, recompute: bool) -> None:
-        """Change the field of the config."""
+        """Set the config's field recompute_running."""
         self.engine.config = replace(self.engine.config, recompute_running=recompute)
 
     @concurrent_endpoint
@@ -384,11 +402,17 @@ class TestGenerator(Generator):
 
     @concurrent_endpoint
     async def held_weights(self) -> dict[str, Tensor]:
-        """The weights that every layer of the engine computes with, under vLLM's names, where q, k, v and gate, up are fused."""
+        """The weights that every layer of the engine computes with.
+
+        Their names are vLLM's, in which q, k and v are fused, and gate and up.
+        """
         return await self._held_weights()
 
     async def _held_weights(self) -> dict[str, Tensor]:
-        """On a CPU vLLM holds a weight W only in packed form. The layer's output for the unit vectors is W^T, which shows W exactly."""
+        """On a CPU vLLM holds a weight W only in packed form.
+
+        W is read through the layer: its output for the unit vectors is W^T.
+        """
 
         def read(model) -> dict[str, Tensor]:
             weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.numel()}
@@ -403,7 +427,7 @@ class TestGenerator(Generator):
 
     @concurrent_endpoint
     async def digests(self) -> dict[str, str]:
-        """vLLM's own digest of every parameter, and one of every weight that the engine computes with."""
+        """vLLM's own digest of every parameter, and a SHA-256 of every weight that the engine computes with."""
         engine = self.engine.engine
         own = self.engine.submit(lambda: engine.collective_rpc("compute_weight_checksums"))
         [found] = await asyncio.wrap_future(own)
@@ -413,7 +437,7 @@ class TestGenerator(Generator):
 
     @concurrent_endpoint
     async def load_weights_of(self, path: str) -> None:
-        """Replace all weights by those of a Hugging Face directory, which vLLM's own loader reads."""
+        """Replace all weights by the weights in a Hugging Face directory. vLLM's own loader reads them."""
         from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
 
         engine = self.engine.engine
@@ -429,7 +453,7 @@ class TestGenerator(Generator):
 
     @concurrent_endpoint
     async def fail_load_after(self, num_tensors: int, message: str) -> None:
-        """Make the next load of weights raise after this many tensors."""
+        """Make the next load of weights raise after `num_tensors` tensors."""
         whole = weights.cast_tensors
 
         def broken(version, dtype):
@@ -441,7 +465,7 @@ class TestGenerator(Generator):
 
     @concurrent_endpoint
     async def die_in_load(self, num_tensors: int) -> None:
-        """Kill this process in the next load of weights, after this many tensors."""
+        """Kill this process in the next load of weights, after `num_tensors` tensors."""
         whole = weights.cast_tensors
 
         def dying(version, dtype):
@@ -464,7 +488,7 @@ class TestGenerator(Generator):
 
 @dataclass(frozen=True, kw_only=True)
 class FailingTransport(Transport):
-    """A transport that works as `inner` does, except that a put of one rank fails half way."""
+    """A transport that works like `inner`, except that every put of one rank fails half way."""
 
     inner: Transport
     failing_rank: int
@@ -494,7 +518,7 @@ class FailingTransport(Transport):
 
 @dataclass(frozen=True, kw_only=True)
 class UnreadableTensors(LoadedTensors):
-    """Tensors that one of vLLM's workers cannot open, or does not open in time."""
+    """Tensors whose `open` fails in one of vLLM's workers, or does not return in time if `hangs` is True."""
 
     worker: int
     hangs: bool = False
@@ -508,7 +532,10 @@ class UnreadableTensors(LoadedTensors):
 
 
 class WorkersFail(MemoryTransport):
-    """A transport whose versions one of vLLM's workers cannot open, as long as the object "failing_worker" or "hanging_worker" names it."""
+    """A transport whose versions one of vLLM's workers cannot open.
+
+    The object "failing_worker" or "hanging_worker" in the transport has the number of this worker. None: all workers can open versions.
+    """
 
     async def source(self, manifest):
         source = await super().source(manifest)
@@ -522,7 +549,7 @@ class WorkersFail(MemoryTransport):
 
 @dataclass(frozen=True, kw_only=True)
 class DeadlyTensors(LoadedTensors):
-    """Tensors that kill the process which reads them, when it has half of them."""
+    """Tensors that kill the reading process when it has read half of them."""
 
     def tensors(self):
         yield from itertools.islice(super().tensors(), len(self.loaded) // 2)
@@ -530,7 +557,10 @@ class DeadlyTensors(LoadedTensors):
 
 
 class ReadersDie(MemoryTransport):
-    """A transport whose next version kills the process that the object "victim" names, in the middle of the load."""
+    """A transport that kills a process in the middle of a load.
+
+    The object "victim" in the transport has the name of this process.
+    """
 
     async def source(self, manifest):
         source = await super().source(manifest)
@@ -542,7 +572,10 @@ class ReadersDie(MemoryTransport):
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """A loss that holds up the trainer. It makes the file `name` in a folder when it begins, and ends when the file `open` is there."""
+    """A loss that makes the trainer wait.
+
+    It creates the file `name` in a folder, and returns when the folder has the file `open`.
+    """
 
     folder: Path
     name: str = "begun"
@@ -568,7 +601,7 @@ class UnpicklableError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class UnpicklableLoss:
-    """A loss that fails with an exception that cannot be pickled, and so cannot be sent."""
+    """A loss that fails with an exception that cannot be pickled. So the exception cannot be sent to the caller."""
 
     def __call__(self, logprobs_BL, *, loss_weights):
         raise UnpicklableError("it holds a lock", threading.Lock())

@@ -1,4 +1,7 @@
-"""The client refuses every bad input of the tables. A step with refused calls in it is bit-identical to a step without them."""
+"""Tests that the client refuses every bad input of the tables in test_validation.py.
+
+A step with refused calls in it is bit-identical to a step without refused calls.
+"""
 
 import asyncio
 
@@ -9,9 +12,9 @@ from test_validation import BAD_OPTIM_PARAMS, BAD_SAMPLES, LIMITS, assert_in_ord
 from rl_actors import PPO, MemoryTransport, OptimParams, Sample, TrainerClient
 from rl_actors.processes.spawn import spawn_processes
 
-# The ranks refuse these inputs, but the client converts them before it sends them.
+# The trainer's ranks would refuse these inputs. The client accepts them, because it converts them before it sends them.
 TAKEN = {"a list as column"}
-# The client refuses these inputs in other words than the ranks.
+# For these inputs the client's error message differs from the ranks' message.
 WORDS = {
     "a list of tokens": ["targets has 4 positions", "tokens has 2"],
     "a list of targets": ["targets has 2 positions", "tokens has 4"],
@@ -26,7 +29,10 @@ PARAMS = OptimParams(learning_rate=1e-3, grad_divisor=8.0)
 
 
 def two_steps(trainer: TrainerClient, bad=lambda: None) -> list:
-    """Answers of two steps from the first weights. A bad call comes before and in the middle of each step."""
+    """Results of two steps that start from the initial weights.
+
+    `bad` is called before and in the middle of each step.
+    """
     trainer.load_checkpoint(trainer.start).result()
     answers = []
     for _ in range(2):
@@ -40,7 +46,10 @@ def two_steps(trainer: TrainerClient, bad=lambda: None) -> list:
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
-    """A client of a trainer with the limits of the tables. Its attribute `start` is a checkpoint of the first weights."""
+    """A client of a trainer with the limits of the tables.
+
+    Its attribute `start` is the path of a checkpoint of the initial weights.
+    """
     config = support.trainer_config(max_sequence_length=8, tokens_per_row=64, max_call_bytes=LIMITS["max_call_bytes"])
     config.model.vocab_size = LIMITS["vocab_size"]
     processes = asyncio.run(spawn_processes("refusals", 1))
@@ -94,7 +103,7 @@ def test_bad_optim_params_change_nothing(trainer, undisturbed, field, value, err
 def test_bad_names_and_paths_change_nothing(trainer, undisturbed, call, error, words):
     def bad() -> None:
         if trainer.info().result()[0].state == "open" and words[0] == "nowhere":
-            return  # an open step refuses load_checkpoint whatever the path is
+            return  # in an open step load_checkpoint fails with any path
         with pytest.raises(error) as caught:
             call(trainer).result()
         assert_in_order(str(caught.value), words)

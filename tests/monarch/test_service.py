@@ -1,4 +1,4 @@
-"""A service in a process of its own, and programs that attach to it."""
+"""Tests of a service in its own process, and of programs that attach to it."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ ENVIRONMENT = {
 
 
 class Program:
-    """A Python program, to which a test writes lines and from which it reads lines."""
+    """A Python program. A test writes lines to its stdin, and reads lines from its stdout."""
 
     def __init__(self, *arguments: str) -> None:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -63,7 +63,7 @@ class Program:
 
 
 class RunningService(Program):
-    """`python -m controllers.serve_actors` at a free port of loopback."""
+    """Runs `python -m controllers.serve_actors` at a free port of the loopback interface."""
 
     def __init__(self, folder: Path, *flags: str, address: str = "tcp://127.0.0.1:0") -> None:
         fields = ["--trainer.model.vocab-size", str(support.VOCAB_SIZE), "--output-dir", str(folder)]
@@ -74,7 +74,7 @@ class RunningService(Program):
         self.metrics = line.rpartition("; metrics: ")[2].strip()
 
     def numbers(self) -> dict[str, float]:
-        """The numbers for Prometheus, by name and labels."""
+        """The numbers that the service gives to Prometheus. The keys are name and labels."""
         with urllib.request.urlopen(self.metrics, timeout=GUARD) as answer:
             lines = answer.read().decode().splitlines()
         shown = [line.removeprefix("rl_actors_service_").rpartition(" ") for line in lines if not line.startswith("#")]
@@ -93,7 +93,7 @@ def client(service: RunningService, *, seed: int, certificates: str = "") -> Pro
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    """A trainer without a generator."""
+    """A service with a trainer and without a generator."""
     running = RunningService(tmp_path_factory.mktemp("service"), "--without-generator")
     yield running
     status, rest = running.stop()
@@ -101,7 +101,10 @@ def service(tmp_path_factory):
 
 
 def test_three_clients_train_and_one_is_killed_in_an_open_step(service):
-    """With a learning rate of 0 the weights stay, so a step's gradient norm shows whether other gradients were in it."""
+    """With a learning rate of 0 the weights do not change.
+
+    So a step's gradient norm shows whether the step had gradients of other clients.
+    """
     programs = [client(service, seed=seed) for seed in range(3)]
     for program in programs:
         assert program.read() == "attached"
@@ -121,13 +124,13 @@ def test_three_clients_train_and_one_is_killed_in_an_open_step(service):
     for each, (_, norm) in zip(steps, alone[1:], strict=True):
         assert [found for _, found in each] == pytest.approx([norm] * 3, rel=1e-6)
 
-    # Another program goes on with the weights that the first one trained.
+    # All programs use the same weights: after a step of one program, another program gets higher logprobs.
     version, before = others[1].ask("forward")
     [[trained, _]] = others[1].ask("steps 1 0.01")
     assert (version, trained) == (9, 10)
     assert [program.end() for program in others] == [0, 0]
     wait_until(lambda: not remote.ask(service.address, {"wants": "status"})["status"]["clients"])
-    # A program can attach when its Monarch already has other connections.
+    # A program can attach although its Monarch runtime already has other connections.
     with TrainerClient.attach(service.address) as trainer:
         samples = support.random_samples(seed=2)
         output = trainer.forward(samples).result()
@@ -187,7 +190,9 @@ def test_a_checkpoint_of_an_attached_client_is_written_by_the_service(service, t
         saved.wait().result()
         assert (tmp_path / "saved").is_dir()
         assert trainer.load_checkpoint(str(tmp_path / "saved")).result() == saved.policy_version
-        (tmp_path / "saved" / ".metadata").chmod(0o666)  # DCP unpickles this file, so nobody else may write it
+        (tmp_path / "saved" / ".metadata").chmod(
+            0o666
+        )  # DCP unpickles this file, so other users must not be able to write it
         with pytest.raises(ValueError, match="metadata can be written by others .mode 666."):
             trainer.load_checkpoint(str(tmp_path / "saved")).result()
 
@@ -214,7 +219,8 @@ def test_with_certificates_calls_and_monarch_are_encrypted_and_without_one_nobod
     program = client(running, seed=0, certificates=str(tmp_path / "certificates"))
     assert program.read() == "attached"
     assert [version for version, _ in program.ask("steps 2 0.01")] == [1, 2]
-    # Every port on which a process of the service listens wants a certificate, except the rendezvous of the ranks.
+    # Every port on which a process of the service listens requires a certificate, except the port for the rendezvous of
+    # the ranks.
     trusting = ssl.create_default_context(cafile=str(tmp_path / "certificates" / "authority.pem"))
     refused = 0
     for port in listening_ports(running.process.pid):
@@ -231,7 +237,7 @@ def listening_ports(pid: int) -> set[int]:
 
 
 def refuses_strangers(trusting: ssl.SSLContext, port: int) -> bool:
-    """True if the port speaks TLS, and ends a connection without a certificate of the client."""
+    """True if the port uses TLS, and ends a connection of a client without a certificate."""
     with socket.create_connection(("127.0.0.1", port), 10.0) as plain:
         try:
             connection = trusting.wrap_socket(plain, server_hostname="127.0.0.1")

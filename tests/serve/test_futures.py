@@ -1,4 +1,6 @@
-"""Promises: answers, failures, repeated requests, and answers that are dropped."""
+"""Tests of the server's promises (futures of answers): answers, errors, repeated requests, and answers that are
+dropped.
+"""
 
 import asyncio
 

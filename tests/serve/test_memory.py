@@ -1,4 +1,4 @@
-"""A server's processes use as much memory after 10,000 requests of all kinds as after 5,000."""
+"""Tests that a server's processes use at most 5% more memory after 10,000 requests of all kinds than after 5,000."""
 
 import random
 from pathlib import Path
@@ -17,13 +17,13 @@ ADAM = types.AdamParams(learning_rate=1e-4)
 
 
 def resident_bytes(root: int) -> dict[str, int]:
-    """ "pid name" -> resident bytes, of a process and of all processes under it."""
+    """Resident bytes of a process and of all its descendants. The keys are "pid name"."""
     parents, names, sizes = {}, {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             name, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(")")
             sizes[int(folder.name)] = int((folder / "statm").read_text().split()[1]) * 4096
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended in the meantime
             continue
         names[int(folder.name)], parents[int(folder.name)] = name, int(rest.split()[1])
     found = {}
@@ -47,9 +47,12 @@ class Mixture:
         self.sampler = self.service.create_sampling_client(base_model="tiny_chat").result()
 
     def fill_cache(self) -> None:
-        """Send prompts that use every block of the generator's KV cache. A page of memory counts as resident only after its first use.
+        """Send prompts that use every block of the generator's KV cache.
 
-        The cache has 256 MiB, which are 65,536 tokens. No two prompts have a common beginning, because they would share its blocks.
+        This is needed before the first reading, because a page of memory counts as resident only after its first use.
+
+        The cache has 256 MiB, which is enough for 65,536 tokens. The prompts have different first tokens, because
+        prompts with a common beginning would share blocks.
         """
         params = types.SamplingParams(max_tokens=1)
         prompts = [[self.draw.randrange(256) for _ in range(2000)] for _ in range(36)]
@@ -69,7 +72,7 @@ class Mixture:
         return len(futures)
 
     def some(self) -> list:
-        """One request, or the two of a step."""
+        """One request, or the two requests of a training step."""
         tokens = [self.draw.randrange(256) for _ in range(self.draw.randint(5, 40))]
         text = types.ModelInput.from_ints(tokens[:-1])
         kind = self.draw.random()

@@ -1,4 +1,4 @@
-"""The order in which a trainer gets the calls of several clients. The trainer is a fake."""
+"""Tests the order in which a trainer gets the calls of several clients. A fake stands for the trainer."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ LONG = 600.0
 
 @dataclass
 class FakeModel:
-    """The client of a trainer of two ranks. It records the calls, and runs none while `gate` is clear."""
+    """Stands for the client of a trainer with two ranks. It records the calls. While `gate` is not set, calls wait."""
 
     name: str = "trainer"
     state: str = "idle"
@@ -52,7 +52,7 @@ async def open_service() -> tuple[FakeModel, Service]:
 
 
 async def settle() -> None:
-    """Let all tasks run until each has ended or waits."""
+    """Let all tasks run until each task has ended or waits for something."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -150,7 +150,7 @@ def test_a_call_that_waits_too_long_names_the_client_with_the_open_step():
         await service.call(holder.number, "forward_backward", ["slow"], LONG)
         with pytest.raises(RuntimeError, match=r"optim_step waited 0.01 s, and client 1 \(slow\) still has the step"):
             await service.call(other.number, "optim_step", ["other"], 0.01)
-        # Calls that only read need not wait.
+        # Calls that only read the weights need not wait.
         await service.call(other.number, "forward", ["other"], 0.01)
         await service.call(other.number, "push_model_state_dict", [], 0.01)
         await service.call(holder.number, "optim_step", ["slow"], LONG)
