@@ -1,4 +1,4 @@
-"""Rollouts that run ahead of the trainer compared with rollouts that wait for it, in an environment whose rewards take seconds.
+"""Compares rollouts that run ahead of the trainer with rollouts that wait for the trainer. A reward takes seconds.
 
 python -m benchmarks async_loop --staleness 0 2 --steps 60 --seconds 1
 
@@ -7,8 +7,8 @@ and one optimizer step in a GRPO step. They differ only in rollouts.max_stalenes
 The reward of a group comes after a random time and costs no computation, like the reward of a judge or a sandbox on another machine. The time
 is exponentially distributed with the mean `--seconds`, and at most four times the mean. All groups are scored at the same time.
 The age of a group is the number of versions between the weights that sampled it and the weights that train on it. A run fails if an age is
-above max_staleness. For each run the program prints rollouts a second, the final held-out accuracy, the largest age and the ratio of its
-rollouts a second to those of the first run.
+above max_staleness. For each run the program prints the rollouts per second, the final held-out accuracy and the largest age. It also prints the
+rollouts per second divided by those of the first run.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def figures(folder: RunFolder, config: GRPOConfig) -> dict[str, Any]:
     bound = config.rollouts.max_staleness
     if max(ages) > bound:
         raise RuntimeError(f"a group was {max(ages)} versions old, but max_staleness={bound}")
-    # The first steps do not count, because they fill the queue. The last one does not count, because it validates.
+    # The first steps do not count, because they fill the queue. The last step does not count, because it validates.
     counted = steps[bound + 1 : -1]
     seconds = [record["time/step"] for record in counted]
     groups = config.rollouts.groups_per_step * config.rollouts.group_size

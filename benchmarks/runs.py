@@ -1,7 +1,8 @@
-"""A short run of a config, started as a user starts it, from a Hugging Face directory with random weights.
+"""A short run of a config, from a Hugging Face directory with random weights. The run starts as a user would start it.
 
-The run has sixteen supervised steps and two of GRPO, so it loads, trains, syncs and samples. The reward is the share of digits among a
-completion's characters, because almost untrained weights already earn some of it. Unknown flags are passed on to the controller.
+The run has sixteen supervised steps and two GRPO steps. It loads weights, trains, gives the new weights to the generator and samples. The
+reward is the share of digits among a completion's characters, because almost untrained weights already earn a part of such a reward. Unknown
+flags are passed on to the controller.
 """
 
 import argparse
@@ -32,7 +33,7 @@ def share_of_digits(problem: Problem, completion: str) -> float:
 def digits(*, seed: int, num_held_out: int, **_: Any) -> Environment:
     """Two-digit addition with share_of_digits as its reward. `--environment.task` names this function.
 
-    It ignores options of the config's own task that it does not need.
+    It ignores the options of the config's own task.
     """
     config = addition(digits=2)["environment"]
     config.seed, config.num_held_out = seed, num_held_out
@@ -64,7 +65,7 @@ def flags(name: str, weights: Path, folder: Path) -> list[str]:
 def figures(first: dict[str, Any], updates: list[dict[str, Any]]) -> dict[str, Any]:
     """Figures of a run. first: the record of its first step. updates: the records of its GRPO steps.
 
-    Differences are the largest over all updates, and times are the shortest.
+    Each difference is the largest over all updates. Each time of a GRPO step is the shortest over all updates.
     """
     differences = {
         "difference_mean": "logprob_diff/mean",

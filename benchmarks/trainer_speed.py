@@ -1,7 +1,8 @@
 """Speed of training through TrainerClient, compared with torchtitan's own pieces without actors. These pieces are called the reference.
 
-A row is one shape, in which both sides are measured: our trainer and the reference. A time is the median over the steps after warm-up. The
-reference runs first and ends before our trainer starts, so each side has the GPUs for itself.
+A row of the table in rows.py is one model, batch shape and number of GPUs. A run of a row measures both sides: our trainer and the
+reference. Speeds come from the median time of the steps after warm-up. The reference runs first and ends before our trainer starts, so each
+side has the GPUs for itself.
 """
 
 import argparse
@@ -61,9 +62,9 @@ def samples_of(row: Row, vocab_size: int) -> list[Sample]:
 
 
 def ours(row: Row, warmup: int, steps: int, trace: str) -> dict[str, Any]:
-    """Measure our trainer: the seconds of every step and of its two calls, and the peak memory of the fullest rank.
+    """Measure our trainer: the seconds of every step and of its two calls, and the largest peak memory of a rank.
 
-    trace: a folder for traces of a few more steps; "" for none.
+    trace: a folder for traces of a few more steps; "" for no traces.
     """
     config = trainer_config(row)
     samples = samples_of(row, config.model.vocab_size)
@@ -97,9 +98,9 @@ def ours(row: Row, warmup: int, steps: int, trace: str) -> dict[str, Any]:
 
 
 def reference(row: Row, warmup: int, steps: int, trace: str) -> dict[str, Any]:
-    """Measure torchtitan's pieces: the seconds of every step on its slowest rank, and the peak memory of the fullest rank.
+    """Measure torchtitan's pieces: the seconds of every step on the slowest rank of this step, and the largest peak memory of a rank.
 
-    trace: a file for a trace of a few more steps; "" for none.
+    trace: a file for a trace of a few more steps; "" for no trace.
     """
     from benchmarks import titan
 
@@ -132,10 +133,10 @@ def reference(row: Row, warmup: int, steps: int, trace: str) -> dict[str, Any]:
 
 
 def mfu(row: Row, tokens_per_second: float) -> float | None:
-    """Model FLOPs utilization: FLOP/s of the model's matrix products and attention, divided by the peak of all GPUs. None on a CPU and for an
-    unknown GPU.
+    """Model FLOPs utilization: FLOP/s of the model's matrix products and attention, divided by the peak FLOP/s of all GPUs. None on a CPU and
+    for an unknown GPU.
 
-    The peak is the GPU's peak in the dtype in which products are computed, so the result cannot exceed 1.
+    The peak is for the dtype in which the products are computed, so the result cannot exceed 1.
     """
     if not row.num_gpus:
         return None
@@ -184,7 +185,7 @@ def run_row(name: str, row: Row, *, warmup: int, steps: int, profile: Path | Non
 
 
 def changed(name: str, **values: str | None) -> tuple[str, Row]:
-    """The row with these fields changed, and a name that says so: ("4b-packed, attention flex", Row(…)).
+    """(name, row): the row with these fields changed. The name lists the changes, as in ("4b-packed, attention flex", Row(…)).
 
     A value of None leaves its field as it is.
     """

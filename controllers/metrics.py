@@ -1,7 +1,8 @@
-"""The logger of a run. It writes metrics to a display, to the files of the run's folder and to trackers. Makes no decision about the run.
+"""The logger of a run. It writes metrics to a display, to the files of the run's folder and to trackers, such as TensorBoard.
+It makes no decision about the run.
 
-Training steps are numbered from 1, so the number of the last finished step is the number of steps done. Supervised steps and
-the steps after them share one count. Step 0 is the validation before the first step.
+Training steps are numbered from 1. The number of the last finished step is thus the number of steps done. The steps after a supervised
+phase continue the numbers of that phase. Step 0 is the validation before the first step.
 A record is the line of one step in metrics.jsonl.
 """
 
@@ -32,9 +33,9 @@ KEYS = (
 
 
 class Timer:
-    """Seconds since the last reset, by name: `with timer("generate"): …` adds to `timer.seconds["generate"]`.
+    """Measures the seconds of each phase since the last reset. `with timer("generate"): …` adds to `timer.seconds["generate"]`.
 
-    Some phases are the work of an actor. `timeline` also has the begin and the end of each of these phases.
+    `timeline` also records the begin and the end of the phases in which an actor works.
     """
 
     def __init__(self):
@@ -63,9 +64,10 @@ class Timer:
 def usage(values: Mapping[str, float], infos: Sequence[TrainerInfo], *, float8: bool) -> dict[str, float]:
     """Speed of a step and memory of the trainer. values: the step's times, tokens/trained and tflops/trained. infos: one for each rank.
 
-    MFU is a share of the GPUs' peak. Its numerator is the FLOPs of the model's matrix products and attention, forward and backward, without
-    recomputation. Its denominator is the FLOPs that all GPUs can do at their peak in the time in which the trainer works. MFU cannot exceed 1.
-    MFU is left out in a step without training, and where the peak is unknown, as on a CPU.
+    MFU (model FLOPs utilization) is a share of the GPUs' peak. Its numerator is the FLOPs of the model's matrix products and attention, forward
+    and backward, without recomputation. Its denominator is the FLOPs that all GPUs can do at their peak in the time in which the trainer
+    works. MFU cannot exceed 1. MFU is left out in a step without training. It is also left out
+    if the peak is unknown, as on a CPU.
     """
     found = {"memory/trainer_peak": max(info.peak_memory_bytes for info in infos) / 2**30}
     if values.get("tokens/trained") and values["time/step"]:
@@ -77,7 +79,7 @@ def usage(values: Mapping[str, float], infos: Sequence[TrainerInfo], *, float8: 
 
 
 def transfers(push: Transfer | None, pull: Transfer | None) -> dict[str, float]:
-    """Bytes, seconds and speed of a push and a pull of the weights."""
+    """Metrics of a push and a pull of the weights: bytes, seconds and speed. A transfer that is None has no metrics."""
     found: dict[str, float] = {}
     for name, transfer in (("push", push), ("pull", pull)):
         if transfer is not None:
@@ -88,7 +90,7 @@ def transfers(push: Transfer | None, pull: Transfer | None) -> dict[str, float]:
 
 
 class MetricsLogger(AbstractContextManager):
-    """Writer of each step's numbers. Leaving `with` closes all files and writes the outcome of the run to outcome.json.
+    """Writes the metrics of each step. At the end of `with`, it closes all files and writes the outcome of the run to outcome.json.
 
     with MetricsLogger(RunFolder(path), total_steps=200) as log:
         with log.setup("starting trainer"): ...
@@ -109,8 +111,8 @@ class MetricsLogger(AbstractContextManager):
         console: Console | None = None,  # None: stdout
     ):
         folder.path.mkdir(parents=True, exist_ok=True)
-        # Lines of steps after this one are removed. If steps_done is 0, a resumed run repeats step 0, which is the first validation. So the line
-        # of step 0 is removed, too.
+        # The lines of all steps after `_last_step` are removed. If steps_done is 0, a resumed run repeats step 0, the first validation. The value
+        # -1 then removes the line of step 0, too.
         self._last_step = steps_done or -1
         self.folder, self._groups_per_step = folder, groups_per_step
         self._files: dict[Path, TextIO] = {}
@@ -131,7 +133,7 @@ class MetricsLogger(AbstractContextManager):
 
     def _close_files(self) -> None:
         for file in self._files.values():
-            # Every write is flushed. So `close` can fail only after a failed write, whose error has been raised already.
+            # Every write is flushed at once. `close` can fail only if a write failed before, and that write has raised its error.
             with suppress(OSError):
                 file.close()
 
@@ -141,7 +143,8 @@ class MetricsLogger(AbstractContextManager):
         return max(0, self._last_step)
 
     def rewind(self, steps_done: int) -> None:
-        """Go back to the end of a step. Removes the lines of later steps, which are written again. The trackers keep what they have."""
+        """Go back to the end of step `steps_done`. Removes the lines of later steps, because the run repeats these steps. The trackers
+        keep the values of later steps."""
         self._close_files()
         self._last_step = steps_done or -1
         self._open_files()
@@ -175,13 +178,14 @@ class MetricsLogger(AbstractContextManager):
             record["nonfinite"] = nonfinite
         self._append(self.folder.metrics, [record])
         self.display.step(record)
-        if step > self._tracked_step:  # a step that a recovered run repeats is there already
+        if step > self._tracked_step:  # False if a recovered run repeats a step, because the trackers have that step
             self._tracked_step = step
             scalars = {key: value for key, value in record.items() if key != "step" and type(value) in (int, float)}
             self._trackers.log(step, scalars)
 
     def rollouts(self, step: int, groups: Sequence[Record]) -> None:
-        """Write some of the step's groups, evenly spaced. A group is one line: a prompt, and lists with an item for each completion.
+        """Write some of the step's groups to rollouts.jsonl, evenly spaced. A line has one group: its prompt, and lists with an item for each
+        completion.
 
         {"prompt": str, "completions": [str, …], "rewards": [float, …], "advantages": …, "lengths": …}
         """
@@ -201,7 +205,7 @@ class MetricsLogger(AbstractContextManager):
         self._append(self.folder.timeline, [{"step": step, **timeline.record()}])
 
     def _log_table(self, step: int, name: str, rows: Sequence[Record]) -> None:
-        """Give the trackers a table of a step, once."""
+        """Send a table of a step to the trackers. Does nothing if the trackers have this table of the step or of a later step."""
         if self._tables.get(name, -1) < step:
             self._tables[name] = step
             self._trackers.log_table(step, name, rows)

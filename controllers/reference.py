@@ -1,8 +1,8 @@
 """The reference policy, and the KL divergence of the trained policy from it.
 
-The reference policy is the policy at the start of GRPO, PPO or DPO. A second model holds it and is never trained.
+The reference policy is the policy at the start of GRPO, PPO or DPO. A second model holds its weights and is never trained.
 
-G groups (problems), N completions of each, T positions of a sample.
+A sample has T positions. A column of a sample is a named tensor [T].
 """
 
 from collections.abc import Sequence
@@ -60,10 +60,10 @@ class Reference(FrozenPolicy):
 
         r is the task's reward, minus the penalty on long completions if there is one.
         kl_t is `kl` at token t, computed from the logprobs of the generator and the reference. The penalty is one number for the whole
-        completion, as in RLOO (arXiv 2402.14740), in TRL's RLOOTrainer and, for GRPO, in verl's use_kl_in_reward. An advantage that
-        divides the reward by a standard deviation divides the penalty, too. If the estimator is k1, the penalty is the
-        log ratio of the whole completion, and the expected gradient is the gradient of the KL divergence. With k2 or k3
-        the expected gradient differs from the gradient of the KL divergence.
+        completion. This is the method of RLOO (arXiv 2402.14740), of TRL's RLOOTrainer and, for GRPO, of verl's use_kl_in_reward. If an
+        advantage divides the reward by a standard deviation, it also divides the penalty. KL defines the estimators k1, k2 and k3. With k1 the
+        sum of kl_t is the log of the ratio p_generator / p_reference of the whole completion, and the expected gradient is the gradient of
+        the KL divergence. With k2 or k3 the expected gradient differs from the gradient of the KL divergence.
 
         Example: one group, two completions of two tokens, rewards 1 and 0, estimator k1, coefficient 0.1. At each token the generator's logprob
         minus the reference's is 0.5 in the first completion and 0 in the second. Then R = 0.9 and 0.
@@ -95,9 +95,9 @@ def divergences(samples: Sequence[Sample], ref_logprobs: Sequence[Tensor], kl: K
 async def start_frozen(run: Run[Any], *, has_begun: bool, is_saved: bool) -> FrozenPolicy:
     """Start a model that is never trained. It holds the policy with which a phase of the run begins.
 
-    is_saved: True if the folder run/reference keeps the policy. False if trainer and reference both read the policy from hf_path.
-    has_begun: True if the phase began before the run was resumed. With is_saved, the reference then reads run/reference. False if the phase
-    begins now. With is_saved, the trainer's current weights are then first saved in run/reference.
+    has_begun: True if the phase began before the run was resumed. False if the phase begins now.
+    is_saved: True if the folder `reference` of the run keeps the policy. The model then reads the policy from this folder. If the phase begins
+    now, the trainer's current weights are first saved there. False if trainer and model both read the policy from hf_path.
     """
     model = run.spawn_reference()
     with run.log.setup("starting reference"):

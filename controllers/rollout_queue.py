@@ -1,26 +1,28 @@
-"""The queue of rollouts that run ahead of the trainer. It chooses the groups of completions on which the next step trains.
+"""The queue of rollouts that run ahead of the trainer. It chooses the groups on which the next step trains.
+
+A group is the completions of one problem.
 
 The queue draws the next problems at the start of every step, after the newest weights have reached the generator. A step trains on
 `size` groups, the config's groups_per_step. At most (ahead + 1) * size groups are drawn and not yet trained on; the next
 paragraph defines `ahead`. While a step trains on its groups, the generator works on the other groups.
 
-No group becomes too old. A group that is drawn at step s must be trained on at step s + ahead at the latest. Until then at most `ahead`
+No group becomes too old. A group that is drawn at step s must be trained on at step s + ahead at the latest. It is due at that step. Until then at most `ahead`
 steps have changed the weights, and each of them has advanced the version by at most `versions_per_step`. The config's max_staleness counts
 versions, so ahead = max_staleness // versions_per_step. A skipped step changes no weights, so groups may be younger than max_staleness. The queue
 computes the age of every group before each step, and raises RuntimeError if an age is above max_staleness.
 
 One long completion does not hold up a step. A step takes the first `size` finished groups in the order in which they were drawn. So
-younger groups may overtake an unfinished one. But all groups that a step leaves in the queue must still be trained on
-in time. So the step waits unless this condition holds for every k: at most k * size of the groups that it would leave
-are due within the next k steps.
+younger groups may overtake an unfinished group. But all groups that a step leaves in the queue must still be trained on
+in time. So the step waits unless this condition holds for every k from 0 to `ahead`: at most k * size of the groups that
+it would leave are due at this step or within the k steps after it.
 
-The queue cannot deadlock. The condition holds after every step for all groups that are left, and a draw adds groups
+The queue cannot deadlock. After every step the condition holds for all groups that are left, and a draw adds groups
 only up to (ahead + 1) * size. So when every group has finished, a step can take the first `size` of them. All groups do
 finish while a step waits, because the generator needs no new weights to go on. If ahead is 0, a step trains on all
 groups that it drew, which is the synchronous loop.
 
-A group whose rewards are all equal has no gradient. When all groups of a draw have finished, such groups are replaced by new problems, at
-most max_refills times. A new group takes the place of the group that it replaces, so the queue holds no more groups than before.
+A group whose rewards are all equal has no gradient. When all groups of a draw have finished, the queue replaces such groups by groups of
+new problems, at most max_refills times. A new group takes the place of the group that it replaces, so the queue holds no more groups than before.
 """
 
 import asyncio
@@ -37,7 +39,7 @@ Found = TypeVar("Found")
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Place:
-    """A place in the queue: a problem that was drawn, and its group as soon as the group has finished."""
+    """An entry of the queue: a problem that was drawn, and its group as soon as the group has finished."""
 
     index: int  # of the problem in the environment
     step: int  # number of the step at whose start the problem was drawn; the first step is 1
@@ -48,9 +50,9 @@ class Place:
 
 
 def choose(places: Sequence[Place], *, size: int, step: int, ahead: int) -> list[Place] | None:
-    """The places on whose groups step number `step` trains, or None if the step must wait for more groups.
+    """The places with the groups on which step number `step` trains, or None if the step must wait for more groups.
 
-    places: the groups that are under way or wait for their step, in the order in which they were drawn.
+    places: the entries whose groups are under way or wait for their step, in the order in which they were drawn.
     """
     chosen = [place for place in places if place.is_trainable()][:size]
     if len(chosen) < size:
@@ -75,7 +77,7 @@ class _Finished:
 
 
 class RolloutQueue:
-    """Draws problems, has them completed and scored, and gives every step its batch. Use it in an `async with` block.
+    """Draws problems, completes and scores them through `rollouts`, and gives every step its batch. Use it in an `async with` block.
 
     cursor: index of the first problem that was never drawn. pending: indices of problems that the run had drawn before it was resumed, and
     that were in no batch. They are completed again, before new problems. A checkpoint does not keep their completions, because the newer weights

@@ -1,4 +1,4 @@
-"""Finds models by their names on the Hugging Face Hub: "Qwen/Qwen3-0.6B" -> a directory on this machine. Loads no weights.
+"""Finds the directories of models by their ids on the Hugging Face Hub, such as "Qwen/Qwen3-0.6B". Loads no weights.
 
 The program that starts the actors calls `find_model`. The actors get the directory.
 """
@@ -21,7 +21,7 @@ def find_model(name_or_path: str) -> str:
     """The directory of the model with this Hub id. Any other text, such as the path of a directory or "", is returned as it is.
 
     The model is taken from the cache of earlier downloads. Missing files are downloaded, unless HF_HUB_OFFLINE is set.
-    find_model("Qwen/Qwen3-0.6B") -> "/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de2…"
+    For example find_model("Qwen/Qwen3-0.6B") returns "/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de2…".
     Raises ValueError with the id and the reason if the model is not in the cache and cannot be downloaded, or if the repository lacks files
     that a model needs.
     """
@@ -103,7 +103,7 @@ def missing_files(directory: str) -> list[str]:
 
 
 def require_weights(field: str, path: str) -> None:
-    """Raises ValueError naming the field if files are missing, or naming a file that is cut off. Reads only the headers of the files."""
+    """Raises ValueError naming the field if files are missing, or naming a file if it is cut off. Reads only the headers of the files."""
     from safetensors import SafetensorError, safe_open
 
     lacking = missing_files(path)

@@ -1,4 +1,4 @@
-"""The protocol of a task that takes several turns. The task makes one object for every episode."""
+"""The protocol of a task in which the policy takes several turns, such as a conversation. The task makes one object for every episode."""
 
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Observation = str | list[Message] | list[int]
 class Reply:
     """The answer of an episode to a turn of the policy."""
 
-    observation: Observation = ""  # the policy reads it before its next turn; the last one is only for reports
+    observation: Observation = ""  # the policy reads it before its next turn; after the last turn, only reports show it
     reward: float = 0.0  # reward of the turn
     is_over: bool = False
 
@@ -26,15 +26,15 @@ class Episode(Protocol):
         """The beginning of the conversation. Called once, before the first turn."""
 
     def step(self, completion: str) -> Reply | Awaitable[Reply]:
-        """The reply to a turn. completion: the text of the turn, without the token that ends it."""
+        """The reply to a turn. completion: the text of the turn, without the token that ends the turn."""
 
 
 @runtime_checkable
 class EpisodeEnvironment(Protocol):
     def problem(self, index: int) -> Problem:
-        """Training problem number `index`, as in Environment. Its prompt is the text that `reset` gives.
+        """Training problem number `index`, as in Environment. Its prompt is the text that `reset` returns.
 
-        Reports show the prompt, and the prompt's length is checked before a run.
+        Reports show the prompt, and the controller checks its length before a run.
         """
 
     def held_out(self) -> list[Problem]:

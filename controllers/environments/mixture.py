@@ -23,9 +23,10 @@ class Part:
 
 
 def read_parts(config: EnvironmentConfig) -> list[Part]:
-    """The parts of a mixture, each with its share of the held-out problems. Raises ValueError, naming the part, for a wrong part.
+    """The parts of a mixture. Raises ValueError, naming the part, for a wrong part.
 
-    If a part does not set a field, the part has the value of that field in `config`.
+    If a part does not set a field, the part has the value of that field in `config`. num_held_out is an exception: a part that does not set it
+    gets its share of config.num_held_out, by weight.
     """
     if len(config.mixture) > BLOCK:
         raise ValueError(

@@ -10,8 +10,8 @@ FIRST, LAST = 10, 99  # the smallest and the largest term
 
 
 def additions(*, seed: int, num_held_out: int) -> DataEnvironment:
-    """All additions of two two-digit terms. The rejected answer is the sum of two other random terms. Often it
-    begins with another digit than the chosen answer."""
+    """All additions of two two-digit terms. The rejected answer is the sum of two random terms, and differs from the
+    chosen answer. Often the two answers begin with different digits."""
     config = EnvironmentConfig(
         task="additions", answer_column="chosen", rejected_column="rejected", seed=seed, num_held_out=num_held_out
     )

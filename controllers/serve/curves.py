@@ -18,7 +18,7 @@ def _points() -> deque[float]:
 class RunCurves:
     """The curves of one training run, newest points last."""
 
-    # For each forward_backward: loss:sum divided by the number of datums.
+    # For each forward_backward: loss:sum divided by the number of datums. A datum is one training sequence of a request.
     losses: deque[float] = field(default_factory=_points)
     grad_norms: deque[float] = field(default_factory=_points)  # of each optim_step
     num_steps: int = 0
@@ -26,13 +26,13 @@ class RunCurves:
 
 @dataclass(slots=True)
 class Rates:
-    """How fast some counters grow, per second: one point for each pair of successive calls of `add`."""
+    """Growth of counters per second. Every call of `add` except the first adds one point to the curve of each counter."""
 
     before: tuple[float, Mapping[str, float]] | None = None  # seconds, counters
     per_second: dict[str, deque[float]] = field(default_factory=dict)
 
     def add(self, now: float, counters: Mapping[str, float]) -> None:
-        """add(10, {"tokens": 100}), then add(15, {"tokens": 150}) -> per_second == {"tokens": [10.0]}"""
+        """now: a time in seconds. After add(10, {"tokens": 100}) and add(15, {"tokens": 150}), per_second is {"tokens": [10.0]}."""
         if self.before is not None:
             then, former = self.before
             for name, value in counters.items():

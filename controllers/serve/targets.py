@@ -1,9 +1,9 @@
-"""target_prompt_logprobs: a request may list tokens for each position of the prompt.
+"""The field target_prompt_logprobs of a request. It is a matrix of token ids, whose row i lists tokens for position i + 1 of the prompt.
 
-The answer has the logprob that each of these tokens would have at its position. This module knows no HTTP.
+The answer has the logprob that each of these tokens would have at its position. This module contains no HTTP.
 
-Sizes: N tokens of the prompt, K cells in a row of the request, C cells (row, token) of the request. A dense request has C = (N - 1) K cells.
-In a sparse request C is the number of cells that it lists.
+Sizes: the prompt has N tokens. The matrix has N - 1 rows and K columns. The request gives C cells of the matrix: a dense request gives all
+C = (N - 1) K cells, and a sparse request lists its cells.
 """
 
 import asyncio
@@ -19,15 +19,15 @@ from controllers.serve.sampling import Weights
 NOTHING = -1
 """Value of a cell that asks for no token."""
 MAX_SCORED = 1024
-"""Largest number of distinct pairs (row, token) of a request that cost a pass over the prompt. Row i asks for tokens at position i + 1. The
-prompt's own token at this position costs nothing. Every other token costs one more pass over the prompt up to this position."""
+"""Largest number of further passes over the prompt for one request. One pass scores the prompt's own tokens. Each distinct pair (row, token)
+with another token than the prompt's costs one more pass, over the prompt up to that position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
     """The tokens that a request asks for.
 
-    Row i asks for logprobs at position i + 1: how likely is each of these tokens after the prompt's tokens 0 to i?
+    Row i asks for the logprob of each of its tokens after the prompt's tokens 0 to i.
     """
 
     rows: np.ndarray  # [C]

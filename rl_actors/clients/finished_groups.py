@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 class FinishedGroups(Generic[T]):
-    """Iterator over the prompts of a running call, in order of finishing. It gives (index of the prompt, its results).
+    """Iterator over the prompts of a running generate_each, in the order in which they finish. It gives (index of the prompt, its results).
 
-    When the iterator is closed or garbage-collected, the rest of the call is aborted. CPython collects the iterator of a loop as soon
+    When the iterator is closed or garbage-collected, the prompts that have not finished are aborted. CPython collects the iterator of a loop as soon
     as the loop is left by break, return, an exception or a cancellation, unless something else still refers to the iterator.
     """
 
@@ -27,10 +27,10 @@ class FinishedGroups(Generic[T]):
         abort: Callable[[int], Coroutine[object, None, None]],
         what: str,
     ) -> None:
-        """started: the Call that starts the generate call; its answer is the number of the generate call.
+        """started: the handle of the request that begins the generation. Its answer is a number that identifies this generation.
 
-        fetch: takes this number and returns at least one more finished prompt. abort: takes this number and ends the generate call.
-        what: name for error texts.
+        fetch: takes this number and returns at least one more finished prompt with its results. abort: takes this number and ends the
+        generation. what: name of the call in error texts.
         """
         self._started, self._num_left, self._fetch, self._abort, self._what = started, num_prompts, fetch, abort, what
         self._finished: deque[tuple[int, T]] = deque()  # fetched, but not yet given to the caller
@@ -43,7 +43,7 @@ class FinishedGroups(Generic[T]):
         while not self._finished:
             if self._num_left == 0:
                 raise StopAsyncIteration
-            # A cancellation ends only the waiting. The next __anext__ waits for the same answer.
+            # If the caller's task is cancelled, the fetch goes on. The next __anext__ waits for the answer of this fetch.
             fetching = self._begin_fetch()
             self._take(fetching, await fetching)
         return self._finished.popleft()
@@ -60,7 +60,7 @@ class FinishedGroups(Generic[T]):
         return self._finished.popleft()
 
     async def aclose(self) -> None:
-        """Abort the rest of the call. A second call of this method does nothing."""
+        """Abort the prompts that have not finished. A second call of this method does nothing."""
         if (aborting := self._begin_abort()) is not None:
             await aborting
 
@@ -106,7 +106,7 @@ async def _abort_started(
     abort: Callable[[int], Coroutine[object, None, None]],
     fetching: Call[list[tuple[int, T]]] | None,
 ) -> None:
-    """Abort a call as soon as it has started. The abort makes a waiting fetch fail. This error is expected and is suppressed."""
+    """Abort a generation as soon as it has started. The abort makes a waiting fetch fail. The error of this fetch is expected and suppressed."""
     with contextlib.suppress(Exception):
         await abort(await started)
     if fetching is not None:

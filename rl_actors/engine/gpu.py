@@ -29,8 +29,8 @@ def device() -> torch.device:
 def prepare(world_size: int) -> None:
     """Compile flex attention without autotuning. Autotuning takes minutes at every new shape, and saves time only in long runs.
 
-    Under context parallelism let torchtitan's compiled function create the masks. torch's own function is compiled anew for every shape, and
-    fails at the ninth shape.
+    Under context parallelism torch creates the masks with a function that it compiles anew for every shape. The compilation fails at the
+    ninth shape. So torchtitan's compiled function replaces this function.
     """
     threads.prepare_gpu_process()
     FlexAttention.inductor_configs["max_autotune"] = False
@@ -53,7 +53,7 @@ def attention_masks(model: nn.Module, kernel: str, batch: PackedBatch) -> BlockM
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy through pinned memory. A copy from pageable memory would wait for all kernels that were launched before it."""
+    """A copy through pinned memory. A copy from pageable memory would wait for all kernels that were launched before the copy."""
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -71,7 +71,7 @@ class HostCopy(metrics.HostCopy):
 
 
 class Stopwatch(metrics.Stopwatch):
-    """Measures how long the GPU works on the kernels that are launched between `start` and `stop`, by events of the current stream."""
+    """Measures how long the GPU works on the kernels that are launched between `start` and `stop`. Uses events of the current stream."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def require_cpu_offload() -> None:
 
 
 def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    if tensors[0].device.type == "cpu":  # if fsdp_cpu_offload is set
+    if tensors[0].device.type == "cpu":  # fsdp_cpu_offload is set
         return cpu.norms(tensors)
     return torch._foreach_norm(tensors)
 
@@ -114,8 +114,8 @@ def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 def fuse(function: Callable) -> Callable:
     """Compile the function into few kernels.
 
-    The rowwise recipe of float8 makes all compiled kernels of the process round as eager kernels do (emulate_precision_casts). `function`
-    does not need this rounding, so the option is off here.
+    torchtitan's rowwise recipe of float8 sets torch's option emulate_precision_casts for the whole process. With this option compiled kernels
+    round as eager kernels do. `function` does not need this rounding, so the option is off for it.
     """
     return torch.compile(function, options={"emulate_precision_casts": False})
 
@@ -143,12 +143,12 @@ def memory_bytes() -> int:
 
 
 def host_buffer(num_bytes: int) -> Tensor:
-    """Pinned memory of this size. torch's own function would round the size up to a power of two, and so might take twice the memory."""
+    """Pinned memory of this size. torch's own function would round the size up to a power of two, which can nearly double it."""
     memory = mmap.mmap(-1, num_bytes)
-    with contextlib.suppress(OSError):  # an operating system without huge pages raises it
+    with contextlib.suppress(OSError):  # raised by an operating system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to touch and to pin
     buffer = torch.frombuffer(memory, dtype=torch.uint8)
-    buffer.zero_()  # several threads touch the pages; pinning would touch them one after another
+    buffer.zero_()  # touches the pages with several threads; pinning would touch one page after the other
     error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0)
     if int(error):
         raise RuntimeError(f"{num_bytes:,} bytes of host memory could not be pinned: {error}")

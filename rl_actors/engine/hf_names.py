@@ -1,9 +1,11 @@
-"""Joined tensors: torchtitan has one tensor where Hugging Face has several. This module splits such a tensor, joins its parts, and renames tensors.
+"""Converts tensors between torchtitan's names and Hugging Face's names. torchtitan has one joined tensor where Hugging Face has several tensors.
 
 A joined tensor holds the experts of a transformer block, or the fused query, key and value of its attention. Every slice along the first
-dimension of a joined tensor belongs to one of Hugging Face's tensors. This module reads and writes no file.
+dimension of a joined tensor belongs to one of Hugging Face's tensors. This module splits joined tensors, and joins tensors again. It reads and writes no file.
 
-G groups of key-value heads, R query heads in a group, W head width, D hidden size.
+A group is a key-value head with its query heads. G is the number of groups, R the number of query heads in a group, W the width of a head, D
+the hidden size. In heads_GRWD the second dimension has R + 2 entries, because it also contains the key and the value. A row of a weight is a
+slice along its first dimension.
 """
 
 import torch
@@ -23,9 +25,9 @@ def _split_placements(joined: DTensor) -> list[Placement]:
     """Placements under which every rank holds a piece of every expert or attention head.
 
     FSDP and expert parallelism shard the first dimension, so they give each rank whole experts and heads. But every rank must publish a
-    shard of every tensor. So these placements shard another dimension. Every expert and head is then split over all ranks, and each rank
-    needs as much memory as before. (torchtitan's own adapter would give each rank only the names of its own experts, and it does not support
-    replicas.)
+    shard of every tensor of Hugging Face. So these placements shard another dimension. Every expert and head is then split over all ranks, and each rank
+    needs as much memory as before. torchtitan's own adapter is not used for this, because it
+    gives each rank only the names of that rank's experts, and does not support replicas.
     """
     sharded_dims = {placement.dim for placement in joined.placements if not placement.is_replicate()}
     free_dim = next(dim for dim in range(1, joined.ndim) if dim not in sharded_dims)
@@ -66,7 +68,7 @@ def to_hf_names(adapter: Qwen3StateDictAdapter, state: dict[str, Tensor]) -> dic
 
 
 def split_qkv(adapter: Qwen3StateDictAdapter, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """A fused weight -> the three weights of torchtitan's unfused model, by name: wq, wk and wv, in this order."""
+    """Split a fused weight into the three weights of torchtitan's unfused model. Returns them by name: wq, wk and wv, in this order."""
     num_groups, num_queries, width = _heads(adapter)
     # Every rank holds a piece of every row, so the rows can be split locally. DTensor's own arithmetic takes several times as long.
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -108,6 +110,6 @@ def join_qkv(adapter: Qwen3StateDictAdapter, split: list[Tensor]) -> Tensor:
 
 
 def _heads(adapter: Qwen3StateDictAdapter) -> tuple[int, int, int]:
-    """(G, R, W). torchtitan's fused weight has, for one group after another, the rows of the group's queries, of its key and of its value."""
+    """(G, R, W). For each group, torchtitan's fused weight has the rows of the group's queries, then of its key and then of its value."""
     attention = adapter.model_config.layers[0].attention
     return attention.n_kv_heads, attention.n_heads // attention.n_kv_heads, attention.head_dim

@@ -119,7 +119,7 @@ class ProcessMesh:
     mesh: ProcMesh
     probe: Probe  # a mesh with one Probe on each process; Monarch gives a mesh the type of its actor
     processes: list[Process]
-    rendezvous: TCPStore = field(repr=False)  # kept here because the ranks need the store as long as they live
+    rendezvous: TCPStore = field(repr=False)  # kept alive by this reference, because the ranks need the store
 
     def of_this_host(self) -> list[Process]:
         return [process for process in self.processes if process.handle is not None]
@@ -160,7 +160,7 @@ class ProcessMesh:
         except TimeoutError:
             pass
         except Exception:
-            await asyncio.sleep(timeout)  # a process has ended, and `first_end` returns that process to its caller
+            await asyncio.sleep(timeout)  # the error means that a process has ended, which `first_end` reports
         return [process for process in self.processes if process.rank not in answered]
 
     async def first_silent(self, silent_after: float, heard: Callable[[int], None] | None = None) -> list[Process]:
@@ -201,7 +201,7 @@ async def spawn_processes(
 
     hosts: the hosts of the processes; None: this host. Every host gets the same number of processes, and the first host gets the first
     ranks.
-    The caller's process serves the rendezvous store, on a port that the system chose. So no rank can find the port taken.
+    The caller's process serves the rendezvous store, on a port that the system chose. So the port cannot already be in use.
     Raises TimeoutError if the processes have not started within START_TIMEOUT. Raises ValueError if the number of hosts does not divide the
     number of processes, or if the hosts do not share the folder of the logs.
     """
@@ -250,11 +250,11 @@ def _common_environment(num_processes: int, own_address: str, port: int) -> dict
 
 
 def _command(name: str, logs: LogRoute | None, common: Mapping[str, str], point: Point):
-    """The command that starts the process at this point of the mesh. It adds the environment of the rank to the common one."""
+    """The command that starts the process at this point of the mesh. It adds the environment of the rank to the common environment."""
     of_rank = {
         "RANK": str(point.rank),
         "LOCAL_RANK": str(point["gpus"]),
-        "RL_ACTORS_PROCESS": f"{name}-{point.rank}",  # tells collector.py, and people who list processes, that this one is ours
+        "RL_ACTORS_PROCESS": f"{name}-{point.rank}",  # marks a process of this package, for collector.py and for people who list processes
     }
     if logs is not None:
         of_rank[LOG_VARIABLE] = str(logs.file(name, point.rank))
@@ -329,7 +329,7 @@ def prepare_this_process() -> None:
     """Set up Monarch in this process, before its first use. A second call does nothing."""
     for variable, value in _SUPERVISION.items():
         os.environ.setdefault(variable, value)
-    # Monarch's default hook ends this process when any actor dies. That is not needed, because a call to a dead actor raises an exception.
+    # Monarch's default hook ends this process when any actor dies. The hook is replaced, because a call to a dead actor raises an exception.
     if monarch.actor.unhandled_fault_hook is _DEFAULT_HOOK:
         monarch.actor.unhandled_fault_hook = _log_fault
 

@@ -1,6 +1,6 @@
-"""The simplest transport: dictionaries in one actor. It is for tests, and an example of a transport.
+"""The simplest transport, for tests and as an example. A transport brings weights from a trainer to generators.
 
-It is slow, because every byte goes in a Monarch message.
+This transport keeps the weights in dictionaries of one actor. It is slow, because every byte goes through a Monarch message.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class MemoryStore(Actor):
 class MemoryTransport(Transport):
     """A transport that keeps weights in a MemoryStore. `open` starts the MemoryStore in a process of its own."""
 
-    store: MemoryStore  # set by `open`; it is a mesh of one actor, to which Monarch gives the type of the actor
+    store: MemoryStore  # set by `open`; a mesh of one actor, because Monarch gives a mesh the type of its actor
 
     kind = "memory"
 

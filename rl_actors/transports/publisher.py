@@ -1,6 +1,7 @@
-"""`Publisher`, which chooses the dtype and the stream (see Manifest) of a trainer's versions and deletes old versions.
+"""`Publisher`, which publishes versions of a trainer's weights and deletes old versions.
 
-This module moves no bytes itself. It calls `publish` of base.py, which puts a version into a transport.
+A version is the weights of one policy_version. A stream is a sequence of versions in one dtype (see Manifest). A Publisher chooses the dtype
+and the stream. The function `publish` of base.py then puts the version into a transport.
 """
 
 import time
@@ -29,15 +30,16 @@ class Publisher:
         self.start_stream()
 
     def start_stream(self) -> None:
-        """Begin a new stream, with the same name on all ranks. Versions with the numbers of the former stream can then be published again."""
+        """Begin a new stream, with the same name on all ranks. The new stream may use version numbers of the former stream again."""
         self.stream = self.gather(uuid.uuid4().hex[:12])[0]
 
     async def publish(
         self, version: int, make_weights: Callable[[torch.dtype], Mapping[str, Tensor]]
     ) -> Transfer | None:
-        """Publish make_weights(dtype). dtype is the widest of the dtypes that generators have announced in the transport, or float32 if none has.
+        """Publish make_weights(dtype). dtype is the widest of the dtypes that generators have announced in the transport, or float32 if no generator
+        has announced one. A new dtype begins a new stream.
 
-        Returns None, and does nothing, if the version is already published in that dtype.
+        Returns None, and publishes nothing, if the version is still published in the current stream.
         """
         dtype = self.gather(await transfer_dtype(self.transport) if self.rank == 0 else None)[0]
         if dtype != self.dtype:

@@ -3,10 +3,10 @@
 A slot is a memfd, a file in memory without a name. So the kernel frees the slot when the last process that has it open ends, even after
 kill -9, and the size of /dev/shm does not limit it. A reader is a process that loads the weights. It opens the slot as
 /proc/<pid>/fd/<number>. The writer holds an exclusive flock on the slot while it writes, and readers hold a shared one while they read. So
-a slot is never rewritten while somebody reads it. When a process dies, the kernel releases its locks.
+a slot is never rewritten while a process reads it. When a process dies, the kernel releases its locks.
 
-The first page of a slot has the key of the version that the slot holds. After it come the layout of the slot as JSON, and the tensors. If
-the tensors are on a GPU, they are not in the memfd, which then ends with the layout.
+The first page of a slot has the key of the version that the slot holds. The layout of the slot follows as JSON, and then the tensors. If
+the tensors are on a GPU, they are not in the memfd. The memfd then ends with the layout.
 """
 
 import contextlib
@@ -36,13 +36,13 @@ logger = logging.getLogger(__name__)
 PAGE = 4096
 ALIGNMENT = 64  # every tensor in a slot begins at a multiple of this number of bytes
 HEAD = struct.Struct("<8s16sQQQ")
-"""The first bytes: magic, token, number of bytes of the layout, offset of the tensors, number of bytes of the tensors."""
+"""The first bytes of a slot: magic, token, number of bytes of the layout, offset of the tensors, number of bytes of the tensors."""
 MAGIC = b"rlweight"
 KEY_OFFSET = 64  # offset of one byte with the length of the key; the key follows
 LOCK_POLL_SECONDS = 0.002
 KEPT_MAPPINGS = 3
 """A reader unmaps a slot if none of the last KEPT_MAPPINGS versions that it has read used the slot. The value is larger than two, because
-a rank may have two slots, which its versions use in turn."""
+a rank may have two slots, and its versions then alternate between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Name of a tensor -> the part that one rank holds of it, in the order in which the parts lie in the slot."""
+    """The layout of a slot. `shards` maps the name of a tensor to the part that one rank holds, in the order in which the parts lie in the slot."""
 
     shards: Mapping[str, Shard]
     num_bytes: int
@@ -93,7 +93,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotAddress:
-    """The place of a slot. The manifest of a version has the addresses of the slots that hold the version."""
+    """Data with which another process finds a slot. The manifest of a version has the addresses of the slots that hold the version."""
 
     rank: int  # of the trainer
     slot: int
@@ -102,7 +102,7 @@ class SlotAddress:
     fd: int
     token: bytes = b""  # random bytes that identify the slot, because a later process may have the same pid and fd
     num_bytes: int  # of the tensors
-    address: tuple[str, int] | None = None  # host and port of the rank's server; None: it has none
+    address: tuple[str, int] | None = None  # host and port of the rank's server; None: the rank has no server
     weights_on_gpu: bool = False  # True if the rank trains on a GPU; the slot may be in the host's memory all the same
     # If the slot is on a GPU: the GPU's id, and the handle of the slot's memory. The memfd then has only the lock, the key and the layout.
     gpu: str = ""
@@ -134,7 +134,7 @@ class Slot:
     """A slot in the process that writes it. The constructor allocates all memory of the slot."""
 
     def __init__(self, layout: Layout, *, rank: int, number: int, place: Place, device: torch.device) -> None:
-        """device: the device of the weights. The tensors of the slot are on it if place.on_gpu is True."""
+        """device: the device of the weights. If place.on_gpu is True, the tensors of the slot are on this device, too."""
         self.layout, self.rank, self.number, self.device = layout, rank, number, device
         text = layout.to_json()
         self.data_offset = _round_up(PAGE + len(text), PAGE)
@@ -186,7 +186,7 @@ class Slot:
 
     @contextlib.contextmanager
     def _locked(self, key: str, timeout: float) -> Iterator[None]:
-        """Hold the exclusive lock. As soon as the lock is held, the slot holds no version any more."""
+        """Hold the exclusive lock. Removes the slot's key as soon as the lock is held, because the slot then holds no complete version."""
         what = f"push of {key}: {actor_name()}, rank {self.rank}: lock of slot {self.number}"
         with flock(self.fd, fcntl.LOCK_EX, timeout, what):
             self.key = ""
@@ -222,7 +222,8 @@ class MappedSlot:
     """A slot in a process that reads it. The memory stays readable even after the writer has died."""
 
     def __init__(self, address: SlotAddress) -> None:
-        """Raises VersionGoneError if the writer has ended, and PermissionError if this process may not open its memory."""
+        """Raises VersionGoneError if the writer has ended, and PermissionError if this process may not open the writer's
+        memory."""
         self.address = address
         try:
             self.fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDONLY | os.O_CLOEXEC)

@@ -1,6 +1,7 @@
-"""Slots over TCP, for a reader that cannot open the memory of a trainer's rank.
+"""Sends slots over TCP to a reader that cannot open the memory of a trainer's rank.
 
-The bytes of a slot are divided into ranges. Each range comes over a connection of its own, a stream, and all streams run at the same time.
+A slot is the memory in which a rank keeps its part of one version of the weights. The bytes of a slot are divided into ranges. Each range
+comes over its own connection, which is called a stream. All streams run at the same time.
 Requests are signed, but the bytes of the weights are not encrypted, so the network must be private.
 """
 
@@ -18,7 +19,7 @@ from rl_actors.transports.control import Request, left
 from rl_actors.transports.received import BUFFERS, ReceivedSlot
 from rl_actors.transports.slots import Layout, Slot, SlotAddress
 
-GPU_PART_BYTES = 64 << 20  # a slot on a GPU goes through the host's memory in parts of this number of bytes
+GPU_PART_BYTES = 64 << 20  # a slot on a GPU goes through the host's memory in parts of this size
 NUM_STREAMS = 4
 MIN_STREAM_BYTES = 32 << 20
 """Smallest number of bytes of a stream. A slot with fewer than NUM_STREAMS * MIN_STREAM_BYTES bytes comes in fewer streams."""

@@ -1,6 +1,7 @@
-"""The actor's side of a pull: what it asks vLLM's workers to do, and in which order. weights.py has the workers' side.
+"""The part of a pull that runs in the generator's actor. weights.py has the part that runs in vLLM's workers.
 
-A pull has two phases. Workers first open the version, which changes nothing in the model. Then they load it.
+A pull loads one version of the trainer's weights into vLLM. It has two phases. First all workers open the version. This changes nothing in the
+model. Then all workers load the version.
 """
 
 import contextlib
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 ADAPTER_ID = 1
 """The number of the adapter in vLLM. There is only one adapter."""
 TIMED_OUT = "RPC call to answer timed out."
-"""Text of vLLM's error when a worker does not answer. A core in a process of its own sends only the text of an error."""
+"""Text of vLLM's error when a worker does not answer. If vLLM's engine core has its own process, it sends only the text of an error and not
+its type."""
 ANSWER_SECONDS = 10.0
 """Seconds that a worker may take beyond the time limit of its work. A worker whose trainer hangs can then still answer with its own error."""
 
@@ -44,12 +46,12 @@ class WholeWeights:
     request: "LoRARequest | None" = None
 
     def begin(self, engine: "LLMEngine") -> None:
-        """Does nothing: the engine keeps the weights that it was started with."""
+        """Does nothing, because the engine has the weights that it was started with until the first pull."""
 
     def load(self, engine: "LLMEngine", source: Source) -> float:
         """Replace the weights by those of the open version. Returns the seconds of the slowest worker.
 
-        If it fails, the model may hold weights of two versions.
+        If the load fails, the model may hold weights of two versions.
         """
         return max(_ask(engine, source, "load", "load_version"))
 
@@ -65,13 +67,14 @@ class OneAdapter:
         self.shapes = shapes
 
     def begin(self, engine: "LLMEngine") -> None:
-        """Load an adapter of zeros. Requests from before the first pull refer to it, and so continue with the pulled weights."""
+        """Load an adapter of zeros. A pull replaces this adapter. So requests that began before the first pull continue with the
+        pulled adapter."""
         from vllm.lora.request import LoRARequest
 
         source = LoadedTensors({name: torch.zeros(shape) for name, shape in self.shapes.items()})
         with opened(engine, source):
             self.load(engine, source)
-        # vLLM finds the adapter by its number. It would read the path only if it did not find the adapter.
+        # vLLM finds the adapter by its number. It reads the path, here "in memory", only if it has no adapter of this number.
         self.request = LoRARequest("adapter", ADAPTER_ID, "in memory")
 
     def load(self, engine: "LLMEngine", source: Source) -> float:
@@ -83,12 +86,13 @@ class OneAdapter:
 
 
 def apply_to_prompts(engine: "LLMEngine") -> None:
-    """Let all workers apply adapters of the output projection to the logprobs of prompts, too. vLLM itself does so only for samples."""
+    """Let all workers apply adapters of the output projection to the logprobs of prompts, too. vLLM itself applies them
+    only to the logprobs of sampled tokens."""
     engine.collective_rpc("apply_to_prompts")
 
 
 class SilentWorkerError(TimeoutError):
-    """A worker did not answer in time. The engine is lost, because the late answer would be taken for the answer to the next call."""
+    """A worker did not answer in time. The engine cannot be used again, because it would take the late answer for the answer to its next call."""
 
 
 @contextlib.contextmanager
@@ -109,7 +113,8 @@ def opened(engine: "LLMEngine", source: Source) -> Iterator[Opened]:
 
 
 def _ask(engine: "LLMEngine", source: Source, phase: str, method: str, *arguments: object) -> list[Any]:
-    """The results of a method of WeightsExtension in all workers. Raises the first error, and SilentWorkerError naming the phase."""
+    """The results of a method of WeightsExtension in all workers. Raises the first error of a worker, and SilentWorkerError
+    naming the phase if a worker does not answer."""
     timeout = source.timeout + ANSWER_SECONDS
     try:
         answers = engine.collective_rpc("answer", timeout=timeout, args=(method, *arguments))
