@@ -18,9 +18,9 @@ from rl_actors.metrics import Partials
 
 
 def pair(problem: Problem, rejected_column: str) -> list[Problem]:
-    """Two problems: the given problem, and a copy with the rejected answer, which is the entry `rejected_column` of its
-    metadata.
+    """Two problems: the given problem, and a copy of it with the rejected answer.
 
+    The rejected answer is the entry `rejected_column` of the problem's metadata.
     Raises ValueError, naming the prompt, if the problem has no such entry.
     """
     if rejected_column not in problem.metadata:
@@ -46,8 +46,9 @@ class DPO:
     beta * sigmoid(-margin) at each logprob of the rejected one. The loss goes to TrainerClient.forward_backward_custom,
     because a pair may be split over microbatches and ranks. Samples need the columns loss_weights and ref_logprobs.
 
-    Example: one pair, one token each, beta 0.5, and log pi - log ref is 2 for the chosen completion and 0 for the rejected one. Then the
-    margin is 1, the loss is log(1 + exp(-1)) = 0.3133, and the gradients are -0.1345 and 0.1345.
+    Example: one pair, one token in each completion, and beta 0.5. log pi - log ref is 2 for the chosen completion and 0
+    for the rejected one. Then the margin is 1, the loss is log(1 + exp(-1)) = 0.3133, and the gradients are -0.1345 and
+    0.1345.
     """
 
     beta: float = 0.1

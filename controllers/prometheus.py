@@ -20,7 +20,7 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """All numbers that have one name. If the name ends in _total, the numbers are a counter, otherwise a gauge."""
+    """All numbers that share a name. If the name ends in _total, the numbers are a counter, otherwise a gauge."""
 
     name: str
     about: str = ""  # one line that explains the numbers

@@ -485,7 +485,9 @@ def check_config(config: GeneratorConfig) -> None:
 
 
 def config_of_replica(config: GeneratorConfig, index: int) -> GeneratorConfig:
-    """The config of one replica. Its GPUs follow those of the replica before it. Each replica has its own seed for requests without a seed."""
+    """The config of one replica. Its GPUs follow the GPUs of the replica before it. Each replica has its own seed for
+    requests without a seed.
+    """
     if config.replicas == 1:
         return config
     gpu = config.gpu

@@ -1,7 +1,7 @@
-"""Tests of samplers, each of which samples from one version of the weights, and all of which share one generator.
+"""Tests of samplers. A sampler samples from saved weights. All samplers share one generator.
 
-They also test stop conditions and the returned values. The fake model has one logit for each token, and does not read
-the prompt.
+Other tests are about stop conditions and the returned values. The fake model has one logit for each token, and does not
+read the prompt.
 """
 
 import asyncio
