@@ -2,7 +2,7 @@
 layouts.
 
 In float32 a layout differs from one device only because it adds numbers in another order. TOLERANCE has the limits of these
-differences. In bfloat16 a layout also rounds at other places, so the limits are measured: they are twice the yardstick. The yardstick is the
+differences. In bfloat16 a layout also rounds at other places, so the limits are measured. They are twice the yardstick. The yardstick is the
 difference between bfloat16 and float32 on one device, and is recorded under the name `one, bfloat16`. In bfloat16 one device and all layouts
 but CP2, context parallelism on two devices, use FlashAttention 4. CP2 uses flex attention. So the difference between CP2 and one device includes
 the difference between these two kernels.
@@ -203,7 +203,7 @@ def differences(actual: Numbers, expected: Numbers) -> dict[str, float]:
     logprob_differences = (logprobs - expected_logprobs).abs()
     difference_norms, norms = Tensor(list(actual.gradients.values())).unbind(dim=1)
     # If the gradient of a parameter is close to 0, it consists mostly of rounding errors of larger numbers. So 1e-7 of the norm of the whole
-    # gradient is subtracted from every difference.
+    # gradient is subtracted from the norm of every difference.
     errors = (difference_norms - 1e-7 * norms.norm()).clamp(min=0) / norms
     return {
         "loss": abs(losses[0] / losses[1] - 1),
@@ -304,7 +304,7 @@ def main() -> None:
         parser.error(f"--gpus {arguments.gpus}; a layout needs at least two devices")
     layouts = [name for name in arguments.layouts if num_ranks(name) <= arguments.gpus]
     with Ranks(arguments.gpus) as ranks, ExitStack() as stack:
-        # The ranks, which have just started, import their modules meanwhile.
+        # The ranks have just started. They import their modules while this process imports these.
         from benchmarks.harness.random_weights import scratch, write
 
         model = shape_here().model
@@ -319,7 +319,7 @@ def main() -> None:
                     comparison.failed.append(job.name)
                 else:
                     comparison.take(job, answers)
-            if not comparison.on_one_device:  # the other jobs are compared with one device
+            if not comparison.on_one_device:  # the job on one device failed, and the other jobs are compared with it
                 break
     if comparison.failed:
         say(f"beyond a limit, or failed: {', '.join(comparison.failed)}")

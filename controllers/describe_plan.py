@@ -39,7 +39,7 @@ class Demand:
     # Part of a step in which the processes hold this memory, such as "generating". Empty if they always hold it.
     phase: str = ""
     capacity: int  # bytes
-    taken: dict[str, int]  # process -> bytes
+    taken: dict[str, int]  # name of a process, or of several processes -> bytes
 
     @property
     def total(self) -> int:
@@ -145,12 +145,12 @@ class _Phase:
     """A part of a step in which the processes hold the same memory."""
 
     name: str  # Demand.phase; empty without config.turns.enabled, because the step then has one phase
-    held: dict[str, int]  # model -> bytes of a rank
+    held: dict[str, int]  # name of a model, such as "trainer" -> bytes of one of its ranks
     sleeps: bool = False  # True: the generator sleeps, so it holds no memory
 
 
 def _phases(config: "RunConfig") -> list[_Phase]:
-    """The phases of a step. With config.turns.enabled trainer and generator use the same GPUs in turns. Otherwise a step has only one phase."""
+    """The phases of a step. With config.turns.enabled trainer and generator use the same GPUs in turn. Otherwise a step has only one phase."""
     totals = {name: memory_estimate.memory(model).total for name, model in config.models().items()}
     if not config.turns.enabled:
         return [_Phase(name="", held=totals)]
@@ -214,7 +214,7 @@ def _memory_of_a_rank(trainer: TrainerConfig, held: memory_estimate.Memory) -> l
 def _ranks(name: str, model: TrainerConfig, hosts: HostsConfig) -> list[str]:
     """One line for each of the first RANKS_SHOWN ranks of a model. A line has the rank's index in every dimension whose degree is above 1.
 
-    The index in the last dimension changes fastest: ranks 0 and 1 differ in it. If expert parallelism splits the experts, neighbouring
+    The index in the last dimension changes fastest, so ranks 0 and 1 differ in this index. If expert parallelism splits the experts, neighbouring
     ranks hold distinct experts.
     """
     layout, expert = model.layout(), model.parallelism.expert_parallel_degree

@@ -1,4 +1,4 @@
-"""The parts of a trainer's memory that `offload` moves to the host, and HostMove, the record of a move. engine/offload.py moves them."""
+"""The parts of a trainer's memory that `offload` moves to the host, and HostMove, the record of a move. engine/offload.py moves the parts."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass

@@ -59,7 +59,7 @@ def is_within(module: str, *packages: str) -> bool:
 
 
 def sources(root: Path, *folders: str) -> dict[str, Path]:
-    """{"rl_actors.types": root/rl_actors/types.py, "rl_actors": root/rl_actors/__init__.py, ...}"""
+    """Maps the name of each module to its file: {"rl_actors.types": root/rl_actors/types.py, "rl_actors": root/rl_actors/__init__.py, ...}"""
     paths = [path for folder in folders for path in sorted((root / folder).rglob("*.py"))]
     return {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
 

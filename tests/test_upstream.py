@@ -886,7 +886,8 @@ def _() -> None:
     assert "# shutdown signal, exit thread." in made and "outputs_queue.put_nowait(EngineDeadError" not in made
     assert {"engine_dead", "engine_manager"} <= set(BackgroundResources.__annotations__)
     assert "self.processes: list[BaseProcess]" in source(CoreEngineProcManager.__init__)
-    assert '"Failed core proc(s): {finished}"' in source(wait_for_engine_startup)  # vllm/core.py reads the signal from this text
+    # vllm/core.py reads the signal that killed a core from this text.
+    assert '"Failed core proc(s): {finished}"' in source(wait_for_engine_startup)
     assert "spawn.get_command_line" in source(popen_spawn_posix.Popen) and callable(util.spawnv_passfds)
 
 

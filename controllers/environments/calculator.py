@@ -22,15 +22,15 @@ OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 class CalculatorError(ValueError):
-    """The calculator refuses an expression."""
+    """Raised when the calculator refuses an expression."""
 
 
 def calculate(expression: str) -> int:
-    """The value of an expression of whole numbers, + - * // % and parentheses: calculate("12*34") -> 408
+    """The value of an expression of whole numbers, + - * // % and parentheses. For example, calculate("12*34") is 408.
 
-    Names, calls, powers and everything else that Python has are refused, so no expression runs code. An expression has at most
-    LONGEST_EXPRESSION characters, and no intermediate number may exceed LARGEST_NUMBER, so no expression takes long. Raises CalculatorError if
-    it refuses the expression.
+    Names, calls, powers and all other Python syntax are refused, so no expression runs code. An expression has at most LONGEST_EXPRESSION
+    characters, and the absolute value of no intermediate number may exceed LARGEST_NUMBER. So no expression takes long. Raises CalculatorError
+    for an expression that is refused.
     """
     if len(expression) > LONGEST_EXPRESSION:
         raise CalculatorError(

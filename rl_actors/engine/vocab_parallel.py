@@ -50,7 +50,7 @@ class Logits:
 
     @property
     def first_id(self) -> int:
-        """The token id of this rank's first column. All ranks have shards of the same size, except the last ones, whose shards may be smaller."""
+        """The token id of this rank's first column. All shards have the same size, except the shards of the last ranks, which may be smaller."""
         if self.group is None:
             return 0
         return dist.get_rank(self.group) * -(-self.vocab_size // dist.get_world_size(self.group))
@@ -87,7 +87,7 @@ def top_k_logprobs(logits: Logits, targets_N: Tensor, ids_NK: Tensor) -> Tensor:
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """log p_t = z_t - log sum_v exp z_v; d log p_t / d logits_v = ([v = t] - p_v) / T.
+    """The logprob is log p_t = z_t - log sum_v exp z_v. Its gradient is d log p_t / d logits_v = ([v = t] - p_v) / T.
 
     Here t is the target, T is the temperature, z = logits / T, p = softmax(z), and [v = t] is 1 if v = t and 0 otherwise.
     Each rank computes log sum_v exp z_v and z_t over its own vocabulary. One maximum and two sums over the ranks combine these values.
@@ -170,7 +170,7 @@ class _Entropy(torch.autograd.Function):
 
 
 class _LogprobsAt(torch.autograd.Function):
-    """log p_k = z_k - log sum_v exp z_v, for K token ids of each position. z is the logits divided by the temperature.
+    """The logprobs log p_k = z_k - log sum_v exp z_v, for K token ids of each position. z is the logits divided by the temperature.
 
     If g_k is the gradient of log p_k, the gradient of z_v is (sum of g_k over all k whose token id is v) - p_v sum_k g_k.
     """

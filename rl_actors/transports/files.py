@@ -82,7 +82,7 @@ class FilesTransport(Transport):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionInDirectory(Source, OpenVersion):
-    """A version in files of one directory. Every process that sees the directory can read them. A subclass reads the tensors."""
+    """A version in files of one directory. Every process that sees the directory can read the files. A subclass reads the tensors."""
 
     directory: Path
     manifest: Manifest

@@ -57,7 +57,7 @@ class Sender:
             self.pair.run(deadline, self.pair.send, slot.data)
         except Exception as error:
             logger.warning("pull of %s: gave up the communicator with %s: %r", request.key, self.reader, error)
-            self.end()  # must come before the caller unlocks the slot: an unlocked slot may be freed while NCCL still reads it
+            self.end()  # before the caller unlocks the slot, because the trainer may free an unlocked slot while NCCL still reads it
             raise
 
     def end(self) -> None:

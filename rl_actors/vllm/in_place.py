@@ -2,8 +2,8 @@
 these parameters. The plan is made once.
 
 vLLM keeps query, key and value in one parameter, and gate and up in another parameter. Under tensor parallelism a worker has only some rows or
-columns of a parameter, and reads only these from the version. A copy in place needs a vLLM model that computes with the parameters as the version
-has them: on a GPU, dense and not quantized. For all other models vLLM's own reload loads the weights.
+columns of a parameter, and reads only these from the version. A copy in place is possible if vLLM computes with the parameters in the form that
+the version has. This is so for a dense model on a GPU that is not quantized. For all other models vLLM's own reload loads the weights.
 """
 
 import math
@@ -37,7 +37,7 @@ MODEL_TYPES = ("qwen3", "llama", "mistral")
 
 
 def is_possible(model: nn.Module, config: "VllmConfig") -> bool:
-    """True if vLLM computes with the weights as a version has them. The model is then on a GPU, dense and not quantized, and has no LoRA layers."""
+    """True if load_in_place is possible: the model is on a GPU, dense and not quantized, and has no LoRA layers."""
     return (
         next(model.parameters()).is_cuda
         and config.model_config.hf_config.model_type in MODEL_TYPES

@@ -1,4 +1,4 @@
-"""KL control, compared with sums that are written out in float64."""
+"""KL control, compared with plain Python sums in float64."""
 
 import math
 

@@ -33,6 +33,7 @@ def gradients(engine) -> dict[str, torch.Tensor]:
     return {n: p.grad.full_tensor().clone() for n, p in engine.built.model.named_parameters()}
 
 
+# Maps the name of a split to (numbers of samples in each call, fields of TrainerConfig).
 SPLITS = {
     "one call": ([6], {}),
     "a call a sample": ([1] * 6, {}),

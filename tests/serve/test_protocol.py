@@ -287,7 +287,7 @@ def test_a_run_that_makes_room_goes_on_where_it_was(api):
         first = await api.create_model(0)
         await api.forward_backward(first, 1, TEXT)
         await api.optim_step(first, 2)
-        second = await api.create_model(1)  # one trainer at a time: the first run goes to disk
+        second = await api.create_model(1)  # there is only one trainer, so the first run goes to disk
         assert api.trainers[0].is_closed
         await api.forward_backward(second, 1, TEXT)
         blocked = await api.send_forward_backward(first, 3, TEXT)
