@@ -1,7 +1,8 @@
 """Checkpoints of a run: the trainers' weights and the state of the controller, the process that runs the training loop.
 
 The folder checkpoints/step-N/trainer holds the trainer's weights and optimizer state, and checkpoints/step-N/state.json holds the
-controller's state. A run with a critic also has checkpoints/step-N/critic. checkpoints/step-N/checksums.json has the checksums of all files.
+controller's state. If a run has a value model, checkpoints/step-N/critic holds its state. checkpoints/step-N/checksums.json has the
+checksums of all files.
 state.json is written last, so a checkpoint with a state.json is complete.
 """
 

@@ -202,8 +202,8 @@ class TrainerConfig:
     """Seconds in which every other call must answer."""
     collective_timeout: float = 300.0
     """Seconds that a rank waits for another rank in a collective, with gloo and with NCCL. If a rank has to wait longer, the trainer counts
-    as dead. The value should be below call_timeout. Sometimes one rank works while the others wait, for example when it writes an export.
-    The value should be above the longest time of such work."""
+    as dead. The value should be below call_timeout. Sometimes one rank works while the other ranks wait, for example when it writes an
+    export. The value should be above the longest time of such work."""
 
     def __post_init__(self) -> None:
         if self.hf_path and self.model == ModelConfig() and not hub.is_model_id(self.hf_path):
@@ -299,9 +299,9 @@ class RestartPolicy:
     """Rules for actors that die: after how long a silent actor counts as dead, how often an actor is started again, and after which pauses."""
 
     max_per_hour: int = 10
-    """Largest number of restarts of an actor in an hour. If the actor then dies again, it is not started again. A generator that has never
-    been ready is started again at most twice. When no actor is left, every call raises the error with which the actor of index 0 first
-    died in that hour. 0: the actor is never started again."""
+    """Largest number of restarts of an actor in an hour. If the actor dies once more in that hour, it is not started again. A generator that
+    has never been ready is started again at most twice. After no actor is left, every call raises the error of the actor with index 0: the
+    error of its first death in that hour. 0: the actor is never started again."""
     backoff: float = 1.0
     """Seconds between the second death of an hour and the restart after it. The pause doubles with every further death, up to a minute.
     After the first death there is no pause."""
@@ -355,7 +355,7 @@ class GeneratorConfig:
     hf_path: str = ""
     """Hugging Face directory of config.json and weights. Empty: the weights come with the first pull."""
     max_adapters: int = 0
-    """Number of adapters of `load_adapter` that the requests of one step may use. Any number can be loaded. Beyond this number vLLM moves
+    """Number of adapters of `load_adapter` that the requests of one step of the engine may use. Any number can be loaded. Beyond this number vLLM moves
     adapters into and out of the device's memory, and a request waits until its adapter is there. 0: no adapters can be loaded."""
     max_adapter_rank: int = 32
     """Largest rank of an adapter of `load_adapter`. vLLM computes with every adapter as if it had this rank."""

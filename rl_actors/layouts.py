@@ -20,7 +20,7 @@ NUM_SUGGESTIONS = 3
 """Largest number of possible layouts in an error text."""
 
 PIPELINE_SCHEDULES = {"1F1B": 1, "Interleaved1F1B": 2}
-"""Schedule -> its default number of stages per rank. These schedules give the same results as one process."""
+"""Schedule -> its default number of stages per rank. Training with these schedules gives the same results as training in one process."""
 
 LOAD_BALANCERS = (None, "headtail", "ptrr")
 

@@ -23,7 +23,7 @@ class TableRow:
     A line of results belongs to the row if its name is `line` and it has the values that `fields` and `compared_fields` give.
     """
 
-    what: str  # the table's text about the figure
+    what: str  # the table's text about what the row measures
     num_gpus: int  # GPUs that the program needs; 0 stands for a machine without GPUs
     command: tuple[str, ...] = ()  # arguments of `python -m benchmarks`; the first also names the file of results
     # One more argument. One process measures all rows with the same command, and gets the `argument` of each of these rows.

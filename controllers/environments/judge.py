@@ -1,4 +1,4 @@
-"""A reward that another model gives, the judge. An OpenAI-compatible server runs the judge."""
+"""The reward comes from another model, the judge. An OpenAI-compatible server runs the judge."""
 
 import os
 import re

@@ -34,8 +34,8 @@ WORK = frozenset(
         "copy_weights",
     }
 )
-"""Last parts of the paths whose rate is limited: the requests for work. Other requests have no limit, because the SDK often repeats them
-without being called."""
+"""Last parts of the paths whose rate is limited: the requests for work. Other requests have no limit. The SDK sends many of them repeatedly,
+without a call of the user's program."""
 KEY_LINE = re.compile(r"([A-Za-z0-9_.@-]+)\s+([0-9a-f]{64})")
 LONGEST_WAIT = 60.0  # seconds, in Retry-After
 

@@ -19,8 +19,8 @@ T = TypeVar("T")
 class Call(Generic[T]):
     """The answer to a call that is running. `await` the object, or wait with `.result()`. The call runs even if the program does not wait.
 
-    A call counts as asked after an `await` or a `result` that did not time out. If a call fails and was not asked, a warning with the error
-    is shown when the object is garbage-collected.
+    The answer counts as asked for after an `await`, or after a `result` that did not time out. If a call fails and its answer was not asked
+    for, a warning with the error is shown when the object is garbage-collected.
     """
 
     def __init__(self, future: "Future[T]", what: str) -> None:
@@ -56,13 +56,13 @@ class Call(Generic[T]):
         return self._future.done() and (self._future.cancelled() or self._future.exception() is not None)
 
     def may_fail_unasked(self) -> bool:
-        """True if the call runs or has failed, and was not asked."""
+        """True if the call runs or has failed, and its answer was not asked for."""
         return not (self._asked or (self._future.done() and not self.failed()))
 
     async def unasked_failure(self) -> BaseException | None:
-        """Wait for the end of the call. Returns the error if the call failed and was not asked, otherwise None.
+        """Wait for the end of the call. Returns the error if the call failed and its answer was not asked for, otherwise None.
 
-        An error is returned once, and the call then counts as asked. The caller must report the error.
+        An error is returned once, because the answer then counts as asked for. The caller must report the error.
         """
         if self._asked:
             return None
@@ -76,8 +76,8 @@ class Call(Generic[T]):
 
     def __await__(self) -> Generator[object, None, T]:
         self._asked = True
-        # asyncio.wait_for cancels the future that it waits for after its timeout. The ranks are running the call, so it must not be cancelled.
-        # shield prevents that.
+        # If asyncio.wait_for times out, it cancels the future that it waits for. The ranks are running the call, so the call must not be
+        # cancelled. shield prevents that.
         return asyncio.shield(self._ended()).__await__()
 
     def _ended(self) -> "asyncio.Future[T]":

@@ -190,7 +190,7 @@ class OwnProcess:
             core.kill()
             for handle in ranks:
                 with contextlib.suppress(ProcessLookupError):
-                    # The rank may wait in a collective for a rank that has ended.
+                    # The rank may wait in a collective for a rank that has ended. It would wait for ever.
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
             how = f"{names[0]} ended" if names and core.sentinel not in ended else describe(core)
             self._death = RuntimeError(how)

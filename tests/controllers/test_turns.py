@@ -1,7 +1,7 @@
-"""Trainer and generator share the memory of a GPU, and only one of them has its state there at a time (--turns.enabled).
+"""With --turns.enabled, trainer and generator use the memory of the same GPU one after the other. While the trainer works, the generator sleeps.
 
-The generator sleeps in the trainer's turn, and the trainer's state is on the host in the generator's turn. The tests check the order of
-calls, the results, and the refused settings.
+While the generator works, parts of the trainer's state are in the host's memory. The tests check the order of calls, the results, and the
+refused settings.
 """
 
 import asyncio
@@ -393,8 +393,8 @@ def test_a_real_run_in_turns_has_the_numbers_of_one_side_by_side(tmp_path):
     moved = [record["offload/gigabytes"] for record in records["resumed"] if record["phase"] == "grpo"]
     assert min(moved) > 0
     for usual, turns in zip(records["usual"], records["resumed"], strict=True):
-        # With turns, the pull after a checkpoint comes later, so the metrics of the weights differ. The run with turns was stopped after two
-        # steps and resumed. The last step of a run validates, so this run has one validation more.
+        # With turns, the pull after a checkpoint comes later, so the metrics of the weights differ. The run with turns ended after two steps
+        # and was resumed. The last step of a run validates, so the two runs may validate after different steps.
         skipped = ("weights/", "validation/")
         assert {key: value for key, value in without_times([turns])[0].items() if not key.startswith(skipped)} == {
             key: value for key, value in without_times([usual])[0].items() if not key.startswith(skipped)
