@@ -18,7 +18,10 @@ CHUNKED, WHOLE = (4096, 8192, 16384), (1024, 2048, 4096)  # tokens of the measur
 
 
 def peak(num_tokens: int, chunk_tokens: int, answer: Connection) -> None:
-    """After a step, make one call with num_tokens positions in one microbatch. Send the call's peak memory minus the memory in use before the call, in bytes."""
+    """After a step, make one call with num_tokens positions in one microbatch. Send the call's peak memory minus the memory in use before it.
+
+    The unit is bytes. answer: the end of the pipe to which the number is sent.
+    """
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     from rl_actors.engine.train_engine import TrainEngine
 
