@@ -130,7 +130,8 @@ def serve_bare(way: str, config: GeneratorConfig, pipe: Connection) -> None:
             start = time.perf_counter()
             run(prompts, params)
             pipe.send(time.perf_counter() - start)
-    shutdown()  # If vLLM's core has a process of its own, this process could not end before the core ends.
+    # If vLLM's core has a process of its own, this process cannot end before the core ends.
+    shutdown()
 
 
 @contextmanager

@@ -126,7 +126,7 @@ def main() -> None:
     unknown = set(arguments.parts) - parts.keys()
     if unknown:
         parser.error(f"no part {unknown}; there are: {', '.join(parts)}")
-    # Each part has a process of its own, because vLLM makes torch.set_num_threads do nothing in its process.
+    # Training and generation have processes of their own, because torch.set_num_threads does nothing in a process with vLLM.
     for name in arguments.parts:
         child = multiprocessing.get_context("spawn").Process(target=parts[name], args=(arguments.repeats,))
         child.start()

@@ -172,7 +172,9 @@ class Reference:
         self.optimizer.zero_grad()
 
     def _masks(self, positions_BL: Tensor) -> Any:
-        """torchtitan's own masks on a GPU, where both attention kernels take them. On a CPU a dense mask, which the kernel there needs."""
+        """The attention masks. On a GPU they are torchtitan's own masks, which both attention kernels accept. On a CPU this is a dense mask,
+        because the CPU's kernel needs a dense mask.
+        """
         if self.on_gpu:
             return self.module.get_attention_masks(positions_BL)
         return cpu.dense_mask(positions_BL)

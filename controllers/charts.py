@@ -1,5 +1,7 @@
 """Draws the metrics of runs as charts, in SVG for a page. PLANS lists the charts and their curves. This module reads no file.
 
+A record is a line of metrics.jsonl. It has the step, the phase of the run and the metrics of the step.
+
 A chart is drawn in the colours LIGHT. Then each colour is replaced by a CSS variable, because the page has other colours in dark mode.
 """
 
@@ -29,7 +31,7 @@ SIZE = (5.2, 2.9)
 """Width and height in inches. A page shows a chart about 420 pixels wide, which is nearly this width. So the text has nearly
 the size that "font.size" says."""
 STYLE = {
-    "svg.fonttype": "none",  # text stays text, in the font of the page
+    "svg.fonttype": "none",  # text elements instead of outlines, so that the page sets the font
     "svg.hashsalt": "report",
     "font.size": 10.5,
     "lines.linewidth": 1.7,
@@ -198,7 +200,7 @@ def curves(plan: Plan, records: Records) -> list[Curve]:
 
 
 def draw_curves(axes: Axes, drawn: Sequence[Curve], plan: Plan) -> None:
-    """Plot the curves. The axis of values is logarithmic if the plan asks for it and all values are positive."""
+    """Plot the curves. The axis of values is logarithmic if `plan.is_log` is True and all values are positive."""
     shown = [value for curve in drawn for value in curve.values]
     for curve in drawn:
         marker = "o" if plan.has_markers or len(curve.steps) == 1 else None
@@ -244,7 +246,8 @@ def draw_times(axes: Axes, records: Records) -> None:
 
 
 def timeline_chart(lines: Records) -> str:
-    """The spans of one step as a chart in SVG; "" if there are no spans. A span is (actor, phase, start, end), in seconds of the step.
+    """The spans of one step as a chart in SVG; "" if there are no spans. A span is (actor, phase, start, end). Start and
+    end are seconds since the beginning of the step.
 
     The chart shows the step of median duration in the second half of the run. lines: the lines of timeline.jsonl.
     """
@@ -314,7 +317,7 @@ def add_legend(axes: Axes, *, at_least: int = 2) -> None:
 
 
 def inline_svg(figure: Figure) -> str:
-    """The figure as an SVG element whose colours are the variables of the page."""
+    """The figure as an SVG element whose colours are CSS variables of the page."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", facecolor="none", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()[buffer.getvalue().index("<svg") :]

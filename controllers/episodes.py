@@ -81,7 +81,7 @@ class PlayedEpisode:
     # For each token of the completion: a turn's reward at the turn's last token, 0 at all other tokens.
     rewards_per_token: list[float]
     lines: list[Line]
-    num_retries: int = 0  # failed attempts before this one
+    num_retries: int = 0  # failed attempts at the problem before this episode
 
     @property
     def reward(self) -> float:
@@ -356,7 +356,7 @@ class TurnSender:
         return await answer
 
     async def _send(self) -> None:
-        await asyncio.sleep(0)  # lets the event loop run other episodes first, whose turns may be ready now
+        await asyncio.sleep(0)  # lets the other episodes add their turns to this call first
         async with self.call():
             turns, self._waiting = self._waiting, []
             prompts = [tokens for tokens, _, _ in turns]

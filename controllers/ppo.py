@@ -112,7 +112,7 @@ async def train(run: Run[PPOConfig]) -> None:
                 values |= await run.validate(step)
             await run.record(step, values, phase="ppo")
             run.log.rollouts(step, batch.shown())
-            # The checkpoint follows the step's record, as in GRPO.
+            # The checkpoint follows the step's record. `train` in grpo.py has the reason for this order.
             state = {"step": step, **rollouts.state(), "sft_steps": sft_steps, "kl_coefficient": kl.coefficient}
             await run.end_step(state, phase_step=ppo_step, is_last=is_last)
 
@@ -163,7 +163,7 @@ def minibatches(config: PPOConfig, samples: Sequence[Sample], step: int) -> Iter
 async def with_rewards(
     run: Run[PPOConfig], batch: RolloutBatch, reference: Reference | None, kl: KL
 ) -> tuple[Sequence[Sample], list[Tensor], dict[str, float]]:
-    """The samples of the batch with the columns that the policy's loss reads, the rewards for their tokens, and metrics."""
+    """(the samples of the batch, with the columns that the policy's loss reads; the rewards of the samples' tokens; metrics)."""
     samples = await with_columns_of_loss(run, batch.samples, reference)
     rewards, measured = await token_rewards(run.config, batch, samples, reference, kl)
     return samples, rewards, measured
@@ -194,7 +194,7 @@ async def token_rewards(
 
 
 def is_cut_off(batch: RolloutBatch) -> list[bool]:
-    """For each completion of the batch: True if a limit of tokens or turns has ended it."""
+    """For each completion of the batch: True if a limit of tokens or turns has ended the completion."""
     return [is_truncated for group in batch.groups for is_truncated in group.truncated]
 
 

@@ -144,7 +144,7 @@ class Generator(Actor):
         validate_sampling_params(params, vocab_size=self.vocab_size)
 
         def params_of(index: int) -> "list[VLLMParams]":
-            # The engine takes one token more than max_model_len (see start_vllm), so the limit is enforced here.
+            # The engine accepts one token more than max_model_len (see start_vllm). So the limit is enforced here.
             room = self.config.max_model_len - len(prompts[index])
             place = index if indices is None else indices[index]
             return vllm_params(replace(params, max_tokens=min(params.max_tokens, room)), place)
@@ -268,7 +268,7 @@ class Generator(Actor):
         return await asyncio.wrap_future(self.engine.wake())
 
     def _note(self, loaded: Transfer) -> None:
-        """Keep the last pull for `info`, and log the path of the weights when the path or its reason has changed."""
+        """Keep the last pull for `info`. Log the path over which the weights came, and the reason for the path, if path or reason has changed."""
         former, self.last_pull = self.last_pull, loaded
         if former is None or (former.path, former.reason) != (loaded.path, loaded.reason):
             logger.info("the weights come by %s: %s", loaded.path, loaded.reason)

@@ -38,7 +38,7 @@ def gpu_here() -> str:
 
 
 def missing(names: Iterable[str], since: str = "") -> list[str]:
-    """Names of the rows that this machine can run and that have no result of `since` or later.
+    """Names of the rows that this machine can run and that have no result of the date `since` or later. since: "" for any date.
 
     Some rows are the quotient of two other rows. Such a row is never missing, because it is computed from the results of the two rows.
     """
@@ -53,7 +53,7 @@ def missing(names: Iterable[str], since: str = "") -> list[str]:
 def measure(
     names: Sequence[str], extra: Sequence[str] = (), *, timeout: float = TIMEOUT, until: float = inf
 ) -> list[str]:
-    """Run these rows and return the names of those that failed. No row begins after `until`, a moment of time.monotonic."""
+    """Run these rows, and return the names of the rows that failed. No row begins after `until`, a value of time.monotonic()."""
     waiting = _rows_by_command(names)
     failed: list[str] = []
     for command in list(waiting):

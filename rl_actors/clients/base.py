@@ -96,7 +96,7 @@ class Client:
         self._version: int | None = None  # the last policy_version that the actor reported
         self._lease: Lease | None = None  # None if the client is not attached to a service
         self._phases: list[str] = []  # names of the calls that the ranks are running
-        self._heard: dict[int, float] = {}  # rank -> time of its last answer to `death`, or of its start
+        self._heard: dict[int, float] = {}  # {rank: time of its last answer to `death`, or of its start}
         self._started: Call[None]
 
     def _start(self) -> None:
@@ -248,7 +248,7 @@ class Client:
                 self._heard = {process.rank: time.monotonic() for process in self._processes.processes}
             except TimeoutError as error:
                 raise ActorSilentError(str(error), self.name) from None
-            except (RuntimeError, ValueError) as error:  # Monarch raises both for a process that is killed early
+            except (RuntimeError, ValueError) as error:  # Monarch may raise either if a process is killed early
                 raise self._lost(error, "the start of its processes") from error
             # Python runs first the exit handler that was registered last. Our handler must run before Monarch's handler. Monarch registers its
             # handler at its first use, which may be after ours. So our handler is registered again here.

@@ -122,4 +122,4 @@ class TenantClient(TrainingCalls):
 
 
 async def _nothing() -> None:
-    """Does nothing. A tenant needs no call to end after its trainer's client has been closed."""
+    """Does nothing. If the trainer's client is closed, the tenant has ended already."""

@@ -1,12 +1,13 @@
 """The legal order of calls on a trainer, as a state machine of four states. This module holds no tensors.
 
-idle: no gradients are accumulated. open: gradients are accumulated. broken: a call failed, but the weights are unchanged. inconsistent: a
-call failed and may have changed some weights.
+idle: no gradients are accumulated. open: gradients are accumulated. broken: a call failed, and the gradients may be incomplete. inconsistent:
+a call failed, and some of the weights may have changed.
 """
 
 IDLE, OPEN, BROKEN, INCONSISTENT = "idle", "open", "broken", "inconsistent"
 
-# For each state the calls that are legal in the state. Calls that only read (forward, push, export) do not change it. `info` is always legal.
+# For each state the calls that are legal in the state. Calls that only read (forward, push, export) do not change the state. The call `info`
+# is always legal.
 LEGAL = {
     IDLE: {
         "forward",
@@ -47,7 +48,7 @@ _HINT = {
 class StepState:
     """State of the current training step.
 
-    The first forward_backward opens a step. optim_step or discard_gradients closes the step. A failed call breaks the step.
+    The first forward_backward opens a step. optim_step or discard_gradients closes the step. A call that fails halfway breaks the step.
     """
 
     def __init__(self) -> None:

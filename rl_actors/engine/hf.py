@@ -133,7 +133,7 @@ def _to_fill(built: BuiltModel) -> Iterator[dict[str, Tensor]]:
     """
     parameters = _parameters(built.model)
     if built.has_value_head:
-        parameters.pop(HEAD, None)  # a stage of a pipeline may lack it
+        parameters.pop(HEAD, None)  # a pipeline stage may have no head
     joined = {name: empty_split_over_rows(tensor) for name, tensor in parameters.items() if is_joined(name)}
     fused = {name: split_qkv(built.hf_adapter, name, tensor) for name, tensor in joined.items() if FUSED in name}
     apart: dict[str, Tensor] = {}

@@ -38,7 +38,7 @@ class Lease:
 
     def __init__(self, address: Address, connection: socket.socket, answer: Message) -> None:
         self.address, self.answer = address, answer
-        self.ended: Future[str] = Future()  # the reason of the end
+        self.ended: Future[str] = Future()  # done when the connection ends; the result is the reason
         self._connection = connection
         watching = threading.Thread(
             target=_watch, args=(connection, self.ended, str(address)), name="rl_actors_lease", daemon=True
@@ -82,7 +82,7 @@ class RemoteMesh:
 
     @property
     def probe(self) -> "LocalEndpoint":
-        """An endpoint that answers with a RemoteProbe. Its `who` asks the service whether all processes of the actor answer."""
+        """An endpoint that answers with a RemoteProbe. The probe's `who` asks the service whether all processes of the actor answer."""
         return LocalEndpoint([RemoteProbe(RemoteEndpoint(self, "is_alive", num_answers=1))])
 
     async def send(self, endpoint: str, arguments: tuple[object, ...]) -> list[object]:
@@ -176,7 +176,7 @@ def _greet(address: Address, wants: Message, certificates: str, timeout: float) 
 
 
 def _plain(error: Exception, address: Address, timeout: float) -> Exception:
-    """The error to raise for an error of a connection. It says in words what went wrong."""
+    """The error to raise instead of an error of a connection. Its text says what went wrong."""
     match error:
         case ssl.SSLError():
             return ConnectionError(f"{address}: TLS failed between this program and the service: {error}")
@@ -248,6 +248,6 @@ def join_monarch(transport: str, own_host: str, certificates: str) -> None:
     if transport == "tls":
         tls.use_for_monarch(certificates)
     host = f"[{own_host}]" if ":" in own_host else own_host
-    with contextlib.suppress(RuntimeError):  # raised if Monarch is in use already; it keeps its address
+    with contextlib.suppress(RuntimeError):  # raised if Monarch is in use; Monarch then keeps its address
         enable_transport(f"{transport}://{host}:0")
     context()

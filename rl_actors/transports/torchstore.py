@@ -1,4 +1,4 @@
-"""The default transport, which keeps its index of weight versions in a torchstore.
+"""The default transport of weights from a trainer to generators. It keeps its index of versions in a torchstore.
 
 The store runs in the process that opens the transport. If the caller has initialized a store, the transport uses the caller's store.
 

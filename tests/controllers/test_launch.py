@@ -1,4 +1,6 @@
-"""Refusals before a run starts anything: too little memory, and folders that cannot be written to."""
+"""Command lines that are refused before the run starts: too little memory, folders that cannot be written to, wrong bounds of a loss, and
+config.json files that are cut off.
+"""
 
 import json
 import os

@@ -81,7 +81,8 @@ def test_a_value_model_starts_from_a_policys_checkpoint_and_from_its_own(trainer
         assert torch.equal(values_of(again), trained)
     with ValueTrainerClient.spawn(config, processes=ranks(1)) as resumed:
         assert resumed.load_checkpoint(str(tmp_path / "critic")).result() == saved.policy_version + 2
-        assert_close(fit(resumed, 1), following, rtol=0, atol=0)  # equal, because the checkpoint also has the optimizer's state
+        # The values are equal, because the checkpoint also has the optimizer's state.
+        assert_close(fit(resumed, 1), following, rtol=0, atol=0)
 
 
 def test_a_loss_of_the_callers_own_trains_a_value_model_as_the_same_loss_of_the_library(critic):

@@ -197,7 +197,7 @@ def test_a_supervised_loop_lowers_its_loss_and_the_sampler_says_what_it_learned(
     assert -sum(untrained[1:]) > 50
     assert (
         sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result() == scores
-    )  # the snapshot is still there
+    )  # the sampler still has its weights
 
 
 def test_a_state_with_optimizer_continues_bit_for_bit(service):

@@ -40,7 +40,7 @@ class Served:
     """The ranks of a trainer in this process, each with a server."""
 
     def __init__(self, num_ranks: int = 1, timeout: float = GUARD) -> None:
-        """timeout: seconds that a server waits for a client."""
+        """timeout: seconds that a request to a server may take."""
         self.snapshots = [Snapshot(rank=rank, timeout=GUARD) for rank in range(num_ranks)]
         self.servers = []
         for snapshot in self.snapshots:
