@@ -43,14 +43,12 @@ class Gate:
         if self.is_passed or step < self.step or not isinstance(found, float):
             return
         if not found >= self.reward:
-            raise GateMissedError(
-                f"{METRIC} is {found:.4f} after step {step}; the gate asks for at least {self.reward:g}"
-            )
+            raise GateMissedError(f"{METRIC} is {found:.4f} after step {step}; the gate needs at least {self.reward:g}")
         self.is_passed = True
 
     def end(self) -> None:
         """Call this when the run has ended. Raises GateMissedError if no validation came at or after the step of the gate."""
         if not self.is_passed:
             raise GateMissedError(
-                f"the run has ended without a validation at or after step {self.step}, which the gate asks for"
+                f"the run has ended without a validation at or after step {self.step}, but the gate needs one"
             )

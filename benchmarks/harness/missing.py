@@ -153,7 +153,9 @@ def _date(text: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", metavar="ROW", help="run only these rows, in this order")
-    parser.add_argument("--since", type=_date, help="a moment in UTC, such as 2026-11-23T08:00; ignore older results")
+    parser.add_argument(
+        "--since", type=_date, help="date and time, such as 2026-11-23T08:00 in UTC; ignore older results"
+    )
     parser.add_argument("--minutes", type=float, default=inf, help="begin no row after this many minutes")
     parser.add_argument("--timeout", type=float, default=TIMEOUT, help="stop a process after this many seconds")
     arguments = parser.parse_args()
@@ -163,7 +165,7 @@ def main() -> None:
     names = missing(arguments.rows or TABLE, arguments.since or "")
     if not names:
         print("nothing is missing: every row that runs here has a result from this kind of device")
-        print("--since DATE measures rows again whose result is older")
+        print("--since DATE also measures the rows whose results are all older than DATE")
         return
     print(f"missing here: {', '.join(names)}", flush=True)
     until = time.monotonic() + 60 * arguments.minutes

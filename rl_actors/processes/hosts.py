@@ -165,8 +165,8 @@ def _address_of_name() -> str:
         if not (parsed.is_loopback or parsed.is_link_local):
             return address
     raise ConnectionError(
-        f"the name of this machine, {name}, leads to {', '.join(resolve(name))}, which the hosts of a job cannot reach; "
-        "let the name lead to an address that they can reach, for example in /etc/hosts"
+        f"the name of this machine, {name}, resolves to {', '.join(resolve(name))}, which the hosts of a job cannot reach; "
+        "give the name an address that they can reach, for example in /etc/hosts"
     )
 
 

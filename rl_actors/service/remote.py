@@ -234,7 +234,7 @@ def attach(
             info = opened(asked.get(timeout=timeout))[0]
         except TimeoutError:
             raise TimeoutError(
-                f"{address} let this program in, but its {member} did not answer within {timeout:g} s"
+                f"{address} accepted this program, but its {member} did not answer within {timeout:g} s"
             ) from None
     except BaseException:
         lease.close()

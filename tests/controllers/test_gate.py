@@ -24,7 +24,7 @@ def test_the_first_validation_at_or_after_the_step_decides():
     gate.check(39, {METRIC: 0.1})
     gate.check(40, {"loss": 0.1})
     with pytest.raises(
-        GateMissedError, match="validation/accuracy is 0.8900 after step 41; the gate asks for at least 0.9"
+        GateMissedError, match="validation/accuracy is 0.8900 after step 41; the gate needs at least 0.9"
     ):
         gate.check(41, {METRIC: 0.89})
     with pytest.raises(GateMissedError, match="is nan"):
@@ -63,5 +63,5 @@ def test_a_run_that_misses_its_gate_ends_there_with_status_3(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=GUARD)
     assert done.returncode == 3, done.stdout + done.stderr
-    assert "after step 3; the gate asks for at least 0.99" in done.stdout and "Traceback" not in done.stdout
+    assert "after step 3; the gate needs at least 0.99" in done.stdout and "Traceback" not in done.stdout
     assert read_jsonl(RunFolder(tmp_path / "run").metrics)[-1]["step"] == 3
