@@ -1,12 +1,17 @@
-"""Recovers a run inside its process: after the death of an actor the run goes on from its newest complete checkpoint.
+"""Recovers a run inside its process. After the death of an actor the run goes on from its newest complete checkpoint.
 
-A recovery is a resume in the same process. The dead actor is replaced. The other actors stay, unless they share GPUs with the dead actor. If
-the store (the process of the transport) has died, all actors are replaced. The random states, the trainers and the controller's state are
-restored from the checkpoint. Then the training function is called again. It publishes the weights, and the generators load them. The steps
-after the checkpoint are repeated on the rollouts that they had before (see survival.RecordedQueue). If there is no checkpoint, the run begins
-again from the weights that its seed or hf_path gives.
+A recovery replaces the dead actor. The other actors stay, unless the trainer and the generator share GPUs. In that case
+all actors are
+replaced. If the store (the process of the transport) has died, all actors are replaced, too. The recovery then loads
+the random states, the
+trainers' state and the controller's state from the checkpoint. Then it calls the training function again. This function
+publishes the
+weights, and the generators load them. The run repeats the steps after the checkpoint with the same rollouts as before
+(see
+survival.RecordedQueue). If the run has no checkpoint, it begins again from the initial weights, which its seed or
+hf_path gives.
 
-An error that no death has caused ends the run.
+An error that is not caused by the death of an actor ends the run.
 """
 
 import asyncio
@@ -25,7 +30,8 @@ Train = Callable[[Run[Any]], Awaitable[None]]
 async def train_to_end(run: Run[Any], train: Train) -> None:
     """Train to the last step, and write the last checkpoint. If an actor dies, recover and go on, as often as the config allows.
 
-    If the last hour had too many deaths, raises the first of them. Raises every error that no death has caused.
+    If the last hour had too many deaths, raises the error of the first of these deaths. Raises every error that is not
+    caused by a death.
     """
     if run.actors is None:
         await _train(run, train)
@@ -52,15 +58,15 @@ async def _go_on(run: Run[Any], actors: Actors, train: Train) -> None:
 
 
 async def _pause(run: Run[Any], actors: Actors, death: Exception) -> None:
-    """Report the death, end the actors that are to be replaced, and wait.
+    """Report the death, end the actors that the recovery replaces, and wait for a pause.
 
-    If the last hour had too many deaths, raises the first of them.
+    If the last hour had too many deaths, raises the error of the first of these deaths.
     """
     pause = actors.restarts.pause_after(death)
     run.recoveries.begin(run.log.restart, death=death, step=run.log.last_step)
     limit = run.config.survival.max_restarts_per_hour
     run.log.note(f"{death}; restart {actors.restarts.total} (at most {limit} an hour) in {pause:g} s")
-    run.last_state = {}  # a signal during the recovery must not write a checkpoint
+    run.last_state = {}  # so that a signal during the recovery does not write a checkpoint
     await actors.bury(actors.all_together())
     await asyncio.sleep(pause)
 
@@ -75,9 +81,9 @@ async def _restore(run: Run[Any], actors: Actors) -> None:
     newest = checkpoints.newest(run.folder.checkpoints)
     run.state = checkpoints.read(newest) if newest else {}
     if newest is None:
-        await actors.bury({"trainer", "critic"})  # only a new trainer has the first weights
+        await actors.bury({"trainer", "critic"})  # a new trainer starts with the initial weights
     elif not (newest / CRITIC).is_dir():
-        await actors.bury({"critic"})  # a new critic begins with a head of zeros
+        await actors.bury({"critic"})  # the checkpoint has no critic; a new critic starts with a head of zeros
     run.trainer, run.generator = await actors.start(run.log.setup)
     run.turns = make_turns(run.config, run.trainer, run.generator, run.timer)
     run.partners.clear()

@@ -1,4 +1,4 @@
-"""The numbers that a service of actors (serve_actors.py) shows to Prometheus."""
+"""The metrics that an actor service (serve_actors.py) exports to Prometheus."""
 
 from controllers.prometheus import Family, Labels, text
 from rl_actors.service.counts import ServiceNumbers
@@ -7,7 +7,7 @@ PREFIX = "rl_actors_service_"
 
 
 def prometheus(numbers: ServiceNumbers) -> str:
-    """The text that Prometheus reads."""
+    """The metrics in Prometheus' text format."""
     return text([*_of_the_service(numbers), *_of_calls(numbers), *_of_actors(numbers)])
 
 

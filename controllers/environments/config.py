@@ -14,13 +14,13 @@ from controllers.environments.sandbox import CLOCK_FACTOR, SandboxConfig
 
 REWARDS = ("exact_match", "math_verify", "regex", "task", "judge", "python")
 LIMITS_OF_RUN = ("reward_workers", "reward_timeout", "reward_retries", "reward_concurrency")
-"""Fields that hold for all rewards of a run. Neither a task of a mixture nor a named validation set can have other values."""
+"""Fields that apply to all rewards of a run. A task of a mixture or a named validation set cannot set them."""
 
 FILE_FORMATS = (".jsonl", ".json", ".parquet", ".csv")
 
 
 def _json_field(kind: type) -> PrimitiveConstructorSpec:
-    """A flag whose value is JSON of this type."""
+    """How tyro parses a flag whose value is JSON of this type."""
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar="JSON",
@@ -33,33 +33,42 @@ def _json_field(kind: type) -> PrimitiveConstructorSpec:
 @dataclass(kw_only=True)
 class EnvironmentConfig:
     task: str = "basic_arithmetic"
-    """A reasoning-gym task; a .jsonl, .json, .parquet or .csv file; a Hugging Face data set; or a function as module:function. A data set
-    is given by a directory or an id, which must contain a slash. If `mixture` is set, `task` is not used."""
+    """The source of the problems: a reasoning-gym task; a .jsonl, .json, .parquet or .csv file; a Hugging Face data
+    set; or a function as
+    module:function. A data set is given by a directory or by an id. Both must contain a slash. If `mixture` is set,
+    `task` is not used."""
     options: Annotated[dict[str, object], _json_field(dict)] = field(default_factory=dict)
     """Arguments of the reasoning-gym task or of the user's function. The flag takes one JSON object, which replaces all default options."""
     mixture: Annotated[list[dict[str, object]], _json_field(list)] = field(default_factory=list)
-    """Several tasks instead of one. The flag takes a JSON list with an object for each task. An object has fields of this config. It may also
-    have a "name", and a "weight", which is 1 by default."""
+    """Several tasks instead of one task. The flag takes a JSON list with one object for each task. An object has fields
+    of this config. It may
+    also have a "name", and a "weight", which is 1 by default."""
     prompt_column: str = "prompt"
     """Column of the prompt in a file or a data set."""
     answer_column: str = "answer"
     """Column of the answer in a file or a data set."""
     rejected_column: str = ""
-    """Column of a worse answer than the one in answer_column, in a file or a data set. controllers.dpo trains on such pairs."""
+    """Column of an answer that is worse than the answer in answer_column, in a file or a data set. controllers.dpo
+    trains on pairs of these
+    two answers."""
     messages_column: str = "messages"
-    """Column of a conversation in a file or a data set: a list of {"role": …, "content": …}. It is used if a row has no prompt column. The
-    model's chat template then makes the prompt from the conversation. If the row has no answer column either, and the assistant has the last
-    message, this message is the answer."""
+    """Column of a conversation in a file or a data set: a list of {"role": …, "content": …}. It is used if a row of the
+    data has no prompt column. The model's chat template then makes the prompt from the conversation. If the row has no
+    answer column either,
+    and the last message has the role assistant, this message is the answer."""
     split: str = "train"
     """Split of a Hugging Face data set."""
     held_out_task: str = ""
-    """Another file or data set. At most num_held_out of its problems are held out. A held-out problem is not trained on, even if the data
+    """Another file or data set, from which the held-out problems are taken, at most num_held_out. A held-out problem is
+    not trained on, even if the data
     of `task` also has it. Empty: the held-out problems are taken from the data of `task`."""
     held_out_split: str = ""
-    """Split of held_out_task whose problems are held out. If held_out_task is empty, it is a split of `task`. Empty: the same as `split`."""
+    """Split of held_out_task from which the held-out problems are taken. If held_out_task is empty, this is a split of
+    `task`. Empty: the same
+    as `split`."""
     prompt: str = "{question}"
     """Template of the prompt, e.g. "{expression}=". `{question}` stands for the prompt in the data. The template may also use the keys of the
-    problem's metadata, which are the other columns if the task is a file."""
+    problem's metadata. If the task is a file, these keys are the other columns."""
     remove_whitespace: bool = False
     """Remove all whitespace from the prompt ("12 + 34=" becomes "12+34="). A character tokenizer then needs fewer tokens."""
     prompt_pattern: str = ""
@@ -67,34 +76,43 @@ class EnvironmentConfig:
     problem is left out."""
     reward: str = "exact_match"
     """Rule that scores a completion. exact_match compares completion and answer without surrounding whitespace. math_verify compares their
-    mathematical values. regex compares the last matches of reward_pattern in them. task asks the reasoning-gym task. judge asks another
-    model. python runs the program in the completion, and then the tests in the answer. module:function calls your function(answer,
+    mathematical values. regex compares the last match of reward_pattern in the completion with the last match in the
+    answer. task uses the
+    score of the reasoning-gym task. judge asks another model. python runs the program in the completion, and then the
+    tests in the answer. module:function calls your function(answer,
     completion), which returns a number."""
     reward_pattern: str = ""
-    """For the reward regex: a regular expression. Its first group is compared. If it has no group, the whole match is compared."""
+    """For the reward regex: a regular expression. The reward compares its first group. If it has no group, the reward
+    compares the whole match."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
-    """For the reward judge: the model that judges, and what it is asked."""
+    """For the reward judge: the model that judges, and its prompt."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     """For the reward python: limits of the program."""
     reward_workers: int = 0
-    """Number of processes that call the reward functions. Slow functions then run at the same time and do not hold up the controller.
-    0: the controller calls the functions itself. The controller calls an `async` function itself in any case."""
+    """Number of processes that call the reward functions. Slow functions can run at the same time in several processes,
+    and the controller
+    does not wait for each of them. 0: the controller calls the functions itself. The controller always calls an `async`
+    function itself."""
     reward_timeout: float = 60.0
-    """Seconds in which a reward function must answer, if it is `async` or a process calls it. A function that takes longer is asked again."""
+    """Seconds in which a reward function must return, if it is `async` or one of reward_workers calls it. A function
+    that takes longer is
+    called again."""
     reward_retries: int = 2
-    """How often a reward function is asked again if it fails or takes too long. Only functions that are `async`, or that a process calls, are
-    asked again. If the last attempt fails, too, the run ends."""
+    """How often a reward function is called again if it fails or takes too long. Only a function that is `async`, or
+    that one of
+    reward_workers calls, is called again. If the last call fails, too, the run ends."""
     reward_concurrency: int = 64
     """Largest number of calls of `async` reward functions that run at the same time."""
     num_held_out: int = 512
-    """Number of distinct problems that are used for validation and never for training. If held_out_task or held_out_split is set, there may be
-    fewer."""
+    """Number of distinct problems that are used for validation and never for training. If held_out_task or
+    held_out_split is set, the number
+    may be smaller."""
     seed: int = 0
     """Seed of the problems, of their order, and of the choice of the held-out problems."""
 
     @property
     def has_own_held_out(self) -> bool:
-        """True if the held-out problems have a file, a data set or a split of their own."""
+        """True if the held-out problems come from another file, data set or split than the training problems."""
         return bool(self.held_out_task or self.held_out_split)
 
     def of_held_out(self) -> "EnvironmentConfig":
@@ -120,7 +138,8 @@ class EnvironmentConfig:
         return text + (f" and prompt_pattern={self.prompt_pattern!r}" if self.prompt_pattern else "")
 
     def validate(self) -> None:
-        """Raise ValueError for a value that is wrong whatever the data is. `build_environment` reads the data and finds all other wrong values."""
+        """Raises ValueError for a value that is wrong for any data. `build_environment` reads the data and finds all
+        other wrong values."""
         if self.num_held_out < 1:
             raise ValueError(f"num_held_out={self.num_held_out}; it must be at least 1")
         if not isinstance(self.options, dict):
@@ -167,7 +186,8 @@ class EnvironmentConfig:
             raise ValueError(f"reward_workers={self.reward_workers}; it must be at least 0")
         self.sandbox.validate()
         if self.reward == "python" and self.sandbox.seconds >= self.reward_timeout:
-            # Otherwise a program that sleeps would count as a reward that does not come, and such a reward ends the run.
+            # A program that sleeps runs until sandbox.seconds. With a shorter reward_timeout its reward would time out,
+            # which ends the run.
             raise ValueError(
                 f"reward_timeout={self.reward_timeout:g}; it must be above {self.sandbox.seconds}, because a program may take "
                 f"{CLOCK_FACTOR} times sandbox.cpu_seconds={self.sandbox.cpu_seconds} by the clock"

@@ -9,9 +9,11 @@ DIGITS = 10
 
 
 class Game:
-    """One game. A guess is one digit. The reply "+" means that the secret is larger, "-" that the secret is smaller, "=" that it was found.
+    """One game. In each turn the policy guesses one digit and gets a reply.
 
-    The reply to a turn that is no digit is "?".
+    The reply "+" means that the secret is larger than the guess. "-" means that the secret is smaller. "=" means that
+    the guess is the secret.
+    "?" means that the guess is not a digit.
     """
 
     def __init__(self, secret: int, num_guesses: int) -> None:
@@ -23,7 +25,7 @@ class Game:
     def step(self, completion: str) -> Reply:
         self.num_left -= 1
         if not completion.isdecimal() or len(completion) > 1:
-            return Reply(observation="?", is_over=self.num_left == 0)  # no digit: the turn still counts as a guess
+            return Reply(observation="?", is_over=self.num_left == 0)  # not a digit: the turn still counts as a guess
         guess = int(completion)
         if guess == self.secret:
             return Reply(observation="=", reward=1.0, is_over=True)
@@ -31,10 +33,12 @@ class Game:
 
 
 class GuessingGame:
-    """Games in which the ten secrets are equally frequent. The reward of a game is 1 if the secret is found within `num_guesses` guesses.
+    """The task: games in which the ten secrets are equally frequent. The reward is 1 if the policy finds the secret
+    within `num_guesses` guesses.
 
-    There are only ten distinct games, so none can be held out of training. The held-out problems are the games whose secret is below
-    num_held_out, and training has these games, too.
+    Only ten distinct games exist, so no game can be held out of training. The "held-out" problems are the games whose
+    secret is below
+    num_held_out. Training has these games, too.
     """
 
     def __init__(self, *, seed: int, num_held_out: int, num_guesses: int = 4) -> None:

@@ -1,4 +1,4 @@
-"""Limits that a client checks before it sends a call.
+"""Limits that a client checks before it sends a call to an actor.
 
 If the client spawned the actor, the limits come from the config. Otherwise the limits come from the actor's info.
 """
@@ -49,7 +49,8 @@ class TrainerLimits:
         )
 
     def check_training(self, call: str, samples: Sequence[Sample], loss: Loss | None) -> None:
-        """Raises ValueError or TypeError for samples that the ranks would refuse, and ValueError for a trainer that only infers."""
+        """Raises ValueError or TypeError for samples that the ranks would refuse, and ValueError if the trainer has no
+        optimizer."""
         require_optimizer(call, self.optimizer)
         self.check_samples(samples, loss)
 
@@ -59,7 +60,7 @@ class TrainerLimits:
             require_optimizer(f"{call}(optimizer=True)", self.optimizer)
 
     def check_optim_params(self, params: OptimParams) -> None:
-        """Raises ValueError or TypeError for parameters that are out of range or that the optimizer lacks."""
+        """Raises ValueError or TypeError if a parameter is out of range, or if the optimizer does not have it."""
         require_optimizer("optim_step", self.optimizer)
         validate_optim_params(params, self.optimizer, self.optimizer_fields)
 
@@ -96,11 +97,11 @@ class TrainerLimits:
 class GeneratorLimits:
     max_model_len: int  # largest number of tokens of a prompt and its completion together
     vocab_size: int
-    max_adapters: int  # number of adapters that the requests of one step may use
+    max_adapters: int  # number of adapters that the requests of one step may use; 0: no adapter can be loaded
     max_adapter_rank: int
 
     def check_adapter(self, directory: Path) -> None:
-        """Raises ValueError for a directory whose adapter the generator would refuse."""
+        """Raises ValueError if the generator would refuse the adapter in this directory."""
         adapters.require_possible(directory, max_adapters=self.max_adapters, max_rank=self.max_adapter_rank)
 
     def check_prompts(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:

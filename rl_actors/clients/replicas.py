@@ -1,6 +1,8 @@
-"""A client may have several generators. A `Replica` is the slot of one of them.
+"""A client may have several generators. A `Replica` is the entry for one generator in the client's list.
 
-When the generator of a slot dies, another one with the same config is spawned into the slot.
+When the generator of a replica dies, the replica spawns another generator with the same config. In this file "the
+fleet" is the list of
+replicas (fleet.py).
 
 The states of a replica, and the transitions between them:
 
@@ -9,7 +11,8 @@ starting ──► stale ──► healthy ──► dead ──► restarting �
                └──────────┘ make_stale
 
 From every state except retired a replica becomes dead when a process of its generator has ended or is silent. A replica becomes healthy only after a
-complete pull of the version that the others have. So it never generates with weights of which only a part has arrived.
+complete pull of the version that the other replicas have. So it never generates with weights of which only a part has
+arrived.
 """
 
 import asyncio
@@ -30,37 +33,40 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Watcher:
-    """The functions of a fleet that its replicas call."""
+    """Functions of the fleet that a replica calls."""
 
     changed: Callable[["Replica", str], None]
-    """Called with a replica whose state has changed, and with a line of text for the user. The line is empty if the user need not know."""
+    """Called with a replica whose state has changed, and with a line of text for the user. The line may be empty."""
     returned: Callable[[GeneratorReturn], None]
     """Called with the record of a replica that is healthy again after a death."""
     refit: Callable[["Replica"], Awaitable[None]]
-    """Pulls the newest version into a replica. Raises an error if that fails for good."""
+    """Pulls the newest version of the weights into a replica. Raises an error if the pull fails and is not tried
+    again."""
     may_restart: Callable[[], Awaitable[object]]
-    """Waits until the fleet allows a start. It allows none while its generators sleep; see Fleet.sleep."""
+    """Waits until the fleet allows the start of a generator. The fleet allows no start while its generators sleep; see
+    Fleet.sleep."""
 
 
 class Replica:
-    """The slot of a generator.
+    """A generator and its replacements.
 
-    `live` restarts a dead generator, but only one that this client spawned. A generator that the user spawned is left alone.
+    `live` restarts a dead generator if this client spawned it. `live` does not watch or restart a generator that the
+    user spawned.
     """
 
     def __init__(self, name: str, spawn: Callable[[], OneGenerator], policy: RestartPolicy, watcher: Watcher) -> None:
         self.name, self.spawn, self.policy, self.watcher = name, spawn, policy, watcher
         self.state: ReplicaState = "starting"
-        self.was_ready = False  # whether it was ever healthy
-        self.cause: Exception | None = None  # why it is retired
+        self.was_ready = False  # whether this replica was ever healthy
+        self.cause: Exception | None = None  # the error because of which this replica is retired
         self.restarts = Restarts(policy)
         self.silent_after = (
             policy.silent_after
         )  # seconds without a sign of life after which the generator counts as dead
         self.client = spawn()
-        self._death: asyncio.Future[Exception]  # the death of self.client; set once live() has begun to watch it
+        self._death: asyncio.Future[Exception]  # the death of self.client; exists once live() watches self.client
         self._died: tuple[float, float, Exception] | None = (
-            None  # first death since it was healthy: time.time(), time.monotonic() and the error
+            None  # first death since the replica was healthy: time.time(), time.monotonic() and the error
         )
         self._is_final = False  # whether no restart follows the last death
         self._is_stale = asyncio.Event()
@@ -77,11 +83,11 @@ class Replica:
                 with contextlib.suppress(Exception):
                     await self.client.kill()
                 await self._restart(cause)
-        except Exception as error:  # a bug; without this handler the callers of the replica would wait for ever
+        except Exception as error:  # a bug; without this handler, calls would wait for ever for a healthy replica
             self._retire(error)
 
     async def _begin(self) -> None:
-        """For a generator spawned by the caller: wait until it is set up. It is not watched later."""
+        """Wait until a generator that the caller spawned is set up. `live` does not watch such a generator later."""
         try:
             await self.client.ready()
         except Exception as error:
@@ -100,7 +106,8 @@ class Replica:
             self._tasks = []
 
     def expect_signs(self, silent_after: float) -> None:
-        """From now on count the generator as dead after this many seconds without a sign of life. A shorter time set before still applies."""
+        """From now on, the generator counts as dead after this many seconds without a sign of life. If a shorter time
+        was set before, that time still applies."""
         if silent_after >= self.silent_after:
             return
         self.silent_after = silent_after
@@ -108,7 +115,7 @@ class Replica:
             self._tasks.append(asyncio.ensure_future(self._watch(self.client)))
 
     async def _restart(self, cause: Exception) -> None:
-        """Spawn another generator after a pause, or retire."""
+        """Spawn another generator after a pause. If no restart is allowed, retire the replica."""
         if self._is_final:
             self._retire(cause)
             return
@@ -130,7 +137,7 @@ class Replica:
         self.watcher.changed(self, f"{self.name} is not started again: {cause}" if self.was_ready else "")
 
     async def _watch(self, client: OneGenerator) -> None:
-        """Wait for the end of a process, or for its silence."""
+        """Wait until a process of the generator has ended or has been silent for too long."""
         death = await client.death(self.silent_after)
         if death is not None:
             self.lose(client, death)
@@ -148,7 +155,7 @@ class Replica:
         except Exception as error:
             cause = error
             if not isinstance(error, ActorDiedError | ActorSilentError):
-                # If the first start fails although no process has died, another start would fail, too.
+                # The first start has failed although no process has died. Another start would fail, too.
                 self._is_final = not self.was_ready
                 if self.was_ready:
                     cause = ActorDiedError(f"{self.name} did not start again: {error!r}", self.name)
@@ -167,13 +174,15 @@ class Replica:
         self.watcher.changed(self, f"{self.name} is back after {seconds:.1f} s")
 
     def make_stale(self, cause: Exception) -> None:
-        """Mark a healthy replica as one whose weights differ from the others', until a pull has succeeded."""
+        """Mark a healthy replica as stale until a pull has succeeded. Its weights differ from those of the other
+        replicas."""
         logger.warning("%s does not have the weights of the last pull: %r", self.name, cause)
         self.state = "stale"
         self._is_stale.set()
 
     def lose(self, client: OneGenerator, cause: Exception) -> None:
-        """Mark a generator as dead, so that calls are sent to others. Does nothing if another generator has taken its place already."""
+        """Mark a generator as dead, so that calls go to other generators. Does nothing if it is dead already or has
+        been replaced."""
         if client is not self.client or self._death.done():
             return
         self._death.set_result(cause)

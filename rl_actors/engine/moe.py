@@ -1,9 +1,12 @@
 """Three corrections to torchtitan's mixture of experts.
 
-`Experts` compute in the dtype of their input. `wait_for_input` makes sure that the input of the experts gets its whole gradient.
+`Experts` compute in the dtype of their input. `wait_for_input` makes sure that gradients flow through the input of the
+experts.
 `RouterCounters` keeps padding out of the routers' counters.
 
-B rows, L row length, R routed tokens, D hidden size, F width of an expert, E experts, K experts per token.
+In shapes, B is the number of rows, L the length of a row, R the number of routed tokens, D the hidden size, F the inner
+width of an expert,
+E the number of experts and K the number of experts per token.
 """
 
 from dataclasses import dataclass
@@ -22,8 +25,9 @@ from rl_actors.engine.batch import PackedBatch
 class Experts(GroupedExperts):
     """Experts that compute in the dtype of their input.
 
-    torchtitan's experts always cast to bfloat16. If they were used, two float32 runs that should give equal results would differ by about
-    1e-2.
+    torchtitan's experts always cast to bfloat16. With torchtitan's experts, two float32 runs that should give equal
+    results would differ by
+    about 1e-2.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -41,10 +45,13 @@ class Experts(GroupedExperts):
 def wait_for_input(model: nn.Module) -> None:
     """Make the experts wait until the all-gather of their input is done.
 
-    In a sequence-parallel model the ranks gather the positions of each row before the experts. With several rows torch has to rearrange the
-    gathered data, so it waits. With one row there is nothing to rearrange, and the experts get a tensor whose all-gather may still run. The
-    experts run inside torch's local_map, which takes the plain tensor out of such a tensor. Autograd does not know the plain tensor. So the
-    gradient would end there, and would not reach the layers before the experts.
+    In a sequence-parallel model the ranks all-gather the positions of each row before the experts. With several rows
+    torch has to rearrange
+    the gathered data, so it waits for the all-gather. With one row torch need not rearrange the data. The experts then
+    get an
+    AsyncCollectiveTensor, whose all-gather may still run. The experts run inside torch's local_map. local_map unwraps
+    an AsyncCollectiveTensor
+    to a plain tensor, which autograd does not track. The gradient would then not reach the layers before the experts.
     """
     for block in model.layers.values():
         if block.moe_enabled:
@@ -61,9 +68,12 @@ def _wait_for_all_gather(module: nn.Module, args: tuple) -> tuple:
 class RouterCounters:
     """Keeps padding out of torchtitan's counters of tokens per expert, and resets them at the end of a step.
 
-    The counts drive the load-balancing bias. torchtitan also counts padding, whose amount depends on the packing. This class subtracts
-    the padding, so that the bias is the same for any split of the samples. The routers count only in training mode. A call that only computes
-    outputs, without a backward pass, runs in eval mode and adds nothing. A dense model has no counters.
+    torchtitan computes the load-balancing bias from the counts. torchtitan also counts padding, and the amount of
+    padding depends on the
+    packing. This class subtracts the padding, so that the bias does not depend on how the samples are packed. The
+    routers count only in
+    training mode. A call without a backward pass runs in eval mode, so it does not change the counters. A dense model
+    has no counters.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -84,7 +94,8 @@ class RouterCounters:
     def _subtract_padding(self, moe: MoE, router: nn.Module, args: tuple, output: tuple[Tensor, ...]) -> None:
         """Forward hook of a router: lowers the counter of every expert that a padding position chose.
 
-        After this hook, torchtitan's block counts all positions, padding included, so the padding cancels out.
+        After this hook has run, torchtitan's MoE block adds all positions, including padding, to the counters. So the
+        padding cancels out.
         """
         if not moe.training:
             return
@@ -92,14 +103,15 @@ class RouterCounters:
         is_padding_BL = self.is_padding_BL
         assert is_padding_BL is not None
         if isinstance(expert_ids_BLK, DTensor):
-            # Under expert and tensor parallelism each rank routes, and counts, a part of the row.
+            # Under expert and tensor parallelism each rank routes and counts only some positions of each row.
             mesh, placements = expert_ids_BLK.device_mesh, expert_ids_BLK.placements
             is_padding_BL = _local(distribute_tensor(is_padding_BL, mesh, placements, src_data_rank=None))
         counts_E = _local(moe.tokens_per_expert_E)
         ids_BLK = _local(expert_ids_BLK)
         padding_BLK = is_padding_BL[..., None].expand_as(ids_BLK).to(counts_E.dtype)
-        # All positions are scattered, and those that are not padding add 0. If only the padding were selected, the host would have to wait
-        # for the device.
+        # scatter_add_ gets all positions, and positions that are not padding add 0. To select only the padding, the
+        # host would have to wait for
+        # the device.
         counts_E.scatter_add_(0, ids_BLK.flatten(), -padding_BLK.flatten())
 
 

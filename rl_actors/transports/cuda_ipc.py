@@ -1,9 +1,12 @@
-"""Memory of a GPU that other processes of the host can open, for slots on a GPU. The module also pins host memory, for slots on the host.
-A slot is the memory in which a rank keeps its part of one version of the weights (slots.py).
+"""GPU memory that other processes of the host can open, for slots on a GPU. The module also pins host memory, for slots
+on the host.
+A slot is the memory in which a rank keeps its shards of one version of the weights (slots.py).
 
-torch's own sharing of CUDA tensors counts references in files of /dev/shm, which stay behind when a process is killed. So this module calls
-CUDA itself. It calls cudaMalloc once per slot, and `SlotAddress.handle` is CUDA's handle of this memory, 64 bytes. A reader opens the
-handle once per slot, by cudaIpcOpenMemHandle.
+torch can share CUDA tensors, too, but it counts references in files of /dev/shm. These files stay when a process is
+killed. So this module
+calls CUDA itself. It calls cudaMalloc once per slot. `SlotAddress.handle` is CUDA's handle of this memory and has 64
+bytes. A reader calls
+cudaIpcOpenMemHandle once per slot.
 
 docs/loop.md has a measurement on two GPUs. tests/gpu/test_weights.py tests this module.
 """
@@ -19,8 +22,9 @@ from torch import Tensor
 
 HANDLE_BYTES = 64
 BLOCK = 2 << 20
-"""The size of an allocation is a multiple of this number of bytes. CUDA would put several smaller allocations into one block, and a handle
-opens its whole block."""
+"""Each allocation is a multiple of this number of bytes, so that it has blocks of its own. CUDA puts several smaller
+allocations into one
+block, and a handle opens a whole block."""
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess: allows a reader that computes on another GPU
 READ_ONLY = 8  # cudaHostRegisterReadOnly
 
@@ -42,12 +46,12 @@ def cudart() -> ctypes.CDLL:
 
 def _check(code: int, call: str) -> None:
     if code:
-        cudart().cudaGetLastError()  # otherwise a later call of torch would report this error as its own
+        cudart().cudaGetLastError()  # clears the error; otherwise a later call of torch would report it
         raise RuntimeError(f"{call}: {cudart().cudaGetErrorString(code).decode()}")
 
 
 class Memory:
-    """Bytes at an address of a GPU, in the form from which torch makes a tensor without a copy."""
+    """Bytes at an address of a GPU. torch can make a tensor of this object without a copy."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -59,7 +63,7 @@ class Memory:
 
 
 class DeviceMemory:
-    """Memory on a GPU of this process, and its handle for other processes. The memory lives as long as this object."""
+    """Memory that this process allocates on a GPU, and its handle for other processes. It is freed with this object."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         with torch.cuda.device(device):
@@ -77,10 +81,12 @@ class DeviceMemory:
 
 
 class OpenedMemory:
-    """GPU memory of another process. The constructor opens the memory. It is closed when this object is garbage-collected."""
+    """GPU memory of another process. The constructor opens the memory, and the garbage collection of this object closes
+    it."""
 
     def __init__(self, handle: bytes, num_bytes: int, gpu: str) -> None:
-        """Raises PermissionError if this process does not see the GPU, or may not open its memory."""
+        """gpu: an id from `gpu_id`. Raises PermissionError if this process does not see the GPU, or cannot open the
+        memory."""
         device = device_of(gpu)
         if device is None:
             raise PermissionError(
@@ -101,7 +107,7 @@ class OpenedMemory:
 
 
 def gpu_id(device: torch.device) -> str:
-    """An id of a GPU, which is the same in all processes of the host."""
+    """The id (UUID) of a GPU. It is the same in all processes of the host."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -117,7 +123,8 @@ def device_of(gpu: str) -> torch.device | None:
 
 @contextlib.contextmanager
 def copies_end() -> Iterator[None]:
-    """Context manager that waits, when its body ends or raises an error, until all copies that the body has begun are done."""
+    """Context manager. When its body ends or raises an error, it waits until all copies that the body has begun are
+    done."""
     try:
         yield
     finally:

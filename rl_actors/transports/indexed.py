@@ -1,6 +1,8 @@
-"""Base class of the transports that keep only an index of versions in one place. The index holds the manifests, and no tensors.
+"""Base class of the transports that store only an index of the versions of the weights.
 
-Readers get the tensors straight from the slots of the trainer's ranks (slots.py).
+The index has a manifest for each version, and no tensors. A manifest lists the tensors of a version and says where they
+are. A slot is memory
+of a trainer rank with the rank's shards of one version (slots.py). Readers read the tensors directly from the slots.
 """
 
 import logging
@@ -25,15 +27,17 @@ logger = logging.getLogger(__name__)
 
 
 class IndexedTransport(Transport):
-    """A transport whose index is kept by a subclass. The tensors of a version are in slots of the processes that put the tensors."""
+    """A transport with an index, which a subclass implements. The tensors of a version are in slots of the ranks that
+    called `put_tensors`."""
 
     kind = "slots"
 
     def __init__(self, weights: WeightsConfig | None = None) -> None:
         self.weights = WeightsConfig() if weights is None else weights
-        # A reader signs its requests with the secret. This proves to a rank's server that the reader has this transport.
+        # A reader signs its requests with the secret. The signature proves to a rank's server that the reader has this
+        # transport object.
         self.secret = secrets.token_bytes(32)
-        # Rank -> the snapshot of the rank, and rank -> the server of the rank, for the ranks that run in this process.
+        # The snapshots and the servers of the ranks that run in this process. Key: rank.
         self._snapshots: dict[int, Snapshot] = {}
         self._servers: dict[int, SlotServer] = {}
 
@@ -66,7 +70,10 @@ class IndexedTransport(Transport):
         return place
 
     def _needs_server(self, slot: Slot) -> bool:
-        """True if a reader may need a server: the config asks for one, or a reader may be on another host or fail to open GPU memory."""
+        """True if a reader may need a server.
+
+        A reader needs one if the config asks for it, if the reader is on another host, or if it cannot open GPU memory.
+        """
         return (
             self.weights.path in ("tcp", "point_to_point")
             or bool(self.weights.address)
@@ -89,9 +96,9 @@ class IndexedTransport(Transport):
         return SlotSource(manifest=manifest, path=weights.path, timeout=weights.timeout, secret=self.secret)
 
     async def delete(self, manifest: Manifest) -> None:
-        """Remove the manifest. The slots of the version stay, and later versions are written into them."""
+        """Remove the manifest. The slots of the version stay, and the ranks write later versions into them."""
         await self.delete_object(f"{manifest.key}/manifest")
 
     @abstractmethod
     async def delete_object(self, key: str) -> None:
-        """Remove a value that put_object has put."""
+        """Remove a value that put_object has stored."""

@@ -1,8 +1,11 @@
-"""The work of a vLLM worker at a pull: it opens the version that a source names, and loads the tensors one at a time.
+"""The work of a vLLM worker during a pull of weights.
 
-vLLM adds the methods of WeightsExtension to its worker class. They run in the worker's process, which is the actor's own or another one.
-A pull opens the version first, which changes nothing, and then loads it. A worker returns its error instead of raising it, so that the
-answers of all workers are read.
+vLLM adds the methods of WeightsExtension to its worker class. They run in the worker's process. This is the generator
+actor's process or
+another process. In a pull the worker first opens the version that a Source names. This does not change the model. Then
+it loads the tensors
+of the version one at a time. A worker returns its error instead of raising it. So the pull can read the answers of all
+workers.
 """
 
 import contextlib
@@ -34,17 +37,18 @@ NO_WEIGHTS_TO_LOAD = {
     # A tied head has the weights of the embedding. A pull refuses any other head without weights.
     "ParallelLMHead: Failed to load weights",
 }
-"""Warnings of a reload that are dropped. The layers that they name never have weights of their own to load."""
+"""Warnings of a reload that this module drops. The layers that the warnings name never have weights of their own to
+load."""
 
 
 class WeightsExtension:
-    """Methods that vLLM's worker gets. `collective_rpc` calls them by name."""
+    """Methods that vLLM adds to its worker. `collective_rpc` calls them by name."""
 
     opened: contextlib.ExitStack | None = None
     version: OpenVersion | None = None
     plan: Plan | None = None
 
-    if TYPE_CHECKING:  # vLLM's worker has these
+    if TYPE_CHECKING:  # members of vLLM's worker
         vllm_config: VllmConfig
         model_runner: GPUModelRunner
 
@@ -54,8 +58,9 @@ class WeightsExtension:
     def remove_shared_names(self) -> int:
         """Remove the names of the memory that vLLM's ranks share on a CPU. Returns the pid of this process.
 
-        A process that is killed does not remove these names. By now all ranks have opened the memory, so no process needs the names. The
-        memory is freed when the processes end.
+        vLLM itself would not remove the names if its process were killed. When this method runs, all ranks have opened
+        the memory, so no process
+        needs the names. The kernel frees the memory when the processes end.
         """
         if ident := os.environ.get("VLLM_DIST_IDENT"):
             for segment in SHARED_MEMORY.glob(f"{ident}-*-cpushm_*"):
@@ -63,7 +68,7 @@ class WeightsExtension:
         return os.getpid()
 
     def releasable_bytes(self) -> int:
-        """Bytes of the device that a sleep releases: those of vLLM's own allocator. 0 on a CPU."""
+        """Bytes of device memory that a sleep releases. They are the bytes of vLLM's own allocator. 0 on a CPU."""
         if not torch.cuda.is_available():
             return 0
         from vllm.device_allocator import get_mem_allocator_instance
@@ -71,7 +76,8 @@ class WeightsExtension:
         return get_mem_allocator_instance().get_current_usage()
 
     def answer(self, method: str, *arguments: object) -> tuple[object, bytes]:
-        """Call a method below. Returns (its result, b""), or (None, its pickled error) if it fails."""
+        """Call another method of this class. Returns (result of the method, b""). If the method fails, returns (None,
+        the pickled error)."""
         try:
             return getattr(self, method)(*arguments), b""
         except Exception as error:
@@ -81,7 +87,8 @@ class WeightsExtension:
     def open_version(self, payload: bytes) -> tuple[str, str, int, float]:
         """Open the version of a pickled Source, and keep it open. The model does not change.
 
-        Returns (path of the bytes, the reason for the path, bytes of the version, seconds).
+        Returns (way of the bytes, such as "tcp"; reason why this way was chosen; number of bytes of the version;
+        seconds).
         """
         begin = time.perf_counter()
         source: Source = pickle.loads(payload)
@@ -103,9 +110,9 @@ class WeightsExtension:
         return self.version
 
     def load_version(self) -> float:
-        """Replace all weights by those of the open version. Returns the seconds that it took.
+        """Replace all weights by those of the open version. Returns the number of seconds that the load took.
 
-        If it fails, the model may hold weights of two versions.
+        If the load fails, the model may hold weights of two versions.
         """
         begin = time.perf_counter()
         version, model = self._open_version(), self.get_model()
@@ -117,7 +124,8 @@ class WeightsExtension:
         return time.perf_counter() - begin
 
     def _plan_for(self, version: OpenVersion, model: nn.Module) -> Plan:
-        """The place of every tensor in the live parameters. Empty: vLLM must reload the weights. The first pull makes the plan."""
+        """Where to copy every tensor in the parameters of the model. Empty: vLLM must reload the weights. The first
+        pull makes the plan."""
         if self.plan is None:
             self.plan = {}
             if is_possible(model, self.vllm_config):
@@ -137,7 +145,8 @@ class WeightsExtension:
                 raise
 
     def apply_to_prompts(self) -> None:
-        """Let adapters of the output projection apply to the logits of prompts, too. vLLM maps only sampled positions to adapters."""
+        """Apply adapters of the output projection to the logits of prompts, too. vLLM itself knows the adapters of
+        sampled positions only."""
         from vllm.lora.layers import LogitsProcessorWithLoRA
 
         heads = [module for module in self.get_model().modules() if isinstance(module, LogitsProcessorWithLoRA)]
@@ -147,9 +156,9 @@ class WeightsExtension:
             runner._get_prompt_logprobs_dict = PromptLogprobs(head, runner._get_prompt_logprobs_dict)
 
     def load_adapter(self, adapter_id: int, rank: int, alpha: float, modules: list[str]) -> float:
-        """Replace the adapter by the tensors of the open version. Returns the seconds that it took.
+        """Replace the adapter by the tensors of the open version. Returns the number of seconds that the load took.
 
-        vLLM's own call reads an adapter from a directory. This method makes vLLM's object of an adapter from tensors.
+        vLLM's own call reads an adapter from a directory. This method makes vLLM's adapter object from tensors.
         """
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
@@ -176,7 +185,10 @@ class WeightsExtension:
 
 
 class PromptLogprobs:
-    """vLLM's computation of prompt logprobs, in which the rows of a prompt get the adapter of their own request."""
+    """vLLM's computation of prompt logprobs. Every row (position) of a prompt gets the adapter of the prompt's request.
+
+    In shapes, T is the number of positions, D the hidden size and V the size of the vocabulary.
+    """
 
     def __init__(self, head: Any, compute: Callable[[Tensor, dict[str, int]], Any]) -> None:
         """head: the output projection with adapters."""
@@ -192,7 +204,11 @@ class PromptLogprobs:
             self.head.punica_wrapper, self.hidden_TD = self.punica, torch.empty(0)
 
     def add_lora_logits(self, logits_TV: Tensor, x_TD: Tensor, a_S1RD: Tensor, b_S1VR: Tensor, scale: float) -> Tensor:
-        """Add the adapter's part to the logits of one prompt. S places for adapters, R rank. x: rows of `hidden`, all of one request."""
+        """Add the adapter's term to the logits of one prompt. S is the number of adapters that vLLM can hold, and R is
+        their LoRA rank.
+
+        x_TD: a view of rows of `hidden_TD`. All rows belong to one request.
+        """
         row = (x_TD.storage_offset() - self.hidden_TD.storage_offset()) // self.hidden_TD.stride(0)
         slot = int(self.punica.token_lora_indices[row])
         if slot >= 0:
@@ -203,7 +219,7 @@ class PromptLogprobs:
 
 
 def pickled(error: Exception) -> bytes:
-    """The pickled error, or a RuntimeError with its text if it cannot be pickled and unpickled."""
+    """The pickled error. If the error cannot be pickled and unpickled, a pickled RuntimeError with its text."""
     try:
         data = pickle.dumps(error)
         if type(pickle.loads(data)) is type(error):
@@ -217,15 +233,15 @@ def cast_tensors(version: OpenVersion, dtype: torch.dtype) -> Iterator[tuple[str
     """The tensors of a version in this dtype, one at a time."""
     for name, tensor in version.tensors():
         yield name, tensor.to(dtype)
-        del tensor  # so that its memory is free before the next tensor is put together
+        del tensor  # so that its memory is free before the next tensor is assembled
 
 
 def _end_reload(model: nn.Module, config: "ModelConfig") -> None:
-    """Make another reload possible after a failed one. The model may then hold weights of two versions."""
+    """End a failed reload, so that another reload is possible. The model may then hold weights of two versions."""
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
 
     logger = logging.getLogger(RELOAD_LOGGER)
-    logger.addFilter(_drop)  # vLLM would warn of every layer that has not got its weights
+    logger.addFilter(_drop)  # vLLM would warn about every layer without new weights
     try:
         finalize_layerwise_reload(model, config)
     finally:
