@@ -98,7 +98,7 @@ def trainer_config() -> TrainerConfig:
 def measure_throughput(num_samples: int, repeats: int, ways: Sequence[str]) -> None:
     """Time forward_backward in every way of packing.
 
-    Record a result for each way except PADDED, which compares this way with PADDED.
+    For each way except PADDED, record a result that compares the way with PADDED.
     """
     from rl_actors.engine.train_engine import TrainEngine
 

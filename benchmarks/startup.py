@@ -1,12 +1,11 @@
-"""Measures the seconds of the config `tiny`, which `make grpo` runs: the parts of its start, its closing, and the whole
-run.
+"""Measures the parts of a start, the closing, and the whole run of the config `tiny`, which `make grpo` runs.
 
 python -m benchmarks startup                                  # three starts
 python -m benchmarks startup --whole                          # three whole runs
 python -m benchmarks startup --whole --seeds 0 1 2 3 4        # one whole run with each seed
 
 Without `--whole` a run has one supervised step and one GRPO step. Further flags are passed on to the controller. The files that a run
-writes show when each part of the run ends:
+writes show when each part of the run ends. A part begins when the part before it ends:
 
 - imports: until config.json exists. The run has then checked the config, and built the task and the tokenizer.
 - spawn: until the log files of trainer and generator exist.

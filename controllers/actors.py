@@ -69,9 +69,9 @@ class StartAgainError(Exception):
 
 
 class Actors:
-    """The transport, the trainers and the generator of a run.
+    """Holds the transport, the trainers and the generator of a run.
 
-    This class watches them, replaces them when they have died, and closes them.
+    Watches these actors, replaces actors that have died, and closes all of them.
 
     The actors have names, called roles: "trainer", "generator", "reference", "critic" and "store". The store is the process of the
     transport. A spawn method returns the client of its role, and makes a new client only if the role has none.
@@ -221,9 +221,10 @@ class Actors:
         return None
 
     async def _silent_on_hosts(self) -> str | None:
-        """The role of the first model that has a process that does not answer. None if all answer, or if the run has no other hosts.
+        """The role of the first model that has a process that does not answer.
 
-        This check is needed because Monarch may be late to report the death of a process on another host.
+        None if all answer, or if the run has no other hosts. This check is needed because Monarch may be late to report
+        the death of a process on another host.
         """
         if self.placement.all is None:
             return None
@@ -321,7 +322,7 @@ class Actors:
     async def close(self) -> None:
         """End all actors and close the transport, in at most CLOSE_TIMEOUT seconds.
 
-        Then close the connections to the hosts.
+        Then end the workers on other hosts that a job of this run has started.
         """
         for watch in self._watches.values():
             watch.cancel()
@@ -349,7 +350,7 @@ async def _end(task: asyncio.Task[T]) -> None:
 def shares_gpu(config: "RunConfig") -> bool:
     """True if the generator shares a GPU with a rank of the trainer.
 
-    This rank must not allocate memory while vLLM measures the free memory.
+    If it does, the trainer's rank must not allocate memory while vLLM measures the free memory.
     """
     return torch.cuda.is_available() and overlap(config.trainer.gpus(), config.generator.gpus())
 

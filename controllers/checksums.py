@@ -21,7 +21,6 @@ def write(folder: Path, others: Mapping[str, str]) -> None:
 
     others: the name and content of files that will be written later. Their checksums are written, too.
 
-
     Raises OSError naming the file that cannot be read or written.
     """
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != FILE]

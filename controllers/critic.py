@@ -28,7 +28,7 @@ FOLDER = "critic"
 @dataclass(kw_only=True)
 class CriticConfig:
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(learning_rate=1e-5))
-    """Learning rate of the critic at each step after the supervised steps.
+    """Learning rate of the critic at each step. Steps are counted from the end of the supervised steps.
 
     The default 1e-5 is verl's default for a critic. It is ten times verl's rate for a policy.
     """
@@ -38,11 +38,11 @@ class CriticConfig:
     On a CPU this field has no effect.
     """
     clip: float | None = 0.5
-    """Limit on the change of a value in one step. A change beyond the limit does not lower the loss. verl and OpenRLHF
-    use 0.5.
-    None: no limit."""
+    """Limit on the change of a value in one step. A change beyond the limit does not lower the loss.
+
+    verl and OpenRLHF use 0.5. None: no limit."""
     warmup_steps: int = 0
-    """Number of first steps that train only the critic and leave the policy unchanged (VC-PPO, arXiv 2503.01491)."""
+    """Number of steps before the policy's first step that train only the critic (VC-PPO, arXiv 2503.01491)."""
 
     def validate(self) -> None:
         self.schedule.validate()
@@ -82,7 +82,7 @@ class Critic:
         """Advantages and returns of the samples, from their rewards and the result of `values`.
 
         An action is a position whose loss weight is not 0. rewards: [T] for each sample, the reward of each action.
-        is_cut_off: True for a sample that a limit has ended, and not the policy or the environment. If gae.bootstrap is
+        is_cut_off: True if a limit has ended the sample, and not the policy or the environment. If gae.bootstrap is
         True, the last state of this sample has the critic's value. Otherwise it has the value 0.
         """
         values = [row[:-1] for row in values_of_states]

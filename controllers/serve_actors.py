@@ -2,7 +2,6 @@
 
 The service runs no training loop. These commands start a service and ask for its status:
 
-
 python -m controllers.serve_actors --config tiny --address tcp://127.0.0.1:4400
 python -m controllers.serve_actors status tcp://127.0.0.1:4400
 

@@ -18,8 +18,8 @@ from rl_actors.model_config import ModelConfig
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 
-# Keys are torchtitan's names of layer configs. Values are peft's names of the layers that torchtitan builds from this
-# config. For example, torchtitan builds wk and wv from the config wkv.
+# Keys are torchtitan's names of layer configs. Values are peft's names of the layers that torchtitan builds from the
+# config. For example, torchtitan builds two layers from the config wkv.
 ATTENTION = {"wq": ("q_proj",), "wkv": ("k_proj", "v_proj"), "wo": ("o_proj",)}
 MLP = {"w1": ("gate_proj",), "w2": ("down_proj",), "w3": ("up_proj",)}
 UNEMBED = {"lm_head": ("lm_head",)}
@@ -45,7 +45,7 @@ def modules(config: LoRAConfig) -> list[str]:
 def served(model: ModelConfig) -> list[str]:
     """The layers to which a generator applies adapters, by peft's names.
 
-    They are all layers whose adapters a trainer can train.
+    A trainer can train adapters on the same layers, and on no others.
     """
     return modules(LoRAConfig(rank=1, train_mlp=not model.num_experts, train_unembed=not model.tie_word_embeddings))
 
@@ -128,7 +128,7 @@ def require_possible(directory: Path, *, max_adapters: int, max_rank: int) -> No
 def require_fits(directory: Path, weights: Mapping[str, tuple[int, ...]], layers: list[str]) -> None:
     """Raises ValueError naming the directory and the tensor if the adapter does not fit the model.
 
-    It does not fit if it has a tensor for which the model has no layer of this shape, or only one of a layer's two tensors A and B.
+    The adapter does not fit if it has a tensor that fits no layer of the model, or if it has only one of a layer's two tensors A and B.
 
     weights: shapes of the model's weights by their Hugging Face names. layers: the layers that may have adapters, by
     peft's names.

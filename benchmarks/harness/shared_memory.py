@@ -1,7 +1,7 @@
 """Finds the segments of shared memory (files in /dev/shm) that a run's processes use, and those that are left after the run.
 
-A segment is identified by its inode and not by its name. A process maps a new semaphore under a temporary name, before the
-semaphore gets its own name.
+A segment is identified by its inode and not by its name. For example, a process maps a new POSIX semaphore under a
+temporary name, before the semaphore gets its own name.
 """
 
 import contextlib

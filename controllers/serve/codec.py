@@ -170,8 +170,8 @@ class Datum:
 
     tokens: np.ndarray  # [T] int64
     inputs: Mapping[str, np.ndarray]  # each [T] or [T, K], dense; float32, int64 or int32
-    # [T] bool: True where a target is a sampled token. The client's spans of the loss inputs say so. None if it sent no
-    # spans.
+    # [T] bool: True where a target is a sampled token, according to the client's spans of the loss inputs. None if the
+    # client sent no spans.
     is_sampled: np.ndarray | None = None
 
 
@@ -187,7 +187,7 @@ class ForwardBackwardCall:
     message: Any = field(repr=False)
 
     def data(self) -> list[Datum]:
-        """The datums. Raises ValueError that names an unreadable datum and its fault."""
+        """The datums. If a datum cannot be read, raises ValueError with the datum's index and the reason."""
         found = []
         for index, datum in enumerate(self.message.data):
             try:
@@ -271,7 +271,10 @@ def shaped(values: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
 def dense_of_csr(
     values: np.ndarray, crow: np.ndarray, col: np.ndarray, shape: tuple[int, ...], name: str
 ) -> np.ndarray:
-    """A matrix from compressed sparse rows; entries that are not listed are 0. Raises ValueError for indices that do not fit."""
+    """A matrix from compressed sparse rows. Entries that are not listed are 0.
+
+    Raises ValueError for indices that do not fit the shape.
+    """
     if len(shape) != 2 or any(size < 0 for size in shape) or shape[0] * shape[1] > MAX_ELEMENTS:
         raise ValueError(f"{name} is sparse with shape {shape}; it must be [T, K] with at most {MAX_ELEMENTS} elements")
     dense = np.zeros(shape, values.dtype)
@@ -280,7 +283,10 @@ def dense_of_csr(
 
 
 def rows_of_csr(num_values: int, crow: np.ndarray, col: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
-    """[num_values]: the row of each value of a matrix [T, K] in compressed sparse rows. Raises ValueError for indices that do not fit."""
+    """[num_values]: the row of each value of a matrix [T, K] in compressed sparse rows.
+
+    Raises ValueError for indices that do not fit the shape.
+    """
     num_rows, num_columns = shape
     steps = np.diff(crow)
     fits = len(crow) == num_rows + 1 and crow[0] == 0 and crow[-1] == num_values == len(col) and (steps >= 0).all()

@@ -48,7 +48,7 @@ class Arguments:
     """The parsed command line."""
 
     config: ServeConfig
-    folder: Path  # folder of the state
+    folder: Path  # folder of the server's state
     address: tuple[str, int]
     owners: Mapping[str, str] | None  # SHA-256 of a key -> name of its owner; None: keys are not checked
     rate: float | None  # training and sampling requests per second that one owner may send; None: no limit
@@ -145,7 +145,7 @@ def listen(address: tuple[str, int]) -> socket.socket:
 class HttpServer(uvicorn.Server):
     """uvicorn's server without signal handlers.
 
-    They would end the process before the state of the runs is written, so `serve` handles signals.
+    uvicorn's signal handlers would end the process before the state of the runs is written. So `serve` handles signals.
     """
 
     @contextlib.contextmanager

@@ -93,8 +93,8 @@ class CheckpointWriter:
     """Writes one checkpoint at a time while training goes on.
 
     The writer has its own process group, because its collectives run in another thread than the collectives of
-    training. If the two threads used the same group, one rank could start the writer's collective first, and another
-    rank the collective of training. Then the collectives of the ranks would not match.
+    training. If the two threads used the same group, one rank could start the writer's collective first, while another
+    rank starts the collective of training first. Then the collectives of the ranks would not match.
     """
 
     def __init__(self) -> None:
@@ -137,9 +137,6 @@ class _WholeDirectoryWriter(FileSystemWriter):
     """Writes into a directory beside `path`, and renames it to `path` after all ranks have written.
 
     So `path` never holds a partial checkpoint.
-
-
-
 
     DCP calls prepare_global_plan before the ranks write, and finish afterwards. It calls these two methods only on its
     first rank, and sends their errors to all ranks.

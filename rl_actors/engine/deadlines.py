@@ -1,6 +1,6 @@
-"""Sets how long a rank waits in a collective for another rank: the deadline of collectives.
+"""Sets the deadline of collectives, which is how long a rank waits in a collective for another rank.
 
-It is the same for process groups of gloo and of NCCL. After the deadline gloo raises an error in the waiting rank, and `late`
+Process groups of gloo and of NCCL get the same deadline. After the deadline gloo raises an error in the waiting rank, and `late`
 recognises this error. In an NCCL group the watchdog ends the waiting process. Without this deadline the trainer's caller would learn
 of a hang only after call_timeout, the longer timeout of a whole call.
 """
@@ -17,18 +17,19 @@ from torchtitan.distributed import ParallelDims
 from rl_actors.engine.collectives import on_all_ranks
 
 LATE = re.compile(r"Timed out waiting \d+ms for (recv|send) operation|Application timeout caused pair closure")
-"""Matches two error messages of gloo. gloo raises the first one in a collective whose deadline has passed.
+"""Matches two error messages of gloo.
 
-It raises the second one in every later collective between the same two ranks.
+gloo raises the first error in a collective whose deadline has passed. It raises the second error in every later collective
+between the same two ranks.
 """
 
 
 @contextlib.contextmanager
 def made_with(seconds: float) -> Iterator[None]:
-    """Context manager in whose body new process groups get this deadline.
+    """Context manager in whose body new process groups get a deadline of `seconds`.
 
     torch's default is ten minutes for NCCL and half an hour for gloo. The sends and receives of a gloo group keep the
-    deadline that the group gets at its creation. Setting the deadline later does not change them.
+    deadline that the group gets at its creation. So the groups must be created with the right deadline.
     """
     names = ("default_pg_timeout", "default_pg_nccl_timeout")
     before = {name: getattr(distributed_c10d, name) for name in names}

@@ -5,7 +5,8 @@ time, so all logits never exist together. torchtitan's ChunkedLossWrapper splits
 applies the output projection, calls a loss with the logits, and runs the backward pass of the loss down to the hidden
 states. From one chunk to the next it keeps the weights that FSDP has gathered.
 
-B rows, L row length, D hidden size, V vocabulary, K targets of one position.
+In shapes, B is the number of rows, L the row length, D the hidden size, V the size of the vocabulary, and K the number
+of targets of one position.
 """
 
 from collections.abc import Callable
@@ -207,7 +208,7 @@ class _Chunks:
         return total, {}
 
     def joined(self) -> Values:
-        """The values of all chunks, joined along the rows."""
+        """The values of all chunks, joined along the positions of a row."""
         joined: Values = {}
         for name in self.values[0]:
             joined[name] = torch.cat([values[name] for values in self.values], dim=1)

@@ -20,9 +20,9 @@ from rl_actors.validation import HYPERPARAMETERS, supported_hyperparameters
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters under the model's own names. Activation checkpointing adds a segment to torch's names.
+    """The parameters under the model's own names.
 
-    This function removes the segment.
+    Activation checkpointing adds a segment to torch's names. This function removes the segment.
     """
     return ((canonical_fqn(name), parameter) for name, parameter in model.named_parameters())
 
@@ -49,9 +49,9 @@ class AdamW(_StepsShards, torch.optim.AdamW):
 
 
 class _CanonicalNames:
-    """Gives torchtitan's _build_param_groups the model's own names.
+    """Stands for the model in torchtitan's _build_param_groups, and gives it the model's own names.
 
-    That function only calls the model's named_parameters().
+    _build_param_groups only calls named_parameters().
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -107,7 +107,9 @@ class Hyperparameters:
     """
 
     def __init__(self, config: OptimizerConfig, model: nn.Module, trained: list[str]) -> None:
-        """trained: the names of all trained parameters of the whole model. `model` has only those of this rank's pipeline stages.
+        """trained: the names of all trained parameters of the whole model.
+
+        `model` has only the parameters of this rank's pipeline stages.
 
         Raises ValueError for a pattern that matches no name, or only names that earlier patterns match.
         """

@@ -1,6 +1,6 @@
 """Measures how long a rank computes without waiting for other ranks.
 
-These seconds show which rank of a trainer is slow.
+The measured seconds show which rank of a trainer is slow.
 
 The calls of a trainer take equally long on all ranks, because every rank waits in collectives for the slowest rank. So
 this file measures only torch modules without a collective. They are a few transformer blocks, or only the attention of

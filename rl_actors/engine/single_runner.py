@@ -2,7 +2,7 @@
 
 packing.py plans the microbatches.
 
-B rows, L row length, D hidden size.
+In shapes, B is the number of rows, L the row length, and D the hidden size.
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,7 +34,7 @@ class SingleRunner:
         self.reshard_policy = config.parallelism.fsdp_reshard_after_forward
         model = built.model
         # The head (logprobs.py) decides how long the output projection stays gathered. If the embedding is tied, FSDP
-        # gathers it together with the output projection, so it is not in this list.
+        # gathers it together with the output projection. So the list has the embedding only if it is not tied.
         outer = [] if config.ties_head else [model.tok_embeddings]
         self.gathered: list[FSDPModule] = [*outer, *model.layers.values()]
 

@@ -85,7 +85,6 @@ class TrainEngine:
 
         A new trainer has one tenant, whose name is empty. tenants.py says more.
 
-
         Raises ValueError for an unknown name.
         """
         self.tenants.use(tenant)
@@ -142,8 +141,7 @@ class TrainEngine:
     def forward_backward(self, samples: Sequence[Sample], loss: str | Loss, *, entropy: bool = False) -> RankOutput:
         """Add d(sum of the loss)/d(parameters) to the gradients. Weights and version do not change.
 
-        The first call opens a step, and optim_step or discard_gradients closes it (call_order.py).
-
+        If no step is open, this call opens a step. optim_step or discard_gradients closes the step (call_order.py).
 
         If the input is wrong, raises ValueError and changes nothing. After any other failure only discard_gradients is
         possible. On a GPU this call returns before the last backward pass is done. If a kernel of this pass fails, the
@@ -255,7 +253,8 @@ class TrainEngine:
     def load_published(self, version: OpenVersion, number: int) -> int:
         """Copy the weights of a published version into this model, set policy_version to `number`, and return it.
 
-        Only a language model without an optimizer or adapters can do this, because nothing else changes its weights.
+        Only a language model without an optimizer or adapters can load a published version, because nothing else
+        changes its weights.
         Raises ValueError, and changes nothing, if the version holds other tensors than this model.
         """
         self.step.require("pull_model_state_dict")
@@ -275,9 +274,9 @@ class TrainEngine:
     def hf_state_dict(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """The tensors that a push publishes, sharded over the ranks.
 
-        They are the weights under their Hugging Face names, with adapters merged. A tied head appears once. If lora.sync is "adapter",
-        they are only the adapters, under peft's names. Joined tensors (hf_names.py) are copied here and have `dtype`. The other tensors
-        keep their own dtype, and the push converts them.
+        These tensors are the weights under their Hugging Face names, with adapters merged. A tied head appears once. If
+        lora.sync is "adapter", they are only the adapters, under peft's names. Joined tensors (hf_names.py) are copied
+        here and have `dtype`. The other tensors keep their own dtype, and the push converts them.
         """
         self.config.require_hf("push_model_state_dict")
         self.memory.onload(["weights"])
@@ -300,7 +299,6 @@ class TrainEngine:
 
     def export_lora(self, path: str) -> None:
         """Write the adapters in the form that peft reads. `path` never holds a partial export.
-
 
         Raises ValueError if the model has no adapters or `path` is taken.
         """
@@ -340,10 +338,7 @@ class TrainEngine:
         return self.memory.onload(parts)
 
     def info(self, tenant: str | None = None) -> TrainerInfo:
-        """A description of the trainer.
-
-        It has the version and the state of `tenant`, or of the tenant in use if `tenant` is None.
-        """
+        """A description of the trainer, with the version and state of `tenant`. None: the tenant in use."""
         config = self.config
         asked = self.tenants.in_use if tenant is None else self.tenants.find(tenant)
         return TrainerInfo(

@@ -36,8 +36,8 @@ class LogRoute:
 
     With tee=True each line also appears on the terminal. Example:
     TrainerClient.spawn(config, logs=LogRoute(directory=Path("logs"), tee=True)).
-    If no LogRoute is given, the files are in a new temporary
-    directory. The field `logs` of TrainerInfo and GeneratorInfo has the path of an actor's file.
+    If no LogRoute is given, the files are in a new temporary directory. The field `logs` of TrainerInfo and GeneratorInfo has the path
+    of an actor's file.
     """
 
     directory: Path
@@ -147,7 +147,7 @@ def route_logs(path: str | Path, *, label: str, verbose: bool = False) -> None:
 
     If verbose is True, they also go to stderr, with `[label]` before each line.
 
-    Leave verbose False if `route_process_output` shows the lines of the same file on the terminal. Otherwise they would appear twice.
+    Leave verbose False if `route_process_output` shows the lines of the same file on the terminal. Otherwise each line would appear twice.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     in_file: logging.Handler = logging.FileHandler(path)

@@ -1,6 +1,5 @@
 """The coordinator of a service: a Monarch actor that clients in other programs call.
 
-
 Each actor mesh of the service has only one client, in the service's process. The coordinator runs in the same process
 and passes the calls on to this client. The arguments of a call arrive as pickled bytes, and the coordinator unpickles
 them. If this fails, only the call fails. If Monarch unpickled them, a failure would end the coordinator.
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
     from monarch.actor import UndeliverableMessageEnvelope
 
 _services: dict[str, Service] = {}
-"""The services of this process by key. Monarch pickles the arguments of a new actor, and a Service cannot be pickled.
+"""The services of this process by key.
 
-So the actor gets the key.
+Monarch pickles the arguments of a new actor, and a Service cannot be pickled. So the actor gets the key.
 """
 
 
@@ -69,7 +68,7 @@ def opened(answer: bytes) -> list[object]:
 def _pickled(error: Exception) -> bytes:
     """The pickled error.
 
-    If the error cannot be pickled and unpickled, a pickled RuntimeError with the error's traceback.
+    If the error cannot be pickled and unpickled, returns a pickled RuntimeError with the error's traceback.
     """
     try:
         sent = cloudpickle.dumps((None, error))

@@ -178,7 +178,10 @@ class EngineThread:
         return self.submit(self._wake_up)
 
     def _submit_drained(self, function: Callable[[], T]) -> "Future[T]":
-        """Run a function on the engine's thread when the running requests have ended. Calls that come meanwhile are held."""
+        """Run a function on the engine's thread when the running requests have ended.
+
+        Calls that come in the meantime start after the function.
+        """
         deferred = Deferred(run=function, done=_running_future())
         self.commands.put(Command(partial(self.waiting.append, deferred), deferred.done.set_exception))
         return deferred.done

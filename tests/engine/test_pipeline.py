@@ -168,7 +168,7 @@ def interrupted(engine, directory: Path) -> None:
 def num_received(engine) -> list[int]:
     """Number of tensors that a stage holds before each microbatch of two long calls.
 
-    They are received tensors, and outputs that the stage has not sent yet. After the calls the stage must hold no tensors.
+    The held tensors are received tensors, and outputs that the stage has not sent yet. After the calls the stage must hold no tensors.
     """
     counts: list[int] = []
     stages = set()

@@ -126,7 +126,7 @@ def shared_memory() -> set[str]:
 def left_in_shared_memory(before: set[str]) -> set[str]:
     """Segments that are not in `before` and that no living process maps.
 
-    This excludes segments of other programs that run at the same time.
+    The result has no segments of other programs that run at the same time.
     """
     # For a moment after its creation and before its removal, a segment of another program is not mapped. So this
     # function checks up to 60 times, and keeps only segments that no check has found mapped.
@@ -161,10 +161,7 @@ def hf_model(weights: dict[str, Tensor], *, tied: bool = True):
 
 
 def random_weights(*, tied: bool, seed: int) -> dict[str, Tensor]:
-    """Random weights under Hugging Face names.
-
-    They are large, so that the policy's distribution is far from uniform.
-    """
+    """Large random weights under Hugging Face names. With them the policy's distribution is far from uniform."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
@@ -574,7 +571,7 @@ class ReadersDie(MemoryTransport):
 class Gate:
     """A loss that makes the trainer wait.
 
-    It creates the file `name` in a folder, and returns when the folder has the file `open`.
+    The loss creates the file `name` in a folder, and returns when the folder has the file `open`.
     """
 
     folder: Path

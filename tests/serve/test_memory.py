@@ -49,7 +49,8 @@ class Mixture:
     def fill_cache(self) -> None:
         """Send prompts that use every block of the generator's KV cache.
 
-        This is needed before the first reading, because a page of memory counts as resident only after its first use.
+        A page of memory counts as resident only after its first use. So the whole cache must be in use before the first
+        reading.
 
         The cache has 256 MiB, which is enough for 65,536 tokens. The prompts have different first tokens, because
         prompts with a common beginning would share blocks.
