@@ -1,7 +1,7 @@
-"""Command line of the benchmarks: `python -m benchmarks` prints a list, `python -m benchmarks NAME [ARGUMENT ...]` runs a row or a program.
+"""Command line of the benchmarks. `python -m benchmarks` prints a list. `python -m benchmarks NAME [ARGUMENT ...]` runs a row or a program.
 
 A row is one entry of the table in benchmarks/harness/register.py. A program is a file of benchmarks/ or benchmarks/harness/ that defines
-`main()`; the list describes it by the first line of its docstring. torch is not imported here, because its import takes seconds.
+`main()`. The list shows the first line of its docstring. torch is not imported here, because its import takes seconds.
 """
 
 import ast
@@ -36,7 +36,7 @@ def programs() -> dict[str, tuple[str, str]]:
 def rows() -> list[str]:
     """Lines of the printed list: a head, and a line for each row.
 
-    A line says which devices the row needs, whether this kind of machine has measured it, and how its newest result compares to its target.
+    A line says which devices the row needs, whether this kind of machine has measured the row, and how its newest result compares to its target.
     """
     width = max(len(name) for name in TABLE)
     template = f"{{:<{width}}} {{:<7}} {{:<8}} {{:<24}} {{:<46}} {{:<24}} {{}}"

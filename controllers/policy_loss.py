@@ -1,6 +1,6 @@
 """Fields of a config that choose the policy loss: the loss with its options, the correction and the aggregation.
 
-rl_actors.losses computes the losses.
+rl_actors.losses computes the losses. For example:
 
 `--loss cispo --loss.ratio-high 4 --correction icepop --aggregation sequence_mean`
 """
@@ -104,9 +104,9 @@ def grad_divisor(aggregation: Aggregation, samples: Sequence[Sample], max_tokens
     """The number by which the summed gradient of these samples is divided.
 
     token_mean: the number of trained tokens, so that every token counts the same (DAPO, arXiv 2503.14476).
-    sequence_mean: the number of samples; the loss has already divided each sample's part by its length (GRPO, arXiv 2402.03300).
+    sequence_mean: the number of samples. The loss has already divided each sample's part by the sample's length (GRPO, arXiv 2402.03300).
     sequence_sum: the number of samples (RLOO, arXiv 2402.14740).
-    constant: the number of samples times max_tokens, which does not depend on the lengths of completions (Dr. GRPO, arXiv 2503.20783).
+    constant: the number of samples times max_tokens. This divisor does not depend on the lengths of completions (Dr. GRPO, arXiv 2503.20783).
     """
     if aggregation == "token_mean":
         return num_loss_tokens(samples)
@@ -118,7 +118,7 @@ def grad_divisor(aggregation: Aggregation, samples: Sequence[Sample], max_tokens
 def _options(
     flag: str, chosen: str, config: LossConfig | CorrectionConfig, cls: type | None, shared: Sequence[str]
 ) -> dict:
-    """The options that the user has set. If `cls` does not have one of them, raises ValueError with the names of the options of `cls`."""
+    """The options that the user has set. If `cls` lacks one of these options, raises ValueError with the names of the options of `cls`."""
     known = [] if cls is None else [each.name for each in fields(cls) if each.name not in shared]
     given = {each.name: getattr(config, each.name) for each in fields(config) if each.name != "name"}
     given = {name: value for name, value in given.items() if value is not None}

@@ -1,4 +1,4 @@
-"""RunConfig, the config that all training loops share, and Run, the objects of a run while the run is open."""
+"""RunConfig, the config that all training loops share, and Run, which holds the clients and the state of an open run."""
 
 import asyncio
 import contextlib
@@ -112,7 +112,7 @@ class RunConfig:
     validate_first: bool = True
     """Validate before the first step, too."""
     validation: Annotated[dict[str, EnvironmentConfig], SETS_AS_JSON] = field(default_factory=dict)
-    """Further validation sets: environments by name, whose held-out problems are validated on. The flag takes one JSON object, such as
+    """Further validation sets, by name. Each is an environment, and the run validates on its held-out problems. The flag takes one JSON object, such as
     {"hard": {"task": "hard.jsonl"}}. The metrics of this set are validation/hard/accuracy and so on."""
     gate: str = ""
     """STEP:REWARD, such as 40:0.9. If the first validation at or after that step has a lower held-out reward, the run ends there with exit
@@ -134,13 +134,13 @@ class RunConfig:
     tracker_project and trackers are used as they are."""
 
     presets: ClassVar[Mapping[str, Algorithm]] = {}
-    """Values of --algorithm: name -> preset."""
+    """The presets of --algorithm, by name."""
     short_flags: ClassVar[dict[str, str]] = {
         "--model": "--trainer.hf-path",
         "--task": "--environment.task",
         "--hosts": "--hosts.addresses",
     }
-    """Short name of a flag -> the whole flag."""
+    """Short flags, each with the full flag that it stands for."""
 
     def __post_init__(self) -> None:
         lora = self.trainer.lora
@@ -189,7 +189,7 @@ class RunConfig:
         return overlap(critic.gpus(), self.trainer.gpus()) or overlap(critic.gpus(), self.generator.gpus())
 
     def or_trainers(self, gpu: int | None) -> int | None:
-        """The index `gpu`, or the trainer's if `gpu` is None."""
+        """The index `gpu`, or the index of the trainer's GPU if `gpu` is None."""
         return self.trainer.gpu if gpu is None else gpu
 
     @property
@@ -215,7 +215,8 @@ class RunConfig:
         return [problem]
 
     def with_local_models(self) -> Self:
-        """This config with directories in the place of the ids of models on the Hugging Face Hub. Raises ValueError as find_model does."""
+        """This config with directories in the place of the ids of models on the Hugging Face Hub. If alphabet is "auto" and trainer.hf_path is set,
+        the trainer also gets the dimensions of that model, and alphabet becomes "". Raises ValueError as find_model does."""
         trainer = replace(self.trainer, hf_path=find_model(self.trainer.hf_path))
         generator = replace(self.generator, hf_path=find_model(self.generator.hf_path))
         if self.alphabet == "auto" and trainer.hf_path:
@@ -314,10 +315,10 @@ class Run(Generic[Config]):
     actors: Actors | None = None
     """The actors, which can be replaced while the run is open. None: a death of an actor ends the run."""
     partners: dict[str, TrainerClient] = field(default_factory=dict)
-    """Other trainers whose state belongs to the run's checkpoints: name of the folder in a checkpoint -> trainer."""
+    """Other trainers whose state belongs to the run's checkpoints, by the name of their folder in a checkpoint."""
     interruption: Interruption = field(default_factory=Interruption)
     scorer: Scorer = field(default_factory=Scorer)
-    log: MetricsLogger = field(init=False)  # an evaluation has none
+    log: MetricsLogger = field(init=False)  # not set in an evaluation
     timer: Timer = field(default_factory=Timer)
     turns: Turns = field(default_factory=SideBySide)
     state: State = field(default_factory=dict)
@@ -398,14 +399,14 @@ class Run(Generic[Config]):
         return transfers(push if push != former[0] else None, pull if pull != former[1] else None)
 
     async def end_step(self, state: State, *, phase_step: int, is_last: bool) -> None:
-        """Note the state after a step, and begin to write a checkpoint if one is due.
+        """Keep the state after a step, and begin to write a checkpoint if one is due.
 
-        phase_step: number of the step in its phase. The checkpoint is complete on disk only later. If a signal has asked for the
-        end of the run, raises Interrupted, but not after the last step of a phase. Raises RuntimeError or OSError if the previous checkpoint could
+        phase_step: number of the step in its phase. The checkpoint is written in the background. If a signal has asked for the
+        end of the run, raises Interrupted, except after the last step of a phase. Raises RuntimeError or OSError if the previous checkpoint could
         not be written.
         """
-        # The random states are noted here. When the checkpoint is written, it would be too late: rollouts of the next steps may have drawn random
-        # numbers by then, and a resumed run repeats these rollouts.
+        # Rollouts of the next steps may draw random numbers before the checkpoint is written, and a resumed run repeats these rollouts. So the
+        # random states are copied here.
         self.last_state = state | {"config": asdict(self.config), "random": random_states()}
         if is_last or (self.config.checkpoint_every and phase_step % self.config.checkpoint_every == 0):
             await self.save()
@@ -459,7 +460,7 @@ async def open_run(
     *,
     verbose: bool,
 ) -> AsyncIterator[Run[Config]]:
-    """Context manager. Starts transport, trainer and generator, gives the run, and closes everything whatever happens."""
+    """Context manager. Starts transport, trainer and generator, and yields the run. Closes everything at the end, even after an error."""
     actors = Actors(config, folder, verbose=verbose)
     checkpoints = Checkpoints(folder.checkpoints, keep=config.keep_checkpoints, keep_every=config.keep_checkpoint_every)
     try:
@@ -501,7 +502,8 @@ async def open_generator(
     *,
     verbose: bool,
 ) -> AsyncIterator[GeneratorClient]:
-    """Context manager. Starts only the generator of a run, with the weights in the directory `model`, and closes it whatever happens."""
+    """Context manager. Starts only the generator of a run, with the weights in the directory `model`. Closes it at the
+    end, even after an error."""
     logs = LogRoute(directory=folder.path.absolute() / "logs", tee=verbose)
     seed = config.seed + config.generator.seed
     generator = rl_actors.GeneratorClient.spawn(

@@ -1,4 +1,6 @@
-"""Rows of the benchmarks: the list, the runs of missing rows, and the tables of docs/speed.md and the README. No engine starts here."""
+"""Rows of the benchmarks: the list, the runs of missing rows, and the tables of docs/speed.md and the README. No engine starts here.
+
+A row is one measurement that benchmarks/harness/register.py defines."""
 
 import json
 import os
@@ -23,7 +25,7 @@ from benchmarks.harness.table import H200
 from configs import CONFIGS
 
 ROOT = Path(__file__).parents[1]
-# A program that replaces `python -m benchmarks`. For each NAME it appends a result, and the name to the file "ran".
+# A program that replaces `python -m benchmarks`. For each NAME it appends a result to the results, and the name to the file "ran".
 FAKE = """
 import signal, subprocess, sys, time
 from benchmarks.harness import results
@@ -367,8 +369,8 @@ def test_the_table_says_what_is_met_what_misses_and_what_was_not_run(folder, row
     rows({"met": met, "missed": missed, "nan": nan, **fake_rows("cpu", "bare")})
     speeds = {"tokens_per_second": 1200.0, "reference_tokens_per_second": 1000.0}
     keep(folder, "fake", "met", "2 x NVIDIA H200", ratio=0.5, **speeds)
-    keep(folder, "fake", "met", "2 x NVIDIA H200", ratio=1.2, **speeds)  # the newest counts
-    keep(folder, "fake", "met", "2 cores of x86_64", ratio=0.1, **speeds)  # no GPU
+    keep(folder, "fake", "met", "2 x NVIDIA H200", ratio=1.2, **speeds)  # the newest result counts
+    keep(folder, "fake", "met", "2 cores of x86_64", ratio=0.1, **speeds)  # a result of a CPU
     keep(folder, "fake", "nan", "1 x NVIDIA H200", ratio=float("nan"), **speeds)
     keep(folder, "fake", "cpu", "2 cores of x86_64", ratio=0.3, **speeds)
     head, _, *lines = ([cell.strip() for cell in row.split("|")[1:-1]] for row in table.markdown().splitlines())

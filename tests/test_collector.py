@@ -1,4 +1,6 @@
-"""The garbage collector in our processes and in others, and how ours start and end. Each test starts a process."""
+"""The garbage collector in processes of this package and in other processes. Also the start and the end of a process of this package.
+
+Each test starts a process."""
 
 import os
 import subprocess

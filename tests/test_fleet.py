@@ -1,4 +1,4 @@
-"""Deaths and restarts of a client's generators, and calls that are divided among them. The generators are fakes."""
+"""Deaths and restarts of a client's generators, and calls that the client divides among its generators. The generators are fakes."""
 
 import asyncio
 import functools
@@ -21,7 +21,7 @@ PROMPTS = [[1], [2], [3], [4]]
 
 
 class Generators:
-    """The fake generators that a test has spawned, in order, and what they were asked."""
+    """The fake generators that a test has spawned, in order, and the calls that they got."""
 
     def __init__(self) -> None:
         self.spawned: list[FakeGenerator] = []
@@ -43,7 +43,7 @@ class Generators:
 
 
 class FakeGenerator:
-    """A generator whose completions have its own number as their only token. It finishes the prompts that a test lets it finish."""
+    """A fake generator. The only token of its completions is its own number. If `waits` is true, it finishes only the prompts in `released`."""
 
     is_owned = True
 
@@ -53,12 +53,12 @@ class FakeGenerator:
         self.last_pull: Transfer | None = None
         self.version = -1
         self.signs_every = 0.0  # seconds between its signs of life
-        self.seeds: list[list[int]] = []  # by call
-        self.released: asyncio.Queue[int] = asyncio.Queue()  # places in the call that may finish, if `waits`
-        self.waits = False  # if false, all prompts finish at once
+        self.seeds: list[list[int]] = []  # of each call
+        self.released: asyncio.Queue[int] = asyncio.Queue()  # positions in the call of prompts that may finish
+        self.waits = False  # False: all prompts finish at once
         self.is_up: Callable[[], Awaitable[None]] = self.nothing
-        self.on_pull: list[Callable[[], Awaitable[None]]] = []  # by pull
-        self.on_load: list[Callable[[], Awaitable[None]]] = []  # by load of an adapter
+        self.on_pull: list[Callable[[], Awaitable[None]]] = []  # awaited at the start of each pull
+        self.on_load: list[Callable[[], Awaitable[None]]] = []  # awaited at the start of each load of an adapter
         self.dead: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self.left: list[int] = []
 
@@ -73,7 +73,7 @@ class FakeGenerator:
         await asyncio.sleep(0)
 
     async def alive(self, work: Awaitable) -> object:
-        """The result of the work. Raises the error with which the process died if the death comes first."""
+        """The result of the work. If the process dies before the work ends, raises the error of the death."""
         task = asyncio.ensure_future(work)
         await asyncio.wait((task, self.dead), return_when=asyncio.FIRST_COMPLETED)
         if self.dead.done():
@@ -157,7 +157,7 @@ class FakeGenerator:
 
 
 class Started:
-    """A started fleet of fakes, in an `async with` block."""
+    """A started fleet of fake generators, in an `async with` block."""
 
     def __init__(self, count: int = 1, policy: RestartPolicy = NO_PAUSE, **options) -> None:
         self.count, self.policy, self.options = count, policy, options
@@ -352,7 +352,7 @@ async def test_prompts_of_a_dead_generator_go_to_another_with_their_seeds_and_fi
         dying, other = generators.spawned
         dying.waits = True
         call = await fleet.start_generate([[index] for index in range(6)], ONE, [60, 61, 62, 63, 64, 65])
-        dying.released.put_nowait(1)  # its place 1 is prompt 2
+        dying.released.put_nowait(1)  # position 1 of its call is prompt 2
         await until(lambda: any(index == 2 for index, _ in fleet._routed[call]._finished))
         dying.die()
         groups = dict(await fleet.finished_groups(call, 6))
@@ -704,7 +704,7 @@ def test_a_generator_is_silent_if_it_does_not_answer_or_if_its_engine_stands_sti
         silence.saw(None, 2.0)
     assert silence.seconds == 6.0
     silence.saw(Heartbeat(is_idle=True, num_done=0), 2.0)
-    silence.saw(Heartbeat(is_idle=True, num_done=0), 2.0)  # it waits for requests
+    silence.saw(Heartbeat(is_idle=True, num_done=0), 2.0)  # an idle engine only waits for requests
     assert silence.seconds == 0.0
     silence.saw(Heartbeat(is_idle=False, num_done=1), 2.0)
     for _ in range(4):
@@ -721,6 +721,6 @@ async def test_a_silent_generator_is_killed_and_another_answers():
         call = asyncio.ensure_future(generate(fleet))
         await until(lambda: generators.spawned[0].seeds)
         silent = ActorSilentError("g0: no sign of life for 5 s during generate", "g0")
-        fleet.replicas[0].lose(fleet.replicas[0].client, silent)  # as the watch does
+        fleet.replicas[0].lose(fleet.replicas[0].client, silent)  # as the fleet does when it finds a silent generator
         assert makers(await call) == [1, 1, 1, 1]
         assert "0: kill" in generators.events

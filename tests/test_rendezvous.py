@@ -1,4 +1,4 @@
-"""The store at which the ranks of a trainer meet listens only at the address that it is given."""
+"""The rendezvous store of a trainer's ranks listens only at the address that `open_rendezvous` gets."""
 
 import psutil
 from torch.distributed import TCPStore

@@ -1,6 +1,6 @@
-"""Readings of nvidia-smi while something runs, for the GPUs that this program may use.
+"""Readings of nvidia-smi during a benchmark, for the GPUs that this program may use.
 
-A reading needs no CUDA context of this process. Such a context would take memory on the GPU that is measured.
+nvidia-smi runs in its own process, so this process needs no CUDA context. A context would take memory on the GPU that is measured.
 """
 
 import subprocess

@@ -1,4 +1,5 @@
-"""Tables of the newest results. docs/speed.md shows every row with its target, and README.md shows the headline rows.
+"""Tables of the newest results of the benchmarks. A row is one measurement that register.py defines. docs/speed.md shows every row with its target,
+and README.md shows the headline rows.
 
 This module measures nothing.
 """
@@ -24,7 +25,7 @@ HEADLINE_HEAD = ("row", "what", "measured", "ratio", "device, date")
 
 
 def newest(row: TableRow, gpu: str, since: str = "") -> Line | None:
-    """The row's newest result; None if there is none. Lines with an error are ignored.
+    """The row's newest result, as a line of a results file. None if the row has no result. Lines with an error are ignored.
 
     gpu: the kind of GPU whose lines are used for a row with GPUs. A row without GPUs uses the lines of CPUs. since: a moment in UTC, in the
     format of a line's date; older lines are ignored.
@@ -54,14 +55,14 @@ def newest(row: TableRow, gpu: str, since: str = "") -> Line | None:
 
 
 def misses(row: TableRow, line: Line) -> list[str]:
-    """Fields that are beyond their limit. NaN is beyond every limit, which is why the comparisons are negated."""
+    """Fields that are beyond their limit. The comparisons are negated, because NaN must count as beyond every limit."""
     too_low = [name for name, limit in row.at_least.items() if not line[name] >= limit]
     too_high = [name for name, limit in row.at_most.items() if not line[name] <= limit]
     return too_low + too_high
 
 
 def target(row: TableRow) -> str:
-    """The limits of a row for readers: "≥ 0.98, tokens/s ≥ 40,000". A limit without a name is a limit on the ratio."""
+    """The limits of a row as text: "≥ 0.98, tokens/s ≥ 40,000". A limit without a name is a limit on the ratio."""
     limits = [(name, "≥", limit) for name, limit in row.at_least.items()]
     limits += [(name, "≤", limit) for name, limit in row.at_most.items()]
     texts = []
@@ -84,7 +85,7 @@ def verdict(row: TableRow, line: Line) -> str:
 
 
 def markdown(gpu: str = H200) -> str:
-    """The table of all rows, in Markdown. Rows that were not run are in it as well."""
+    """The table of all rows, in Markdown. The table includes rows that were not run."""
     rows: list[tuple[str, ...]] = []
     for name, row in TABLE.items():
         line = newest(row, gpu)
@@ -128,7 +129,7 @@ def sentence(name: str, gpu: str) -> str:
 
 
 def ratio(line: Line) -> str:
-    """The ratio of a result to three decimals: "1.001"; "" for a result without one."""
+    """The ratio of a result to three decimals: "1.001"; "" for a result without a ratio."""
     return f"{line['ratio']:.3f}" if "ratio" in line else ""
 
 

@@ -18,8 +18,8 @@ def hold_out(
 
     The `number` keys with the lowest hashes are held out. If several problems have the same key, the first one is held out. Reading stops
     when `number` keys with hashes below `share` are found. Raises ValueError, naming the source, if `number` is more than half of the keys
-    found. If may_be_all is True, every number is legal: if there are fewer keys, all of them are held out, and only a source without any
-    problem raises ValueError.
+    found. If may_be_all is True, every number is legal. If there are fewer keys, all of them are held out. ValueError is then raised only
+    if the source has no problem.
     """
     found: dict[str, tuple[float, Problem]] = {}
     num_low = 0

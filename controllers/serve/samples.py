@@ -1,8 +1,7 @@
 """Turns a client's Datums into a trainer's Samples, and the trainer's output into the answer.
 
-Datums and Samples have the same alignment, so nothing is shifted.
-
-T positions of a datum, K targets of one position.
+A Datum is one training sequence of a request. In a Datum and in a Sample the target with index i belongs to the token with index i, so
+nothing is shifted. K is the number of targets of one position.
 """
 
 import math
@@ -87,7 +86,7 @@ def _with_one_target(datum: Datum, loss_name: str) -> Sample:
 
 
 def _with_many_targets(datum: Datum, width: int) -> Sample:
-    """A sample with K targets a position, padded to `width` targets by the id 0 with weight 0."""
+    """A sample with K targets for each position. They are padded to `width` targets with the id 0 and the weight 0."""
     targets = datum.inputs["target_tokens"].astype(np.int64)
     weights = datum.inputs.get("weights", np.ones(targets.shape, np.float32))
     padding = ((0, 0), (0, width - targets.shape[1]))

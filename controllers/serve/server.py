@@ -1,7 +1,7 @@
-"""The work behind the routes: sessions, training runs, checkpoints and samplers of one base model. This module knows no HTTP.
+"""The work behind the HTTP routes: sessions, training runs, checkpoints and samplers of one base model. This module contains no HTTP.
 
-Methods that return a Promise accept the request at once. They raise for a request of a wrong form; every other fault becomes the error of
-the promise.
+Methods that return a Promise accept the request at once. They raise an error for a request of a wrong form. Every other error becomes the
+answer of the promise. A version is a directory of weights or of an adapter from which samplers sample.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 ABANDONED_SECONDS = 120.0
 """Seconds without a heartbeat after which a session counts as gone."""
 SILENT_SECONDS = 24 * 3600.0
-"""Seconds without a heartbeat after which unnamed weights of a session are deleted."""
+"""Seconds without a heartbeat after which a session's weights without a name are deleted."""
 SWEEP_SECONDS = 60.0
 """Seconds between two deletions of expired checkpoints."""
 
@@ -65,7 +65,7 @@ class Server:
     # start and end
 
     def begin(self) -> None:
-        """Start two tasks that repeat: one deletes expired weights, the other measures speeds. Needs a running loop."""
+        """Start two periodic tasks. One deletes expired weights, and the other measures speeds. Needs a running event loop."""
         self._repeating = [asyncio.create_task(self._sweep()), asyncio.create_task(self._measure())]
 
     async def close(self) -> None:
@@ -93,7 +93,7 @@ class Server:
         self.rates.add(now, {"sampled": self.num_sampled_tokens, "trained": self.num_trained_positions})
 
     def sweep(self, now: float) -> None:
-        """Delete expired checkpoints, and unnamed weights of sessions that were silent for SILENT_SECONDS."""
+        """Delete expired checkpoints. Also delete the weights without a name of sessions that were silent for SILENT_SECONDS."""
         for checkpoint in self.store.expired(now):
             self._delete(checkpoint)
         for number in self.store.forgotten_versions(now - SILENT_SECONDS):
@@ -156,7 +156,7 @@ class Server:
         self.store.add_run(run)
 
     def load_weights(self, owner: str, body: messages.LoadWeights) -> Promise:
-        """Load a checkpoint into a new run (session_id and model_seq_id), or into one that exists (model_id and seq_id)."""
+        """Load a checkpoint into a new run (session_id and model_seq_id), or into an existing run (model_id and seq_id)."""
         if body.model_id is not None:
             return self._load_into(owner, body, body.model_id)
         if body.session_id is None or body.model_seq_id is None:
@@ -347,7 +347,7 @@ class Server:
     async def _export(self, run: Run, *, is_ephemeral: bool) -> int:
         """Write the weights of a run as a new version for samplers, and return its number.
 
-        A version is an adapter if the generator can apply it to the base model, and otherwise whole weights.
+        The version is an adapter if the generator can apply the run's adapter to the base model. Otherwise it is whole weights.
         """
         version = self.store.add_version(run.id, is_ephemeral=is_ephemeral)
         directory, config = self._directory(version), self.config.generator
@@ -366,7 +366,7 @@ class Server:
         link = self._directory(version)
         link.parent.mkdir(parents=True, exist_ok=True)
         if not link.exists():
-            link.unlink(missing_ok=True)  # it may point to a folder that is gone
+            link.unlink(missing_ok=True)  # the link may point to a folder that is gone
             link.symlink_to(directory.absolute())
 
     def _drop_old_versions(self, run: Run) -> None:
@@ -380,7 +380,7 @@ class Server:
         removal.add_done_callback(self._removals.discard)
 
     async def _remove(self, version: int, directory: Path) -> None:
-        """Delete the directory of a version. The generator may read an adapter's directory until the adapter is unloaded."""
+        """Delete the directory of a version. The adapter is unloaded first, because the generator may read its directory until then."""
         await self.generator.unload(version)
         await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
@@ -512,7 +512,7 @@ class Server:
         return sampler
 
     def sample(self, owner: str, body: messages.Sample) -> Promise:
-        """Raises ValueError for a request without a sampling session: SDK 0.38 always sends one."""
+        """Raises ValueError for a request without a sampling session. SDK 0.38 always sends a sampling session."""
         if body.sampling_session_id is None or body.seq_id is None:
             raise ValueError("asample needs sampling_session_id and seq_id")
         sampler_id, seq_id = body.sampling_session_id, body.seq_id
@@ -559,7 +559,7 @@ def is_abandoned(store: Store, run: Run) -> bool:
 
 
 def _key(run_id: str, seq_id: int | None) -> tuple[str, str, int] | None:
-    """The key by which a request to a run is recognised if it is sent again; None if it has no seq_id."""
+    """The key by which a request to a run is recognised if it is sent again. None if the request has no seq_id."""
     return ("run", run_id, seq_id) if seq_id else None
 
 

@@ -1,8 +1,8 @@
-"""The trainers of training runs. Runs with adapters of one shape are tenants of one trainer. A run of rank 0, which trains all weights, has a
-trainer of its own.
+"""The trainers of training runs. A run trains LoRA adapters over the base weights, or all weights if its LoRA rank is 0. Runs with adapters of
+the same shape are tenants of one trainer, which means that they share its base weights. A run of rank 0 has its own trainer.
 
-At most max_trainers trainers are in memory, with at most max_tenants runs each. The other runs wait on disk. The requests of a run are done
-one after the other, in the order of their arrival. The requests of the tenants of a trainer take turns.
+At most max_trainers trainers are in memory, with at most max_tenants runs each. The state of the other runs waits on disk. The requests of a
+run are done one after the other, in the order of their arrival. A trainer executes the requests of its tenants in turn.
 """
 
 import asyncio
@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 
 Shape = tuple[tuple[str, int | bool], ...]
-"""Rank and layers of adapters: the pairs of a run's `lora`, without the seed."""
+"""LoRA rank and layers of adapters: the sorted (name, value) pairs of a run's `lora`, without the seed."""
 
 
 class Calls(Protocol):
-    """The calls that a server makes for a run: those of TenantClient."""
+    """The methods of TenantClient that a server calls for a run."""
 
     def ready(self) -> Awaitable[None]: ...
     def forward(self, samples: Sequence[Sample], loss: Loss) -> Awaitable[ForwardBackwardOutput]: ...
@@ -49,7 +49,7 @@ class Calls(Protocol):
 
 
 class Trainer(Calls, Protocol):
-    """The calls of TrainerClient that a server makes. tests/fakes.py has one without a model."""
+    """The methods of TrainerClient that a server calls. tests/fakes.py has an implementation without a model."""
 
     def new_tenant(self, name: str, *, seed: int = 0) -> Calls: ...
 
@@ -59,7 +59,7 @@ class Home:
     """A trainer in memory, and its runs."""
 
     trainer: Trainer
-    shape: Shape | None  # of the adapters of its runs; None: a run of rank 0, which trains all weights
+    shape: Shape | None  # of the adapters of its runs; None: the only run has LoRA rank 0
     runs: "dict[str, Resident]" = field(default_factory=dict)
 
     def calls_of(self, run: Run) -> Calls:
@@ -69,12 +69,12 @@ class Home:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Resident:
-    """A run that has a place in a trainer in memory."""
+    """A run whose state is in a trainer in memory."""
 
     run: Run
     home: Home
     calls: Calls | None = None  # None while the run is being started
-    used: float = field(default_factory=time.monotonic)
+    used: float = field(default_factory=time.monotonic)  # time.monotonic of the run's last request
     has_gradients: bool = False  # accumulated by forward_backward, and not used by optim_step yet
 
     @property
@@ -109,15 +109,16 @@ class Trainers:
     async def create(self, run: Run, checkpoint: str | None = None, *, optimizer: bool = False) -> None:
         """Start the trainer of a new run, with the state of a checkpoint if one is given.
 
-        Raises ValueError if no trainer can be built for the run or the checkpoint is another model's. Raises UserError if max_trainers or
-        max_tenants is reached and no place can be freed.
+        Raises ValueError if no trainer can be built for the run, or if the checkpoint holds another model. Raises UserError if max_trainers or
+        max_tenants is reached and no other run may go to disk.
         """
         async with self._turn(run.id):
             await self._start(run, checkpoint, optimizer=optimizer)
 
     @contextlib.asynccontextmanager
     async def using(self, run_id: str) -> AsyncIterator[Resident]:
-        """Context manager that waits for the caller's turn, and yields the run. Turns have the order in which they were asked for."""
+        """Context manager for one request to a run. It waits until the earlier requests to the run have ended, reads the run from disk if its state
+        waits there, and yields the run."""
         async with self._turn(run_id):
             resident = self.residents.get(run_id) or await self._revive(run_id)
             resident.used = time.monotonic()
@@ -169,7 +170,8 @@ class Trainers:
         return resident
 
     async def _place(self, run: Run) -> Resident:
-        """A place for a run in a trainer. If there is none, runs that were used least recently go to disk. The caller holds the run's turn."""
+        """Add a run to the trainer for its shape, or to a new trainer. If max_trainers or max_tenants is reached, the least recently used runs go
+        to disk. The caller holds the lock of the run (`_turn`)."""
         shape = _shape_of(run)
         async with self._placing:
             home = next((each for each in self.homes if shape is not None and each.shape == shape), None)
@@ -197,7 +199,7 @@ class Trainers:
                 await self._park(resident)
 
     def _least_needed_home(self) -> Home:
-        """The least recently used trainer all of whose runs may go to disk. Raises UserError if there is none."""
+        """The least recently used trainer among those whose runs may all go to disk. Raises UserError if there is no such trainer."""
         idle = [home for home in self.homes if all(self._may_go(resident) for resident in home.runs.values())]
         if not idle:
             raise UserError(
@@ -207,7 +209,7 @@ class Trainers:
         return min(idle, key=_last_use)
 
     def _least_needed(self, home: Home) -> Resident:
-        """The trainer's least recently used run among those that may go to disk. Raises UserError if there is none."""
+        """The trainer's least recently used run among those that may go to disk. Raises UserError if there is no such run."""
         idle = [resident for resident in home.runs.values() if self._may_go(resident)]
         if not idle:
             raise UserError(
@@ -247,15 +249,15 @@ class Trainers:
     async def _park(self, resident: Resident, *, must_end: bool = False) -> None:
         """Write the state of a run to disk and take it out of its trainer. Its next request brings it back.
 
-        must_end=False: a run with gradients that no optim_step has used stays in memory, unless its client is gone. The runs of a trainer
-        that has died are lost.
+        If the run has gradients that no optim_step has used, it stays in memory. If must_end is True or its client is gone, the gradients are
+        dropped instead. If the trainer has died, all its runs are lost.
         """
         run = resident.run
         async with self._turn(run.id):
             if self.residents.get(run.id) is not resident:
-                return  # its trainer died before this call got its turn
+                return  # its trainer died before this call got the lock
             if resident.has_gradients and not (must_end or self._is_abandoned(run)):
-                return  # a request came before this call got its turn
+                return  # a forward_backward came before this call got the lock
             try:
                 directory = await self._write(resident)
             except ActorDiedError as error:
@@ -267,7 +269,7 @@ class Trainers:
             logger.info("%s waits on disk", run.id)
 
     async def _write(self, resident: Resident) -> Path:
-        """Write the state of a run, without the gradients of an open step, to the folder for runs that wait."""
+        """Write the state of a run, without the gradients of an open step, to the folder for runs that wait on disk."""
         if resident.has_gradients:
             await resident.trainer.discard_gradients()
             resident.has_gradients = False
@@ -290,13 +292,13 @@ class Trainers:
                 return await resident.trainer.forward_backward(batch.samples, batch.loss)
             except (ValueError, TypeError):
                 resident.has_gradients = had_gradients
-                raise  # refused: nothing has changed
+                raise  # the trainer refused the input and has changed nothing
             except Exception as error:
                 await self._mend(resident, error)
                 raise RuntimeError(f"{error}; the gradients since the last optim_step are dropped") from error
 
     async def _mend(self, resident: Resident, error: Exception) -> None:
-        """Make a run usable after a call that failed. If this is not possible, drops the run and raises RuntimeError."""
+        """Make a run usable again after a call that failed. If this is not possible, drops the run and raises RuntimeError."""
         try:
             await resident.trainer.discard_gradients()
             resident.has_gradients = False
@@ -333,7 +335,7 @@ class Trainers:
             await resident.trainer.export_hf(str(directory), dtype)
 
     async def export_adapter(self, run_id: str, directory: Path) -> None:
-        """Write the adapter of a run, without the weights under it."""
+        """Write the adapter of a run, without the base weights."""
         async with self.using(run_id) as resident:
             await resident.trainer.export_lora(str(directory))
 

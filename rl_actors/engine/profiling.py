@@ -18,7 +18,7 @@ class StepProfiler:
     def start(self, directory: str, steps: int) -> None:
         """Trace the next `steps` steps, then write <directory>/rank-<rank>.json, which chrome://tracing and Perfetto open.
 
-        Raises ValueError if `steps` is below 1, and RuntimeError while another trace is being taken. After an error nothing has changed.
+        Raises ValueError if `steps` is below 1, and RuntimeError if another trace has not ended. An error changes nothing.
         """
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps={steps}; it must be an integer of at least 1")

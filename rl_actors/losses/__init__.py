@@ -1,5 +1,7 @@
 """The losses and their names. A loss of this package is a frozen dataclass. Its call takes logprobs and columns and returns sums. A loss
 never gets logits.
+
+A column is a named tensor of the samples with a value for each position, such as advantages. B rows of L positions, K ids for each position.
 """
 
 import inspect
@@ -17,11 +19,11 @@ from rl_actors.losses.value import ValueLoss, explained_variance
 from rl_actors.metrics import Partials
 
 Loss = Callable[..., tuple[Tensor, Partials]]
-"""loss(logprobs_BL, **columns_BL) -> (sum, metrics). A metric named `x:mean` is a pair (numerator, denominator).
+"""A loss is called as loss(logprobs_BL, **columns_BL) and returns (sum, metrics). A metric named `x:mean` is a pair (numerator, denominator).
 
 A loss whose attribute `output` is "values" gets the values of a value model instead of logprobs.
 
-A loss whose attribute `whole_sequence` is true gets one sample per row, padded with zeros. Any other loss may get any piece of any row.
+A loss whose attribute `whole_sequence` is true gets rows with one sample each, padded with zeros. Any other loss may get any piece of any row.
 Logprobs and columns are 0 at every position without a target: after the last sample of a row, and where a target is IGNORE_TARGET.
 """
 

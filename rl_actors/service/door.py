@@ -1,8 +1,10 @@
-"""`Door`, the port of a service. Programs connect to it to attach, or to ask for the state, the logs or the end of the service.
+"""`Door`, the port at which a service listens. A program connects to it in order to use the service's actors (to attach), or to ask for the
+state, the logs or the end of the service.
 
-Both sides send lines of JSON. Calls to actors do not pass through the door.
-A program that wants to attach must have the service's versions of Python and some packages (see wire.py). It then gets the reference to the
-coordinator. Its connection stays open as long as its client exists. When the connection ends, each side knows that the other one is gone.
+Both sides send lines of JSON. Calls to actors do not go through this port.
+A program that attaches must have the same versions of Python and of some packages as the service (see wire.py). It then gets the reference to
+the coordinator, the actor that takes its calls. Its connection stays open as long as its client exists. When the connection ends, each side
+knows that the other side is gone.
 """
 
 import asyncio
@@ -22,7 +24,7 @@ from rl_actors.service.wire import versions as own_versions
 logger = logging.getLogger(__name__)
 
 GREETING_TIMEOUT = 10.0
-"""Seconds in which a program that has connected must send its greeting, the line that says what the program wants."""
+"""Seconds in which a program that has connected must send its greeting, which is the line with its request."""
 
 
 class Door:
@@ -41,7 +43,7 @@ class Door:
         self._open: set[asyncio.StreamWriter] = set()
 
     async def open(self, address: Address, tls: ssl.SSLContext | None = None) -> Address:
-        """Listen, and return the address with the port. Raises OSError naming the address if that is not possible."""
+        """Listen, and return the address with the port. Raises OSError naming the address if the port cannot be opened."""
         try:
             self._server = await asyncio.start_server(
                 self._serve, address.host, address.port, ssl=tls, limit=MAX_LINE_BYTES

@@ -1,7 +1,8 @@
-"""The conversation of a reader with the server of a trainer's rank: a signed request, and the answer. This module moves no weights.
+"""The protocol between a reader of weights and the server of a trainer's rank: a signed request, and the answer. This module moves no weights.
 
-The server sends random bytes. The reader signs these bytes, together with its request, with the secret of the transport. The signature
-proves that the reader may read. Nothing is encrypted, so the network must be private.
+A slot is the memory in which a rank keeps its part of one version of the weights (slots.py). The server sends random bytes. The reader signs
+these bytes, together with its request, with the secret of the transport. The signature proves that the reader may read. Nothing
+is encrypted, so the network must be private.
 """
 
 import contextlib
@@ -61,7 +62,8 @@ def answered(connection: socket.socket) -> Layout:
 
 
 def send_receipt(connection: socket.socket) -> None:
-    """Tell the server that all bytes have arrived. Raises ConnectionError if they came too late. The caller must then not use them."""
+    """Tell the server that all bytes have arrived. Raises ConnectionError if the bytes came too late. The caller
+    must then not use them."""
     connection.sendall(RECEIPT)
     if receive(connection, 1) != ACCEPTED:
         raise ConnectionError("the trainer's process did not accept the receipt")
@@ -75,7 +77,7 @@ def await_receipt(connection: socket.socket) -> None:
 
 
 def send_nonce(connection: socket.socket) -> bytes:
-    """Ask for the next request. Returns the random bytes that the reader must sign with it."""
+    """Ask for the next request. Returns the random bytes that the reader must sign together with its request."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(nonce)
     return nonce

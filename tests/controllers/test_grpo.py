@@ -1,4 +1,4 @@
-"""The GRPO command line, run as a user runs it: real trainer, real vLLM, real torchstore in processes of their own."""
+"""The GRPO command line, run as a user runs it. Trainer, vLLM and torchstore are real and have their own processes."""
 
 import json
 import os
@@ -28,7 +28,7 @@ SHORT = [
     "--rollouts.groups-per-step",
     "8",
 ]
-# A reward that random weights earn half of the time, so that every step has a signal.
+# A reward that random weights earn half of the time, so that every step has groups with different rewards.
 PARITY = ["--environment.task", "tests.fakes:parity_reward", "--environment.options", "{}"]
 PARITY += ["--updates-per-step", "1", "--epochs-per-step", "1"]
 
@@ -110,7 +110,7 @@ def test_the_config_of_a_run_runs_again(finished_run, tmp_path):
 
 @pytest.fixture(scope="module")
 def resumed_run(finished_run) -> tuple[list[dict], list[dict], str]:
-    """The finished run is resumed for two more steps. Its records before and after that, and the terminal's text with --verbose."""
+    """Resume the finished run for two more steps, with --verbose. Returns its records before, its records after, and the terminal's text."""
     folder = finished_run[0]
     before = read_jsonl(folder / "metrics.jsonl")
     process = start("--resume", folder, "--steps", 6, "--verbose")
@@ -129,7 +129,7 @@ def test_resuming_goes_on_where_the_newest_checkpoint_is(resumed_run):
 
 @pytest.mark.slow
 def test_verbose_shows_the_logs_of_the_actors_with_name_and_rank(finished_run, resumed_run):
-    shown, mesh = resumed_run[2], "Building device mesh with parallelism"  # torchtitan says so in every trainer
+    shown, mesh = resumed_run[2], "Building device mesh with parallelism"  # torchtitan logs this text in every trainer
     assert [line for line in shown.splitlines() if line.startswith("[trainer 0] ") and mesh in line], shown
     assert [line for line in shown.splitlines() if line.startswith("[generator 0] ")], shown
     assert mesh in (finished_run[0] / "logs/trainer-0.log").read_text()

@@ -1,4 +1,4 @@
-"""A user's own model: a run that starts from its id in the Hub cache without a network, the run's export, and vLLM's server on the export."""
+"""A user's own model. A run starts from its id in the Hub cache without a network. vLLM's server then serves the export of the run."""
 
 import json
 import os
@@ -140,7 +140,7 @@ def answers_of_the_generator(
 
 @contextmanager
 def server(model: Path, log: Path) -> Iterator[str]:
-    """Start vLLM's server on a directory and give its address. All of its processes end with the context."""
+    """Start vLLM's server on a directory and yield its address. All of its processes end with the context."""
     port = portpicker.pick_unused_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     command += ["--dtype", "float32", "--max-model-len", "128", "--enforce-eager"]

@@ -1,6 +1,6 @@
 """Command lines, data files and rewards that a run cannot use.
 
-Each is refused before a process starts, in a message that names the fault and its place.
+The controller refuses each of them before a process starts. Its message names the fault and the place of the fault.
 """
 
 import json
@@ -93,7 +93,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def refusal(folder, monkeypatch, capsys):
-    """refusal(flags) -> what `python -m controllers.grpo` prints to stderr, on one line, when it refuses."""
+    """refusal(flags) returns what `python -m controllers.grpo` prints to stderr when it refuses the flags, joined to one line."""
 
     def run(flags: list[str]) -> str:
         monkeypatch.chdir(folder)

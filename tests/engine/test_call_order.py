@@ -1,4 +1,4 @@
-"""The legal order of calls, and the state after each."""
+"""The legal order of a trainer's calls, and the trainer's state after each call."""
 
 import json
 

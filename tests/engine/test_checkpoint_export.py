@@ -1,4 +1,4 @@
-"""Exports of checkpoints, without a trainer: the files that the trainer itself exports, from whole weights and from adapters."""
+"""Exports of checkpoints without a trainer. They have the same files as the trainer's own exports, for whole weights and for adapters."""
 
 import json
 from dataclasses import replace
@@ -24,7 +24,7 @@ ADAPTERS = LoRAConfig(rank=4, alpha=16.0, train_unembed=True)
 
 @pytest.fixture
 def saved(make_engine, tmp_path):
-    """saved(path of a model, lora) -> (trained engine, its checkpoint)."""
+    """saved(path, lora) trains the model in this directory for one step, and returns the engine and its checkpoint."""
 
     def saved(path: str, lora: LoRAConfig | None = None):
         engine = make_engine(path, lora=lora or LoRAConfig())

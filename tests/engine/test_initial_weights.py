@@ -1,4 +1,4 @@
-"""Every layout has the random weights that torchtitan draws in one process from the seed. No part repeats another."""
+"""Every parallel layout has the random weights that torchtitan draws from the seed in one process. No part of a weight repeats another part."""
 
 from dataclasses import replace
 from functools import cache
@@ -47,14 +47,14 @@ QUICK = {
 
 
 def weights(path: str, parallelism: dict[str, Any], fields: dict[str, Any]) -> dict[str, Tensor]:
-    """The parameters of this rank's part of the model, gathered."""
+    """The parameters of this rank's part of the model. Each is gathered from the ranks that share it."""
     engine = make_engine(path, parallelism, fields)
     return {name: whole(parameter) for name, parameter in named_parameters(engine.built.model)}
 
 
 @pytest.fixture(scope="module")
 def one_process(run, directory_of):
-    """one_process(model) -> the parameters of the model in one process."""
+    """one_process(model) returns the parameters of the model in one process."""
 
     @cache
     def parameters(model: str) -> dict[str, Tensor]:
@@ -119,7 +119,7 @@ def test_drawing_holds_few_parameters_at_a_time(make_engine):
     sizes = [4 * initialiser.shape.numel() for initialiser in initialisers]
     peak = peak_of(lambda: draw(initialisers, built.model, SEED))
     print(f"peak {peak:,}, largest parameter {max(sizes):,}, all {sum(sizes):,} bytes")
-    # The fused query, key and value are drawn apart, joined, and copied.
+    # The fused query, key and value are drawn separately, joined, and copied.
     assert peak <= 4 * max(sizes) < sum(sizes) / 4
 
 

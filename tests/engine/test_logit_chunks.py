@@ -23,11 +23,11 @@ def record_chunks(engine) -> list[int]:
         (1024, [128]),
         (128, [128]),
         (127, [64, 64]),
-        (50, [32, 32, 32, 32]),  # 3 chunks would do, but 3 does not divide rows of 64
+        (50, [32, 32, 32, 32]),  # 3 chunks would be enough, but 3 does not divide the 64 positions of a row
     ],
 )
 def test_no_chunk_of_logits_has_more_positions_than_the_config_says(make_engine, limit, expected):
-    engine = make_engine(logprob_chunk_tokens=limit)  # rows of 64 positions, 2 in a microbatch
+    engine = make_engine(logprob_chunk_tokens=limit)  # 2 rows of 64 positions in a microbatch
     samples = ppo_samples([64, 64])
     sizes = record_chunks(engine)
     engine.forward(samples)
@@ -37,4 +37,4 @@ def test_no_chunk_of_logits_has_more_positions_than_the_config_says(make_engine,
     assert sizes == expected
     sizes.clear()
     engine.forward_backward(samples, GSPO())
-    assert sizes == 2 * expected  # a loss of whole samples computes all logprobs first, then each chunk again
+    assert sizes == 2 * expected  # GSPO needs whole samples, so all logprobs are computed first, then each chunk again

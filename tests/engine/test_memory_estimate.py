@@ -1,4 +1,4 @@
-"""The memory arithmetic compared with an engine: parameters, gradients and optimizer to the byte, activations within a factor."""
+"""The estimate of a rank's memory, compared with an engine. Parameters, gradients and optimizer are exact, activations within a factor."""
 
 import math
 from dataclasses import replace
@@ -80,7 +80,7 @@ def test_the_fullest_rank_of_a_pipeline_has_stages_that_torchtitan_makes(num_ran
     # Imported here, because the engine must set torchtitan's device before other modules of torchtitan are imported.
     from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
 
-    # With this large vocabulary the fullest rank is the first or the last.
+    # With this large vocabulary the rank with the most memory is the first or the last rank.
     config = TrainerConfig(model=replace(MODELS["untied"], num_hidden_layers=14, vocab_size=151_936))
     parallel = config.parallelism
     parallel.pipeline_parallel_degree, parallel.pipeline_parallel_schedule = num_ranks, schedule
@@ -116,7 +116,7 @@ def test_the_first_rank_of_a_pipeline_holds_as_many_microbatches_as_torch_starts
 def test_context_parallelism_holds_the_keys_and_values_of_whole_rows():
     one, two = of_layout(), of_layout(context_parallel=2)
     model = one.model
-    # Bytes of the other rank's keys and values, for its 128 positions, in 14 blocks and in the one that is recomputed.
+    # Bytes of the other rank's keys and values, for its 128 positions, in 14 blocks and in the block that is recomputed.
     others = 128 * 15 * 4 * 2 * model.num_key_value_heads * model.head_dim
     assert memory(two).activations - memory(one).activations == int(_gathered(two, 4)) + others
 
@@ -164,5 +164,5 @@ def test_expert_parallelism_takes_its_ranks_from_the_others():
         config.parallelism.data_parallel_shard_degree, config.parallelism.expert_parallel_degree = 4, expert
         held.append(memory(config))
     assert held[0].parameters == held[1].parameters == held[2].parameters
-    # FSDP gathers all experts of a block, but under expert parallelism only those of the rank.
+    # FSDP gathers all experts of a block, but under expert parallelism it gathers only the experts of the rank.
     assert held[0].activations > held[1].activations > held[2].activations

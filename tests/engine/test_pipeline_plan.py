@@ -1,4 +1,4 @@
-"""Every call has a number of microbatches that torch's schedule of the pipeline takes, whatever the number of samples."""
+"""The plan of a call has a number of microbatches that torch's pipeline schedule accepts, for any number of samples."""
 
 import pytest
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -8,7 +8,7 @@ from rl_actors.engine.pipeline import plan_options
 
 
 def num_microbatches(schedule: str, num_ranks: int, num_samples: int) -> int:
-    """The number of microbatches of a call in which each sample fills one."""
+    """The number of microbatches of a call in which each sample fills one microbatch."""
     options = plan_options(get_schedule_class(schedule), num_ranks)
     limits = {"tokens_per_row": 64, "rows_per_microbatch": 1, "row_multiple": 64, "num_ranks": 1}
     [microbatches] = plan([64] * num_samples, **limits, **options)

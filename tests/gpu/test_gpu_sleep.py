@@ -1,4 +1,4 @@
-"""vLLM's sleep mode on a GPU: the memory that it releases, and what the generator serves after it has woken."""
+"""vLLM's sleep mode on a GPU: the memory that a sleep releases, and the logprobs of the generator after it has woken."""
 
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ def test_sleep_releases_weights_and_cache_and_a_pull_after_it_serves_the_trainer
     free_asleep = torch.cuda.mem_get_info()[0]
     print(f"level {level}: {released}, of the device {free_asleep - free:,}; weights {weights:,}, cache {CACHE:,}")
     assert 0.95 * (weights + CACHE) < released.num_bytes < 1.1 * (weights + CACHE)
-    assert abs(free_asleep - free - released.num_bytes) < 0.05 * CACHE  # really free, for other processes
+    assert abs(free_asleep - free - released.num_bytes) < 0.05 * CACHE  # other processes can use this memory
     with pytest.raises(RuntimeError, match="the generator sleeps: call wake first"):
         generator.generate(PROMPTS, SAMPLED).result()
     version = _next_version(trainer)

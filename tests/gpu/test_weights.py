@@ -1,7 +1,7 @@
-"""Weights from a trainer on a GPU to a generator on a GPU: by CUDA IPC, through pinned memory, over TCP, and by NCCL from point to point.
+"""Transfers of weights from a trainer on a GPU to a generator on a GPU: by CUDA IPC, through pinned memory, over TCP, and by NCCL.
 
-NCCL needs two GPUs. `NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 pytest -m gpu tests/gpu/test_weights.py -k point_to_point` lets it use only the
-network, as between hosts; one case below sets the two variables itself.
+NCCL needs two GPUs. `NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 pytest -m gpu tests/gpu/test_weights.py -k point_to_point` lets NCCL use only the
+network, as between hosts. One case below sets the two variables itself. A slot is the memory in which a rank keeps one version of its weights.
 """
 
 import multiprocessing
@@ -44,7 +44,7 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
 
 
 def write_versions(pipe, place: Place) -> None:
-    """Write a new version to the slots of a rank, and send its manifest, whenever the pipe brings True. A server serves the slots."""
+    """Whenever the pipe brings True, write a new version to a slot and send the version's manifest. A server serves the slots."""
     snapshot = Snapshot(rank=0, timeout=TIMEOUT, choose_place=lambda num_bytes, device: place)
     server = SlotServer(snapshot.find, host="127.0.0.1", secret=SECRET, timeout=TIMEOUT)
     version = 0
@@ -66,7 +66,7 @@ def write_versions(pipe, place: Place) -> None:
     ids=["two slots on the GPU", "one slot on the GPU", "pinned"],
 )
 def test_a_process_reads_the_slots_of_another_ones_gpu_and_nothing_is_left_behind(place, path):
-    torch.zeros(1, device="cuda")  # a reader that uses CUDA pins the memory that it maps
+    torch.zeros(1, device="cuda")  # starts CUDA, so that this reader pins the memory that it maps
     before = set(os.listdir("/dev/shm"))
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
@@ -102,13 +102,13 @@ def test_a_process_reads_the_slots_of_another_ones_gpu_and_nothing_is_left_behin
 @pytest.mark.parametrize("network", [False, True], ids=["any way", "only the network"])
 @pytest.mark.parametrize("place", [Place(on_gpu=True), Place(pinned=True)], ids=["slots on the GPU", "pinned"])
 def test_nccl_brings_versions_from_point_to_point_and_the_end_of_the_trainer_is_an_error(place, network, monkeypatch):
-    """The reader is this process, on another GPU. The trainer is killed while it sends; this process must go on."""
+    """The reader is this process, on another GPU. The trainer is killed while it sends, and this process must survive."""
     for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE") if network else ():
         monkeypatch.setenv(name, "1")
     monkeypatch.setattr(communicator, "PIECE_BYTES", 100_000)  # several pieces
     torch.zeros(1, device="cuda:1")
     context = multiprocessing.get_context("spawn")
-    for _ in range(2):  # the second trainer takes the place of the one that was killed
+    for _ in range(2):  # the second trainer replaces the trainer that was killed
         here, there = context.Pipe()
         writer = context.Process(target=send_small_pieces, args=(there, place), daemon=True)
         writer.start()
@@ -165,7 +165,7 @@ def test_a_generator_on_a_gpu_gets_the_trainers_weights_by_every_path(path, take
     transport = IndexTransport(WeightsConfig(path=path))
     in_background(transport.open(), "transport").result()
     config = TrainerConfig(model=MODEL, max_sequence_length=128, tokens_per_row=256)
-    gpu = 1 if path == "point_to_point" else None  # NCCL connects no GPU with itself
+    gpu = 1 if path == "point_to_point" else None  # NCCL cannot connect a GPU with itself
     generator_config = GeneratorConfig(model=MODEL, max_model_len=128, max_num_seqs=8, kv_cache_bytes=64 << 20, gpu=gpu)
     sequence = list(range(5, 60))
     sample = Sample.from_tokens(sequence[:1], sequence[1:])

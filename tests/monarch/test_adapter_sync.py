@@ -1,4 +1,4 @@
-"""Adapters reach vLLM, either merged into the weights or as an adapter over them. Real trainers and generators have equal logprobs."""
+"""Adapters get from a trainer to vLLM, either merged into the weights or as a separate adapter. Trainer and generator have equal logprobs."""
 
 import asyncio
 import os
@@ -62,7 +62,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("merged", "adapt
 
 @pytest.fixture(scope="module", params=SLOW)
 def pair(request, base):
-    """Trainer and generator of one process each, with the generator's answers before and during its first pull."""
+    """Trainer and generator of one process each. `before` and `first_pull` are the generator's answers before and during its first pull."""
     lora = replace(LORA, sync=request.param)
     transport = MemoryTransport()
     asyncio.run(transport.open())
@@ -150,7 +150,7 @@ def test_a_pull_while_requests_run_splits_them_into_old_and_new_policy(pair, pul
 def test_a_pull_serves_no_cached_prefix(pair):
     sync(pair.trainer, pair.generator)
     block_size = pair.mesh.cache_block_size.call_one().get(timeout=GUARD)
-    # vLLM caches only whole blocks. This prompt fills two.
+    # vLLM caches only whole blocks. This prompt fills two blocks.
     prompt = [index % support.VOCAB_SIZE for index in range(2 * block_size + 1)]
     pair.generator.generate([prompt], SamplingParams(max_tokens=8)).result()
     new = support.step(pair.trainer, seed=3)
@@ -197,7 +197,7 @@ UNEMBED = replace(LORA, train_unembed=True, sync="adapter")
 
 @pytest.mark.slow
 def test_a_generator_samples_and_computes_logprobs_with_an_adapter_of_the_output_projection(tmp_path):
-    """The generator comes from spawn_generator, so that the config that it makes is tested, too."""
+    """The generator comes from spawn_generator, so that the test also covers the config that spawn_generator makes."""
     base = save_random(tmp_path / "base", support.model_config(tied=False))
     config = support.trainer_config(tied=False, hf_path=base, lora=UNEMBED)
     with TrainerClient.spawn(config) as trainer, trainer.spawn_generator() as generator:

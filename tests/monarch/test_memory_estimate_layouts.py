@@ -1,4 +1,4 @@
-"""The memory arithmetic of sharded layouts, compared with the shards of real ranks. The dimensions do not divide evenly."""
+"""The estimate of memory under sharded layouts, compared with the shards of real ranks. The ranks do not divide all dimensions evenly."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A model that only infers, through its client: it follows a policy from version to version, and takes no memory for training."""
+"""A model that only infers, called through ReferenceClient. It takes versions of a policy's weights, and no memory for training."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ def test_a_teacher_beside_the_reference_has_other_weights(trainer, ranks):
 
 
 def test_a_student_comes_near_a_teacher_by_a_column_and_a_loss(trainer, ranks):
-    """Distillation: the teacher's logprobs are the column ref_logprobs, and the loss has only the KL divergence."""
+    """Distillation. The teacher's logprobs are the column ref_logprobs, and the loss has only the KL divergence."""
     loss = Reinforce(kl=KL(coefficient=1.0, estimator="k2"))
     with trainer.spawn_reference(support.trainer_config(seed=4), ranks(1), name="teacher") as teacher:
         samples = []

@@ -1,4 +1,4 @@
-"""Bodies that no client would send: they cause no server error, and the training run goes on."""
+"""Request bodies that no client would send. They cause no server error, and the training run goes on."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The official, unmodified SDK against a server of fakes. Its client loops, retries and queues run over a real port."""
+"""The official, unmodified Tinker SDK with a server of fake actors. The SDK's loops, retries and queues run over a real port."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 
 class Background:
-    """A server of fakes in a thread, which the SDK reaches at `url`."""
+    """A server of fake actors in a thread. The SDK reaches the server at `url`."""
 
     def __init__(self, folder, **fields: object) -> None:
         self.ready = threading.Event()
@@ -26,7 +26,7 @@ class Background:
 
     async def _serve(self, folder, fields) -> None:
         async with Api(folder, hold_seconds=20.0, **fields) as self.api:
-            self.faults: list[int] = []  # statuses that replace the answers of the next requests
+            self.faults: list[int] = []  # statuses that replace the answers of the next training requests
             config = uvicorn.Config(self._with_faults, port=0, log_level="error", lifespan="off", interface="asgi3")
             self.http = uvicorn.Server(config)
             self.http.capture_signals = _nothing
@@ -41,7 +41,7 @@ class Background:
             await serving
 
     async def _with_faults(self, scope, receive, send) -> None:
-        """Serve the request. If `faults` has a status, a training request is served, but answered with that status."""
+        """Serve the request. If `faults` has a status, the server executes a training request, but the answer is only this status."""
         is_training = scope["path"].endswith(("/forward_backward", "/optim_step"))
         if not (is_training and self.faults):
             await self.api.app(scope, receive, send)

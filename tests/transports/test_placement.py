@@ -1,4 +1,4 @@
-"""Where slots are made. The rule is arithmetic, so it is tested without a GPU."""
+"""Choice of the memory for a trainer's slots: the GPU or the host. The rule is arithmetic, so the tests need no GPU."""
 
 import logging
 import re
@@ -18,7 +18,7 @@ def on_gpu(num_gb: float, *, room_gb: float, path: str = "auto") -> Place:
 
 
 LEVELS = {33: (True, 2, False), 20: (True, 1, False), 16: (False, 2, True), -5: (False, 2, True)}
-"""GB that training leaves -> on the GPU or not, number of slots, pinned or not, for slots of 16.4 GB."""
+"""Expected places of slots of 16.4 GB, by the GB that training leaves on the GPU. A place is (on the GPU, number of slots, pinned)."""
 
 
 @pytest.mark.parametrize("path", ["auto", "point_to_point"])
@@ -66,8 +66,8 @@ def test_cuda_ipc_is_refused_where_it_is_not_possible():
 
 
 def test_room_counts_what_training_will_take_and_not_what_it_holds_yet():
-    # 8B on 150 GB before the first step: only the weights are there, gradients and Adam's moments will come.
+    # An 8B model on a GPU of 150 GB, before the first step. Only the weights are allocated, and gradients and Adam's moments will follow.
     free, held, training = 117 * GB, 33 * GB, 131 * GB
     assert room_for_slots(free, held, training) == 150 * GB - int(MARGIN * training)
-    # After a step all of it is there, and the room is the same.
+    # After a step everything is allocated, and the room is the same.
     assert room_for_slots(19 * GB, 131 * GB, training) == room_for_slots(free, held, training)
