@@ -1,10 +1,11 @@
 """Speed of generation through GeneratorClient, compared with vLLM at its best with the same settings.
 
-One side is the client. The other side is vLLM in a process of its own. vLLM is started in each of several ways (WAYS), one after the other, and
-the fastest way counts. All requests are submitted at once. A request has 128 prompt tokens and 256 new tokens on a GPU. It has 16 prompt tokens
-and 64 new tokens on a CPU. Both sides return the logprobs of the sampled tokens. The runs of the two sides alternate, so that a slow moment of
-the machine affects both sides. On a GPU each side may use two fifths of the memory. With --replicas N the second side is not vLLM. It is a
-client with one replica, which gets one N-th of the requests.
+One side is the client. The other side is vLLM in a process of its own. vLLM is started in each of several ways (WAYS),
+one after the other, and the fastest way counts. All requests are submitted at once. A request has 128 prompt tokens and
+256 new tokens on a GPU. It has 16 prompt tokens and 64 new tokens on a CPU. Both sides return the logprobs of the
+sampled tokens. The runs of the two sides alternate, so that a slow moment of the machine affects both sides. On a GPU
+each side may use two fifths of the memory. With --replicas N the second side is not vLLM. It is a client with one
+replica, which gets one N-th of the requests.
 """
 
 import argparse
@@ -64,8 +65,8 @@ def prompts_of(count: int, length: int, vocab_size: int) -> Prompts:
 
 
 def start_llm(config: GeneratorConfig, core: "Core") -> tuple[Run, Shutdown]:
-    """Start an LLMEngine. Returns two functions. The first steps the engine until all requests have ended, as LLM.generate does. The second ends
-    the engine's core.
+    """Start an LLMEngine. Returns two functions. The first steps the engine until all requests have ended, as
+    LLM.generate does. The second ends the engine's core.
     """
     from vllm.inputs.engine import tokens_input
 
@@ -84,8 +85,8 @@ def start_llm(config: GeneratorConfig, core: "Core") -> tuple[Run, Shutdown]:
 
 
 def start_async(config: GeneratorConfig) -> tuple[Run, Shutdown]:
-    """Start an AsyncLLM. Returns two functions. The first sends each request to the AsyncLLM in its own coroutine. The second ends the engine's
-    core.
+    """Start an AsyncLLM. Returns two functions. The first sends each request to the AsyncLLM in its own coroutine. The
+    second ends the engine's core.
     """
     from vllm.inputs.engine import tokens_input
 
@@ -118,8 +119,8 @@ def start_way(way: str, config: GeneratorConfig) -> tuple[Run, Shutdown]:
 def serve_bare(way: str, config: GeneratorConfig, pipe: Connection) -> None:
     """Run vLLM in one of WAYS until the pipe is closed.
 
-    First it sends the seconds that the start of the engine took. Then it receives pairs (prompts, params). It answers each pair with the seconds
-    that the completions of these prompts took.
+    First it sends the seconds that the start of the engine took. Then it receives pairs (prompts, params). It answers
+    each pair with the seconds that the completions of these prompts took.
     """
     start = time.perf_counter()
     run, shutdown = start_way(way, config)
@@ -183,8 +184,8 @@ def through_client(config: GeneratorConfig) -> Iterator[Measure]:
 
 
 class Rounds:
-    """Runs the two sides several times. In a round each side runs once. Every round has new prompts, because vLLM would find repeated prompts in
-    its prefix cache and skip their prefill.
+    """Runs the two sides several times. In a round each side runs once. Every round has new prompts, because vLLM would
+    find repeated prompts in its prefix cache and skip their prefill.
     """
 
     def __init__(self, arguments: argparse.Namespace, vocab_size: int) -> None:

@@ -1,7 +1,8 @@
 """Cost of the actors: a training step and generation through the clients, compared with the same engines called directly.
 
-The calls of the client and of the engine alternate, so that the machine's other load affects both. The ratio is the client's median divided by
-the engine's median. For a training step the ratio compares times, so lower is better. For generation it compares tokens/s, so higher is better.
+The calls of the client and of the engine alternate, so that the machine's other load affects both. The ratio is the
+client's median divided by the engine's median. For a training step the ratio compares times, so lower is better. For
+generation it compares tokens/s, so higher is better.
 """
 
 import argparse
@@ -35,9 +36,9 @@ def compare(
 ) -> None:
     """Time the two sides alternately. Record the median of each side and the ratio of the medians.
 
-    through: one call through a client. direct: the same work by the engine, without the client. tokens: number of tokens that a call generates;
-    0 for a training step. benchmark: name of the file of results. sides: names of the two sides in the results. warms_up: call each side once
-    before the timed calls, because the first call fills caches.
+    through: one call through a client. direct: the same work by the engine, without the client. tokens: number of
+    tokens that a call generates; 0 for a training step. benchmark: name of the file of results. sides: names of the two
+    sides in the results. warms_up: call each side once before the timed calls, because the first call fills caches.
     """
     if warms_up:
         through()
@@ -86,7 +87,9 @@ def training(repeats: int) -> None:
 
 
 def generation(repeats: int) -> None:
-    """Compare one call of 256 prompts, and then 32 callers with one prompt each. Both sides generate 64 tokens for a prompt, with logprobs."""
+    """Compare one call of 256 prompts, and then 32 callers with one prompt each. Both sides generate 64 tokens for a
+    prompt, with logprobs.
+    """
     config = replace(tiny().generator, max_model_len=128)
     prompts = [[2 + (7 * i + j) % 14 for j in range(16)] for i in range(256)]
     params = SamplingParams(max_tokens=64, ignore_stop=True)

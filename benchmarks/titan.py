@@ -1,8 +1,9 @@
 """The reference that the benchmark trainer_speed compares with our trainer: torchtitan's own components, without actors and our engine.
 
-The components are put together as in torchtitan's trainer. The blocks and the loss are compiled, and AdamW is fused. Logits, masks and
-clipping are torchtitan's. A `Row` (harness/rows.py) is one case of the benchmark. The reference and our trainer use the attention kernel that
-the Row names. Each GPU has a process, and the host does not wait for the GPU between steps.
+The components are put together as in torchtitan's trainer. The blocks and the loss are compiled, and AdamW is fused.
+Logits, masks and clipping are torchtitan's. A `Row` (harness/rows.py) is one case of the benchmark. The reference and
+our trainer use the attention kernel that the Row names. Each GPU has a process, and the host does not wait for the GPU
+between steps.
 
 In names of tensors, B is the number of rows of a microbatch, L the tokens of a row, and D the hidden size.
 """
@@ -172,8 +173,8 @@ class Reference:
         self.optimizer.zero_grad()
 
     def _masks(self, positions_BL: Tensor) -> Any:
-        """The attention masks. On a GPU they are torchtitan's own masks, which both attention kernels accept. On a CPU this is a dense mask,
-        because the CPU's kernel needs a dense mask.
+        """The attention masks. On a GPU they are torchtitan's own masks, which both attention kernels accept. On a CPU
+        this is a dense mask, because the CPU's kernel needs a dense mask.
         """
         if self.on_gpu:
             return self.module.get_attention_masks(positions_BL)

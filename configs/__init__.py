@@ -1,5 +1,5 @@
-"""Configs by name. For each config there is a function that makes it. Some of these functions call the function of another config and edit the
-result.
+"""Configs by name. For each config there is a function that makes it. Some of these functions call the function of
+another config and edit the result.
 """
 
 from configs import qwen3

@@ -330,8 +330,9 @@ def inline_svg(figure: Figure) -> str:
 def chart(plan: Plan, drawn: Sequence[Curve], records: Records = ()) -> str:
     """One chart as SVG.
 
-    records: the records of one run, if all curves belong to that run; empty if each curve belongs to a run of its own. With records the chart
-    of the reward also shows the reward's spread, and a chart of all phases marks the supervised phase.
+    records: the records of one run, if all curves belong to that run; empty if each curve belongs to a run of its own.
+    With records the chart of the reward also shows the reward's spread, and a chart of all phases marks the supervised
+    phase.
     """
     figure, axes = new_chart(plan.title, plan.unit)
     if "reward/mean" in plan.metrics and records:

@@ -27,8 +27,8 @@ class DPOConfig(RunConfig):
     environment: EnvironmentConfig = field(default_factory=_no_pairs)
     """The pairs. answer_column names the column of the chosen answers, and rejected_column the column of the rejected answers."""
     beta: float = 0.1
-    """The reward of a completion is beta times log(p_policy / p_reference), where p is a model's probability of the completion. A larger beta
-    keeps the policy nearer to the reference."""
+    """The reward of a completion is beta times log(p_policy / p_reference), where p is a model's probability of the
+    completion. A larger beta keeps the policy nearer to the reference."""
     pairs_per_step: int = 64
     """Number of pairs in one optimizer step."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -39,8 +39,9 @@ class EpisodeConfig:
     max_turns: int = 8
     """Largest number of turns of an episode. An episode that is not over after max_turns turns is cut off."""
     max_tokens: int = 0
-    """Largest number of tokens of an episode, with its beginning, turns and replies. The run's own max_tokens limits each turn. A turn begins
-    only if the episode has room for that many tokens. 0: the largest number that trainer and generator both accept."""
+    """Largest number of tokens of an episode, with its beginning, turns and replies. The run's own max_tokens limits
+    each turn. A turn begins only if the episode has room for that many tokens. 0: the largest number that trainer and
+    generator both accept."""
 
     def validate(self) -> None:
         if self.max_turns < 1 or self.max_tokens < 0:

@@ -49,7 +49,8 @@ class PPOConfig(GRPOConfig):
         }
 
     def validate(self) -> None:
-        # This check comes first. With a rule other than gae the default group size of 1 is not allowed, and the other checks would report that.
+        # This check comes first. With a rule other than gae the default group size of 1 is not allowed, and the other
+        # checks would report that.
         if self.rollouts.advantage != "gae":
             raise ValueError(
                 f"rollouts.advantage={self.rollouts.advantage!r}; PPO needs 'gae'. A preset of --algorithm sets another "
@@ -68,7 +69,9 @@ class PPOConfig(GRPOConfig):
 
 
 async def train(run: Run[PPOConfig]) -> None:
-    """Take the supervised steps, if there are any, then the PPO steps. The first critic.warmup_steps of the PPO steps train only the critic."""
+    """Take the supervised steps, if there are any, then the PPO steps. The first critic.warmup_steps of the PPO steps
+    train only the critic.
+    """
     config = run.config
     if config.validate_first and not run.state:  # a resumed run has a state
         await sync(run)
@@ -147,8 +150,8 @@ async def train_policy(
 
 
 def minibatches(config: PPOConfig, samples: Sequence[Sample], step: int) -> Iterator[list[Sample]]:
-    """The minibatch of each optimizer step. There are epochs_per_step passes. In each pass all samples are shuffled and divided into at most
-    updates_per_step minibatches.
+    """The minibatch of each optimizer step. There are epochs_per_step passes. In each pass all samples are shuffled and
+    divided into at most updates_per_step minibatches.
 
     The order depends only on the run's seed and the step. So policy and critic get the same minibatches, and a resumed run repeats them.
     """
@@ -174,9 +177,9 @@ async def token_rewards(
 ) -> tuple[list[Tensor], dict[str, float]]:
     """The reward for every token as a float64 tensor [T] for each sample of T tokens, and metrics.
 
-    A turn's reward is at the turn's last token. The completion's penalties are at the completion's last token. If reference_kl_in is "reward",
-    a penalty is subtracted from each sampled token's reward. The penalty is kl.coefficient times the token's estimated KL divergence from the
-    reference.
+    A turn's reward is at the turn's last token. The completion's penalties are at the completion's last token. If
+    reference_kl_in is "reward", a penalty is subtracted from each sampled token's reward. The penalty is kl.coefficient
+    times the token's estimated KL divergence from the reference.
     """
     of_completions = [row for group in batch.groups for row in group.rewards_per_token]
     rows = []

@@ -127,8 +127,9 @@ async def train(run: Run[SFTConfig]) -> None:
         if is_last or step % config.validate_every == 0:
             metrics |= await _validate(run, step)
         await run.record(step, metrics, phase="sft")
-        # The checkpoint comes after the step's record. If the run is killed between the record and the checkpoint, the resumed run repeats the
-        # step and writes the record again. If the checkpoint came first, the resumed run would never write the record.
+        # The checkpoint comes after the step's record. If the run is killed between the record and the checkpoint, the
+        # resumed run repeats the step and writes the record again. If the checkpoint came first, the resumed run would
+        # never write the record.
         await run.end_step({"step": step, **phase.state()}, phase_step=step, is_last=is_last)
         if is_last:
             return

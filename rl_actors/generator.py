@@ -158,8 +158,8 @@ class Generator(Actor):
     async def finished_groups(self, call: int, at_least: int = 1) -> list[tuple[int, list[Completion]]]:
         """(index of the prompt, its completions) of the prompts that have finished since the last answer, in order of finishing.
 
-        Waits until `at_least` prompts have finished, or all remaining prompts if fewer remain. Raises the error of the generate call if that
-        call fails. Raises ValueError if no generate call of this number is running.
+        Waits until `at_least` prompts have finished, or all remaining prompts if fewer remain. Raises the error of the
+        generate call if that call fails. Raises ValueError if no generate call of this number is running.
         """
         if call not in self.calls:
             raise ValueError(
@@ -268,7 +268,9 @@ class Generator(Actor):
         return await asyncio.wrap_future(self.engine.wake())
 
     def _note(self, loaded: Transfer) -> None:
-        """Keep the last pull for `info`. Log the path over which the weights came, and the reason for the path, if path or reason has changed."""
+        """Keep the last pull for `info`. Log the path over which the weights came, and the reason for the path, if path
+        or reason has changed.
+        """
         former, self.last_pull = self.last_pull, loaded
         if former is None or (former.path, former.reason) != (loaded.path, loaded.reason):
             logger.info("the weights come by %s: %s", loaded.path, loaded.reason)

@@ -1,8 +1,9 @@
 """`make bench ROW=missing` runs the missing rows of the table of benchmarks (register.py).
 
-A row is missing if this machine can run it and it has no result from this kind of device. Rows run one after another, and each row's command
-runs in a process of its own. A result is written as soon as its row is done. After an interrupt the same command therefore continues without
-repeating finished rows. If a row fails, the other rows still run. At the end the failed rows are named, and the exit status is 1.
+A row is missing if this machine can run it and it has no result from this kind of device. Rows run one after another,
+and each row's command runs in a process of its own. A result is written as soon as its row is done. After an interrupt
+the same command therefore continues without repeating finished rows. If a row fails, the other rows still run. At the
+end the failed rows are named, and the exit status is 1.
 """
 
 import argparse
@@ -126,7 +127,9 @@ def _die_with_parent() -> None:
 
 
 def run(names: Sequence[str], extra: Sequence[str] = (), *, timeout: float = TIMEOUT, until: float = inf) -> int:
-    """Measure these rows, print a line for each, and return the exit status. Exits this program if the machine cannot run one of the rows."""
+    """Measure these rows, print a line for each, and return the exit status. Exits this program if the machine cannot
+    run one of the rows.
+    """
     refused = [f"{name} needs {TABLE[name].needs}" for name in names if not TABLE[name].runs_here()]
     if refused:
         here = f"{len(results.gpus())} x {gpu_here()}" if results.gpus() else "no GPU"

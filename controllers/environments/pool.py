@@ -1,7 +1,7 @@
 """A pool of processes for slow rewards. The event loop goes on while the processes work, and several rewards are computed at once.
 
-There are two reasons against the pools of the standard library. They cannot end one process whose call hangs. And their processes import the
-program's main module, which takes seconds.
+There are two reasons against the pools of the standard library. They cannot end one process whose call hangs. And their
+processes import the program's main module, which takes seconds.
 """
 
 import asyncio
@@ -40,14 +40,16 @@ class RewardFailed(RuntimeError):
 
 
 class RewardPool:
-    """Processes that call the reward functions of environments. The pool has as many threads as processes. A thread sends a request to a free
-    process and waits for the answer.
+    """Processes that call the reward functions of environments. The pool has as many threads as processes. A thread
+    sends a request to a free process and waits for the answer.
 
     The pool replaces a process that does not answer in time, or that ends. `close` ends all processes. They also end if this process ends.
     """
 
     def __init__(self, environments: Mapping[str, Environment], *, num_workers: int) -> None:
-        """environments: the environments by name. Error texts show these names. Raises ValueError for a reward function that cannot be pickled."""
+        """environments: the environments by name. Error texts show these names. Raises ValueError for a reward function
+        that cannot be pickled.
+        """
         self._numbers: dict[int, int] = {}  # {id of an environment: index of its reward function}
         self._environments = list(environments.values())  # keeps them alive, so that no other object gets the same id
         functions: list[Callable] = []
@@ -77,8 +79,8 @@ class RewardPool:
     def start(self) -> None:
         """Start the processes. Raises ValueError, naming the functions, if a process cannot import them."""
         try:
-            # A process of the pool asks Linux to end it when the thread that started it ends (pool_worker.py). The threads of the pool live as
-            # long as the pool. So they start the processes.
+            # A process of the pool asks Linux to end it when the thread that started it ends (pool_worker.py). The
+            # threads of the pool live as long as the pool. So they start the processes.
             for _ in self._threads.map(self._start, self._workers):
                 pass
         except BaseException:

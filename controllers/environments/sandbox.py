@@ -1,7 +1,7 @@
 """A reward for Python code. The reward is 1 if the program in a completion passes the tests of its problem, and 0 if not.
 
-The program runs in a process with limits on time, memory and file size. If the system allows it, the process has no network. The limits keep
-mistakes from harming the run. They do not protect against code that is meant to do harm.
+The program runs in a process with limits on time, memory and file size. If the system allows it, the process has no
+network. The limits keep mistakes from harming the run. They do not protect against code that is meant to do harm.
 """
 
 import asyncio
@@ -22,11 +22,12 @@ MAX_FILE_BYTES = 1 << 20
 CLOCK_FACTOR = 4
 """Wall-clock seconds that a program may take, for each CPU second that the program may use."""
 
-# This code runs in the new process before the program. `unshare` gives the process a network namespace of its own, which has no network.
-# If the system does not let a process make a namespace, the program runs with the network. `prctl` makes the process end when its parent ends,
-# even if the parent is killed. A new user namespace would undo `prctl`. Therefore `prctl` comes after `unshare`. A program can end itself
-# before its tests, with `exit()` for example, and its exit status may be 0. Therefore passed tests give a secret exit status (`passed`), which
-# is removed from sys.argv before the program runs.
+# This code runs in the new process before the program. `unshare` gives the process a network namespace of its own,
+# which has no network. If the system does not let a process make a namespace, the program runs with the network.
+# `prctl` makes the process end when its parent ends, even if the parent is killed. A new user namespace would undo
+# `prctl`. Therefore `prctl` comes after `unshare`. A program can end itself before its tests, with `exit()` for
+# example, and its exit status may be 0. Therefore passed tests give a secret exit status (`passed`), which is removed
+# from sys.argv before the program runs.
 LIMITED = """
 import ctypes, os, resource, runpy, signal, sys
 CLONE_NEWUSER, CLONE_NEWNET, PR_SET_PDEATHSIG = 0x10000000, 0x40000000, 1
@@ -45,8 +46,8 @@ runpy.run_path(program, run_name="__main__")
 sys.exit(passed)
 """
 PASSED_STATUSES = range(100, 256)
-"""Exit statuses that Python does not use for errors. For each program one of them is drawn. The process exits with this status if the program's
-tests have passed."""
+"""Exit statuses that Python does not use for errors. For each program one of them is drawn. The process exits with this
+status if the program's tests have passed."""
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,5 @@
-"""Names and state of a server, in SQLite: sessions, training runs, checkpoints, samplers. The database holds no bodies or results of requests.
+"""Names and state of a server, in SQLite: sessions, training runs, checkpoints, samplers. The database holds no bodies
+or results of requests.
 
 Weights are files in the same folder as the database. A row that names files is written after the files are complete. So after a kill every
 name in the database still has all its files.
@@ -75,8 +76,8 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """A sampling session. A sampler of the kind "snapshot" keeps its version of the weights. A sampler of the kind "inflight" always uses the
-    inflight_version of its run.
+    """A sampling session. A sampler of the kind "snapshot" keeps its version of the weights. A sampler of the kind
+    "inflight" always uses the inflight_version of its run.
     """
 
     id: str
@@ -91,7 +92,9 @@ class Sampler:
 
 
 def checkpoint_path(run_id: str, kind: str, name: str) -> str:
-    """checkpoint_path("s:train:0", "sampler", "7") -> "tinker://s:train:0/sampler_weights/7". Raises ValueError if the name is not allowed."""
+    """checkpoint_path("s:train:0", "sampler", "7") -> "tinker://s:train:0/sampler_weights/7". Raises ValueError if the
+    name is not allowed.
+    """
     if not NAME.fullmatch(name):
         raise ValueError(
             f"the name {name!r} is not possible; it must have 1 to 128 letters, digits, '.', '_' and '-', and not "
@@ -219,8 +222,8 @@ class Store:
         return [row["number"] for row in self._all(query, run_id)]
 
     def versions(self, owner: str, limit: int) -> list[dict[str, Any]]:
-        """The newest versions of an owner's runs and of base models, without dropped versions. Columns: number, run_id, path (of named weights),
-        is_ephemeral.
+        """The newest versions of an owner's runs and of base models, without dropped versions. Columns: number, run_id,
+        path (of named weights), is_ephemeral.
         """
         query = """SELECT versions.number, versions.run_id, versions.is_ephemeral, checkpoints.path FROM versions
             LEFT JOIN runs ON runs.id = versions.run_id LEFT JOIN checkpoints ON checkpoints.version = versions.number

@@ -36,8 +36,8 @@ KILL_TIMEOUT = 5.0
 POLL_SECONDS = 0.1
 """Seconds between two checks whether the processes of a client have started."""
 SILENCE = 2.0
-"""If a rank has waited too long for another rank, the client asks every process for a sign of life. The error names each process that has not
-answered after this number of seconds."""
+"""If a rank has waited too long for another rank, the client asks every process for a sign of life. The error names
+each process that has not answered after this number of seconds."""
 ATTACH_TIMEOUT = 30.0
 """Seconds in which a service must answer a client that attaches."""
 STEP_WAIT = 60.0
@@ -85,7 +85,8 @@ class Client:
         self.name, self.call_timeout, self.setup_timeout = name, call_timeout, setup_timeout
         self._mesh, self._hosts = mesh, hosts
         self._logs = default_log_route() if mesh is None and logs is None else logs
-        # A caller that gave a log route, or that spawned the mesh, knows where the actor's output is. So the client does not print the log folder.
+        # A caller that gave a log route, or that spawned the mesh, knows where the actor's output is. So the client
+        # does not print the log folder.
         self._is_quiet = logs is not None or mesh is not None
         self._processes: ProcessMesh | None = None
         # One Probe on each process of a mesh that the caller spawned. The client's own processes have their probe in _processes.
@@ -109,7 +110,9 @@ class Client:
         raise NotImplementedError
 
     def keep(self, lease: "Lease") -> None:
-        """Hold the connection to the service that has the actor. The connection ends at `close`, or when this client is garbage-collected."""
+        """Hold the connection to the service that has the actor. The connection ends at `close`, or when this client is
+        garbage-collected.
+        """
         self._lease = lease
         weakref.finalize(self, lease.close)
 
@@ -177,7 +180,8 @@ class Client:
         silence: asyncio.Task[list[Process]] | None = None
         silent: list[Process] = []
         try:
-            # A process that imports its modules may answer late, so its silence counts only after the setup. setup_timeout limits the setup.
+            # A process that imports its modules may answer late, so its silence counts only after the setup.
+            # setup_timeout limits the setup.
             while not (end.done() or self._closed or self._started.done()):
                 await asyncio.wait((end,), timeout=POLL_SECONDS)
             silence = asyncio.ensure_future(processes.first_silent(silent_after, self._note_sign))
@@ -250,8 +254,9 @@ class Client:
                 raise ActorSilentError(str(error), self.name) from None
             except (RuntimeError, ValueError) as error:  # Monarch may raise either if a process is killed early
                 raise self._lost(error, "the start of its processes") from error
-            # Python runs first the exit handler that was registered last. Our handler must run before Monarch's handler. Monarch registers its
-            # handler at its first use, which may be after ours. So our handler is registered again here.
+            # Python runs first the exit handler that was registered last. Our handler must run before Monarch's
+            # handler. Monarch registers its handler at its first use, which may be after ours. So our handler is
+            # registered again here.
             atexit.unregister(_close_all)
             atexit.register(_close_all)
         return self._processes.mesh
@@ -370,7 +375,7 @@ def _close_all() -> None:
     for closing in [client.close() for client in list(_open_clients)]:
         with contextlib.suppress(Exception):
             closing.result(timeout=10)
-    # Monarch's own handler waits one second for the shutdown, and then prints a traceback. A busy machine needs longer. So this function shuts
-    # Monarch down.
+    # Monarch's own handler waits one second for the shutdown, and then prints a traceback. A busy machine needs longer.
+    # So this function shuts Monarch down.
     with contextlib.suppress(Exception):
         shutdown_context().get(timeout=SHUTDOWN_TIMEOUT)

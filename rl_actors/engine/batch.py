@@ -1,8 +1,8 @@
 """Turn one planned microbatch into tensors of whole rows. packing.py makes the plan. context_parallel.py selects a rank's part of the rows.
 
-In names and shapes of tensors, packed tensors have B rows of length L, and tensors with one sample in each row have S rows of length T. N is
-the number of positions of all samples together. K is the number of targets of one position. P is the number of pieces. A piece is a sample, or
-the padding at the end of a row.
+In names and shapes of tensors, packed tensors have B rows of length L, and tensors with one sample in each row have S
+rows of length T. N is the number of positions of all samples together. K is the number of targets of one position. P is
+the number of pieces. A piece is a sample, or the padding at the end of a row.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,7 +42,9 @@ class PackedBatch:
     attention_masks: AttentionMasks | None = None
 
     def row_per_sample(self) -> "RowPerSample":
-        """An object that moves values from packed rows to rows of one sample, and back. A loss that must see whole samples needs this object."""
+        """An object that moves values from packed rows to rows of one sample, and back. A loss that must see whole
+        samples needs this object.
+        """
         return RowPerSample(self, self.tokens_BL.shape)
 
     # A rank that holds whole rows has nothing to exchange with other ranks. BatchShard overrides the next three methods.
@@ -56,7 +58,9 @@ class PackedBatch:
         return dict(values)
 
     def reports_whole_rows(self) -> bool:
-        """True on one context-parallel rank. All context-parallel ranks compute the same metrics of whole rows, so only that rank reports them."""
+        """True on one context-parallel rank. All context-parallel ranks compute the same metrics of whole rows, so only
+        that rank reports them.
+        """
         return True
 
 
@@ -74,8 +78,8 @@ class RowPerSample:
         is_inside_ST = torch.arange(longest) < lengths_S[:, None]
         index_ST = torch.zeros(is_inside_ST.shape, dtype=torch.int64)
         index_ST[is_inside_ST] = batch.index_N
-        # The host knows the lengths, so the host makes the indices. A mask on the device is a bad index: the host would have to wait until the
-        # device has counted the True entries of the mask.
+        # The host knows the lengths, so the host makes the indices. A mask on the device is a bad index: the host would
+        # have to wait until the device has counted the True entries of the mask.
         self.index_ST, self.is_inside_ST = batch.to_device(index_ST), batch.to_device(is_inside_ST)
         self.index_N = batch.to_device(batch.index_N)
         self.filled_N = batch.to_device(is_inside_ST.flatten().nonzero()[:, 0])
@@ -139,8 +143,8 @@ def make_batch(
 ) -> PackedBatch:
     """Put the samples of a microbatch into rows. The positions of every sample start at 0.
 
-    At padding every position is 0, so attention treats each padded position as a document of its own. If the padding were one long document,
-    the document could have more positions than the table of the rotary embedding.
+    At padding every position is 0, so attention treats each padded position as a document of its own. If the padding
+    were one long document, the document could have more positions than the table of the rotary embedding.
     """
     pieces = _Pieces(samples, microbatch)
     is_padding_BL = pieces.spread(torch.tensor([sample is None for sample in pieces.samples]))

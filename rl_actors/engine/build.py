@@ -153,7 +153,8 @@ def _float8(model_config: Qwen3Model.Config, config: TrainerConfig, machine: Mac
         model_compile_enabled=config.compile.enable,
         filter_fqns=["lm_head"],
     ).build()
-    # When torchtitan's converter emulates float8, it ignores the recipe and uses one scale for a whole tensor. So this function sets the recipe.
+    # When torchtitan's converter emulates float8, it ignores the recipe and uses one scale for a whole tensor. So this
+    # function sets the recipe.
     recipe = Float8LinearConfig.from_recipe_name(config.float8_recipe)
     converter.torchao_config = replace(recipe, emulate=emulate)
     return converter.convert(model_config)

@@ -1,13 +1,13 @@
 """The legal order of calls on a trainer, as a state machine of four states. This module holds no tensors.
 
-idle: no gradients are accumulated. open: gradients are accumulated. broken: a call failed, and the gradients may be incomplete. inconsistent:
-a call failed, and some of the weights may have changed.
+idle: no gradients are accumulated. open: gradients are accumulated. broken: a call failed, and the gradients may be
+incomplete. inconsistent: a call failed, and some of the weights may have changed.
 """
 
 IDLE, OPEN, BROKEN, INCONSISTENT = "idle", "open", "broken", "inconsistent"
 
-# For each state the calls that are legal in the state. Calls that only read (forward, push, export) do not change the state. The call `info`
-# is always legal.
+# For each state the calls that are legal in the state. Calls that only read (forward, push, export) do not change the
+# state. The call `info` is always legal.
 LEGAL = {
     IDLE: {
         "forward",

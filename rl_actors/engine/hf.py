@@ -70,8 +70,8 @@ def require_same_shapes(config: ModelConfig, there: Mapping[str, tuple[int, ...]
     where, what: the names that the error text gives to the tensors and to the model.
     """
     here = tensor_shapes(config)
-    # Some published directories hold tensors that the model does not have: the head of a model with tied embeddings, or the table of the rotary
-    # embedding. These tensors are allowed.
+    # Some published directories hold tensors that the model does not have: the head of a model with tied embeddings, or
+    # the table of the rotary embedding. These tensors are allowed.
     known = dict(here)
     if config.tie_word_embeddings:
         known["lm_head.weight"] = here["model.embed_tokens.weight"]
@@ -103,7 +103,8 @@ def whole_state(config: ModelConfig) -> dict[str, Tensor]:
 def load(built: BuiltModel, path: str) -> None:
     """Load a directory of safetensors into the sharded model, in place. Each rank reads its own shards of the tensors.
 
-    The router's expert biases and the head of a value model keep their values, because a Hugging Face directory does not have these tensors.
+    The router's expert biases and the head of a value model keep their values, because a Hugging Face directory does
+    not have these tensors.
     """
     with _to_fill(built) as tensors, plain_errors(f"loading {path}"):
         dcp.load(tensors, storage_reader=built.hf_adapter.get_hf_storage_reader(path))
@@ -151,12 +152,12 @@ def _to_fill(built: BuiltModel) -> Iterator[dict[str, Tensor]]:
 
 
 def state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """The weights under their Hugging Face names, sharded over the ranks. If head and embeddings are tied, only the embeddings are included.
-    Adapters are merged into the weights.
+    """The weights under their Hugging Face names, sharded over the ranks. If head and embeddings are tied, only the
+    embeddings are included. Adapters are merged into the weights.
 
     In a pipeline the dict of a rank has the names of the rank's own stages. Otherwise every rank has every name.
-    dtype: the dtype of the joined tensors (hf_names.py), which this function copies. The other tensors keep their own dtype. A transport casts
-    them when it copies them.
+    dtype: the dtype of the joined tensors (hf_names.py), which this function copies. The other tensors keep their own
+    dtype. A transport casts them when it copies them.
     """
     state: dict[str, Tensor] = {}
     for name, tensor in lora.merged(built.model, _parameters(built.model)).items():
@@ -189,15 +190,16 @@ def adapter_state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) ->
 def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "", dtype: str = "float32") -> None:
     """Write a directory that transformers and vLLM load.
 
-    The directory is written beside `path` and then renamed. So `path` never holds half an export. Tensors are gathered one at a time. So rank 0
-    holds at most MAX_FILE_BYTES of tensors, and one more tensor. source: a directory whose tokenizer files are copied.
+    The directory is written beside `path` and then renamed. So `path` never holds half an export. Tensors are gathered
+    one at a time. So rank 0 holds at most MAX_FILE_BYTES of tensors, and one more tensor. source: a directory whose
+    tokenizer files are copied.
     """
     target, temporary = Path(path), Path(f"{path}.partial")
 
     _on_first_rank(lambda: begin_directory(temporary, config, source=source, dtype=dtype))
     files = SafetensorsWriter(temporary)
-    # torchtitan's state-dict adapter renames tensors, and records how the experts that it renames are sharded. built.hf_adapter has recorded
-    # sharded experts. The experts here are whole tensors, so a new adapter renames them.
+    # torchtitan's state-dict adapter renames tensors, and records how the experts that it renames are sharded.
+    # built.hf_adapter has recorded sharded experts. The experts here are whole tensors, so a new adapter renames them.
     adapter = hf_adapter(config)
     failure: OSError | None = None
     for name, whole in whole_tensors(lora.merged(built.model, _parameters(built.model))):
@@ -205,8 +207,8 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
             try:
                 files.add(to_hf_names(adapter, {name: whole.to(DTYPES[dtype])}))
             except OSError as error:
-                # If rank 0 raised the error here, the other ranks would wait for rank 0 in the next gather. So rank 0 raises the error later,
-                # in `commit`. _on_first_rank then raises the error on all ranks.
+                # If rank 0 raised the error here, the other ranks would wait for rank 0 in the next gather. So rank 0
+                # raises the error later, in `commit`. _on_first_rank then raises the error on all ranks.
                 failure = error
 
     def commit() -> None:
@@ -260,7 +262,9 @@ def _is_free(path: str) -> bool:
 
 
 class SafetensorsWriter:
-    """Writes model.safetensors. If the tensors have more than MAX_FILE_BYTES, writes model-00001-of-0000N.safetensors and so on, and an index."""
+    """Writes model.safetensors. If the tensors have more than MAX_FILE_BYTES, writes model-00001-of-0000N.safetensors
+    and so on, and an index.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -269,7 +273,9 @@ class SafetensorsWriter:
         self.written: list[list[str]] = []  # for each file on disk, the names of its tensors
 
     def add(self, tensors: dict[str, Tensor]) -> None:
-        """Keep the tensors for the next file. If a tensor would make the file too large, write the file without it, and keep it for a new file."""
+        """Keep the tensors for the next file. If a tensor would make the file too large, write the file without it, and
+        keep it for a new file.
+        """
         for name, tensor in tensors.items():
             num_bytes = tensor.numel() * tensor.element_size()
             if self.pending and self.pending_bytes + num_bytes > MAX_FILE_BYTES:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 def importing() -> Iterator[None]:
     """A context for imports. No garbage is collected during the imports. Later collections leave out every object that exists after them.
 
-    Imported modules make hundreds of thousands of objects that live as long as the process. Every collection would look through all of these
-    objects. Python collects often while vLLM is imported and when vLLM starts its engine. These collections took three of the ten seconds of a
-    start.
+    Imported modules make hundreds of thousands of objects that live as long as the process. Every collection would look
+    through all of these objects. Python collects often while vLLM is imported and when vLLM starts its engine. These
+    collections took three of the ten seconds of a start.
     """
     if not _is_ours():
         yield

@@ -56,8 +56,8 @@ class Hosts:
     def lost(self) -> list[str]:
         """The names of the hosts whose workers are gone.
 
-        For some jobs only Monarch knows the addresses of the workers. For such a job Monarch says only whether the job still has all its hosts.
-        If a host is missing, the names of all hosts are returned.
+        For some jobs only Monarch knows the addresses of the workers. For such a job Monarch says only whether the job
+        still has all its hosts. If a host is missing, the names of all hosts are returned.
         """
         if self.workers:
             return [name for name, worker in zip(self.names, self.workers, strict=True) if refusal(worker)]
@@ -76,7 +76,9 @@ class Hosts:
 
 
 def parse(addresses: Sequence[str]) -> list[Address]:
-    """Parse the addresses of workers. Raises ValueError for a text that is not an address, a repeated address, and a mixture of TCP and TLS."""
+    """Parse the addresses of workers. Raises ValueError for a text that is not an address, a repeated address, and a
+    mixture of TCP and TLS.
+    """
     parsed = [Address.parse(address) for address in addresses]
     for address in parsed:
         if parsed.count(address) > 1:
@@ -91,8 +93,8 @@ def connect(
 ) -> Hosts:
     """Connect to the workers. Call this function before other code in this program uses Monarch.
 
-    addresses: tcp://HOST:PORT or tls://HOST:PORT of each worker. Or the name of a job that starts the workers: process://N for N workers on this
-    machine, ssh://HOST for each host, slurm://N, or kubernetes://N.
+    addresses: tcp://HOST:PORT or tls://HOST:PORT of each worker. Or the name of a job that starts the workers:
+    process://N for N workers on this machine, ssh://HOST for each host, slurm://N, or kubernetes://N.
     certificates: folder of the certificates for tls:// addresses. job: the options of the job. logs: folder for the output of a Slurm job.
     Raises ValueError for wrong addresses or options, ConnectionError naming a worker that does not listen, and RuntimeError if Monarch is
     in use already or if a scheduler does not start the job.
@@ -150,8 +152,8 @@ def _listen_for(started_by: Job, workers: Sequence[Address]) -> str:
         context()  # starts Monarch with its default transport, which connects the processes of one machine
         return LOOPBACK
     own_address = network.address_towards(workers[0].host, workers[0].port) if workers else _address_of_name()
-    # By default Monarch listens at the address to which this machine's name resolves. The workers may be unable to reach that address, but they
-    # can reach `own_address`.
+    # By default Monarch listens at the address to which this machine's name resolves. The workers may be unable to
+    # reach that address, but they can reach `own_address`.
     monarch.configure(default_transport=str(Address(own_address, 0)))
     context()
     return own_address

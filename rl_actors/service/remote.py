@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 class Lease:
-    """The connection of a client to a service. When the connection ends, the client knows that the service is gone, and the service knows that
-    the client is gone.
+    """The connection of a client to a service. When the connection ends, the client knows that the service is gone, and
+    the service knows that the client is gone.
     """
 
     def __init__(self, address: Address, connection: socket.socket, answer: Message) -> None:
@@ -214,9 +214,11 @@ def attach(
 ) -> tuple[RemoteMesh, Any]:
     """Attach to one actor of a service. Returns a mesh of the actor for a client, and the TrainerInfo or GeneratorInfo of its first rank.
 
-    member: "trainer" or "generator". step_wait: seconds that a call waits for the end of another client's step, limited to call_timeout / 2.
-    Raises ValueError for a wrong address, for versions of packages that differ, and for an actor that the service does not have. Raises
-    ConnectionError if no service answers or certificates are refused. Raises TimeoutError if the service does not answer within `timeout` seconds.
+    member: "trainer" or "generator". step_wait: seconds that a call waits for the end of another client's step, limited
+    to call_timeout / 2.
+    Raises ValueError for a wrong address, for versions of packages that differ, and for an actor that the service does
+    not have. Raises ConnectionError if no service answers or certificates are refused. Raises TimeoutError if the
+    service does not answer within `timeout` seconds.
     """
     target = Address.parse(address)
     name = f"{member}, pid {os.getpid()} on {socket.gethostname()}"

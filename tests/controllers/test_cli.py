@@ -1,4 +1,6 @@
-"""The command line: the config that results from it, the errors of wrong command lines, and configs that are written to files and read again."""
+"""The command line: the config that results from it, the errors of wrong command lines, and configs that are written to
+files and read again.
+"""
 
 import json
 import re

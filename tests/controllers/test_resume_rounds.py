@@ -1,5 +1,5 @@
-"""Rounds of benchmarks/resume.py. A round starts a run with a real trainer and a real vLLM, kills the controller or the trainer with signal 9,
-and resumes the run.
+"""Rounds of benchmarks/resume.py. A round starts a run with a real trainer and a real vLLM, kills the controller or the
+trainer with signal 9, and resumes the run.
 """
 
 import subprocess

@@ -1,4 +1,6 @@
-"""A value model through its client. The model runs in processes of the caller or of a policy, starts from checkpoints, trains and is saved."""
+"""A value model through its client. The model runs in processes of the caller or of a policy, starts from checkpoints,
+trains and is saved.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -115,8 +117,8 @@ def test_a_value_model_refuses_what_needs_a_language_model(critic, tmp_path):
 
 
 def test_policy_and_value_model_of_two_ranks_share_processes_and_take_turns(ranks):
-    """Policy and value model both start collectives. If their calls did not take turns, the two ranks could start the collectives in different
-    orders. Then the ranks would wait for each other for ever.
+    """Policy and value model both start collectives. If their calls did not take turns, the two ranks could start the
+    collectives in different orders. Then the ranks would wait for each other for ever.
     """
     config = support.trainer_config(shard=2)
 

@@ -85,7 +85,9 @@ WORK = (b"POST /api/v1/forward_backward ", b"POST /api/v1/optim_step ")
 
 
 class Proxy:
-    """A proxy in a thread. Each request for training takes the next fault from `faults`. If `faults` is empty, the proxy passes everything on."""
+    """A proxy in a thread. Each request for training takes the next fault from `faults`. If `faults` is empty, the
+    proxy passes everything on.
+    """
 
     def __init__(self, target: str) -> None:
         self.target_port = int(target.rpartition(":")[2])

@@ -18,8 +18,8 @@ DATUM = ([1, 2], {"target_tokens": [2, 3]})
 
 
 class Tables(HTMLParser):
-    """Reads a page. `texts` is {id of a table body: [texts of the cells of each row]}. `curves` is {id of an element: [number of points of each
-    curve in the element]}.
+    """Reads a page. `texts` is {id of a table body: [texts of the cells of each row]}. `curves` is {id of an element:
+    [number of points of each curve in the element]}.
     """
 
     def __init__(self, page: str) -> None:
@@ -69,7 +69,9 @@ def browse(url: str, folder: Path, width: int) -> tuple[str, set[str]]:
 
 
 async def busy(api):
-    """Make two runs on the server, train the first run, make a sampler, and leave a request of the second run waiting. Returns the runs' ids."""
+    """Make two runs on the server, train the first run, make a sampler, and leave a request of the second run waiting.
+    Returns the runs' ids.
+    """
     first, second = await api.create_model(0), await api.create_model(1, rank=4)
     for step in range(3):
         api.server.measure(5.0 * step)

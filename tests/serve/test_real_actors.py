@@ -290,7 +290,9 @@ before the end."""
 
 
 def run_program(url: str, num_steps: int, *, path: str = "", end: str = "normal") -> bytes:
-    """Run STEPS_OF_A_PROGRAM, and return the logprobs that it prints. path: the saved state with which the program begins; "" for a new run."""
+    """Run STEPS_OF_A_PROGRAM, and return the logprobs that it prints. path: the saved state with which the program
+    begins; "" for a new run.
+    """
     command = [sys.executable, "-c", STEPS_OF_A_PROGRAM, url, path, str(num_steps), end]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=600, env=os.environ | {"TINKER_TELEMETRY": "0"}

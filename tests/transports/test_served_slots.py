@@ -203,8 +203,8 @@ while True:
 
 
 def between_any_two_pieces(*quick: str):
-    """Parametrize by path and by the number of pieces that are sent before the kill. Each case has the mark `slow`, except the middle case of
-    each path in `quick`.
+    """Parametrize by path and by the number of pieces that are sent before the kill. Each case has the mark `slow`,
+    except the middle case of each path in `quick`.
     """
     cases = []
     for path in REASONS:
