@@ -1,4 +1,4 @@
-"""Errors that an endpoint sends to its caller."""
+"""Tests the errors that an endpoint sends to its caller."""
 
 import asyncio
 import threading

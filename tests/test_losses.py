@@ -347,9 +347,7 @@ def option_adds(base, optioned, value_of, gradient_of):
     pairs = [x for row in rows_of(logprobs_BL, columns, "ref_logprobs", "loss_weights") for x in row]
     added = math.fsum(w * value_of(p - r) for p, r, w in pairs)
     gradient = torch.tensor([w * gradient_of(p - r) for p, r, w in pairs]).double().view(SHAPE)
-    assert with_it[0] - without[0] == pytest.approx(
-        added, rel=1e-5, abs=1e-5
-    )  # tolerance for a difference of two float32 sums
+    assert with_it[0] - without[0] == pytest.approx(added, rel=1e-5, abs=1e-5)  # a difference of float32 sums
     torch.testing.assert_close(with_it[1].double() - without[1].double(), gradient, rtol=1e-6, atol=1e-6)
     return with_it[2], pairs
 
@@ -438,12 +436,7 @@ def test_a_loss_with_a_ratio_takes_a_reweighting_only_with_the_generators_own_co
     for correction in (TruncatedImportanceSampling(), IcePop(reweights=True)):
         required = {name: columns_of(loss(correction=correction))[0] for name, loss in policy_losses.items()}
         needing = {name for name in required if "generator_logprobs" in required[name]}
-        assert needing == {
-            "cispo",
-            "gspo",
-            "importance_sampling",
-            "ppo",
-        }  # otherwise these losses would count the same ratio twice
+        assert needing == {"cispo", "gspo", "importance_sampling", "ppo"}  # else a ratio would count twice
     assert "generator_logprobs" not in columns_of(PPO(correction=IcePop()))[0]
 
 

@@ -1,6 +1,6 @@
-"""Tests of the gate of a run, which is a smallest held-out reward after some step.
+"""Tests the gate of a run. A gate is a step and a reward.
 
-A run that misses the gate ends with status 3.
+The first validation at or after the step must reach the reward. Otherwise the run ends with status 3.
 """
 
 import math

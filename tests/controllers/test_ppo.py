@@ -28,10 +28,7 @@ def completion(tokens: list[int], reason: str = "stop") -> Completion:
 
 
 def batch_of(*rewards: float) -> RolloutBatch:
-    """One group for each reward. The first completion ends with a stop token.
-
-    The limit of tokens cuts off the others.
-    """
+    """One group for each reward. The first completion ends with a stop token, and a token limit cuts off the others."""
     groups = []
     for index, reward in enumerate(rewards):
         one = completion([7, 8, 9][: index + 1], "stop" if index == 0 else "length")

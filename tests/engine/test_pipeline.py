@@ -64,7 +64,7 @@ CASES = {
     "TP2 without sequence parallelism": Case(layout={"tensor_parallel_degree": 2, "enable_sequence_parallel": False}),
     "TP2 Interleaved1F1B": Case(layout={"tensor_parallel_degree": 2, **INTERLEAVED}),
 }
-# The same processes run all cases of a group, because starting them takes most of the time.
+# The same processes run all cases of a group, because starting the processes takes most of the time.
 GROUPS = {
     "1F1B": ["1F1B"],
     "two": ["Interleaved1F1B", "experts", "adapters", "recomputation", "bfloat16", "float8"],

@@ -401,14 +401,14 @@ class TestGenerator(Generator):
     async def held_weights(self) -> dict[str, Tensor]:
         """The weights that every layer of the engine computes with.
 
-        Their names are vLLM's, in which q, k and v are fused, and gate and up.
+        The weights have vLLM's names. In vLLM q, k and v are one weight, and gate and up are one weight.
         """
         return await self._held_weights()
 
     async def _held_weights(self) -> dict[str, Tensor]:
-        """On a CPU vLLM holds a weight W only in packed form.
+        """The weights that `held_weights` returns.
 
-        W is read through the layer: its output for the unit vectors is W^T.
+        On a CPU vLLM holds a weight W only in packed form. If a layer's inputs are the unit vectors, its output is exactly W^T.
         """
 
         def read(model) -> dict[str, Tensor]:

@@ -101,9 +101,9 @@ def service(tmp_path_factory):
 
 
 def test_three_clients_train_and_one_is_killed_in_an_open_step(service):
-    """With a learning rate of 0 the weights do not change.
+    """Tests that a step of one client has no gradients of another client.
 
-    So a step's gradient norm shows whether the step had gradients of other clients.
+    With a learning rate of 0 the weights do not change, so every step of a client must have the same gradient norm.
     """
     programs = [client(service, seed=seed) for seed in range(3)]
     for program in programs:
@@ -190,9 +190,7 @@ def test_a_checkpoint_of_an_attached_client_is_written_by_the_service(service, t
         saved.wait().result()
         assert (tmp_path / "saved").is_dir()
         assert trainer.load_checkpoint(str(tmp_path / "saved")).result() == saved.policy_version
-        (tmp_path / "saved" / ".metadata").chmod(
-            0o666
-        )  # DCP unpickles this file, so other users must not be able to write it
+        (tmp_path / "saved" / ".metadata").chmod(0o666)  # DCP unpickles this file, so only its owner may write it
         with pytest.raises(ValueError, match="metadata can be written by others .mode 666."):
             trainer.load_checkpoint(str(tmp_path / "saved")).result()
 
