@@ -1,4 +1,7 @@
-"""Write a tiny model to try conversations with: a Qwen3 with random weights, a byte-level tokenizer and a chat template like Qwen3's.
+"""Writes a tiny model for trying out conversations: a Qwen3 with random weights, a byte-level tokenizer and a chat
+template like Qwen3's.
+
+Usage:
 
 python examples/tiny_chat_model.py DIRECTORY
 """
@@ -18,7 +21,7 @@ TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for every byte, and three special tokens."""
+    """A tokenizer with one token for every byte, and three special tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,5 @@
-"""Fixtures for all tests. Because of this file pytest puts the folder on the import path, so tests can import references.py."""
+"""Fixtures for all tests. Because this file exists, pytest puts its folder on the import path, so tests can import
+references.py."""
 
 import os
 import signal
@@ -12,13 +13,17 @@ from xdist.scheduler import LoadScopeScheduling
 from rl_actors import ModelConfig, TrainerConfig
 from rl_actors.processes import threads
 
-threads.choose_kernels()  # references.py computes in this process
-# As a background job of a shell this process would ignore SIGINT, and so would the programs that tests start and interrupt.
+threads.choose_kernels()  # before references.py computes in this process
+# A background job of a shell ignores SIGINT, and the programs that it starts inherit this. Tests interrupt such
+# programs with SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class ByFile(LoadScopeScheduling):
-    """Gives whole files to a worker of pytest-xdist, and the folder monarch/ as one, because its tests share actors."""
+    """Gives all tests of a file to the same worker of pytest-xdist.
+
+    All tests of the folder monarch/ go to one worker, because they share actors.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
@@ -31,13 +36,13 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(scope="session")
 def tied_qwen3(tmp_path_factory) -> str:
-    """A Hugging Face directory of transformers' Qwen3 with random weights and tied heads."""
+    """A Hugging Face directory of transformers' Qwen3 with random weights and a tied head."""
     return save_qwen3(tmp_path_factory.mktemp("tied"), tied=True)
 
 
 @pytest.fixture(scope="session")
 def untied_qwen3(tmp_path_factory) -> str:
-    """The same without tied heads."""
+    """A Hugging Face directory like `tied_qwen3`, but the head of the model is not tied."""
     return save_qwen3(tmp_path_factory.mktemp("untied"), tied=False)
 
 
@@ -61,7 +66,11 @@ def process_group():
 
 @pytest.fixture
 def make_engine(process_group, tied_qwen3):
-    """make_engine(hf_path=..., any other field of TrainerConfig) -> TrainEngine with those weights. It packs samples into rows of 64 tokens."""
+    """A function: make_engine(hf_path=..., any other field of TrainerConfig) makes a TrainEngine with the weights of
+    hf_path.
+
+    The engine packs samples into rows of 64 tokens.
+    """
 
     from rl_actors.engine.train_engine import TrainEngine
 

@@ -1,4 +1,5 @@
-"""The outputs of all ranks become one output in the order of the samples."""
+"""Tests of merge_outputs, which merges the outputs of all ranks into one output. The result has the order of the
+samples."""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""benchmarks/drills.py: the random choices of a round, the table, and rounds with real processes."""
+"""Tests of benchmarks/drills.py. A round of this program starts a run and kills or stops one or two of its processes.
+
+The tests check the random choices of a round, the table of results, and rounds with real processes.
+"""
 
 import argparse
 import itertools
@@ -81,7 +84,7 @@ def test_the_seconds_end_with_the_step_after_the_recovery_or_else_with_the_next_
     assert seconds_to_next_step([earlier, died | {"seconds": 8.0}], steps, moment) == 9.0
     cut_short = died | {"seconds": None}
     assert seconds_to_next_step([cut_short, died | {"seconds": 19.0}], steps, moment) == 20.0
-    assert seconds_to_next_step([earlier], steps, moment) == 2.0  # no line reports the death
+    assert seconds_to_next_step([earlier], steps, moment) == 2.0  # no record of a restart belongs to this death
     assert seconds_to_next_step([earlier], steps[:1], moment) is None
 
 
@@ -98,7 +101,7 @@ sys.stdin.read()
 
 
 class RunWithSegments(Controller):
-    """A run that only makes shared memory."""
+    """A run that does nothing except that its programs make shared memory."""
 
     def __init__(self, mark: str) -> None:
         self.mark, self.seen = mark, set()
@@ -121,7 +124,7 @@ def test_only_segments_of_the_run_count_as_left_behind(tmp_path):
             programs.append(program)
             assert program.stdout.readline() == b"made\n"
         watch.look()
-        assert shared_memory.left_behind(watch.segments) == []  # running processes use them
+        assert shared_memory.left_behind(watch.segments) == []  # running processes still use these segments
         for program in programs:
             program.kill()
             program.wait(60)
@@ -149,7 +152,7 @@ def test_processes_of_a_run_are_found_by_their_parents_and_found_again_after_the
         parent.kill()
         parent.wait(60)
         assert run.processes() == [found[1]]
-    found[1].wait(60)  # its input has ended
+    found[1].wait(60)  # it ends because its standard input has ended
     assert run.processes() == []
 
 
@@ -173,4 +176,4 @@ def test_a_run_whose_process_is_killed_ends_as_the_undisturbed_one(tmp_path, kin
     [line] = map(json.loads, (tmp_path / "drills.jsonl").read_text().splitlines())
     assert line["faults"] == [] and line["causes"]
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert again.returncode == 0 and "round 0" not in again.stdout  # the round is not carried out twice
+    assert again.returncode == 0 and "round 0" not in again.stdout  # the second command does not repeat the round

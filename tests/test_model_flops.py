@@ -1,4 +1,7 @@
-"""Floating-point operations of a model, compared with a count by hand, and MFU."""
+"""Tests of the number of floating-point operations of a model, compared with a count by hand.
+
+Other tests compute the MFU (model FLOPs utilization), the fraction of the peak that a run reaches.
+"""
 
 from dataclasses import replace
 
@@ -26,9 +29,10 @@ def test_the_flops_of_a_document_are_those_of_every_product_and_attended_positio
     products, length = 3 * (ATTENTION + 3 * 8 * 12) + 8 * 50, 1000
     forward = 0
     for position in range(length):
-        forward += 2 * products + 3 * 2 * (2 * 12 * (position + 1))  # scores, and the sum of values
+        forward += 2 * products + 3 * 2 * (2 * 12 * (position + 1))  # attention scores, and weighted sum of values
     counted = length * flops_per_token(MODEL, length)
-    assert counted == pytest.approx(3 * forward, rel=2 / length)  # the backward pass has two products for each of these
+    assert counted == pytest.approx(3 * forward, rel=2 / length)  # for each product of the forward pass, the backward
+    pass has two
     assert counted < 3 * forward
 
 

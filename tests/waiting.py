@@ -1,13 +1,16 @@
-"""Waiting in tests, for conditions that have no event."""
+"""Functions with which tests wait for a condition that no event announces."""
 
 import time
 
 GUARD = 900.0
-"""A limit in seconds that only a hang exceeds, however busy the machine is. It is less than pytest's own limit for a test."""
+"""A limit in seconds. Even on a busy machine only a hang exceeds it. It is less than pytest's own limit for a test."""
 
 
 def wait_until(condition, what: str = ""):
-    """Poll `condition`, and return its first true value. Raises AssertionError after GUARD seconds."""
+    """Call `condition` until it returns a true value, and return this value. Raises AssertionError after GUARD seconds.
+
+    what: name of the condition, for the error.
+    """
     deadline = time.monotonic() + GUARD
     while not (value := condition()):
         assert time.monotonic() < deadline, f"{what or condition} did not come within {GUARD:g} s"

@@ -1,4 +1,4 @@
-"""Each preset of --algorithm is a whole run: real processes, from the command line to the report."""
+"""A whole run with each preset of --algorithm, in real processes, from the command line to the report."""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""Runs whose actors die: the real controller and engine in one process, with recorded rollouts. A recovered run writes the lines of an undisturbed one."""
+"""Tests of runs whose actors die. After a recovery a run writes the same lines into its files as an undisturbed run.
+
+The controller and the engine are real, and run in one process. The rollouts are recorded.
+"""
 
 import asyncio
 import contextlib
@@ -41,7 +44,8 @@ from tests.fakes import ParityReward
 
 
 class MortalTrainer(EngineTrainer):
-    """An EngineTrainer with the calls by which a run starts, watches and ends a client. It dies where `fate` says."""
+    """An EngineTrainer with the methods by which a run starts, watches and ends a client. It dies in the calls that
+    `fate` names."""
 
     name = "trainer"
 
@@ -80,10 +84,11 @@ class MortalTrainer(EngineTrainer):
 
 
 class Fate:
-    """Kills a trainer at calls of these names and numbers: {("optim_step", 7): "raises"}.
+    """Kills a trainer at chosen calls. deaths={("optim_step", 7): "raises"} kills it at the seventh optim_step.
 
-    raises: the call raises the error of the death. hangs: the call does not end, and the run learns of the death only from `death`. other:
-    the call raises another error, as a rank does when a neighbouring rank has died.
+    "raises": the call raises the error of the death. "hangs": the call does not end, and the run learns of the death
+    only from `death`.
+    "other": the call raises another error, like a rank whose neighbouring rank has died.
     """
 
     def __init__(self, deaths: dict[tuple[str, int], str]) -> None:
@@ -104,7 +109,7 @@ class Fate:
 
 
 class MortalActors(Actors):
-    """Actors without processes. Every spawned trainer has the weights that the first one had."""
+    """Actors without processes. Every spawned trainer starts with the same weights as the first trainer."""
 
     def __init__(self, config, folder, make_trainer: Callable[[], MortalTrainer], generator) -> None:
         self.make_trainer, self.generator, self.num_trainers = make_trainer, generator, 0
@@ -130,7 +135,10 @@ class MortalActors(Actors):
 
 @pytest.fixture
 def run(make_engine, monkeypatch):
-    """run(folder, deaths) -> the exit status of a run whose trainer dies at these calls. `run.actors` are the actors of the last run."""
+    """A function: run(folder, deaths) runs a training whose trainer dies at these calls, and returns the exit status.
+
+    `run.actors` has the actors of the last run.
+    """
     monkeypatch.setattr("controllers.report.write_report", lambda _: None)
 
     def run(
@@ -223,7 +231,7 @@ def test_a_run_whose_trainer_dies_goes_on_and_writes_the_lines_of_an_undisturbed
 
 
 class MortalPlacement:
-    """The connected hosts of a run. `gone`: the worker of the only host has ended."""
+    """The connected hosts of a run with one host. gone: True if the worker of the host has ended."""
 
     all = object()
     trainer = generators = None
@@ -239,7 +247,7 @@ class MortalPlacement:
 
 @pytest.fixture
 def placements(monkeypatch) -> list[MortalPlacement]:
-    """All placements of a run, the newest last."""
+    """The list of all placements that a run has made, the newest last."""
     made: list[MortalPlacement] = []
 
     def connect(self, logs) -> MortalPlacement:
@@ -251,7 +259,8 @@ def placements(monkeypatch) -> list[MortalPlacement]:
 
 
 def loses_host(placements: list[MortalPlacement], number: int) -> BeforeCall:
-    """A hook that loses the host at this call of forward_backward. The call fails as on a rank whose neighbouring rank is gone."""
+    """A hook that loses the host at the `number`-th call of forward_backward. The call fails like on a rank whose
+    neighbouring rank is gone."""
     calls = []
 
     async def before(call: str, _) -> None:

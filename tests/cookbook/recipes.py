@@ -1,4 +1,5 @@
-"""Run recipes of tinker-cookbook in a Python environment of their own (`make cookbook`), and read their results."""
+"""Runs recipes of tinker-cookbook in a separate Python environment (`make cookbook` makes it), and reads their
+results."""
 
 import contextlib
 import json
@@ -17,25 +18,26 @@ from data_sets import write_data_sets
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("COOKBOOK_PYTHON", ROOT / ".venv-cookbook" / "bin" / "python"))
 MODEL = "Qwen/Qwen3-8B"
-"""A name that the cookbook knows. The server answers for it with the tiny model."""
+"""A model name that the cookbook knows. Under this name the server serves the tiny model."""
 START_SECONDS = 600
 RECIPE_SECONDS = 1800
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cookbook:
-    """A folder in which recipes run, and the server that they use."""
+    """A folder in which recipes run. `environment` has the environment variables with which the recipes find the
+    server."""
 
     folder: Path
     environment: dict[str, str]
 
     def run(self, module: str, *arguments: str, log: str) -> "Outcome":
-        """Run a recipe to its end. log: name of its log folder."""
+        """Run a recipe to its end. log: name of the recipe's log folder."""
         folder = self.folder / "logs" / log
         return self._run(["-m", f"tinker_cookbook.{module}", *arguments, f"log_path={folder}"], folder)
 
     def run_program(self, name: str, *arguments: str) -> "Outcome":
-        """Run a program of the cookbook's own tests to its end."""
+        """Run a program from the folder of the cookbook's own tests to its end."""
         return self._run([str(PYTHON.parents[1] / "tests" / name), *arguments], self.folder)
 
     def _run(self, command: list[str], folder: Path) -> "Outcome":
@@ -91,7 +93,8 @@ def serving(folder: Path, base: Path | None = None) -> Iterator[Cookbook]:
         )
     try:
         exports = read_exports(server, folder / "server.log")
-        # The loader of the tokenizer reads a local folder that has the name of the model.
+        # The cookbook loads the tokenizer by the name of the model. The loader first looks for a local folder of this
+        # name, so this makes one.
         (folder / MODEL).parent.mkdir(parents=True, exist_ok=True)
         (folder / MODEL).symlink_to(base or state / "base" / MODEL)
         offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}
@@ -102,7 +105,8 @@ def serving(folder: Path, base: Path | None = None) -> Iterator[Cookbook]:
 
 
 def read_exports(server: subprocess.Popen, log: Path) -> dict[str, str]:
-    """The variables that the server prints when it is ready."""
+    """The two environment variables that the server prints when it is ready. Raises RuntimeError if the server does not
+    start."""
     exports: dict[str, str] = {}
     too_late = threading.Timer(START_SECONDS, server.kill)
     too_late.start()

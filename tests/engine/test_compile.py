@@ -1,4 +1,4 @@
-"""Blocks are compiled by torch.compile if compile.enable is set, and not otherwise."""
+"""The engine compiles the transformer blocks with torch.compile if compile.enable is set, and only then."""
 
 import pytest
 import torch
@@ -8,13 +8,14 @@ from torchtitan.config import CompileConfig
 from rl_actors.types import OptimParams
 
 STEP = OptimParams(learning_rate=1e-3, grad_divisor=50.0)
-# This backend traces as the usual one does. It runs the traced operators without generating code for them, which would take minutes.
+# This backend traces like the default backend, but then runs the traced operators without generating code. Generating
+# code would take minutes.
 TRACED = CompileConfig(enable=True, components=["model"], backend="aot_eager")
 
 
 @pytest.fixture
 def num_graphs():
-    """num_graphs() -> number of graphs that torch.compile has traced since the test began."""
+    """A function that returns the number of graphs that torch.compile has traced since the test began."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters["stats"]
     before = counters["unique_graphs"]
@@ -34,7 +35,7 @@ def test_blocks_are_compiled_when_compile_is_enabled_and_give_the_same_numbers(m
     expected = two_steps(make_engine())
     assert num_graphs() == 0
     assert two_steps(make_engine(compile=TRACED)) == pytest.approx(expected, rel=1e-6)
-    assert num_graphs() == 1  # all blocks have one structure
+    assert num_graphs() == 1  # all blocks have the same structure, so they share one graph
 
 
 def test_components_without_the_model_leave_the_blocks_as_they_are(make_engine, num_graphs):

@@ -1,6 +1,6 @@
-"""Layouts that torch, torchtitan or a pipeline cannot run are refused before any process starts.
+"""A config refuses layouts that torch, torchtitan or a pipeline cannot run, before any process starts.
 
-Other tests in this file show that upstream still cannot run them.
+Other tests in this file show that torch and torchtitan still cannot run these layouts.
 """
 
 from dataclasses import replace
@@ -47,24 +47,25 @@ def test_an_impossible_layout_is_refused_before_any_process_starts(parallelism, 
 
 
 class Unchecked(TrainerConfig):
-    """A config that refuses nothing, so that upstream gets what we refuse."""
+    """A config that refuses nothing, so that torch and torchtitan get the layouts that TrainerConfig refuses."""
 
     def validate(self) -> None:
         pass
 
 
 def upstream_rows(row_length: int) -> None:
-    """Run context parallelism with a row that does not split into whole blocks on every rank."""
+    """Run context parallelism with a row that cannot be split into whole attention blocks on every rank."""
     from rl_actors.engine.train_engine import TrainEngine
 
-    layouts.row_multiple = lambda config: row_length  # changes only this process, which ends with the call
+    layouts.row_multiple = lambda config: row_length  # changes only this process, which ends after this function
     config = Unchecked(model=TIED, max_sequence_length=row_length, tokens_per_row=row_length)
     config.parallelism.context_parallel_degree = 2
     TrainEngine(config).forward(ppo_samples([row_length]))
 
 
 def upstream_experts(num_experts: int, parallelism: dict[str, Any]) -> None:
-    """Run torchtitan with experts that cannot be shared out evenly, or with a layout whose outputs cannot be put back together."""
+    """Run torchtitan with experts that cannot be divided evenly among the ranks, or with a layout whose outputs it
+    cannot redistribute."""
     from rl_actors.engine.train_engine import TrainEngine
 
     model = replace(EXPERTS, num_experts=num_experts)
@@ -75,7 +76,7 @@ def upstream_experts(num_experts: int, parallelism: dict[str, Any]) -> None:
 
 
 def upstream_local_map() -> bool:
-    """True if an output of local_map has a gradient while the all-gather of its input is still under way."""
+    """True if an output of local_map requires a gradient although the all-gather of its input is still running."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.experimental import local_map

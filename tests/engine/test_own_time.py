@@ -1,4 +1,7 @@
-"""The seconds that a rank itself computes, without waits for others. Only modules without a collective are measured."""
+"""Tests of own_seconds_per_token, the seconds that a rank computes for one token, without waits for other ranks.
+
+The engine measures only modules without a collective, because in a collective a rank waits for other ranks.
+"""
 
 import time
 from typing import Any
@@ -12,12 +15,12 @@ from controllers.slow_rank import STEPS, SlowRank
 from rl_actors.engine.collectives import by_rank
 from rl_actors.engine.own_time import local_modules
 
-NUM_TOKENS = 2 * 256  # of a microbatch
+NUM_TOKENS = 2 * 256  # number of tokens of a microbatch
 SHORTEST_DELAY = 0.05  # seconds
 
 
 def slow_down(engine, seconds: float) -> None:
-    """Make each attention of this rank take longer."""
+    """Make every attention module of this rank take this number of seconds longer."""
 
     def wait(module, inputs) -> None:
         time.sleep(seconds)
@@ -28,8 +31,10 @@ def slow_down(engine, seconds: float) -> None:
 
 
 def own_times(parallelism: dict[str, Any], fields: dict[str, Any]) -> list[list[float | None]]:
-    """The own seconds per token of all ranks: before the first step, after a step at full speed, and after each of
-    STEPS steps with a slow last rank.
+    """own_seconds_per_token of all ranks at several times.
+
+    The times are: before the first step, after a step at full speed, and after each of STEPS steps in which the last
+    rank is slow.
     """
     engine = make_engine("", parallelism, fields)
     times = [by_rank(engine.info().own_seconds_per_token)]

@@ -1,6 +1,7 @@
-"""A value model gives, in every parallel layout, the values, losses and gradients of one process and of plain PyTorch.
+"""In every parallel layout a value model gives the same values, losses and gradients as one process.
 
-The processes are real and use gloo and float32. layout_work.py has the layouts and samples.
+One process gives the same values as transformers. The processes are real and use gloo and float32. layout_work.py has
+the layouts and samples.
 """
 
 from functools import cache
@@ -25,14 +26,14 @@ STEP = OptimParams(learning_rate=1e-2, eps=1e-2, grad_divisor=100.0, grad_clip_n
 WITH_VALUES = {"tied", "experts", "balanced experts", "four blocks", "Llama"}
 """Models of the layout table that can have values.
 
-A model with adapters cannot. A value head is never tied, so "untied" would repeat "tied".
+A model with adapters cannot have values. A value head is never tied, so "untied" would repeat "tied".
 """
 TABLE = [row for row in LAYOUTS if row[-1] in WITH_VALUES]
 QUICK = {("FSDP2", "tied"), ("TP2", "tied")}
 
 
 def value_samples() -> list[Sample]:
-    """Samples with returns, which are huge at positions that are not trained."""
+    """Samples with returns. At positions that are not trained the returns are huge, so that a wrong mask is noticed."""
     draw = torch.Generator().manual_seed(11)
     samples = []
     for sample in samples_with("loss_weights"):
@@ -45,7 +46,8 @@ def value_samples() -> list[Sample]:
 
 
 def train(path: str, parallelism: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """Two steps. The head is zero before the first, so the second has gradients in the whole model."""
+    """Take two steps, and return their numbers. The head is zero before the first step, so only the second step has
+    gradients in the trunk."""
     engine = make_engine(path, parallelism, {**fields, "head": "values"})
     samples = value_samples()
     numbers: dict[str, Any] = {"first": engine.forward(samples, LOSS)}
@@ -96,7 +98,7 @@ def test_a_value_model_in_a_layout_gives_the_numbers_of_one_process(
 
 
 def evaluate(path: str, samples: list[Sample], head: Tensor) -> list[Tensor]:
-    """The values that an engine gives with the trunk of `path` and this head."""
+    """The values of an engine that has the trunk (all blocks) from `path` and this head."""
     from rl_actors.engine.initial_weights import assign
 
     engine = make_engine(path, layout(), {"head": "values"})

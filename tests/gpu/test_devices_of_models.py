@@ -1,4 +1,4 @@
-"""Models live on the GPUs that their configs name. Needs two GPUs; not run yet."""
+"""The memory of a model is on the GPU that its config names. Needs two GPUs. This test has not been run yet."""
 
 import pytest
 import torch

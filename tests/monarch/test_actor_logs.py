@@ -1,4 +1,5 @@
-"""Log lines of trainer actors reach the terminal of the process that spawned them, with actor name and rank."""
+"""Log lines of trainer actors appear in the terminal of the process that spawned the actors, with actor name and
+rank."""
 
 import asyncio
 import logging
@@ -14,7 +15,7 @@ from rl_actors.processes.spawn import spawn_processes
 
 
 class TalkingTrainer(support.TestTrainer):
-    """A trainer that logs and prints without an engine."""
+    """A trainer that can log and print without building an engine."""
 
     @endpoint
     async def talk(self) -> None:

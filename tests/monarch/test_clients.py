@@ -1,4 +1,5 @@
-"""Calls on a TrainerClient: their order, timeouts, failures, numbers, and what closing does."""
+"""Tests of the calls of a TrainerClient: their order, timeouts, failures and message numbers, and of closing the
+client."""
 
 import asyncio
 import gc
@@ -183,7 +184,7 @@ def test_a_call_refused_before_the_limits_were_known_stops_the_next_optim_step(t
     gate = Gate(folder=tmp_path)
     trainer.forward(random_samples(), loss=gate)
     gate.wait_begun()
-    # The new client learns the limits in its set-up, which waits behind the call that the gate holds.
+    # The new client gets the limits in its set-up. The set-up waits for the end of the call that the gate blocks.
     trainer = TrainerClient(trainer_mesh)
     bad = [Sample.from_tokens([1], [support.VOCAB_SIZE])]
     trainer.forward_backward(random_samples(), loss="cross_entropy")
@@ -191,7 +192,7 @@ def test_a_call_refused_before_the_limits_were_known_stops_the_next_optim_step(t
     gate.open()
     with pytest.raises(ValueError, match=f"sample 0: targets.*{support.VOCAB_SIZE}"):
         trainer.optim_step(STEP).result()
-    # The error is raised only once, and the gradients of the good call are still there.
+    # The error is raised only once, and the trainer still has the gradients of the good call.
     assert trainer.optim_step(STEP).result().grad_norm > 0
 
 
@@ -201,7 +202,7 @@ def test_a_failed_call_that_nobody_asked_for_warns_when_it_is_collected(trainer)
     ):
         trainer.load_checkpoint("nowhere")
         trainer.ready().result()
-        trainer.info().result()  # runs after the failed call; then nothing refers to the failed call any more
+        trainer.info().result()  # runs after the failed call; afterwards no object refers to the failed call
         gc.collect()
 
 
@@ -222,7 +223,10 @@ def test_clients_and_calls_say_their_name_state_and_version(trainer_mesh, tmp_pa
 
 @pytest.fixture
 def numbered(trainer, trainer_mesh):
-    """numbered(number, endpoint, *args) calls an endpoint with this message number. A network may repeat a message with its number."""
+    """A function: numbered(number, endpoint, *args) calls an endpoint with this message number.
+
+    A network may deliver a message twice, both times with the same number.
+    """
     trainer_mesh.setup.call_one("numbered").get(timeout=GUARD)
 
     def call(number: int, endpoint: str, *args):
@@ -267,7 +271,7 @@ def test_a_second_client_replaces_the_first_whose_next_call_says_so(trainer, tra
 
 def test_a_call_that_outlasts_call_timeout_breaks_the_client_until_gradients_are_discarded(trainer_mesh, tmp_path):
     gate = Gate(folder=tmp_path)
-    trainer = TrainerClient(trainer_mesh, call_timeout=1.0)  # the gate holds every call that runs under this limit
+    trainer = TrainerClient(trainer_mesh, call_timeout=1.0)  # while this limit holds, the gate blocks every call
     with pytest.raises(TimeoutError, match="trainer: forward_backward did not answer within 1 s; its ranks may still"):
         trainer.forward_backward(random_samples(), loss=gate).result()
     with pytest.raises(RuntimeError, match="trainer is broken: forward_backward did not .*call discard_gradients"):
@@ -318,7 +322,8 @@ def test_two_trainers_in_one_program_do_not_disturb_each_other(trainer, transpor
 
 
 def test_the_failure_of_a_rank_and_the_death_of_one_in_a_call_reach_the_caller(tmp_path, capfd):
-    """Rank 1 of two fails, and rank 0 does not wait for it. Then rank 1 is aborted during a call, and its log says where it was."""
+    """The loss fails on rank 1 of 2, and rank 0 does not wait for rank 1. Then SIGABRT ends rank 1 during a call, and
+    its log has the traceback."""
     before = support.descendants(os.getpid())
     trainer = TrainerClient.spawn(support.trainer_config(shard=2), name="pair")
     info = trainer.info().result()[1]

@@ -1,4 +1,7 @@
-"""Adapters that a generator loads by name. One real vLLM answers requests with different adapters, and without one, in the same batch."""
+"""Tests of LoRA adapters that a generator loads by name.
+
+A real vLLM engine answers requests with different adapters and requests without an adapter in the same batch.
+"""
 
 import asyncio
 import os
@@ -32,7 +35,7 @@ SAMPLING = SamplingParams(max_tokens=24, n=3, seed=1)
 
 
 def write_adapter(directory: Path, config: LoRAConfig, weights: dict[str, torch.Tensor], seed: int) -> dict:
-    """Write a random adapter, and return the weights with the adapter merged into them."""
+    """Write a random adapter into a directory, and return the model's weights with the adapter merged into them."""
     directory.mkdir()
     draw = torch.Generator().manual_seed(seed)
     shapes = adapters.shapes(config, {name: tuple(weights[name].shape) for name in sorted(weights)})
@@ -48,7 +51,8 @@ def write_adapter(directory: Path, config: LoRAConfig, weights: dict[str, torch.
 
 @pytest.fixture(scope="module", params=["in process", "own process"])
 def served(request, tmp_path_factory):
-    """A generator that may use two adapters in a step, with four adapters loaded, and transformers' models of the same weights."""
+    """A generator with four loaded adapters, of which one step may use two, and transformers' models with the same
+    weights."""
     folder = tmp_path_factory.mktemp("adapters")
     base = save_random(folder / "base", support.model_config(tied=False))
     weights = load_file(f"{base}/model.safetensors")
@@ -154,7 +158,8 @@ def test_a_generator_that_is_started_again_has_its_adapters(served):
 
 
 def test_a_pull_replaces_the_weights_under_the_adapters(served):
-    """The engine has adapters and pulls whole weights, as it does for a server's sampler whose version is whole weights."""
+    """The engine has adapters, and it pulls whole weights. The Tinker server does this for a sampler of a version with
+    whole weights."""
     weights = support.random_weights(tied=False, seed=5)
     support.publish_from_here(served.transport, weights, stream="whole", version=3)
     served.generator.pull_model_state_dict(3).result()

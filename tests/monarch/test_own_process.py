@@ -1,6 +1,10 @@
-"""A generator whose engine core runs in a process of its own: the same results, and an end without a hang or a process that is left.
+"""A generator whose engine core runs in a process of its own gives the same results as with a core in the actor's
+process.
 
-A core on a GPU runs like this. Here it is on a CPU, where a start takes 15 s and more, so most tests are slow.
+It also ends without a hang and leaves no process behind. The engine core is the part of vLLM that schedules requests
+and computes. On a GPU
+a core runs in a process of its own by default. Here the core runs on a CPU. Its start takes at least 15 s, so most
+tests are slow.
 """
 
 import asyncio
@@ -31,7 +35,7 @@ ENDLESS = SamplingParams(max_tokens=500, n=16, ignore_stop=True)
 
 
 def test_a_child_started_through_the_executable_ends_with_the_thread_that_started_it(tmp_path):
-    """The engine's thread starts the core and lives as long as the process."""
+    """This is safe for the core, because the engine's thread starts the core and lives as long as the process."""
     program, children = _executable(tmp_path, sys.executable), []
 
     def start() -> None:
@@ -67,13 +71,17 @@ def test_a_process_below_a_stopped_child_ends_with_the_child(tmp_path):
 
 
 def never_restarted(**fields) -> GeneratorConfig:
-    """The config of a generator whose death is an error. tests/monarch/test_dying_generators.py has generators that are started again."""
+    """The config of a generator that is not started again, so that its death is an error.
+
+    tests/monarch/test_dying_generators.py has generators that are started again.
+    """
     return replace(support.generator_config(), restarts=RestartPolicy(max_per_hour=0), **fields)
 
 
 @pytest.fixture(scope="module")
 def published():
-    """A transport with versions 1 and 2 of random weights, and transformers' models of them by version."""
+    """A transport with versions 1 and 2 of random weights, and a dict: version -> transformers' model with these
+    weights."""
     transport, models = support.WorkersFail(), {}
     asyncio.run(transport.open())
     for version in (1, 2):
@@ -94,10 +102,12 @@ def generator(published):
 
 
 def core_below(parent: int | None = None, name: str = "generator") -> psutil.Process:
-    """The engine core of a generator that a process, or this one, has spawned under this name."""
+    """The engine core of the generator with this name. parent: pid of the process that spawned the generator; None:
+    this process."""
     found = []
     for process in psutil.Process(parent).children(recursive=True):
-        # The environment of a core cannot be read, because vLLM overwrites it with the title of the process.
+        # vLLM overwrites the environment of a core with the title of the process. So this function reads the
+        # environment of the core's parent.
         if "EngineCore" in process.name() and process.parent().environ()["RL_ACTORS_PROCESS"] == f"{name}-0":
             found.append(process)
     [core] = found
@@ -105,7 +115,7 @@ def core_below(parent: int | None = None, name: str = "generator") -> psutil.Pro
 
 
 def republish(transport, version: int) -> None:
-    """Make a version the newest again."""
+    """Publish a version again, so that it is the newest."""
     weights = support.random_weights(tied=True, seed=version)
     support.publish_from_here(transport, weights, stream="own", version=version)
 
@@ -180,7 +190,10 @@ def test_kill_9_of_the_core_is_an_error_for_every_waiting_call_that_names_the_pr
 
 
 def fail_to_open(generator: GeneratorClient, transport: support.WorkersFail, version: int, worker: int | None) -> None:
-    """Pull a version twice that one worker cannot open. Later calls must not take the other worker's answers for their own."""
+    """Pull twice a version that one worker cannot open. worker: rank of this worker; None: do nothing.
+
+    The other worker answers these pulls. Later calls must not mistake its answers for their own.
+    """
     if worker is None:
         return
     republish(transport, version)
@@ -193,7 +206,7 @@ def fail_to_open(generator: GeneratorClient, transport: support.WorkersFail, ver
 
 @pytest.mark.slow
 def test_tensor_parallel_ranks_pull_sample_and_end_together(published):
-    """Two ranks on two cores, through vLLM's own executor: shared memory and gloo on a CPU."""
+    """Two ranks on two CPU cores. vLLM's own executor runs them. On a CPU they use shared memory and gloo."""
     transport, models = published
     config = never_restarted(tensor_parallel=2)
     with GeneratorClient.spawn(config, transport=transport, name="parallel") as generator:
@@ -209,11 +222,11 @@ def test_tensor_parallel_ranks_pull_sample_and_end_together(published):
         core = core_below(name="parallel")
         workers = core.children()
         assert len(workers) == 2
-        # The names of the ranks' shared memory are already removed, so that a kill leaves nothing behind.
+        # The generator has already removed the names of the ranks' shared memory, so that a kill leaves nothing behind.
         assert not list(Path("/dev/shm").glob("*-cpushm_*"))
         call = generator.generate(PROMPTS, ENDLESS)
         workers[1].kill()
-        # The error names the worker, or the core if it has ended by then, too.
+        # The error names the worker. If the core has ended by then, too, the error names the core.
         with pytest.raises(
             RuntimeError, match=r"vLLM's (worker of rank 1|engine core) \(pid \d+\) .*; spawn the generator again"
         ):
@@ -287,7 +300,8 @@ def enter(program: Program) -> None:
 @pytest.mark.slow
 def test_the_core_works_through_ctrl_c_and_ends_with_its_program(program):
     core = core_below(program.process.pid)
-    assert os.getsid(core.pid) == core.pid  # a terminal's Ctrl-C goes to the session of the program
+    # A terminal sends Ctrl-C to the session of the program. The core has a session of its own.
+    assert os.getsid(core.pid) == core.pid
     enter(program)
     program.read_until("again")
     assert program.process.wait(GUARD) == 0

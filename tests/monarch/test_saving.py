@@ -1,4 +1,5 @@
-"""save_checkpoint through a client: it returns when the state is copied, and the caller learns whether the writing failed."""
+"""Tests of save_checkpoint through a client. The call returns when the state is copied. The caller later learns whether
+the writing failed."""
 
 import pytest
 import support
@@ -11,7 +12,8 @@ STEP = OptimParams(learning_rate=0.01)
 
 @pytest.fixture
 def hold(trainer_mesh, tmp_path):
-    """hold(error) stops the next save half way, and hold.open() lets it go on. If `error` is given, the save then fails with it."""
+    """A function. hold(error) stops the next save half way, and hold.open() lets it go on. With `error`, the save then
+    fails with this text."""
 
     def hold(error: str = "") -> None:
         trainer_mesh.hold_saves.call(tmp_path, error).get()
@@ -66,7 +68,7 @@ def test_a_failed_write_is_raised_once_with_path_and_rank(trainer, hold, tmp_pat
     with pytest.raises(RuntimeError, match=r"saving .*/checkpoint failed on 1 ranks; on rank 0: OSError\('no space"):
         report().result()
     assert not (tmp_path / "other").exists()
-    # The error is raised only once, and only the checkpoint is lost.
+    # The error is raised only once. The trainer has lost only the checkpoint.
     if call == "save_checkpoint":
         trainer.forward_backward(support.random_samples(), loss="cross_entropy").result()
     assert trainer.optim_step(STEP).result().policy_version == saved.policy_version + 1
@@ -83,7 +85,8 @@ def test_a_rank_of_two_that_cannot_write_is_named_and_both_go_on(ranks, tmp_path
         failed.wait().result()
     assert not (tmp_path / "checkpoint").exists()
     saved = trainer.save_checkpoint(str(tmp_path / "checkpoint")).result()
-    assert support.step(trainer) == version + 1  # the collectives of a step do not mix with those of the writing
+    assert support.step(trainer) == version + 1  # the collectives of a step do not mix with the collectives of the
+    writing
     saved.wait().result()
     assert trainer.load_checkpoint(saved.path).result() == version
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]

@@ -1,4 +1,7 @@
-"""Several runs over the base of one trainer: each has the numbers of its run alone, and its failures are its own."""
+"""Tests of tenants. Tenants are several runs that train adapters over the frozen base weights of one trainer.
+
+Each tenant gets the same numbers as if it were alone, and a failure of one tenant does not disturb the others.
+"""
 
 from dataclasses import replace
 
@@ -26,7 +29,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def landlord(config, ranks, transport):
-    """A trainer with adapters."""
+    """The client of a trainer with adapters, to which the tests add tenants."""
     with TrainerClient.spawn(config, transport=transport, processes=ranks(1), name="landlord") as client:
         yield client
 
@@ -41,7 +44,7 @@ def pair(landlord):
 
 
 def queue_steps(client, number: int, params: OptimParams) -> list:
-    """Send a step of two calls without waiting."""
+    """Send two forward_backward calls and an optim_step, and do not wait for their answers. Returns the three calls."""
     samples = random_samples(seed=number)
     halves = [client.forward_backward(half, loss="cross_entropy") for half in (samples[:3], samples[3:])]
     return [*halves, client.optim_step(params)]
@@ -103,7 +106,7 @@ def test_after_a_timeout_each_tenant_whose_call_is_unanswered_must_discard_its_g
     one.ready().result()
     landlord.discard_gradients().result()
     gate = Gate(folder=tmp_path)
-    landlord.call_timeout, usual = 1.0, landlord.call_timeout  # the gate holds every call that runs under this limit
+    landlord.call_timeout, usual = 1.0, landlord.call_timeout  # while this limit holds, the gate blocks every call
     try:
         with pytest.raises(TimeoutError, match="landlord: forward_backward did not answer within 1 s"):
             one.forward_backward(random_samples(), loss=gate).result()

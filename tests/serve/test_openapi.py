@@ -1,6 +1,9 @@
-"""Requests that schemathesis makes from the server's own OpenAPI document, and changed protobuf bodies, against real actors.
+"""Sends random requests to the Tinker server, behind which real actors run.
 
-No request causes a server error, and afterwards the actors train and sample. Needs the package schemathesis, which `.venv-cookbook` has.
+schemathesis makes most requests from the server's own OpenAPI document. Other requests have changed protobuf bodies. No
+request may cause a
+server error, and afterwards the actors must still train and sample. Needs the package schemathesis, which
+`.venv-cookbook` has.
 """
 
 import random
@@ -17,11 +20,12 @@ from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402  
 
 types = tinker.types
 pytestmark = pytest.mark.slow
-EXAMPLES = 40  # requests to each route
+EXAMPLES = 40  # number of requests to each route
 
 
 class Target:
-    """A server with a session, a training run and a sampler, whose names replace some of the generated names."""
+    """A server with a session, a training run and a sampler. Their names replace some of the names in the generated
+    requests."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -43,7 +47,10 @@ class Target:
         }
 
     def with_known_names(self, values: object, draw: random.Random) -> object:
-        """The fields of a body or of a path. About half of the names become names that exist. Numbers that cause long work become small."""
+        """The fields of a body or of a path, with two changes.
+
+        About half of the names are replaced by names that exist. Numbers that would cause long work are made small.
+        """
         if not isinstance(values, dict):
             return values
         changed = dict(values)
@@ -57,7 +64,8 @@ class Target:
         return changed
 
     def require_alive(self) -> None:
-        """Train and sample once, in a new session, whose sequence numbers no generated request has used."""
+        """Train and sample once, in a new session. No generated request has used the sequence numbers of this
+        session."""
         service = tinker.ServiceClient(base_url=self.url, api_key="tml-test")
         inputs = {"target_tokens": [2, 3, 4]}
         datum = types.Datum(model_input=types.ModelInput.from_ints([1, 2, 3]), loss_fn_inputs=inputs)
@@ -82,7 +90,7 @@ def target(server):
 
 
 def require_no_fault(url: str, response: httpx.Response) -> None:
-    """Fail if the response is an error of the server, or if it is a promise whose answer is an error of the server."""
+    """Fail if the response is a server error, or if it is a promise (a request_id) whose answer is a server error."""
     assert response.status_code < 500, (str(response.request.url), response.text)
     is_json = response.headers.get("content-type", "").startswith("application/json")
     promise = response.json() if is_json and response.status_code == 200 else {}
@@ -130,7 +138,7 @@ def test_made_requests_to_every_route(server, target):
 
 
 PARTS = {"method", "url", "params", "json", "content", "headers", "cookies"}
-"""The parts of a request of schemathesis that httpx knows by the same name."""
+"""The arguments of a request by schemathesis that httpx.request has under the same names."""
 
 
 def test_changed_protobuf_bodies_leave_the_actors_alive(server, target):

@@ -1,4 +1,5 @@
-"""Only a program whose certificate is from the service's authority can connect to the service."""
+"""A program can connect to a service with TLS only if the service's certificate authority has signed the program's
+certificate."""
 
 import contextlib
 import os
@@ -48,7 +49,7 @@ class NoTrainer:
 
 @pytest.fixture
 def served(certificates, tmp_path):
-    """The address of an open door with TLS."""
+    """The address of a service with TLS. A Door is the server socket of a service."""
     service = Service({"trainer": NoTrainer()})
     door = Door(service, b"", logs=tmp_path, stop=lambda reason: None, transport="tls")
     opening = door.open(Address("127.0.0.1", 0, tls=True), tls.server_context(certificates))
@@ -91,7 +92,7 @@ def test_a_program_without_tls_gets_no_answer(served):
 
 
 def test_a_host_that_the_certificate_does_not_name_is_not_trusted(tmp_path, certificates):
-    """The address belongs to this machine, but the certificate does not list it."""
+    """The service listens at an address of this machine that its certificate does not list."""
     service = Service({"trainer": NoTrainer()})
     door = Door(service, b"", logs=tmp_path, stop=lambda reason: None, transport="tls")
     opening = door.open(Address("127.0.0.2", 0, tls=True), tls.server_context(certificates))

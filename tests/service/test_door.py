@@ -1,4 +1,7 @@
-"""Errors for programs that cannot attach to a service. The door is real; no actor is behind it."""
+"""Tests of a Door, the server socket of a service, and of the errors for programs that cannot attach to the service.
+
+The door is real, but the service has no actors.
+"""
 
 import contextlib
 import socket
@@ -17,7 +20,7 @@ from rl_actors.service.service import Service
 from rl_actors.service.wire import PROTOCOL
 
 TIMEOUT = 600.0
-"""No refusal takes this long: only a hang reaches the timeout."""
+"""A limit in seconds that only a hang reaches. Every refusal comes earlier."""
 
 
 class NoTrainer:
@@ -31,7 +34,8 @@ class NoTrainer:
 
 @pytest.fixture
 def served(tmp_path):
-    """(service, address) of an open door. `service.stopped` has the reasons with which the door was asked to stop."""
+    """A service with an open door, and its address. `service.stopped` lists the reasons with which a program has asked
+    the door to stop."""
     (tmp_path / "trainer-0.log").write_text("one\ntwo\nthree\n")
     stopped: list[str] = []
     service = Service({"trainer": NoTrainer(), "generator": NoTrainer()})
@@ -44,7 +48,8 @@ def served(tmp_path):
 
 @contextlib.contextmanager
 def listener(answer: bytes | None):
-    """A program that takes one connection and sends `answer`, or nothing. Yields the program's address."""
+    """A server that accepts one connection and sends `answer`; with None it sends nothing. Yields the server's
+    address."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:

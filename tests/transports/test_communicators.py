@@ -1,4 +1,8 @@
-"""A trainer's rank and a reader keep their communicator until a call hangs or a member ends; then they make another."""
+"""A trainer's rank and a reader of its weights exchange tensors in a communicator, which is a process group of these
+two processes.
+
+They keep the communicator until a call hangs or one of the two processes ends. Then they make another communicator.
+"""
 
 import os
 import socket
@@ -23,7 +27,8 @@ PATH = "point_to_point"
 
 @pytest.fixture
 def made(monkeypatch):
-    """The member number of each end of a communicator that was made, in order."""
+    """A list that grows at each process that joins a new communicator. Its entries are the ranks (0 or 1) in the
+    communicator."""
     PAIRS.end()
     members: list[int] = []
     make = GROUPS["gloo"]
@@ -103,7 +108,7 @@ def test_a_reader_that_hangs_holds_a_slot_no_longer_than_the_timeout_of_the_trai
     assert "read of slot 0 of trainer rank 0" in error
     [logged] = caplog.messages
     assert "pull of s/1: gave up the communicator with ('127.0.0.1', " in logged and "TimeoutError" in logged
-    for version in (2, 3):  # version 3 takes the slot that the reader had
+    for version in (2, 3):  # version 3 is written into the slot that the reader was reading
         served.write(version)
     goes_on.set()
     del served
@@ -111,7 +116,7 @@ def test_a_reader_that_hangs_holds_a_slot_no_longer_than_the_timeout_of_the_trai
 
 
 class SilentGroup:
-    """A group whose calls wait without a limit, until they are aborted."""
+    """A process group whose calls wait without a limit until `abort`."""
 
     def __init__(self) -> None:
         self.aborted = threading.Event()
@@ -131,7 +136,7 @@ class SilentGroup:
 
 @pytest.fixture
 def silent_pair():
-    """(a pair with a SilentGroup, the other end of its control connection)"""
+    """A pair with a SilentGroup, and the other end of the pair's control connection."""
     PAIRS.end()
     here, there = socket.socketpair()
     pair = Pair(here, member=READER, backend="gloo", piece_bytes=2, device=torch.device("cpu"))
@@ -174,7 +179,7 @@ def test_a_call_that_cannot_write_to_the_other_process_says_that_it_has_ended(si
 
 
 def test_nccl_waits_in_wait_and_has_no_watchdog_that_would_end_the_trainer(monkeypatch):
-    """There is no GPU here: a fake ProcessGroupNCCL records its arguments."""
+    """The test needs no GPU: a fake ProcessGroupNCCL records its arguments."""
     seen = []
 
     class Options:

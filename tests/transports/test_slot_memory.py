@@ -1,7 +1,10 @@
-"""Memory of a push and of a pull.
+"""Tests of the memory that a push and a pull of weights need.
 
-The slots hold two versions. A reader of shared memory also needs one tensor at a time; a writer needs no more.
-A reader that receives from a server holds one version of its own, and no second copy of the received pieces.
+A slot is the memory of one rank for its shards of one version. The slots hold two versions. A writer needs no other
+memory. A reader of
+shared memory also needs memory for one tensor at a time. A reader that receives a version from a server has its own
+memory for this version,
+and no second copy of the received pieces.
 """
 
 import os
@@ -20,10 +23,10 @@ from rl_actors.transports.placement import Place
 from rl_actors.transports.server import SlotServer
 from rl_actors.transports.slots import Layout, Shard, Slot
 
-NUM_TENSORS, ROWS, COLUMNS = 6, 2048, 1024  # 4 MiB of bfloat16 each
+NUM_TENSORS, ROWS, COLUMNS = 6, 2048, 1024  # a tensor has 4 MiB in bfloat16
 TENSOR = ROWS * COLUMNS * 2
 VERSION = NUM_TENSORS * TENSOR
-SLACK = TENSOR // 2  # of Python and of the allocator
+SLACK = TENSOR // 2  # memory that Python and the allocator may need besides
 
 PEAK = """
 import os, pickle, sys
@@ -81,9 +84,11 @@ print(peak() - before)
 
 
 def growth(program: str, *arguments: object) -> int:
-    """The bytes by which a program's memory exceeded its former peak. The program prints them."""
+    """Run a program, and return the number that it prints: the bytes by which its memory exceeded its former peak."""
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path])
-    # Freed tensors go back to the system at once, so the peak shows what was held at the same time.
+    # With this setting malloc returns the memory of a freed tensor to the system at once. So the peak counts only
+    # tensors that existed at the
+    # same time.
     allocator = {"MALLOC_MMAP_THRESHOLD_": "1000000"}
     environment = {**os.environ, **allocator, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", program, *map(str, arguments)]
@@ -92,7 +97,10 @@ def growth(program: str, *arguments: object) -> int:
 
 
 def halves(version: int, num_tensors: int) -> tuple[Manifest, list[Slot]]:
-    """A version of which two ranks hold the upper and the lower rows of every tensor, and their slots."""
+    """Make a version on two ranks. One rank has the upper rows of every tensor, and the other rank the lower rows.
+
+    Returns the manifest and the slots of both ranks.
+    """
     slots = []
     for rank in range(2):
         half = (ROWS // 2, COLUMNS)
