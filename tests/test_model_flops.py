@@ -31,8 +31,8 @@ def test_the_flops_of_a_document_are_those_of_every_product_and_attended_positio
     for position in range(length):
         forward += 2 * products + 3 * 2 * (2 * 12 * (position + 1))  # attention scores, and weighted sum of values
     counted = length * flops_per_token(MODEL, length)
-    assert counted == pytest.approx(3 * forward, rel=2 / length)  # for each product of the forward pass, the backward
-    pass has two
+    # For each product of the forward pass, the backward pass has two.
+    assert counted == pytest.approx(3 * forward, rel=2 / length)
     assert counted < 3 * forward
 
 

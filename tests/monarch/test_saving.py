@@ -85,8 +85,8 @@ def test_a_rank_of_two_that_cannot_write_is_named_and_both_go_on(ranks, tmp_path
         failed.wait().result()
     assert not (tmp_path / "checkpoint").exists()
     saved = trainer.save_checkpoint(str(tmp_path / "checkpoint")).result()
-    assert support.step(trainer) == version + 1  # the collectives of a step do not mix with the collectives of the
-    writing
+    # The collectives of a step do not mix with the collectives of the writing.
+    assert support.step(trainer) == version + 1
     saved.wait().result()
     assert trainer.load_checkpoint(saved.path).result() == version
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
