@@ -32,8 +32,10 @@ def tiny_game() -> GRPOConfig:
 
 
 def tiny_tool() -> GRPOConfig:
-    """The model learns to ask a calculator for products of two-digit numbers. Supervised steps first teach the format
-    of a turn. GRPO then follows."""
+    """The model learns to ask a calculator for products of two-digit numbers.
+
+    Supervised steps first teach the format of a turn. GRPO then follows.
+    """
     return replace(
         tiny(),
         alphabet="0123456789*c=?",

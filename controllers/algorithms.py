@@ -42,8 +42,10 @@ def _objective(
     advantage: str = "grpo",
     reference_kl: float = 0.0,
 ) -> dict[str, object]:
-    """The fields that every preset sets. For a loss without bounds, ratio_low and ratio_high become None, whatever the
-    config had before."""
+    """The fields that every preset sets.
+
+    For a loss without bounds, ratio_low and ratio_high become None, whatever the config had before.
+    """
     return {
         "loss.name": loss,
         "loss.ratio_low": ratio_low,

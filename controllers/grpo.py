@@ -30,37 +30,34 @@ class GRPOConfig(RunConfig):
     rollouts: RolloutConfig = field(default_factory=RolloutConfig)
     updates_per_step: int = 1
     """Largest number of parts into which a training step divides its batch. The trainer takes one optimizer step on
-    each part. The samples of
-    the later parts therefore come from slightly older weights than those that train on them."""
+    each part. The samples of the later parts therefore come from slightly older weights than those that train on
+    them."""
     epochs_per_step: int = 1
     """Number of passes of a training step over its batch. Each pass takes up to updates_per_step optimizer steps on the
     same rollouts."""
     algorithm: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"] | None = None
     """Preset with the values of a paper. It sets and prints loss, aggregation, advantages, KL divergence, refills and
-    the penalty on long
-    completions. It leaves the correction, loss.dual_clip and loss.beta as they are. The controller applies other flags
-    after the preset, so
-    these flags can change the preset's values. A PPO run that has a preset also needs --advantage gae."""
+    the penalty on long completions. It leaves the correction, loss.dual_clip and loss.beta as they are. The controller
+    applies other flags after the preset, so these flags can change the preset's values. A PPO run that has a preset
+    also needs --advantage gae."""
     loss: LossConfig = field(default_factory=LossConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     aggregation: Aggregation = "token_mean"
     """Rule that makes one number from the losses of the tokens in an optimizer step. token_mean: the mean over all
-    tokens. sequence_mean: each sample's
-    mean over its tokens, then the mean over samples. sequence_sum: each sample's sum over its tokens, then the mean over samples. constant:
-    the sum over all tokens, divided by samples * max_tokens."""
+    tokens. sequence_mean: each sample's mean over its tokens, then the mean over samples. sequence_sum: each sample's
+    sum over its tokens, then the mean over samples. constant: the sum over all tokens, divided by samples *
+    max_tokens."""
     entropy_bonus: float = 0.0
     """Weight of the policy's entropy in the objective. 0: no entropy in the objective."""
     reference_kl: float = 0.0
     """Weight of the KL divergence from the reference. The reference is the policy at the start of GRPO or PPO. A second
-    model, which is
-    not trained, has the weights of the reference. 0: no KL divergence and no second model."""
+    model, which is not trained, has the weights of the reference. 0: no KL divergence and no second model."""
     reference_kl_in: Literal["loss", "reward"] = "loss"
     """loss: the divergence of every token is added to the token's loss. reward: the divergence of a completion, summed over its tokens, is
     subtracted from the completion's reward before advantages are computed. PPO subtracts the divergence of every token from that token's reward."""
     reference_kl_estimator: Literal["k1", "k2", "k3"] | None = None
     """Estimator of the KL divergence. For each token, d is the policy's logprob minus the reference's logprob. k1 is d,
-    k2 is d^2 / 2, k3 is
-    exp(-d) - 1 + d. None: k3 in the loss, k1 in the reward."""
+    k2 is d^2 / 2, k3 is exp(-d) - 1 + d. None: k3 in the loss, k1 in the reward."""
     kl_control: KLControlConfig = field(default_factory=KLControlConfig)
     """Rule that changes the weight of the KL divergence, so that the divergence stays near a target. The first weight is reference_kl."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -175,8 +172,10 @@ class Update:
 
 
 async def train(run: Run[GRPOConfig]) -> None:
-    """Take the supervised steps, if the config asks for some, and then the GRPO steps. A GRPO step generates, trains
-    and syncs the weights."""
+    """Take the supervised steps, if the config asks for some, and then the GRPO steps.
+
+    A GRPO step generates, trains and syncs the weights.
+    """
     config = run.config
     if config.validate_first and not run.state:  # a resumed run has a state
         await sync(run)
@@ -213,9 +212,8 @@ async def train(run: Run[GRPOConfig]) -> None:
             await run.record(step, values, phase="grpo", skipped=not batch.samples)
             run.log.rollouts(step, batch.shown())
             # The record of the step is written first, and then the checkpoint. If the run is killed between the two, a
-            # resumed run repeats the
-            # step and writes the record again. In the opposite order, the resumed run would begin after the step and
-            # never write its record.
+            # resumed run repeats the step and writes the record again. In the opposite order, the resumed run would
+            # begin after the step and never write its record.
             state = {"step": step, **rollouts.state(), "sft_steps": sft_steps}
             if reference is not None:
                 state["kl_coefficient"] = reference.kl.coefficient
@@ -224,7 +222,8 @@ async def train(run: Run[GRPOConfig]) -> None:
 
 def update_kl_coefficient(config: GRPOConfig, reference: Reference, values: dict[str, float]) -> None:
     """Set the coefficient of the KL divergence for the next step, and add this step's coefficient to its metrics
-    `values`."""
+    `values`.
+    """
     values["kl/coefficient"] = reference.kl.coefficient
     if "kl/reference" in values:  # missing if the divergence is part of the loss and the step did not train
         reference.kl = config.kl_control.next_kl(reference.kl, values["kl/reference"])
@@ -257,8 +256,10 @@ def parts_of(config: GRPOConfig, samples: Sequence[Sample]) -> Iterator[Sequence
 async def train_step(
     run: Run[ConfigOfLoop], parts: Iterable[Sequence[Sample]], loss: PolicyLoss, learning_rate: float
 ) -> list[Update]:
-    """Take one optimizer step on each part. The gradient of a part is the sum over its tokens, divided by
-    `config.divisor(part)`."""
+    """Take one optimizer step on each part.
+
+    The gradient of a part is the sum over its tokens, divided by `config.divisor(part)`.
+    """
     config, updates = run.config, []
     for part in parts:
         outputs = []
@@ -356,8 +357,7 @@ def report(config: GRPOConfig, batch: RolloutBatch, updates: Sequence[Update]) -
     """Metrics of one step under their names in metrics.jsonl.
 
     The comparison of the trainer's logprobs with the generator's uses only the first optimizer step. At later steps the
-    trainer has other
-    weights than the generator had.
+    trainer has other weights than the generator had.
     """
     first = metrics.finish(metrics.merge(output.partials for output in updates[0].outputs))
     whole = metrics.finish(metrics.merge(output.partials for update in updates for output in update.outputs))

@@ -14,22 +14,19 @@ class HostsConfig:
     """The machines (hosts) on which the processes of a run live.
 
     On each host a Monarch worker starts the run's processes. The worker is a program that listens at an address. Either
-    the user has started
-    the workers with `make worker`, or a Monarch job starts them.
+    the user has started the workers with `make worker`, or a Monarch job starts them.
     """
 
     addresses: str = ""
     """Addresses of running workers, separated by commas, such as tcp://10.0.0.5:4444,tcp://10.0.0.6:4444. It may also
-    be a job that
-    starts the workers: ssh://gpu-1,ssh://gpu-2 (over SSH), slurm://4, kubernetes://4, or process://2 (on this machine,
-    for a trial). Empty:
+    be a job that starts the workers: ssh://gpu-1,ssh://gpu-2 (over SSH), slurm://4, kubernetes://4, or process://2 (on
+    this machine, for a trial). Empty:
     all processes live on this machine. The run folder must be on a disk that all hosts share."""
     job: JobConfig = field(default_factory=JobConfig)
     trainer: int = 0
-    """Number N of hosts of the trainer. The trainer, the value model and the reference all use the first N hosts, and the ranks of each model
-    are spread evenly over these hosts. The generators use the other hosts. If N is the number of all hosts, the
-    generators use the last
-    host. 0: N is the number of all hosts minus 1, but at least 1."""
+    """Number N of hosts of the trainer. The trainer, the value model and the reference all use the first N hosts, and
+    the ranks of each model are spread evenly over these hosts. The generators use the other hosts. If N is the number
+    of all hosts, the generators use the last host. 0: N is the number of all hosts minus 1, but at least 1."""
     certificates: str = ""
     """Folder of the TLS certificates. Addresses that begin with tls:// need it. It must have the same path on all
     hosts."""
@@ -40,8 +37,10 @@ class HostsConfig:
     run."""
 
     def names(self) -> list[str]:
-        """The names of the hosts in the order of `addresses`. An empty list if the run uses only this machine. Raises
-        ValueError if `addresses` is wrong."""
+        """The names of the hosts in the order of `addresses`.
+
+        An empty list if the run uses only this machine. Raises ValueError if `addresses` is wrong.
+        """
         if not self.addresses:
             return []
         job = self.started_by()
@@ -63,8 +62,10 @@ class HostsConfig:
         return range(self.trainer or max(1, count - 1))
 
     def of_generators(self) -> range:
-        """Indices of the hosts of the generators. Replica i of the generator uses host i of this range; after the last
-        host the range begins again."""
+        """Indices of the hosts of the generators.
+
+        Replica i of the generator uses host i of this range; after the last host the range begins again.
+        """
         count = len(self.names())
         return range(min(len(self.of_trainer()), count - 1), count)
 

@@ -1,15 +1,11 @@
 """Recovers a run inside its process. After the death of an actor the run goes on from its newest complete checkpoint.
 
 A recovery replaces the dead actor. The other actors stay, unless the trainer and the generator share GPUs. In that case
-all actors are
-replaced. If the store (the process of the transport) has died, all actors are replaced, too. The recovery then loads
-the random states, the
-trainers' state and the controller's state from the checkpoint. Then it calls the training function again. This function
-publishes the
-weights, and the generators load them. The run repeats the steps after the checkpoint with the same rollouts as before
-(see
-survival.RecordedQueue). If the run has no checkpoint, it begins again from the initial weights, which its seed or
-hf_path gives.
+all actors are replaced. If the store (the process of the transport) has died, all actors are replaced, too. The
+recovery then loads the random states, the trainers' state and the controller's state from the checkpoint. Then it calls
+the training function again. This function publishes the weights, and the generators load them. The run repeats the
+steps after the checkpoint with the same rollouts as before (see survival.RecordedQueue). If the run has no checkpoint,
+it begins again from the initial weights, which its seed or hf_path gives.
 
 An error that is not caused by the death of an actor ends the run.
 """

@@ -18,8 +18,10 @@ Scalars = dict[str, int | float]
 
 
 def validate_trackers(names: Sequence[str]) -> None:
-    """Raises ValueError if the package of a tracker is not installed. The error shows the command that installs the
-    package."""
+    """Raises ValueError if the package of a tracker is not installed.
+
+    The error shows the command that installs the package.
+    """
     for name in names:
         found = importlib.util.find_spec(name)
         # wandb and mlflow write output folders named `wandb` and `mlflow`. find_spec takes an output folder for a
@@ -56,8 +58,8 @@ class Trackers:
 
         validate_trackers(names)
         # accelerate's log functions need a PartialState. If a scheduler has set environment variables for a process
-        # group, a PartialState
-        # would join this group. To prevent this, the environment is empty while the PartialState is made.
+        # group, a PartialState would join this group. To prevent this, the environment is empty while the PartialState
+        # is made.
         with clear_environment():
             PartialState(cpu=True)
         for name in dict.fromkeys(names):
@@ -96,7 +98,8 @@ class Trackers:
 
 def _arguments(name: str, folder: RunFolder, project: str, steps_done: int) -> dict[str, object]:
     """Arguments for the constructor of accelerate's tracker: the project, and the run's name and folder if the tracker
-    takes these."""
+    takes these.
+    """
     run_name = folder.path.resolve().name
     match name:
         case "tensorboard":

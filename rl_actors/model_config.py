@@ -182,8 +182,10 @@ class ModelConfig:
         (Path(directory) / "config.json").write_text(json.dumps(self.to_hf(), indent=2) + "\n")
 
     def has_experts(self, layer: int) -> bool:
-        """True if block `layer`, counted from 0, routes tokens to experts. The rule is the same as in transformers'
-        Qwen3Moe."""
+        """True if block `layer`, counted from 0, routes tokens to experts.
+
+        The rule is the same as in transformers' Qwen3Moe.
+        """
         is_sparse = self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
         return is_sparse and layer not in self.mlp_only_layers
 

@@ -17,8 +17,7 @@ def product_parameters(model: ModelConfig) -> int:
     """Number of the parameters by which the model multiplies the hidden states of one token.
 
     In a block with experts only the experts that the token is routed to count. The head counts. The embedding does not
-    count, because it is a
-    lookup.
+    count, because it is a lookup.
     """
     hidden = model.hidden_size
     heads = model.num_attention_heads * model.head_dim
@@ -38,11 +37,10 @@ def flops_per_token(model: ModelConfig, document: float, *, trains_weights: bool
     """FLOPs of the forward and backward pass of one token. document: number of tokens of its document. Recomputation
     does not count.
 
-    Each parameter of a matrix product costs 6 FLOPs. Each position that the token attends to costs 12 FLOPs per block, per head and per
-    dimension of the head. A token attends to itself and to the earlier positions, which on average are half of its
-    document. With
-    trains_weights=False, as in a run that trains adapters, the gradients of the weights are not computed, so a
-    parameter costs 4 FLOPs.
+    Each parameter of a matrix product costs 6 FLOPs. Each position that the token attends to costs 12 FLOPs per block,
+    per head and per dimension of the head. A token attends to itself and to the earlier positions, which on average are
+    half of its document. With trains_weights=False, as in a run that trains adapters, the gradients of the weights are
+    not computed, so a parameter costs 4 FLOPs.
     """
     heads = model.num_attention_heads * model.head_dim
     per_parameter = 6 if trains_weights else 4

@@ -19,8 +19,8 @@ from rl_actors.parts import HostMove
 
 IGNORE_TARGET = -100
 """Target id of a position without a target. Such a position is padding, or the caller has masked it. Its logprob is 0,
-and the trainer sets
-all its columns to 0. One of these columns is loss_weights, so every loss, mean and maximum leaves the position out."""
+and the trainer sets all its columns to 0. One of these columns is loss_weights, so every loss, mean and maximum leaves
+the position out."""
 
 TOP_K_COLUMNS = {"target_ids": torch.int64, "target_weights": torch.float32}
 """Columns of shape [T, K] with their dtypes. K is the same in all samples of a call. Every other column is [T] float32."""
@@ -160,8 +160,10 @@ def _samples_from_arrays(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimParams:
-    """Hyperparameters of one optimizer step. OptimizerConfig.groups may scale learning_rate and weight_decay for some
-    parameters."""
+    """Hyperparameters of one optimizer step.
+
+    OptimizerConfig.groups may scale learning_rate and weight_decay for some parameters.
+    """
 
     learning_rate: float
     beta1: float = 0.9
@@ -171,8 +173,7 @@ class OptimParams:
     # Largest norm of the gradient, after the division by grad_divisor. None: no clipping.
     grad_clip_norm: float | None = 1.0
     # The step divides the gradient of the summed loss by this number. If it is num_loss_tokens(samples), the step uses
-    # the gradient of the mean
-    # loss per token.
+    # the gradient of the mean loss per token.
     grad_divisor: float = 1.0
 
 
@@ -220,8 +221,7 @@ class RankOutput:
     indices: list[int]  # indices of the reported samples in the list of the call
     lengths: list[int]  # T of each reported sample
     # "logprobs" (in a value model "values"): [sum of lengths] float32. If the rank computed them, also "entropy" [sum
-    # of lengths] and
-    # "target_logprobs" [sum of lengths, K]. Empty if the rank reports no sample.
+    # of lengths] and "target_logprobs" [sum of lengths, K]. Empty if the rank reports no sample.
     values: dict[str, Tensor]
     metrics: Partials  # the client merges them over ranks; see rl_actors.metrics
     policy_version: int
@@ -264,8 +264,7 @@ class Completion:
 
     tokens: list[int]  # C ids
     # C log probabilities under the distribution that vLLM sampled from, after temperature, top_p and top_k. A greedy
-    # completion
-    # (temperature 0) has the log probabilities at temperature 1.
+    # completion (temperature 0) has the log probabilities at temperature 1.
     logprobs: list[float]
     policy_versions: list[int]  # C numbers: the version of the weights that produced each token
     finish_reason: str  # "stop" or "length"
@@ -330,9 +329,9 @@ class TrainerInfo:
     on_host: Mapping[str, int] = field(default_factory=dict)  # bytes of each offloaded part (weights, …); see `offload`
     offloaded: HostMove = HostMove()  # sum of this rank's moves to the host since the trainer was built
     onloaded: HostMove = HostMove()  # sum of this rank's moves back to the device
-    # Mean seconds that one measured module of this rank, such as a block, computed for one token, without waits for other
-    # ranks. The mean is over the forward passes that led to the last optim_step. None: the rank measured nothing; see
-    # engine/own_time.py.
+    # Mean seconds that one measured module of this rank, such as a block, computed for one token, without waits for
+    # other ranks. The mean is over the forward passes that led to the last optim_step. None: the rank measured nothing;
+    # see engine/own_time.py.
     own_seconds_per_token: float | None = None
     lora_rank: int = 0  # 0: there are no adapters
     tenants: tuple[str, ...] = ()  # names of the tenants that new_tenant has added; see TrainerClient.new_tenant
@@ -348,9 +347,8 @@ class Heartbeat:
 
 ReplicaState = Literal["starting", "healthy", "stale", "dead", "restarting", "retired"]
 """State of a generator of a client. starting: its first process starts. healthy: the client sends calls to it. stale:
-it runs, but it does
-not have the weights of the last pull. dead: its process has ended or was killed. restarting: another process starts in
-its place.
+it runs, but it does not have the weights of the last pull. dead: its process has ended or was killed. restarting:
+another process starts in its place.
 retired: the client does not start it again."""
 
 

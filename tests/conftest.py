@@ -1,5 +1,7 @@
-"""Fixtures for all tests. Because this file exists, pytest puts its folder on the import path, so tests can import
-references.py."""
+"""Fixtures for all tests.
+
+Because this file exists, pytest puts its folder on the import path, so tests can import references.py.
+"""
 
 import os
 import signal

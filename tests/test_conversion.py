@@ -1,5 +1,7 @@
-"""Tests of merge_outputs, which merges the outputs of all ranks into one output. The result has the order of the
-samples."""
+"""Tests of merge_outputs, which merges the outputs of all ranks into one output.
+
+The result has the order of the samples.
+"""
 
 import pytest
 import torch

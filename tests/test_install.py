@@ -1,5 +1,6 @@
 """Tests of the installed project: its command, its version, its requirements, and conflicts with other installed
-packages."""
+packages.
+"""
 
 import re
 import subprocess

@@ -34,52 +34,46 @@ def _json_field(kind: type) -> PrimitiveConstructorSpec:
 class EnvironmentConfig:
     task: str = "basic_arithmetic"
     """The source of the problems: a reasoning-gym task; a .jsonl, .json, .parquet or .csv file; a Hugging Face data
-    set; or a function as
-    module:function. A data set is given by a directory or by an id. Both must contain a slash. If `mixture` is set,
-    `task` is not used."""
+    set; or a function as module:function. A data set is given by a directory or by an id. Both must contain a slash. If
+    `mixture` is set, `task` is not used."""
     options: Annotated[dict[str, object], _json_field(dict)] = field(default_factory=dict)
     """Arguments of the reasoning-gym task or of the user's function. The flag takes one JSON object, which replaces all default options."""
     mixture: Annotated[list[dict[str, object]], _json_field(list)] = field(default_factory=list)
     """Several tasks instead of one task. The flag takes a JSON list with one object for each task. An object has fields
-    of this config. It may
-    also have a "name", and a "weight", which is 1 by default."""
+    of this config. It may also have a "name", and a "weight", which is 1 by default."""
     prompt_column: str = "prompt"
     """Column of the prompt in a file or a data set."""
     answer_column: str = "answer"
     """Column of the answer in a file or a data set."""
     rejected_column: str = ""
     """Column of an answer that is worse than the answer in answer_column, in a file or a data set. controllers.dpo
-    trains on pairs of these
-    two answers."""
+    trains on pairs of these two answers."""
     messages_column: str = "messages"
     """Column of a conversation in a file or a data set: a list of {"role": …, "content": …}. It is used if a row of the
     data has no prompt column. The model's chat template then makes the prompt from the conversation. If the row has no
-    answer column either,
-    and the last message has the role assistant, this message is the answer."""
+    answer column either, and the last message has the role assistant, this message is the answer."""
     split: str = "train"
     """Split of a Hugging Face data set."""
     held_out_task: str = ""
     """Another file or data set, from which the held-out problems are taken, at most num_held_out. A held-out problem is
-    not trained on, even if the data
-    of `task` also has it. Empty: the held-out problems are taken from the data of `task`."""
+    not trained on, even if the data of `task` also has it. Empty: the held-out problems are taken from the data of
+    `task`."""
     held_out_split: str = ""
     """Split of held_out_task from which the held-out problems are taken. If held_out_task is empty, this is a split of
-    `task`. Empty: the same
-    as `split`."""
+    `task`. Empty: the same as `split`."""
     prompt: str = "{question}"
-    """Template of the prompt, e.g. "{expression}=". `{question}` stands for the prompt in the data. The template may also use the keys of the
-    problem's metadata. If the task is a file, these keys are the other columns."""
+    """Template of the prompt, e.g. "{expression}=". `{question}` stands for the prompt in the data. The template may
+    also use the keys of the problem's metadata. If the task is a file, these keys are the other columns."""
     remove_whitespace: bool = False
     """Remove all whitespace from the prompt ("12 + 34=" becomes "12+34="). A character tokenizer then needs fewer tokens."""
     prompt_pattern: str = ""
     """Regular expression that the whole prompt must match, e.g. "\\d\\d\\+\\d\\d=". A problem whose prompt does not match is left out. Empty: no
     problem is left out."""
     reward: str = "exact_match"
-    """Rule that scores a completion. exact_match compares completion and answer without surrounding whitespace. math_verify compares their
-    mathematical values. regex compares the last match of reward_pattern in the completion with the last match in the
-    answer. task uses the
-    score of the reasoning-gym task. judge asks another model. python runs the program in the completion, and then the
-    tests in the answer. module:function calls your function(answer,
+    """Rule that scores a completion. exact_match compares completion and answer without surrounding whitespace.
+    math_verify compares their mathematical values. regex compares the last match of reward_pattern in the completion
+    with the last match in the answer. task uses the score of the reasoning-gym task. judge asks another model. python
+    runs the program in the completion, and then the tests in the answer. module:function calls your function(answer,
     completion), which returns a number."""
     reward_pattern: str = ""
     """For the reward regex: a regular expression. The reward compares its first group. If it has no group, the reward
@@ -90,23 +84,19 @@ class EnvironmentConfig:
     """For the reward python: limits of the program."""
     reward_workers: int = 0
     """Number of processes that call the reward functions. Slow functions can run at the same time in several processes,
-    and the controller
-    does not wait for each of them. 0: the controller calls the functions itself. The controller always calls an `async`
-    function itself."""
+    and the controller does not wait for each of them. 0: the controller calls the functions itself. The controller
+    always calls an `async` function itself."""
     reward_timeout: float = 60.0
     """Seconds in which a reward function must return, if it is `async` or one of reward_workers calls it. A function
-    that takes longer is
-    called again."""
+    that takes longer is called again."""
     reward_retries: int = 2
     """How often a reward function is called again if it fails or takes too long. Only a function that is `async`, or
-    that one of
-    reward_workers calls, is called again. If the last call fails, too, the run ends."""
+    that one of reward_workers calls, is called again. If the last call fails, too, the run ends."""
     reward_concurrency: int = 64
     """Largest number of calls of `async` reward functions that run at the same time."""
     num_held_out: int = 512
     """Number of distinct problems that are used for validation and never for training. If held_out_task or
-    held_out_split is set, the number
-    may be smaller."""
+    held_out_split is set, the number may be smaller."""
     seed: int = 0
     """Seed of the problems, of their order, and of the choice of the held-out problems."""
 
@@ -138,8 +128,10 @@ class EnvironmentConfig:
         return text + (f" and prompt_pattern={self.prompt_pattern!r}" if self.prompt_pattern else "")
 
     def validate(self) -> None:
-        """Raises ValueError for a value that is wrong for any data. `build_environment` reads the data and finds all
-        other wrong values."""
+        """Raises ValueError for a value that is wrong for any data.
+
+        `build_environment` reads the data and finds all other wrong values.
+        """
         if self.num_held_out < 1:
             raise ValueError(f"num_held_out={self.num_held_out}; it must be at least 1")
         if not isinstance(self.options, dict):

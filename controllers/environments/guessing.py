@@ -37,8 +37,7 @@ class GuessingGame:
     within `num_guesses` guesses.
 
     Only ten distinct games exist, so no game can be held out of training. The "held-out" problems are the games whose
-    secret is below
-    num_held_out. Training has these games, too.
+    secret is below num_held_out. Training has these games, too.
     """
 
     def __init__(self, *, seed: int, num_held_out: int, num_guesses: int = 4) -> None:

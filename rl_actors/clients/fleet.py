@@ -1,8 +1,7 @@
 """`Fleet`, the generators of a GeneratorClient.
 
 The fleet divides calls among the generators. It sends the unfinished prompts of a dead generator to the other
-generators. It gives all
-generators the same version of the weights.
+generators. It gives all generators the same version of the weights.
 
 In this file `place` is the index of a generator in the fleet's list of generators. A `part` is the prompts of a call
 that one generator gets.
@@ -81,10 +80,9 @@ class RoutedCall:
 class Fleet:
     """Generators with the same weights. All completions of a prompt come from one of the generators.
 
-    A seed gives the same completions on every generator. A call waits while no generator is healthy. Every phase of a restart has a time
-    limit, and the number of restarts is limited. A generator that cannot be restarted is retired. When all generators
-    are retired, every
-    call raises the error that ended the first generator of the list.
+    A seed gives the same completions on every generator. A call waits while no generator is healthy. Every phase of a
+    restart has a time limit, and the number of restarts is limited. A generator that cannot be restarted is retired.
+    When all generators are retired, every call raises the error that ended the first generator of the list.
     """
 
     def __init__(
@@ -97,8 +95,7 @@ class Fleet:
         tell: Callable[[str], None],
     ) -> None:
         """spawns: for each generator its name and the function that spawns it. first_version: the call of the trainer
-        that pushes the
-        version that the generators pull first.
+        that pushes the version that the generators pull first.
 
         tell: the fleet calls this function with a line of text when a generator has died, is healthy again, or is not
         started again.
@@ -131,8 +128,10 @@ class Fleet:
         return sum(replica.restarts.total for replica in self.replicas)
 
     async def start(self) -> GeneratorInfo:
-        """Wait until every generator has been healthy. Returns the info of the first generator. If a generator does not
-        start, raises its error."""
+        """Wait until every generator has been healthy.
+
+        Returns the info of the first generator. If a generator does not start, raises its error.
+        """
         self._lives = [asyncio.ensure_future(replica.live()) for replica in self.replicas]
         await self._until(lambda: all(replica.was_ready or replica.cause for replica in self.replicas))
         for replica in self.replicas:
@@ -142,8 +141,10 @@ class Fleet:
         return known if self.told is None else replace(known, policy_version=self.told)
 
     def expect_signs(self, silent_after: float) -> None:
-        """From now on, a generator counts as dead if it gives no sign of life for silent_after seconds. If a shorter
-        time was set before, that time still applies."""
+        """From now on, a generator counts as dead if it gives no sign of life for silent_after seconds.
+
+        If a shorter time was set before, that time still applies.
+        """
         for replica in self.replicas:
             replica.expect_signs(silent_after)
 
@@ -177,8 +178,10 @@ class Fleet:
         return all(await asyncio.gather(*(replica.client.answers_within(timeout) for replica in self.replicas)))
 
     async def info(self) -> GeneratorInfo:
-        """The info of the healthy generator with the oldest weights. If the fleet has several generators, the field
-        `replicas` has the infos of all."""
+        """The info of the healthy generator with the oldest weights.
+
+        If the fleet has several generators, the field `replicas` has the infos of all.
+        """
         await self._ask_all(lambda client: client.info())
         infos = {}
         for place, replica in enumerate(self.replicas):
@@ -248,8 +251,10 @@ class Fleet:
             indices = sorted(itertools.chain.from_iterable(lost))
 
     async def _start_part(self, call: RoutedCall, place: int, indices: list[int]) -> list[int]:
-        """Send the prompts with these indices to one generator. Returns the indices if the generator has died,
-        otherwise an empty list."""
+        """Send the prompts with these indices to one generator.
+
+        Returns the indices if the generator has died, otherwise an empty list.
+        """
         replica, client = self.replicas[place], self.replicas[place].client
         prompts, numbers = [call.prompts[index] for index in indices], [call.numbers[index] for index in indices]
         try:
@@ -266,8 +271,10 @@ class Fleet:
     async def _collect(
         self, call: RoutedCall, place: int, client: OneGenerator, number: int, indices: list[int]
     ) -> None:
-        """Take the finished prompts from one generator. If the generator dies, send the unfinished prompts to healthy
-        generators."""
+        """Take the finished prompts from one generator.
+
+        If the generator dies, send the unfinished prompts to healthy generators.
+        """
         left, n = set(range(len(indices))), call.params.n
         try:
             try:
@@ -320,8 +327,10 @@ class Fleet:
         return dict(zip(indices, found, strict=True))
 
     async def _divide(self, prompts: Sequence[Sequence[int]], n: int) -> dict[int, list[int]]:
-        """The indices of the prompts that each generator gets. Key: place of the generator. Waits until a generator is
-        healthy."""
+        """The indices of the prompts that each generator gets.
+
+        Key: place of the generator. Waits until a generator is healthy.
+        """
         healthy = await self._until_healthy()
         parts: dict[int, list[int]] = {}
         for member, prompt in enumerate(prompts):
@@ -333,8 +342,7 @@ class Fleet:
         healthy.
 
         If the pull fails on some generators, these generators are stale until they have pulled the version. If the pull
-        fails on all
-        generators, raises the first error, and the fleet keeps its former version.
+        fails on all generators, raises the first error, and the fleet keeps its former version.
         """
         self._num_changes += 1
         former, self.told = self.told, version
@@ -426,9 +434,10 @@ class Fleet:
                 logger.warning("%s cannot load the adapter %r again: %s", replica.name, name, error)
 
     async def sleep(self, level: int) -> DeviceMemory:
-        """Put all generators to sleep. If a generator dies while the fleet sleeps, it is not started again before
-        `wake`, because a start needs
-        memory of the device.
+        """Put all generators to sleep.
+
+        If a generator dies while the fleet sleeps, it is not started again before `wake`, because a start needs memory
+        of the device.
         """
         await self._until(lambda: all(replica.state in ("healthy", "dead", "retired") for replica in self.replicas))
         self._awake.clear()
@@ -443,8 +452,10 @@ class Fleet:
         return _of_all(await self._ask_all(lambda client: client.wake()))
 
     async def _ask_all(self, ask: Callable[[OneGenerator], Awaitable[T]]) -> list[T]:
-        """Send a request to all healthy generators, and return the answers of those that did not die. Repeats until at
-        least one generator has answered."""
+        """Send a request to all healthy generators, and return the answers of those that did not die.
+
+        Repeats until at least one generator has answered.
+        """
         while True:
             healthy = await self._until_healthy()
             clients = [self.replicas[place].client for place in healthy]
@@ -469,8 +480,10 @@ class Fleet:
         return [place for place, replica in enumerate(self.replicas) if replica.state == "healthy"]
 
     async def _until_healthy(self) -> list[int]:
-        """The places of the healthy generators. Waits until a generator is healthy. If all are retired, raises the
-        error of `_end_cause`."""
+        """The places of the healthy generators.
+
+        Waits until a generator is healthy. If all are retired, raises the error of `_end_cause`.
+        """
         await self._until(lambda: bool(self._healthy()) or self._end_cause() is not None)
         if not self._healthy() and (cause := self._end_cause()) is not None:
             raise cause
@@ -502,16 +515,19 @@ class Fleet:
 
 def is_death(client: OneGenerator, error: BaseException) -> bool:
     """True if the error says that the generator has died, and if the fleet spawned this generator and so can replace
-    it."""
+    it.
+    """
     return client.is_owned and isinstance(error, ActorDiedError)
 
 
 async def gather_all(work: Sequence[Awaitable[T]]) -> list[T]:
-    """The results of all awaitables, in the order of `work`. If some fail, waits until all have ended and raises the
-    first error."""
+    """The results of all awaitables, in the order of `work`.
+
+    If some fail, waits until all have ended and raises the first error.
+    """
     # `gather` starts a task for every awaitable. A call to a single generator uses `gather`, too, so that it cannot
-    # overtake an earlier
-    # call whose task has not started. Calls therefore reach the generators in the order in which they were made.
+    # overtake an earlier call whose task has not started. Calls therefore reach the generators in the order in which
+    # they were made.
     results = await asyncio.gather(*work, return_exceptions=True)
     found: list[T] = []
     for result in results:

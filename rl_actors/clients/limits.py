@@ -50,7 +50,8 @@ class TrainerLimits:
 
     def check_training(self, call: str, samples: Sequence[Sample], loss: Loss | None) -> None:
         """Raises ValueError or TypeError for samples that the ranks would refuse, and ValueError if the trainer has no
-        optimizer."""
+        optimizer.
+        """
         require_optimizer(call, self.optimizer)
         self.check_samples(samples, loss)
 

@@ -1,5 +1,7 @@
-"""`OneGenerator`, the client of a generator that has one actor process. A GeneratorClient has one or several such
-clients."""
+"""`OneGenerator`, the client of a generator that has one actor process.
+
+A GeneratorClient has one or several such clients.
+"""
 
 import asyncio
 import contextlib
@@ -134,16 +136,20 @@ class OneGenerator(Client):
         return await self._one("wake")
 
     async def _one(self, endpoint: str, *args: object, phase: str = "") -> Any:
-        """Call an endpoint, and return its answer. phase: name of the call in error texts; empty: the name of the
-        endpoint."""
+        """Call an endpoint, and return its answer.
+
+        phase: name of the call in error texts; empty: the name of the endpoint.
+        """
         answers: list[Any] = await self._ask(
             getattr(self._mesh, endpoint), phase or endpoint, self.call_timeout, *args, breaks=False
         )
         return answers[0]
 
     async def _ask(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Overrides the base class. If the client spawned the generator and its engine has failed for good, raises
-        ActorDiedError."""
+        """Overrides the base class.
+
+        If the client spawned the generator and its engine has failed for good, raises ActorDiedError.
+        """
         try:
             return await super()._ask(*args, **kwargs)
         except (EngineDiedError, SilentWorkerError) as error:
@@ -152,8 +158,10 @@ class OneGenerator(Client):
             raise ActorDiedError(f"{self.name}: {error}", self.name) from error
 
     async def _death(self, silent_after: float) -> ActorDiedError | ActorSilentError | None:
-        """Overrides the base class. A generator that has requests also counts as dead if its engine has done nothing
-        for silent_after seconds."""
+        """Overrides the base class.
+
+        A generator that has requests also counts as dead if its engine has done nothing for silent_after seconds.
+        """
         await self._spawned.wait()
         if self._mesh is None or self._processes is None:
             return None
@@ -206,8 +214,10 @@ class Silence:
         self._num_done = -1
 
     def saw(self, answer: Heartbeat | None, seconds: float) -> None:
-        """Add `seconds` to the count, or set the count to 0. answer: the heartbeat that came in these seconds; None:
-        none came."""
+        """Add `seconds` to the count, or set the count to 0.
+
+        answer: the heartbeat that came in these seconds; None: none came.
+        """
         if answer is not None and (answer.is_idle or answer.num_done != self._num_done):
             self.seconds, self._num_done = 0.0, answer.num_done
         else:
@@ -215,8 +225,10 @@ class Silence:
 
 
 def process_environment(config: GeneratorConfig) -> dict[str, str]:
-    """Environment variables of a generator's process. Raises ValueError if the config needs a GPU that this program
-    does not see."""
+    """Environment variables of a generator's process.
+
+    Raises ValueError if the config needs a GPU that this program does not see.
+    """
     environment = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
     if config.gpu is None:
         return environment

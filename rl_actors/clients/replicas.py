@@ -1,8 +1,7 @@
 """A client may have several generators. A `Replica` is the entry for one generator in the client's list.
 
 When the generator of a replica dies, the replica spawns another generator with the same config. In this file "the
-fleet" is the list of
-replicas (fleet.py).
+fleet" is the list of replicas (fleet.py).
 
 The states of a replica, and the transitions between them:
 
@@ -10,9 +9,9 @@ starting ──► stale ──► healthy ──► dead ──► restarting �
                ▲          │         └─────► retired
                └──────────┘ make_stale
 
-From every state except retired a replica becomes dead when a process of its generator has ended or is silent. A replica becomes healthy only after a
-complete pull of the version that the other replicas have. So it never generates with weights of which only a part has
-arrived.
+From every state except retired a replica becomes dead when a process of its generator has ended or is silent. A replica
+becomes healthy only after a complete pull of the version that the other replicas have. So it never generates with
+weights of which only a part has arrived.
 """
 
 import asyncio
@@ -106,8 +105,10 @@ class Replica:
             self._tasks = []
 
     def expect_signs(self, silent_after: float) -> None:
-        """From now on, the generator counts as dead after this many seconds without a sign of life. If a shorter time
-        was set before, that time still applies."""
+        """From now on, the generator counts as dead after this many seconds without a sign of life.
+
+        If a shorter time was set before, that time still applies.
+        """
         if silent_after >= self.silent_after:
             return
         self.silent_after = silent_after
@@ -174,15 +175,19 @@ class Replica:
         self.watcher.changed(self, f"{self.name} is back after {seconds:.1f} s")
 
     def make_stale(self, cause: Exception) -> None:
-        """Mark a healthy replica as stale until a pull has succeeded. Its weights differ from those of the other
-        replicas."""
+        """Mark a healthy replica as stale until a pull has succeeded.
+
+        Its weights differ from those of the other replicas.
+        """
         logger.warning("%s does not have the weights of the last pull: %r", self.name, cause)
         self.state = "stale"
         self._is_stale.set()
 
     def lose(self, client: OneGenerator, cause: Exception) -> None:
-        """Mark a generator as dead, so that calls go to other generators. Does nothing if it is dead already or has
-        been replaced."""
+        """Mark a generator as dead, so that calls go to other generators.
+
+        Does nothing if it is dead already or has been replaced.
+        """
         if client is not self.client or self._death.done():
             return
         self._death.set_result(cause)

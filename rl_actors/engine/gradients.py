@@ -2,8 +2,7 @@
 finite.
 
 This module works on a rank's own shards as plain tensors. With DTensors, the host spent 17 ms on an optim_step of 28
-transformer blocks, and
-DTensor's dispatch took 11 of these 17 ms. This module does not step the optimizer.
+transformer blocks, and DTensor's dispatch took 11 of these 17 ms. This module does not step the optimizer.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,8 +24,10 @@ ParametersByLayout = Mapping[Layout, Sequence[tuple[str, nn.Parameter]]]
 
 
 def by_layout(named: Iterable[tuple[str, nn.Parameter]]) -> ParametersByLayout:
-    """Trained parameters grouped by layout. Call this once and keep the result: it is slow to look up the layouts of
-    hundreds of DTensors."""
+    """Trained parameters grouped by layout.
+
+    Call this once and keep the result: it is slow to look up the layouts of hundreds of DTensors.
+    """
     groups: dict[Layout, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
         if parameter.requires_grad:
@@ -64,8 +65,10 @@ class Gradients:
                 self.norms[layout] = norms(shards)
 
     def norm(self) -> Tensor:
-        """The 2-norm of all gradients over all ranks, a float64 scalar on the device. The host does not wait until the
-        device has computed it."""
+        """The 2-norm of all gradients over all ranks, a float64 scalar on the device.
+
+        The host does not wait until the device has computed it.
+        """
         totals = [_squared(layout, norms) for layout, norms in self.norms.items()]
         total = torch.stack([*totals, torch.zeros((), dtype=torch.float64, device=self.device)]).sum()
         if self.pipeline_group is not None:
@@ -79,16 +82,15 @@ class Gradients:
             torch._foreach_mul_(self.shards, factor.to(self.shards[0].dtype))
 
     def nonfinite(self) -> tuple[str, ...]:
-        """The names of the gradients that are not finite on some rank, at most MAX_NAMES_REPORTED. All ranks must call
-        this
-        method together.
+        """The names of the gradients that are not finite on some rank, at most MAX_NAMES_REPORTED.
+
+        All ranks must call this method together.
         """
         norms = list(chain.from_iterable(self.norms.values()))
         are_finite = torch.isfinite(torch.stack(norms)).tolist() if norms else []
         broken = [name for name, is_finite in zip(self.names, are_finite, strict=True) if not is_finite]
         # The ranks may find different names. One shard of a gradient may be finite and another shard not, and each
-        # pipeline stage has its own
-        # parameters. So every rank returns the union of the names that the ranks have found.
+        # pipeline stage has its own parameters. So every rank returns the union of the names that the ranks have found.
         everywhere = dict.fromkeys(chain.from_iterable(by_rank(broken)))
         return tuple(everywhere)[:MAX_NAMES_REPORTED]
 
@@ -97,12 +99,11 @@ def _squared(layout: Layout, norms: Sequence[Tensor]) -> Tensor:
     """The squared norm of the gradients of one layout over all ranks of the layout's mesh, a float64 scalar.
 
     A rank steps its optimizer only if this value is finite, and all ranks must decide alike. One replica of a gradient
-    may be finite and
-    another replica not. So this function averages the values of the replicas, and all ranks get the same value.
+    may be finite and another replica not. So this function averages the values of the replicas, and all ranks get the
+    same value.
     """
     # The float32 norms are squared in float64. In float32 a square could overflow, and rounding would make the sum
-    # depend more on the order in
-    # which the ranks are added.
+    # depend more on the order in which the ranks are added.
     total = torch.stack(list(norms)).double().square().sum()
     if layout is not None:
         mesh, placements = layout
@@ -115,8 +116,8 @@ def _squared(layout: Layout, norms: Sequence[Tensor]) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, without autograd. A plain tensor is returned as it is. `to_local` is not used,
-    because it makes a new tensor
-    at every call.
+    """This rank's shard of a DTensor, without autograd.
+
+    A plain tensor is returned as it is. `to_local` is not used, because it makes a new tensor at every call.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -3,8 +3,7 @@
 A head gets the outputs of the model's last projection, one chunk of positions at a time.
 
 In shapes, B is the number of rows of the batch, L the length of the chunk, V the size of the vocabulary and K the
-number of target ids at one
-position. N is B * L.
+number of target ids at one position. N is B * L.
 """
 
 from collections.abc import Callable
@@ -19,8 +18,7 @@ from rl_actors.types import IGNORE_TARGET
 
 Values = dict[str, Tensor]
 """Numbers computed at every position. The first entry has the name `Head.output` ("logprobs" or "values") and the shape
-[B, L]. If the call
-asks for them, the entries "entropy" [B, L] and "target_logprobs" [B, L, K] follow."""
+[B, L]. If the call asks for them, the entries "entropy" [B, L] and "target_logprobs" [B, L, K] follow."""
 
 
 class Head(Protocol):
@@ -38,8 +36,8 @@ class Head(Protocol):
     ) -> Values:
         """The numbers of a chunk in float32. They are 0 where the target is IGNORE_TARGET.
 
-        outputs: [B, L, V] in a language model, [B, L, 1] in a value model. top_k: ids [B, L, K]
-        of tokens whose logprobs the head computes, too.
+        outputs: [B, L, V] in a language model, [B, L, 1] in a value model. top_k: ids [B, L, K] of tokens whose
+        logprobs the head computes, too.
         """
 
 
@@ -84,8 +82,11 @@ class ValueHead:
         with_entropy: bool,
         top_k: Tensor | None,
     ) -> Values:
-        """The values. Temperatures have no effect. Raises ValueError if the caller asks for the entropy or for logprobs
-        of ids (top_k)."""
+        """The values.
+
+        Temperatures have no effect. Raises ValueError if the caller asks for the entropy or for logprobs of ids
+        (top_k).
+        """
         if with_entropy or top_k is not None:
             raise ValueError(
                 "a value model has no distribution over tokens: it computes neither entropy nor logprobs of ids"

@@ -5,8 +5,7 @@ experts.
 `RouterCounters` keeps padding out of the routers' counters.
 
 In shapes, B is the number of rows, L the length of a row, R the number of routed tokens, D the hidden size, F the inner
-width of an expert,
-E the number of experts and K the number of experts per token.
+width of an expert, E the number of experts and K the number of experts per token.
 """
 
 from dataclasses import dataclass
@@ -26,8 +25,7 @@ class Experts(GroupedExperts):
     """Experts that compute in the dtype of their input.
 
     torchtitan's experts always cast to bfloat16. With torchtitan's experts, two float32 runs that should give equal
-    results would differ by
-    about 1e-2.
+    results would differ by about 1e-2.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -46,12 +44,10 @@ def wait_for_input(model: nn.Module) -> None:
     """Make the experts wait until the all-gather of their input is done.
 
     In a sequence-parallel model the ranks all-gather the positions of each row before the experts. With several rows
-    torch has to rearrange
-    the gathered data, so it waits for the all-gather. With one row torch need not rearrange the data. The experts then
-    get an
-    AsyncCollectiveTensor, whose all-gather may still run. The experts run inside torch's local_map. local_map unwraps
-    an AsyncCollectiveTensor
-    to a plain tensor, which autograd does not track. The gradient would then not reach the layers before the experts.
+    torch has to rearrange the gathered data, so it waits for the all-gather. With one row torch need not rearrange the
+    data. The experts then get an AsyncCollectiveTensor, whose all-gather may still run. The experts run inside torch's
+    local_map. local_map unwraps an AsyncCollectiveTensor to a plain tensor, which autograd does not track. The gradient
+    would then not reach the layers before the experts.
     """
     for block in model.layers.values():
         if block.moe_enabled:
@@ -69,11 +65,9 @@ class RouterCounters:
     """Keeps padding out of torchtitan's counters of tokens per expert, and resets them at the end of a step.
 
     torchtitan computes the load-balancing bias from the counts. torchtitan also counts padding, and the amount of
-    padding depends on the
-    packing. This class subtracts the padding, so that the bias does not depend on how the samples are packed. The
-    routers count only in
-    training mode. A call without a backward pass runs in eval mode, so it does not change the counters. A dense model
-    has no counters.
+    padding depends on the packing. This class subtracts the padding, so that the bias does not depend on how the
+    samples are packed. The routers count only in training mode. A call without a backward pass runs in eval mode, so it
+    does not change the counters. A dense model has no counters.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -110,8 +104,7 @@ class RouterCounters:
         ids_BLK = _local(expert_ids_BLK)
         padding_BLK = is_padding_BL[..., None].expand_as(ids_BLK).to(counts_E.dtype)
         # scatter_add_ gets all positions, and positions that are not padding add 0. To select only the padding, the
-        # host would have to wait for
-        # the device.
+        # host would have to wait for the device.
         counts_E.scatter_add_(0, ids_BLK.flatten(), -padding_BLK.flatten())
 
 

@@ -8,8 +8,7 @@ Each tenant has its own adapters, gradients, optimizer state, call order and ver
 At a switch of tenants each rank works only on its own shards, without messages to other ranks. So a switch works in
 every parallel layout.
 FSDP keeps views of the adapters' weights, so a switch copies new values into the same memory. It does not copy
-gradients and optimizer
-state: it only moves references to these tensors out of and into the model and the optimizer.
+gradients and optimizer state: it only moves references to these tensors out of and into the model and the optimizer.
 """
 
 from dataclasses import dataclass, field
@@ -90,8 +89,10 @@ class Tenants:
                 group.update(settings)
 
     def add(self, name: str, seed: int) -> None:
-        """Add a tenant, and put it in use. Its adapters get the initial values of this seed. Raises ValueError for a
-        name that exists already."""
+        """Add a tenant, and put it in use.
+
+        Its adapters get the initial values of this seed. Raises ValueError for a name that exists already.
+        """
         if name in self.by_name:
             raise ValueError(f"there is a tenant {name!r} already; this trainer has {sorted(self.by_name)}")
         self._put_aside()
@@ -103,8 +104,10 @@ class Tenants:
         lora.initialise(self.built.model, seed)
 
     def drop(self, name: str) -> None:
-        """Delete a tenant, even in the middle of its step. Raises ValueError for an unknown name and for the first
-        tenant."""
+        """Delete a tenant, even in the middle of its step.
+
+        Raises ValueError for an unknown name and for the first tenant.
+        """
         tenant = self.find(name)
         if name == FIRST_TENANT:
             raise ValueError("the first tenant of a trainer cannot be dropped; it ends with the trainer")
@@ -117,8 +120,10 @@ class Tenants:
         return list(self.built.optimizers.optimizers)
 
     def _put_aside(self) -> None:
-        """Make the stash of the tenant in use. It gets copies of the weights, and the gradients and states of the model
-        and the optimizers."""
+        """Make the stash of the tenant in use.
+
+        It gets copies of the weights, and the gradients and states of the model and the optimizers.
+        """
         self.memory.onload()
         this_machine().wait()  # FSDP reads weights and writes gradients on its own CUDA streams
         self.memory.drop_gathered_weights()

@@ -1,9 +1,8 @@
 """A loss that the caller computes in its own process.
 
 The caller's autograd computes the gradient of the loss with respect to the logprobs (in a value model: with respect to
-the values). The caller
-sends this gradient to the trainer as a column of the samples. The trainer's loss is then LogprobGradient or
-ValueGradient.
+the values). The caller sends this gradient to the trainer as a column of the samples. The trainer's loss is then
+LogprobGradient or ValueGradient.
 
 In shapes, T is the number of positions of a sample, B the number of rows of a batch and L the length of a row.
 """
@@ -54,10 +53,8 @@ def output_gradients(
     """Run the caller's loss. Returns d loss / d outputs, [T] for each sample, and the metrics of the loss and loss:sum.
 
     outputs: for each sample its logprobs, or the values of a value model. The loss gets samples whose columns are 0
-    where the target is
-    IGNORE_TARGET, like every loss in the trainer. Raises TypeError if the loss does not return (scalar, dict), and
-    ValueError if the scalar
-    does not depend on the outputs.
+    where the target is IGNORE_TARGET, like every loss in the trainer. Raises TypeError if the loss does not return
+    (scalar, dict), and ValueError if the scalar does not depend on the outputs.
     """
     leaves = [x.detach().clone().requires_grad_() for x in outputs]
     with torch.enable_grad():

@@ -1,8 +1,7 @@
 """Policy-gradient losses: pure functions of the trainer's logprobs, the generator's logprobs and advantages.
 
 A subclass of PolicyLoss defines the objective at a position. PolicyLoss adds weights, options and metrics. A position
-is trained if its
-loss weight is not 0.
+is trained if its loss weight is not 0.
 
 B is the number of rows of a batch, and L is the length of a row. If a loss is `whole_sequence`, each row is one sample.
 """
@@ -23,15 +22,14 @@ class PolicyLoss:
     """sum_i -w_i c_i J_i + kl.coefficient sum_i w_i kl_i - entropy_coefficient sum_i w_i H_i
 
     At position i, w is the loss weight, J is the objective of the subclass, c is the factor of the correction (1
-    without a correction),
-    kl is the estimate of the KL to the reference, and H is the entropy of the distribution over the vocabulary.
+    without a correction), kl is the estimate of the KL to the reference, and H is the entropy of the distribution over
+    the vocabulary.
     The factor c is a function of q = p_trainer / p_generator. If samples have the column generator_logprobs, then
-    old_logprobs are the
-    trainer's logprobs from before the update, and q = exp(old_logprobs - generator_logprobs). Without this column, old_logprobs are the
-    generator's, and q = exp(logprobs - old_logprobs). No gradient flows through q.
+    old_logprobs are the trainer's logprobs from before the update, and q = exp(old_logprobs - generator_logprobs).
+    Without this column, old_logprobs are the generator's, and q = exp(logprobs - old_logprobs). No gradient flows
+    through q.
     sequence_mean divides the weights w of a sample by the sum of their absolute values, so that every sample counts the
-    same. In GRPO's
-    formula this is the factor 1 / |o|.
+    same. In GRPO's formula this is the factor 1 / |o|.
     """
 
     kl: KL | None = None  # if it is set, the loss reads the column ref_logprobs
@@ -40,8 +38,7 @@ class PolicyLoss:
     sequence_mean: bool = False
 
     # True: J contains the ratio exp(logprobs - old_logprobs). If old_logprobs are the generator's, J already corrects
-    # for
-    # the difference between generator and trainer.
+    # for the difference between generator and trainer.
     corrects: ClassVar[bool] = True
     needs_old_logprobs: ClassVar[bool] = True
 
@@ -133,12 +130,11 @@ def policy_metrics(
     They measure the distance of the generator's logprobs from the trainer's, the advantages, and an estimate of the
     entropy.
 
-    kl_policy_generator is the k3 estimate r - 1 - log r with r = p_trainer / p_generator (Schulman, "Approximating KL divergence", 2020).
+    kl_policy_generator is the k3 estimate r - 1 - log r with r = p_trainer / p_generator (Schulman, "Approximating KL
+    divergence", 2020).
     effective_sample_fraction is 1 / E[r^2], the effective sample size divided by the number of positions (Kong 1992
-    with E[r] = 1). This
-    fraction is 1 if p_trainer and p_generator agree. Noise can raise it above 1. The fractions of several calls can be
-    merged, because each
-    fraction is a quotient of two sums.
+    with E[r] = 1). This fraction is 1 if p_trainer and p_generator agree. Noise can raise it above 1. The fractions of
+    several calls can be merged, because each fraction is a quotient of two sums.
     """
     is_trained_BL = loss_weights != 0
     count = is_trained_BL.sum()
@@ -178,7 +174,8 @@ class Reinforce(PolicyLoss):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportanceSampling(PolicyLoss):
     """J_i = r_i A_i with r_i = exp(logprob_i - old_logprob_i), where A_i is the advantage (Tinker's
-    `importance_sampling`)."""
+    `importance_sampling`).
+    """
 
     def objective(
         self, logprobs_BL: Tensor, old_logprobs: Tensor, advantages: Tensor, is_trained_BL: Tensor
@@ -212,8 +209,10 @@ class PPO(PolicyLoss):
         return self.clipped_objective(ratio_BL, advantages, is_trained_BL)
 
     def clipped_objective(self, ratio_BL: Tensor, advantages: Tensor, is_trained_BL: Tensor) -> tuple[Tensor, Partials]:
-        """PPO's objective. ratio_BL: PPO has one ratio per position. GSPO repeats the ratio of a sample at all its
-        positions."""
+        """PPO's objective.
+
+        ratio_BL: PPO has one ratio per position. GSPO repeats the ratio of a sample at all its positions.
+        """
         clipped_BL = ratio_BL.clamp(self.ratio_low, self.ratio_high)
         objective_BL = torch.minimum(ratio_BL * advantages, clipped_BL * advantages)
         was_clipped_BL = clipped_BL * advantages < ratio_BL * advantages
@@ -254,8 +253,7 @@ class CISPO(PolicyLoss):
     """J_i = clip(r_i, ratio_low, ratio_high) A_i logprob_i (MiniMax-M1, arXiv 2506.13585, eq. 4; Tinker's `cispo`).
 
     r_i is exp(logprob_i - old_logprob_i). No gradient flows through the clipped ratio. A position outside the bounds
-    therefore still has
-    the gradient of its logprob.
+    therefore still has the gradient of its logprob.
     """
 
     ratio_low: float = 0.0

@@ -1,5 +1,7 @@
-"""Chooses the GPUs that a spawned process sees, and their order. This module only lets torch count the GPUs, so it
-makes no CUDA context."""
+"""Chooses the GPUs that a spawned process sees, and their order.
+
+This module only lets torch count the GPUs, so it makes no CUDA context.
+"""
 
 import os
 
@@ -10,11 +12,9 @@ def environment(gpus: range) -> dict[str, str]:
     """CUDA_VISIBLE_DEVICES of processes that use these GPUs. Empty on a machine without GPUs.
 
     gpus: indices of the GPUs that the processes use, among the GPUs that this program sees. The variable lists these
-    GPUs first, and then the
-    other GPUs. The processes must see the other GPUs, too, because a process that pulls weights opens memory of the
-    GPUs that hold the
-    weights. If this program sees two
-    GPUs, environment(range(1, 2)) gives "1,0", so that device 0 of the process is GPU 1.
+    GPUs first, and then the other GPUs. The processes must see the other GPUs, too, because a process that pulls
+    weights opens memory of the GPUs that hold the weights. If this program sees two GPUs, environment(range(1, 2))
+    gives "1,0", so that device 0 of the process is GPU 1.
     """
     if not torch.cuda.is_available():
         return {}

@@ -214,14 +214,18 @@ def port(job: Job, config: JobConfig) -> int:
 
 
 def ssh_arguments(config: JobConfig) -> list[str]:
-    """Arguments of ssh. With BatchMode ssh asks no questions. -tt gives the worker a terminal, so that the worker ends
-    when ssh ends."""
+    """Arguments of ssh.
+
+    With BatchMode ssh asks no questions. -tt gives the worker a terminal, so that the worker ends when ssh ends.
+    """
     return ["-tt", "-o", "BatchMode=yes", *shlex.split(config.arguments)]
 
 
 def require_ssh(job: Job, config: JobConfig) -> None:
-    """Raises ConnectionError if ssh cannot reach a host or if a host lacks this Python. If ssh failed, the error has
-    ssh's own message."""
+    """Raises ConnectionError if ssh cannot reach a host or if a host lacks this Python.
+
+    If ssh failed, the error has ssh's own message.
+    """
     for name in job.names:
         command = ["ssh", *ssh_arguments(config), "-n", name, f"test -x {shlex.quote(sys.executable)}"]
         try:

@@ -11,8 +11,10 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # torch's gloo listens on the network int
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this machine's network interface that leads to a host. Raises OSError if no interface leads
-    there."""
+    """The address of this machine's network interface that leads to a host.
+
+    Raises OSError if no interface leads there.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
@@ -36,10 +38,8 @@ def lead_gloo_to(host: str, port: int, environment: Mapping[str, str] = os.envir
     """Environment variables that let gloo listen on the interface that leads to a host.
 
     By default gloo listens at the address to which this machine's name resolves. This address is often loopback, which
-    other hosts cannot
-    reach. The result is empty if the user has chosen an interface, or if this function finds none. Raises OSError if no
-    interface leads to the
-    host.
+    other hosts cannot reach. The result is empty if the user has chosen an interface, or if this function finds none.
+    Raises OSError if no interface leads to the host.
     """
     if GLOO_INTERFACE in environment:
         return {}

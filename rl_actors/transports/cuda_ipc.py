@@ -3,10 +3,8 @@ on the host.
 A slot is the memory in which a rank keeps its shards of one version of the weights (slots.py).
 
 torch can share CUDA tensors, too, but it counts references in files of /dev/shm. These files stay when a process is
-killed. So this module
-calls CUDA itself. It calls cudaMalloc once per slot. `SlotAddress.handle` is CUDA's handle of this memory and has 64
-bytes. A reader calls
-cudaIpcOpenMemHandle once per slot.
+killed. So this module calls CUDA itself. It calls cudaMalloc once per slot. `SlotAddress.handle` is CUDA's handle of
+this memory and has 64 bytes. A reader calls cudaIpcOpenMemHandle once per slot.
 
 docs/loop.md has a measurement on two GPUs. tests/gpu/test_weights.py tests this module.
 """
@@ -23,8 +21,7 @@ from torch import Tensor
 HANDLE_BYTES = 64
 BLOCK = 2 << 20
 """Each allocation is a multiple of this number of bytes, so that it has blocks of its own. CUDA puts several smaller
-allocations into one
-block, and a handle opens a whole block."""
+allocations into one block, and a handle opens a whole block."""
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess: allows a reader that computes on another GPU
 READ_ONLY = 8  # cudaHostRegisterReadOnly
 
@@ -81,12 +78,16 @@ class DeviceMemory:
 
 
 class OpenedMemory:
-    """GPU memory of another process. The constructor opens the memory, and the garbage collection of this object closes
-    it."""
+    """GPU memory of another process.
+
+    The constructor opens the memory, and the garbage collection of this object closes it.
+    """
 
     def __init__(self, handle: bytes, num_bytes: int, gpu: str) -> None:
-        """gpu: an id from `gpu_id`. Raises PermissionError if this process does not see the GPU, or cannot open the
-        memory."""
+        """gpu: an id from `gpu_id`.
+
+        Raises PermissionError if this process does not see the GPU, or cannot open the memory.
+        """
         device = device_of(gpu)
         if device is None:
             raise PermissionError(
@@ -123,8 +124,10 @@ def device_of(gpu: str) -> torch.device | None:
 
 @contextlib.contextmanager
 def copies_end() -> Iterator[None]:
-    """Context manager. When its body ends or raises an error, it waits until all copies that the body has begun are
-    done."""
+    """Context manager.
+
+    When its body ends or raises an error, it waits until all copies that the body has begun are done.
+    """
     try:
         yield
     finally:

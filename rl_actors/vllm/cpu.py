@@ -1,5 +1,7 @@
-"""vLLM's options on a CPU, the set-up of its process, and repairs after a reload of weights. gpu.py has functions of
-the same names for a GPU."""
+"""vLLM's options on a CPU, the set-up of its process, and repairs after a reload of weights.
+
+gpu.py has functions of the same names for a GPU.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,15 +19,13 @@ ENV = {
     # torch.compile is off. It would compile vLLM's helper kernels at their first use, which takes twelve seconds.
     "TORCH_COMPILE_DISABLE": "1",
     # For each layer oneDNN keeps one kernel of about 0.4 MiB for every number of input rows that has occurred. With
-    # oneDNN's default limit
-    # of 1,024 kernels the memory of the process would grow over many thousand requests.
+    # oneDNN's default limit of 1,024 kernels the memory of the process would grow over many thousand requests.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
 }
 KV_CACHE_BYTES = 256 << 20
 BATCHED_TOKENS = 4096
 """Largest number of tokens in one step of vLLM, unless the config needs more. In a larger step vLLM would process more
-tokens of new prompts,
-and running requests would wait longer for their next token."""
+tokens of new prompts, and running requests would wait longer for their next token."""
 
 ADAPTERS = "rl_actors.vllm.cpu_adapters.GroupedAdapters"
 """Class that applies LoRA adapters. It replaces vLLM's PunicaWrapperCPU."""
@@ -71,8 +71,10 @@ def options(config: GeneratorConfig) -> dict[str, object]:
 
 
 def prepare_worker() -> None:
-    """Make vLLM's worker in this process apply adapters with cpu_adapters.py. Must be called before the worker loads
-    the model."""
+    """Make vLLM's worker in this process apply adapters with cpu_adapters.py.
+
+    Must be called before the worker loads the model.
+    """
     from vllm.platforms import current_platform
 
     type(current_platform).get_punica_wrapper = staticmethod(lambda: ADAPTERS)
@@ -80,9 +82,9 @@ def prepare_worker() -> None:
 
 @contextlib.contextmanager
 def reloading(model: "nn.Module") -> Iterator[None]:
-    """Context manager for a reload of all weights. vLLM's CPU kernels compute with packed weights, so it makes vLLM
-    pack the new
-    weights, too.
+    """Context manager for a reload of all weights.
+
+    vLLM's CPU kernels compute with packed weights, so it makes vLLM pack the new weights, too.
     """
     _forget_packed_experts(model)
     yield
@@ -93,8 +95,8 @@ def _forget_packed_experts(model: "nn.Module") -> None:
     """Drop the kernels of the experts, so that a reload builds them again.
 
     vLLM packs expert weights only when it builds the kernel. If the old kernel stayed, a reload would write unpacked
-    weights into the memory
-    from which the kernel reads packed weights. Or the reload would fail, because packed weights are padded.
+    weights into the memory from which the kernel reads packed weights. Or the reload would fail, because packed weights
+    are padded.
     """
     if model.config.model_type != SPARSE_MODEL_TYPE:
         return

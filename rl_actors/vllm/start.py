@@ -61,8 +61,7 @@ def require_machine(config: GeneratorConfig) -> None:
     """Raises ValueError naming the value and the reason if this machine has no GPU and vLLM cannot run the config on a CPU.
 
     This function does not check the limits of a GPU, because reading them initializes CUDA and so takes memory of the
-    GPU. The generator's
-    process checks them.
+    GPU. The generator's process checks them.
     """
     if not torch.cuda.is_available():
         cpu.require_possible(config)
@@ -74,9 +73,8 @@ def start_vllm(config: GeneratorConfig, core: Core | None = None) -> "LLMEngine"
 
     core: says in which process vLLM's engine core (scheduler and model) runs. None: the config decides.
     The engine's own limit is config.max_model_len + 1 tokens. vLLM samples a token after every prompt, also when the
-    caller only wants
-    logprobs. With a limit of max_model_len, vLLM would refuse to compute logprobs of a sequence of max_model_len
-    tokens.
+    caller only wants logprobs. With a limit of max_model_len, vLLM would refuse to compute logprobs of a sequence of
+    max_model_len tokens.
     Raises ValueError for a config that vLLM cannot run on this machine.
     """
     core = core or core_of(config)
@@ -88,8 +86,7 @@ def start_vllm(config: GeneratorConfig, core: Core | None = None) -> "LLMEngine"
 
 def start_async_vllm(config: GeneratorConfig) -> "AsyncLLM":
     """Start an AsyncLLM with the arguments of `start_vllm`. Its engine core always runs in a process of its own.
-    Benchmarks compare the
-    generator with an AsyncLLM.
+    Benchmarks compare the generator with an AsyncLLM.
     """
     with _arguments(config, OwnProcess()) as arguments:
         from vllm import AsyncEngineArgs
@@ -133,9 +130,8 @@ def _engine_arguments(config: GeneratorConfig, directory: str, options: dict[str
         options |= adapter_options(served, num_adapters=config.max_adapters, rank=config.max_adapter_rank)
     if config.max_model_len > ModelConfig.from_hf(directory).max_position_embeddings:
         # `start_vllm` has added one token to max_model_len. vLLM would refuse this limit, because the model has no
-        # position for the extra
-        # token. The override is safe, because the model never computes at this position: the last sampled token is not
-        # an input.
+        # position for the extra token. The override is safe, because the model never computes at this position: the
+        # last sampled token is not an input.
         options["hf_overrides"] = {"max_position_embeddings": config.max_model_len}
     return dict(
         model=directory,
@@ -155,8 +151,10 @@ def _engine_arguments(config: GeneratorConfig, directory: str, options: dict[str
 
 
 def adapter_options(modules: list[str], *, num_adapters: int, rank: int) -> dict[str, object]:
-    """vLLM's arguments for LoRA adapters on these modules. num_adapters: largest number of adapters in one step. rank:
-    largest LoRA rank."""
+    """vLLM's arguments for LoRA adapters on these modules.
+
+    num_adapters: largest number of adapters in one step. rank: largest LoRA rank.
+    """
     from vllm.config.lora import MaxLoRARanks
 
     return {

@@ -1,11 +1,9 @@
 """The work of a vLLM worker during a pull of weights.
 
 vLLM adds the methods of WeightsExtension to its worker class. They run in the worker's process. This is the generator
-actor's process or
-another process. In a pull the worker first opens the version that a Source names. This does not change the model. Then
-it loads the tensors
-of the version one at a time. A worker returns its error instead of raising it. So the pull can read the answers of all
-workers.
+actor's process or another process. In a pull the worker first opens the version that a Source names. This does not
+change the model. Then it loads the tensors of the version one at a time. A worker returns its error instead of raising
+it. So the pull can read the answers of all workers.
 """
 
 import contextlib
@@ -59,8 +57,7 @@ class WeightsExtension:
         """Remove the names of the memory that vLLM's ranks share on a CPU. Returns the pid of this process.
 
         vLLM itself would not remove the names if its process were killed. When this method runs, all ranks have opened
-        the memory, so no process
-        needs the names. The kernel frees the memory when the processes end.
+        the memory, so no process needs the names. The kernel frees the memory when the processes end.
         """
         if ident := os.environ.get("VLLM_DIST_IDENT"):
             for segment in SHARED_MEMORY.glob(f"{ident}-*-cpushm_*"):
@@ -76,8 +73,10 @@ class WeightsExtension:
         return get_mem_allocator_instance().get_current_usage()
 
     def answer(self, method: str, *arguments: object) -> tuple[object, bytes]:
-        """Call another method of this class. Returns (result of the method, b""). If the method fails, returns (None,
-        the pickled error)."""
+        """Call another method of this class.
+
+        Returns (result of the method, b""). If the method fails, returns (None, the pickled error).
+        """
         try:
             return getattr(self, method)(*arguments), b""
         except Exception as error:
@@ -124,8 +123,10 @@ class WeightsExtension:
         return time.perf_counter() - begin
 
     def _plan_for(self, version: OpenVersion, model: nn.Module) -> Plan:
-        """Where to copy every tensor in the parameters of the model. Empty: vLLM must reload the weights. The first
-        pull makes the plan."""
+        """Where to copy every tensor in the parameters of the model.
+
+        Empty: vLLM must reload the weights. The first pull makes the plan.
+        """
         if self.plan is None:
             self.plan = {}
             if is_possible(model, self.vllm_config):
@@ -145,8 +146,10 @@ class WeightsExtension:
                 raise
 
     def apply_to_prompts(self) -> None:
-        """Apply adapters of the output projection to the logits of prompts, too. vLLM itself knows the adapters of
-        sampled positions only."""
+        """Apply adapters of the output projection to the logits of prompts, too.
+
+        vLLM itself knows the adapters of sampled positions only.
+        """
         from vllm.lora.layers import LogitsProcessorWithLoRA
 
         heads = [module for module in self.get_model().modules() if isinstance(module, LogitsProcessorWithLoRA)]

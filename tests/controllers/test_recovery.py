@@ -44,8 +44,10 @@ from tests.fakes import ParityReward
 
 
 class MortalTrainer(EngineTrainer):
-    """An EngineTrainer with the methods by which a run starts, watches and ends a client. It dies in the calls that
-    `fate` names."""
+    """An EngineTrainer with the methods by which a run starts, watches and ends a client.
+
+    It dies in the calls that `fate` names.
+    """
 
     name = "trainer"
 
@@ -259,8 +261,10 @@ def placements(monkeypatch) -> list[MortalPlacement]:
 
 
 def loses_host(placements: list[MortalPlacement], number: int) -> BeforeCall:
-    """A hook that loses the host at the `number`-th call of forward_backward. The call fails like on a rank whose
-    neighbouring rank is gone."""
+    """A hook that loses the host at the `number`-th call of forward_backward.
+
+    The call fails like on a rank whose neighbouring rank is gone.
+    """
     calls = []
 
     async def before(call: str, _) -> None:

@@ -1,5 +1,4 @@
-"""Runs recipes of tinker-cookbook in a separate Python environment (`make cookbook` makes it), and reads their
-results."""
+"""Runs recipes of tinker-cookbook in a separate Python environment (`make cookbook` makes it), and reads their results."""
 
 import contextlib
 import json
@@ -25,8 +24,10 @@ RECIPE_SECONDS = 1800
 
 @dataclass(frozen=True, kw_only=True)
 class Cookbook:
-    """A folder in which recipes run. `environment` has the environment variables with which the recipes find the
-    server."""
+    """A folder in which recipes run.
+
+    `environment` has the environment variables with which the recipes find the server.
+    """
 
     folder: Path
     environment: dict[str, str]
@@ -105,8 +106,10 @@ def serving(folder: Path, base: Path | None = None) -> Iterator[Cookbook]:
 
 
 def read_exports(server: subprocess.Popen, log: Path) -> dict[str, str]:
-    """The two environment variables that the server prints when it is ready. Raises RuntimeError if the server does not
-    start."""
+    """The two environment variables that the server prints when it is ready.
+
+    Raises RuntimeError if the server does not start.
+    """
     exports: dict[str, str] = {}
     too_late = threading.Timer(START_SECONDS, server.kill)
     too_late.start()

@@ -65,7 +65,8 @@ def upstream_rows(row_length: int) -> None:
 
 def upstream_experts(num_experts: int, parallelism: dict[str, Any]) -> None:
     """Run torchtitan with experts that cannot be divided evenly among the ranks, or with a layout whose outputs it
-    cannot redistribute."""
+    cannot redistribute.
+    """
     from rl_actors.engine.train_engine import TrainEngine
 
     model = replace(EXPERTS, num_experts=num_experts)

@@ -46,8 +46,10 @@ def value_samples() -> list[Sample]:
 
 
 def train(path: str, parallelism: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """Take two steps, and return their numbers. The head is zero before the first step, so only the second step has
-    gradients in the trunk."""
+    """Take two steps, and return their numbers.
+
+    The head is zero before the first step, so only the second step has gradients in the trunk.
+    """
     engine = make_engine(path, parallelism, {**fields, "head": "values"})
     samples = value_samples()
     numbers: dict[str, Any] = {"first": engine.forward(samples, LOSS)}

@@ -1,5 +1,4 @@
-"""Log lines of trainer actors appear in the terminal of the process that spawned the actors, with actor name and
-rank."""
+"""Log lines of trainer actors appear in the terminal of the process that spawned the actors, with actor name and rank."""
 
 import asyncio
 import logging

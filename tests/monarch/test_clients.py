@@ -1,5 +1,6 @@
 """Tests of the calls of a TrainerClient: their order, timeouts, failures and message numbers, and of closing the
-client."""
+client.
+"""
 
 import asyncio
 import gc
@@ -322,8 +323,10 @@ def test_two_trainers_in_one_program_do_not_disturb_each_other(trainer, transpor
 
 
 def test_the_failure_of_a_rank_and_the_death_of_one_in_a_call_reach_the_caller(tmp_path, capfd):
-    """The loss fails on rank 1 of 2, and rank 0 does not wait for rank 1. Then SIGABRT ends rank 1 during a call, and
-    its log has the traceback."""
+    """The loss fails on rank 1 of 2, and rank 0 does not wait for rank 1.
+
+    Then SIGABRT ends rank 1 during a call, and its log has the traceback.
+    """
     before = support.descendants(os.getpid())
     trainer = TrainerClient.spawn(support.trainer_config(shard=2), name="pair")
     info = trainer.info().result()[1]

@@ -52,7 +52,8 @@ def write_adapter(directory: Path, config: LoRAConfig, weights: dict[str, torch.
 @pytest.fixture(scope="module", params=["in process", "own process"])
 def served(request, tmp_path_factory):
     """A generator with four loaded adapters, of which one step may use two, and transformers' models with the same
-    weights."""
+    weights.
+    """
     folder = tmp_path_factory.mktemp("adapters")
     base = save_random(folder / "base", support.model_config(tied=False))
     weights = load_file(f"{base}/model.safetensors")
@@ -158,8 +159,10 @@ def test_a_generator_that_is_started_again_has_its_adapters(served):
 
 
 def test_a_pull_replaces_the_weights_under_the_adapters(served):
-    """The engine has adapters, and it pulls whole weights. The Tinker server does this for a sampler of a version with
-    whole weights."""
+    """The engine has adapters, and it pulls whole weights.
+
+    The Tinker server does this for a sampler of a version with whole weights.
+    """
     weights = support.random_weights(tied=False, seed=5)
     support.publish_from_here(served.transport, weights, stream="whole", version=3)
     served.generator.pull_model_state_dict(3).result()

@@ -2,9 +2,8 @@
 process.
 
 It also ends without a hang and leaves no process behind. The engine core is the part of vLLM that schedules requests
-and computes. On a GPU
-a core runs in a process of its own by default. Here the core runs on a CPU. Its start takes at least 15 s, so most
-tests are slow.
+and computes. On a GPU a core runs in a process of its own by default. Here the core runs on a CPU. Its start takes at
+least 15 s, so most tests are slow.
 """
 
 import asyncio
@@ -81,7 +80,8 @@ def never_restarted(**fields) -> GeneratorConfig:
 @pytest.fixture(scope="module")
 def published():
     """A transport with versions 1 and 2 of random weights, and a dict: version -> transformers' model with these
-    weights."""
+    weights.
+    """
     transport, models = support.WorkersFail(), {}
     asyncio.run(transport.open())
     for version in (1, 2):
@@ -102,8 +102,10 @@ def generator(published):
 
 
 def core_below(parent: int | None = None, name: str = "generator") -> psutil.Process:
-    """The engine core of the generator with this name. parent: pid of the process that spawned the generator; None:
-    this process."""
+    """The engine core of the generator with this name.
+
+    parent: pid of the process that spawned the generator; None: this process.
+    """
     found = []
     for process in psutil.Process(parent).children(recursive=True):
         # vLLM overwrites the environment of a core with the title of the process. So this function reads the

@@ -1,5 +1,7 @@
-"""Tests of save_checkpoint through a client. The call returns when the state is copied. The caller later learns whether
-the writing failed."""
+"""Tests of save_checkpoint through a client.
+
+The call returns when the state is copied. The caller later learns whether the writing failed.
+"""
 
 import pytest
 import support
@@ -12,8 +14,11 @@ STEP = OptimParams(learning_rate=0.01)
 
 @pytest.fixture
 def hold(trainer_mesh, tmp_path):
-    """A function. hold(error) stops the next save half way, and hold.open() lets it go on. With `error`, the save then
-    fails with this text."""
+    """A function.
+
+    hold(error) stops the next save half way, and hold.open() lets it go on. With `error`, the save then fails with this
+    text.
+    """
 
     def hold(error: str = "") -> None:
         trainer_mesh.hold_saves.call(tmp_path, error).get()

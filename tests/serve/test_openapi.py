@@ -1,9 +1,8 @@
 """Sends random requests to the Tinker server, behind which real actors run.
 
 schemathesis makes most requests from the server's own OpenAPI document. Other requests have changed protobuf bodies. No
-request may cause a
-server error, and afterwards the actors must still train and sample. Needs the package schemathesis, which
-`.venv-cookbook` has.
+request may cause a server error, and afterwards the actors must still train and sample. Needs the package schemathesis,
+which `.venv-cookbook` has.
 """
 
 import random
@@ -24,8 +23,10 @@ EXAMPLES = 40  # number of requests to each route
 
 
 class Target:
-    """A server with a session, a training run and a sampler. Their names replace some of the names in the generated
-    requests."""
+    """A server with a session, a training run and a sampler.
+
+    Their names replace some of the names in the generated requests.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -64,8 +65,10 @@ class Target:
         return changed
 
     def require_alive(self) -> None:
-        """Train and sample once, in a new session. No generated request has used the sequence numbers of this
-        session."""
+        """Train and sample once, in a new session.
+
+        No generated request has used the sequence numbers of this session.
+        """
         service = tinker.ServiceClient(base_url=self.url, api_key="tml-test")
         inputs = {"target_tokens": [2, 3, 4]}
         datum = types.Datum(model_input=types.ModelInput.from_ints([1, 2, 3]), loss_fn_inputs=inputs)

@@ -1,5 +1,6 @@
 """A program can connect to a service with TLS only if the service's certificate authority has signed the program's
-certificate."""
+certificate.
+"""
 
 import contextlib
 import os

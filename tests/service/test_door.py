@@ -34,8 +34,10 @@ class NoTrainer:
 
 @pytest.fixture
 def served(tmp_path):
-    """A service with an open door, and its address. `service.stopped` lists the reasons with which a program has asked
-    the door to stop."""
+    """A service with an open door, and its address.
+
+    `service.stopped` lists the reasons with which a program has asked the door to stop.
+    """
     (tmp_path / "trainer-0.log").write_text("one\ntwo\nthree\n")
     stopped: list[str] = []
     service = Service({"trainer": NoTrainer(), "generator": NoTrainer()})
@@ -48,8 +50,10 @@ def served(tmp_path):
 
 @contextlib.contextmanager
 def listener(answer: bytes | None):
-    """A server that accepts one connection and sends `answer`; with None it sends nothing. Yields the server's
-    address."""
+    """A server that accepts one connection and sends `answer`; with None it sends nothing.
+
+    Yields the server's address.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:

@@ -27,8 +27,10 @@ PATH = "point_to_point"
 
 @pytest.fixture
 def made(monkeypatch):
-    """A list that grows at each process that joins a new communicator. Its entries are the ranks (0 or 1) in the
-    communicator."""
+    """A list that grows at each process that joins a new communicator.
+
+    Its entries are the ranks (0 or 1) in the communicator.
+    """
     PAIRS.end()
     members: list[int] = []
     make = GROUPS["gloo"]

@@ -1,10 +1,8 @@
 """Tests of the memory that a push and a pull of weights need.
 
 A slot is the memory of one rank for its shards of one version. The slots hold two versions. A writer needs no other
-memory. A reader of
-shared memory also needs memory for one tensor at a time. A reader that receives a version from a server has its own
-memory for this version,
-and no second copy of the received pieces.
+memory. A reader of shared memory also needs memory for one tensor at a time. A reader that receives a version from a
+server has its own memory for this version, and no second copy of the received pieces.
 """
 
 import os
@@ -87,8 +85,7 @@ def growth(program: str, *arguments: object) -> int:
     """Run a program, and return the number that it prints: the bytes by which its memory exceeded its former peak."""
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path])
     # With this setting malloc returns the memory of a freed tensor to the system at once. So the peak counts only
-    # tensors that existed at the
-    # same time.
+    # tensors that existed at the same time.
     allocator = {"MALLOC_MMAP_THRESHOLD_": "1000000"}
     environment = {**os.environ, **allocator, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", program, *map(str, arguments)]
