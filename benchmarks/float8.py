@@ -27,13 +27,13 @@ CURVES = {
     "float8 rowwise": {"compute_dtype": "bfloat16", "float8": True, "float8_recipe": "rowwise"},
 }
 WARMUP_STEPS = 10
-TAIL = 20  # number of the last steps over which the difference of two curves is averaged
+TAIL = 20  # the mean difference of two curves is taken over this number of last steps
 
 
 def config_here() -> tuple[TrainerConfig, int, int, int]:
-    """(config, documents of a step, positions of a document, distinct tokens of the corpus).
+    """The config, and the numbers of documents in a step, of positions in a document, and of distinct tokens in the corpus.
 
-    On a GPU the model has four blocks of Qwen3-0.6B's width. On a CPU it is tiny.
+    On a GPU the model has four blocks of Qwen3-0.6B's width. On a CPU the model is tiny.
     """
     if torch.cuda.is_available():
         model = ModelConfig(vocab_size=4096, num_hidden_layers=4)

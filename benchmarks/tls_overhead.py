@@ -39,13 +39,17 @@ from rl_actors.processes.address import Address
 
 ROOT = Path(__file__).parents[1]
 NUM_WORKERS = 2
-NUM_PROMPTS, NUM_SAMPLES, NUM_NEW = 192, 4, 8  # the groups and completions of a step of `tiny`
+# Prompts of a step, completions of a prompt, and tokens of a completion. The first two are as in a step of the config `tiny`.
+NUM_PROMPTS, NUM_SAMPLES, NUM_NEW = 192, 4, 8
 END_SECONDS = 60.0
 LINE = "step of {:,} completions of {} tokens"
 
 
 def program(addresses: str, certificates: str) -> None:
-    """The program with TLS or without. It takes a step for each line of stdin, and prints a line when it is ready and after each step."""
+    """Take a step for each line of stdin. Print "ready" after the start, and the loss after each step.
+
+    addresses: the workers, separated by commas. certificates: the folder of the certificates; "" without TLS.
+    """
     connected = hosts.connect(addresses.split(","), certificates=certificates)
     last = connected.part(NUM_WORKERS - 1, NUM_WORKERS)
     config = tiny()

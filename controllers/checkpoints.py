@@ -89,7 +89,7 @@ class Checkpoints:
     async def _commit(self, saved: Sequence["SavedCheckpoint"], path: Path, text: str) -> None:
         await asyncio.gather(*(part.wait() for part in saved))
         await asyncio.to_thread(checksums.write, path, {STATE: text})  # a thread, because training goes on
-        checksums.write_durably(path / STATE, text)  # the trainer's part is also synced to disk
+        checksums.write_durably(path / STATE, text)  # synced to disk, as the trainer's part is
         found = {_step(checkpoint): checkpoint for checkpoint in complete(self.folder)}
         for step in removable(list(found), keep=self.keep, keep_every=self.keep_every):
             # state.json is removed first, so that a checkpoint that is only partly removed does not count as complete.

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Make .venv-cookbook, which has the packages of tests/cookbook/requirements.txt and those of .venv. Do nothing if .venv-cookbook is finished.
+# Make .venv-cookbook, which has the packages of tests/cookbook/requirements.txt and those of .venv. Do nothing if .venv-cookbook is up to date.
 #
-# The tests of tinker-cookbook are only in the source archive of the package. A program of these tests is copied to .venv-cookbook/tests.
+# The tests of tinker-cookbook are only in the source archive of the package. This script copies the test
+# validate_temperature_logprobs.py from the archive to .venv-cookbook/tests.
 # pip needs a package index the first time. Later runs need no network.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -33,7 +33,7 @@ from pathlib import Path
 rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 from rl_actors.vllm import cpu
 os.environ.update(cpu.ENV, VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", RANK=str(rank), LOCAL_RANK=str(rank))
-# Different names keep vLLM from making segments of shared memory, which nobody would remove.
+# With different names vLLM makes no segments of shared memory. This program would not remove such segments.
 os.environ["VLLM_DIST_IDENT"] = f"rank{rank}"
 import torch
 from safetensors.torch import load_file
@@ -46,7 +46,7 @@ from rl_actors.vllm.in_place import load_in_place, make_plan
 
 
 class InQuarters(LoadedTensors):
-    # As FSDP and tensor parallelism over uneven rows and columns would divide the tensors.
+    # The pieces are unequal, as under FSDP and tensor parallelism if rows and columns do not divide evenly.
     def pieces(self):
         for name, tensor in self.loaded.items():
             rows = len(tensor) // 3

@@ -70,7 +70,10 @@ class RowShards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShard(PackedBatch):
-    """A rank's part of a batch. The tensors that PackedBatch names [B, L] are [B, C] here. `spans` and `index_N` refer to the whole rows."""
+    """A rank's part of a batch. A tensor of shape [B, L] in PackedBatch has the shape [B, C] here.
+
+    `spans` and `index_N` refer to the whole rows.
+    """
 
     index_BC: Tensor  # for each position that this rank holds, its index in the whole row
     mesh: DeviceMesh

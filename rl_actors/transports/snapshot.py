@@ -1,4 +1,4 @@
-"""The memory in which one rank of a trainer keeps its newest weights for generators, which read them.
+"""The memory in which one rank of a trainer keeps its newest weights, so that generators can read them.
 
 The memory consists of at most two slots. A slot holds this rank's part of one version of the weights. Writes alternate between the slots.
 The layout of a slot gives the offset of every tensor in the slot. It is computed only once, unless the tensors change.

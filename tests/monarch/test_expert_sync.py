@@ -1,4 +1,7 @@
-"""The weights of experts reach vLLM through torchstore. Real trainers and generators have equal logprobs after every push and pull."""
+"""The weights of experts reach vLLM through the default transport.
+
+Real trainers and generators have equal logprobs after every push and pull.
+"""
 
 from dataclasses import replace
 
