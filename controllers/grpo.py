@@ -30,8 +30,8 @@ class GRPOConfig(RunConfig):
     rollouts: RolloutConfig = field(default_factory=RolloutConfig)
     updates_per_step: int = 1
     """Largest number of parts into which a training step divides its batch. The trainer takes one optimizer step on
-    each part. The samples of the later parts therefore come from slightly older weights than those that train on
-    them."""
+    each part. At the later parts the trainer's weights are therefore slightly newer than the weights that generated the
+    samples."""
     epochs_per_step: int = 1
     """Number of passes of a training step over its batch. Each pass takes up to updates_per_step optimizer steps on the
     same rollouts."""

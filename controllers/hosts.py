@@ -20,8 +20,8 @@ class HostsConfig:
     addresses: str = ""
     """Addresses of running workers, separated by commas, such as tcp://10.0.0.5:4444,tcp://10.0.0.6:4444. It may also
     be a job that starts the workers: ssh://gpu-1,ssh://gpu-2 (over SSH), slurm://4, kubernetes://4, or process://2 (on
-    this machine, for a trial). Empty:
-    all processes live on this machine. The run folder must be on a disk that all hosts share."""
+    this machine, for a trial). Empty: all processes live on this machine. The run folder must be on a disk that all
+    hosts share."""
     job: JobConfig = field(default_factory=JobConfig)
     trainer: int = 0
     """Number N of hosts of the trainer. The trainer, the value model and the reference all use the first N hosts, and
@@ -32,9 +32,8 @@ class HostsConfig:
     hosts."""
     return_timeout: float = 600.0
     """If a host is lost, its worker must be started again within this number of seconds. The run then goes on in a new
-    controller process.
-    If a job has started the workers, the new process starts the job again. 0: the death of a process on a host ends the
-    run."""
+    controller process. If a job has started the workers, the new process starts the job again. 0: the death of a
+    process on a host ends the run."""
 
     def names(self) -> list[str]:
         """The names of the hosts in the order of `addresses`.
@@ -64,7 +63,7 @@ class HostsConfig:
     def of_generators(self) -> range:
         """Indices of the hosts of the generators.
 
-        Replica i of the generator uses host i of this range; after the last host the range begins again.
+        Replica i of the generator uses host i of this range. After the last host the range begins again.
         """
         count = len(self.names())
         return range(min(len(self.of_trainer()), count - 1), count)

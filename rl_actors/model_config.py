@@ -58,8 +58,8 @@ class ModelConfig:
     """A Qwen3 (dense or a mixture of experts), a Llama or a Mistral. The fields are named as in Hugging Face's config.json."""
 
     architecture: Literal["qwen3", "llama", "mistral"] = "qwen3"
-    """Kind of decoder. config.json has the same name as model_type, except that a Qwen3 with experts has model_type
-    qwen3_moe."""
+    """Kind of decoder. It is the model_type in config.json, except that config.json says qwen3_moe for a Qwen3 with
+    experts."""
     vocab_size: int = 151_936
     """Number of tokens in the vocabulary."""
     hidden_size: int = 1024

@@ -183,7 +183,7 @@ class OptimResult:
 
     policy_version: int  # after the step
     grad_norm: float  # after the division by grad_divisor, before clipping
-    skipped: bool = False  # True: the gradient was not finite, so the step changed no parameter and cleared it
+    skipped: bool = False  # True: the gradient was not finite, and the step only cleared it
     # Names of parameters whose gradient is not finite, at most MAX_NAMES_REPORTED.
     nonfinite_parameters: tuple[str, ...] = ()
 

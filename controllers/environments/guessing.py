@@ -13,7 +13,7 @@ class Game:
 
     The reply "+" means that the secret is larger than the guess. "-" means that the secret is smaller. "=" means that
     the guess is the secret.
-    "?" means that the guess is not a digit.
+    "?" means that the completion is not a single digit.
     """
 
     def __init__(self, secret: int, num_guesses: int) -> None:
@@ -25,7 +25,7 @@ class Game:
     def step(self, completion: str) -> Reply:
         self.num_left -= 1
         if not completion.isdecimal() or len(completion) > 1:
-            return Reply(observation="?", is_over=self.num_left == 0)  # not a digit: the turn still counts as a guess
+            return Reply(observation="?", is_over=self.num_left == 0)  # the turn still counts as a guess
         guess = int(completion)
         if guess == self.secret:
             return Reply(observation="=", reward=1.0, is_over=True)

@@ -1,7 +1,7 @@
 """A client may have several generators. A `Replica` is the entry for one generator in the client's list.
 
-When the generator of a replica dies, the replica spawns another generator with the same config. In this file "the
-fleet" is the list of replicas (fleet.py).
+When the generator of a replica dies, the replica spawns another generator with the same config. The Fleet of
+the client (fleet.py) has the list of its replicas.
 
 The states of a replica, and the transitions between them:
 
@@ -156,7 +156,8 @@ class Replica:
         except Exception as error:
             cause = error
             if not isinstance(error, ActorDiedError | ActorSilentError):
-                # The first start has failed although no process has died. Another start would fail, too.
+                # If the first start fails although no process has died, another start would fail, too. Then no restart
+                # follows.
                 self._is_final = not self.was_ready
                 if self.was_ready:
                     cause = ActorDiedError(f"{self.name} did not start again: {error!r}", self.name)

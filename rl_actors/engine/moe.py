@@ -1,8 +1,7 @@
 """Three corrections to torchtitan's mixture of experts.
 
 `Experts` compute in the dtype of their input. `wait_for_input` makes sure that gradients flow through the input of the
-experts.
-`RouterCounters` keeps padding out of the routers' counters.
+experts. `RouterCounters` keeps padding out of the routers' counters.
 
 In shapes, B is the number of rows, L the length of a row, R the number of routed tokens, D the hidden size, F the inner
 width of an expert, E the number of experts and K the number of experts per token.

@@ -86,8 +86,8 @@ class WeightsExtension:
     def open_version(self, payload: bytes) -> tuple[str, str, int, float]:
         """Open the version of a pickled Source, and keep it open. The model does not change.
 
-        Returns (way of the bytes, such as "tcp"; reason why this way was chosen; number of bytes of the version;
-        seconds).
+        Returns the path that the bytes take (such as "tcp"), the reason for this path, the number of bytes of the version
+        and the seconds that the call took.
         """
         begin = time.perf_counter()
         source: Source = pickle.loads(payload)

@@ -95,7 +95,7 @@ def serving(folder: Path, base: Path | None = None) -> Iterator[Cookbook]:
     try:
         exports = read_exports(server, folder / "server.log")
         # The cookbook loads the tokenizer by the name of the model. The loader first looks for a local folder of this
-        # name, so this makes one.
+        # name, so this code makes a link of this name.
         (folder / MODEL).parent.mkdir(parents=True, exist_ok=True)
         (folder / MODEL).symlink_to(base or state / "base" / MODEL)
         offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}

@@ -51,8 +51,9 @@ def write_adapter(directory: Path, config: LoRAConfig, weights: dict[str, torch.
 
 @pytest.fixture(scope="module", params=["in process", "own process"])
 def served(request, tmp_path_factory):
-    """A generator with four loaded adapters, of which one step may use two, and transformers' models with the same
-    weights.
+    """A generator with four loaded adapters, and transformers' models with the same weights.
+
+    The requests of one step may use two of the four adapters.
     """
     folder = tmp_path_factory.mktemp("adapters")
     base = save_random(folder / "base", support.model_config(tied=False))

@@ -34,7 +34,7 @@ ENDLESS = SamplingParams(max_tokens=500, n=16, ignore_stop=True)
 
 
 def test_a_child_started_through_the_executable_ends_with_the_thread_that_started_it(tmp_path):
-    """This is safe for the core, because the engine's thread starts the core and lives as long as the process."""
+    """For vLLM's core this thread is the engine's thread, which lives as long as the process."""
     program, children = _executable(tmp_path, sys.executable), []
 
     def start() -> None:

@@ -14,10 +14,9 @@ STEP = OptimParams(learning_rate=0.01)
 
 @pytest.fixture
 def hold(trainer_mesh, tmp_path):
-    """A function.
+    """A function: hold(error) stops the next save half way, and hold.open() lets the save go on.
 
-    hold(error) stops the next save half way, and hold.open() lets it go on. With `error`, the save then fails with this
-    text.
+    If `error` is not empty, the save then fails with this text.
     """
 
     def hold(error: str = "") -> None:

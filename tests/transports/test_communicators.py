@@ -27,10 +27,7 @@ PATH = "point_to_point"
 
 @pytest.fixture
 def made(monkeypatch):
-    """A list that grows at each process that joins a new communicator.
-
-    Its entries are the ranks (0 or 1) in the communicator.
-    """
+    """A list. Whenever one of the two ends of a communicator is made, it gets the member number (0 or 1) of this end."""
     PAIRS.end()
     members: list[int] = []
     make = GROUPS["gloo"]
