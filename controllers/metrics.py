@@ -1,7 +1,7 @@
 """The logger of a run. It writes metrics to a display, to the files of the run's folder and to trackers, such as TensorBoard.
 It makes no decision about the run.
 
-Training steps are numbered from 1. The number of the last finished step is thus the number of steps done. The steps after a supervised
+Training steps are numbered from 1. So the number of the last finished step is also the number of finished steps. The steps after a supervised
 phase continue the numbers of that phase. Step 0 is the validation before the first step.
 A record is the line of one step in metrics.jsonl.
 """
@@ -62,7 +62,7 @@ class Timer:
 
 
 def usage(values: Mapping[str, float], infos: Sequence[TrainerInfo], *, float8: bool) -> dict[str, float]:
-    """Speed of a step and memory of the trainer. values: the step's times, tokens/trained and tflops/trained. infos: one for each rank.
+    """Speed of a step and memory of the trainer. values: the step's times, tokens/trained and tflops/trained. infos: one of each rank.
 
     MFU (model FLOPs utilization) is a share of the GPUs' peak. Its numerator is the FLOPs of the model's matrix products and attention, forward
     and backward, without recomputation. Its denominator is the FLOPs that all GPUs can do at their peak in the time in which the trainer
@@ -106,7 +106,7 @@ class MetricsLogger(AbstractContextManager):
         trackers: Sequence[str] = ("tensorboard",),
         project: str = "rl-actors",  # project of the run in trackers that have projects
         config: Mapping[str, object] | None = None,  # config that trackers show
-        groups_per_step: int = 4,  # number of groups of a step that rollouts.jsonl keeps
+        groups_per_step: int = 4,  # number of groups (completions of one problem) of a step that rollouts.jsonl keeps
         prints_lines: bool = False,  # True: no live panel, because log lines on the same terminal would break it
         console: Console | None = None,  # None: stdout
     ):
@@ -227,7 +227,7 @@ class MetricsLogger(AbstractContextManager):
     def __exit__(self, kind, error, traceback) -> None:
         self.display.close()
         if isinstance(error, Exception):
-            with suppress(OSError):  # the error of a full disk would hide the error of the run
+            with suppress(OSError):  # an error here, such as of a full disk, would hide the error of the run
                 self._write_outcome("failed", f"{kind.__name__}: {error}")
         elif error is not None:  # Interrupted, CancelledError, KeyboardInterrupt, SystemExit
             self._write_outcome("interrupted", str(error) or kind.__name__)

@@ -66,7 +66,7 @@ class Reference(FrozenPolicy):
         the KL divergence. With k2 or k3 the expected gradient differs from the gradient of the KL divergence.
 
         Example: one group, two completions of two tokens, rewards 1 and 0, estimator k1, coefficient 0.1. At each token the generator's logprob
-        minus the reference's is 0.5 in the first completion and 0 in the second. Then R = 0.9 and 0.
+        minus the reference's logprob is 0.5 in the first completion and 0 in the second. Then R = 0.9 and 0.
         """
         samples: list[Sample] = []
         for group in groups:

@@ -165,7 +165,7 @@ class RolloutQueue:
         return await self._until(groups)
 
     def _draw(self, count: int) -> list[Place]:
-        """The next `count` problems, as places of the queue."""
+        """The next `count` problems, as entries of the queue."""
         indices = self.pending[:count]
         del self.pending[:count]
         num_new = count - len(indices)

@@ -112,7 +112,7 @@ class RunConfig:
     validate_first: bool = True
     """Validate before the first step, too."""
     validation: Annotated[dict[str, EnvironmentConfig], SETS_AS_JSON] = field(default_factory=dict)
-    """Further validation sets, by name. Each is an environment, and the run validates on its held-out problems. The flag takes one JSON object, such as
+    """Further validation sets, by name. Each set is an environment, and the run validates on its held-out problems. The flag takes one JSON object, such as
     {"hard": {"task": "hard.jsonl"}}. The metrics of this set are validation/hard/accuracy and so on."""
     gate: str = ""
     """STEP:REWARD, such as 40:0.9. If the first validation at or after that step has a lower held-out reward, the run ends there with exit
@@ -414,7 +414,7 @@ class Run(Generic[Config]):
             self.interruption.raise_if_asked()
 
     async def save(self) -> None:
-        """Begin to write a checkpoint of the last step. Does nothing if the step has one already or if checkpoint_every is 0."""
+        """Begin to write a checkpoint of the last step. Does nothing if the step already has a checkpoint, or if checkpoint_every is 0."""
         if not self.config.checkpoint_every or not self.last_state or self.last_state["step"] == self.saved_step:
             return
         with self.timer("checkpoint"):

@@ -59,7 +59,7 @@ class Server:
         self._repeating: list[asyncio.Task[None]] = []
         self._removals: set[asyncio.Future[None]] = set()  # deletions of versions that are under way
         self.num_sampled_tokens = self.num_trained_positions = self.num_optim_steps = 0
-        self.curves: dict[str, RunCurves] = {}  # by run
+        self.curves: dict[str, RunCurves] = {}  # by the id of the run
         self.rates = Rates()
 
     # start and end

@@ -31,7 +31,7 @@ class Targets:
     """
 
     rows: np.ndarray  # [C]
-    tokens: np.ndarray  # [C]; NOTHING where no token is asked for
+    tokens: np.ndarray  # [C]; NOTHING in a cell that asks for no token
     shape: tuple[int, int]  # (N - 1, K)
     # CSR row pointers and column indices if the request is sparse, None if it is dense
     sparse: tuple[np.ndarray, np.ndarray] | None

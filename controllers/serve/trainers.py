@@ -247,10 +247,10 @@ class Trainers:
             await home.trainer.close()
 
     async def _park(self, resident: Resident, *, must_end: bool = False) -> None:
-        """Write the state of a run to disk and take it out of its trainer. Its next request brings it back.
+        """Write the state of a run to disk and take the run out of its trainer. The run's next request brings the run back.
 
-        If the run has gradients that no optim_step has used, it stays in memory. If must_end is True or its client is gone, the gradients are
-        dropped instead. If the trainer has died, all its runs are lost.
+        If the run has gradients that no optim_step has used, it stays in memory. If must_end is True or the run's client is gone, the
+        gradients are dropped instead. If the trainer has died, all its runs are lost.
         """
         run = resident.run
         async with self._turn(run.id):

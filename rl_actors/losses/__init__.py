@@ -1,7 +1,8 @@
 """The losses and their names. A loss of this package is a frozen dataclass. Its call takes logprobs and columns and returns sums. A loss
 never gets logits.
 
-A column is a named tensor of the samples with a value for each position, such as advantages. B rows of L positions, K ids for each position.
+A column is a named tensor of the samples with a value for each position, such as advantages. In shapes,
+B is the number of rows, L the number of positions of a row, and K the number of ids for each position.
 """
 
 import inspect

@@ -1,8 +1,8 @@
 """Spawn the processes of actors, with their rendezvous and their logs.
 
 Importing this module changes nothing. The first spawn sets up Monarch in this process.
-When a process ends, even by kill -9, the processes that it has spawned end within seconds. If a spawned process is on another host, the
-worker that started it ends it.
+When a process ends, even by kill -9, the processes that it has spawned end within seconds. On another host, the
+worker that started a process (hosts.py) ends this process.
 """
 
 import asyncio
@@ -51,9 +51,9 @@ STOP_TIMEOUT = 20.0  # seconds within which Monarch must stop the processes; tho
 logger = logging.getLogger(__name__)
 
 # By default Monarch notices a dead process after nine seconds. This value makes it notice after about one second. If the user has set the
-# variable, the user's value is kept. Monarch also asks its processes whether they live. Its time limits for their answers are not changed:
-# when they were shorter, a process on an overloaded machine was taken for dead, because it did not answer for over three seconds while it
-# imported vLLM.
+# variable, the user's value is kept. Monarch also asks its processes whether they live. The time limits for their answers are not
+# changed. With shorter limits Monarch took a process on an overloaded machine for dead, because the process did not answer for over three
+# seconds while it imported vLLM.
 _SUPERVISION = {"HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s"}
 
 

@@ -26,7 +26,7 @@ SERVED, GONE = b"\0", b"\1"
 RECEIPT, ACCEPTED = b"\2", b"\3"
 """When all bytes have arrived, the reader sends RECEIPT. The server keeps the slot locked until it has the RECEIPT, and then answers
 ACCEPTED. If the reader does not get this answer, it drops the bytes, because they may be wrong. A server that waits too long for the RECEIPT
-releases the lock. The next push may then rewrite the slot before the last bytes of the old version have left it, because sendfile returns
+releases the lock. The next push may then rewrite the slot before the last bytes of the old version have left the slot, because sendfile returns
 before it has sent all bytes."""
 
 

@@ -2,7 +2,7 @@
 
 A slot is a memfd, a file in memory without a name. So the kernel frees the slot when the last process that has it open ends, even after
 kill -9, and the size of /dev/shm does not limit it. A reader is a process that loads the weights. It opens the slot as
-/proc/<pid>/fd/<number>. The writer holds an exclusive flock on the slot while it writes, and readers hold a shared one while they read. So
+/proc/<pid>/fd/<number>. The writer holds an exclusive flock on the slot while it writes, and readers hold a shared flock while they read. So
 a slot is never rewritten while a process reads it. When a process dies, the kernel releases its locks.
 
 The first page of a slot has the key of the version that the slot holds. The layout of the slot follows as JSON, and then the tensors. If
@@ -186,7 +186,7 @@ class Slot:
 
     @contextlib.contextmanager
     def _locked(self, key: str, timeout: float) -> Iterator[None]:
-        """Hold the exclusive lock. Removes the slot's key as soon as the lock is held, because the slot then holds no complete version."""
+        """Hold the exclusive lock. Removes the slot's key as soon as the lock is held, so that no later reader finds a version in the slot."""
         what = f"push of {key}: {actor_name()}, rank {self.rank}: lock of slot {self.number}"
         with flock(self.fd, fcntl.LOCK_EX, timeout, what):
             self.key = ""
@@ -291,7 +291,7 @@ def pin_for(owner: object, data: Tensor, *, read_only: bool) -> bool:
 
 
 class Mappings:
-    """The slots that this process has mapped. A slot is mapped for the first version that is read from it, and kept for later versions."""
+    """The slots that this process has mapped. A slot is mapped for the first version that is read from it, and stays mapped for later versions."""
 
     def __init__(self) -> None:
         self.guard = threading.Lock()

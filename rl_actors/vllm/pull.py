@@ -46,7 +46,7 @@ class WholeWeights:
     request: "LoRARequest | None" = None
 
     def begin(self, engine: "LLMEngine") -> None:
-        """Does nothing, because the engine has the weights that it was started with until the first pull."""
+        """Does nothing. Until the first pull the engine computes with the weights that it was started with."""
 
     def load(self, engine: "LLMEngine", source: Source) -> float:
         """Replace the weights by those of the open version. Returns the seconds of the slowest worker.
