@@ -28,7 +28,7 @@ PROGRAMS = {
     "serve": ("controllers.serve_actors", "own a trainer and a generator, to which programs attach"),
     "export": ("controllers.export", "write the weights or adapters of a run as a Hugging Face directory"),
     "compare": ("controllers.compare", "draw the curves of runs over each other"),
-    "requirements": ("controllers.command:requirements", "print the lock, or the overrides and excludes for uv"),
+    "requirements": ("controllers.command:requirements", "print a lock for pip, or overrides or excludes for uv"),
 }
 """Other programs by name. Each has the pair (module, line for the help). The program is the module's function `main`,
 unless the entry is module:function."""

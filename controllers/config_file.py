@@ -43,7 +43,8 @@ def from_values(cls: type[Config], values: object) -> Config:
 
     Raises ValueError with a line for each wrong field.
     """
-    # The configs have no pydantic settings. The model around a config has the settings, and pydantic applies them to the config, too.
+    # A config is a plain dataclass without settings for pydantic. So this function makes it the field `config` of a pydantic model
+    # that has the settings. pydantic applies them to the fields of the config, too.
     around = create_model("ConfigFile", __config__=ConfigDict(extra="forbid", strict=True), config=(cls, ...))
     try:
         # The values go through JSON, because pydantic's strict mode accepts a list for a tuple, or a string for a path, only in JSON.
@@ -184,7 +185,7 @@ def _holds_null(value: object) -> bool:
 
 def _message(cls: Any, error: "ErrorDetails") -> str:
     """One line for an error of pydantic, with the dotted name of the field."""
-    path = error["loc"][1:]  # the first name is the surrounding model's
+    path = error["loc"][1:]  # without `config`, the field of the model in from_values
     name = ""
     for part in path:
         name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part

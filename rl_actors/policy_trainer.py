@@ -1,6 +1,8 @@
 """The trainer as a Monarch actor. Each rank has one instance, which passes its calls on to the rank's TrainEngine.
 
-Every rank must get the same calls in the same order, so only one TrainerClient may send them. `Order` enforces this.
+Every rank must get the same calls in the same order, so only one TrainerClient may send them. The
+client sends an Order with each call. By the Order a rank detects and refuses a call of an earlier client, or a call with
+a wrong number.
 
 A tenant is one of several runs that train adapters over the trainer's base model. FIRST_TENANT is the tenant that every
 trainer has.

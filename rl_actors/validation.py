@@ -193,8 +193,8 @@ def _first_bad(is_bad: Callable[[np.ndarray], np.ndarray], tensors: Mapping[int,
     """The first bad value in the tensors, or None.
 
     The function first checks all tensors together, because this is faster. It checks them one by one only if some value
-    is bad. The checks use numpy. For so many positions torch would wake a thread for every core of the host, and this
-    can take longer than a training step.
+    is bad. The checks use numpy, because torch would check a large tensor with a thread for every core of the host. Waking
+    these threads can take longer than a training step.
     """
     if not tensors or not is_bad(torch.cat(list(tensors.values())).detach().numpy()).any():
         return None
@@ -298,8 +298,8 @@ class _Limit:
             raise ValueError(f"{name}={value!r}; it must be {self.words}")
 
 
-# In Python True and False are instances of int. These two functions refuse them, because a caller who gives one as a
-# number is mistaken.
+# In Python True and False are instances of int. These two functions refuse them, because a caller who passes a bool as
+# a number has made a mistake.
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 

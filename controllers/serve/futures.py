@@ -74,6 +74,8 @@ class Futures:
         answer is kept if it is not fetched. keep_keys: seconds after the answer to a request in which a repetition of
         the request is recognised. max_answers: largest number of promises. Above it the oldest answered promises are
         forgotten.
+        A promise is forgotten keep_keys or keep_fetched seconds after its answer, whichever is longer. The answer is
+        lost then, even if keep_unfetched is longer.
         """
         self.keep_fetched, self.keep_unfetched, self.keep_keys = keep_fetched, keep_unfetched, keep_keys
         self.max_answers, self.now = max_answers, now

@@ -34,7 +34,10 @@ class Service:
         self._leaving: set[asyncio.Task[None]] = set()
 
     def attach(self, name: str, member: str) -> Attached:
-        """Add a client of this actor. Raises ValueError if the service has no such actor."""
+        """Add a client of the actor with the name `member`. Raises ValueError if the service has no such actor.
+
+        name: the client's text about itself, for logs.
+        """
         if member not in self.members:
             raise ValueError(f"this service has no {member}; it has {', '.join(self.members)}")
         client = Attached(number=next(self._numbers), name=name, member=member)

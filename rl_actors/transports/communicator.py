@@ -75,7 +75,7 @@ class Group(Protocol):
 
 
 class Pieces(Protocol):
-    """Copies pieces into memory from which a backend can send, and out of memory into which a backend has received.
+    """Gives the memory from which a backend sends a piece, and the memory into which it receives a piece.
 
     number: index of a piece in its slot.
     """

@@ -52,8 +52,9 @@ class EngineCall(Generic[T]):
         self._waiter: tuple[int, Future[list[tuple[int, list[T]]]]] | None = None
 
     def take(self, at_least: int) -> "Future[list[tuple[int, list[T]]]]":
-        """(index of the prompt, its results) of the prompts that have finished since the last `take`, in order of finishing.
+        """A future whose result is a list of pairs (index of a prompt, results of the prompt).
 
+        The list has the prompts that have finished since the last `take`, in the order in which they finished.
         The future is done when `at_least` of these prompts have finished, when no unfinished prompt is left, or when the call has failed.
         If the future of an earlier `take` is not done yet, a later `take` completes it with an empty list.
         """

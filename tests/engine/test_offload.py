@@ -33,7 +33,9 @@ def assert_equal(actual, expected) -> None:
 
 
 def steps(engine, *, before=lambda engine: None) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of two steps of two calls. `before` runs before every call."""
+    """Train two steps, each with two calls of forward_backward. Returns (loss, gradient norm) of each step. `before` runs
+    before every call.
+    """
     found = []
     for seed in range(2):
         losses = []
@@ -190,8 +192,8 @@ def test_what_cannot_be_moved_is_refused_by_name(make_engine):
 
 
 def moved_and_resident(path, parallelism, fields):
-    """Results of this rank: (steps without moves, steps with everything moved before each call, True if the states are
-    equal, bytes by part).
+    """Results of this rank: (metrics and gradient norms of a trainer without offloads, the same of a trainer with an
+    offload before each call, True if both trainers end with equal states, bytes on the host by part).
     """
     resident, moved = (engine_of_layout(path, parallelism, fields) for _ in range(2))
     samples = samples_with(*TRAINED)

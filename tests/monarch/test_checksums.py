@@ -1,8 +1,8 @@
 """A pull gives vLLM's engine bit for bit the same weights as loading them from a directory. The tests compare digests
 of the weights.
 
-vLLM computes digests of its parameters. On a CPU it keeps most weights only in packed form, so the tests add the
-digests of `held_weights`.
+vLLM computes digests of its parameters. On a CPU it keeps most weights only in packed form, so the tests also compare
+digests of the unpacked weights.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Tests of samplers. A sampler samples from saved weights. All samplers share one generator.
 
-Other tests are about stop conditions and the returned values. The fake model has one logit for each token, and does not
+The tests also cover stop conditions and the returned values. The fake model has one logit for each token, and does not
 read the prompt.
 """
 
