@@ -194,9 +194,9 @@ def merged(shape: Shape, answers: Sequence[Mapping[str, Any]]) -> Numbers:
 def differences(actual: Numbers, expected: Numbers) -> dict[str, float]:
     """Relative differences between a layout and one device.
 
-    "logprobs" is the mean difference divided by the mean absolute value. "worst_logprob" divides the difference of each logprob by 1 + its
-    absolute value. "gradient" and "worst_parameter" divide the norm of a difference of gradients by the norm of the expected gradient.
-    "gradient" does this for all parameters together, and "worst_parameter" for the parameter with the largest result.
+    "logprobs" is the mean difference divided by the mean absolute value. "worst_logprob" is the largest difference of a logprob after division
+    by 1 + the absolute value of the expected logprob. "gradient" and "worst_parameter" divide the norm of a difference of gradients by the norm
+    of the expected gradient. "gradient" does this for all parameters together, and "worst_parameter" for the parameter with the largest result.
     """
     losses = [numbers.output.metrics["loss:sum"] for numbers in (actual, expected)]
     logprobs, expected_logprobs = (torch.cat(numbers.output.logprobs) for numbers in (actual, expected))
@@ -296,7 +296,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     num_devices = torch.cuda.device_count() or 4
-    parser.add_argument("--gpus", type=int, default=min(4, num_devices), help="devices; on a CPU, processes")
+    parser.add_argument("--gpus", type=int, default=min(4, num_devices), help="GPUs, or processes if there are no GPUs")
     parser.add_argument("--layouts", nargs="*", choices=list(LAYOUTS)[1:], default=list(LAYOUTS)[1:])
     parser.add_argument("--dtypes", nargs="*", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     arguments = parser.parse_args()

@@ -95,7 +95,7 @@ if pip --target "$uv_folder" "$uv_version" &&
     "$uv_folder/bin/uv" pip install --no-progress --no-deps --python .venv/bin/python -r "$lock" >> "$log" 2>&1; then
     say "packages of $lock installed by uv"
 else
-    say "uv cannot install them, so pip does"
+    say "uv failed, so pip installs the packages of $lock"
     pip -r "$lock" || failed "cannot install $lock"
 fi
 rm -rf "$uv_folder"

@@ -169,6 +169,7 @@ def test_adapters_that_vllm_cannot_apply_on_this_machine_are_refused():
 
 
 def test_on_a_cpu_each_row_gets_its_own_adapter_and_a_row_without_one_gets_none():
+    """Letters in shapes: S adapters, R their rank, I inputs, O outputs, T rows of the input."""
     cpu_adapters = pytest.importorskip("rl_actors.vllm.cpu_adapters")
     draw = torch.Generator().manual_seed(0)
     a_S1RI, b_S1OR = torch.randn(3, 1, 2, 8, generator=draw), torch.randn(3, 1, 5, 2, generator=draw)

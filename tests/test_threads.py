@@ -45,7 +45,5 @@ def workers(*, prepared: bool) -> list[int]:
 
 def test_only_the_thread_that_prepared_its_process_has_workers():
     assert workers(prepared=True) == [2, 0]
-    assert workers(prepared=False) == [
-        2,
-        2,
-    ]  # without preparation the other thread has workers, too, and the count shows them
+    # Without preparation the other thread has workers, too, and the count shows them.
+    assert workers(prepared=False) == [2, 2]

@@ -29,8 +29,8 @@ def calculate(expression: str) -> int:
     """The value of an expression of whole numbers, + - * // % and parentheses. For example, calculate("12*34") is 408.
 
     Names, calls, powers and all other Python syntax are refused, so no expression runs code. An expression has at most LONGEST_EXPRESSION
-    characters, and the absolute value of no intermediate number may exceed LARGEST_NUMBER. So no expression takes long. Raises CalculatorError
-    for an expression that is refused.
+    characters, and every intermediate number has an absolute value of at most LARGEST_NUMBER. So no expression takes long. Raises
+    CalculatorError for an expression that is refused.
     """
     if len(expression) > LONGEST_EXPRESSION:
         raise CalculatorError(

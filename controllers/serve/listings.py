@@ -1,4 +1,4 @@
-"""Converts rows of the server's database (store.py) to the JSON objects that Tinker's protocol lists."""
+"""Converts rows of the server's database (store.py) to JSON objects of Tinker's protocol: training runs, checkpoints and sessions."""
 
 from datetime import UTC, datetime
 from typing import Any

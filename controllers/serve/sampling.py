@@ -26,7 +26,8 @@ Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
 
 PATIENCE = 1.0
-"""Seconds for which new requests for the version that the generator holds still start at once while requests for another version wait."""
+"""When a request for another version begins to wait, new requests for the version that the generator holds still start at once for this number
+of seconds. Later requests for the held version wait, too."""
 GATHER_SECONDS = 0.003
 """Requests are gathered into one call of the generator until no request has come for this number of seconds."""
 LONGEST_GATHER_SECONDS = 0.06

@@ -1,4 +1,4 @@
-"""The functions that a machine without a GPU needs. gpu.py has functions of the same names for a GPU. The class Machine in machine.py
+"""The trainer's functions for a machine without a GPU. gpu.py has functions of the same names for a GPU. The class Machine in machine.py
 says what each function does.
 
 If the machine has no GPU, the import of this module sets torchtitan's device to the CPU.

@@ -39,7 +39,7 @@ def require_possible(config: GeneratorConfig) -> None:
 def options(config: GeneratorConfig) -> dict[str, object]:
     """vLLM's arguments. Decoding runs in CUDA graphs. The model is not compiled, because that would take minutes.
 
-    The function also sets up the process, so call it on the thread that will run the engine.
+    The function also limits the host threads with which the calling thread computes, so call it on the thread that will run the engine.
     """
     from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 

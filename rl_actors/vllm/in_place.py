@@ -3,7 +3,8 @@ these parameters. The plan is made once.
 
 vLLM keeps query, key and value in one parameter, and gate and up in another parameter. Under tensor parallelism a worker has only some rows or
 columns of a parameter, and reads only these from the version. A copy in place is possible if vLLM computes with the parameters in the form that
-the version has. This is so for a dense model on a GPU that is not quantized. For all other models vLLM's own reload loads the weights.
+the version has. This is so for a dense model on a GPU, if the model is not quantized and has no LoRA layers. For all other models vLLM's own
+reload loads the weights.
 """
 
 import math
@@ -127,7 +128,10 @@ def _layer(model: nn.Module, modules: Mapping[str, nn.Module], name: str) -> tup
 
 
 def _fused_rows(layer: nn.Module, part: int) -> tuple[int, int, int]:
-    """The rows of this worker in the part with index `part` of a fused layer: (first row in the layer, first row in the tensor, number of rows)."""
+    """The rows that this worker holds of the tensor with index `part` in a fused layer.
+
+    Returns (first row in the worker's parameter, first row in the version's tensor, number of rows).
+    """
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 
     if isinstance(layer, QKVParallelLinear):

@@ -121,9 +121,8 @@ def test_sampled_tokens_stay_although_encoding_their_text_again_gives_others(tmp
     policy = turns([0, 1, 3], [0, 1, 3])
     environment = Echo([Reply(observation="b"), Reply(is_over=True)], beginning="ab")
     episode = play(environment, policy, tokenizer)
-    assert environment.heard == ["ab", "ab"] and tokenizer.encode("ab") == [
-        2
-    ]  # one token, not the two that were sampled
+    # The tokenizer encodes "ab" as one token. The policy sampled two tokens.
+    assert environment.heard == ["ab", "ab"] and tokenizer.encode("ab") == [2]
     assert policy.seen[1] == [2, 0, 1, 3, 1]
     assert episode.prompt + episode.completion.tokens == [2, 0, 1, 3, 1, 0, 1, 3]
 

@@ -94,9 +94,8 @@ def test_a_run_under_another_layout_follows_the_run_of_one_process(tmp_path, mon
     assert len(expected) == NUM_STEPS and sum(record["updates"] for record in expected) == 6 * NUM_STEPS
     monkeypatch.setattr(rl_actors, "GeneratorClient", ReplayingGenerator, raising=False)
     for name, degrees in {"one again": {}, **LAYOUTS}.items():
-        recording = list(
-            answers[2:]
-        )  # the first two answers are those of the validations before and after the supervised phase
+        # The first two answers are those of the validations before and after the supervised phase.
+        recording = list(answers[2:])
         monkeypatch.setattr(ReplayingGenerator, "recording", recording, raising=False)
         found = resumed(tmp_path / "one", tmp_path / name, name, **degrees)
         assert recording == []

@@ -156,7 +156,7 @@ def refused(engine) -> list[tuple[str, int, str]]:
 
 
 def train(path: str, parallelism: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """The results of every kind of call. Optimizer steps follow the policy calls and the sequence calls."""
+    """The results of every kind of call. One optimizer step follows the calls with the loss POLICY, and one follows the calls with SEQUENCE."""
     engine = make_engine(path, parallelism, fields)
     numbers: dict[str, Any] = {"refused": refused(engine), "layout": engine.info().layout}
     numbers["pushed"] = {name: whole(tensor) for name, tensor in push(engine).items()}

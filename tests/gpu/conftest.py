@@ -1,6 +1,7 @@
-"""The fixture that starts the default run. It starts before the first test, because it takes as long as all other tests together.
+"""The fixture that starts a GRPO run with the config tiny. The run starts before the first test, because it takes as long as all other tests
+together.
 
-test_tiny_run.py reads its results. Tests that measure memory or speed wait for its end.
+test_tiny_run.py reads the results of the run. Tests that measure memory or speed wait for the end of the run.
 """
 
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def tiny_run(tmp_path_factory):
-    """(process, folder of its run, file of its output)."""
+    """(process of the run, folder of the run, file with the output of the process)."""
     folder = tmp_path_factory.mktemp("tiny")
     command = [sys.executable, "-m", "controllers.grpo", "--config", "tiny", "--output-dir", str(folder / "run")]
     # The key-value cache has a fixed size, because vLLM cannot measure the free memory while trainers of other tests start and end.

@@ -340,8 +340,8 @@ def test_a_generator_whose_call_was_too_late_is_ready_for_the_next(generator_mes
         hasty.generate([[5, 6, 7]], SamplingParams(max_tokens=1)).result()
     assert "ready" in repr(hasty)
     client = GeneratorClient(generator_mesh, call_timeout=GUARD)
-    # The engine has begun the request of the late call first. This request has more tokens, so it ends
-    # later, and nothing runs when the test ends.
+    # The engine began the late call's request for one token first. The next request has more tokens, so it ends later. So no request runs
+    # when the test ends.
     assert client.generate([[5]], SamplingParams(max_tokens=8)).result()
 
 

@@ -1,4 +1,5 @@
-"""A generator that sleeps. It falls asleep after its running requests, and refuses calls until it wakes. Then it has its weights, or needs a pull.
+"""A generator that sleeps. It falls asleep after its running requests, and refuses calls until it wakes. After a sleep of level 1 the awake
+generator has its weights. After a sleep of level 2 it needs a pull.
 
 On a CPU vLLM has no sleep mode, so these tests release no memory. tests/gpu/test_gpu_sleep.py checks the released memory.
 """
