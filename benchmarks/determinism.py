@@ -2,9 +2,9 @@
 
 There are two pairs of trainers: one pair with deterministic kernels, and one pair with the default kernels. The two trainers of a pair take
 the same five steps on the same rollouts. Every metric, logprob and entropy that they report is compared.
-There are two generators. The first is in vLLM's batch-invariant mode, which needs a GPU, and the second is not. Each generator gets the same
-requests with seeds four times: one at a time, twice together with other requests, and again one at a time. The tokens and logprobs of the
-last three times are compared with those of the first time.
+There are two generators. The first is in vLLM's batch-invariant mode, which needs a GPU, and the second is not. Each
+generator gets the same requests with seeds four times: one at a time, twice together with other requests, and again one
+at a time. The tokens and logprobs of the last three times are compared with those of the first time.
 All actors start at the same time.
 """
 

@@ -31,7 +31,7 @@ TAIL = 20  # the mean difference of two curves is taken over this number of last
 
 
 def config_here() -> tuple[TrainerConfig, int, int, int]:
-    """The config, and the numbers of documents in a step, of positions in a document, and of distinct tokens in the corpus.
+    """The config, the number of documents in a step, of positions in a document, and of distinct tokens in the corpus.
 
     On a GPU the model has four blocks of Qwen3-0.6B's width. On a CPU the model is tiny.
     """

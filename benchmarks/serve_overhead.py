@@ -1,9 +1,10 @@
 """Measures the cost of the Tinker server: the same training steps and samples, once through the official SDK and the server, and once through
 the actors' clients.
 
-The server is a separate program, which `make serve` also starts. The server and the clients each have their own actors, with the same config.
-Their calls are timed alternately, so that the load of the machine is the same for both. The measurement `together` does not use
-the actors' clients. It times requests for samples to the server twice: while another client of the SDK trains, and while no client trains.
+The server is a separate program, which `make serve` also starts. The server and the clients each have their own actors,
+with the same config. Their calls are timed alternately, so that the load of the machine is the same for both. The
+measurement `together` does not use the actors' clients. It times requests for samples to the server twice: while another
+client of the SDK trains, and while no client trains.
 By default the config of the server is `tiny_chat`. With `--model 0_6b` it is `qwen3`, with random weights in the shape of Qwen3 0.6B.
 This benchmark needs the SDK `tinker`.
 """
@@ -48,7 +49,8 @@ compare_sides = partial(compare, benchmark="serve_overhead", sides=("sdk", "clie
 def served(model: str, folder: Path) -> tuple[ServeConfig, list[str]]:
     """The config of a model, and the arguments with which the server serves it. Writes the directory of a model that is not TINY.
 
-    model: TINY, a key of MODELS, or "tiny". With "tiny" the server has the model of tiny_chat, and the config `qwen3` as for a key of MODELS.
+    model: TINY, a key of MODELS, or "tiny". With "tiny" the server has the model of tiny_chat, and the config `qwen3` as
+    for a key of MODELS.
     """
     if model == TINY:
         config = tiny_chat()
@@ -200,7 +202,7 @@ def in_background(call: Callable[[], None]) -> Iterator[None]:
 
 
 def together(service: tinker.ServiceClient, config: ServeConfig, sizes: Sizes) -> None:
-    """Time many requests while no client trains, and the same requests while a client trains, in each step on 64 samples of 256 tokens."""
+    """Time many requests, once while no client trains, and once while a client takes steps on 64 samples of 256 tokens."""
     draw = random.Random(0)
     adam = types.AdamParams(learning_rate=LEARNING_RATE)
     trainer = service.create_lora_training_client(config.name, rank=0).result()

@@ -39,7 +39,7 @@ from rl_actors.processes.address import Address
 
 ROOT = Path(__file__).parents[1]
 NUM_WORKERS = 2
-# Prompts of a step, completions of a prompt, and tokens of a completion. The first two are as in a step of the config `tiny`.
+# Prompts of a step, completions of a prompt, and tokens of a completion. The first two are as in the config `tiny`.
 NUM_PROMPTS, NUM_SAMPLES, NUM_NEW = 192, 4, 8
 END_SECONDS = 60.0
 LINE = "step of {:,} completions of {} tokens"

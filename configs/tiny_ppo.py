@@ -1,4 +1,7 @@
-"""PPO with the tiny model and a value model of the same shape. The tasks are two-digit addition and the two tasks of tiny_game.py."""
+"""PPO with the tiny model and a value model of the same shape.
+
+The tasks are two-digit addition and the two tasks of tiny_game.py.
+"""
 
 import dataclasses
 from dataclasses import replace

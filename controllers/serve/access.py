@@ -34,8 +34,8 @@ WORK = frozenset(
         "copy_weights",
     }
 )
-"""Last parts of the paths of requests for work, such as sampling and training. Only the rate of these requests is limited. The SDK sends many
-of the other requests repeatedly, without a call of the user's program."""
+"""Last parts of the paths of requests for work, such as sampling and training. Only the rate of these requests is
+limited. The SDK sends many of the other requests repeatedly, without a call of the user's program."""
 KEY_LINE = re.compile(r"([A-Za-z0-9_.@-]+)\s+([0-9a-f]{64})")
 LONGEST_WAIT = 60.0  # largest number of seconds in the header Retry-After
 

@@ -198,7 +198,8 @@ def test_random_states_survive_their_json():
         return [random.gauss(0, 1), random.random(), *np.random.randn(3).tolist(), torch.rand(()).item()]
 
     checkpoints.seed_random(3)
-    # Python and NumPy draw Gaussian numbers in pairs. After an odd number of draws, the state also holds the second number of the last pair.
+    # Python and NumPy draw Gaussian numbers in pairs. After an odd number of draws, the state also holds the second
+    # number of the last pair.
     first = draw()
     text = json.dumps(checkpoints.random_states())
     after = draw()

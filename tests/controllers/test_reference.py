@@ -1,7 +1,7 @@
 """The KL divergence from the reference, which is the policy with which GRPO began.
 
-The tests compare the divergence in the reward with a closed form in float64. Other tests check which resumed runs can have a reference.
-test_grpo.py tests the reference of a real run.
+The tests compare the divergence in the reward with a closed form in float64. Other tests check which resumed runs can
+have a reference. test_grpo.py tests the reference of a real run.
 """
 
 import asyncio

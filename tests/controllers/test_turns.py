@@ -43,7 +43,10 @@ TIMES = ("time/", "tokens/s", "busy/", "memory/")
 
 
 class Gpu:
-    """The memory of a GPU. If `is_generators` is True, only the generator may work. Otherwise only the trainer and the critic may work."""
+    """The memory of a GPU.
+
+    If `is_generators` is True, only the generator may work. Otherwise only the trainer and the critic may work.
+    """
 
     def __init__(self) -> None:
         self.calls: list[str] = []

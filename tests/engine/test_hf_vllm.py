@@ -1,4 +1,4 @@
-"""The real vLLM loads directories that export_hf has written. It generates the same tokens from each directory as transformers.
+"""The real vLLM loads directories that export_hf has written, and generates the same tokens as transformers.
 
 In shapes, C is the number of completion tokens, and V is the size of the vocabulary.
 """

@@ -227,8 +227,8 @@ def test_what_a_trainer_cannot_do_with_tenants_is_refused_and_changes_nothing(ma
 def in_turn_and_alone(path, parallelism, fields):
     """Make the calls of all tenants in one trainer, and the calls of each tenant in a trainer of its own.
 
-    Returns for each tenant three values of this rank: whether its answers in the two trainers are equal, whether its states are equal, and
-    its first gradient norm.
+    Returns for each tenant three values of this rank: whether its answers in the two trainers are equal, whether its
+    states are equal, and its first gradient norm.
     """
     samples = samples_with(*TRAINED)
     calls = {"samples": lambda seed: samples[seed % 7 : 9]}

@@ -1,4 +1,4 @@
-"""If a rank of a trainer waits in a collective of NCCL for a rank that hangs, the call ends after the trainer's collective_timeout.
+"""If a rank waits in a collective of NCCL for a rank that hangs, the call ends after the trainer's collective_timeout.
 
 The last test is of the stopwatch that times work on a GPU.
 """
