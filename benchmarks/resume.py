@@ -48,12 +48,13 @@ FLAGS_OF_CONFIG: dict[str, dict[str, object]] = {
     "tiny": {"--sft-steps": SFT_STEPS, **_PARITY},
     "tiny_game": {"--sft-steps": 0, "--steps": SFT_STEPS + MAIN_STEPS},  # episodes of several turns
     "tiny_tool": {"--sft-steps": SFT_STEPS},
+    # In PPO two steps that train only the critic come before the steps of --steps.
     "tiny_ppo": {
         "--sft-steps": SFT_STEPS,
         "--steps": MAIN_STEPS - 2,
         **_PARITY,
         **_MANY_GROUPS,
-    },  # two more steps, which train only the critic, come before these
+    },
     "tiny_ppo_game": {"--sft-steps": 0, "--steps": SFT_STEPS + MAIN_STEPS - 2, **_MANY_GROUPS},
 }
 

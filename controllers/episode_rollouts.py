@@ -43,7 +43,7 @@ class EpisodeRollouts(Rollouts):
         self.episodes, self.player = environment, player
 
     async def _complete_run(self, indices: Sequence[int], first: int, tasks: asyncio.TaskGroup, keep: Deliver) -> None:
-        """Play the episodes of these problems. For the k-th problem, `keep` gets first + k and the problem's group.
+        """Play the episodes of these problems. For the k-th problem, `keep` gets first + k and its group.
 
         `tasks` is not used. It would compute rewards after the completions, but an episode already has its rewards when it ends.
         """

@@ -91,8 +91,8 @@ class LoRAConfig:
     seed: int = 0
     """Seed of the adapters' initial values. The values are the same in every layout."""
     sync: Literal["merged", "adapter"] = "merged"
-    """Content of a push. merged: all weights, with the adapters merged into them. adapter: only the adapters; the generator's vLLM then
-    applies them to the weights of hf_path."""
+    """Content of a push of weights to the generators. merged: all weights, with the adapters merged into them. adapter:
+    only the adapters; the generator's vLLM then applies them to the weights of hf_path."""
 
     @property
     def syncs_adapter(self) -> bool:

@@ -47,8 +47,8 @@ parent. The core and each of these processes set the variable for the processes 
 #   process when its parent ends.
 # - Ctrl-C in a terminal would end the core in the middle of a step. So the program begins a session, to which the terminal sends no Ctrl-C.
 # - In the core's process it removes variables that describe the process group of the actor, because vLLM makes another group.
-# - A new process does not inherit the executable that was set for multiprocessing. The code that the process is to run is the argument
-#   after "-c". So the program adds a call that sets the executable to the beginning of this code.
+# - A new process does not inherit the executable that was set for multiprocessing. The code that the
+#   process is to run is the argument after "-c". So the program puts a call before this code. The call sets the executable.
 CHILD = """
 import ctypes, os, signal, sys
 os.setsid()
