@@ -112,8 +112,8 @@ def addition(digits: int) -> Task:
     term = r"\d" * digits
     return {
         "alphabet": "0123456789+-=.",
-        "max_tokens": digits
-        + 1,  # length of the longest answer; a shorter answer is followed by the token that ends the text
+        # The longest answer has digits + 1 tokens. A shorter answer is followed by the token that ends the text.
+        "max_tokens": digits + 1,
         "environment": EnvironmentConfig(
             task="basic_arithmetic",
             options=options,

@@ -308,7 +308,8 @@ class Generating:
 
 
 Deliver = Callable[[int, Group], None]
-"""Function that is called with the position of a problem in a list and with the group of the problem."""
+"""Function of (position, group) that takes a finished group. The position is that of the group's problem in the
+list that `Rollouts.complete` got."""
 
 
 class Rollouts:

@@ -157,7 +157,7 @@ def restart_line(
 
 
 class Recoveries:
-    """The restarts of a run, as its records and restarts.jsonl show them."""
+    """Counts the restarts of a run for its metrics, and makes the lines of restarts.jsonl."""
 
     def __init__(self) -> None:
         self.num_restarts = 0
@@ -191,7 +191,8 @@ class Recoveries:
 
         returns: all replacements of generators, in the order in which the client of the generators has made them.
         """
-        # A recovery may have replaced the client. No replacement that the new client has made has a line yet.
+        # If `returns` does not begin with the known replacements, a recovery has made a new client of the generators.
+        # This client lists only its own replacements, and none of them has a line yet.
         known = len(self._returns) if tuple(returns[: len(self._returns)]) == tuple(self._returns) else 0
         self._returns = returns
         for each in returns[known:]:

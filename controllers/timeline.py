@@ -1,6 +1,6 @@
 """The timeline of a step: the spans of time in which an actor works on a call of the controller.
 
-The controller measures the spans, and not the actors. A span begins when the controller begins a call, and ends when the call has ended.
+The controller measures the spans. A span begins when the controller begins a call, and ends when the call has ended.
 """
 
 import itertools

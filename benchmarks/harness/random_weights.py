@@ -20,10 +20,10 @@ STD = 0.02
 
 
 def scratch(model: ModelConfig, times: int = 4) -> str | None:
-    """Parent folder for a temporary folder with weights of this model, as tempfile's argument `dir`.
+    """A value for tempfile's argument `dir`: the folder in which to make a temporary folder for weights of this model.
 
-    It is /dev/shm, whose files are in memory, if `times` times the size of the weights is free there. Otherwise it is None, which stands for
-    the system's default.
+    The value is /dev/shm, whose files are in memory, if `times` copies of the weights fit there. Otherwise the value is
+    None, and tempfile uses the system's default.
     """
     memory = Path("/dev/shm")
     num_values = sum(math.prod(shape) for shape in hf.tensor_shapes(model).values())

@@ -26,8 +26,8 @@ class DataEnvironment:
         Raises ValueError for a bad row, and for too few problems. The error names the place of the row, or the number of problems.
         """
         self.config, self.reward = config, text_score(config)
-        # All problems of the source may be held out if the held-out problems have a source of their own or if trains is False.
-        # Otherwise the held-out problems are taken from the training data.
+        # The held-out problems come from `source`. If the training problems have another source, or if trains is False,
+        # all problems of `source` may be held out. Otherwise some of them must be left to train on.
         source = config.of_held_out()
         if trains and config.has_own_held_out:
             rows = read_rows(config) if rows is None else rows
@@ -153,8 +153,9 @@ def read_dataset(config: EnvironmentConfig) -> Iterator[Row]:
 def read_entries(config: EnvironmentConfig, rows: Iterable[Row]) -> Iterator[Entry]:
     """The rows as entries.
 
-    Raises ValueError, naming the row, if a column is missing, if a value is neither text nor a number, or if a conversation is not a list of
-    messages. Also raises ValueError if a value has another type than its column has in earlier rows, or if the two answers of a pair are equal.
+    Raises ValueError, naming the row, if a column is missing, if a value is neither text nor a number, or if a
+    conversation is not a list of messages. Also raises ValueError if a value has another type than its column has in
+    earlier rows, or if the chosen and the rejected answer of a row are equal.
     """
     kinds: dict[str, tuple[type, str]] = {}  # for each column: the type of its values, and the place of its first row
     used = (config.prompt_column, config.answer_column, config.messages_column)
@@ -175,7 +176,8 @@ def read_entries(config: EnvironmentConfig, rows: Iterable[Row]) -> Iterator[Ent
 def _require_pair(
     config: EnvironmentConfig, where: str, row: Mapping[str, object], kinds: dict[str, tuple[type, str]]
 ) -> None:
-    # A pair cannot have a conversation instead of a prompt, so the next line raises an error if the prompt column is missing.
+    # A pair is a prompt with a chosen and a rejected answer. Its prompt cannot be a conversation, so the next line
+    # requires the prompt column.
     _column(config.prompt_column, where, row)
     chosen, rejected = config.answer_column, config.rejected_column
     value = _column(rejected, where, row)

@@ -1,7 +1,8 @@
 """Calls reward functions to score completions.
 
-A reward function returns its answer, or an awaitable of the answer. It scores one completion or a whole group. A reward is a number, or a
-mapping from names of components to numbers.
+A reward function scores one completion or a whole group. Its answer is a reward, or a list of rewards for the group.
+The function returns the answer, or an awaitable of the answer. A reward is a number, or a mapping from names of
+components to numbers.
 """
 
 import asyncio
@@ -126,7 +127,8 @@ class Scorer:
             try:
                 answer = ask()
             except Exception as error:
-                # A function that is not `async` has a bug, so a retry would fail, too. The note names its completion and prompt.
+                # Only a function that is not `async` can raise here. The scorer takes the error for a bug, so it does
+                # not retry.
                 error.add_note(f"The reward of completion {completion!r} of prompt {problem.prompt!r} raised this.")
                 raise
             if not inspect.isawaitable(answer):

@@ -1,4 +1,7 @@
-"""Signed addresses from which the files of exported weights can be downloaded. They need no key and are valid for an hour."""
+"""Signed addresses from which the files of exported weights can be downloaded.
+
+A download needs no API key. An address is valid for an hour.
+"""
 
 import hashlib
 import hmac

@@ -1,4 +1,4 @@
-"""Starts a server: prepares the directory of its base model, opens its store, and spawns its actors."""
+"""Starts a Tinker server: prepares the directory of its base model, opens its store, and spawns its actors."""
 
 import asyncio
 import logging
@@ -51,7 +51,8 @@ async def start_server(config: ServeConfig, folder: Path) -> Server:
     client = GeneratorClient.spawn(config.generator, transport=versions)
 
     def spawn(trainer: TrainerConfig) -> Trainer:
-        # Without the argument `transport` the client would open a default transport. The trainer never pushes, so it would not use it.
+        # The trainer of a server never pushes weights, so it needs no transport. Without this argument its client would
+        # open a default one.
         return TrainerClient.spawn(trainer, transport=versions)
 
     try:

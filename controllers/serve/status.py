@@ -1,4 +1,4 @@
-"""The state of a server, for Prometheus and for its page."""
+"""The state of a Tinker server, for Prometheus and for the server's status page."""
 
 from typing import Any
 
@@ -46,7 +46,8 @@ def prometheus(server: Server, counts: Counts) -> str:
 def page_data(server: Server, owner: str) -> dict[str, Any]:
     """The data of the status page: the model, the queue, speeds, weights and training runs.
 
-    Requests in the queue, weights and runs are those of the owner. The base model's weights are listed for every owner.
+    owner: the owner of an API key. The requests in the queue, the weights and the runs are those of this owner. The
+    base model's weights are listed for every owner.
     """
     runs = []
     for run in server.store.runs(owner, MOST_ROWS, 0):

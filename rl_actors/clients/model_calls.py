@@ -1,6 +1,8 @@
-"""The calls of a model and of a trainer, as base classes of the client of a model and of the client of a tenant.
+"""Two base classes of clients. `ModelCalls` has the calls of a model. `TrainingCalls` adds the calls that train
+and save.
 
-A tenant is one of several training runs that share a trainer. Each tenant has adapters of its own.
+The clients of a trainer and of a tenant inherit both. A tenant is one of several training runs that share a trainer.
+Each tenant has adapters of its own.
 
 A method checks its arguments in the caller's thread, so that the traceback of an error shows the caller's line. It also copies arguments
 that the caller may change. A queue then sends the calls in order. The subclasses implement the queue.

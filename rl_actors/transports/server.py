@@ -83,7 +83,9 @@ class SlotServer:
     """Serves the slots of this process to readers that know the secret. It ends when it is garbage-collected, or with the process."""
 
     def __init__(self, find: Callable[[bytes], Slot | None], *, host: str, secret: bytes, timeout: float) -> None:
-        """find: function that returns the slot of a token, or None. host: address to bind to. timeout: seconds that a request may take."""
+        """find: function that returns the slot with a token (the bytes that identify a slot), or None. host: address to
+        bind to. timeout: seconds that a request may take.
+        """
         self.socket = socket.create_server((host, 0))
         self.address: tuple[str, int] = self.socket.getsockname()[:2]
         served = Served(find=find, secret=secret, timeout=timeout)

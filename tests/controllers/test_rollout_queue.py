@@ -73,7 +73,10 @@ def test_runs_of_indices_that_follow_each_other():
 
 
 class Simulated:
-    """A trainer and a generator with a simulated clock. Groups take random times, some have no signal, some steps are skipped."""
+    """A trainer and a generator with a simulated clock.
+
+    Groups take random times. Some groups have equal rewards, and some steps are skipped.
+    """
 
     def __init__(self, seed: int, *, max_staleness: int, versions_per_step: int, in_flight_updates: bool) -> None:
         self.draw = random.Random(seed)

@@ -139,8 +139,8 @@ def one_process(run, directory_of):
 def errors_of(actual: Numbers, expected: Numbers) -> dict[str, float]:
     """The largest error of each kind.
 
-    The error of a logprob or an entropy is divided by 1 + the absolute expected value. From the error of a gradient 1e-7
-    of the norm of all gradients is subtracted, and the rest is divided by the norm of the gradient.
+    The error of a logprob or an entropy is divided by 1 + the absolute expected value. The error of a gradient is
+    reduced by 1e-7 of the norm of all gradients, and then divided by the norm of this gradient.
     """
     errors: dict[str, float] = {}
 
