@@ -26,8 +26,9 @@ PROGRAM = "program"
 def wait(config: RunConfig, folder: RunFolder, death: StartAgainError, tell: Callable[[str], None]) -> bool:
     """Wait until the run can be resumed. Returns False if it cannot be resumed. tell: function that shows a line to the user.
 
-    If the run cannot be resumed, `wait` shows the reason, unless the config allows no new program. It records every new program as a line
-    of restarts.jsonl. survival.max_restarts_per_hour limits the number of new programs.
+    If the run cannot be resumed, `wait` shows the reason, unless the config allows no new program. Before it waits for a
+    lost worker, it adds a line for the new program to restarts.jsonl. The line stays if the worker does not come back.
+    survival.max_restarts_per_hour limits the number of these lines in an hour.
     """
     limit = config.survival.max_restarts_per_hour
     if not (config.hosts.return_timeout and limit and config.checkpoint_every):
@@ -51,7 +52,7 @@ def wait(config: RunConfig, folder: RunFolder, death: StartAgainError, tell: Cal
 
 
 def num_programs(folder: RunFolder) -> int:
-    """Number of new programs that have continued the run in the last hour."""
+    """Number of new programs that restarts.jsonl reports for the last hour."""
     begin = time.time() - HOUR
     lines = [line for line in read_jsonl(folder.restarts) if line["restart"] == PROGRAM]
     return sum(datetime.fromisoformat(line["time"]).timestamp() > begin for line in lines)
