@@ -1,7 +1,7 @@
 """Differences between the generator's and the trainer's logprobs in bfloat16, over many steps, at an entropy of one to two nats a token.
 
-Random weights have a higher entropy. So the trainer first learns sequences of a Markov chain (benchmarks/chains.py) until its entropy is
-that low. Scaling the logits up would also lower the entropy, but it would enlarge their rounding errors.
+A model with random weights has a higher entropy. So the trainer first learns sequences of a Markov chain (benchmarks/chains.py) until the
+model's entropy is that low. Scaling the logits up would also lower the entropy, but it would enlarge their rounding errors.
 
 Then the benchmark repeats a cycle, called a turn. The generator samples completions, and the trainer's forward computes the logprobs of
 the same tokens. The result has the mean and the largest difference, the k3 estimate of the KL divergence, the entropy and the token with

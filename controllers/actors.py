@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT = 5.0
-"""Seconds that each step of closing a run may take: ending the last checkpoint, ending the actors, closing the transport."""
+"""Seconds that each step of closing a run may take.
+
+The first step ends the last checkpoint. The second step ends the actors and closes the transport.
+"""
 DEATH_TIMEOUT = 1.0
 """When a call has failed, the run waits this many seconds for a report that an actor has died.
 
@@ -221,7 +224,7 @@ class Actors:
         return None
 
     async def _silent_on_hosts(self) -> str | None:
-        """The role of the first model that has a process that does not answer.
+        """The role of the first model with a process that does not answer.
 
         None if all answer, or if the run has no other hosts. This check is needed because Monarch may be late to report
         the death of a process on another host.

@@ -83,7 +83,7 @@ class Critic:
 
         An action is a position whose loss weight is not 0. rewards: [T] for each sample, the reward of each action.
         is_cut_off: True if a limit has ended the sample, and not the policy or the environment. If gae.bootstrap is
-        True, the last state of this sample has the critic's value. Otherwise it has the value 0.
+        True, the last state of such a sample has the critic's value. All other last states have the value 0.
         """
         values = [row[:-1] for row in values_of_states]
         is_action = [sample.columns["loss_weights"] != 0 for sample in samples]

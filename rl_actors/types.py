@@ -243,7 +243,7 @@ class SamplingParams:
     top_k: int = 0  # 0 keeps the whole vocabulary
     stop_token_ids: tuple[int, ...] = ()  # a completion ends with the first stop token, and includes it
     seed: int | None = None  # completion i of prompt p is sampled with seed + p * n + i
-    ignore_stop: bool = False  # go on after a stop token up to max_tokens (for measurements)
+    ignore_stop: bool = False  # go on after an end token of the model's config; stop_token_ids still end a completion
     top_logprobs: int = 0  # number of likeliest tokens that are given with each sampled token
     prompt_top_logprobs: int = (
         0  # number of likeliest tokens that are given with each token of the prompt after the first

@@ -89,7 +89,7 @@ MAX_ELEMENTS = 1 << 28
 Without this limit a request of a few bytes could take all memory.
 """
 NO_LOGPROB = -99999.0
-"""Logprob in a cell of a top-k table that has no token."""
+"""Logprob that a top-k table has in a cell without a token."""
 
 _FIELD = descriptor_pb2.FieldDescriptorProto
 _SCALARS = {
@@ -205,7 +205,7 @@ def read_forward_backward(body: bytes) -> ForwardBackwardCall:
     except DecodeError as error:
         raise ValueError(f"the body is not a ForwardBackwardRequest: {error}") from None
     config: dict[str, float | str] = dict(message.loss_fn_config)
-    for name, value in message.loss_fn_config_v2.items():  # a value here replaces the one in loss_fn_config
+    for name, value in message.loss_fn_config_v2.items():  # these values replace values of loss_fn_config
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
     return ForwardBackwardCall(
         model_id=message.model_id,
@@ -333,7 +333,10 @@ def _runs_of_one_shape(rows: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopK:
-    """The likeliest tokens at each of some positions. A cell without a token has the id 0 and NO_LOGPROB."""
+    """The likeliest tokens at each position of a prompt or a completion.
+
+    A cell without a token has the id 0 and NO_LOGPROB.
+    """
 
     token_ids: np.ndarray  # [P, K] int32
     logprobs: np.ndarray  # [P, K] float32

@@ -188,7 +188,7 @@ class SamplingLimits:
             top_k=max(given.top_k, 0) if given.top_k >= -1 else given.top_k,
             stop_token_ids=ids,
             seed=None if given.seed is None else given.seed % (1 << 62),
-            ignore_stop=True,  # the stops of this request are all in stop_token_ids
+            ignore_stop=True,  # vLLM then stops only at stop_token_ids, not at the end tokens of the model's config
             top_logprobs=body.topk_sample_logprobs,
         )
         return params, StopStrings(strings=strings, tokenizer=self.tokenizer) if strings else None

@@ -1,6 +1,6 @@
 """`Optimizers` holds a model's optimizers, and `Hyperparameters` sets their learning rate, betas and weight decay before each step.
 
-`Optimizers` is torchtitan's container. Here it also takes an optimizer by its import path. This module does not read gradients.
+`Optimizers` is torchtitan's container. Here it also takes an optimizer by its import path.
 """
 
 import pkgutil
@@ -49,9 +49,9 @@ class AdamW(_StepsShards, torch.optim.AdamW):
 
 
 class _CanonicalNames:
-    """Stands for the model in torchtitan's _build_param_groups, and gives it the model's own names.
+    """Takes the place of the model in torchtitan's _build_param_groups, and has the model's own names.
 
-    _build_param_groups only calls named_parameters().
+    _build_param_groups calls no method of the model except named_parameters().
     """
 
     def __init__(self, model: nn.Module) -> None:

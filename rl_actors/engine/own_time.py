@@ -28,8 +28,9 @@ def local_modules(model: nn.Module, config: TrainerConfig) -> list[nn.Module]:
     blocks: list[nn.Module] = [module for module in model.modules() if isinstance(module, TransformerBlock)]
     stride = max(1, -(-len(blocks) // NUM_MODULES))
     chosen = blocks[::stride]
-    # If the model has experts, only attention is measured. A block with experts takes longer than a block without
-    # experts. Under expert parallelism a block with experts also has collectives.
+    # Under tensor parallelism a block has collectives, but its inner attention has none. A block with experts takes longer
+    # than a block without experts. Under expert parallelism a block with experts also has collectives. In all these
+    # cases only the inner attention is measured.
     if parallelism.tensor_parallel_degree > 1 or config.model.num_experts:
         return [block.attention.inner_attention for block in chosen]
     return chosen

@@ -338,7 +338,7 @@ class TrainEngine:
         return self.memory.onload(parts)
 
     def info(self, tenant: str | None = None) -> TrainerInfo:
-        """A description of the trainer, with the version and state of `tenant`. None: the tenant in use."""
+        """A description of the trainer, with the version and state of `tenant`. If `tenant` is None, it is the tenant in use."""
         config = self.config
         asked = self.tenants.in_use if tenant is None else self.tenants.find(tenant)
         return TrainerInfo(

@@ -3,8 +3,8 @@
 A process on a CPU gets accurate vector functions, keeps freed memory, and has one pool of worker threads. `choose_kernels`,
 `keep_memory` and `keep_one_pool` give the reasons.
 
-A process that uses a GPU gets few host threads. By default torch uses as many threads as the machine has cores for each
-operation on tens of thousands of numbers. It does so in every process. When several such processes shared 64 cores, one
+A process that uses a GPU gets few host threads. By default torch splits each operation on tens of thousands of numbers
+among as many threads as the machine has cores. It does so in every process. When several such processes shared 64 cores, one
 operation on the ids of 65,536 positions took 170 to 200 ms. When each process had four threads, the same operation took
 1.4 ms.
 """

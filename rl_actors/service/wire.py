@@ -15,7 +15,7 @@ import rl_actors
 PROTOCOL = "rl-actors service 1"
 """Value of the field `protocol` of every message.
 
-If a program sends another value, it is neither such a service nor a client of one.
+If a program sends another value, it is neither a service nor a client of a service.
 """
 
 MAX_LINE_BYTES = 1 << 20
@@ -29,7 +29,8 @@ def versions() -> dict[str, str]:
     major, minor, _ = platform.python_version_tuple()
     return {
         "rl_actors": rl_actors.__version__,
-        "torch": torch.__version__.partition("+")[0],  # without +cpu or +cu130: these builds can unpickle each other's objects
+        # The version has no +cpu or +cu130, because these builds can unpickle each other's objects.
+        "torch": torch.__version__.partition("+")[0],
         "torchmonarch": importlib.metadata.version("torchmonarch"),
         "python": f"{major}.{minor}",
     }

@@ -4,7 +4,7 @@ A row of a batch is one position. This module replaces vLLM 0.32's own code for 
 adapter, that code applies the last adapter also to rows without an adapter. It also copies an adapter for every row.
 
 vLLM keeps the loaded adapters in numbered places. In shapes, T is the number of rows, S the number of places, R the rank, and I and O are
-the numbers of inputs and outputs of a layer.
+the numbers of inputs and outputs of a layer. The 1 in S1RI and S1OR is a dimension of size 1.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 Group = tuple[int, Tensor | slice]
-"""(place of an adapter, indices of the rows that use it)."""
+"""(place of an adapter, indices of the rows that use it). The indices are slice(None) if all rows use it."""
 
 
 class GroupedAdapters(PunicaWrapperCPU):

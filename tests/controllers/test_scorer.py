@@ -1,4 +1,4 @@
-"""Rewards of every form: returned directly or awaited, for one completion or for a group, a number or several components.
+"""Tests rewards of every form: returned or awaited, for one completion or for a group, a number or several components.
 
 Also tests a judge at an HTTP address, and rewards that run the completion's code.
 """

@@ -175,8 +175,9 @@ def logits_TV(model, tokens: list[int]) -> Tensor:
 
 
 def reference_logprobs(model, prompt, completion, *, temperature=1.0, top_p=1.0, top_k=0) -> Tensor:
-    """Logprobs of the completion under the sampling distribution: the model's, after temperature, then top-k, then
-    top-p, renormalised.
+    """Logprobs of the completion under the distribution that tokens are sampled from.
+
+    This is the model's distribution after temperature, then top-k, then top-p, renormalised.
     """
     logits_CV = logits_TV(model, [*prompt, *completion])[len(prompt) - 1 : -1] / temperature
     for row in logits_CV:
@@ -236,7 +237,7 @@ class DyingTensors(dict):
     def items(self):
         self.num_walks += 1
         for number, item in enumerate([*super().items(), None]):
-            if self.num_walks == 2 and number == self.copied:  # the first iteration only compares tensors and plan
+            if self.num_walks == 2 and number == self.copied:  # the first iteration copies nothing
                 os.kill(os.getpid(), signal.SIGKILL)
             if item is not None:
                 yield item
