@@ -119,8 +119,8 @@ def start_way(way: str, config: GeneratorConfig) -> tuple[Run, Shutdown]:
 def serve_bare(way: str, config: GeneratorConfig, pipe: Connection) -> None:
     """Run vLLM in one of WAYS until the pipe is closed.
 
-    First it sends the seconds that the start of the engine took. Then it receives pairs (prompts, params). It answers
-    each pair with the seconds that the completions of these prompts took.
+    This function first sends the seconds that the start of the engine took. Then it receives pairs (prompts, params). It
+    answers each pair with the seconds that the completions of these prompts took.
     """
     start = time.perf_counter()
     run, shutdown = start_way(way, config)
@@ -225,7 +225,7 @@ class Rounds:
 
 
 def beside_vllm(arguments: argparse.Namespace, config: GeneratorConfig) -> None:
-    """Record one result for each number of requests. It compares the client with the way to run vLLM that was fastest for that number."""
+    """Record one result for each number of requests. The result compares the client with the fastest way to run vLLM at this number."""
     rounds = Rounds(arguments, config.model.vocab_size)
     by_way = {}
     with through_client(config) as client:

@@ -1,4 +1,4 @@
-"""The reference that the benchmark trainer_speed compares with our trainer: torchtitan's own components, without actors and our engine.
+"""The reference that the benchmark trainer_speed compares with our trainer: torchtitan's own components, without actors or our engine.
 
 The components are put together as in torchtitan's trainer. The blocks and the loss are compiled, and AdamW is fused.
 Logits, masks and clipping are torchtitan's. A `Row` (harness/rows.py) is one case of the benchmark. The reference and

@@ -28,8 +28,8 @@ DARK |= {"blue": "#6ea8fe", "orange": "#ff9f4a", "green": "#4fce7d", "gray": "#5
 DARK |= {"red": "#ff7d88", "purple": "#bd94f5", "brown": "#cf9f6d"}
 COLORS = ("blue", "orange", "green", "purple", "red", "brown", "gray")
 SIZE = (5.2, 2.9)
-"""Width and height in inches. A page shows a chart about 420 pixels wide, which is nearly this width. So the text has nearly
-the size that "font.size" says."""
+"""Width and height in inches. In an SVG by matplotlib an inch is 72 units, so a chart is 374 units wide. A page shows it about
+420 pixels wide. So the text is only a little larger than "font.size" says."""
 STYLE = {
     "svg.fonttype": "none",  # text elements instead of outlines, so that the page sets the font
     "svg.hashsalt": "report",

@@ -74,7 +74,7 @@ class DPOConfig(RunConfig):
         has_begun = checkpoints.newest(folder.checkpoints) is not None
         if has_begun and not self.trainer.hf_path and not folder.reference.is_dir():
             raise ValueError(
-                f"{folder.reference} is missing, so this run cannot be resumed; the folder held the weights that the run began with, its reference"
+                f"{folder.reference} is missing, so this run cannot be resumed; the folder held the reference: the weights that the run began with"
             )
 
 

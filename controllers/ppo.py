@@ -49,8 +49,8 @@ class PPOConfig(GRPOConfig):
         }
 
     def validate(self) -> None:
-        # This check comes first. With a rule other than gae the default group size of 1 is not allowed, and the other
-        # checks would report that.
+        # This check comes before super().validate(). The other advantage rules need groups of more than one completion, but
+        # PPO's default is one. So super().validate() would report the size of the groups and not the rule.
         if self.rollouts.advantage != "gae":
             raise ValueError(
                 f"rollouts.advantage={self.rollouts.advantage!r}; PPO needs 'gae'. A preset of --algorithm sets another "
@@ -177,9 +177,9 @@ async def token_rewards(
 ) -> tuple[list[Tensor], dict[str, float]]:
     """The reward for every token as a float64 tensor [T] for each sample of T tokens, and metrics.
 
-    A turn's reward is at the turn's last token. The completion's penalties are at the completion's last token. If
-    reference_kl_in is "reward", a penalty is subtracted from each sampled token's reward. The penalty is kl.coefficient
-    times the token's estimated KL divergence from the reference.
+    A turn's reward is at the turn's last token. The penalty on a long completion is subtracted at the completion's last
+    token. If reference_kl_in is "reward", another penalty is subtracted from each sampled token's reward. This penalty is
+    kl.coefficient times the token's estimated KL divergence from the reference.
     """
     of_completions = [row for group in batch.groups for row in group.rewards_per_token]
     rows = []

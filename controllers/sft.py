@@ -26,8 +26,9 @@ class SFTPhaseConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate of the supervised steps."""
     stop_at_answer_probability: float = 1.0
-    """The phase stops when the probability that a sampled completion is the answer, averaged over problems, exceeds this value. With 1
-    the phase takes all its steps."""
+    """Each step measures the probability that a sampled completion is the answer, averaged over the step's problems. The supervised
+    phase stops when the mean of this probability over the last stop_window steps exceeds this value. With 1 the phase takes all its
+    steps."""
     stop_window: int = 5
     """Number of latest steps over which the answer's probability is averaged. Each step measures the probability on new problems before it
     trains on them."""

@@ -2,8 +2,9 @@
 
 python scripts/certificates.py certificates --host gpu-1 --host 10.0.0.5
 
-Copy the folder, without its subfolder `authority`, to every machine of the run, over a connection that you trust. A person who has the
-folder can run code in the service. A second call with other hosts makes a new certificate of the same authority.
+This command writes the folder `certificates`. Copy the folder, without its subfolder `authority`, to every machine of the run, over a
+connection that you trust. A person who has the folder can run code in the service. A second call with other hosts makes a new certificate of
+the same authority.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """`make bench ROW=missing` runs the missing rows of the table of benchmarks (register.py).
 
-A row is missing if this machine can run it and it has no result from this kind of device. Rows run one after another,
-and each row's command runs in a process of its own. A result is written as soon as its row is done. After an interrupt
-the same command therefore continues without repeating finished rows. If a row fails, the other rows still run. At the
-end the failed rows are named, and the exit status is 1.
+A row is missing if this machine can run it and it has no result from this kind of device. Rows with the same command run
+together in one process. These processes run one after another. A result is written as soon as its row is done. After an
+interrupt `make bench ROW=missing` therefore continues without repeating finished rows. If a process fails, the other
+processes still run. At the end the failed rows are named, and the exit status is 1.
 """
 
 import argparse

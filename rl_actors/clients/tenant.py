@@ -23,15 +23,15 @@ class Access:
     """The functions of a trainer's client through which the client of a tenant works."""
 
     in_turn: Callable[..., Call[Any]]
-    """`in_turn(what, send, *arguments, check=, mends=, tenant=)` queues a call."""
+    """`in_turn(what, send, *arguments, check=, mends=, tenant=)` queues a call. model_calls.py explains the arguments."""
     send: Callable[..., Awaitable[list[Any]]]
     """`send(tenant, endpoint, *arguments)` sends a call to all ranks."""
     infos: Callable[..., Awaitable[list[TrainerInfo]]]
     """`infos(tenant)` returns the infos of the ranks."""
     mend: Callable[[str], None]
-    """The trainer's client refuses calls of a tenant after a timeout. `mend(tenant)` allows them again."""
+    """After a timeout the trainer's client refuses calls. `mend(tenant)` lets it send calls of this tenant again."""
     write: Callable[[str], Awaitable[None]]
-    """`write(path)` waits until a checkpoint is on disk."""
+    """`write(path)` waits until the ranks have written the checkpoint `path` to disk."""
     limits: Callable[[], TrainerLimits | None]
     """The limits of the trainer; None before its start."""
     writing: Callable[[], Call[None] | None]

@@ -21,8 +21,8 @@ Span = tuple[int, int, int, int]
 """(index of a sample, index of its row, start, end). The sample has the positions from start to end - 1 of the row."""
 
 AttentionMasks: TypeAlias = Tensor | BlockMask | VarlenMetadata
-"""The argument that tells the attention layers where documents begin. On a CPU it is a dense mask. On a GPU it is flex attention's block
-mask, or the boundaries of the documents for FlashAttention."""
+"""The argument that tells the attention layers where documents begin. A document is a sample or padding. On a CPU the argument is a dense
+mask. On a GPU it is flex attention's block mask, or the boundaries of the documents for FlashAttention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +143,9 @@ def make_batch(
 ) -> PackedBatch:
     """Put the samples of a microbatch into rows. The positions of every sample start at 0.
 
-    At padding every position is 0, so attention treats each padded position as a document of its own. If the padding
-    were one long document, the document could have more positions than the table of the rotary embedding.
+    At padding every position is 0. If positions were counted along the padding, they could exceed the table of the rotary
+    embedding. Dense masks and flex attention's masks begin a document wherever the position is 0, so every padded token is a
+    document of its own. For FlashAttention the padding of a row is one document (flash4.py).
     """
     pieces = _Pieces(samples, microbatch)
     is_padding_BL = pieces.spread(torch.tensor([sample is None for sample in pieces.samples]))

@@ -198,9 +198,8 @@ def build(config: TrainerConfig) -> BuiltModel:
     _allocate(modules, device, machine, on_host=config.fsdp_cpu_offload)
     if not config.hf_path:  # if hf_path is set, the weights are loaded later
         initial_weights.draw(initialisers, model, config.seed)
-    elif (
-        config.head == "values" and model.lm_head is not None
-    ):  # a Hugging Face directory does not have the head of a value model
+    elif config.head == "values" and model.lm_head is not None:
+        # A Hugging Face directory does not have the head of a value model.
         nn.init.zeros_(model.lm_head.weight)
     lora.initialise(model, config.lora.seed)
     model.train()

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """A context for imports. No garbage is collected during the imports. Later collections leave out every object that exists after them.
+    """A context for imports. No garbage is collected during the imports. Every object that exists at the end of the context is left out of
+    all later collections.
 
     Imported modules make hundreds of thousands of objects that live as long as the process. Every collection would look
     through all of these objects. Python collects often while vLLM is imported and when vLLM starts its engine. These

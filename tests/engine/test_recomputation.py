@@ -10,8 +10,8 @@ MATRIX_PRODUCT, ACTIVATION = torch.ops.aten.mm.default, torch.ops.aten.silu.defa
 
 
 class CountedOperators(TorchDispatchMode):
-    """A mode that counts the operators that are computed while it is active. An operator whose result was kept is not computed and counted
-    again.
+    """A mode that counts the operators that are computed while it is active. A result that the forward pass kept is not computed again, so
+    its operator is not counted again.
     """
 
     def __init__(self) -> None:

@@ -195,9 +195,8 @@ def test_a_supervised_loop_lowers_its_loss_and_the_sampler_says_what_it_learned(
     base = service.create_sampling_client(base_model="tiny_chat").result()
     untrained = base.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
     assert -sum(untrained[1:]) > 50
-    assert (
-        sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result() == scores
-    )  # the sampler still has its weights
+    # The sampler still has its weights.
+    assert sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result() == scores
 
 
 def test_a_state_with_optimizer_continues_bit_for_bit(service):

@@ -80,7 +80,9 @@ SOURCE = LoadedTensors({"w": torch.ones(3)}, key="run/3", timeout=5.0)
 @pytest.mark.parametrize(
     "failing, phase", [("open_version", "read"), ("load_version", "load"), ("close_version", "close")]
 )
-@pytest.mark.parametrize("error", [TimeoutError, Exception])  # Exception: from a core in its own process
+# vLLM raises TimeoutError if its core is in the caller's process. A core in its own process sends only the error's text, and vLLM raises it as
+# an Exception.
+@pytest.mark.parametrize("error", [TimeoutError, Exception])
 def test_a_worker_that_does_not_answer_is_a_timeout_that_names_the_phase_and_is_asked_nothing_more(
     failing, phase, error
 ):
