@@ -59,7 +59,7 @@ def read_arguments(prog: str, argv: Sequence[str] | None = None) -> Arguments:
     configs = import_module("configs").SERVERS
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("--config", choices=sorted(configs), default=next(iter(configs)), help="name of the config")
-    parser.add_argument("--address", default="127.0.0.1:8000", help="HOST:PORT to listen at; port 0 takes a free one")
+    parser.add_argument("--address", default="127.0.0.1:8000", help="HOST:PORT to listen at; port 0: any free port")
     parser.add_argument("--state", type=Path, help="folder of the state; default runs/serve-CONFIG")
     parser.add_argument(
         "--serve-as",
@@ -70,7 +70,7 @@ def read_arguments(prog: str, argv: Sequence[str] | None = None) -> Arguments:
     parser.add_argument("--max-trainers", type=int, help="largest number of trainers in memory")
     parser.add_argument("--max-tenants", type=int, help="largest number of runs with adapters in one trainer")
     parser.add_argument("--max-adapters", type=int, help="adapters that vLLM serves at once; 0: only whole weights")
-    parser.add_argument("--max-adapter-rank", type=int, help="largest rank of such an adapter")
+    parser.add_argument("--max-adapter-rank", type=int, help="largest rank of an adapter that vLLM serves")
     parser.add_argument("--keys", type=Path, help="file with a name and the SHA-256 of a key in each line")
     parser.add_argument(
         "--rate", type=float, help="training and sampling requests that one owner of keys may send in a second"

@@ -117,7 +117,8 @@ class ChunkedHead:
         """(values of whole rows, metrics, a scalar).
 
         When this method returns, the gradient of the loss has been back-propagated to the hidden states. The scalar's
-        `backward` back-propagates it from the hidden states through the model.
+        `backward` back-propagates it from the hidden states through the model. If torch's gradients are turned off,
+        nothing is back-propagated.
 
         If the loss reads single positions, it gets one chunk after another. The gradient of each chunk is
         back-propagated immediately. If the loss is `whole_sequence`, there are two passes. The first pass computes the

@@ -70,7 +70,7 @@ class EngineThread:
         self.adapters: dict[str, LoRARequest] = {}  # the loaded adapters by name
         self.num_loaded = 0  # number of adapters loaded so far; gives the next id
         self.is_idle = False  # True while the thread waits for a command and no request runs
-        self.num_done = 0  # number of steps, commands and drains that the thread has done
+        self.num_done = 0  # number of pieces of work that the thread has done; see _serve
         self.death = ""  # why the engine has failed for good; empty if it works
         started: Future[None] = Future()
         threading.Thread(target=self._run, args=(started,), name="vllm", daemon=True).start()
