@@ -150,7 +150,7 @@ class MetricsLogger(AbstractContextManager):
         self._open_files()
 
     def restart(self, record: Record) -> None:
-        """Add the record of a restart to restarts.jsonl."""
+        """Add a line about a restart to restarts.jsonl."""
         self.folder.add_restart(record)
 
     def setup(self, label: str) -> AbstractContextManager[None]:
@@ -205,7 +205,7 @@ class MetricsLogger(AbstractContextManager):
         self._append(self.folder.timeline, [{"step": step, **timeline.record()}])
 
     def _log_table(self, step: int, name: str, rows: Sequence[Record]) -> None:
-        """Send a table of a step to the trackers. Does nothing if the trackers have this table of the step or of a later step."""
+        """Send a table to the trackers. Does nothing if they already have a table of this name from this step or from a later step."""
         if self._tables.get(name, -1) < step:
             self._tables[name] = step
             self._trackers.log_table(step, name, rows)
@@ -239,7 +239,7 @@ class MetricsLogger(AbstractContextManager):
 
 
 def completions_of(group: Record) -> list[Record]:
-    """One record for each completion of a line of rollouts.jsonl."""
+    """One row of a table for each completion in a line of rollouts.jsonl."""
     columns = {"completion": "completions", "reward": "rewards", "advantage": "advantages", "length": "lengths"}
     rows = []
     for index in range(len(group["completions"])):

@@ -126,7 +126,10 @@ async def start_reference(run: "Run[Any]", *, has_begun: bool, sft_steps: int) -
 
 
 def require_reference(config: "GRPOConfig", folder: RunFolder) -> None:
-    """Raises ValueError if the run in this folder began GRPO or PPO without saving the weights that it began with."""
+    """Raises ValueError if the reference cannot get the weights with which the run in this folder began GRPO or PPO.
+
+    It can get them if the run saved them, or if they are the weights of hf_path.
+    """
     newest = checkpoints.newest(folder.checkpoints)
     state = checkpoints.read(newest) if newest else {}
     if "sft_steps" not in state or state["step"] <= state["sft_steps"]:

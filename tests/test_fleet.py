@@ -26,9 +26,8 @@ class Generators:
     def __init__(self) -> None:
         self.spawned: list[FakeGenerator] = []
         self.events: list[str] = []
-        self.plans: list[
-            Callable[[FakeGenerator], None]
-        ] = []  # one for each spawn: changes the generator before it starts
+        # The next spawn takes the first function of this list. The function changes the generator before it starts.
+        self.plans: list[Callable[[FakeGenerator], None]] = []
 
     def spawn(self, name: str) -> "FakeGenerator":
         made = FakeGenerator(name, self, len(self.spawned))
@@ -60,7 +59,7 @@ class FakeGenerator:
         self.on_pull: list[Callable[[], Awaitable[None]]] = []  # awaited at the start of each pull
         self.on_load: list[Callable[[], Awaitable[None]]] = []  # awaited at the start of each load of an adapter
         self.dead: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        self.left: list[int] = []
+        self.left: list[int] = []  # positions of the newest call's prompts that have not finished
 
     async def nothing(self) -> None: ...
 
@@ -607,7 +606,7 @@ async def test_a_generator_that_dies_in_its_sleep_is_started_again_at_the_wake()
         assert generators.events[-3:] == ["1: spawn", "1: pull 1", "1: wake"]
 
 
-# --- parts ----------------------------------------------------------------------------------------------------------
+# --- silence, clients and limits ------------------------------------------------------------------------------------
 
 
 @in_loop

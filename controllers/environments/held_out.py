@@ -16,10 +16,10 @@ def hold_out(
 ) -> tuple[list[Problem], float]:
     """The held-out problems, and the highest hash of their keys.
 
-    The `number` keys with the lowest hashes are held out. If several problems have the same key, the first one is held out. Reading stops
-    when `number` keys with hashes below `share` are found. Raises ValueError, naming the source, if `number` is more than half of the keys
-    found. If may_be_all is True, every number is legal. If there are fewer keys, all of them are held out. ValueError is then raised only
-    if the source has no problem.
+    The problems of the `number` keys with the lowest hashes are held out. If several problems have the same key, only the first one counts.
+    Reading stops when `number` keys with hashes below `share` are found. Raises ValueError, naming the source, if `number` is more than half
+    of the keys found. If may_be_all is True, `number` has no limit: if it is larger than the number of keys, all keys are held out. In this
+    case ValueError is raised only if the source has no problem.
     """
     found: dict[str, tuple[float, Problem]] = {}
     num_low = 0

@@ -28,7 +28,7 @@ class RunCurves:
 class Rates:
     """Growth of counters per second. Every call of `add` except the first adds one point to the curve of each counter."""
 
-    before: tuple[float, Mapping[str, float]] | None = None  # seconds, counters
+    before: tuple[float, Mapping[str, float]] | None = None  # the arguments of the last call of `add`
     per_second: dict[str, deque[float]] = field(default_factory=dict)
 
     def add(self, now: float, counters: Mapping[str, float]) -> None:

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 ABANDONED_SECONDS = 120.0
 """Seconds without a heartbeat after which a session counts as gone."""
 SILENT_SECONDS = 24 * 3600.0
-"""Seconds without a heartbeat after which a session's weights without a name are deleted."""
+"""If a session has sent no heartbeat for this many seconds, its unnamed weights are deleted."""
 SWEEP_SECONDS = 60.0
 """Seconds between two deletions of expired checkpoints."""
 
@@ -93,7 +93,7 @@ class Server:
         self.rates.add(now, {"sampled": self.num_sampled_tokens, "trained": self.num_trained_positions})
 
     def sweep(self, now: float) -> None:
-        """Delete expired checkpoints. Also delete the weights without a name of sessions that were silent for SILENT_SECONDS."""
+        """Delete expired checkpoints. Also delete the unnamed weights of sessions that were silent for SILENT_SECONDS."""
         for checkpoint in self.store.expired(now):
             self._delete(checkpoint)
         for number in self.store.forgotten_versions(now - SILENT_SECONDS):

@@ -19,8 +19,8 @@ from controllers.serve.sampling import Weights
 NOTHING = -1
 """Value of a cell that asks for no token."""
 MAX_SCORED = 1024
-"""Largest number of further passes over the prompt for one request. One pass scores the prompt's own tokens. Each distinct pair (row, token)
-with another token than the prompt's costs one more pass, over the prompt up to that position."""
+"""Largest number of additional passes for one request. The first pass over the prompt scores the prompt's own tokens. Each distinct pair
+(row, token) with another token than the prompt's costs an additional pass, over the prompt up to that position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

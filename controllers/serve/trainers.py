@@ -63,7 +63,7 @@ class Home:
     runs: "dict[str, Resident]" = field(default_factory=dict)
 
     def calls_of(self, run: Run) -> Calls:
-        """The calls of a new run. Raises ValueError if the trainer cannot add the run."""
+        """The object whose methods train a new run: the trainer or a new tenant. Raises ValueError if the trainer cannot add the tenant."""
         return self.trainer if self.shape is None else self.trainer.new_tenant(run.id, seed=run.lora["seed"])
 
 
@@ -107,7 +107,7 @@ class Trainers:
         return self._turns.setdefault(run_id, asyncio.Lock())
 
     async def create(self, run: Run, checkpoint: str | None = None, *, optimizer: bool = False) -> None:
-        """Start the trainer of a new run, with the state of a checkpoint if one is given.
+        """Add a new run to a trainer, and start the trainer if necessary. If a checkpoint is given, the run begins with its state.
 
         Raises ValueError if no trainer can be built for the run, or if the checkpoint holds another model. Raises UserError if max_trainers or
         max_tenants is reached and no other run may go to disk.

@@ -1,4 +1,7 @@
-"""`FinishedGroups`, the iterator that generate_each returns. It works with `async for` in any event loop, and with `for` in a REPL."""
+"""`FinishedGroups`, the iterator that GeneratorClient.generate_each returns. It gives the completions of each prompt as soon as they are done.
+
+It works with `async for` in any event loop, and with `for` in a REPL.
+"""
 
 import asyncio
 import contextlib
@@ -12,7 +15,7 @@ T = TypeVar("T")
 
 
 class FinishedGroups(Generic[T]):
-    """Iterator over the prompts of a running generate_each, in the order in which they finish. It gives (index of the prompt, its results).
+    """Gives (index of a prompt, results of this prompt) for each prompt of a running generate_each, in the order in which the prompts finish.
 
     When the iterator is closed or garbage-collected, the prompts that have not finished are aborted. CPython collects the iterator of a loop as soon
     as the loop is left by break, return, an exception or a cancellation, unless something else still refers to the iterator.
@@ -71,7 +74,8 @@ class FinishedGroups(Generic[T]):
 
     def _begin_fetch(self) -> Call[list[tuple[int, T]]]:
         if self._fetching is None:
-            # If the coroutine referred to this object, the object could not be garbage-collected while the coroutine waits.
+            # If the coroutine referred to this object, the object could not be garbage-collected while the coroutine waits. So the coroutine
+            # is not a method, and gets only the two attributes that it needs.
             self._fetching = in_background(_fetch_more(self._started, self._fetch), self._what)
         return self._fetching
 

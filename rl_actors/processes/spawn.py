@@ -1,8 +1,8 @@
 """Spawn the processes of actors, with their rendezvous and their logs.
 
 Importing this module changes nothing. The first spawn sets up Monarch in this process.
-When a process ends, even by kill -9, the processes that it has spawned end within seconds. On another host, the
-worker that started a process (hosts.py) ends this process.
+When a process ends, even by kill -9, the processes that it has spawned end within seconds. On another host, a
+worker of Monarch (hosts.py) starts the processes and ends them.
 """
 
 import asyncio
@@ -105,7 +105,7 @@ class Process:
         return bool(poll.poll(0))
 
     def kill(self) -> None:
-        """End the process at once. Does nothing if the process is on another host, because the worker there ends it."""
+        """End the process at once. Does nothing if the process is on another host, because Monarch's worker on that host ends it."""
         if self.handle is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -117,7 +117,7 @@ class ProcessMesh:
     """Processes that were spawned together."""
 
     mesh: ProcMesh
-    probe: Probe  # a mesh with one Probe on each process; Monarch gives a mesh the type of its actor
+    probe: Probe  # a mesh with one Probe on each process, but Monarch annotates a mesh with the type of its actor
     processes: list[Process]
     rendezvous: TCPStore = field(repr=False)  # kept alive by this reference, because the ranks need the store
 
@@ -244,7 +244,8 @@ def _common_environment(num_processes: int, own_address: str, port: int) -> dict
         # that cannot unpickle a message ends.
         "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
         "PYTHONFAULTHANDLER": "1",  # a process that crashes in a library prints where it was
-        "MALLOC_ARENA_MAX": "1",  # malloc keeps freed memory (threads.keep_memory) only in its main arena
+        # All threads use malloc's main arena, because malloc keeps freed memory (threads.keep_memory) only in this arena.
+        "MALLOC_ARENA_MAX": "1",
         **threads.gpu_environment(),
     }
 

@@ -1,6 +1,6 @@
-"""`Door`, the port at which a service listens. A program connects to it in order to use the service's actors (to attach), or to ask for the
-state, the logs or the end of the service.
+"""`Door`, the port at which a service listens. A service is a program that runs actors and lets other programs use them.
 
+Another program connects to the port in order to use the actors (to attach), or to ask for the state, the logs or the end of the service.
 Both sides send lines of JSON. Calls to actors do not go through this port.
 A program that attaches must have the same versions of Python and of some packages as the service (see wire.py). It then gets the reference to
 the coordinator, the actor that takes its calls. Its connection stays open as long as its client exists. When the connection ends, each side
@@ -28,7 +28,7 @@ GREETING_TIMEOUT = 10.0
 
 
 class Door:
-    """Listens at one address until `close`. Its methods run on the event loop that the clients of a process share."""
+    """Listens at one address until `close`. Its methods run on the background event loop of this process (clients/call.py)."""
 
     def __init__(
         self, service: Service, coordinator: bytes, *, logs: Path, stop: Callable[[str], None], transport: str

@@ -49,7 +49,7 @@ class MemoryStore(Actor):
 class MemoryTransport(Transport):
     """A transport that keeps weights in a MemoryStore. `open` starts the MemoryStore in a process of its own."""
 
-    store: MemoryStore  # set by `open`; a mesh of one actor, because Monarch gives a mesh the type of its actor
+    store: MemoryStore  # set by `open`; a mesh of one actor, but Monarch annotates a mesh with the type of its actor
 
     kind = "memory"
 

@@ -291,7 +291,7 @@ def pin_for(owner: object, data: Tensor, *, read_only: bool) -> bool:
 
 
 class Mappings:
-    """The slots that this process has mapped. A slot is mapped for the first version that is read from it, and stays mapped for later versions."""
+    """The slots that this process has mapped. A slot is mapped when a version is first read from it, and stays mapped for later versions."""
 
     def __init__(self) -> None:
         self.guard = threading.Lock()

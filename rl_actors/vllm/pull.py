@@ -34,8 +34,8 @@ ANSWER_SECONDS = 10.0
 class Opened:
     """A version that all workers have open."""
 
-    path: str  # by which the bytes come
-    reason: str  # why they come by this path
+    path: str  # the way by which the bytes come, such as "shared_memory" or "tcp"
+    reason: str  # why they come by this way
     num_bytes: int
     seconds: float  # of the slowest worker
 

@@ -28,7 +28,7 @@ SHORT = [
     "--rollouts.groups-per-step",
     "8",
 ]
-# A reward that random weights earn half of the time, so that every step has groups with different rewards.
+# A reward that random weights earn half of the time. So the completions of a group usually have different rewards.
 PARITY = ["--environment.task", "tests.fakes:parity_reward", "--environment.options", "{}"]
 PARITY += ["--updates-per-step", "1", "--epochs-per-step", "1"]
 

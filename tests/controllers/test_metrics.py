@@ -140,7 +140,7 @@ def test_a_terminal_shows_a_live_panel_and_leaves_the_lines_with_a_validation(tm
     shown = out.getvalue()
     assert "starting trainer: 7 s" in shown and "starting trainer: 7.0 s" in shown
     (left,) = [line for line in shown.splitlines() if " 0.750 " in line and " 3/4  grpo " in line]
-    assert left.split()[-2:] == ["0:03:27", "-"]  # no estimate of the time left after the first GRPO step
+    assert left.split()[-2:] == ["0:03:27", "-"]  # one GRPO step is too few to estimate the time that is left
     final = shown[shown.rindex("4/4") :]
     assert "1:04:28 elapsed" in final and "0:00:00 left" in final
     assert "accuracy 0.750" in final and "loss 0.5" in final and "lr 1.00e-01" in final

@@ -79,9 +79,8 @@ def test_a_run_of_an_id_trains_from_the_cache_without_a_network(run, offline):
     config = json.loads((run / "config.json").read_text())
     assert config["trainer"]["hf_path"].startswith(offline["HF_HUB_CACHE"]) and config["chat"]["enabled"]
     first, *records = read_jsonl(run / "metrics.jsonl")
-    assert [record["step"] for record in records] == [1, 2, 3] and first[
-        "step"
-    ] == 0  # a validation before the first step
+    # Step 0 is the validation before the first step.
+    assert [record["step"] for record in records] == [1, 2, 3] and first["step"] == 0
     assert all(record["logprob_diff/mean"] < 1e-5 for record in records if not record.get("skipped"))
 
 

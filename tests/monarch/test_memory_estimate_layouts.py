@@ -1,4 +1,4 @@
-"""The estimate of memory under sharded layouts, compared with the shards of real ranks. The ranks do not divide all dimensions evenly."""
+"""The estimate of memory under sharded layouts, compared with the shards of real ranks. Some dimensions are not multiples of the number of ranks."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A model that only infers, called through ReferenceClient. It takes versions of a policy's weights, and no memory for training."""
+"""A model that only infers, called through ReferenceClient. It can load a policy's newer weights, and holds no state for training."""
 
 from dataclasses import replace
 
