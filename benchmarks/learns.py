@@ -1,6 +1,7 @@
-"""Measures the held-out accuracy and the time of a whole run of the controller: supervised steps, then GRPO.
+"""Measures the held-out accuracy and the time of a whole run: supervised steps, then GRPO.
 
-The run starts with the command that a user would give. The accuracy and the time have targets.
+The run is the command that a user would give: `python -m controllers.grpo`. Its process is called the controller. The
+accuracy and the time have targets.
 
 The config is `small` on a GPU and `tiny` on a CPU. Unknown flags are passed on to the controller, for example
 `--steps 20` for a short trial. At the end of the run this program records the result and copies the plot of the reward
@@ -101,7 +102,7 @@ def _total(key: str, records: list[dict[str, Any]]) -> float:
 
 
 def _accuracies(records: list[dict[str, Any]]) -> list[float]:
-    """The held-out accuracies, without the steps that measured none."""
+    """The held-out accuracies of the steps that measured one."""
     found = [record.get("validation/accuracy") for record in records]
     return [accuracy for accuracy in found if accuracy is not None]
 

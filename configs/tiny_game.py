@@ -1,6 +1,6 @@
-"""Configs of two tasks of several turns for the tiny model on two CPU cores.
+"""Two configs that train the tiny model on two CPU cores: a guessing game, and multiplication with a calculator.
 
-A turn is one completion and the reply to it. The tasks are a guessing game, and multiplication with a calculator.
+Both tasks have several turns. A turn is one completion and the reply to it.
 """
 
 from dataclasses import replace

@@ -4,7 +4,7 @@ values of the DAPO paper.
 The controller applies the other flags of the command line after the preset, so these flags can change the values of the
 preset.
 
-A preset sets the loss and its bounds, the aggregation, the advantages, the KL divergence, the refills and the penalty on long completions.
+A preset sets the loss and its bounds, the aggregation, the advantages, the KL divergence, rollouts.max_refills and the penalty on long completions.
 A preset leaves all other fields as they are, such as the correction, loss.dual_clip, loss.beta, the entropy bonus and the learning rate.
 """
 

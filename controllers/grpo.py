@@ -115,13 +115,13 @@ class GRPOConfig(RunConfig):
         if 0 < self.rollouts.max_staleness < self.versions_per_step:
             raise ValueError(
                 f"rollouts.max_staleness={self.rollouts.max_staleness}, but a step advances the version by up to "
-                f"updates_per_step * epochs_per_step = {self.versions_per_step}, so nothing could run ahead; use 0 or at least "
+                f"updates_per_step * epochs_per_step = {self.versions_per_step}, so no rollouts could run ahead; use 0 or at least "
                 f"{self.versions_per_step}"
             )
         if self.turns.enabled and self.rollouts.max_staleness:
             raise ValueError(
                 f"turns.enabled=True with rollouts.max_staleness={self.rollouts.max_staleness}: the generator sleeps while the trainer "
-                "works, so nothing can run ahead; use 0"
+                "works, so no rollouts can run ahead; use 0"
             )
         if self.sft_steps < 0:
             raise ValueError(f"sft_steps={self.sft_steps}; it must be at least 0")
@@ -194,7 +194,8 @@ async def train(run: Run[GRPOConfig]) -> None:
             with run.timer("generate"):
                 batch = await run.interruption.drop_if_asked(rollouts.next_batch(version))
             values = batch.metrics()
-            if batch.samples:  # without samples if the rewards are equal within every group: the gradient would be 0
+            # A group whose rewards are all equal gives no samples, because its gradient would be 0.
+            if batch.samples:
                 samples = await with_columns_of_loss(run, batch.samples, reference)
                 learning_rate = schedule(step - sft_steps)
                 loss = config.make_loss(reference.kl if reference else None)
@@ -290,7 +291,7 @@ async def with_columns_of_loss(
 
 
 async def with_trainer_logprobs(run: Run[ConfigOfLoop], samples: Sequence[Sample]) -> list[Sample]:
-    """The samples. Their column old_logprobs now holds the logprobs under the trainer's current weights.
+    """Copies of the samples, whose column old_logprobs holds the logprobs under the trainer's current weights.
 
     The generator's logprobs, which old_logprobs held before, move to the column generator_logprobs.
     """

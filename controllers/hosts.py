@@ -18,10 +18,10 @@ class HostsConfig:
     """
 
     addresses: str = ""
-    """Addresses of running workers, separated by commas, such as tcp://10.0.0.5:4444,tcp://10.0.0.6:4444. It may also
-    be a job that starts the workers: ssh://gpu-1,ssh://gpu-2 (over SSH), slurm://4, kubernetes://4, or process://2 (on
-    this machine, for a trial). Empty: all processes live on this machine. The run folder must be on a disk that all
-    hosts share."""
+    """Addresses of running workers, separated by commas, such as tcp://10.0.0.5:4444,tcp://10.0.0.6:4444. The
+    value can instead name a job that starts the workers: ssh://gpu-1,ssh://gpu-2 (over SSH), slurm://4, kubernetes://4,
+    or process://2 (on this machine, for a trial). Empty: all processes live on this machine. The run folder must be on
+    a disk that all hosts share."""
     job: JobConfig = field(default_factory=JobConfig)
     trainer: int = 0
     """Number N of hosts of the trainer. The trainer, the value model and the reference all use the first N hosts, and
@@ -84,8 +84,8 @@ class HostsConfig:
         job = self.started_by()
         if job is None and self.job != JobConfig():
             raise ValueError(
-                f"hosts.addresses={self.addresses!r} starts no job, so no options hosts.job may be set; jobs that take options are those of "
-                "ssh://, slurm:// and kubernetes://"
+                f"hosts.addresses={self.addresses!r} starts no job, so hosts.job must keep its default values; only jobs of ssh://, "
+                "slurm:// and kubernetes:// have options"
             )
         if not count:
             if self.trainer or self.certificates:

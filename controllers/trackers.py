@@ -44,8 +44,8 @@ class Trackers:
         *,
         project: str,
         config: Mapping[str, object],
-        # Number of steps that a resumed run keeps. Before, the run may have logged later steps. TensorBoard drops the
-        # values of these later steps.
+        # Number of steps that a resumed run keeps. Before it was interrupted, the run may have logged later steps.
+        # TensorBoard drops the values of these later steps.
         steps_done: int,
     ) -> None:
         self._trackers: list[GeneralTracker] = []

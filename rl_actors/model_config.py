@@ -222,7 +222,8 @@ class ModelConfig:
 
 def _rope(file: Path, values: dict[str, Any]) -> dict[str, Any]:
     """rope_theta and rope_scaling from the content of a config.json."""
-    # transformers 5 writes the rotary embedding into rope_parameters. Older directories have it in rope_scaling, with rope_type or type.
+    # transformers 5 writes the settings of the rotary embedding into the entry rope_parameters. Older files have the
+    # entry rope_scaling instead. In rope_scaling the kind of scaling is called rope_type or type.
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     theta = rope.get("rope_theta", values.get("rope_theta", 10_000.0))
     rope_type = rope.get("rope_type", rope.get("type", "default"))

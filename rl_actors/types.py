@@ -245,9 +245,8 @@ class SamplingParams:
     seed: int | None = None  # completion i of prompt p is sampled with seed + p * n + i
     ignore_stop: bool = False  # go on after an end token of the model's config; stop_token_ids still end a completion
     top_logprobs: int = 0  # number of likeliest tokens that are given with each sampled token
-    prompt_top_logprobs: int = (
-        0  # number of likeliest tokens that are given with each token of the prompt after the first
-    )
+    # Number of likeliest tokens that are given with each token of the prompt after the first.
+    prompt_top_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,8 +267,8 @@ class Completion:
     logprobs: list[float]
     policy_versions: list[int]  # C numbers: the version of the weights that produced each token
     finish_reason: str  # "stop" or "length"
-    top: TopLogprobs | None = None  # of the C tokens, under the distribution that was sampled from
-    prompt_top: TopLogprobs | None = None  # of the prompt's tokens after the first, at temperature 1
+    top: TopLogprobs | None = None  # at the positions of the C tokens, under the distribution of `logprobs`
+    prompt_top: TopLogprobs | None = None  # at the positions of the prompt's tokens after the first, at temperature 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

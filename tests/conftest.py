@@ -17,7 +17,7 @@ from rl_actors.processes import threads
 
 threads.choose_kernels()  # before references.py computes in this process
 # A background job of a shell ignores SIGINT, and the programs that it starts inherit this. Tests interrupt such
-# programs with SIGINT.
+# programs with SIGINT. So this process, which may be a background job, stops ignoring SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

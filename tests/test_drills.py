@@ -101,7 +101,7 @@ sys.stdin.read()
 
 
 class RunWithSegments(Controller):
-    """A run that does nothing except that its programs make shared memory."""
+    """A run without a controller. Programs that have its mark in their environment are its processes."""
 
     def __init__(self, mark: str) -> None:
         self.mark, self.seen = mark, set()

@@ -107,8 +107,8 @@ def test_hosts_that_are_no_job_are_refused(addresses, error):
         ("kubernetes://1", replace(KUBERNETES, image=""), "hosts.job.image is empty"),
         ("kubernetes://1", replace(KUBERNETES, namespace="A_b"), "hosts.job.namespace='A_b'; it must have"),
         ("kubernetes://1", replace(KUBERNETES, mount="disk"), "hosts.job.mount='disk'; it must be an absolute path"),
-        ("tcp://127.0.0.1:1", SLURM, "starts no job, so no options hosts.job may be set"),
-        ("", SLURM, "starts no job, so no options hosts.job may be set"),
+        ("tcp://127.0.0.1:1", SLURM, "starts no job, so hosts.job must keep its default values"),
+        ("", SLURM, "starts no job, so hosts.job must keep its default values"),
         ("slurm://0", SLURM, "hosts.addresses: the host is 'slurm://0'"),
     ],
 )

@@ -94,8 +94,8 @@ class Fleet:
         setup_timeout: float,
         tell: Callable[[str], None],
     ) -> None:
-        """spawns: for each generator its name and the function that spawns it. first_version: the call of the trainer
-        that pushes the version that the generators pull first.
+        """spawns: for each generator its name and the function that spawns it. first_version: the trainer's
+        call that pushes its weights. The result of this call is the version that the generators pull first.
 
         tell: the fleet calls this function with a line of text when a generator has died, is healthy again, or is not
         started again.

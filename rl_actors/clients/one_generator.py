@@ -32,7 +32,8 @@ NEWS_TIMEOUT = 1.0
 """A heartbeat may fail because the process has ended. The news that the process has ended then comes within this number
 of seconds."""
 Groups = list[tuple[int, list[Completion]]]
-"""For some prompts of a call: (index of the prompt in the call, completions of the prompt)."""
+"""A list with one pair for each finished prompt: the index of the prompt in its call, and the completions of the
+prompt."""
 
 
 class OneGenerator(Client):
@@ -158,9 +159,11 @@ class OneGenerator(Client):
             raise ActorDiedError(f"{self.name}: {error}", self.name) from error
 
     async def _death(self, silent_after: float) -> ActorDiedError | ActorSilentError | None:
-        """Overrides the base class.
+        """Wait until the generator counts as dead, and return an error that says why. None if the client was closed or
+        spawned no process.
 
-        A generator that has requests also counts as dead if its engine has done nothing for silent_after seconds.
+        Overrides the base class. A generator that has requests also counts as dead if its engine has done nothing for
+        silent_after seconds.
         """
         await self._spawned.wait()
         if self._mesh is None or self._processes is None:
@@ -216,7 +219,7 @@ class Silence:
     def saw(self, answer: Heartbeat | None, seconds: float) -> None:
         """Add `seconds` to the count, or set the count to 0.
 
-        answer: the heartbeat that came in these seconds; None: none came.
+        answer: the heartbeat that came in these seconds. None if no heartbeat came.
         """
         if answer is not None and (answer.is_idle or answer.num_done != self._num_done):
             self.seconds, self._num_done = 0.0, answer.num_done

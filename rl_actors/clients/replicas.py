@@ -39,8 +39,8 @@ class Watcher:
     returned: Callable[[GeneratorReturn], None]
     """Called with the record of a replica that is healthy again after a death."""
     refit: Callable[["Replica"], Awaitable[None]]
-    """Pulls the newest version of the weights into a replica. Raises an error if the pull fails and is not tried
-    again."""
+    """Pulls the newest version of the weights into a replica, and loads the fleet's adapters. Raises an error if the
+    pull fails and is not tried again."""
     may_restart: Callable[[], Awaitable[object]]
     """Waits until the fleet allows the start of a generator. The fleet allows no start while its generators sleep; see
     Fleet.sleep."""
@@ -59,14 +59,12 @@ class Replica:
         self.was_ready = False  # whether this replica was ever healthy
         self.cause: Exception | None = None  # the error because of which this replica is retired
         self.restarts = Restarts(policy)
-        self.silent_after = (
-            policy.silent_after
-        )  # seconds without a sign of life after which the generator counts as dead
+        # Seconds without a sign of life after which the generator counts as dead.
+        self.silent_after = policy.silent_after
         self.client = spawn()
         self._death: asyncio.Future[Exception]  # the death of self.client; exists once live() watches self.client
-        self._died: tuple[float, float, Exception] | None = (
-            None  # first death since the replica was healthy: time.time(), time.monotonic() and the error
-        )
+        # First death since the replica was healthy: time.time(), time.monotonic() and the error.
+        self._died: tuple[float, float, Exception] | None = None
         self._is_final = False  # whether no restart follows the last death
         self._is_stale = asyncio.Event()
         self._tasks: list[asyncio.Future[None]] = []  # tasks that watch and serve `client`

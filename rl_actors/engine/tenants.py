@@ -3,7 +3,8 @@ other.
 
 All tenants train LoRA adapters over the same frozen weights. These weights are called the base.
 
-Each tenant has its own adapters, gradients, optimizer state, call order and version of the weights.
+Each tenant has its own adapters, gradients, optimizer state, version of the weights, and state of its training step
+(call_order.py).
 
 At a switch of tenants each rank works only on its own shards, without messages to other ranks. So a switch works in
 every parallel layout.
@@ -46,9 +47,8 @@ class Tenant:
     step: StepState = field(default_factory=StepState)
     policy_version: int = 0
     steps_skipped: int = 0
-    stash: Stash | None = (
-        None  # None while the tenant is in use, because the model and the optimizers then have its tensors
-    )
+    # None while the tenant is in use, because the model and the optimizers then have its tensors.
+    stash: Stash | None = None
 
 
 class Tenants:
@@ -122,7 +122,7 @@ class Tenants:
     def _put_aside(self) -> None:
         """Make the stash of the tenant in use.
 
-        It gets copies of the weights, and the gradients and states of the model and the optimizers.
+        The stash gets copies of the weights. The gradients and the optimizer states move into it without copies.
         """
         self.memory.onload()
         this_machine().wait()  # FSDP reads weights and writes gradients on its own CUDA streams

@@ -50,7 +50,9 @@ class ValueGradient:
 def output_gradients(
     loss: CustomLoss, samples: Sequence[Sample], outputs: Sequence[Tensor]
 ) -> tuple[list[Tensor], Partials]:
-    """Run the caller's loss. Returns d loss / d outputs, [T] for each sample, and the metrics of the loss and loss:sum.
+    """Run the caller's loss. Returns its gradient with respect to the outputs, [T] for each sample, and its metrics.
+
+    The metric loss:sum is added to the metrics that the loss returns.
 
     outputs: for each sample its logprobs, or the values of a value model. The loss gets samples whose columns are 0
     where the target is IGNORE_TARGET, like every loss in the trainer. Raises TypeError if the loss does not return

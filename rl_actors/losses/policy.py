@@ -3,7 +3,8 @@
 A subclass of PolicyLoss defines the objective at a position. PolicyLoss adds weights, options and metrics. A position
 is trained if its loss weight is not 0.
 
-B is the number of rows of a batch, and L is the length of a row. If a loss is `whole_sequence`, each row is one sample.
+B is the number of rows of a batch, and L is the length of a row. A row may hold several samples. If the property
+`whole_sequence` of a loss is True, each row holds one sample.
 """
 
 import math
@@ -52,9 +53,10 @@ class PolicyLoss:
         return self.sequence_mean or (self.correction is not None and self.correction.level == "sequence")
 
     def columns(self) -> tuple[frozenset[str], frozenset[str]]:
-        """The names of the (required, optional) arguments of the call, including the arguments that the options read.
+        """Returns two sets of names: the arguments that `__call__` requires, and its optional arguments.
 
-        The engine computes the argument `entropy`. The other arguments are columns of the samples.
+        The options, such as the correction, can make an argument required. The engine computes the argument `entropy`.
+        The other arguments are columns of the samples.
         """
         required, optional = {"loss_weights", "advantages"}, {"generator_logprobs", "old_logprobs"}
         if self.needs_old_logprobs or self.correction is not None:
@@ -229,8 +231,8 @@ class GSPO(PPO):
     """PPO with one ratio s per sample (Zheng et al., arXiv 2507.18071).
 
     s = exp(mean of logprob_i - old_logprob_i over the sample's trained positions i).
-    Equation 5 of the paper is a mean over samples. GSPO(sequence_mean=True) computes this mean if grad_divisor is the
-    number of samples.
+    Equation 5 of the paper is a mean over samples. GSPO(sequence_mean=True) computes this mean if the optimizer step
+    divides the gradient by the number of samples (OptimParams.grad_divisor).
     The default bounds are the paper's. They are narrow because s is a geometric mean.
     """
 

@@ -1,6 +1,6 @@
 """Chooses the GPUs that a spawned process sees, and their order.
 
-This module only lets torch count the GPUs, so it makes no CUDA context.
+The module makes no CUDA context. It only asks torch for the number of GPUs.
 """
 
 import os

@@ -71,7 +71,7 @@ class JobConfig:
     """Path at which the pods see the claim."""
 
     def validate(self, job: "Job") -> None:
-        """Raises ValueError naming the field, its value and the limit."""
+        """Raises ValueError naming the field and the limit if a field is wrong for this job."""
         self._require_own_fields(job.kind)
         for name, lowest, highest in (("port", 0, 65535), ("start_timeout", 1, None), ("gpus_per_host", 0, None)):
             value = getattr(self, name)
@@ -266,7 +266,7 @@ def _kubernetes(job: Job, config: JobConfig, mesh: str) -> "JobTrait":
 
     made = KubernetesJob(namespace=config.namespace, timeout=config.start_timeout)
     # The pods need a volume, which is the shared disk of the run folder. Monarch's own ImageSpec has no volumes, so
-    # this is a whole pod template.
+    # this code gives Monarch a whole pod template.
     made.add_mesh(mesh, len(job.names), pod_template=_pod_template(config, port(job, config)), port=port(job, config))
     return made
 

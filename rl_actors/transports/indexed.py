@@ -74,7 +74,8 @@ class IndexedTransport(Transport):
     def _needs_server(self, slot: Slot) -> bool:
         """True if a reader may need a server.
 
-        A reader needs one if the config asks for it, if the reader is on another host, or if it cannot open GPU memory.
+        A reader needs a server if the config chooses the path tcp or point_to_point, if the reader is on another host,
+        or if the reader cannot open the GPU memory of the slot.
         """
         return (
             self.weights.path in ("tcp", "point_to_point")

@@ -56,7 +56,7 @@ def require_possible(config: GeneratorConfig) -> None:
 
 
 def options(config: GeneratorConfig) -> dict[str, object]:
-    """vLLM's arguments. Also sets up the process, so it must be called on the thread that will run the engine."""
+    """vLLM's arguments. Also sets up the process. Call this function on the thread that will run the engine."""
     from vllm.platforms import current_platform
 
     threads.prepare_cpu_process()
@@ -84,7 +84,7 @@ def prepare_worker() -> None:
 def reloading(model: "nn.Module") -> Iterator[None]:
     """Context manager for a reload of all weights.
 
-    vLLM's CPU kernels compute with packed weights, so it makes vLLM pack the new weights, too.
+    vLLM's CPU kernels compute with packed weights. The context manager makes vLLM pack the new weights, too.
     """
     _forget_packed_experts(model)
     yield

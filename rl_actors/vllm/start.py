@@ -105,7 +105,8 @@ def _arguments(config: GeneratorConfig, core: Core) -> Iterator[dict[str, Any]]:
         os.environ.update(BATCH_INVARIANT_ENV)
     with model_directory(config) as directory, core.starting():
         with collector.importing():
-            import vllm.v1.engine.llm_engine  # noqa: F401  (all modules of an engine)
+            # Python collects no garbage while this import loads all modules of an engine.
+            import vllm.v1.engine.llm_engine  # noqa: F401
         options = machine.options(config) | core.options(config) | sleeping.options(config)
         yield _engine_arguments(replace(config, max_model_len=config.max_model_len + 1), directory, options)
 
@@ -122,14 +123,14 @@ def model_directory(config: GeneratorConfig) -> Iterator[str]:
 
 
 def _engine_arguments(config: GeneratorConfig, directory: str, options: dict[str, Any]) -> dict[str, Any]:
-    """options: vLLM's arguments for the machine and for the core."""
+    """All arguments of vLLM's engine. options: the arguments for the machine, for the core and for sleeping."""
     if config.lora.syncs_adapter:
         options |= adapter_options(adapters.modules(config.lora), num_adapters=1, rank=config.lora.rank)
     elif config.max_adapters:
         served = adapters.served(ModelConfig.from_hf(directory))
         options |= adapter_options(served, num_adapters=config.max_adapters, rank=config.max_adapter_rank)
     if config.max_model_len > ModelConfig.from_hf(directory).max_position_embeddings:
-        # `start_vllm` has added one token to max_model_len. vLLM would refuse this limit, because the model has no
+        # `_arguments` has added one token to max_model_len. vLLM would refuse this limit, because the model has no
         # position for the extra token. The override is safe, because the model never computes at this position: the
         # last sampled token is not an input.
         options["hf_overrides"] = {"max_position_embeddings": config.max_model_len}

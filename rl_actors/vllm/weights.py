@@ -1,9 +1,9 @@
 """The work of a vLLM worker during a pull of weights.
 
-vLLM adds the methods of WeightsExtension to its worker class. They run in the worker's process. This is the generator
-actor's process or another process. In a pull the worker first opens the version that a Source names. This does not
-change the model. Then it loads the tensors of the version one at a time. A worker returns its error instead of raising
-it. So the pull can read the answers of all workers.
+vLLM adds the methods of WeightsExtension to its worker class. They run in the worker's process, which is the generator
+actor's process or another process. In a pull the worker first opens a version of the weights. A Source says where the
+tensors of the version are. Then the worker loads the tensors one at a time. The model changes only during the load. A
+worker returns its error instead of raising it, so that the pull can read the answers of all workers.
 """
 
 import contextlib
@@ -123,9 +123,9 @@ class WeightsExtension:
         return time.perf_counter() - begin
 
     def _plan_for(self, version: OpenVersion, model: nn.Module) -> Plan:
-        """Where to copy every tensor in the parameters of the model.
+        """The plan of a copy in place: for each tensor of a version the slice of a parameter to which it is copied.
 
-        Empty: vLLM must reload the weights. The first pull makes the plan.
+        Empty if vLLM's own reload must load the weights. The first pull makes the plan.
         """
         if self.plan is None:
             self.plan = {}
@@ -199,6 +199,9 @@ class PromptLogprobs:
         self.hidden_TD = torch.empty(0)
 
     def __call__(self, hidden_TD: Tensor, num_scheduled_tokens: dict[str, int]) -> Any:
+        """Run vLLM's computation. Meanwhile this object is the head's punica_wrapper, which applies adapters, so that
+        vLLM calls `add_lora_logits` below.
+        """
         self.hidden_TD, self.punica = hidden_TD, self.head.punica_wrapper
         self.head.punica_wrapper = self
         try:

@@ -34,7 +34,10 @@ ENDLESS = SamplingParams(max_tokens=500, n=16, ignore_stop=True)
 
 
 def test_a_child_started_through_the_executable_ends_with_the_thread_that_started_it(tmp_path):
-    """For vLLM's core this thread is the engine's thread, which lives as long as the process."""
+    """`_executable` writes a program that runs Python, and lets the kernel end Python with the thread that started it.
+
+    The engine's thread, which lives as long as the process, starts vLLM's core.
+    """
     program, children = _executable(tmp_path, sys.executable), []
 
     def start() -> None:
@@ -79,8 +82,8 @@ def never_restarted(**fields) -> GeneratorConfig:
 
 @pytest.fixture(scope="module")
 def published():
-    """A transport with versions 1 and 2 of random weights, and a dict: version -> transformers' model with these
-    weights.
+    """A transport with versions 1 and 2 of random weights, and a dict that has transformers' model with the weights of
+    each version.
     """
     transport, models = support.WorkersFail(), {}
     asyncio.run(transport.open())

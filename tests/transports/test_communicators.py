@@ -27,7 +27,7 @@ PATH = "point_to_point"
 
 @pytest.fixture
 def made(monkeypatch):
-    """A list. Whenever one of the two ends of a communicator is made, it gets the member number (0 or 1) of this end."""
+    """The member numbers (0 or 1) of all ends of communicators that have been made. A communicator has two ends."""
     PAIRS.end()
     members: list[int] = []
     make = GROUPS["gloo"]
