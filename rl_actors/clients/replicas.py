@@ -9,9 +9,9 @@ starting ──► stale ──► healthy ──► dead ──► restarting �
                ▲          │         └─────► retired
                └──────────┘ make_stale
 
-From every state except retired a replica becomes dead when a process of its generator has ended or is silent. A replica
-becomes healthy only after a complete pull of the version that the other replicas have. So it never generates with
-weights of which only a part has arrived.
+From every state except retired a replica becomes dead when a process of its generator has ended or is silent. If the
+client spawns its generators, a replica becomes healthy only after a complete pull of the version that the other
+replicas have. So it never generates with weights of which only a part has arrived.
 """
 
 import asyncio
