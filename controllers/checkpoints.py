@@ -1,9 +1,8 @@
 """Checkpoints of a run: the trainers' weights and the state of the controller, the process that runs the training loop.
 
 The folder checkpoints/step-N/trainer holds the trainer's weights and optimizer state, and checkpoints/step-N/state.json holds the
-controller's state. If a run has a value model, checkpoints/step-N/critic holds its state. checkpoints/step-N/checksums.json has the
-checksums of all files.
-state.json is written last, so a checkpoint with a state.json is complete.
+controller's state. If a run has a value model, checkpoints/step-N/critic holds the state of this model.
+checkpoints/step-N/checksums.json has the checksums of all files. state.json is written last, so a checkpoint with a state.json is complete.
 """
 
 import asyncio
@@ -41,8 +40,8 @@ class Checkpoints:
     async def save(self, trainers: Mapping[str, "TrainerClient"], state: State) -> None:
         """Begin to write the checkpoint step-N, where N is state["step"], the number of steps done.
 
-        Returns when all state is copied, so training can go on while the copy is written. trainers: name of a folder in the checkpoint ->
-        the trainer whose state is written there.
+        Returns when all state is copied, so training can go on while the copy is written. trainers: the trainers whose states are written.
+        The key of a trainer is the name of its folder in the checkpoint.
 
         First waits until the previous checkpoint is on disk. Raises RuntimeError or OSError if the previous checkpoint could not be written.
         """
@@ -80,8 +79,8 @@ class Checkpoints:
         saved = [result for result in results if not isinstance(result, BaseException)]
         for error in results:
             if isinstance(error, BaseException):
-                # The other trainers may still write. If the error of such a trainer were not fetched here, its next save_checkpoint would
-                # raise the error.
+                # The other trainers may still be writing. If no code waits for a write that fails, the next save_checkpoint of its trainer
+                # raises the error. So this code waits for all writes, and drops their errors.
                 await asyncio.gather(*(part.wait() for part in saved), return_exceptions=True)
                 raise error
         return saved

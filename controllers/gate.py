@@ -1,6 +1,7 @@
 """A gate is a step and a reward. The first validation at or after the step must reach the reward, or else the run ends.
 
-This module compares a measured reward with the gate. validation.py measures the reward on held-out problems.
+This module compares a measured reward with the gate. validation.py measures this reward on held-out problems, and calls
+it the accuracy.
 """
 
 import math

@@ -168,7 +168,7 @@ class RolloutBatch:
     groups: list[Group]  # all groups, also those that have no signal
     advantages: list[list[float]]  # one list for each group, one number for each completion
     num_refills: int
-    num_retries: int  # groups whose completions were asked for again
+    num_retries: int  # number of groups whose completions were requested again
     version: int  # the trainer's policy_version when the step begins
 
     @classmethod
@@ -308,7 +308,7 @@ class Generating:
 
 
 Deliver = Callable[[int, Group], None]
-"""Function of (position, group) that takes a finished group. The position is that of the group's problem in the
+"""Function of (position, group) that takes a finished group. The position is the index of the group's problem in the
 list that `Rollouts.complete` got."""
 
 

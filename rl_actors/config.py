@@ -300,8 +300,8 @@ class RestartPolicy:
 
     max_per_hour: int = 10
     """Largest number of restarts of an actor in an hour. If the actor dies once more in that hour, it is not started again. A generator that
-    has never been ready is started again at most twice. When no actor is left, every call raises the error of the first
-    death of the actor with index 0 in that hour. 0: the actor is never started again."""
+    has never been ready is started again at most twice. When no actor is left, every call raises the error that the
+    actor with index 0 had at its first death in that hour. 0: the actor is never started again."""
     backoff: float = 1.0
     """Seconds between the second death of an hour and the restart after it. The pause doubles with every further death, up to a minute.
     After the first death there is no pause."""

@@ -1,8 +1,8 @@
 """The trainer as a Monarch actor. Each rank has one instance, which passes its calls on to the rank's TrainEngine.
 
 Every rank must get the same calls in the same order, so only one TrainerClient may send them. The
-client sends an Order with each call. By the Order a rank detects and refuses a call of an earlier client, or a call with
-a wrong number.
+client sends an Order with each call. A rank reads the Order, and refuses a call that an earlier
+client has sent or that has a wrong number.
 
 A tenant is one of several runs that train adapters over the trainer's base model. FIRST_TENANT is the tenant that every
 trainer has.
@@ -137,7 +137,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def probe(self) -> Probe:
-        """A Probe on the process of this actor. The probe also answers while this actor runs a call."""
+        """A Probe, which is another actor in the process of this actor. The Probe also answers while this actor runs a call."""
         return await probe_here()
 
     @endpoint

@@ -1,8 +1,8 @@
 """The transport from which the server's generator pulls the weights of samplers. A sampler is Tinker's name for weights to sample from.
 
 Every version of the weights is a Hugging Face directory. The directories are in one folder, and the name of a directory
-is the number of its version. A directory is the base model, or a trainer's export_hf has written it. This transport
-only reads.
+is the number of its version. A directory holds the base model, or weights that a trainer's export_hf has written. This
+transport only reads.
 """
 
 import json

@@ -45,7 +45,7 @@ class SavedCheckpoint:
 
 
 class ModelCalls:
-    """The calls of a model that does not train."""
+    """The calls that every model has, also a model that does not train."""
 
     name: str  # name of the client
     _limits: TrainerLimits | None

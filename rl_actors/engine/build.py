@@ -54,7 +54,7 @@ class BuiltModel:
     stages: list[PipelineStage]  # this rank's stages; empty if there is no pipeline
     num_parameters: int  # of the whole model
     has_value_head: bool
-    optimizers: OptimizersContainer  # a NoOptimizers, without optimizers, if the trainer only infers
+    optimizers: OptimizersContainer  # a NoOptimizers, which is empty, if the trainer only infers
     hyperparameters: Hyperparameters | None  # None if there is no optimizer
     parallel_dims: ParallelDims
     device: torch.device

@@ -1,4 +1,4 @@
-"""The host does not wait for the GPU while it launches kernels."""
+"""While the host launches kernels, it does not wait for the GPU."""
 
 import pytest
 import torch

@@ -248,7 +248,7 @@ def count(*_):
     num_pieces += 1
 
 
-def left_or_death(deadline):  # it is asked before every part that a socket receives
+def left_or_death(deadline):  # `tcp` calls it before every part that a socket receives
     count()
     return left(deadline)
 
