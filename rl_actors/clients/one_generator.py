@@ -102,7 +102,8 @@ class OneGenerator(Client):
     ) -> int:
         """Start a generate call, and return its number.
 
-        indices: for each prompt, the number p in the comment at SamplingParams.seed. adapter: name of a loaded adapter.
+        indices: for each prompt its number p. If params.seed is set, completion i of the prompt is sampled with the
+        seed params.seed + p * params.n + i. adapter: name of a loaded adapter.
         """
         return await self._one("start_generate", prompts, params, indices, adapter, phase="generate")
 
@@ -178,8 +179,8 @@ class OneGenerator(Client):
                 await asyncio.wait((end, beat), timeout=pause, return_when=asyncio.FIRST_COMPLETED)
                 answer: Heartbeat | None = None
                 if beat.done() and not end.done():
-                    # When a process ends, its heartbeat may fail before `end` is done. Then wait for `end`, which has
-                    # the cause.
+                    # If the heartbeat was answered, this wait is the pause before the next heartbeat. If the heartbeat
+                    # failed, the process may have ended. Then `end` will soon be done and have the cause.
                     await asyncio.wait((end,), timeout=pause if beat.exception() is None else NEWS_TIMEOUT)
                 if end.done():
                     return None if self._closed else self._died(end.result(), self._phase())

@@ -1,7 +1,8 @@
 """Plan one training call: put samples into rows by their lengths, and put rows into the microbatches of every rank.
 
 A row of a microbatch holds one sample, or several samples one after another. This module uses neither devices nor tensors.
-R rows, B rows of a microbatch, L row length, T positions of one sample.
+R is the number of rows of a call, B the number of rows of a microbatch, L the length of a row, and T the number of
+positions of a sample.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,9 +50,10 @@ def plan(
 ) -> Plan:
     """The microbatches of every rank. All ranks get the same number of microbatches, and the n-th microbatch has the same shape on all ranks.
 
-    packed: samples share rows; a microbatch has at most rows_per_microbatch rows.
-    token_budget: one sample per row; a microbatch has at most tokens_per_row * rows_per_microbatch positions.
-    fixed: one sample per row; a microbatch has at most rows_per_microbatch rows.
+    policy: one of these three.
+    "packed": samples share rows, and a microbatch has at most rows_per_microbatch rows.
+    "token_budget": a row has one sample, and a microbatch has at most tokens_per_row * rows_per_microbatch positions.
+    "fixed": a row has one sample, and a microbatch has at most rows_per_microbatch rows.
 
     The rows of a microbatch are similar in length and attention cost. Every row of a microbatch is padded to the length of its longest row,
     and `bucket` rounds this length up. tokens_per_row is rounded down to a multiple of row_multiple.

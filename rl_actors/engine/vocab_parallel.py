@@ -91,7 +91,8 @@ class _TargetLogprobs(torch.autograd.Function):
 
     Here t is the target, T is the temperature, z = logits / T, p = softmax(z), and [v = t] is 1 if v = t and 0 otherwise.
     Each rank computes log sum_v exp z_v and z_t over its own vocabulary. One maximum and two sums over the ranks combine these values.
-    If n_r is the log sum of rank r and m is the largest n_r, the log sum of all ranks is m + log sum_r exp(n_r - m).
+    If n_r is log sum_v exp z_v over the vocabulary of rank r, and m is the largest n_r, the value over the whole vocabulary is
+    m + log sum_r exp(n_r - m).
     The second sum gives z_t. The target is in the vocabulary of one rank, and all other ranks add 0.
     """
 

@@ -117,7 +117,8 @@ class ProcessMesh:
     """Processes that were spawned together."""
 
     mesh: ProcMesh
-    probe: Probe  # a mesh with one Probe on each process, but Monarch annotates a mesh with the type of its actor
+    # A mesh of one Probe on each process. The annotation is Probe, because Monarch types a mesh of actors as the actor.
+    probe: Probe
     processes: list[Process]
     rendezvous: TCPStore = field(repr=False)  # kept alive by this reference, because the ranks need the store
 
@@ -313,9 +314,9 @@ async def collect(endpoint: Endpoint[..., T], *args: object, **kwargs: object) -
 def _prepare_rank(name: str, logs: LogRoute | None) -> None:
     collector.keep()
     os.environ |= network.lead_gloo_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    # A terminal sends Ctrl-C, and a scheduler sends SIGTERM, to all processes of a program. The ranks ignore both, because the spawning
-    # process may still need them for a checkpoint. They end when the spawning process stops them, or when the
-    # spawning process itself ends.
+    # A terminal sends Ctrl-C, and a scheduler sends SIGTERM, to all processes of a program. The ranks ignore both signals,
+    # because the spawning process may still need the ranks for a checkpoint. A rank ends when the spawning process
+    # stops the rank or itself ends.
     libc = ctypes.CDLL(None)
     for number in (signal.SIGINT, signal.SIGTERM):
         libc.signal(number, ctypes.c_void_p(signal.SIG_IGN))
@@ -330,7 +331,8 @@ def prepare_this_process() -> None:
     """Set up Monarch in this process, before its first use. A second call does nothing."""
     for variable, value in _SUPERVISION.items():
         os.environ.setdefault(variable, value)
-    # Monarch's default hook ends this process when any actor dies. The hook is replaced, because a call to a dead actor raises an exception.
+    # Monarch's default hook ends this process when any actor dies. This process need not end, because every
+    # call to a dead actor raises an exception. So `_log_fault` replaces the hook.
     if monarch.actor.unhandled_fault_hook is _DEFAULT_HOOK:
         monarch.actor.unhandled_fault_hook = _log_fault
 

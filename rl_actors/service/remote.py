@@ -113,7 +113,7 @@ class RemoteEndpoint:
         self._num_answers = mesh.num_ranks if num_answers is None else num_answers
 
     def stream(self, *arguments: object, order: object = None) -> Iterator[Awaitable[object]]:
-        """The answers of the ranks. `order` is not sent, because the service numbers the calls of all its clients."""
+        """The answers of the ranks. `order`, a policy_trainer.Order, is not sent, because the service numbers the calls."""
         answers = asyncio.ensure_future(self._mesh.send(self._name, arguments))
         return (_nth(answers, index) for index in range(self._num_answers))
 

@@ -49,8 +49,8 @@ a rank may have two slots, and its versions then alternate between them."""
 class Shard:
     """One rank's part of a tensor, and its place in a slot."""
 
-    shape: tuple[int, ...]  # of the whole tensor
-    start: tuple[int, ...]  # of the part in the whole tensor
+    shape: tuple[int, ...]  # shape of the whole tensor
+    start: tuple[int, ...]  # indices of the part's first value in the whole tensor
     size: tuple[int, ...]  # shape of the part
     dtype: torch.dtype
     offset: int  # number of bytes from the start of the slot's tensors to this part
@@ -95,13 +95,13 @@ class Layout:
 class SlotAddress:
     """Data with which another process finds a slot. The manifest of a version has the addresses of the slots that hold the version."""
 
-    rank: int  # of the trainer
-    slot: int
+    rank: int  # the trainer's rank that writes the slot
+    slot: int  # number of the slot in this rank
     machine: str  # machine() of the rank
     pid: int
     fd: int
     token: bytes = b""  # random bytes that identify the slot, because a later process may have the same pid and fd
-    num_bytes: int  # of the tensors
+    num_bytes: int  # number of bytes of the tensors
     address: tuple[str, int] | None = None  # host and port of the rank's server; None: the rank has no server
     weights_on_gpu: bool = False  # True if the rank trains on a GPU; the slot may be in the host's memory all the same
     # If the slot is on a GPU: the GPU's id, and the handle of the slot's memory. The memfd then has only the lock, the key and the layout.

@@ -1,4 +1,4 @@
-"""Tinker servers for the recipes in this folder."""
+"""A Tinker server for the recipes in this folder."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from recipes import PYTHON, Cookbook, serving
 
 @pytest.fixture(scope="session")
 def cookbook(tmp_path_factory) -> Iterator[Cookbook]:
-    """A server of the tiny model with random weights."""
+    """A Cookbook whose recipes use a server of the tiny model with random weights."""
     if not PYTHON.is_file():
         pytest.skip("there is no .venv-cookbook; `make cookbook` makes it")
     with serving(tmp_path_factory.mktemp("cookbook")) as made:

@@ -249,8 +249,8 @@ def test_a_store_of_the_caller_is_used_and_left_open(tmp_path):
 def test_the_generator_holds_the_weights_of_a_sharded_trainer(
     generator, generator_mesh, transport, sharded, use, tmp_path
 ):
-    """Several ranks push through torchstore. vLLM joins q, k, v and gate, up in its parameters. Its parameters must be
-    exactly the weights.
+    """Several ranks push through torchstore. vLLM has one parameter for the weights of q, k and v, and one for those of
+    gate and up. All its parameters must be exactly the pushed weights.
     """
     use(transport)
     support.step(sharded)

@@ -89,7 +89,10 @@ class Api:
         return response.json()
 
     async def fetch(self, promise: Mapping) -> httpx.Response:
-        """The response to a promise. Repeats the request until the answer is there."""
+        """The response that a promise stands for. Asks for it until it is there.
+
+        promise: the server's first answer to a long request. Its request_id is used to ask for the result.
+        """
         while True:
             response = await self.http.post("/retrieve_future", json={"request_id": promise["request_id"]})
             if response.status_code != 408:
@@ -146,7 +149,7 @@ class Api:
         return await self.answer(await self.post("optim_step", model_id=model, seq_id=seq, adam_params=params))
 
     async def sampler(self, **where: object) -> str:
-        """A sampling session of a base_model or a model_path."""
+        """Create a sampling session, and return its id. where: its base_model or its model_path."""
         self.num_samplers += 1
         seq = 1000 + self.num_samplers
         body = await self.post("create_sampling_session", session_id=self.session, sampling_session_seq_id=seq, **where)

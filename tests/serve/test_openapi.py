@@ -1,8 +1,8 @@
 """Sends random requests to the Tinker server, behind which real actors run.
 
 schemathesis makes most requests from the server's own OpenAPI document. Other requests have changed protobuf bodies. No
-request may cause a server error, and afterwards the actors must still train and sample. Needs the package schemathesis,
-which `.venv-cookbook` has.
+request may cause a server error, and afterwards the actors must still train and sample. The tests need the package
+schemathesis, which `.venv-cookbook` has.
 """
 
 import random
