@@ -259,7 +259,7 @@ async def train_step(
 ) -> list[Update]:
     """Take one optimizer step on each part.
 
-    The gradient of a part is the sum over its tokens, divided by `config.divisor(part)`.
+    The gradient of the part's summed loss is divided by `config.divisor(part)`.
     """
     config, updates = run.config, []
     for part in parts:

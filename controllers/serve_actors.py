@@ -140,7 +140,7 @@ def _config_flags(own: argparse.Namespace, rest: Sequence[str]) -> list[str]:
 
 
 def _options(own: argparse.Namespace, *, has_generator: bool) -> Options:
-    """The options.
+    """The options of the service.
 
     Raises ValueError if an option is wrong, if --tls does not fit the address, or if other machines reach the address
     without TLS.

@@ -156,7 +156,7 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def finished_groups(self, call: int, at_least: int = 1) -> list[tuple[int, list[Completion]]]:
-        """(index of the prompt, its completions) of the prompts that have finished since the last answer, in order of finishing.
+        """The prompts that have finished since the last answer, in order of finishing, as pairs (index, completions).
 
         Waits until `at_least` prompts have finished, or all remaining prompts if fewer remain. Raises the error of the
         generate call if that call fails. Raises ValueError if no generate call of this number is running.

@@ -1,6 +1,7 @@
-"""Rows of the benchmarks: the list, the runs of missing rows, and the tables of docs/speed.md and the README. No engine starts here.
+"""Tests of the rows of the benchmarks. A row is one measurement that benchmarks/harness/register.py defines.
 
-A row is one measurement that benchmarks/harness/register.py defines."""
+The tests are about the list of the rows, the command that measures missing rows, and the tables of rows in
+docs/speed.md and the README. No engine starts here."""
 
 import json
 import os
@@ -25,7 +26,8 @@ from benchmarks.harness.table import H200
 from configs import CONFIGS
 
 ROOT = Path(__file__).parents[1]
-# A program that replaces `python -m benchmarks`. For each NAME it appends a result to the results, and the name to the file "ran".
+# A program that replaces `python -m benchmarks NAME …`. For each name it appends a result to the results, and the
+# name to the file "ran". A few names make the program hang or fail.
 FAKE = """
 import signal, subprocess, sys, time
 from benchmarks.harness import results
@@ -46,7 +48,7 @@ for name in names:
     if name != "silent":
         results.add("fake", name, {"ratio": 0.5, "tokens_per_second": 50.0, "engine_tokens_per_second": 100.0})
 """
-# A program that runs `missing` over fake rows with these names.
+# A program that runs `missing` over fake rows. Its arguments are a folder, missing.GRACE and the names of the rows.
 DRIVER = """
 import sys
 from benchmarks.harness import missing, register, results

@@ -1,6 +1,7 @@
-"""The garbage collector in processes of this package and in other processes. Also the start and the end of a process of this package.
+"""Tests of Python's garbage collector in processes of this package and in other processes. Also tests how a process of
+this package ends.
 
-Each test starts a process."""
+Every test but the last one starts a process."""
 
 import os
 import subprocess

@@ -1,6 +1,6 @@
 """Promises of the server. The server accepts a request at once, and the client fetches the answer later by a long poll.
 
-This module knows neither HTTP nor actors. A request that is sent again under the same key gets the promise of the first
+This module uses neither HTTP nor actors. A request that is sent again under the same key gets the promise of the first
 request, so the work is done once.
 """
 
@@ -71,8 +71,8 @@ class Futures:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """keep_fetched: seconds for which an answer is kept after it was fetched. keep_unfetched: seconds for which an
-        answer is kept if it is not fetched. keep_keys: seconds after the answer to a request in which a repetition of
-        the request is recognised. max_answers: largest number of promises. Above it the oldest answered promises are
+        answer is kept if it is not fetched. keep_keys: seconds after the answer for which a repeated request is
+        recognised by its key. max_answers: largest number of promises. Above it the oldest answered promises are
         forgotten.
         A promise is forgotten keep_keys or keep_fetched seconds after its answer, whichever is longer. The answer is
         lost then, even if keep_unfetched is longer.

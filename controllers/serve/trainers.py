@@ -2,7 +2,7 @@
 the same shape are tenants of one trainer, which means that they share its base weights. A run of rank 0 has its own trainer.
 
 At most max_trainers trainers are in memory, with at most max_tenants runs each. The state of the other runs waits on disk. The requests of a
-run are done one after the other, in the order of their arrival. A trainer executes the requests of its tenants in turn.
+run are done one after the other, in the order of their arrival. A trainer executes one request at a time.
 """
 
 import asyncio
@@ -128,7 +128,8 @@ class Trainers:
 
     @contextlib.asynccontextmanager
     async def _noticing_death(self, resident: Resident) -> AsyncIterator[None]:
-        """Raises RuntimeError naming the last saved state of the run if the body finds that the trainer has died."""
+        """Context manager for calls of a run. If the `with` block raises ActorDiedError, the context manager forgets
+        the trainer and raises RuntimeError naming the last saved state of the run."""
         try:
             yield
         except ActorDiedError as error:

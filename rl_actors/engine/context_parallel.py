@@ -1,7 +1,7 @@
 """Context parallelism: each rank holds some positions of every row. This module shards the rows with torchtitan, and gathers them again.
 
-This module does not depend on the model. In shapes, B is the number of rows of a microbatch, L the length of a row, and C the number of
-positions of a row that this rank holds.
+This module does not depend on the model. In shapes, B is the number of rows of a microbatch, L the length of a row, C
+the number of positions of a row that this rank holds, and N the number of positions of all samples together.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,8 +1,8 @@
 """Base class of the transports that store only an index of the versions of the weights.
 
 The index has a manifest for each version, and no tensors. A manifest lists the tensors of a version and says where they
-are. A slot is memory of a trainer rank with the rank's shards of one version (slots.py). Readers read the tensors
-directly from the slots.
+are. A slot is a trainer rank's memory for its shards of one version (slots.py). Readers read the tensors directly from
+the slots.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Rewards in processes. The event loop goes on while several rewards are computed, failed processes are replaced, and
+"""Tests of rewards that worker processes compute. The event loop goes on meanwhile, failed processes are replaced, and
 all processes end."""
 
 import asyncio

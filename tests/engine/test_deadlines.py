@@ -20,7 +20,7 @@ DEADLINE = 2.0  # seconds
 
 
 def hang(engine, folder: Path) -> None:
-    """Make this rank wait in its first block until all other ranks have reported."""
+    """Make this rank hang in its first block until all other ranks have reported their errors."""
 
     def wait(module, inputs) -> None:
         wait_for_reports(folder)
@@ -31,7 +31,7 @@ def hang(engine, folder: Path) -> None:
 
 
 def wait_for_reports(folder: Path) -> None:
-    """Wait until all ranks but the last one have reported."""
+    """Wait until all ranks but the last have reported their errors. A rank reports by creating a file in `folder`."""
     deadline = time.monotonic() + GUARD
     while len(list(folder.iterdir())) < dist.get_world_size() - 1 and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Facts of the protocol that the SDK depends on. A fake model with one number per token replaces the actors."""
+"""Tests of what the SDK `tinker` expects from a server. A fake model with one number per token replaces the actors."""
 
 import asyncio
 import time
