@@ -29,7 +29,8 @@ class TurnsConfig:
     """True: trainer and generator take turns in the memory of the GPUs that they share, so the generator sleeps while the trainer works. A
     critic on these GPUs takes turns with both. Turns need rollouts.max_staleness=0. On a machine without GPUs the turns save no memory."""
     offload: tuple[Part, ...] = ("optimizer",)
-    """Parts of the trainer's state that are in pinned host memory while the generator works: optimizer, weights, gradients."""
+    """Parts of the trainer's state that are in pinned host memory while the generator works. Possible are optimizer, weights and
+    gradients."""
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -151,7 +151,7 @@ def read_dataset(config: EnvironmentConfig) -> Iterator[Row]:
 
 
 def read_entries(config: EnvironmentConfig, rows: Iterable[Row]) -> Iterator[Entry]:
-    """The rows as entries.
+    """An Entry for each row: the question, the answer, the messages and the other columns.
 
     Raises ValueError, naming the row, if a column is missing, if a value is neither text nor a number, or if a
     conversation is not a list of messages. Also raises ValueError if a value has another type than its column has in

@@ -1,6 +1,7 @@
 """Read and write Hugging Face directories of the model: config.json, safetensors and tokenizer files.
 
-All ranks must call load, state_dict, require_exportable, export and export_lora together. A Hugging Face directory has no optimizer state.
+All ranks must call load, load_whole, state_dict, require_exportable, export and export_lora together. A Hugging Face directory has no
+optimizer state.
 The trainer's own checkpoints (checkpoint.py) have the optimizer state.
 """
 
@@ -198,8 +199,8 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
 
     _on_first_rank(lambda: begin_directory(temporary, config, source=source, dtype=dtype))
     files = SafetensorsWriter(temporary)
-    # torchtitan's state-dict adapter renames tensors, and records how the experts that it renames are sharded.
-    # built.hf_adapter has recorded sharded experts. The experts here are whole tensors, so a new adapter renames them.
+    # torchtitan's state-dict adapter can hold records of how experts are sharded. The experts here are whole tensors, so
+    # a new adapter, which has no such records, renames them.
     adapter = hf_adapter(config)
     failure: OSError | None = None
     for name, whole in whole_tensors(lora.merged(built.model, _parameters(built.model))):

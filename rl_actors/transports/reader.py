@@ -1,7 +1,7 @@
 """Reads a version of the weights from the slots of all ranks of a trainer.
 
-A slot is the memory in which a rank keeps its part of one version (slots.py). This module also chooses the path on
-which the bytes come. The path is WeightsConfig.path. If this is "auto", the module chooses a path that is possible.
+A slot is the memory in which a rank keeps its part of one version (slots.py). A path is a way to get the bytes, such as
+shared memory or TCP. WeightsConfig.path names the path. If it is "auto", this module chooses a path that is possible.
 """
 
 import time

@@ -1,4 +1,7 @@
-"""Training runs whose adapters have the same shape share a trainer. Fakes with a model of one number per token replace the actors."""
+"""Training runs whose adapters have the same shape share a trainer. Such a run is a tenant of the trainer.
+
+Fakes with a model of one number per token replace the actors.
+"""
 
 import asyncio
 
@@ -16,7 +19,7 @@ async def step(api, model: str, number: int, **params: float) -> float:
 
 
 def numbers(api, model: str) -> list[float]:
-    """The weights of a run in memory."""
+    """The weights of a run whose state is in memory and not on disk."""
     return api.server.trainers.residents[model].trainer.numbers.tolist()
 
 
