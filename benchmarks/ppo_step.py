@@ -85,7 +85,10 @@ class Digits:
 
 
 def make_config(name: str, *, samples: int, prompt_tokens: int, new_tokens: int, steps: int) -> PPOConfig:
-    """The config of this name with problems of `prompt_tokens` digits, `samples` of them a step, and no supervised steps."""
+    """The config of this name, with `samples` problems in each step and without supervised steps.
+
+    A problem has `prompt_tokens` digits.
+    """
     config = CONFIGS[name]()
     return replace(
         config,

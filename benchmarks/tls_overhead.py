@@ -1,4 +1,5 @@
-"""Measures the cost of TLS between hosts. Two programs take the same steps, with workers at tls:// and with workers at tcp:// addresses.
+"""Measures the cost of TLS between hosts. Two programs take the same steps. The workers of the first program are at
+tls:// addresses, and the workers of the second program are at tcp:// addresses.
 
 The programs run alternately, and all workers are on loopback. A step is a GRPO step without rewards: generate, forward_backward,
 optim_step, a push and a pull. FSDP spreads the trainer over two workers, and the second worker also has the generator.

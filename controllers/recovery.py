@@ -5,7 +5,8 @@ all actors are replaced. If the store (the process of the transport) has died, a
 recovery then loads the random states, the trainers' state and the controller's state from the checkpoint. Then it calls
 the training function again. This function publishes the weights, and the generators load them. The run repeats the
 steps after the checkpoint with the same rollouts as before (see survival.RecordedQueue). If the run has no checkpoint,
-it begins again from the initial weights, which its seed or hf_path gives.
+the recovery also replaces the trainer and PPO's value model. The run then begins again from the initial weights, which
+its seed or hf_path gives.
 
 An error that is not caused by the death of an actor ends the run.
 """

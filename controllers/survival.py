@@ -167,8 +167,11 @@ class Recoveries:
         self._began = 0.0
 
     def begin(self, write: Callable[[Record], None], *, death: Exception, step: int) -> None:
-        """Note that a restart begins. step: the last recorded step. If no step has ended since the
-        former restart, the line of the former restart is written now."""
+        """Note that a restart begins. If no step has ended since the former restart, also writes the line of the former
+        restart.
+
+        step: the last step in metrics.jsonl.
+        """
         if self._line is not None:
             write(self._line)
         self.num_restarts += 1

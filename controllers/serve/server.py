@@ -325,7 +325,7 @@ class Server:
         return Answer(json={"type": "save_weights_for_sampler", "path": path})
 
     def save_weights_external(self, owner: str, body: messages.SaveWeightsExternal) -> Promise:
-        """Write a Hugging Face directory, with adapters merged, whose files can be fetched."""
+        """Write a Hugging Face directory with merged adapters. Clients can download its files."""
 
         async def work() -> Answer:
             if body.age_encryption_recipients:

@@ -60,7 +60,7 @@ class SteadyLoss:
     def of_chunk(self, values: Values, columns_BL: ChunkInputs) -> tuple[Tensor, Partials]:
         """(a scalar, metrics) of one chunk. The scalar has the same gradients as the loss.
 
-        A `whole_sequence` loss cannot be computed in chunks.
+        A `whole_sequence` loss reads whole samples, so it cannot be computed in chunks.
         """
         gradients, metrics = self.gradients(values, columns_BL)
         return _scalar_with_gradients(values, gradients), metrics

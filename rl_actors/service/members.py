@@ -92,8 +92,9 @@ class ModelMember:
         try:
             answers = await self._send(client, endpoint, arguments)
         except Exception:
-            # If the ranks refused the call, the trainer is idle, and no step is open. If the call failed in the middle of its work, the trainer
-            # is not idle, and the step stays open.
+            # The trainer is idle if the ranks refused the first call of a step. Then no step is open. The trainer is not
+            # idle if an earlier call has accumulated gradients, or if the call failed in the middle of its work. Then
+            # the step stays open.
             if await self._is_idle():
                 self.step.leave(client)
             raise

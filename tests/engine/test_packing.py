@@ -205,7 +205,9 @@ def test_a_pipeline_gets_the_rows_of_a_small_call_in_as_many_microbatches_as_it_
     assert shapes == [4, 4]
     limits["rows_per_microbatch"] = 3
     shapes = [len(batch.rows) for batch in plan([128] * 8, min_microbatches=2, microbatch_multiple=2, **limits)[0]]
-    assert shapes == [2, 2, 2, 2]  # three rows each would need a fourth microbatch, of padding
+    # Three microbatches of three rows could hold the eight rows. But the number of microbatches must be even, and a
+    # fourth microbatch would hold only padding.
+    assert shapes == [2, 2, 2, 2]
 
 
 def test_a_rank_without_samples_gets_rows_of_padding():

@@ -1,5 +1,8 @@
-"""Offload on a GPU at the shape of Qwen3-0.6B: the memory that it frees, its speed compared with a plain copy to
-pinned memory, and whether the next step has the same bits as without it."""
+"""Tests of offload, which moves a trainer's tensors from the GPU to host memory, at the shape of Qwen3-0.6B.
+
+They check the freed memory, the speed compared with a plain copy to pinned memory, and that the next step has the same
+bits as without an offload.
+"""
 
 import time
 

@@ -87,7 +87,7 @@ def random_samples(count: int = 8, seed: int = 0) -> list[Sample]:
 
 
 def step(trainer, *, seed: int = 0, learning_rate: float = 0.02) -> int:
-    """Take a step that moves every weight far enough to change the samples. Returns the new version.
+    """Take a step that moves every weight far enough to change the completions of a generator. Returns the new version.
 
     The weight decay keeps the weights small. After 40 steps without weight decay, rounding changes logprobs by more
     than 1e-5.

@@ -305,7 +305,8 @@ def enter(program: Program) -> None:
 @pytest.mark.slow
 def test_the_core_works_through_ctrl_c_and_ends_with_its_program(program):
     core = core_below(program.process.pid)
-    # A terminal sends Ctrl-C to the session of the program. The core has a session of its own.
+    # Ctrl-C in a terminal reaches only the processes in the foreground of the program's session. The core is in a
+    # session of its own, so Ctrl-C does not reach it.
     assert os.getsid(core.pid) == core.pid
     enter(program)
     program.read_until("again")

@@ -33,7 +33,10 @@ ENVIRONMENT = {
 def run(
     addresses: str, folder: Path, certificates: str = "", job: dict | None = None, before: Sequence[str] = ()
 ) -> dict:
-    """Run hosts_program.py and return its output. before: a command, with arguments, that runs the program."""
+    """Run hosts_program.py and return its output. Its "above" has, for each rank, the ids of its process's ancestors.
+
+    before: a command, with arguments, that runs the program.
+    """
     program = [
         sys.executable,
         str(HERE / "hosts_program.py"),
