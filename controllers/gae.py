@@ -3,7 +3,7 @@
 An action is a position whose token the policy sampled. Other positions are skipped, such as the positions of a prompt or of an environment's
 answer. So the state after an action is the state before the next action, and skipped positions add no discount.
 
-N sequences, T_n positions of sequence n, T the largest T_n, A_n actions of sequence n.
+In shapes, N is the number of sequences, T_n is the number of positions of sequence n, and T is the largest T_n.
 """
 
 import math

@@ -128,7 +128,7 @@ def _require_devices(invocation: cli.Invocation, controller: str) -> None:
 
 
 def _with_checkpoint(invocation: cli.Invocation) -> cli.Invocation:
-    """The invocation. If eval_only is set, this function sets it to the folder of the checkpoint that eval_only holds.
+    """The invocation. If eval_only is a run's folder, it is replaced by the folder of the run's newest checkpoint.
 
     If a run is resumed, this function also renames damaged checkpoints, and checks the config against the run. Raises ValueError if the run
     cannot be resumed with this config, or if eval_only holds no complete checkpoint or cannot be written to.

@@ -16,7 +16,7 @@ name."""
 def product_parameters(model: ModelConfig) -> int:
     """Number of the parameters by which the model multiplies the hidden states of one token.
 
-    In a block with experts only the experts that the token is routed to count. The head counts. The embedding does not
+    An expert's parameters count only if the token is routed to this expert. The head counts. The embedding does not
     count, because it is a lookup.
     """
     hidden = model.hidden_size

@@ -53,13 +53,13 @@ class FakeGenerator:
         self.version = -1
         self.signs_every = 0.0  # seconds between its signs of life
         self.seeds: list[list[int]] = []  # of each call
-        self.released: asyncio.Queue[int] = asyncio.Queue()  # positions in the call of prompts that may finish
+        self.released: asyncio.Queue[int] = asyncio.Queue()  # indices (in the call) of prompts that may finish
         self.waits = False  # False: all prompts finish at once
         self.is_up: Callable[[], Awaitable[None]] = self.nothing
         self.on_pull: list[Callable[[], Awaitable[None]]] = []  # awaited at the start of each pull
         self.on_load: list[Callable[[], Awaitable[None]]] = []  # awaited at the start of each load of an adapter
         self.dead: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        self.left: list[int] = []  # positions of the newest call's prompts that have not finished
+        self.left: list[int] = []  # indices (in the newest call) of prompts that have not finished
 
     async def nothing(self) -> None: ...
 

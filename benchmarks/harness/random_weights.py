@@ -32,7 +32,9 @@ def scratch(model: ModelConfig, times: int = 4) -> str | None:
 
 
 def write(model: ModelConfig, directory: Path, *, seed: int = 0, scale: float = 1.0) -> None:
-    """Write the directory. All norms but the last are 1. The weights of matrices are drawn from a normal distribution with standard deviation STD.
+    """Write the directory.
+
+    The weights of matrices are drawn from a normal distribution with standard deviation STD. The weights of all norms but the last are 1.
 
     scale: the value of all weights of the last norm. It multiplies the logits.
     """

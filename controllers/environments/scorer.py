@@ -149,7 +149,7 @@ class Scorer:
 
 
 def _without_mixtures(environments: Mapping[str, Environment]) -> dict[str, Environment]:
-    """The environments. The parts of a mixture replace the mixture. The keys are the names that error texts show."""
+    """The environments, with each mixture replaced by the environments that it mixes. The keys are the names that error texts show."""
     single: dict[str, Environment] = {}
     for name, environment in environments.items():
         parts = environment.environments if isinstance(environment, MixedEnvironment) else {}

@@ -1,4 +1,4 @@
-"""`Machine`, the functions that both cpu.py and gpu.py have, and `this_machine`, which chooses one of the two modules."""
+"""The protocol `Machine` lists the functions that both cpu.py and gpu.py have. `this_machine` chooses one of the two modules."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol

@@ -262,7 +262,7 @@ class TrainEngine:
             raise ValueError(
                 f"pull_model_state_dict is not possible with optimizer={self.config.optimizer and self.config.optimizer.name}, "
                 f"lora.rank={self.config.lora.rank} and head={self.config.head!r}: only a language model "
-                "without an optimizer, adapters or another head takes weights"
+                "without an optimizer and without adapters takes weights"
             )
         self.memory.onload(["weights"])
         hf.require_same_shapes(self.config.model, version.shapes, f"version {number}", "this model")

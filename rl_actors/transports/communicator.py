@@ -19,7 +19,7 @@ NCCL sends and receives only in the memory of a GPU. So if the bytes are in the 
 When a rank writes its next version into a slot, the rank waits for all work of its GPU, also for a piece that NCCL is
 sending. So a reader that hangs in the middle of a piece can delay this write until the deadline of the pull.
 
-No GPU has run the code for NCCL yet. tests/gpu/test_weights.py tests it.
+The code for NCCL has not been run yet. Its tests are in tests/gpu/test_weights.py and need two GPUs.
 """
 
 import contextlib

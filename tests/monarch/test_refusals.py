@@ -1,4 +1,4 @@
-"""Tests that the client refuses every bad input of the tables in test_validation.py.
+"""Tests that the client refuses the bad samples and optimizer parameters of the tables in test_validation.py, except those in TAKEN.
 
 A step with refused calls in it is bit-identical to a step without refused calls.
 """

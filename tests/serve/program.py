@@ -1,4 +1,7 @@
-"""For slow tests: a program that is a server with real actors, and a proxy that loses some of the server's answers. Imports no SDK."""
+"""For slow tests: a Tinker server with real actors, as a program of its own, and a proxy that loses some of the server's answers.
+
+This module does not import Tinker's SDK.
+"""
 
 import asyncio
 import os
