@@ -41,7 +41,7 @@ LONGEST_WAIT = 60.0  # largest number of seconds in the header Retry-After
 
 
 def read_keys(file: Path) -> dict[str, str]:
-    """The SHA-256 of each key -> the owner of the key.
+    """Read the owner of each key, as {SHA-256 of the key: owner}.
 
     A line of the file has the owner and then the hash: "alice 9f86d0…". Lines that are empty or begin with # are left out. An owner may have
     several keys. Raises ValueError naming the line if a line is wrong, and ValueError if the file has no key.
