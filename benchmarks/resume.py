@@ -43,7 +43,7 @@ FLAGS = {
 }
 _PARITY = {"--environment.task": "tests.fakes:parity_reward", "--environment.options": "{}"}
 _MANY_GROUPS = {"--rollouts.groups-per-step": 64}  # in PPO a group has one completion
-# Config -> its flags. In these tasks random weights earn a reward now and then, so the steps have groups with different rewards.
+# Config -> its flags. In these tasks random weights earn a reward now and then. So in some groups the completions have different rewards.
 FLAGS_OF_CONFIG: dict[str, dict[str, object]] = {
     "tiny": {"--sft-steps": SFT_STEPS, **_PARITY},
     "tiny_game": {"--sft-steps": 0, "--steps": SFT_STEPS + MAIN_STEPS},  # episodes of several turns
@@ -73,7 +73,7 @@ class Kill:
 class Controller:
     """A run's controller in a new process group. `processes` finds the processes of the run by a mark in their environment.
 
-    vLLM's engine core writes its process title over the environment. So its processes are found through their parent processes.
+    The process of vLLM's engine core writes its title over its environment. So `processes` finds it through its parent process.
     """
 
     def __init__(self, module: str, *arguments: object, log: Path) -> None:

@@ -161,7 +161,10 @@ def _about(short_flags: Mapping[str, str]) -> str:
 
 
 def _apply_preset(config: "RunConfig", name: str) -> None:
-    """Set the fields of a preset, and print the fields and the preset's paper to stderr, because --dry-run prints only JSON to stdout."""
+    """Set the fields of a preset, and print the fields and the preset's paper.
+
+    Prints to stderr, because stdout must have only JSON under --dry-run.
+    """
     if name not in config.presets:
         near = difflib.get_close_matches(name, config.presets) or list(config.presets)
         known = f"did you mean {' or '.join(near)}?" if near else "this controller has none"

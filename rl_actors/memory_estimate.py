@@ -184,7 +184,8 @@ def _local_shape(weight: Weight, config: TrainerConfig, *, gathered: bool = Fals
     else:
         if weight.tensor_dim is not None:
             local[weight.tensor_dim] = -(-local[weight.tensor_dim] // tensor)
-        # With more ranks than experts torchtitan splits each expert along its second dimension.
+        # With more ranks than experts torchtitan does not split the experts' weight by experts (dimension 0), but along
+        # dimension 1.
         sharded_dim = int(weight.is_expert and shard > weight.shape[0])
     if not gathered:
         local[sharded_dim] = -(-local[sharded_dim] // shard)

@@ -29,7 +29,7 @@ MAX_NAMES_REPORTED = 10
 """Largest number of parameter names that an error message or a result lists."""
 
 FIRST_TENANT = ""
-"""Name of the tenant that a trainer has from the start."""
+"""Name of the tenant that a trainer has from the start. A tenant is one of several training runs that share a trainer."""
 
 
 def column_dtype(name: str) -> torch.dtype:

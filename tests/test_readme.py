@@ -26,7 +26,8 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 PROGRAM = re.compile(r"<!-- test: (\w+) -->\n```python\n(.*?)```", re.DOTALL)
 PROGRAMS = dict(PROGRAM.findall("\n".join([README, *DOCS.values()])))
-TASK = "task"  # this program is a module, and a command names it; the tests do not run it alone
+# The program "task" is not run as a program. It is a module, and a test runs the command of README.md that imports it.
+TASK = "task"
 AFTER = """
 import sys
 loaded = {"torchao", "torchtitan.models", "vllm"} & set(sys.modules)

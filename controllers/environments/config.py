@@ -128,7 +128,7 @@ class EnvironmentConfig:
         return text + (f" and prompt_pattern={self.prompt_pattern!r}" if self.prompt_pattern else "")
 
     def validate(self) -> None:
-        """Raises ValueError for a value that is wrong for any data.
+        """Raises ValueError for a value that is wrong whatever the data of the task are.
 
         `build_environment` reads the data and finds all other wrong values.
         """

@@ -209,8 +209,9 @@ class GeneratorClient(Client):
         return found
 
     async def _death(self, silent_after: float) -> ActorDiedError | ActorSilentError | None:
-        """Wait until no generator is left, and return the error with which the first replica was given up.
+        """Wait until every generator is dead and will not be started again. Returns the error that ended the first generator of the list.
 
+        Returns None if the start has failed, if the client was closed, or if the error is neither ActorDiedError nor ActorSilentError.
         A generator without a sign of life for silent_after seconds counts as dead and is started again. If the config's
         restarts.silent_after is smaller, it replaces silent_after.
         """

@@ -66,7 +66,10 @@ class TrainerLimits:
         validate_optim_params(params, self.optimizer, self.optimizer_fields)
 
     def check_tenant(self, name: str, seed: int) -> None:
-        """Raises ValueError or TypeError if the trainer cannot have a new tenant of this name and seed."""
+        """Raises ValueError or TypeError if the trainer cannot have a new tenant of this name and seed.
+
+        A tenant is one of several training runs that share a trainer.
+        """
         require_tenant(name, seed, self.lora_rank)
 
     @classmethod

@@ -25,9 +25,9 @@ class ReferenceClient(ModelClient):
     def refresh(self, version: int) -> Call[int]:
         """Take the weights of a version that the trainer pushes, and return the version. Waits up to 60 s for the version to be published.
 
-        The weights have the dtype of the push, which is the widest dtype in which a generator computes. The transport keeps the two newest
-        versions. Raises TimeoutError if the version is not published in time, and ValueError if the
-        version holds another model or only adapters.
+        The weights have the dtype of the push: the widest dtype that a generator has announced to the transport, or float32 if no generator
+        has announced a dtype. The transport keeps the two newest versions. Raises TimeoutError if the version is not published in time, and
+        ValueError if the version holds another model or only adapters.
         """
         return self._in_turn("refresh", self._first, "pull_model_state_dict", version)
 

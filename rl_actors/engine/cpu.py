@@ -64,8 +64,8 @@ class DenseAttention(FlexAttention):
 
 
 def dense_mask(positions_BL: Tensor) -> Tensor:
-    """[B, 1, L, L] bool. Entry [b, 0, q, k] is True if position q of row b attends to position k. It does if k is not later than q, and both
-    positions are in the same document. A document starts where positions_BL is 0.
+    """[B, 1, L, L] bool. Entry [b, 0, q, k] says whether position q of row b attends to position k. It is True if k is not later than q and
+    both positions are in the same document. A document starts where positions_BL is 0.
     """
     documents_BL = (positions_BL == 0).cumsum(1)
     same_BLL = documents_BL[:, :, None] == documents_BL[:, None, :]

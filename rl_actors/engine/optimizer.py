@@ -111,7 +111,7 @@ class Hyperparameters:
 
         `model` has only the parameters of this rank's pipeline stages.
 
-        Raises ValueError for a pattern that matches no name, or only names that earlier patterns match.
+        Raises ValueError if a pattern matches none of the names that the earlier patterns left.
         """
         self.name = config.name
         names = [name for name, parameter in named_parameters(model) if parameter.requires_grad]

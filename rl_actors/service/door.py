@@ -33,7 +33,8 @@ class Door:
     def __init__(
         self, service: Service, coordinator: bytes, *, logs: Path, stop: Callable[[str], None], transport: str
     ) -> None:
-        """coordinator: the pickled reference to the Coordinator. logs: folder of the actors' logs. stop: ends the service, given the reason.
+        """coordinator: the pickled reference to the Coordinator. logs: folder of the actors' logs. stop: function that ends the service. Its
+        argument is the reason.
 
         transport: kind of Monarch's connections, "tcp" or "tls".
         """

@@ -31,7 +31,8 @@ class Index(Actor):
 class IndexTransport(IndexedTransport):
     """A transport whose index is an Index actor. `open` starts the actor in this process."""
 
-    # `open` sets this to a mesh of one Index actor. Monarch annotates a mesh with the type of its actors.
+    # `open` sets this to a mesh of one Index actor. The annotation is the actor's class, because a mesh in Monarch has the
+    # endpoints of its actors.
     index: Index
 
     def __init__(self, weights: WeightsConfig | None = None) -> None:

@@ -53,7 +53,8 @@ def test_without_staleness_a_step_waits_for_all_groups():
 def test_a_long_completion_is_passed_by_younger_groups_until_it_is_due():
     described = [(1, False), (1, True), (1, True), (1, True)]
     assert chosen_indices(described, size=2, step=1, ahead=1) == [1, 2]
-    # One step later the other groups that were drawn at step 1 are due. The groups that were drawn at step 2 must wait for them.
+    # Two groups that were drawn at step 1 are left, and step 2 must train on both. So step 2 waits for the group that has not finished,
+    # although two groups that were drawn at step 2 have finished.
     later = [(1, False), (1, True), (2, True), (2, True)]
     assert chosen_indices(later, size=2, step=2, ahead=1) is None
     later[0] = (1, True)

@@ -217,8 +217,8 @@ def test_with_certificates_calls_and_monarch_are_encrypted_and_without_one_nobod
     program = client(running, seed=0, certificates=str(tmp_path / "certificates"))
     assert program.read() == "attached"
     assert [version for version, _ in program.ask("steps 2 0.01")] == [1, 2]
-    # Every port on which a process of the service listens requires a certificate, except the port for the rendezvous of
-    # the ranks.
+    # The port for clients and Monarch's port must refuse a client without a certificate. The service's process also listens
+    # on ports without TLS, such as the port of its page /metrics.
     trusting = ssl.create_default_context(cafile=str(tmp_path / "certificates" / "authority.pem"))
     refused = 0
     for port in listening_ports(running.process.pid):

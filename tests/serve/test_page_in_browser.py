@@ -49,7 +49,9 @@ class Tables(HTMLParser):
 
 
 def browse(url: str, folder: Path, width: int) -> tuple[str, set[str]]:
-    """(the HTML after the page's JavaScript has run, hosts of all requests of the page). Fails if the page writes to the console.
+    """Open a page. Returns the HTML after the page's JavaScript has run, and the hosts of all requests of the page.
+
+    Fails if the page writes to the console.
 
     The browser can reach only this machine. The browser's own requests, such as requests for updates, are left out.
     """
