@@ -185,9 +185,9 @@ def run_row(name: str, row: Row, *, warmup: int, steps: int, profile: Path | Non
 
 
 def changed(name: str, **values: str | None) -> tuple[str, Row]:
-    """(name, row): the row with these fields changed. The name lists the changes, as in ("4b-packed, attention flex", Row(…)).
+    """Change these fields of the row of this name. A value of None leaves its field as it is.
 
-    A value of None leaves its field as it is.
+    Returns (new name, changed row). The new name lists the changes, as in ("4b-packed, attention flex", Row(…)).
     """
     row = ROWS[name]
     for field, value in values.items():

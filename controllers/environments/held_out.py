@@ -1,4 +1,7 @@
-"""Chooses the held-out problems, by a hash of their keys. All other problems may be trained on."""
+"""Chooses the held-out problems: the problems whose keys have the lowest hashes.
+
+Problems whose keys have higher hashes may be trained on.
+"""
 
 from collections.abc import Iterable
 from hashlib import blake2b
@@ -16,10 +19,12 @@ def hold_out(
 ) -> tuple[list[Problem], float]:
     """The held-out problems, and the highest hash of their keys.
 
-    The problems of the `number` keys with the lowest hashes are held out. If several problems have the same key, only the first one counts.
-    Reading stops when `number` keys with hashes below `share` are found. Raises ValueError, naming the source, if `number` is more than half
-    of the keys found. If may_be_all is True, `number` has no limit: if it is larger than the number of keys, all keys are held out. In this
-    case ValueError is raised only if the source has no problem.
+    Reads problems until `number` keys with hashes below `share` are found, or until all problems are read. Then the
+    `number` keys with the lowest hashes of all keys read are held out. If several problems have the same key, only the
+    first one counts. Raises ValueError, naming the source, if `number` is more than half of the keys read.
+
+    If may_be_all is True, `number` has no limit. If `number` is larger than the number of keys, all keys are held out.
+    Raises ValueError then only if the source has no problem.
     """
     found: dict[str, tuple[float, Problem]] = {}
     num_low = 0

@@ -92,8 +92,8 @@ class ModelMember:
         try:
             answers = await self._send(client, endpoint, arguments)
         except Exception:
-            # The trainer is idle if the ranks refused the first call of a step. Then no step is open. The trainer is not
-            # idle if an earlier call has accumulated gradients, or if the call failed in the middle of its work. Then
+            # If the ranks refused the first call of a step, the trainer is idle, and no step is open. If an earlier call
+            # has accumulated gradients, or if this call failed in the middle of its work, the trainer is not idle, and
             # the step stays open.
             if await self._is_idle():
                 self.step.leave(client)

@@ -67,7 +67,7 @@ def generator(generator_mesh):
 
 @pytest.fixture
 def synced(trainer, generator):
-    """The version that trainer and generator both hold. It is at least two steps after the random weights."""
+    """The version of the weights that trainer and generator both hold, after at least two training steps."""
     while support.step(trainer) < 2:
         pass
     return generator.pull_model_state_dict(trainer.push_model_state_dict().result()).result()
