@@ -59,11 +59,14 @@ class Reference(FrozenPolicy):
         """The groups with rewards R = r - kl.coefficient * sum_t kl_t, where r is the reward before this penalty.
 
         r is the task's reward, minus the penalty on long completions if there is one.
-        kl_t is `kl` at token t, computed from the logprobs of the generator and the reference. The penalty is one number for the whole
-        completion. This is the method of RLOO (arXiv 2402.14740), of TRL's RLOOTrainer and, for GRPO, of verl's use_kl_in_reward. If the
-        reward is later divided by a standard deviation, the penalty is divided with it. KL defines the estimators k1, k2 and k3. With k1 the
-        sum of kl_t is the log of the ratio p_generator / p_reference of the whole completion, and the expected gradient is the gradient of
-        the KL divergence. With k2 or k3 the expected gradient differs from the gradient of the KL divergence.
+        kl_t is `kl` at token t, computed from the logprobs of the generator and the reference. The penalty is one
+        number for the whole completion. This is the method of RLOO (arXiv 2402.14740), of TRL's RLOOTrainer and, for
+        GRPO, of verl's use_kl_in_reward. If the reward is later divided by a standard deviation, the penalty is divided
+        with it.
+
+        KL defines the estimators k1, k2 and k3. With k1 the sum of kl_t is the log of the ratio p_generator /
+        p_reference of the whole completion, and the expected gradient is the gradient of the KL divergence. With k2 or
+        k3 the expected gradient differs from the gradient of the KL divergence.
 
         Example: one group, two completions of two tokens, rewards 1 and 0, estimator k1, coefficient 0.1. At each token the generator's logprob
         minus the reference's logprob is 0.5 in the first completion and 0 in the second. Then R = 0.9 and 0.
