@@ -35,6 +35,10 @@ Measure = Callable[[Prompts, SamplingParams], float]
 Run = Callable[[Prompts, SamplingParams], None]
 Shutdown = Callable[[], None]
 
+WARM_UP = 1 if torch.cuda.is_available() else 3
+"""Number of first rounds that are not counted. On a CPU oneDNN compiles kernels for every new size of a batch, in the second round too."""
+FIRST_TOKEN = 2
+"""The smallest id of a prompt's token. Smaller ids are special tokens of the tiny model."""
 WAYS = {
     "stepped": "vLLM's LLMEngine, which computes in the process that calls it",
     "llm": "vLLM's LLMEngine with its core in a process of its own, as LLM.generate uses it",
@@ -58,7 +62,7 @@ def config_of(name: str, concurrency: int) -> GeneratorConfig:
 
 def prompts_of(count: int, length: int, vocab_size: int) -> Prompts:
     draw = torch.Generator().manual_seed(0)
-    return torch.randint(2, vocab_size, (count, length), generator=draw).tolist()
+    return torch.randint(FIRST_TOKEN, vocab_size, (count, length), generator=draw).tolist()
 
 
 # --- vLLM without this package's client --------------------------------------------------------------------------
@@ -192,21 +196,28 @@ class Rounds:
         self.arguments = arguments
         self.share = arguments.replicas  # the client of N replicas gets N times the requests
         prompt_tokens, self.new_tokens = (128, 256) if torch.cuda.is_available() else (16, 64)
+        self.vocab_size = vocab_size
         self.prompts = prompts_of(max(arguments.requests) * self.share, prompt_tokens, vocab_size)
-        self.first_token = 2
+        self.num_drawn = 0
+
+    def fresh_prompts(self, count: int) -> Prompts:
+        """`count` prompts whose first two tokens no earlier call has returned. Two, because the tiny model has fewer tokens than there are rounds."""
+        num_tokens = self.vocab_size - FIRST_TOKEN
+        first, second = divmod(self.num_drawn, num_tokens)
+        self.num_drawn += 1
+        return [[FIRST_TOKEN + first, FIRST_TOKEN + second, *prompt[2:]] for prompt in self.prompts[:count]]
 
     def compare(self, ours: Measure, theirs: Measure) -> dict[int, tuple[list[float], list[float]]]:
-        """Returns {number of requests: (seconds of our rounds, seconds of their rounds)}. The first round is a warm-up, and is left out."""
+        """Returns {number of requests: (seconds of our rounds, seconds of their rounds)}. The first WARM_UP rounds are left out."""
         params = SamplingParams(max_tokens=self.new_tokens, ignore_stop=True)
         answers = {}
         for count in self.arguments.requests:
             sides: tuple[list[float], list[float]] = ([], [])
-            for _ in range(self.arguments.repeats + 1):
-                fresh = [[self.first_token, *prompt[1:]] for prompt in self.prompts[: count * self.share]]
-                self.first_token += 1
+            for _ in range(WARM_UP + self.arguments.repeats):
+                fresh = self.fresh_prompts(count * self.share)
                 sides[1].append(theirs(fresh[:count], params))
                 sides[0].append(ours(fresh, params))
-            answers[count] = (sides[0][1:], sides[1][1:])
+            answers[count] = (sides[0][WARM_UP:], sides[1][WARM_UP:])
         return answers
 
     def figures(self, count: int, ours: list[float], theirs: list[float]) -> dict[str, object]:

@@ -12,7 +12,7 @@ and each phase of the push and the pull. On a machine with GPUs it measures only
 copies of the same number of bytes, in both directions, because the push and the pull each copy the bytes once. If the
 weights came by cuda_ipc, these copies are between the first GPU and the generator's GPU. Otherwise they are between the
 first GPU and pinned memory. With --path point_to_point --network, NCCL may use neither direct access between GPUs nor
-shared memory. So NCCL sends the bytes over the network, as between hosts. --actors has not been run on a GPU yet.
+shared memory. So NCCL sends the bytes over the network, as between hosts.
 """
 
 import argparse

@@ -185,6 +185,14 @@ def test_graphs_are_captured_up_to_the_most_sequences(most, sizes):
     assert gpu.graph_sizes(most) == sizes
 
 
+@pytest.mark.parametrize(
+    ("num_seqs", "max_len", "tokens"), [(4, 130, 520), (256, 1024, 8192), (9000, 1024, 9000), (1, 16, 16)]
+)
+def test_a_step_of_vllm_is_never_larger_than_all_sequences_at_full_length(num_seqs, max_len, tokens):
+    config = GeneratorConfig(max_num_seqs=num_seqs, max_model_len=max_len)
+    assert gpu.batched_tokens(config) == tokens
+
+
 HEAD_DIMS = "32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512"
 
 

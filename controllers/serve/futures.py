@@ -74,8 +74,6 @@ class Futures:
         answer is kept if it is not fetched. keep_keys: seconds after the answer for which a repeated request is
         recognised by its key. max_answers: largest number of promises. Above it the oldest answered promises are
         forgotten.
-        A promise is forgotten keep_keys or keep_fetched seconds after its answer, whichever is longer. The answer is
-        lost then, even if keep_unfetched is longer.
         """
         self.keep_fetched, self.keep_unfetched, self.keep_keys = keep_fetched, keep_unfetched, keep_keys
         self.max_answers, self.now = max_answers, now
@@ -171,10 +169,14 @@ class Futures:
         for promise in list(self.promises.values()):
             if promise.answered is None:
                 continue
-            is_old = promise.fetched is not None and now - promise.fetched > self.keep_fetched
-            if promise.answer is not None and (is_old or now - promise.answered > self.keep_unfetched):
-                promise.answer = DROPPED
-            if now - promise.answered > max(self.keep_keys, self.keep_fetched):
+            if promise.fetched is None:
+                is_forgotten = now - promise.answered > max(self.keep_keys, self.keep_unfetched)
+            else:
+                is_dropped = now - promise.fetched > self.keep_fetched
+                is_forgotten = is_dropped and now - promise.answered > self.keep_keys
+                if is_dropped:
+                    promise.answer = DROPPED
+            if is_forgotten:
                 self._forget(promise)
         for promise in list(self.promises.values())[: max(0, len(self.promises) - self.max_answers)]:
             if promise.answered is not None:
@@ -186,9 +188,7 @@ class Futures:
             del self.keys[promise.key]
 
 
-DROPPED = Answer(
-    error="the answer was dropped, because it was fetched before, or was not fetched for an hour", category="server"
-)
+DROPPED = Answer(error="the answer was dropped, because it was fetched before", category="server")
 """The answer that replaces a dropped answer."""
 
 

@@ -47,7 +47,7 @@ def options(config: GeneratorConfig) -> dict[str, object]:
     chosen: dict[str, object] = {
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_memory_bytes": config.kv_cache_bytes,
-        "max_num_batched_tokens": max(config.max_num_seqs, BATCHED_TOKENS),
+        "max_num_batched_tokens": batched_tokens(config),
         "enforce_eager": config.enforce_eager,
     }
     if not config.enforce_eager:
@@ -57,6 +57,15 @@ def options(config: GeneratorConfig) -> dict[str, object]:
             cudagraph_capture_sizes=graph_sizes(config.max_num_seqs),
         )
     return chosen
+
+
+def batched_tokens(config: GeneratorConfig) -> int:
+    """Largest number of tokens in one step of vLLM.
+
+    It is never more than max_num_seqs sequences of max_model_len tokens. vLLM warns of a larger number, and with 8,192 tokens for 4 sequences
+    of 130 its engine core ended at its start on an H200 with "illegal memory access".
+    """
+    return min(max(config.max_num_seqs, BATCHED_TOKENS), config.max_num_seqs * config.max_model_len)
 
 
 def prepare_worker() -> None:

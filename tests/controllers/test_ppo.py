@@ -57,9 +57,6 @@ def rewards_of(batch: RolloutBatch) -> list[torch.Tensor]:
 class ValueModel:
     """Stands for the client of a value model. The value of a state is the number of its tokens."""
 
-    def __init__(self) -> None:
-        self.trained: list[tuple[list[Sample], float]] = []
-
     async def forward(self, samples):
         rows = [torch.arange(1, len(sample) + 1, dtype=torch.float32) for sample in samples]
         return ForwardBackwardOutput(metrics={}, partials={}, logprobs=[], values=rows, policy_version=0)

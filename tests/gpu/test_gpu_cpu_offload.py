@@ -38,7 +38,9 @@ def test_steps_are_those_of_a_trainer_on_the_gpu_and_the_state_is_on_the_host(mo
         print(f"loss {loss:.6f} and {other_loss:.6f}, gradient norm {norm:.6f} and {other_norm:.6f}")
         assert math.isclose(loss, other_loss, rel_tol=1e-3) and math.isclose(norm, other_norm, rel_tol=1e-2)
     assert {parameter.device.type for parameter in engine.built.model.parameters()} == {"cpu"}
-    assert all(tensor.device.type == "cpu" for tensor in engine.hf_state_dict().values())
+    [optimizer] = engine.built.optimizers.optimizers
+    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert moments and {tensor.device.type for tensor in moments} == {"cpu"}
     held = torch.cuda.memory_allocated() - before
     print(f"{held:,} bytes of the GPU; the weights take {memory_estimate.memory(usual).parameters:,}")
     assert held < memory_estimate.memory(usual).parameters

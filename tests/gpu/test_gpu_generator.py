@@ -76,7 +76,8 @@ def test_a_core_of_its_own_serves_what_was_pulled():
 
 
 def test_kill_9_of_the_core_is_a_named_error():
-    from rl_actors import GeneratorClient, RestartPolicy
+    from rl_actors import GeneratorClient
+    from rl_actors.config import RestartPolicy
 
     config = generator_config(restarts=RestartPolicy(max_per_hour=0))
     with GeneratorClient.spawn(config) as generator:

@@ -49,7 +49,8 @@ def step(engine, seed: int = 0) -> tuple[dict[str, float], float]:
 
 
 def tensors(engine) -> dict[str, torch.Tensor]:
-    found = dict(engine.built.model.state_dict())
+    model = engine.built.model
+    found = dict(model.named_parameters()) | dict(model.named_buffers())
     [optimizer] = engine.built.optimizers.optimizers
     for index, state in enumerate(optimizer.state.values()):
         found |= {f"{index} {name}": value for name, value in state.items()}

@@ -96,6 +96,23 @@ def test_a_fetched_answer_is_dropped_after_a_while_and_its_key_later():
     run(main())
 
 
+def test_an_answer_that_is_not_fetched_is_kept_longer_than_its_key():
+    async def main():
+        clock = Clock()
+        futures = Futures(keep_unfetched=100, keep_keys=10, now=clock)
+        promise = futures.submit("key", "call", lambda: answers(1))
+        await promise.is_done.wait()
+        clock.now = 90.0
+        futures.submit("other", "call", lambda: answers(2))
+        assert (await futures.wait(promise.request_id, 1)).answer == await answers(1)
+        clock.now = 110.0
+        futures.submit("third", "call", lambda: answers(3))
+        with pytest.raises(KeyError):
+            await futures.wait(promise.request_id, 1)
+
+    run(main())
+
+
 def test_no_more_promises_are_kept_than_the_limit():
     async def main():
         futures = Futures(max_answers=10)
