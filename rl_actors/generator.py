@@ -104,8 +104,9 @@ class Generator(Actor):
     async def heartbeat(self) -> Heartbeat:
         """A sign of life of the engine. Raises EngineDiedError if the engine has failed for good."""
         if self._engine is None:
-            # During setup a generator counts as idle, because the caller of setup has a time limit of its own. A stopped process of the
-            # engine is the exception: it makes is_idle False, so that the client notices the stop before the time limit.
+            # The client takes a generator that is not idle and does no work for dead. Setup does no such work, so it counts as idle; the
+            # caller of setup has a time limit of its own. A stopped process of the engine is the exception: it makes is_idle False, so
+            # that the client notices the stop before this time limit.
             return Heartbeat(is_idle=not await asyncio.to_thread(a_child_is_stopped), num_done=0)
         return self._engine.heartbeat()
 
@@ -293,10 +294,10 @@ def expected_tensors(directory: str) -> dict[str, tuple[int, ...]]:
 
 
 def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that a Hugging Face directory and a push have for one parameter of transformers' model.
+    """Names and shapes of the tensors into which one parameter of transformers' model is split.
 
     transformers' model stacks the weights of all experts of a block in one parameter, and concatenates the gate and up projections along
-    their outputs. Hugging Face directories and pushes have one tensor for each expert and each projection.
+    their outputs. Files of weights in Hugging Face directories and pushes have one tensor for each expert and each projection.
 
     by_expert("mlp.experts.gate_up_proj", (2, 64, 8))
         -> {"mlp.experts.0.gate_proj.weight": (32, 8), "mlp.experts.0.up_proj.weight": (32, 8), "mlp.experts.1.gate_proj.weight": …}

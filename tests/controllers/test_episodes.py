@@ -295,7 +295,8 @@ def test_turns_that_are_ready_together_go_in_one_call_and_no_two_have_one_seed(c
     assert len(generator.calls[0]) == 6  # 2 groups of 3 episodes
     indices = [index for call in generator.calls for index in call]
     assert len(set(indices)) == len(indices)
-    # The seed of a turn is params.seed plus the turn's index. The turns of episode e of problem p have the indices from (3 p + e) * 4 on.
+    # The seed of a turn is params.seed plus the turn's index. With 3 episodes a problem and at most
+    # 4 turns an episode, the turns of episode e of problem p have the indices from (3 p + e) * 4 on.
     assert sorted(index for index in indices if index < 24)[0] == 0 and {
         params.seed for params in generator.params
     } == {0}
