@@ -41,8 +41,8 @@ MAGIC = b"rlweight"
 KEY_OFFSET = 64  # offset of one byte with the length of the key; the key follows
 LOCK_POLL_SECONDS = 0.002
 KEPT_MAPPINGS = 3
-"""A reader unmaps a slot if none of the last KEPT_MAPPINGS versions that it has read used the slot. The value is larger than two, because
-a rank may have two slots, and its versions then alternate between them."""
+"""Number of versions. A reader unmaps a slot after it has read this many versions from other slots. The number is larger than two, because a
+rank may have two slots, and its versions then alternate between them."""
 
 
 @dataclass(frozen=True, slots=True)

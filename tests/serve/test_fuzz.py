@@ -25,7 +25,7 @@ def mutated(body: bytes, draw: random.Random) -> bytes:
 
 
 def with_another_value(body: bytes, model: str, draw: random.Random) -> bytes:
-    """The body with one byte replaced behind the model's name. Most such bodies can be read, and reach the trainer."""
+    """The body with one byte replaced, somewhere after the model's name. Most such bodies can be read, and reach the trainer."""
     changed = bytearray(body)
     behind_the_name = body.index(model.encode()) + len(model)
     changed[draw.randrange(behind_the_name, len(changed))] = draw.randrange(256)
