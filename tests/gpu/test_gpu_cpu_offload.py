@@ -41,6 +41,7 @@ def test_steps_are_those_of_a_trainer_on_the_gpu_and_the_state_is_on_the_host(mo
     [optimizer] = engine.built.optimizers.optimizers
     moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     assert moments and {tensor.device.type for tensor in moments} == {"cpu"}
+    assert all(tensor.device.type == "cpu" for tensor in engine.hf_state_dict().values())
     held = torch.cuda.memory_allocated() - before
     print(f"{held:,} bytes of the GPU; the weights take {memory_estimate.memory(usual).parameters:,}")
     assert held < memory_estimate.memory(usual).parameters
