@@ -138,7 +138,7 @@ def first_difference(some: Sequence[int], others: Sequence[int]) -> int | None:
 def compare_generator(
     client: GeneratorClient, mode: str, vocab_size: int, num_tokens: int, count: int
 ) -> list[tuple[list[int], Completion]]:
-    """Record one result for each comparison. Returns (prompt, completion) of every request that ran alone."""
+    """Record one result for each comparison. Returns (prompt, completion) of every request that ran without others."""
     recorded: list[tuple[list[int], Completion]] = []
     for kind, prompts in prompts_by_kind(count, vocab_size).items():
         alone = one_by_one(client, prompts, num_tokens)

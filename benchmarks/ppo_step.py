@@ -1,4 +1,4 @@
-"""Times each part of a PPO step alone. Adds up the parts of each GPU, and compares the largest sum with the time of a whole step.
+"""Times each part of a PPO step by itself. Adds up the parts of each GPU, and compares the largest sum with the time of a whole step.
 
 python -m benchmarks ppo_step --config qwen3_0_6b_ppo
 
@@ -214,7 +214,7 @@ async def parts_alone(run: Run[PPOConfig], spawned: Spawned, *, first: int, time
 
 
 async def measure(config: PPOConfig, folder: RunFolder, *, repeats: int) -> dict[str, Any]:
-    """Figures of the run's steps, and of each part when it runs alone."""
+    """Figures of the run's steps, and of each part when it runs by itself."""
     build_character_tokenizer(folder.path / "tokenizer", config.alphabet)
     tokenizer = load_tokenizer(folder.path / "tokenizer", config.chat)
     environment = build_environment(config.environment)

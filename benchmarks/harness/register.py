@@ -128,7 +128,7 @@ def _grpo_step(line: Line) -> str:
 
 
 def _ppo_step(line: Line) -> str:
-    """Text with the seconds of the step, of all parts on the slowest device, and of each part when timed alone."""
+    """Text with the seconds of the step, of all parts on the slowest device, and of each part when timed by itself."""
     busiest = max(line["of_devices"], key=line["of_devices"].__getitem__)
     parts = [f"step {line['seconds']:.3g} s{_busy_or_idle(line)} beside {line['slowest_seconds']:.3g} s of {busiest}"]
     known = ("generate", "logprobs", "reference", "values", "policy", "critic", "push", "pull")

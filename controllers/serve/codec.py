@@ -354,7 +354,7 @@ class SampledSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cells:
-    """A float32 matrix [N - 1, K]. If it is sparse, only the cells that compressed sparse rows list are given."""
+    """A float32 matrix [N - 1, K]. If it is sparse, it is given as compressed sparse rows, which list only some of its cells."""
 
     values: np.ndarray  # the given cells as a flat array
     shape: tuple[int, int]

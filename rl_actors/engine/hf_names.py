@@ -86,9 +86,9 @@ def split_qkv(adapter: Qwen3StateDictAdapter, name: str, tensor: Tensor) -> dict
 
 
 def _distributed_like(whole: Tensor, rows: Tensor) -> Tensor:
-    """Wrap `rows`, this rank's piece of some rows of `whole`, as a DTensor with the placements of `whole`.
+    """Wrap `rows` as a DTensor with the placements of `whole`. `rows` is this rank's piece of the selected rows of `whole`.
 
-    Every rank must hold a piece of every row. If `whole` is a plain tensor, `rows` is returned as it is.
+    Every rank must hold a piece of every selected row. If `whole` is a plain tensor, `rows` is returned as it is.
     """
     if not isinstance(whole, DTensor):
         return rows

@@ -42,7 +42,7 @@ class OwnTime:
     def __init__(self, modules: Sequence[nn.Module], machine: Machine) -> None:
         self._stopwatch, self._num_tokens = machine.Stopwatch(), 0
         for module in modules:
-            # FSDP's hooks gather the weights before this hook starts the stopwatch, and free them after it has stopped.
+            # FSDP's hooks gather the weights before the stopwatch starts, and free the weights after the stopwatch has stopped.
             module.register_forward_pre_hook(self._start)
             module.register_forward_hook(self._stop, prepend=True)
 
