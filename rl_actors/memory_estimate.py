@@ -286,7 +286,10 @@ def _gathered(config: TrainerConfig, size: int) -> float:
 
 
 def _gathered_elements(config: TrainerConfig, *, all_blocks: bool, only_trained: bool) -> int:
-    """Number of gathered elements: those of the embedding and the head, and those of all blocks or of twice the largest block."""
+    """Number of elements that FSDP has gathered at the same time.
+
+    The elements outside the blocks always count. If all_blocks is True, every block counts. Otherwise only the largest block counts, twice.
+    """
     outside, blocks = 0, []
     for layer, weights in _held_parts(config):
         elements = 0

@@ -87,7 +87,7 @@ def test_the_collector_of_another_programs_process_is_not_changed(output):
     ("last_line", "status"),
     [("", 0), ("sys.exit(3)", 3), ("sys.exit()", 0), ("sys.exit('text')", 1), ("raise ValueError", 1)],
 )
-def test_our_process_ends_after_its_threads_and_exit_handlers_and_takes_nothing_apart(output, last_line, status):
+def test_our_process_ends_after_its_threads_and_exit_handlers_and_deletes_no_objects(output, last_line, status):
     command = ["-c", BOOTSTRAP, "-m", "started_module"]
     lines = output(command, {"RL_ACTORS_PROCESS": "trainer-0"}, ENDING + last_line, status)
     assert lines == ["module", "thread", "exit handler"]

@@ -49,7 +49,7 @@ def test_the_flags_of_a_round_are_those_of_its_controller(kind, tmp_path):
 LINE = {"kind": "trainer", "sent": "kill", "second": "", "after_step": 3, "faults": [], "seconds": 10.0}
 
 
-def test_the_table_has_the_seconds_of_rounds_with_one_death_with_two_and_with_a_death_during_the_start():
+def test_the_table_separates_rounds_with_one_death_two_deaths_and_a_death_during_the_start():
     others = [LINE | {"seconds": 99.0, "second": "trainer"}, LINE | {"seconds": 89.0, "second": "critic"}]
     others.append(LINE | {"seconds": 70.0, "after_step": -1})
     [_, row] = table([LINE, LINE | {"seconds": 30.0}, *others, LINE | {"faults": ["x"]}], 20.0).splitlines()
@@ -61,7 +61,7 @@ def test_the_bar_of_a_stopped_process_includes_the_silence_after_which_it_counts
     assert row.split() == ["engine", "stop", "1", "1", "10.0", "45", "10.0", "65", "-,", "-", "-,", "-"]
 
 
-def test_a_missed_bar_is_named_and_second_deaths_have_none():
+def test_a_missed_bar_is_named_and_rounds_with_two_deaths_have_no_bar():
     assert missed_bars([LINE, LINE | {"seconds": 79.0}, LINE | {"seconds": 40.0}], 20.0) == []
     assert missed_bars([LINE | {"seconds": 99.0, "second": "critic"}], 20.0) == []
     assert missed_bars([LINE | {"seconds": 99.0, "after_step": -1}], 20.0) == []

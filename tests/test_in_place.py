@@ -1,7 +1,7 @@
 """load_in_place copies weights into the parameters of a running model. The parameters then equal those of vLLM's own loader.
 
-The tests have several tensor-parallel workers and pieces of unequal sizes. The model is vLLM's. It is built on a CPU, but as on a GPU its
-weights are not packed for CPU kernels.
+The tests have several tensor-parallel workers and pieces of unequal sizes. The model is vLLM's. It is built on a CPU. Its weights
+are not packed for CPU kernels, so they have the same form as on a GPU.
 """
 
 import os

@@ -63,7 +63,7 @@ def test_the_student_of_the_page_on_ppo_comes_near_its_teacher(tmp_path):
     assert len(divergences) == 20 and divergences[0] > 0.5 and divergences[-1] < 0.1 * divergences[0], divergences
 
 
-def test_the_task_of_the_readme_is_taken_by_the_command_under_it(tmp_path):
+def test_the_command_below_the_task_in_the_readme_accepts_the_task(tmp_path):
     source = tmp_path / "my_task.py"
     source.write_text(PROGRAMS[TASK])
     [command] = re.findall(r"^\.venv/bin/python (.*my_task.*)$", README, re.MULTILINE)
@@ -82,7 +82,7 @@ def test_the_task_of_the_readme_is_taken_by_the_command_under_it(tmp_path):
         assert task.reward(problem, problem.answer) == 1.0 and task.reward(problem, "") == 0.0
 
 
-def test_the_task_of_the_page_on_tasks_is_taken_by_the_command_under_it(tmp_path):
+def test_the_command_below_the_task_in_tasks_md_accepts_the_task(tmp_path):
     (tmp_path / "next_letter.py").write_text(PROGRAMS["letters"])
     [command] = re.findall(r"^\.venv/bin/python (.*next_letter.*)$", DOCS["tasks.md"], re.MULTILINE)
     finished = run([sys.executable, *command.split(), "--dry-run"], tmp_path)
@@ -91,7 +91,7 @@ def test_the_task_of_the_page_on_tasks_is_taken_by_the_command_under_it(tmp_path
     assert config["alphabet"] == "=abcdefghijklmnopqrstuvwxyz" and config["trainer"]["model"]["vocab_size"] == 29
 
 
-def test_the_episode_of_the_page_on_episodes_is_taken_by_the_command_under_it_and_can_be_played(tmp_path):
+def test_the_command_below_the_episode_in_episodes_md_accepts_the_episode(tmp_path):
     source = tmp_path / "counting.py"
     source.write_text(PROGRAMS["episode"])
     [command] = re.findall(r"^\.venv/bin/python (.*counting.*)$", DOCS["episodes.md"], re.MULTILINE)

@@ -14,7 +14,7 @@ from controllers.environments.sandbox import CLOCK_FACTOR, SandboxConfig
 
 REWARDS = ("exact_match", "math_verify", "regex", "task", "judge", "python")
 LIMITS_OF_RUN = ("reward_workers", "reward_timeout", "reward_retries", "reward_concurrency")
-"""Fields that apply to all rewards of a run. A task of a mixture and a named validation set cannot have other values."""
+"""Fields that apply to all rewards of a run. Neither a task of a mixture nor a named validation set can have other values."""
 
 FILE_FORMATS = (".jsonl", ".json", ".parquet", ".csv")
 

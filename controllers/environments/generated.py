@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
 HELD_OUT_SHARE = 1 / 8
-"""At most this share of a task's problem keys is held out.
+"""Limit on the share of a task's problem keys that is held out.
 
-If this share is less than `num_held_out` keys, the share may rise to one half.
+If a task has too few keys for `num_held_out` within this limit, up to half of its keys are held out.
 """
 
 DRAWS_PER_PROBLEM = 1000

@@ -152,7 +152,7 @@ class GeneratorClient(Client):
         """A client of the generator that a running service owns. The calls of all clients run at the same time.
 
         Waits for the service, and raises the errors that TrainerClient.attach raises. If this program ends, the service
-        aborts its generate calls.
+        aborts the program's generate calls.
         certificates: folder of certificates for a tls:// address.
         """
         from rl_actors.service import remote
@@ -209,7 +209,8 @@ class GeneratorClient(Client):
         return found
 
     async def _death(self, silent_after: float) -> ActorDiedError | ActorSilentError | None:
-        """Wait until every generator is dead and will not be started again. Returns the error that ended the first generator of the list.
+        """Wait until every generator is dead and will not be started again. Returns the error that ended the generator
+        with the lowest number.
 
         Returns None if the start has failed, if the client was closed, or if the error is neither ActorDiedError nor ActorSilentError.
         A generator without a sign of life for silent_after seconds counts as dead and is started again. If the config's

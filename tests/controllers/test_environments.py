@@ -1,4 +1,7 @@
-"""Environments: determinism, the split into training and held-out problems by their operands, rewards and refusals."""
+"""Tests that environments are deterministic, train on no held-out problem and give the right rewards.
+
+They also test that wrong values and wrong data are refused.
+"""
 
 import json
 import re
@@ -45,7 +48,8 @@ def test_training_never_shows_the_operands_of_a_held_out_problem(seed):
     training = {operands(environment.problem(index)) for index in range(8000)}
     assert len(held_out) == len(environment.held_out()) == 512
     assert not held_out & training
-    # There are 5151 unordered pairs of 0 to 100. Training lacks only the share that is held out.
+    # There are 5151 unordered pairs of 0 to 100. At most an eighth of them is held out. The 8000 draws miss some of the
+    # others.
     assert len(training) > 3000
 
 
@@ -228,7 +232,7 @@ def data(task: str, **fields) -> EnvironmentConfig:
     return EnvironmentConfig(task=task, prompt_column="question", answer_column="value", num_held_out=4, **fields)
 
 
-def test_a_file_of_its_own_is_held_out_as_a_whole_and_never_trained_on(tmp_path):
+def test_all_problems_of_a_held_out_file_are_held_out_and_never_trained_on(tmp_path):
     train, test = write_table(tmp_path / "train.jsonl", ROWS), write_table(tmp_path / "test.csv", ROWS[30:] + MORE_ROWS)
     whole = build_environment(replace(data(train, held_out_task=test), num_held_out=512))
     assert {problem.answer for problem in whole.held_out()} == {str(n + 1) for n in range(30, 60)}
@@ -238,7 +242,7 @@ def test_a_file_of_its_own_is_held_out_as_a_whole_and_never_trained_on(tmp_path)
     assert len(part.held_out()) == 20 and {p.key for p in part.held_out()} < {p.key for p in whole.held_out()}
 
 
-def test_a_split_of_its_own_is_held_out_as_a_whole(tmp_path, monkeypatch):
+def test_all_problems_of_a_held_out_split_are_held_out(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "mine"
     folder.mkdir()
@@ -298,7 +302,7 @@ def test_a_directory_of_a_hugging_face_data_set_is_read_by_its_split(tmp_path, m
     assert len({small.problem(index).key for index in range(16)}) == 16
 
 
-def test_a_conversation_has_its_last_message_as_the_answer_or_a_column(tmp_path):
+def test_the_answer_of_a_conversation_is_its_last_message_or_a_column(tmp_path):
     asked = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "One more than 3?"}]
     answered = [*asked, {"role": "assistant", "content": "4"}]
     rows = [{"chat": answered, "n": 0}] + [
@@ -418,7 +422,7 @@ def closeness(answer: str, completion: str) -> float:
     return 1 / (1 + abs(len(answer) - len(completion)))
 
 
-def test_the_reward_is_the_last_match_of_a_pattern_or_a_function_of_ones_own(jsonl):
+def test_the_reward_compares_the_last_match_of_a_pattern_or_calls_a_users_function(jsonl):
     problem = Problem(prompt="", answer="72", key="")
     config = EnvironmentConfig(task=jsonl, num_held_out=10, reward="regex", reward_pattern=r"#### (-?\d+)")
     reward = build_environment(config).reward

@@ -1,4 +1,7 @@
-"""KL control, compared with plain Python sums in float64."""
+"""Tests of KL control: the penalty in the rewards of tokens, and the rule that changes the penalty's coefficient.
+
+The expected values are plain Python sums in float64.
+"""
 
 import math
 

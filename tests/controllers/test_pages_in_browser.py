@@ -76,7 +76,9 @@ def test_a_report_fits_a_phone_and_a_wide_screen_and_its_groups_can_be_filtered(
     # At first the page shows the groups of the last step. The filters then choose all groups, the groups with equal rewards, all groups again,
     # and the groups with the text "D5".
     assert found["groups"] == [["6"], ["3", "4", "5", "6"], ["4"], ["3", "4", "5", "6"], ["5"]]
-    assert len(found["charts"]) > 100 and min(found["charts"]) >= 8, "pixels of a text in a chart"
+    assert len(found["charts"]) > 100 and min(found["charts"]) >= 8, (
+        "a text in a chart is missing or less than 8 pixels high"
+    )
 
 
 @pytest.mark.slow
@@ -105,4 +107,6 @@ def test_a_comparison_of_runs_fits_a_phone_and_a_wide_screen(tmp_path, width):
     write_comparison(folders, tmp_path / "compare.html")
     found = open_page(tmp_path / "compare.html", width, tmp_path)
     assert found["width"] == width and found["needed"] <= width, "the page is wider than the screen"
-    assert len(found["charts"]) > 100 and min(found["charts"]) >= 8, "pixels of a text in a chart"
+    assert len(found["charts"]) > 100 and min(found["charts"]) >= 8, (
+        "a text in a chart is missing or less than 8 pixels high"
+    )

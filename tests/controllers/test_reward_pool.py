@@ -92,7 +92,7 @@ def test_a_reward_that_raises_is_asked_for_again_and_then_named():
         assert scorer.num_replaced == 0  # the process still works, so the pool keeps it
 
 
-def test_rewards_of_every_kind_come_from_the_processes_and_async_ones_from_here(tmp_path):
+def test_async_rewards_come_from_this_process_and_all_other_kinds_from_the_workers(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("prompt,answer\n" + "".join(f"{n}+1,{n + 1}\n" for n in range(8)))
     rows = {"task": str(path), "num_held_out": 4}

@@ -296,7 +296,7 @@ class TestTrainer(PolicyTrainer):
         weights = [parameter.detach().clone() for parameter in parameters]
         with torch.no_grad():
             # hf_state_dict splits fused parameters into query, key and value. To split the gradients in the same way,
-            # the parameters hold the gradients while it runs.
+            # the parameters hold the gradients while hf_state_dict runs.
             for parameter in parameters:
                 parameter.copy_(parameter.grad)
             named = self.engine.hf_state_dict()

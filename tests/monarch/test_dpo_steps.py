@@ -1,4 +1,7 @@
-"""DPO takes steps on shared actors, with a config that is parsed from flags. A resumed run has the reference that the run began with."""
+"""DPO takes steps on the trainer that all tests in this folder share. Its config is parsed from flags.
+
+A resumed run has the reference that the run began with.
+"""
 
 import asyncio
 import io
