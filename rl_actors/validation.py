@@ -217,7 +217,7 @@ def require_tenant(name: str, seed: int, lora_rank: int) -> None:
         raise TypeError(f"new_tenant({name!r}, seed={seed!r}); name must be a str, seed an integer")
     if not name:
         raise ValueError(
-            "new_tenant('') is not possible: the tenant that every trainer has from the start has this name"
+            "new_tenant('') is not possible: '' is the name of the tenant that every trainer has from the start"
         )
     if not lora_rank:
         raise ValueError(

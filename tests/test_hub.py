@@ -34,7 +34,7 @@ def cached(cache, tied_qwen3):
     return snapshot
 
 
-def test_an_id_is_the_directory_of_its_cache_and_a_directory_is_itself(cached, tied_qwen3):
+def test_find_model_gives_the_cached_directory_of_an_id_and_keeps_a_directory(cached, tied_qwen3):
     assert find_model(ID) == str(cached)
     assert find_model(tied_qwen3) == tied_qwen3
     assert find_model("") == ""
@@ -80,7 +80,7 @@ def test_a_cache_without_the_weights_is_refused_with_what_it_lacks(cached):
         find_model(ID)
 
 
-def test_an_id_that_was_not_looked_up_is_named_by_the_configs():
+def test_configs_refuse_an_id_that_was_not_looked_up():
     for made in (TrainerConfig(hf_path=ID), GeneratorConfig(hf_path=ID)):
         with pytest.raises(ValueError, match=r"hf_path='Qwen/Qwen3-0.6B' is not a directory; .* rl_actors.find_model"):
             made.validate()

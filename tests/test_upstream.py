@@ -292,7 +292,9 @@ def _() -> None:
     assert parameters(PipelineStage.get_fwd_recv_ops) == ["self", "fwd_chunk_id"]
     assert parameters(PipelineStage.get_bwd_recv_ops) == ["self", "bwd_chunk_id"]
     assert parameters(PipelineStage.backward_one_chunk)[:3] == ["self", "bwd_chunk_id", "loss"]
-    assert "loss.detach" not in source(PipelineStage.backward_one_chunk), "torch frees the loss's graph: ours can go"
+    assert "loss.detach" not in source(PipelineStage.backward_one_chunk), (
+        "torch frees the loss's graph: our override can go"
+    )
     like = torch.empty(1, 1, device="meta").requires_grad_()
     shapes = dict.fromkeys(("input_args", "output_args"), like) | dict.fromkeys(
         ("input_grads", "output_grads"), like.detach()
@@ -1157,7 +1159,7 @@ def failures() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_upstream_is_as_the_code_relies_on_it(failures, name):
+def test_every_row_holds_for_the_installed_packages(failures, name):
     assert failures.get(name) is None, failures[name]
 
 
@@ -1202,7 +1204,7 @@ def test_a_check_fails_when_its_name_is_gone(monkeypatch, name, owner, attribute
         CHECKS[name]()
 
 
-def test_a_check_fails_when_a_forward_that_is_replaced_here_computes_something_else(monkeypatch):
+def test_a_check_fails_when_a_forward_that_our_code_replaces_computes_something_else(monkeypatch):
     importlib.import_module("rl_actors.engine")
     from torchtitan.models.common.moe import GroupedExperts
 

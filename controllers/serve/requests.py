@@ -35,7 +35,8 @@ class StopStrings:
     def cut(self, completion: Completion) -> tuple[int, bool]:
         """(number of tokens that are kept, whether the completion ended with a stop).
 
-        The first stop string ends the completion, and its tokens are kept. If the completion has no stop string, all tokens are kept.
+        The completion ends with its first stop string. The tokens of this string are kept. If the completion has no
+        stop string, all tokens are kept.
         """
         tokens = completion.tokens
         if not self._is_in(tokens):
@@ -63,7 +64,7 @@ class Wanted:
     stop_strings: StopStrings | None
     prompt_logprobs: bool
     last_n: int | None  # number of tokens at the end of the prompt whose logprobs are wanted; None: all
-    targets: Targets | None  # target tokens at positions of the prompt, whose logprobs are wanted
+    targets: Targets | None  # tokens whose logprobs are wanted at given positions of the prompt
     topk_prompt: int  # number of likeliest tokens that are wanted at each position of the prompt
 
     async def run(self, weights: Weights) -> tuple[bytes, int]:

@@ -3,7 +3,7 @@
 torchtitan's converter puts the adapters into the model. This module gives them reproducible initial values, merges them into the weights, and
 writes them as a directory for peft.
 
-R rank of an adapter, I inputs and O outputs of a linear layer.
+In shapes, R is the rank of an adapter, and I and O are the numbers of inputs and outputs of a linear layer.
 """
 
 import math

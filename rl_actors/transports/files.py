@@ -24,7 +24,7 @@ from rl_actors.trusted_files import require_trusted
 
 
 class FilesTransport(Transport):
-    """One file for each rank and version. The metadata of a file has the offsets of its shards.
+    """One file for each rank and each version of the weights. The metadata of a file has the offsets of its shards.
 
     `close` removes the directory if `open` created it.
     """
@@ -82,7 +82,10 @@ class FilesTransport(Transport):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionInDirectory(Source, OpenVersion):
-    """A version in files of one directory. Every process that sees the directory can read the files. A subclass reads the tensors."""
+    """A version of the weights, in files of one directory. Every process that sees the directory can read the files.
+
+    A subclass reads the tensors.
+    """
 
     directory: Path
     manifest: Manifest

@@ -322,7 +322,7 @@ def test_a_config_is_saved_and_read_again_in_every_format(ending):
     assert invocation.config == replace(config, seed=4) and invocation.config_name == "saved"
 
 
-def test_toml_has_no_null_so_a_field_that_would_be_read_as_its_default_is_refused():
+def test_a_config_with_a_null_that_toml_cannot_hold_is_refused():
     config = tiny()
     config.environment.options = {"deep": [None]}
     with pytest.raises(ValueError, match="environment.options=.* holds a null, which TOML does not have"):

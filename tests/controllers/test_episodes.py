@@ -289,7 +289,7 @@ def drawn(generator, tokenizer, num_steps: int, **options) -> list[dict]:
     return asyncio.run(scenario())
 
 
-def test_turns_that_are_ready_together_go_in_one_call_and_no_two_have_one_seed(characters):
+def test_turns_that_are_ready_together_go_in_one_call_and_have_distinct_seeds(characters):
     generator = TalkingGenerator(some_digit)
     drawn(generator, characters, 3)
     assert len(generator.calls[0]) == 6  # 2 groups of 3 episodes
@@ -372,7 +372,7 @@ def test_a_wrong_episode_ends_the_run_with_its_error(characters):
         drawn(TalkingGenerator(some_digit), characters, 1, environment=Echo([None]))
 
 
-def test_a_group_of_episodes_gives_grpo_its_sums_and_ppo_its_rewards_per_token(characters):
+def test_a_group_of_episodes_has_summed_rewards_for_grpo_and_rewards_per_token_for_ppo(characters):
     class Scored(Echo):
         def episode(self, problem):
             made = super().episode(problem)

@@ -62,7 +62,7 @@ def test_advantages_and_returns_are_the_sums_over_the_actions(batch, gamma, acto
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(sequences(), min_size=1, max_size=4))
-def test_numbers_beside_the_actions_are_not_read(batch):
+def test_numbers_at_positions_without_an_action_are_not_read(batch):
     spoiled = []
     for values, rewards, is_action, last in batch:
         keep = [(value if is_one else math.nan) for value, is_one in zip(values, is_action, strict=True)]
@@ -91,7 +91,7 @@ def test_a_sequence_that_was_cut_off_goes_on_with_the_value_of_its_last_state():
 
 
 @pytest.mark.parametrize("length, expected", [(10, 0.0), (20, 0.0), (40, 0.5), (200, 0.9)])
-def test_a_longer_sequence_has_a_larger_lambda_if_it_adapts(length, expected):
+def test_an_adaptive_lambda_is_larger_for_a_longer_sequence(length, expected):
     config = GAEConfig(length_adaptive=0.05)
     assert config.actor_lambdas(torch.tensor([length])).item() == pytest.approx(expected)
     values, rewards = [0.1] * length, [0.0] * (length - 1) + [1.0]

@@ -16,7 +16,7 @@ from controllers.validation import build_sets, pass_at_k
 
 
 @pytest.mark.parametrize(("num_samples", "num_passed"), [(1, 0), (1, 1), (5, 0), (5, 2), (6, 5), (6, 6)])
-def test_pass_at_k_is_the_share_of_all_choices_of_k_completions_in_which_one_passes(num_samples, num_passed):
+def test_pass_at_k_is_the_share_of_choices_with_a_passing_completion(num_samples, num_passed):
     passes = [index < num_passed for index in range(num_samples)]
     for k in range(1, num_samples + 1):
         choices = list(itertools.combinations(passes, k))

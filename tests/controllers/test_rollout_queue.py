@@ -151,7 +151,7 @@ def problem_of(index: int) -> NumberedProblem:
 @pytest.mark.parametrize("in_flight_updates", [True, False])
 @pytest.mark.parametrize("versions_per_step", [1, 2])
 @pytest.mark.parametrize("max_staleness", [0, 2, 3, 4])
-def test_every_problem_is_used_once_and_no_group_is_too_old_whatever_takes_long(
+def test_with_random_times_every_problem_is_used_once_and_no_group_is_too_old(
     max_staleness, versions_per_step, in_flight_updates
 ):
     oldest = 0

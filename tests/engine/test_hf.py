@@ -30,7 +30,7 @@ SHAPES = {
     "Llama 3, tied": replace(LLAMA, rope_scaling=LLAMA3_SCALING, rope_theta=500_000.0, tie_word_embeddings=True),
     "Mistral": replace(LLAMA, architecture="mistral"),
     "experts": MOE,
-    "experts in every second block, unscaled, tied": replace(
+    "experts in every second block, router weights not normalised, tied": replace(
         MOE, num_hidden_layers=4, decoder_sparse_step=2, norm_topk_prob=False, tie_word_embeddings=True
     ),
 }
@@ -74,7 +74,9 @@ def worst(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_directory_of_transformers_gives_its_logits_here_and_back(make_engine, directory, tmp_path, shape):
+def test_transformers_and_the_engine_load_each_others_directories_with_equal_logits(
+    make_engine, directory, tmp_path, shape
+):
     engine = make_engine(directory(shape))
     expected = transformers_log_probabilities(directory(shape))
     assert expected.std() > 1.0  # a model that guesses uniformly would hide differences

@@ -71,11 +71,11 @@ def assert_pulls_replace_the_weights(config: GeneratorConfig) -> None:
         assert_logprobs_are_the_trainers(trainer, after)
 
 
-def test_a_core_of_its_own_serves_what_was_pulled():
+def test_a_core_in_its_own_process_serves_what_was_pulled():
     assert_pulls_replace_the_weights(generator_config())
 
 
-def test_kill_9_of_the_core_is_a_named_error():
+def test_kill_9_of_the_core_is_an_error_that_names_the_core():
     from rl_actors import GeneratorClient
     from rl_actors.config import RestartPolicy
 

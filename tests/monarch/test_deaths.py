@@ -30,7 +30,7 @@ class Bare(Client):
         (signal.SIGSTOP, ActorSilentError, r"pair: rank 1 \(pid {pid}\) did not answer for 2 s, between two calls"),
     ],
 )
-def test_a_dead_process_is_noticed_while_nobody_calls_it_and_all_are_ended(sent, kind, text):
+def test_a_dead_or_stopped_process_is_noticed_between_calls_and_kill_ends_all_processes(sent, kind, text):
     client = Bare("pair")
     death = client.death(silent_after=2.0)
     client.ready().result(GUARD)
@@ -71,7 +71,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_the_watch_of_a_closed_client_tells_of_no_death():
+def test_a_client_that_is_closed_reports_no_death():
     client = Bare("closed")
     death = client.death(silent_after=60.0)
     client.ready().result(GUARD)

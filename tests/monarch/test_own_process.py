@@ -126,7 +126,7 @@ def republish(transport, version: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_pull_in_flight_splits_tokens_exactly_and_later_requests_are_the_new_policys(generator, published):
+def test_a_pull_in_flight_splits_tokens_exactly_and_later_requests_use_the_new_weights(generator, published):
     transport, models = published
     republish(transport, 1)
     generator.pull_model_state_dict(1).result()
@@ -241,7 +241,7 @@ def test_tensor_parallel_ranks_pull_sample_and_end_together(published):
 
 
 @pytest.mark.slow
-def test_a_tensor_parallel_rank_that_does_not_answer_a_pull_ends_the_generators_service(published):
+def test_after_a_tensor_parallel_rank_does_not_answer_a_pull_all_calls_fail(published):
     transport, _ = published
     config = never_restarted(tensor_parallel=2)
     with GeneratorClient.spawn(config, transport=transport, name="parallel") as generator:

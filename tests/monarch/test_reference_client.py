@@ -63,7 +63,7 @@ def test_a_student_comes_near_a_teacher_by_a_column_and_a_loss(trainer, ranks):
     assert divergences[-1] < 0.5 * divergences[0], divergences
 
 
-def test_a_reference_holds_weights_and_nothing_to_train_them_and_has_no_call_that_would(ranks, transport):
+def test_a_reference_holds_only_weights_and_lacks_the_calls_of_training(ranks, transport):
     config = support.trainer_config(optimizer=None)
     mesh = ranks(1).spawn("frozen", support.TestTrainer, config, transport)
     with ReferenceClient(mesh) as reference:

@@ -1,4 +1,7 @@
-"""Runs the official SDK against a server with real trainers and a real vLLM: losses, states, samplers, and a server that is killed."""
+"""Runs Tinker's official SDK against our server with real trainers and a real vLLM.
+
+The tests cover losses, states, samplers, and a server that is killed.
+"""
 
 import math
 import os
@@ -119,7 +122,7 @@ def with_provenance(each):
     return each.with_provenance(model_input=[span], loss_fn_inputs=[span])
 
 
-def test_cross_entropy_with_weights_with_many_targets_and_sparse_ones(client):
+def test_cross_entropy_takes_weights_many_targets_and_sparse_tensors(client):
     weights = [0.0, 1.0, -0.5, 2.0]
     one = datum([1, 2, 3, 4], [2, 3, 4, 5], weights=weights)
     output = client.forward([one], "cross_entropy").result()
@@ -235,7 +238,7 @@ def results_of(client, futures: list) -> list:
     return [*losses, logprobs_of(client)]
 
 
-def test_tenants_whose_calls_interleave_share_one_trainer_and_equal_each_alone(server, service, tmp_path):
+def test_tenants_whose_calls_interleave_share_one_trainer_and_train_as_if_alone(server, service, tmp_path):
     params = [
         types.AdamParams(learning_rate=1e-3),
         types.AdamParams(learning_rate=5e-3, beta1=0.5, eps=1e-3, weight_decay=0.1, grad_clip_norm=0.3),
@@ -413,7 +416,7 @@ def num_pulls(server) -> int:
 
 
 @pytest.mark.parametrize("train_unembed", [True, False])
-def test_samplers_of_two_runs_of_their_versions_and_of_the_base_answer_together(server, service, train_unembed):
+def test_samplers_of_two_runs_at_two_versions_and_of_the_base_model_answer_together(server, service, train_unembed):
     clients = [
         service.create_lora_training_client("tiny_chat", rank=RANK, seed=seed, train_unembed=train_unembed).result()
         for seed in (1, 2)

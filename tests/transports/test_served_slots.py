@@ -108,7 +108,7 @@ def test_a_reader_on_another_host_takes_point_to_point_where_both_have_gpus(back
 
 
 @pytest.mark.parametrize("path", ["auto", "tcp", "point_to_point", "shared_memory"])
-def test_a_path_that_the_two_do_not_share_is_an_error_that_says_what_to_set(path):
+def test_a_path_that_cannot_reach_the_slot_is_an_error_that_says_what_to_set(path):
     served = Served()
     manifest = served.write(1)
     elsewhere = replace(manifest, parts=(replace(manifest.parts[0], machine="another", address=None),))
