@@ -31,7 +31,7 @@ TAIL = 20  # the mean difference of two curves is taken over this number of last
 
 
 def config_here() -> tuple[TrainerConfig, int, int, int]:
-    """The config, the number of documents in a step, of positions in a document, and of distinct tokens in the corpus.
+    """The config and three numbers: documents in a step, positions in a document, and distinct tokens in the corpus.
 
     On a GPU the model has four blocks of Qwen3-0.6B's width. On a CPU the model is tiny.
     """
@@ -55,8 +55,8 @@ def config_here() -> tuple[TrainerConfig, int, int, int]:
 def curve(name: str, directory: str, num_steps: int, learning_rate: float) -> dict:
     """Train from the weights in `directory`, and return {"losses": […], "grad_norms": […], "seconds": …}.
 
-    The losses are in nats a token. The loss of a step is computed before the step changes the weights. The seconds are the time of all
-    steps together, and of the start of the engine.
+    The losses are in nats a token. The loss of a step is computed before the step changes the weights. The seconds are the time
+    from the start of the engine to the end of the last step.
     """
     from rl_actors.engine.train_engine import TrainEngine
 

@@ -36,7 +36,8 @@ Run = Callable[[Prompts, SamplingParams], None]
 Shutdown = Callable[[], None]
 
 WARM_UP = 1 if torch.cuda.is_available() else 3
-"""Number of first rounds that are not counted. On a CPU oneDNN compiles kernels for every new size of a batch, in the second round too."""
+"""Number of rounds at the beginning that are not counted. In a round each side runs once. On a CPU oneDNN compiles kernels for every new size of a
+batch, in the second round too."""
 FIRST_TOKEN = 2
 """The smallest id of a prompt's token. Smaller ids are special tokens of the tiny model."""
 WAYS = {
@@ -201,7 +202,10 @@ class Rounds:
         self.num_drawn = 0
 
     def fresh_prompts(self, count: int) -> Prompts:
-        """`count` prompts whose first two tokens no earlier call has returned. Two, because the tiny model has fewer tokens than there are rounds."""
+        """`count` prompts. They all begin with the same pair of tokens, which no earlier call has used.
+
+        One token would not be enough, because the tiny model has fewer tokens than there are rounds.
+        """
         num_tokens = self.vocab_size - FIRST_TOKEN
         first, second = divmod(self.num_drawn, num_tokens)
         self.num_drawn += 1

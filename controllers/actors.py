@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT = 5.0
 """Seconds that each step of closing a run may take.
 
-The first step ends the last checkpoint. The second step ends the actors and closes the transport.
+The first step waits until the last checkpoint is written. The second step ends the actors and closes the transport.
 """
 DEATH_TIMEOUT = 1.0
 """When a call has failed, the run waits this many seconds for a report that an actor has died.

@@ -41,8 +41,8 @@ class RolloutConfig:
     """Rule that makes advantages from the rewards of a group. Only PPO takes the rule gae. With gae a value model makes the
     advantages, every group is trained on, and a group may have only one completion."""
     max_refills: int = 1
-    """Largest number of times that groups whose rewards are all equal are replaced with groups of new problems. The number holds for
-    the problems that are started together. In the synchronous loop these are the problems of a step."""
+    """Largest number of times that groups whose rewards are all equal are replaced with groups of new problems. The limit
+    applies to each set of problems that are started together. In the synchronous loop these are the problems of a step."""
     max_staleness: int = 0
     """Largest age of a group on which a step trains. The age is the trainer's version minus the version that sampled the group's oldest token.
     The generator runs ahead of the trainer as far as this age allows. 0: generation, training and weight sync come one after the other."""

@@ -355,8 +355,9 @@ class GeneratorConfig:
     hf_path: str = ""
     """Hugging Face directory of config.json and weights. Empty: the weights come with the first pull."""
     max_adapters: int = 0
-    """Number of adapters of `load_adapter` that the requests of one step of the engine may use. Any number can be loaded. Beyond this number vLLM moves
-    adapters into and out of the device's memory, and a request waits until its adapter is there. 0: no adapters can be loaded."""
+    """Number of adapters of `load_adapter` that the requests of one step of the engine may use. Any number can be loaded. If
+    more than max_adapters are loaded, vLLM moves adapters into and out of the device's memory, and a request waits until its adapter is
+    there. 0: no adapters can be loaded."""
     max_adapter_rank: int = 32
     """Largest rank of an adapter of `load_adapter`. vLLM computes with every adapter as if it had this rank."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -252,7 +252,7 @@ def test_an_interrupted_run_leaves_no_process_and_the_same_command_continues_it(
 
 
 @pytest.mark.parametrize(("grace", "interrupts"), [("0.1", 1), ("600", 2)])
-def test_a_row_that_ignores_an_interrupt_is_killed_after_a_while_or_at_a_second_one(folder, grace, interrupts):
+def test_a_row_that_ignores_an_interrupt_is_killed_after_a_while_or_at_a_second_interrupt(folder, grace, interrupts):
     (folder / "driver.py").write_text(DRIVER)
     command = [sys.executable, "-S", str(folder / "driver.py"), str(folder), grace, "stubborn"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -273,7 +273,7 @@ def training_line(name: str, *, reference_attention: str, speed: float) -> dict[
     return {**asdict(ROWS[name]), "reference_attention": reference_attention, "tokens_per_second": speed}
 
 
-def test_a_training_line_belongs_to_the_row_with_its_fields_and_the_same_kernel_on_both_sides(folder):
+def test_a_training_line_counts_for_a_row_if_its_fields_match_and_both_sides_have_the_same_kernel(folder):
     made = training_line("4b-packed", reference_attention="flex", speed=100.0)
     keep(folder, "trainer_speed", "4b-packed", "1 x NVIDIA H200", **made)
     assert table.newest(TABLE["4b-packed"], H200) is None
@@ -289,14 +289,14 @@ def test_a_training_line_belongs_to_the_row_with_its_fields_and_the_same_kernel_
     assert table.newest(TABLE["kernel-4b-packed"], H200)["ratio"] == 1.25
 
 
-def test_a_quotient_takes_our_side_whatever_it_was_compared_with(folder):
+def test_a_quotient_ignores_the_kernel_of_the_compared_program(folder):
     for name, speed in (("4b-packed", 100.0), ("4b-packed-float8", 130.0)):
         made = training_line(name, reference_attention="flex", speed=speed)
         keep(folder, "trainer_speed", name, "1 x NVIDIA H200", **made)
     assert table.newest(TABLE["float8-against-bf16"], H200)["ratio"] == 1.3
 
 
-def test_rows_of_a_kernel_differ_in_nothing_else():
+def test_rows_that_compare_two_kernels_differ_only_in_the_kernel():
     for name in register.ON_BOTH_KERNELS:
         assert ROWS[f"{name}-flex"] == replace(ROWS[name], attention="flex")
         assert ROWS[name].attention == "flash4"

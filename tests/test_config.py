@@ -11,7 +11,7 @@ from rl_actors import GeneratorConfig, LoRAConfig, ModelConfig, TrainerConfig
 MODEL = ModelConfig(vocab_size=48, hidden_size=64, num_hidden_layers=2, max_position_embeddings=512)
 
 
-def test_a_generators_config_is_a_variant_of_the_trainers_which_stays_as_it_is():
+def test_a_generators_config_is_made_from_the_trainers_and_shares_no_object_with_it():
     trainer = TrainerConfig(model=MODEL, max_sequence_length=100)
     before = deepcopy(trainer)
     generator = replace(GeneratorConfig.of(trainer), dtype="bfloat16")
@@ -32,7 +32,7 @@ def test_a_generator_that_pulls_only_adapters_starts_from_the_trainers_directory
     assert GeneratorConfig.of(replace(trainer, lora=LoRAConfig(rank=4))).hf_path == ""
 
 
-def test_a_runs_generator_has_the_trainers_model_and_not_the_same_object():
+def test_a_runs_generator_config_has_copies_of_the_trainers_model_and_adapters():
     run = tiny()
     before = deepcopy(run.trainer)
     assert run.generator.model == run.trainer.model and run.generator.lora == run.trainer.lora

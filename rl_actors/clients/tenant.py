@@ -122,4 +122,4 @@ class TenantClient(TrainingCalls):
 
 
 async def _nothing() -> None:
-    """Does nothing. If the trainer's client is closed, the tenant has ended already."""
+    """Does nothing. `TenantClient.close` uses it if the trainer's client is closed, because the tenant has then ended already."""

@@ -75,7 +75,7 @@ def run(folder: RunFolder, made: GRPOConfig, *, resume: str | None = None) -> li
 
 
 def resumed(recorded: Path, path: Path, name: str, **degrees: int) -> list[dict[str, Any]]:
-    """The records of the GRPO steps of a run that begins with the checkpoint after the supervised phase and gets the recorded answers."""
+    """Start a run from the checkpoint after the supervised phase, with the recorded answers. Returns the records of its GRPO steps."""
     shutil.copytree(
         recorded / "checkpoints" / f"step-{NUM_WARMUP_STEPS}", path / f"checkpoints/step-{NUM_WARMUP_STEPS}"
     )

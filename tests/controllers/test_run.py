@@ -25,7 +25,7 @@ def config(sync: str, generator: GeneratorConfig | None = None) -> RunConfig:
     return RunConfig(trainer=trainer, generator=generator or GeneratorConfig())
 
 
-def test_a_generator_of_adapters_gets_the_trainers_and_the_weights_under_them():
+def test_a_generator_that_pulls_adapters_takes_lora_and_hf_path_from_the_trainer():
     merged, unmerged = config("merged"), config("adapter")
     unmerged.validate()
     assert (merged.generator.lora, merged.generator.hf_path) == (merged.trainer.lora, "")

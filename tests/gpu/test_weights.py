@@ -65,7 +65,7 @@ def write_versions(pipe, place: Place) -> None:
     ],
     ids=["two slots on the GPU", "one slot on the GPU", "pinned"],
 )
-def test_a_process_reads_the_slots_of_another_ones_gpu_and_nothing_is_left_behind(place, path):
+def test_a_process_reads_the_slots_of_another_process_and_nothing_is_left_behind(place, path):
     torch.zeros(1, device="cuda")  # starts CUDA, so that this reader pins the memory that it maps
     before = set(os.listdir("/dev/shm"))
     context = multiprocessing.get_context("spawn")
@@ -99,9 +99,9 @@ def test_a_process_reads_the_slots_of_another_ones_gpu_and_nothing_is_left_behin
 
 
 @two_gpus
-@pytest.mark.parametrize("network", [False, True], ids=["any way", "only the network"])
+@pytest.mark.parametrize("network", [False, True], ids=["all of NCCL's paths", "only the network"])
 @pytest.mark.parametrize("place", [Place(on_gpu=True), Place(pinned=True)], ids=["slots on the GPU", "pinned"])
-def test_nccl_brings_versions_from_point_to_point_and_the_end_of_the_trainer_is_an_error(place, network, monkeypatch):
+def test_point_to_point_sends_versions_by_nccl_and_the_death_of_the_trainer_is_an_error(place, network, monkeypatch):
     """The reader is this process, on another GPU. The trainer is killed while it sends, and this process must survive."""
     for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE") if network else ():
         monkeypatch.setenv(name, "1")

@@ -63,7 +63,7 @@ def test_a_version_that_cannot_be_read_leaves_the_generator_the_weights_that_it_
     assert generator.info().result().last_pull == last  # the generator has this version already, and pulls nothing
 
 
-def test_a_push_and_a_pull_say_how_many_bytes_took_which_path_in_how_many_seconds(generator, trainer, synced):
+def test_a_push_and_a_pull_report_their_bytes_path_and_seconds(generator, trainer, synced):
     num_bytes = 4 * trainer.info().result()[0].num_parameters
     push, pull = trainer.info().result()[0].last_push, generator.info().result().last_pull
     assert (push.policy_version, push.path, push.num_bytes) == (synced, "slots", num_bytes)

@@ -113,7 +113,7 @@ async def close(generator) -> None:
 
 
 @pytest.mark.parametrize("leave", [break_out, raise_out, cancel, close])
-def test_leaving_the_loop_ends_the_rest_in_the_engine(generator, generator_mesh, synced, leave):
+def test_leaving_the_loop_aborts_the_remaining_requests_in_the_engine(generator, generator_mesh, synced, leave):
     before = generator_mesh.num_aborted.call_one().get(timeout=GUARD)
     asyncio.run(leave(generator))
     support.wait_until(lambda: num_running(generator_mesh) == 0)
@@ -121,7 +121,7 @@ def test_leaving_the_loop_ends_the_rest_in_the_engine(generator, generator_mesh,
     assert generator.generate(PROMPTS, SAMPLED).result()
 
 
-def test_an_anext_that_was_given_up_loses_no_prompt(generator, synced):
+def test_a_cancelled_anext_loses_no_prompt(generator, synced):
     async def impatient() -> list:
         groups = generator.generate_each(LONG_AND_SHORT, LONG)
         with pytest.raises(asyncio.TimeoutError):

@@ -176,7 +176,7 @@ def test_a_pull_after_a_step_serves_the_new_weights_and_no_cached_prefix(generat
     torch.testing.assert_close(torch.tensor(after[0][0].logprobs), expected, atol=1e-5, rtol=0)
 
 
-def test_a_pull_that_waits_for_running_requests_gives_them_the_old_policy_and_later_ones_the_new(
+def test_a_pull_with_in_flight_false_waits_until_running_requests_have_ended(
     generator, generator_mesh, trainer, synced
 ):
     new = support.step(trainer, seed=2)
@@ -191,7 +191,7 @@ def test_a_pull_that_waits_for_running_requests_gives_them_the_old_policy_and_la
     assert later.result() == generator.generate(PROMPTS, SAMPLED).result()
 
 
-def test_new_requests_never_find_the_cached_prefixes_that_running_ones_keep(generator, generator_mesh, trainer, synced):
+def test_new_requests_never_use_the_old_cached_prefix_of_a_running_request(generator, generator_mesh, trainer, synced):
     block_size = generator_mesh.cache_block_size.call_one().get(timeout=GUARD)
     prompt = [index % VOCAB_SIZE for index in range(2 * block_size + 1)]
     new = support.step(trainer, seed=4)
@@ -238,7 +238,7 @@ def test_a_pull_that_does_not_fit_fails_and_leaves_the_weights(generator, transp
     assert generator.pull_model_state_dict(synced).result() == synced
 
 
-def test_a_pull_of_an_unpublished_version_is_a_timeout_that_names_it_and_the_newest(generator, synced):
+def test_a_pull_of_an_unpublished_version_times_out_and_names_the_newest_version(generator, synced):
     with pytest.raises(TimeoutError, match=rf"version 999 was not published within 0\.2 s; the newest is {synced}"):
         generator.pull_model_state_dict(999, timeout=0.2).result()
 
@@ -319,13 +319,16 @@ def test_a_sequence_longer_than_the_model_allows_is_refused(generator, generator
         generator_mesh.compute_logprobs.call_one([sequence]).get(timeout=GUARD)
 
 
-def test_a_trainers_config_makes_no_generator(trainer):
+def test_spawn_generator_refuses_a_trainers_config(trainer):
     with pytest.raises(TypeError, match=r"config is a TrainerConfig; GeneratorClient.spawn takes a GeneratorConfig"):
         trainer.spawn_generator(support.trainer_config())
 
 
 def test_a_pull_logs_no_warning_about_layers_that_have_no_weights_to_load(generator, generator_mesh, trainer, synced):
-    """A tied head and the rotary embedding have no weights to load. Without our change vLLM would warn about both modules at every pull."""
+    """A tied head and the rotary embedding have no weights to load. vLLM warns about both modules when it reloads weights.
+
+    vllm/weights.py drops these warnings.
+    """
     generator_mesh.vllm_log.call_one().get(timeout=GUARD)
     support.step(trainer)
     generator.pull_model_state_dict(trainer.push_model_state_dict().result()).result()
@@ -334,14 +337,14 @@ def test_a_pull_logs_no_warning_about_layers_that_have_no_weights_to_load(genera
     assert [line for line in lines if "Failed to load" in line] == []
 
 
-def test_a_generator_whose_call_was_too_late_is_ready_for_the_next(generator_mesh, synced):
+def test_a_generator_answers_the_call_after_one_that_timed_out(generator_mesh, synced):
     hasty = GeneratorClient(generator_mesh, call_timeout=1e-6)
     with pytest.raises(TimeoutError, match="generate did not answer within 1e-06 s"):
         hasty.generate([[5, 6, 7]], SamplingParams(max_tokens=1)).result()
     assert "ready" in repr(hasty)
     client = GeneratorClient(generator_mesh, call_timeout=GUARD)
-    # The engine began the late call's request for one token first. The next request has more tokens, so it ends later. So no request runs
-    # when the test ends.
+    # The engine may still compute the request of the call that timed out. That request asks for one token. The next request began later and
+    # asks for more tokens, so it ends last. So no request runs when the test ends.
     assert client.generate([[5]], SamplingParams(max_tokens=8)).result()
 
 

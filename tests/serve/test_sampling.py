@@ -67,7 +67,7 @@ def test_a_snapshot_keeps_its_weights_and_an_inflight_sampler_moves_with_the_sav
     api(use)
 
 
-def test_requests_of_two_versions_at_once_each_get_their_weights(api):
+def test_requests_of_three_versions_at_once_each_get_their_own_weights(api):
     async def use(api):
         model = await api.create_model()
         samplers = []
@@ -335,7 +335,7 @@ def test_wrong_requests_are_failed_futures(api, prompt, more, error):
     api(use)
 
 
-def test_too_many_waiting_requests_are_a_429_with_a_time(api):
+def test_too_many_waiting_requests_get_a_429_with_retry_after(api):
     async def use(api):
         sampler = await api.sampler(base_model="letters")
         api.generator.gate.clear()

@@ -129,14 +129,14 @@ def test_an_actor_that_the_service_lacks_is_named(served):
         ValueTrainerClient.attach(served[1], timeout=TIMEOUT)
 
 
-def test_a_tls_address_needs_certificates_and_the_other_way_round(served, tmp_path):
+def test_a_tls_address_needs_certificates_and_a_tcp_address_refuses_them(served, tmp_path):
     with pytest.raises(ValueError, match="tls://127.0.0.1:1 needs a folder of certificates"):
         TrainerClient.attach("tls://127.0.0.1:1", timeout=TIMEOUT)
     with pytest.raises(ValueError, match="is without TLS, but certificates were given"):
         TrainerClient.attach(served[1], certificates=str(tmp_path), timeout=TIMEOUT)
 
 
-def test_a_closed_service_says_why_to_those_that_are_attached(served):
+def test_a_closed_service_tells_its_clients_the_reason(served):
     service, address = served
     target = Address.parse(address)
     wants = {"wants": "attach", "member": "trainer", "name": "a test"}
@@ -157,7 +157,7 @@ def test_the_end_of_a_connection_is_the_end_of_its_client(served):
     wait_until(lambda: not service.clients, "the client leaves")
 
 
-def test_the_door_answers_questions_of_people(served):
+def test_the_door_answers_requests_for_the_status_for_logs_and_for_a_stop(served):
     service, address = served
     status = remote.ask(address, {"wants": "status"}, timeout=TIMEOUT)["status"]
     assert status["members"]["trainer"] == {"state": "not there"} and status["clients"] == []
@@ -170,7 +170,7 @@ def test_the_door_answers_questions_of_people(served):
         remote.ask(address, {"wants": "dance"}, timeout=TIMEOUT)
 
 
-def test_a_connection_that_says_nothing_of_a_service_is_closed(served):
+def test_a_connection_that_sends_something_else_than_a_request_is_closed(served):
     host, port = "127.0.0.1", Address.parse(served[1]).port
     with socket.create_connection((host, port)) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n")

@@ -141,7 +141,7 @@ def test_a_reader_that_is_killed_between_any_two_tensors_holds_no_slot(tmp_path,
     (tmp_path / "manifest").write_bytes(pickle.dumps(write(snapshot, 1)))
     assert start(READER, tmp_path, dies_at).wait(GUARD) == -signal.SIGKILL
     write(snapshot, 2)
-    assert versions_in(read(write(snapshot, 3))) == {3.0}  # in the slot that the reader had
+    assert versions_in(read(write(snapshot, 3))) == {3.0}  # version 3 is in the slot that the reader had locked
 
 
 def test_a_slot_is_not_rewritten_while_it_is_read_and_the_error_names_the_reader(tmp_path):
@@ -202,7 +202,7 @@ def test_slots_are_made_once_and_anew_only_when_the_tensors_change():
     assert len(snapshot.slots) == 2
 
 
-def test_tensors_are_copied_by_one_thread_and_the_threads_come_back(monkeypatch):
+def test_tensors_are_copied_by_one_thread_and_the_number_of_threads_is_restored(monkeypatch):
     before = torch.get_num_threads()
     during = []
 
@@ -234,7 +234,7 @@ def test_a_slot_of_the_former_layout_is_freed_only_when_its_readers_have_ended()
         read(manifest)
 
 
-def test_a_reader_on_a_gpu_maps_for_writing_where_cuda_pins_nothing_that_is_only_read(monkeypatch):
+def test_a_reader_on_a_gpu_maps_for_writing_if_cuda_cannot_pin_read_only_memory(monkeypatch):
     """The test needs no GPU: its function `pin` answers like a driver that cannot pin read-only memory."""
     asked, unpinned = [], []
 
@@ -255,7 +255,7 @@ def test_a_reader_on_a_gpu_maps_for_writing_where_cuda_pins_nothing_that_is_only
     assert unpinned == [address]
 
 
-def test_a_write_of_half_the_tensors_that_fails_costs_no_published_version():
+def test_a_failed_write_of_one_tensor_leaves_the_newest_published_version():
     snapshot = Snapshot(rank=0, timeout=GUARD)
     published = [write(snapshot, version) for version in (1, 2)]
     for _ in range(3):
