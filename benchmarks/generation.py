@@ -184,7 +184,7 @@ def through_client(config: GeneratorConfig) -> Iterator[Measure]:
     start = time.perf_counter()
     with GeneratorClient.spawn(config, name=f"generator_of_{config.replicas}") as client:
         client.ready().result()
-        print(f"client of {config.replicas}: up after {time.perf_counter() - start:.0f} s", flush=True)
+        print(f"client with replicas={config.replicas}: up after {time.perf_counter() - start:.0f} s", flush=True)
         yield measure
 
 

@@ -1,9 +1,9 @@
-"""Measures the cost of the Tinker server: the same training steps and samples, once through the official SDK and the server, and once through
-the actors' clients.
+"""Measures the cost of the Tinker server.
 
-The server is a separate program, which `make serve` also starts. The server and the clients each have their own actors,
+The same training steps and sampling requests run once through the official SDK and the server, and once through the
+actors' clients. The server is a separate program, which `make serve` also starts. The server and the clients each have their own actors,
 with the same config. Their calls are timed alternately, so that the load of the machine is the same for both. The
-measurement `together` does not use the actors' clients. It times requests for samples to the server twice: while another
+measurement `together` does not use the actors' clients. It times sampling requests to the server twice: while another
 client of the SDK trains, and while no client trains.
 By default the config of the server is `tiny_chat`. With `--model 0_6b` it is `qwen3`, with random weights in the shape of Qwen3 0.6B.
 This benchmark needs the SDK `tinker`.

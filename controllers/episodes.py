@@ -235,7 +235,8 @@ class Player:
     async def _ask(self, what: str, ask: Callable[[], T | Awaitable[T]]) -> T:
         """Call `ask`, a method of an episode, and return its answer. If the method is asynchronous, the scorer's time limit applies.
 
-        Raises _Failed if the method raises an exception or exceeds the time limit. what: the method's name for the error.
+        Raises _Failed if the method raises an exception or exceeds the time limit. what: the error's name for this call, such as "reset" or
+        "turn 3".
         """
         try:
             answer = ask()

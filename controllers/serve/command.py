@@ -189,6 +189,6 @@ async def serve(arguments: Arguments, listener: socket.socket) -> None:
         stopped.cancel()
         await serving
     finally:
-        print("stopping; the state of the training runs is written", file=sys.stderr, flush=True)
+        print("stopping; writing the state of the training runs", file=sys.stderr, flush=True)
         await server.close()
         log.close()

@@ -51,7 +51,7 @@ def test_samples_with_ids_seeds_and_logprobs(api):
     api(use)
 
 
-def test_a_snapshot_keeps_its_weights_and_an_inflight_sampler_moves_with_the_saves(api):
+def test_a_snapshot_keeps_its_weights_and_an_inflight_sampler_takes_those_of_the_newest_save(api):
     async def use(api):
         model = await api.create_model()
         snapshot = await ephemeral(api, model, 1)
@@ -165,7 +165,7 @@ def test_adapters_that_were_not_used_for_long_are_unloaded_and_load_again(api, m
     api(use)
 
 
-def test_an_inflight_sampler_of_an_adapter_moves_and_a_running_request_keeps_its_weights(api):
+def test_an_inflight_sampler_takes_the_newest_adapter_and_a_running_request_keeps_its_own(api):
     async def use(api):
         model = await api.create_model(rank=4)
         inflight = await ephemeral(api, model, 1, "inflight")

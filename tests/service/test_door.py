@@ -77,7 +77,7 @@ def listener(answer: bytes | None):
     "address",
     ["", "127.0.0.1:4400", "tcp://127.0.0.1", "http://127.0.0.1:80", "tcp://:4400", "tcp://h:70000", "tcp://h:1/x", 7],
 )
-def test_a_text_that_is_no_address_is_refused_by_its_value(client, address):
+def test_an_invalid_address_is_refused_with_its_value(client, address):
     with pytest.raises(ValueError, match="the address is .*it must be tcp://HOST:PORT"):
         client.attach(address, timeout=TIMEOUT)
 
