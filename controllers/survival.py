@@ -190,7 +190,7 @@ class Recoveries:
     def of_generators(
         self, write: Callable[[Record], None], returns: Sequence[GeneratorReturn], step: int
     ) -> dict[str, float]:
-        """Metrics of a step. Also writes a line for each replacement of a generator that has no line yet.
+        """Metrics of a step. Also writes a line for each replacement that has no line yet.
 
         returns: all replacements of generators, in the order in which the client of the generators has made them.
         """

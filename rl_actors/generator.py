@@ -104,9 +104,9 @@ class Generator(Actor):
     async def heartbeat(self) -> Heartbeat:
         """A sign of life of the engine. Raises EngineDiedError if the engine has failed for good."""
         if self._engine is None:
-            # The client takes a generator that is not idle and does no work for dead. Setup does no such work, so it counts as idle; the
-            # caller of setup has a time limit of its own. A stopped process of the engine is the exception: it makes is_idle False, so
-            # that the client notices the stop before this time limit.
+            # If a generator is not idle and its num_done does not change, the client soon counts it as dead. Setup does not change
+            # num_done, so the answer during setup is that the generator is idle. The caller of setup has a time limit of its own. If a
+            # process of the engine is stopped (SIGSTOP), is_idle is False, so that the client notices this before that time limit.
             return Heartbeat(is_idle=not await asyncio.to_thread(a_child_is_stopped), num_done=0)
         return self._engine.heartbeat()
 
@@ -297,7 +297,8 @@ def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors into which one parameter of transformers' model is split.
 
     transformers' model stacks the weights of all experts of a block in one parameter, and concatenates the gate and up projections along
-    their outputs. Files of weights in Hugging Face directories and pushes have one tensor for each expert and each projection.
+    their outputs. The weight files of a Hugging Face directory have one tensor for each expert and each projection.
+    The versions that a trainer pushes have the same tensors.
 
     by_expert("mlp.experts.gate_up_proj", (2, 64, 8))
         -> {"mlp.experts.0.gate_proj.weight": (32, 8), "mlp.experts.0.up_proj.weight": (32, 8), "mlp.experts.1.gate_proj.weight": …}

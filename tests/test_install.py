@@ -42,14 +42,14 @@ def test_the_command_lists_its_programs_and_each_is_there(monkeypatch, capsys):
     assert PROJECT["project"]["scripts"] == {"rl-actors": "controllers.command:main"}
 
 
-def test_an_unknown_program_is_refused_with_those_that_are_near(monkeypatch, capsys):
+def test_an_unknown_program_is_refused_and_a_similar_name_is_suggested(monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit:
         start(monkeypatch, "gpro")
     assert exit.value.code == 2 and "there is no command gpro; did you mean grpo?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_lock_is_printed_and_has_every_package_that_is_asked_for(monkeypatch, capsys, device):
+def test_the_printed_lock_has_every_package_that_the_project_requires(monkeypatch, capsys, device):
     start(monkeypatch, "requirements", device)
     pinned = {line.split("==")[0].lower() for line in capsys.readouterr().out.splitlines() if "==" in line}
     project = PROJECT["project"]

@@ -87,7 +87,7 @@ def test_num_loss_tokens_counts_no_padded_target():
     assert num_loss_tokens([sample]) == 2.0
 
 
-def test_a_list_of_samples_travels_whole_whether_or_not_its_columns_are_alike():
+def test_a_pickled_list_of_samples_comes_back_equal_also_if_their_columns_differ():
     alike = [Sample.from_tokens([1, 2], [3] * n, advantages=float(n), temperature=n / 2) for n in (1, 3, 2)]
     for samples in (alike, [*alike, Sample.from_tokens([4], [5])], []):
         arrived = pickle.loads(pickle.dumps(SampleList(samples)))
@@ -98,7 +98,7 @@ def test_a_list_of_samples_travels_whole_whether_or_not_its_columns_are_alike():
             assert all(torch.equal(a.columns[name], b.columns[name]) for name in a.columns)
 
 
-def test_top_k_targets_are_columns_of_k_numbers_a_position_and_travel_as_they_are():
+def test_top_k_targets_have_k_numbers_for_each_position_and_come_back_equal_from_a_pickle():
     def sample(n):
         return Sample.from_tokens([1, 2], [3] * n, target_ids=[[4, 5, 6]] * n, target_weights=[[0.5, 0.25, -1.0]] * n)
 

@@ -1,9 +1,10 @@
-"""Compute logprobs of the targets, or values, from hidden states. Compute the gradient of a loss with respect to the hidden states.
+"""Apply a model's head to hidden states. Compute the gradient of a loss with respect to the hidden states.
 
-heads.py has the two heads, one for logprobs and one for values. The logits are computed for one chunk of positions at a
-time, so all logits never exist together. torchtitan's ChunkedLossWrapper splits the rows into chunks. For each chunk it
-applies the output projection, calls a loss with the logits, and runs the backward pass of the loss down to the hidden
-states. From one chunk to the next it keeps the weights that FSDP has gathered.
+heads.py has the two heads. One computes the logprobs of the targets, and the other the values of a value model. In the
+rest of this file "values" means the numbers that either head computes (the type Values). The logits are computed for
+one chunk of positions at a time, so all logits never exist together. torchtitan's ChunkedLossWrapper splits the rows
+into chunks. For each chunk it applies the output projection, calls a loss with the logits, and runs the backward pass
+of the loss down to the hidden states. From one chunk to the next it keeps the weights that FSDP has gathered.
 
 In shapes, B is the number of rows, L the row length, D the hidden size, V the size of the vocabulary, and K the number
 of targets of one position.

@@ -275,8 +275,9 @@ class TrainEngine:
         """The tensors that a push publishes, sharded over the ranks.
 
         These tensors are the weights under their Hugging Face names, with adapters merged. A tied head appears once. If
-        lora.sync is "adapter", they are only the adapters, under peft's names. Joined tensors (hf_names.py) are copied
-        here and have `dtype`. The other tensors keep their own dtype, and the push converts them.
+        lora.sync is "adapter", they are only the adapters, under peft's names. torchtitan keeps some of Hugging Face's
+        tensors together in one joined tensor (hf_names.py). This method copies these tensors and converts them to
+        `dtype`. The other tensors keep their own dtype, and the push converts them.
         """
         self.config.require_hf("push_model_state_dict")
         self.memory.onload(["weights"])

@@ -37,7 +37,10 @@ class LogprobGradient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueGradient:
-    """sum_i g_i V_i, where g is the column value_grads. The gradient of this sum with respect to V_i is g_i."""
+    """sum_i g_i V_i, where V_i is the value at position i, and g is the column value_grads.
+
+    The gradient of this sum with respect to V_i is g_i.
+    """
 
     column: ClassVar[str] = "value_grads"
     output: ClassVar[str] = "values"

@@ -7,10 +7,10 @@ one version of the weights (slots.py). point_to_point.py sends slots to readers 
 A communicator is a torch process group of the rank and the reader. It has a store of its own and does not belong to
 torch's default group. So if one of the two processes ends, only this process group breaks.
 
-A call of NCCL may wait for ever. So all calls of a communicator run on a thread of their own. `Pair.run` hands a call
-to this thread and waits for the result. `run` raises an error if the deadline passes, or if the other process closes
-the control connection, over which the reader asks for slots. The caller of `run` then calls `Pair.end`, which aborts
-the communicator.
+A call of NCCL may wait for ever. So all calls of a communicator run on a thread of their own. The class Pair holds a
+communicator, its thread, and the control connection, over which the reader asks for slots. `Pair.run` hands a call to
+the thread and waits for the result. `run` raises an error if the deadline passes, or if the other process closes the
+control connection. The caller of `run` then calls `Pair.end`, which aborts the communicator.
 
 A slot is sent in pieces of PIECE_BYTES. The reader sends READY over the control connection when it is ready for a piece, and the rank sends
 the piece only then. So a GPU does not begin to send to a reader that has died. At most WINDOW pieces are on their way at the same time.

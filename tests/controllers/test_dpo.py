@@ -166,7 +166,7 @@ WRONG = {
     "too few pairs": (FEW, ["--environment.num-held-out", "5"], "num_held_out=5 is more than half of the 9"),
     "a beta of 0": (FEW, ["--beta", "0"], "beta=0.0; it must be above 0"),
     "half pairs": (FEW, ["--samples-per-forward-backward", "7"], "samples_per_forward_backward=7; it must be even"),
-    "no column of its name": (FEW, ["--environment.rejected-column", "worse"], "has no column 'worse'"),
+    "an unknown rejected column": (FEW, ["--environment.rejected-column", "worse"], "has no column 'worse'"),
     "no rejected column": (FEW, ["--environment.rejected-column", ""], "environment.rejected_column=''"),
     "a set without pairs": (FEW, ["--validation", '{"x": {"task": "chain_sum"}}'], "x.rejected_column=''"),
     "no pairs in a step": (FEW, ["--pairs-per-step", "0"], "pairs_per_step=0; it must be at least 1"),

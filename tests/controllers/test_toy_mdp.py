@@ -220,7 +220,7 @@ def test_a_critic_that_is_trained_on_returns_of_a_fixed_policy_knows_the_value_o
 
 
 @pytest.mark.slow
-def test_a_leash_keeps_the_divergence_from_the_reference_near_its_target(engines):
+def test_the_kl_penalty_keeps_the_divergence_from_the_reference_near_its_target(engines):
     policy, critic = engines
     control = KLControlConfig(target=0.2, gain=0.5)
     measured = asyncio.run(train_on_a_leash(policy, EngineClient(critic), control))

@@ -67,7 +67,7 @@ def test_adapters_of_a_checkpoint_are_exported_merged_or_by_themselves(saved, tm
     )
 
 
-def test_transformers_answers_from_an_export_with_its_tokenizer_and_stops_where_the_run_does(saved, tmp_path):
+def test_transformers_generates_from_an_export_with_its_tokenizer_and_its_end_tokens(saved, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     save_model(tmp_path / "model")

@@ -39,7 +39,7 @@ def without_pinning(patch) -> list[CPUOffloadPolicy]:
 
 
 @pytest.mark.parametrize("fields", [{}, {"compute_dtype": "bfloat16"}], ids=str)
-def test_steps_are_those_of_a_trainer_without_it(make_engine, monkeypatch, fields):
+def test_steps_equal_those_of_a_trainer_without_the_offload(make_engine, monkeypatch, fields):
     samples = ppo_samples([31, 7])
     expected = steps(make_engine(**fields), samples)
     made = without_pinning(monkeypatch)
@@ -57,13 +57,13 @@ def in_two_ranks(path, parallelism, fields):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["tied", "untied, drawn", "adapters"])
-def test_steps_of_two_ranks_are_those_without_it(run, directory_of, model):
+def test_steps_of_two_ranks_equal_those_without_the_offload(run, directory_of, model):
     for expected, actual in run(2, in_two_ranks, directory_of(model), layout(shard=2), MODELS[model][1]):
         assert actual == expected
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the offload is possible")
-def test_a_machine_without_a_gpu_refuses_it(make_engine):
+def test_a_machine_without_a_gpu_refuses_the_offload(make_engine):
     with pytest.raises(ValueError, match="trainer.fsdp_cpu_offload=True on a machine without a GPU"):
         make_engine(fsdp_cpu_offload=True)
 
@@ -101,7 +101,7 @@ def test_the_estimate_leaves_the_state_out_of_the_devices_memory():
     assert held.total == held.buffers + held.activations == usual.total - on_host
 
 
-def test_adapters_may_be_trained_so(make_engine, monkeypatch):
+def test_adapters_may_be_trained_with_the_offload(make_engine, monkeypatch):
     samples, lora = ppo_samples([31, 7]), LoRAConfig(rank=2)
     expected = steps(make_engine(lora=lora), samples)
     without_pinning(monkeypatch)

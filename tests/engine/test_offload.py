@@ -49,7 +49,7 @@ def steps(engine, *, before=lambda engine: None) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("parts", [["weights"], ["gradients"], ["optimizer"], PARTS], ids=" ".join)
-def test_steps_with_everything_offloaded_before_each_call_are_bit_identical(make_engine, parts):
+def test_steps_with_parts_offloaded_before_each_call_are_bit_identical(make_engine, parts):
     resident, moved = make_engine(), make_engine()
     expected = steps(resident)
     assert steps(moved, before=lambda engine: engine.offload(parts)) == expected
@@ -93,7 +93,7 @@ def test_the_bytes_are_those_of_the_estimate(make_engine, untied_qwen3):
     assert back.seconds > 0 and back.gb_per_second > 0 and back.buffer_seconds == 0
 
 
-def test_a_part_that_is_on_the_host_or_back_is_not_moved_again(make_engine):
+def test_a_part_that_has_been_moved_is_not_moved_again(make_engine):
     engine = make_engine()
     assert engine.offload(["optimizer", "gradients"]).num_bytes == 0  # a new engine has neither
     assert engine.offload(["weights"]).num_bytes and not engine.offload(["weights"]).num_bytes

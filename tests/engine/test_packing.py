@@ -1,6 +1,7 @@
 """Tests of `plan`, which packs the samples of a call into rows, and the rows into microbatches for every rank.
 
-They check properties for generated sample lengths and limits, and padding and balance for a long-tailed distribution.
+Most tests check a property of the plan for generated sample lengths and limits. The last two tests check the padding, and the balance of the
+ranks, for lengths of a long-tailed distribution.
 """
 
 import random

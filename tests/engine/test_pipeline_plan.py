@@ -16,13 +16,13 @@ def num_microbatches(schedule: str, num_ranks: int, num_samples: int) -> int:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_interleaved_stages_take_a_multiple_of_the_ranks(num_ranks):
+def test_interleaved_stages_take_a_multiple_of_the_number_of_ranks(num_ranks):
     for num_samples in range(1, 3 * num_ranks + 1):
         rounds = -(-num_samples // num_ranks)
         assert num_microbatches("Interleaved1F1B", num_ranks, num_samples) == rounds * num_ranks
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_one_stage_a_rank_takes_any_number_from_one_a_rank_on(num_ranks):
+def test_one_stage_a_rank_takes_one_microbatch_for_each_rank_or_any_larger_number(num_ranks):
     for num_samples in range(1, 3 * num_ranks + 1):
         assert num_microbatches("1F1B", num_ranks, num_samples) == max(num_ranks, num_samples)

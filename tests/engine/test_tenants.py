@@ -117,7 +117,7 @@ def test_a_trainer_whose_parts_are_on_the_host_brings_them_back_for_the_next_ten
     assert same(state_of(engine), state_of(other))
 
 
-def test_the_order_of_calls_is_each_tenants_own(make_engine, base, tmp_path):
+def test_each_tenant_has_its_own_step_state(make_engine, base, tmp_path):
     engine = make_engine(base, lora=LORA)
     engine.new_tenant("a")
     nth_call(engine, "a", 0)

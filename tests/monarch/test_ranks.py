@@ -92,7 +92,7 @@ def test_a_field_that_the_optimizer_lacks_is_refused_before_any_rank_works(train
     assert ours == theirs and all(map(torch.equal, logprobs, same))
 
 
-def test_processes_of_the_caller_are_alive_while_a_call_runs_and_not_once_one_is_killed(mesh, tmp_path):
+def test_processes_of_the_caller_are_alive_while_a_call_runs_and_not_after_one_is_killed(mesh, tmp_path):
     trainer = TrainerClient(mesh, name="ranks")
     pids = [info.pid for info in trainer.info().result()]
     trainer.discard_gradients().result()

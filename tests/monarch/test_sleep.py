@@ -68,7 +68,7 @@ def test_a_sleep_that_would_lose_the_weights_is_refused():
 
 
 @pytest.mark.slow
-def test_all_replicas_and_cores_of_their_own_sleep(trainer, transport):
+def test_replicas_whose_engines_have_their_own_processes_all_sleep(trainer, transport):
     config = replace(support.generator_config(), replicas=2, own_process=True)
     version = trainer.push_model_state_dict().result()
     with GeneratorClient.spawn(config, transport=transport) as generator:

@@ -46,7 +46,7 @@ def test_each_key_sees_only_its_own_runs(tmp_path):
     asyncio.run(main())
 
 
-def test_a_rate_is_a_429_with_a_time_and_only_for_work(tmp_path):
+def test_a_call_above_the_rate_limit_gets_a_429_and_a_heartbeat_does_not(tmp_path):
     async def main():
         async with Api(tmp_path) as api:
             log = io.StringIO()

@@ -41,7 +41,7 @@ def test_a_repeated_key_gets_the_first_promise_and_its_work_is_done_once():
     run(main())
 
 
-def test_a_question_is_held_until_the_answer_is_there():
+def test_a_request_for_an_answer_waits_until_the_answer_is_there():
     async def main():
         futures, gate = Futures(), asyncio.Event()
 

@@ -161,7 +161,7 @@ def test_a_call_that_waits_too_long_names_the_client_with_the_open_step():
     assert names == ["forward_backward", "forward", "push_model_state_dict", "optim_step", "forward_backward"]
 
 
-def test_a_refused_call_opens_no_step_and_a_failed_one_keeps_it():
+def test_a_refused_call_opens_no_step_and_a_failed_call_leaves_the_step_open():
     async def main():
         model, service = await open_service()
         first, second = service.attach("first", "trainer"), service.attach("second", "trainer")
