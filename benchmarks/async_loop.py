@@ -1,4 +1,4 @@
-"""Compares rollouts that run ahead of the trainer with rollouts that wait for the trainer. A reward takes seconds.
+"""Compares rollouts that run ahead of the trainer with rollouts that wait for the trainer. Each reward takes some seconds.
 
 python -m benchmarks async_loop --staleness 0 2 --steps 60 --seconds 1
 

@@ -1,9 +1,9 @@
 """The reference that the benchmark trainer_speed compares with our trainer: torchtitan's own components, without actors or our engine.
 
 The components are put together as in torchtitan's trainer. AdamW is fused. On a GPU the blocks and the loss are
-compiled. Logits and clipping are torchtitan's, and on a GPU also the masks. A `Row` (harness/rows.py) is one case of the
-benchmark. The reference and our trainer use the attention kernel that the Row names. Each GPU has a process, and the
-host does not wait for the GPU between steps.
+compiled. torchtitan computes the logits and clips the gradients. On a GPU it also makes the attention masks. A `Row`
+(harness/rows.py) is one case of the benchmark. The reference and our trainer use the attention kernel that the Row
+names. Each GPU has a process, and the host does not wait for the GPU between steps.
 
 In names of tensors, B is the number of rows of a microbatch, L the tokens of a row, and D the hidden size.
 """

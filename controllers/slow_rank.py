@@ -1,4 +1,4 @@
-"""Names a rank of the trainer that is slower than the other ranks. All other ranks wait for this rank in every collective.
+"""Finds out which rank of the trainer is slower than the other ranks. The other ranks wait for a slow rank in every collective.
 
 This module only compares times; the trainer measures them.
 """

@@ -48,8 +48,8 @@ class TurnsConfig:
         if self.enabled and not overlap(trainer, generator):
             first = f", from trainer.gpu={trainer.start} on" if trainer.start else ""
             raise ValueError(
-                f"turns.enabled=True, but trainer and generator share no GPU, so both can keep their memory: the generator has "
-                f"{len(generator)} from generator.gpu={generator.start} on, the trainer {len(trainer)}{first}"
+                f"turns.enabled=True, but trainer and generator share no GPU, so both can keep their memory: the generator uses "
+                f"{len(generator)} GPUs from generator.gpu={generator.start} on, and the trainer uses {len(trainer)}{first}"
             )
 
 
@@ -131,8 +131,8 @@ class InTurn:
             self.is_trainers = True
 
     async def trained(self) -> None:
-        # The optimizer's state leaves the GPU here already, and not only at the generator's turn, so that another forward_backward has enough
-        # memory. The weights stay, because a push needs them.
+        # Another forward_backward may follow before the generator's turn, and it needs memory. So this method moves the optimizer's state to the
+        # host at once. The weights stay on the GPU, because a push needs them.
         with self.timer("release"):
             await self.trainer.offload([part for part in self.parts if part != "weights"])
 

@@ -54,9 +54,9 @@ class Order:
     """The number of a call in the session of a client, and the tenant whose call it is.
 
     A session begins with the client's `setup` call, and ends when another client calls `setup`. The calls of a session
-    have the numbers 1, 2, 3, …  A call that repeats the last number gets the last answer again. A call with any other
-    number than the last and the next raises an error. All tenants share the numbers, because every rank runs one call
-    at a time.
+    have the numbers 1, 2, 3, …  A call that repeats the last number gets the last answer again. A call whose number is
+    neither the last nor the next raises an error. All tenants share the numbers, because every rank runs one call at a
+    time.
     """
 
     session: str

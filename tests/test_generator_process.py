@@ -65,7 +65,7 @@ def test_processes_beside_a_gpu_have_few_threads_unless_the_user_says_how_many(m
         torch.set_num_threads(before)
 
 
-def test_a_gpu_that_is_not_there_is_refused_with_their_number(monkeypatch):
+def test_a_gpu_that_is_not_there_is_refused_with_the_number_of_gpus(monkeypatch):
     on_gpus(monkeypatch, 1, "")
     with pytest.raises(ValueError, match="generator.gpu=1, but this program sees 1 GPUs"):
         process_environment(GeneratorConfig(gpu=1))
@@ -132,7 +132,7 @@ def test_a_trainer_sees_the_gpus_that_its_config_names_first(monkeypatch):
     }
 
 
-def test_gpus_from_an_index_on_that_are_not_there_are_refused(monkeypatch):
+def test_a_trainer_whose_first_gpu_leaves_too_few_gpus_is_refused(monkeypatch):
     config = TrainerConfig(gpu=1)
     config.parallelism.data_parallel_shard_degree = 2
     validation.require_gpus(config)  # on a CPU the field has no effect
@@ -146,7 +146,7 @@ def test_gpus_from_an_index_on_that_are_not_there_are_refused(monkeypatch):
         TrainerClient.spawn(TrainerConfig(gpu=-1))
 
 
-def test_every_model_of_a_run_is_asked_for_its_gpus_before_the_run_begins(monkeypatch, capsys, tmp_path):
+def test_the_gpus_of_every_model_of_a_run_are_checked_before_the_run_begins(monkeypatch, capsys, tmp_path):
     on_gpus(monkeypatch, 2, "")
     monkeypatch.chdir(tmp_path)
     flags = {"critic.gpu": "one process takes 1 GPU from critic.gpu=2 on", "reference.gpu": "from reference.gpu=2 on"}
@@ -181,7 +181,7 @@ def test_trainer_and_generator_start_one_after_another_on_a_gpu_that_both_have(m
 @pytest.mark.parametrize(
     ("most", "sizes"), [(1, [1]), (48, [1, 2, 4, 8, 16, 32, 48]), (200, [1, 2, 4, 8, 16, 32, 64, 128, 192, 200])]
 )
-def test_graphs_are_captured_up_to_the_most_sequences(most, sizes):
+def test_graphs_are_captured_for_up_to_max_num_seqs_sequences(most, sizes):
     assert gpu.graph_sizes(most) == sizes
 
 
@@ -209,7 +209,7 @@ def test_heads_that_vllm_has_no_attention_for_on_a_cpu_are_refused_before_a_proc
     require_machine(config)
 
 
-def test_heads_of_the_directory_of_a_generator_are_checked(tmp_path):
+def test_the_head_dim_in_a_generators_directory_is_checked(tmp_path):
     ModelConfig(head_dim=20).save(tmp_path)
     with pytest.raises(ValueError, match="model.head_dim=20 on a CPU"):
         GeneratorClient.spawn(GeneratorConfig(hf_path=str(tmp_path)))
@@ -238,7 +238,7 @@ def test_a_config_of_the_other_client_is_refused(client, config, message):
         client.spawn(config)
 
 
-def test_a_batch_invariant_mode_that_is_not_there_is_refused(monkeypatch):
+def test_batch_invariance_is_refused_where_vllm_does_not_support_it(monkeypatch):
     gpu.require_possible(GeneratorConfig())
     with pytest.raises(ValueError, match="batch_invariant=True on a CPU"):
         cpu.require_possible(GeneratorConfig(batch_invariant=True))

@@ -200,7 +200,7 @@ def test_resolve_gives_a_loss_by_name_with_default_options_and_an_instance_as_it
 
 
 @pytest.mark.parametrize("loss", ["pppo", None, 3, PPO], ids=repr)
-def test_resolve_refuses_anything_else_and_names_what_there_is(loss):
+def test_resolve_refuses_other_values_and_names_the_known_losses(loss):
     with pytest.raises(
         ValueError, match="unknown loss .*cispo, cross_entropy, dro, gspo, importance_sampling, ppo, reinforce"
     ):
@@ -229,7 +229,7 @@ def test_cross_entropy_takes_negative_weights():
     assert torch.equal(gradient_BL, -columns["loss_weights"])
 
 
-def test_cross_entropy_to_k_targets_is_the_sum_over_both_weights():
+def test_cross_entropy_to_k_targets_multiplies_loss_weights_and_target_weights():
     logprobs_BL, columns = data()
     generator = torch.Generator().manual_seed(1)
     target_logprobs = (-3 * torch.rand(*SHAPE, 4, generator=generator)).requires_grad_()
@@ -310,7 +310,7 @@ def test_gspo_clips_one_ratio_a_sample(low, high, sequence_mean):
 
 
 @pytest.mark.parametrize("name, loss", [(n, c) for n, c in LOSSES.items() if n != "cross_entropy"])
-def test_sequence_mean_gives_every_sample_the_weight_of_one(name, loss):
+def test_sequence_mean_gives_every_sample_a_total_weight_of_1(name, loss):
     logprobs_BL, columns = data()
     total_B1 = columns["loss_weights"].sum(1, keepdim=True)
     expected = run(loss(), logprobs_BL, {**columns, "loss_weights": columns["loss_weights"] / total_B1})
@@ -390,7 +390,7 @@ CORRECTIONS = {
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "cross_entropy"])
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=repr)
-def test_a_correction_multiplies_the_weights_by_a_function_of_trainer_over_generator(name, correction):
+def test_a_correction_multiplies_the_weights_by_a_function_of_the_ratio_of_trainer_to_generator(name, correction):
     logprobs_BL, columns = with_options()
     factor = CORRECTIONS[correction]
     factors = []

@@ -1,7 +1,7 @@
 """A pool of processes for slow rewards. The event loop goes on while the processes work, and several rewards are computed at once.
 
-There are two reasons against the pools of the standard library. They cannot end one process whose call hangs. And their
-processes import the program's main module, which takes seconds.
+The pools of the standard library are not used, for two reasons. Such a pool cannot end a single process whose call
+hangs. And its processes import the program's main module, which takes seconds.
 """
 
 import asyncio

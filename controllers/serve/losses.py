@@ -1,8 +1,9 @@
 """Tinker's losses by name, with the formulas of its documentation: sums over tokens, never means.
 
-cross_entropy is the loss of rl_actors.losses. The other losses differ from rl_actors.losses in their columns: they have
-no loss weights, the bounds of a clip may be columns, and gspo has its own mask. A datum is one training example of
-Tinker's protocol.
+cross_entropy is the loss of rl_actors.losses. The other losses are defined here, because they read other columns than
+the losses of rl_actors.losses. A column holds one value for each position of a Sample. The losses of this module read
+no loss weights. The bounds of a clip may be columns, and gspo reads a mask. A datum is one training example of Tinker's
+protocol.
 
 In the formulas lp is the trainer's logprob of a target, q the logprob that the client gives in the input `logprobs`,
 A the advantage, and r = exp(lp - q).

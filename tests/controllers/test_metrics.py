@@ -71,7 +71,7 @@ def test_resuming_leaves_one_line_a_step_though_the_last_line_was_half_written(t
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_failure_while_dropping_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+def test_a_failure_while_lines_are_dropped_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path)
     record_steps(folder, range(1, 4))
     before = folder.metrics.read_bytes()
@@ -123,7 +123,7 @@ class Clock:
         return self.now
 
 
-def test_a_terminal_shows_a_live_panel_and_leaves_the_lines_with_a_validation(tmp_path):
+def test_a_terminal_shows_a_live_panel_and_keeps_the_lines_with_a_validation(tmp_path):
     out, clock = io.StringIO(), Clock()
     console = Console(file=out, width=120, force_terminal=True, color_system=None, get_time=clock)
     with MetricsLogger(RunFolder(tmp_path), total_steps=4, console=console, trackers=()) as log:
@@ -161,7 +161,7 @@ def test_the_time_that_is_left_is_estimated_from_the_steps_of_the_phase(tmp_path
     assert rows[10] == ["0:01:10", "-"] and rows[13] == ["0:04:10", "0:06:00"]
 
 
-def test_groups_kept_are_whole_and_a_few_evenly_spaced(tmp_path):
+def test_a_few_evenly_spaced_groups_of_a_step_are_kept_whole(tmp_path):
     folder = RunFolder(tmp_path)
     with logger(folder, groups_per_step=3) as log:
         log.rollouts(7, [group(str(i)) for i in range(12)])
@@ -202,14 +202,14 @@ def test_the_outcome_is_written_down(tmp_path, error, status):
     assert outcome["error"] == {"failed": "RuntimeError: boom", "interrupted": "KeyboardInterrupt"}.get(status)
 
 
-def test_fewer_steps_than_planned_is_not_finished(tmp_path):
+def test_a_run_with_fewer_steps_than_planned_is_not_finished(tmp_path):
     folder = RunFolder(tmp_path)
     record_steps(folder, range(1, 3), total_steps=3)
     outcome = json.loads(folder.outcome.read_text())
     assert (outcome["status"], outcome["step"], outcome["total_steps"]) == ("stopped early", 2, 3)
 
 
-def test_a_timer_adds_up_a_name_and_starts_again_on_reset():
+def test_a_timer_adds_up_the_times_of_a_name_and_starts_again_on_reset():
     timer = Timer()
     with timer("generate"):
         pass
@@ -241,7 +241,7 @@ def test_a_full_disk_is_named_with_the_path_of_the_metrics(tmp_path):
     assert json.loads(folder.outcome.read_text())["status"] == "failed"
 
 
-def test_a_resumed_run_goes_on_without_its_metrics_and_after_a_line_that_was_cut_off(tmp_path):
+def test_a_resumed_run_goes_on_if_the_metrics_are_missing_and_a_line_is_cut_off(tmp_path):
     folder = RunFolder(tmp_path)
     folder.rollouts.write_text('{"step": 2}\n{"step": 3}\n{"st')
     with logger(folder, steps_done=2) as log:
@@ -250,7 +250,7 @@ def test_a_resumed_run_goes_on_without_its_metrics_and_after_a_line_that_was_cut
     assert read_jsonl(folder.rollouts) == [{"step": 2}]
 
 
-def test_trackers_get_a_step_that_a_recovered_run_repeats_once(tmp_path, monkeypatch):
+def test_trackers_get_a_step_only_once_if_a_recovered_run_repeats_it(tmp_path, monkeypatch):
     told = []
     monkeypatch.setattr("controllers.trackers.Trackers.log", lambda _, step, values: told.append(step))
     with logger(RunFolder(tmp_path)) as log:

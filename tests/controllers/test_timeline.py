@@ -23,7 +23,7 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
-def test_a_sync_is_work_of_both_actors_and_a_wait_of_none(clock):
+def test_a_sync_counts_as_work_of_both_actors_and_a_wait_as_work_of_neither(clock):
     spans = Timeline()
     with spans.span("generate"):
         clock.now += 1
@@ -33,7 +33,7 @@ def test_a_sync_is_work_of_both_actors_and_a_wait_of_none(clock):
     assert step.seconds == 3 and step.busy() == pytest.approx({"trainer": 2 / 3, "generator": 2 / 3})
 
 
-def test_a_span_that_goes_on_after_the_step_is_divided(clock):
+def test_a_span_that_outlasts_its_step_is_divided_between_two_steps(clock):
     spans = Timeline()
     with spans.span("generating"):
         clock.now += 4

@@ -71,6 +71,6 @@ def test_bad_alphabets_and_folders_are_refused(tmp_path):
         load_tokenizer(tmp_path)
 
 
-def test_the_alphabet_of_problems_has_whole_kinds_of_characters():
+def test_an_alphabet_with_one_digit_or_letter_has_all_of_its_kind():
     assert alphabet_of(["7 + b", "?"]) == " +0123456789?abcdefghijklmnopqrstuvwxyz"
     assert alphabet_of(["T"]) == "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

@@ -169,7 +169,7 @@ def test_a_folder_that_has_the_name_of_a_tracker_is_not_its_package(tmp_path, mo
         validate_trackers(["comet_ml"])
 
 
-def test_an_unknown_tracker_is_refused_with_those_there_are(capsys):
+def test_an_unknown_tracker_is_refused_with_the_names_of_the_known_ones(capsys):
     with pytest.raises(SystemExit) as exit:
         parse("prog", CONFIGS["controllers.grpo"], ["--trackers", "wandbb"])
     shown = " ".join(capsys.readouterr().err.replace("│", " ").split())

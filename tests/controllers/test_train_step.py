@@ -59,7 +59,7 @@ async def train_on(run: Run, names: str):
         (9, 1, ["a", "b", "c", "d", "e"]),  # never more steps than samples
     ],
 )
-def test_all_samples_are_taken_in_up_to_so_many_parts_in_every_epoch(updates, epochs, expected):
+def test_every_epoch_divides_all_samples_into_at_most_updates_per_step_parts(updates, epochs, expected):
     trainer = RecordingTrainer()
     run = run_with(trainer, updates_per_step=updates, epochs_per_step=epochs)
     made = asyncio.run(train_on(run, "abcde"))

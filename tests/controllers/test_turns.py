@@ -361,7 +361,7 @@ def test_turns_that_cannot_be_taken_are_refused_by_name():
         ahead.validate()
     apart = replace(config, generator=replace(config.generator, gpu=1))
     with pytest.raises(
-        ValueError, match=r"share no GPU, .* the generator has 1 from generator.gpu=1 on, the trainer 1"
+        ValueError, match=r"share no GPU, .* the generator uses 1 GPUs from generator.gpu=1 on, and the trainer uses 1"
     ):
         apart.validate()
     with pytest.raises(ValueError, match="turns.enabled=True, but this run has no generator"):

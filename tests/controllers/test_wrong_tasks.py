@@ -150,7 +150,7 @@ WRONG = {
         of("good.jsonl", "--environment.prompt", "{question"),
         "prompt='{question' is not a",
     ),
-    "a template of a part": (
+    "a template with an attribute": (
         of("good.jsonl", "--environment.prompt", "{question.text}"),
         "prompt='{question.text}' is not a template: 'str' object has no attribute 'text'",
     ),
@@ -167,7 +167,7 @@ WRONG = {
         of("good.jsonl", "--environment.held-out-task", "none.jsonl"),
         "held_out_task='none.jsonl' is not a file",
     ),
-    "all held out": (
+    "every problem held out": (
         of("good.jsonl", "--environment.held-out-task", "copy.jsonl", "--environment.num-held-out", "99"),
         "no problem of task='good.jsonl' with options={} is left to train on",
     ),
@@ -183,24 +183,27 @@ WRONG = {
     "an object without methods": (of("wrong_tasks:Incomplete"), "returned Incomplete without problem, reward"),
     "a task that holds nothing out": (of("wrong_tasks:NothingHeldOut"), "held_out() returned [], not a list of"),
     "a problem that is held out twice": (of("wrong_tasks:HeldOutTwice"), "returned two problems with the key '1'"),
-    "a problem that is none": (of("wrong_tasks:Pairs"), "held_out() gave ('1=', '1'), not a Problem"),
+    "a problem of another type": (of("wrong_tasks:Pairs"), "held_out() gave ('1=', '1'), not a Problem"),
     "an answer that is no text": (
         of("wrong_tasks:NumberAsAnswer"),
         "problem(0) gave a problem whose answer is int 1, not text",
     ),
     "a problem that raises": (of("wrong_tasks:Exhausted"), "problem(0) raised IndexError: list index out of range ("),
-    "a method of other arguments": (of("wrong_tasks:RewardOfText"), "reward must take (problem, completion): too many"),
+    "a reward method with other arguments": (
+        of("wrong_tasks:RewardOfText"),
+        "reward must take (problem, completion): too many",
+    ),
     "an unknown reward": (reward("exact"), "reward='exact'; it must be one of exact_match"),
     "no reward function": (reward("wrong_tasks:none"), "reward='wrong_tasks:none' cannot be imported"),
     "a number as a reward": (reward("wrong_tasks:NUMBER"), "reward='wrong_tasks:NUMBER' is int 3, not a function"),
-    "a reward of other arguments": (
+    "a reward function with other arguments": (
         reward("wrong_tasks:one"),
         "reward='wrong_tasks:one' must take (answer, completion): too many positional arguments",
     ),
     "no pattern": (reward("regex"), "the reward regex needs a pattern"),
     "a wrong pattern": (reward("regex", "--environment.reward-pattern", "("), "is not a regular expression"),
     "no judge": (reward("judge"), "the reward judge needs both"),
-    "a judge's prompt with a part of a text": (
+    "a judge's prompt with an attribute": (
         reward(
             *("judge", "--environment.judge.url", "http://localhost:1/v1", "--environment.judge.model", "m"),
             *("--environment.judge.prompt", "{question.text}"),
@@ -227,16 +230,19 @@ WRONG = {
         "reward_workers=-1; it must be at least 0",
     ),
     "no time for a reward": (of("good.jsonl", "--environment.reward-timeout", "0"), "reward_timeout=0.0; it must be"),
-    "a part without a task": (["--environment.mixture", '[{"weight": 1}]'], "mixture[0]={'weight': 1} names no task"),
-    "a part without a weight": (
+    "a mixture with a part without a task": (
+        ["--environment.mixture", '[{"weight": 1}]'],
+        "mixture[0]={'weight': 1} names no task",
+    ),
+    "a mixture with a weight of 0": (
         ["--environment.mixture", '[{"task": "good.jsonl", "weight": 0}]'],
         "it must be an object whose weight is a number above 0",
     ),
-    "a weight below 0": (
+    "a mixture with a weight below 0": (
         ["--environment.mixture", '[{"task": "good.jsonl"}, {"task": "copy.jsonl", "weight": -1}]'],
         "mixture[1]={'task': 'copy.jsonl', 'weight': -1}; it must be an object whose weight is a number above 0",
     ),
-    "two parts of one name": (
+    "a mixture with two parts of one name": (
         ["--environment.mixture", '[{"task": "good.jsonl"}, {"task": "copy.jsonl", "name": "good.jsonl"}]'],
         "mixture has 'good.jsonl' twice",
     ),
@@ -244,19 +250,19 @@ WRONG = {
         ["--environment.mixture", '[{"task": "x", "mixture": [{"task": "good.jsonl"}]}]'],
         "mixture[0] is itself a mixture",
     ),
-    "too many parts": (
+    "a mixture with too many parts": (
         ["--environment.mixture", json.dumps([{"task": "good.jsonl"}] * 101)],
         "mixture has 101 parts, but at most 100 are allowed",
     ),
-    "a part of a wrong file": (
+    "a mixture with a wrong file": (
         ["--environment.mixture", '[{"task": "good.jsonl"}, {"task": "mixed.jsonl"}]'],
         "mixture, mixed.jsonl: mixed.jsonl:2: column 'answer'",
     ),
-    "a named set without a file": (
+    "a validation set without a file": (
         of("good.jsonl", "--validation", '{"hard": {"task": "none.jsonl"}}'),
         "validation.hard: task='none.jsonl' is not a file",
     ),
-    "a named set of a wrong file": (
+    "a validation set with a wrong file": (
         of("good.jsonl", "--validation", '{"hard": {"task": "rows.jsonl"}}'),
         "validation.hard: rows.jsonl:1 is '[1, 2]'",
     ),

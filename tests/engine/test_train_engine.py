@@ -113,7 +113,7 @@ def test_rows_may_be_longer_than_the_models_context(make_engine):
 
 
 @pytest.mark.parametrize("loss", [PPO_CLIPPED, GSPO(ratio_low=0.5, ratio_high=2.0), "dro"], ids=str)
-def test_forward_with_a_loss_reports_what_forward_backward_does(make_engine, loss):
+def test_forward_with_a_loss_reports_the_same_numbers_as_forward_backward(make_engine, loss):
     engine, samples = make_engine(logprob_chunk_tokens=50), ppo_samples(ODD_LENGTHS)
     evaluated, trained = engine.forward(samples, loss), engine.forward_backward(samples, loss)
     assert finish(evaluated.metrics) == pytest.approx(finish(trained.metrics), rel=1e-6, abs=1e-6)
@@ -164,7 +164,7 @@ def test_grad_divisor_divides_before_clipping(make_engine):
     assert relative(norms[0], 8 * norms[1]) < 1e-6
 
 
-def test_no_clipping_steps_with_the_gradient_as_it_is(make_engine):
+def test_without_clipping_a_step_uses_the_gradient_as_it_is(make_engine):
     samples = ppo_samples(ODD_LENGTHS)
     results = []
     for clip in (None, 1e9):
@@ -197,7 +197,7 @@ def test_config_json_of_transformers_says_whether_heads_are_tied(request, heads)
     assert config.tie_word_embeddings == (heads == "tied") and config.rope_theta == 10_000.0
 
 
-def test_a_layout_of_another_number_of_processes_than_there_are_is_refused(make_engine, tied_qwen3):
+def test_a_layout_for_more_processes_than_there_are_is_refused(make_engine, tied_qwen3):
     config = TrainerConfig(model=ModelConfig.from_hf(tied_qwen3), max_sequence_length=64, tokens_per_row=64)
     config.parallelism.tensor_parallel_degree = 2
     with pytest.raises(ValueError, match="tensor_parallel=2.* needs 2 processes but there are 1"):

@@ -61,7 +61,7 @@ def copies(engine) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors(engine).items()}
 
 
-def test_offload_frees_the_bytes_of_the_arithmetic_and_the_next_step_has_the_same_bits(engine):
+def test_offload_frees_the_estimated_bytes_and_the_next_step_has_the_same_bits(engine):
     step(engine)
     before = copies(engine)
     results = []
@@ -88,7 +88,7 @@ def assert_memory_is_freed(engine) -> None:
     allocated, (free, _) = engine.info().memory_bytes, torch.cuda.mem_get_info()
     moved = engine.offload().num_bytes
     freed, freed_of_device = allocated - engine.info().memory_bytes, torch.cuda.mem_get_info()[0] - free
-    print(f"arithmetic {expected:,} bytes, moved {moved:,}, freed {freed:,}, of the device {freed_of_device:,}")
+    print(f"estimated {expected:,} bytes, moved {moved:,}, freed {freed:,}, of the device {freed_of_device:,}")
     for number in (moved, freed, freed_of_device):
         assert abs(number - expected) < 0.05 * expected
     assert engine.info().memory_bytes < 0.05 * expected

@@ -73,7 +73,7 @@ def test_a_generator_expects_the_tensors_of_a_directory(tmp_path, model: ModelCo
 
 
 @pytest.mark.slow
-def test_a_trained_expert_bias_is_refused_to_a_generator(tmp_path):
+def test_a_trainer_with_an_expert_bias_refuses_to_push_and_to_spawn_a_generator(tmp_path):
     config = trainer_config(save_random(tmp_path / "base", EXPERTS), load_balance_coeff=0.01)
     with TrainerClient.spawn(config) as trainer:
         with pytest.raises(ValueError, match="spawn_generator is not possible with load_balance_coeff=0.01"):

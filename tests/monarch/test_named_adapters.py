@@ -101,7 +101,7 @@ def test_requests_with_several_adapters_and_without_one_run_together(served):
         assert all(worst(found[name], found[other]) > 0.05 for other in names if other != name)
 
 
-def test_an_adapter_serves_no_prefix_that_another_one_cached(served):
+def test_a_request_uses_no_prefix_that_was_cached_with_another_adapter(served):
     prompt = [index % support.VOCAB_SIZE for index in range(100)]
     for name in (None, *NAMES, None):
         [[completion]] = served.generator.generate(

@@ -1,4 +1,4 @@
-"""The protobuf messages: the server reads messages of the official SDK, and the SDK reads messages of the server."""
+"""The protobuf messages of the Tinker server: the server reads messages of the official SDK, and the SDK reads messages of the server."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def test_a_request_is_read_with_its_tensors_and_the_newer_config_wins():
     assert datum.inputs["target_tokens"].dtype == np.int64 and datum.inputs["weights"].tolist() == [0.0, 1.0, -0.5]
 
 
-def test_sparse_rows_are_written_out():
+def test_a_sparse_tensor_is_read_as_a_dense_one():
     found = codec.read_tensor(tensor_message(csr=([5, 6, 7], [0, 1, 1, 3], [2, 0, 1]), shape=[3, 3]), "x")
     assert found.tolist() == [[0, 0, 5], [0, 0, 0], [6, 7, 0]]
 
@@ -60,7 +60,7 @@ def test_sparse_rows_are_written_out():
         ({"csr": ([1], [0, 1], [0]), "shape": [1, 1 << 60]}, "at most"),
     ],
 )
-def test_tensors_that_cannot_be_are_refused(fields, error):
+def test_invalid_tensors_are_refused(fields, error):
     with pytest.raises(ValueError, match=error):
         codec.read_tensor(tensor_message(**fields), "x")
 

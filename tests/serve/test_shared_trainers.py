@@ -1,6 +1,6 @@
 """Training runs whose adapters have the same shape share a trainer. Such a run is a tenant of the trainer.
 
-Fakes with a model of one number per token replace the actors.
+The actors are fakes. Their model has one number for each token id.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ def test_runs_that_are_created_at_once_start_one_trainer(api):
     api(use)
 
 
-def test_tenants_in_turn_have_the_numbers_of_each_alone(api):
+def test_tenants_that_alternate_compute_the_same_numbers_as_each_alone(api):
     given = [{}, {"learning_rate": 0.5, "beta1": 0.1, "eps": 0.3, "weight_decay": 0.4, "grad_clip_norm": 0.01}]
 
     async def use(api):
@@ -144,7 +144,7 @@ def test_the_death_of_a_shared_trainer_names_the_last_saved_state_of_each_run(ap
 
 
 @pytest.mark.parametrize("call", ["forward", "optim_step", "save"])
-def test_every_call_notices_the_death(api, call):
+def test_every_call_notices_the_death_of_the_trainer(api, call):
     async def use(api):
         model = await api.create_model(**LORA)
         await api.create_model(1, **LORA)
@@ -175,7 +175,7 @@ def test_a_dead_trainer_makes_room_for_another_one(api):
     api(use, max_trainers=1)
 
 
-def test_a_tenant_that_cannot_go_on_costs_no_other_run_its_trainer(api):
+def test_a_tenant_that_fails_for_good_leaves_the_trainer_to_the_other_runs(api):
     async def use(api):
         models = [await api.create_model(seq, **LORA) for seq in range(2)]
         await step(api, models[1], 0)

@@ -177,7 +177,7 @@ def test_a_call_that_cannot_write_to_the_other_process_says_that_it_has_ended(si
         pair.run(time.monotonic() + GUARD, pair.receive, torch.zeros(3, dtype=torch.uint8))
 
 
-def test_nccl_waits_in_wait_and_has_no_watchdog_that_would_end_the_trainer(monkeypatch):
+def test_nccl_blocks_in_wait_and_has_no_watchdog_that_would_end_the_trainer(monkeypatch):
     """The test needs no GPU: a fake ProcessGroupNCCL records its arguments."""
     seen = []
 
@@ -199,7 +199,7 @@ def test_nccl_waits_in_wait_and_has_no_watchdog_that_would_end_the_trainer(monke
     assert seen == [("1", 1, 2, 0)] * 2
 
 
-def test_nccl_is_for_two_gpus(monkeypatch):
+def test_nccl_is_used_only_between_two_gpus(monkeypatch):
     here = Served().write(1).parts
     on_a_gpu = (replace(here[0], weights_on_gpu=True),)
     assert not here[0].weights_on_gpu and backend_for(on_a_gpu) == "gloo"  # this process has no GPU

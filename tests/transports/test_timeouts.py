@@ -1,4 +1,4 @@
-"""Every phase of a push and a pull has a time limit. After the limit there is an error that names the phase.
+"""Every phase of a push and a pull of weights has a time limit. After the limit there is an error that names the phase.
 
 test_slots.py tests the phases lock and write.
 """
@@ -83,9 +83,7 @@ SOURCE = LoadedTensors({"w": torch.ones(3)}, key="run/3", timeout=5.0)
 # vLLM raises TimeoutError if its core is in the caller's process. A core in its own process sends only the error's text, and vLLM raises it as
 # an Exception.
 @pytest.mark.parametrize("error", [TimeoutError, Exception])
-def test_a_worker_that_does_not_answer_is_a_timeout_that_names_the_phase_and_is_asked_nothing_more(
-    failing, phase, error
-):
+def test_a_silent_worker_is_a_timeout_that_names_the_phase_and_gets_no_further_call(failing, phase, error):
     engine = Workers(failing, error(f"Call to collective_rpc method failed: {pull.TIMED_OUT}"))
     message = rf"pull of run/3: .*pid {os.getpid()}\)?: {phase} was not done by every worker within 15 s"
     with pytest.raises(pull.SilentWorkerError, match=message), pull.opened(engine, SOURCE):
