@@ -12,7 +12,8 @@ in which a single signal is sent, after the actors have started. The median must
 above twice the limit. After a SIGSTOP `--silent-after` is added to both limits. The exit status is 1 if a round has a fault, or if a limit
 is exceeded.
 
-Every round is a line of drills.jsonl in the folder. If the program is interrupted, the same command runs the rounds that have no line yet.
+Every round is a line of drills.jsonl in the folder that `--folder` names. If the program is interrupted, the same command runs the rounds
+that have no line yet.
 """
 
 import argparse
@@ -108,7 +109,8 @@ def flags(loop: str, mode: str, kind: str, args: argparse.Namespace) -> list[obj
         "--validate-every": 4,
         "--updates-per-step": 1,
         "--epochs-per-step": 1,
-        # The groups are so large that their rewards are never all equal, and so few that rollouts.jsonl has all of them.
+        # A group whose rewards are all equal is not trained on. In a group of 32 completions this almost never happens. The logger keeps four
+        # groups of a step in rollouts.jsonl, so rollouts.jsonl has all groups of these runs.
         "--rollouts.groups-per-step": 4,
         "--rollouts.group-size": 32,
         "--rollouts.max-refills": 0,

@@ -48,7 +48,8 @@ def last_step(folder: RunFolder) -> int:
 def kill_and_wait(kind: str, step: int, watch: Watch, draw: random.Random) -> tuple[float, int]:
     """Kill a process of this kind after this step. Returns the seconds to the next step, and the number of the last recorded step.
 
-    Raises RuntimeError if the run ends before the next step, or if no step is recorded within RUN_TIMEOUT.
+    Raises RuntimeError if the run ends before the next step, or if no step is recorded within
+    benchmarks.resume.RUN_TIMEOUT seconds.
     """
     folder, run = watch.folder, watch.run
     wait_until(lambda: last_step(folder) >= step, run, f"step {step}")

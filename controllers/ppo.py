@@ -175,7 +175,7 @@ async def with_rewards(
 async def token_rewards(
     config: PPOConfig, batch: RolloutBatch, samples: Sequence[Sample], reference: Reference | None, kl: KL
 ) -> tuple[list[Tensor], dict[str, float]]:
-    """The reward for every token as a float64 tensor [T] for each sample of T tokens, and metrics.
+    """(rewards, metrics). The rewards of a sample with T tokens are a float64 tensor [T], with one reward for every token.
 
     A turn's reward is at the turn's last token. The penalty on a long completion is subtracted at the completion's last
     token. If reference_kl_in is "reward", another penalty is subtracted from each sampled token's reward. This penalty is

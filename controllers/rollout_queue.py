@@ -13,8 +13,8 @@ computes the age of every group before each step, and raises RuntimeError if an 
 
 One long completion does not hold up a step. A step takes the first `size` finished groups in the order in which they were drawn. So
 younger groups may overtake an unfinished group. But all groups that a step leaves in the queue must still be trained on
-in time. So the step waits unless this condition holds for every k from 0 to `ahead`: at most k * size of the groups that
-it would leave are due at this step or within the k steps after it.
+in time, and the k steps after step s can train on only k * size of them. So step s waits until a condition holds for
+every k from 0 to `ahead`: of the groups that step s would leave, at most k * size are due at step s + k or earlier.
 
 The queue cannot deadlock. After every step the condition holds for all groups that are left, and a draw adds groups
 only up to (ahead + 1) * size. So when every group has finished, a step can take the first `size` of them. All groups do

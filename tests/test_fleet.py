@@ -362,7 +362,7 @@ async def test_prompts_of_a_dead_generator_go_to_another_with_their_seeds_and_fi
 
 
 @in_loop
-async def test_prompts_of_the_only_generator_wait_for_the_next_which_first_pulls_the_newest_version():
+async def test_prompts_of_the_only_generator_wait_until_its_successor_has_pulled_the_newest_version():
     started = Started(1)
     async with started as (fleet, generators):
         await fleet.pull(3, 1.0, True)
@@ -392,7 +392,7 @@ async def test_logprobs_of_a_dead_generator_come_from_another():
 
 
 @in_loop
-async def test_states_from_the_start_over_two_deaths_in_a_row_to_the_return():
+async def test_the_states_of_a_generator_that_dies_twice_and_returns():
     gate, seen = asyncio.Event(), []
     started = Started(1)
     started.generators.plans = [
@@ -420,7 +420,7 @@ async def test_states_from_the_start_over_two_deaths_in_a_row_to_the_return():
 
 
 @in_loop
-async def test_a_death_in_the_pull_of_a_restart_is_another_death_and_nothing_is_asked_of_that_generator():
+async def test_a_restarted_generator_that_dies_in_its_pull_is_restarted_again_and_gets_no_prompts():
     started = Started(1)
     started.generators.plans = [lambda first: None, lambda second: second.on_pull.append(second.die_now)]
     async with started as (fleet, generators):
@@ -502,7 +502,7 @@ async def test_a_closed_fleet_starts_nothing_and_its_calls_end():
 
 
 @in_loop
-async def test_a_pull_succeeds_without_a_generator_that_dies_in_it_and_that_one_returns_with_the_version():
+async def test_a_pull_succeeds_if_one_generator_dies_in_it_and_the_restarted_generator_has_the_version():
     async with Started(2) as (fleet, generators):
         await fleet.pull(1, 1.0, True)
         generators.spawned[0].on_pull.append(generators.spawned[0].die_now)
@@ -513,7 +513,7 @@ async def test_a_pull_succeeds_without_a_generator_that_dies_in_it_and_that_one_
 
 
 @in_loop
-async def test_a_pull_in_which_every_generator_dies_ends_when_one_is_back_with_the_version():
+async def test_a_pull_in_which_every_generator_dies_ends_when_a_restarted_generator_has_the_version():
     async with Started(1) as (fleet, generators):
         generators.spawned[0].on_pull.append(generators.spawned[0].die_now)
         await fleet.pull(2, 1.0, True)
@@ -610,7 +610,7 @@ async def test_a_generator_that_dies_in_its_sleep_is_started_again_at_the_wake()
 
 
 @in_loop
-async def test_a_generator_that_is_silent_for_as_long_as_the_caller_of_death_allows_is_replaced():
+async def test_a_generator_that_is_silent_longer_than_expect_signs_allows_is_replaced():
     async with Started(2, RestartPolicy(backoff=0.0, silent_after=120.0)) as (fleet, generators):
         generators.spawned[0].signs_every = 50.0
         fleet.expect_signs(180.0)  # no effect: the policy's 120 s are shorter
@@ -625,7 +625,7 @@ async def test_a_generator_that_is_silent_for_as_long_as_the_caller_of_death_all
         assert [replica.silent_after for replica in fleet.replicas] == [30.0, 30.0]
 
 
-def test_the_time_of_death_is_the_longest_silence_of_the_generators_of_a_client(monkeypatch):
+def test_the_argument_of_death_limits_how_long_a_clients_generators_may_be_silent(monkeypatch):
     silences = []
 
     class Silent:

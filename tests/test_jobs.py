@@ -112,7 +112,7 @@ def test_hosts_that_are_no_job_are_refused(addresses, error):
         ("slurm://0", SLURM, "hosts.addresses: the host is 'slurm://0'"),
     ],
 )
-def test_options_of_a_job_that_cannot_be_are_refused_by_their_field(addresses, config, error):
+def test_an_impossible_option_of_a_job_is_refused_and_the_error_names_its_field(addresses, config, error):
     with pytest.raises(ValueError, match=error):
         HostsConfig(addresses=addresses, job=config).validate(1)
 
@@ -123,7 +123,7 @@ def test_kubernetes_without_its_package_is_refused(monkeypatch):
         KUBERNETES.validate(jobs.parse(["kubernetes://1"]))
 
 
-def test_on_loopback_ssh_needs_no_consent():
+def test_ssh_on_loopback_does_not_need_the_option_insecure():
     JobConfig().validate(jobs.parse(["ssh://127.0.0.1", "ssh://localhost"]))
 
 

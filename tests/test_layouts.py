@@ -22,7 +22,7 @@ def config(*, heads: int = 8, kv_heads: int = 4, experts: int = 0, tied: bool = 
     return made
 
 
-def test_a_layout_that_can_be_is_not_refused():
+def test_a_possible_layout_is_not_refused():
     assert is_possible(config(data_parallel_shard=2, tensor_parallel=4))
     config(data_parallel_shard=2, tensor_parallel=4).validate()
     config(data_parallel_shard=2, context_parallel=2, tensor_parallel=2).validate()
@@ -30,7 +30,7 @@ def test_a_layout_that_can_be_is_not_refused():
     config(experts=8, data_parallel_shard=2, context_parallel=2, tensor_parallel=2, expert_parallel=8).validate()
 
 
-def test_too_many_ways_of_tensor_parallelism_name_the_numbers_and_the_nearest():
+def test_the_error_about_a_too_large_tensor_parallel_degree_suggests_the_nearest_layouts():
     made = config(data_parallel_shard=2, tensor_parallel=8)
     assert [{n: d for n, d in layout.items() if d > 1} for layout in nearest(made)] == [
         {"data_parallel_shard": 4, "tensor_parallel": 4},

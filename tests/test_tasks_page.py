@@ -69,7 +69,7 @@ def test_the_page_has_commands_of_every_kind():
 
 
 @pytest.mark.parametrize("arguments", commands(), ids=named)
-def test_a_command_of_the_page_is_taken(arguments, here, monkeypatch, capsys):
+def test_a_command_of_the_page_is_accepted(arguments, here, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["controllers.grpo", *arguments, "--dry-run"])
     launch.main("controllers.grpo")  # exits if it refuses the command
     assert json.loads(capsys.readouterr().out)["environment"]["num_held_out"] > 0
@@ -86,14 +86,14 @@ def test_a_command_of_the_page_runs(arguments, folder, tmp_path):
     assert [record["phase"] for record in read_jsonl(RunFolder(tmp_path / "run").metrics)] == ["start", "sft", "grpo"]
 
 
-def test_the_sets_of_the_page_are_taken(here):
+def test_the_validation_sets_of_the_page_are_accepted(here):
     [sets] = re.findall(r"`--validation '(\{.*?\})'`", PAGE)
     config = cli.parse("prog", CONFIGS["controllers.grpo"], ["--config", "tiny", "--validation", sets]).config
     config.validate()
     assert list(config.validation) == ["hard"]
 
 
-def test_the_page_has_every_reward_and_every_flag_that_it_names_exists():
+def test_the_page_lists_every_reward_and_names_only_flags_that_exist():
     table = PAGE.split("## Rewards")[1].split("\n## ")[0]
     names = re.findall(r"^\| `([\w:]+)` \|", table, re.MULTILINE)
     assert set(names) == {*REWARDS, "my_rewards:closeness"}

@@ -78,7 +78,7 @@ BAD_SAMPLES = {
         ValueError,
         ["targets has 2 positions", "tokens has 4"],
     ),
-    "token at the vocabulary": (
+    "token equal to vocab_size": (
         [good(), replace(good(), tokens=ids(1, 50, 3, 4))],
         CE,
         ValueError,
@@ -86,7 +86,7 @@ BAD_SAMPLES = {
     ),
     "negative token": ([replace(good(), tokens=ids(1, 2, 3, -1))], CE, ValueError, ["tokens[3]=-1", "0 to 49"]),
     "padding as a token": ([replace(good(), tokens=ids(-100, 2, 3, 4))], CE, ValueError, ["tokens[0]=-100", "0 to 49"]),
-    "target at the vocabulary": (
+    "target above vocab_size": (
         [replace(good(), targets=ids(1, 2, 3, 99))],
         CE,
         ValueError,
@@ -153,7 +153,7 @@ BAD_SAMPLES = {
         ValueError,
         ["sample 1: column 'values' holds -inf at position 1"],
     ),
-    "targets of one column": (
+    "target ids of one dimension": (
         [column("target_ids", [1] * 4, torch.int64)],
         CE,
         ValueError,
@@ -179,13 +179,13 @@ BAD_SAMPLES = {
         ValueError,
         ["the second dimensions are", "'target_ids': 2, 'target_weights': 3"],
     ),
-    "K of another sample": (
+    "samples with different K": (
         [top_k(), top_k(torch.zeros(4, 3).long(), torch.zeros(4, 3))],
         CE,
         ValueError,
         ["sample 1: column 'target_ids' has K=3", "sample 0 has K=2"],
     ),
-    "a target id at the vocabulary": (
+    "a target id equal to vocab_size": (
         [top_k(), top_k(ids([1, 2], [3, 4], [5, 50], [0, 0]))],
         CE,
         ValueError,
@@ -387,7 +387,7 @@ def test_a_sequence_may_be_as_long_as_the_model_allows_and_a_prompt_leaves_room_
         validate_sequences([[5] * 9], **limits)
 
 
-def test_good_requests_pass_up_to_every_limit():
+def test_requests_at_their_limits_are_accepted():
     greedy = SamplingParams(temperature=0, top_p=1, top_k=0, seed=0, stop_token_ids=(0, 47))
     hottest = SamplingParams(temperature=2, top_p=1e-3, seed=(1 << 62) - 1, stop_token_ids=[5], max_tokens=1, n=1)
     for params in (greedy, hottest, SamplingParams(temperature=0.01)):
@@ -396,7 +396,7 @@ def test_good_requests_pass_up_to_every_limit():
     validate_pull(7, inf)
 
 
-def test_good_samples_pass_up_to_every_limit():
+def test_samples_at_their_limits_are_accepted():
     longest = positions(8)
     edge = replace(good(), tokens=ids(0, 49, 0, 49), targets=ids(49, 0, -100, -100))
     validate_samples([longest, edge], CE, **LIMITS)
@@ -410,7 +410,7 @@ def test_forward_takes_any_column():
     validate_samples([good(anything=1.0)], None, **LIMITS)
 
 
-def test_good_optim_params_pass_up_to_every_limit():
+def test_optim_params_at_their_limits_are_accepted():
     validate_optim_params(OptimParams(learning_rate=0, beta1=0.0, beta2=0.0, grad_clip_norm=None, grad_divisor=1))
 
 

@@ -485,7 +485,7 @@ def _serve_rows(model: str = "") -> dict[str, TableRow]:
         )
     if not model:
         rows["serve-samples-beside-training-cpu"] = TableRow(
-            what="the Tinker server, 256 requests of 32 + 128 tokens: while another client trains beside alone",
+            what="the Tinker server, 256 requests of 32 + 128 tokens: the time while another client trains, beside the time while no client trains",
             num_gpus=0,
             command=("serve_overhead",),
             argument="together",

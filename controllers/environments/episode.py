@@ -46,7 +46,7 @@ class EpisodeEnvironment(Protocol):
 
 @runtime_checkable
 class Demonstrating(Protocol):
-    """An environment that can show episodes to a supervised phase."""
+    """An environment with demonstrations, on which a supervised phase trains the policy."""
 
     def demonstration(self, problem: Problem) -> Sequence[str]:
         """The texts of the policy's turns in an episode of this problem."""

@@ -29,7 +29,8 @@ class ServeConfig:
     max_tenants: int = 16
     """Largest number of runs with adapters in one trainer."""
     samplers_kept: int = 8
-    """Number of unnamed samplers of a run whose weights are kept. The weights of its older unnamed samplers are deleted."""
+    """For each run, the number of unnamed samplers that keep their weights. These are the newest. The weights of the run's older unnamed samplers
+    are deleted."""
     hold_seconds: float = 30.0
     """Seconds for which the server holds a request for an answer that is not ready. The SDK gives up after 45 seconds."""
     max_body_bytes: int = 64 << 20

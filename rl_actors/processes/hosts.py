@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT = 10.0
 """Seconds in which a worker must accept a connection."""
 SHUTDOWN_TIMEOUT = 5.0
-"""Seconds that the workers of a job have to end. After this time the job is killed."""
+"""Seconds in which the workers of a job must end. After this time the job is killed."""
 PAUSE = 0.2
 """Seconds between two attempts to connect to a worker that does not listen yet."""
 

@@ -69,7 +69,7 @@ def finished_run(tmp_path_factory) -> tuple[Path, str]:
     return folder, output
 
 
-def test_a_run_leaves_every_file_and_a_line_a_step(finished_run):
+def test_a_run_leaves_every_file_and_a_line_for_each_step(finished_run):
     folder, output = finished_run
     records = read_jsonl(folder / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(8))
@@ -100,7 +100,7 @@ def test_trainer_and_generator_agree_on_every_logprob(finished_run):
     assert all(record["policy_lag"] == 0 and record["updates"] == 1 for record in trained)
 
 
-def test_the_config_of_a_run_runs_again(finished_run, tmp_path):
+def test_a_new_run_can_start_from_the_config_of_a_run(finished_run, tmp_path):
     process = start("--config", finished_run[0] / "config.json", "--output-dir", tmp_path / "again", "--dry-run")
     output = finish(process)
     assert process.returncode == 0, output
@@ -161,7 +161,7 @@ def test_a_batch_without_a_signal_is_a_reported_step_without_an_optimizer_step(t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["loss", "reward"])
-def test_the_kl_to_the_policy_as_grpo_began_starts_at_0_and_a_resumed_run_has_the_same_reference(tmp_path, kind):
+def test_the_kl_from_the_reference_starts_at_0_and_a_resumed_run_has_the_same_reference(tmp_path, kind):
     folder = tmp_path / "run"
     kl = ["--reference-kl", 0.1, "--reference-kl-in", kind, "--schedule.learning-rate", 4e-3]
     process = start("--config", "tiny", "--output-dir", folder, "--steps", 4, *SHORT, *PARITY, *kl)

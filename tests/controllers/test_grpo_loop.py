@@ -118,7 +118,7 @@ def test_the_schedule_begins_with_the_first_grpo_step(finished):
     assert [record["learning_rate"] for record in finished.records if record["step"] > 0] == rates
 
 
-def test_the_reported_difference_of_logprobs_is_the_trainers_from_the_generators(finished):
+def test_the_reported_difference_of_logprobs_is_between_trainer_and_generator(finished):
     records = [record for record in finished.records if record["phase"] == "grpo"]
     assert [record["logprob_diff/mean"] for record in records] == pytest.approx([NearTrainer.difference] * NUM_STEPS)
     assert [record["logprob_diff/max"] for record in records] == pytest.approx([NearTrainer.difference] * NUM_STEPS)

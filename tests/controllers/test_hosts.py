@@ -48,7 +48,7 @@ def test_the_first_hosts_have_the_trainer_and_the_others_the_generators(addresse
         ({"addresses": "tcp://a:1", "certificates": "/none"}, "/none/authority.pem does not exist"),
     ],
 )
-def test_hosts_that_cannot_be_are_refused_by_their_field(values, error):
+def test_impossible_hosts_are_refused_and_the_error_names_the_field(values, error):
     with pytest.raises(ValueError, match=error):
         HostsConfig(**values).validate(4)
 

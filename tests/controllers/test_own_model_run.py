@@ -1,4 +1,5 @@
-"""A user's own model. A run starts from its id in the Hub cache without a network. vLLM's server then serves the export of the run."""
+"""A run of a user's own model starts from the model's Hub id. It needs no network, because the model is in the Hub's cache. vLLM's server then
+serves the export of the run."""
 
 import json
 import os
@@ -85,7 +86,7 @@ def test_a_run_of_an_id_trains_from_the_cache_without_a_network(run, offline):
 
 
 @pytest.mark.slow
-def test_an_evaluation_of_the_run_starts_no_trainer_and_has_its_accuracy(run, offline):
+def test_an_evaluation_gives_the_accuracy_of_the_run_and_starts_no_trainer(run, offline):
     output = start(offline, "grpo", "--eval-only", run)
     assert f"validation/accuracy {read_jsonl(run / 'metrics.jsonl')[-1]['validation/accuracy']:.4f}" in output
     logs = run / "checkpoints/step-3/logs"

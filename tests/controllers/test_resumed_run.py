@@ -336,7 +336,9 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(run, whole, tmp_path, written
         pytest.param(False, id="while a checkpoint is written", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_ahead_that_was_killed_skips_no_problem_and_trains_on_none_twice(run, tmp_path, monkeypatch, written):
+def test_a_killed_run_with_rollouts_ahead_skips_no_problem_and_trains_on_none_twice(
+    run, tmp_path, monkeypatch, written
+):
     monkeypatch.setattr(launch, "MetricsLogger", partial(MetricsLogger, groups_per_step=100))
     config = grpo_config()
     config.rollouts.max_staleness = 4  # two steps ahead, because each step makes two versions
@@ -364,7 +366,8 @@ def test_a_run_of_episodes_that_was_killed_plays_the_same_episodes_and_goes_on_b
     expected = lines(whole)
     assert [record["phase"] for record in expected] == ["start"] + ["sft"] * 5 + ["grpo"] * 6
     assert all(record["episode/turns_mean"] > 1 for record in expected if record["phase"] == "grpo")
-    moments = random.Random(0).sample(range(1, 17), 3)  # numbers of optimizer steps: 5 supervised, then two a GRPO step
+    # Numbers of optimizer steps. There are 5 supervised steps, and then 2 optimizer steps in each GRPO step.
+    moments = random.Random(0).sample(range(1, 17), 3)
     for last in moments:
         folder = RunFolder(tmp_path / f"killed-{last}")
         with pytest.raises(Killed):
@@ -378,7 +381,7 @@ def test_a_run_of_episodes_that_was_killed_plays_the_same_episodes_and_goes_on_b
 @pytest.mark.parametrize(
     ("call", "number", "steps_done"),
     [
-        ("forward_backward", 5, 3),  # two calls a supervised step, so the third step is finished
+        ("forward_backward", 5, 3),  # each supervised step has two calls, so the third step is finished
         ("generate", 1, 5),  # the rollouts of the first GRPO step are dropped
         ("refill", 2, 8),  # rollouts are dropped after rewards of the same step drew random numbers
         ("forward_backward", 14, 6),  # the first GRPO step is finished
@@ -442,7 +445,7 @@ def test_a_checkpoint_holds_all_of_the_controllers_state(whole):
     assert set(state["random"]) == {"python", "numpy", "torch"}
 
 
-def test_the_number_of_a_step_is_the_number_of_steps_done_after_it_everywhere(whole):
+def test_all_files_of_a_run_number_its_steps_in_the_same_way(whole):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     records = read_jsonl(whole.metrics)

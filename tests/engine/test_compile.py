@@ -1,4 +1,4 @@
-"""The engine compiles the transformer blocks with torch.compile if compile.enable is set, and only then."""
+"""The engine compiles the transformer blocks with torch.compile only if compile.enable is set and compile.components has "model"."""
 
 import pytest
 import torch

@@ -79,7 +79,7 @@ def deadlines_of_groups(engine) -> dict[str, float]:
         pytest.param(layout(replicate=2, shard=2), {"dp_replicate", "fsdp"}, id="HSDP", marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_hangs_is_an_error_of_every_other_rank_at_the_deadline_of_the_groups(
+def test_if_a_rank_hangs_every_other_rank_gets_an_error_at_the_deadline_of_the_groups(
     run, tmp_path, parallelism, names
 ):
     num_ranks = 2 ** len(names)

@@ -47,7 +47,7 @@ def hopper(monkeypatch):
     restore_flash_attention_impl(_raise_warn=False)
 
 
-def test_flash_attention_4_takes_the_place_of_torchs_and_returns_what_torch_takes(hopper, monkeypatch):
+def test_flash_attention_4_replaces_torchs_attention_and_returns_the_outputs_that_torch_expects(hopper, monkeypatch):
     """A fake module replaces the package, because the kernels of the package need a GPU. tests/gpu runs them."""
     interface = SimpleNamespace(
         _flash_attn_fwd=lambda *_, **__: tuple("abcde"), _flash_attn_bwd=lambda *_, **__: tuple("abc")

@@ -25,7 +25,7 @@ TABLE = [  # name, parallelism, processes, model
     ("CP2", layout(context=2), 2, "tied, drawn"),
     ("FSDP2xTP2", layout(shard=2, tensor=2), 4, "untied, drawn"),
     ("PP2", layout(pipeline=2), 2, "four blocks, drawn"),
-    ("PP2 of two stages a rank", layout(pipeline=2, **INTERLEAVED), 2, "four blocks, drawn"),
+    ("PP2, two stages on each rank", layout(pipeline=2, **INTERLEAVED), 2, "four blocks, drawn"),
     ("PP2xFSDP2", layout(pipeline=2, shard=2), 4, "four blocks, drawn"),
     ("FSDP2", layout(shard=2), 2, "experts, drawn"),
     ("TP2", layout(tensor=2), 2, "experts, drawn"),

@@ -341,7 +341,7 @@ def test_a_loss_by_module_and_name_may_read_the_entropy_and_always_reports_its_s
     assert "entropy" in output.values
 
 
-def test_a_whole_sequence_loss_sees_one_sample_a_row_and_zeros_behind_its_end():
+def test_a_whole_sequence_loss_gets_one_sample_in_each_row_and_zeros_after_its_end():
     samples = [Sample.from_tokens([1] * 2, [2] * n, advantages=[float(i + 1) for i in range(n)]) for n in (2, 1, 3)]
     microbatch = Microbatch(rows=((2, 1), (0,)), row_length=7)
     batch = make_batch(samples, microbatch, ["advantages"])

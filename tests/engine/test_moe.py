@@ -1,5 +1,5 @@
-"""Training of a mixture of experts: its counters and its load-balancing bias do not depend on recomputation, on packing,
-or on how the samples are split over calls.
+"""Training of a mixture of experts. The numbers of tokens that it counts for each expert, and its load-balancing bias, do
+not depend on recomputation, on packing, or on how the samples are split over calls.
 """
 
 from dataclasses import replace
@@ -36,7 +36,7 @@ def gradients(engine) -> dict[str, torch.Tensor]:
 # Maps the name of a split to (numbers of samples in each call, fields of TrainerConfig).
 SPLITS = {
     "one call": ([6], {}),
-    "a call a sample": ([1] * 6, {}),
+    "one call for each sample": ([1] * 6, {}),
     "long rows, padded": ([4, 2], {"tokens_per_row": 256}),
     "one row a microbatch": ([2, 2, 2], {"rows_per_microbatch": 1}),
 }

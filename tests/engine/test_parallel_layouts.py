@@ -61,7 +61,7 @@ TABLE = [  # name, parallelism, processes, model
     ("FSDP2xTP2", layout(shard=2, tensor=2), 4, "adapters"),
     ("TP2, EP2", layout(tensor=2, expert=2), 2, "adapters beside experts"),
     ("PP2", layout(pipeline=2), 2, "four blocks"),
-    ("PP2 of two stages a rank", layout(pipeline=2, **INTERLEAVED), 2, "four blocks"),
+    ("PP2, two stages on each rank", layout(pipeline=2, **INTERLEAVED), 2, "four blocks"),
     ("PP2xFSDP2", layout(pipeline=2, shard=2), 4, "four blocks"),
     ("PP2xTP2", layout(pipeline=2, tensor=2), 4, "four blocks"),
     ("PP2xCP2", layout(pipeline=2, context=2), 4, "four blocks"),

@@ -41,7 +41,7 @@ def test_a_trainer_says_what_it_is(trainer, trainer_mesh):
     assert info.memory_bytes > info.num_parameters * 4
 
 
-def test_the_collector_leaves_out_what_setup_made_in_a_process_that_was_spawned_for_the_trainer(trainer, trainer_mesh):
+def test_in_a_spawned_process_the_garbage_collector_ignores_the_objects_of_the_setup(trainer, trainer_mesh):
     trainer.info().result()
     assert trainer_mesh.num_frozen.call_one().get(timeout=60) > 100_000
 
@@ -130,7 +130,7 @@ def test_an_actors_exception_has_its_own_type_and_names_actor_rank_and_phase(tra
     assert len(trainer.forward(random_samples()).result().logprobs) == 8
 
 
-def test_an_exception_that_cannot_travel_still_arrives_with_its_words(trainer):
+def test_an_exception_that_cannot_be_pickled_still_arrives_with_its_message(trainer):
     with pytest.raises(Exception, match="it holds a lock") as raised:
         trainer.forward_backward(random_samples(), loss=support.UnpicklableLoss()).result()
     assert any("forward_backward" in note for note in raised.value.__notes__)
@@ -253,7 +253,7 @@ def test_a_repeated_number_of_a_failed_call_gets_the_same_error(numbered):
 
 
 @pytest.mark.parametrize("number", [1, 4])
-def test_an_older_or_a_skipping_number_is_refused_and_not_run(numbered, number):
+def test_a_message_number_that_does_not_follow_the_last_is_refused_and_not_run(numbered, number):
     numbered(1, "forward", random_samples())
     numbered(2, "forward_backward", random_samples(), "cross_entropy")
     with pytest.raises(Exception, match=f"call number {number} does not follow 2; it was not run"):

@@ -87,7 +87,7 @@ def test_a_value_model_starts_from_a_policys_checkpoint_and_from_its_own(trainer
         assert_close(fit(resumed, 1), following, rtol=0, atol=0)
 
 
-def test_a_loss_of_the_callers_own_trains_a_value_model_as_the_same_loss_of_the_library(critic):
+def test_a_loss_that_the_caller_writes_trains_a_value_model_like_the_librarys_loss(critic):
     samples = value_samples()
 
     def squares(samples, values):

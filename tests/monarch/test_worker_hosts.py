@@ -33,7 +33,8 @@ ENVIRONMENT = {
 def run(
     addresses: str, folder: Path, certificates: str = "", job: dict | None = None, before: Sequence[str] = ()
 ) -> dict:
-    """Run hosts_program.py and return its output. Its "above" has, for each rank, the ids of its process's ancestors.
+    """Run hosts_program.py and return its output. The entry "above" of the output has a list for each rank:
+    the process ids of all ancestors of the rank's process.
 
     before: a command, with arguments, that runs the program.
     """
