@@ -3,9 +3,9 @@ layouts.
 
 In float32 a layout differs from one device only because it adds numbers in another order. TOLERANCE has the limits of these
 differences. In bfloat16 a layout also rounds at other places, so the limits are measured. They are twice the yardstick. The yardstick is the
-difference between bfloat16 and float32 on one device, and is recorded under the name `one, bfloat16`. In bfloat16 one device and all layouts
-but CP2, context parallelism on two devices, use FlashAttention 4. CP2 uses flex attention. So the difference between CP2 and one device includes
-the difference between these two kernels.
+difference between bfloat16 and float32 on one device, and is recorded under the name `one, bfloat16`. In bfloat16 CP2 (context parallelism
+on two devices) uses flex attention. One device and all other layouts use FlashAttention 4. So the difference between CP2 and one device
+includes the difference between these two kernels.
 A checkpoint that is saved under one layout and loaded under another must continue with the same loss and gradient norm.
 """
 

@@ -79,9 +79,9 @@ def export_run(arguments: Export) -> str:
 
 
 def _generation_config(checkpoint: Path, tokenizer: Tokenizer) -> str:
-    """The text of generation_config.json: the checkpoint's own file, if there is one, with the run's stop tokens as eos_token_id.
+    """The text of generation_config.json. It is the checkpoint's own file, if there is one, with eos_token_id set to the run's stop tokens.
 
-    So a server ends completions at the same tokens as the run.
+    A server then ends completions at the same tokens as the run.
     """
     file = checkpoint / "generation_config.json"
     values = json.loads(file.read_text()) if file.is_file() else {}

@@ -9,7 +9,7 @@ from rl_actors.processes.errors import sends_errors
 
 
 @pytest.mark.parametrize("pickles", [True, False])
-def test_an_error_that_has_a_rank_reaches_the_caller_with_it(pickles):
+def test_an_error_that_has_a_rank_reaches_the_caller_with_the_rank(pickles):
     failure = ValueError("too long", "text" if pickles else threading.Lock())
     failure.rank = 3
 

@@ -17,7 +17,7 @@ PARTS = [
 MERGED = {"a:sum": -0.5, "b:mean": (3.0, 8.0), "c:max": -5.0, "d:min": -1.0, "e:sum": 9.0}
 
 
-def test_merge_adds_sums_and_the_halves_of_means_and_keeps_extremes():
+def test_merge_adds_sums_numerators_and_denominators_and_keeps_extremes():
     assert merge(PARTS) == MERGED
 
 

@@ -1,6 +1,6 @@
 """Tests of the number of floating-point operations of a model, compared with a count by hand.
 
-Other tests compute the MFU (model FLOPs utilization), the fraction of the peak that a run reaches.
+Also tests the MFU (model FLOPs utilization), the fraction of the peak that a run reaches.
 """
 
 from dataclasses import replace

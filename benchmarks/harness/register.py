@@ -429,7 +429,7 @@ def _run_row(config: str, num_gpus: int) -> TableRow:
 
 def _recovery_row(config: str, num_gpus: int) -> TableRow:
     return TableRow(
-        what=f"seconds from the kill -9 of one process to the next step of a run of `--config {config}`, which goes on by itself",
+        what=f"seconds from the kill -9 of one process of a run of `--config {config}` to the next step of the run",
         num_gpus=num_gpus,
         command=("recovery", config),
         line=config,

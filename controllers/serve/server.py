@@ -31,7 +31,7 @@ from rl_actors import OptimParams, adapters
 logger = logging.getLogger(__name__)
 
 ABANDONED_SECONDS = 120.0
-"""Seconds without a heartbeat after which a session counts as gone."""
+"""The client of a run counts as gone if for this many seconds the session has sent no heartbeat and the run has got no request."""
 SILENT_SECONDS = 24 * 3600.0
 """If a session has sent no heartbeat for this many seconds, its unnamed weights are deleted."""
 SWEEP_SECONDS = 60.0

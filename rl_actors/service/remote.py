@@ -137,7 +137,7 @@ async def _just(value: object) -> object:
 
 
 class RemoteProbe:
-    """A stand-in for a Probe, with only the endpoint `who`."""
+    """A stand-in for the actor Probe of processes/spawn.py, with only the endpoint `who`."""
 
     def __init__(self, who: RemoteEndpoint) -> None:
         self.who = who

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 ADAPTER_ID = 1
-"""The number in vLLM of the adapter that pulls replace. A generator that pulls an adapter has no other adapters."""
+"""vLLM's number of the adapter that every pull replaces. A generator that pulls an adapter has no other adapters."""
 TIMED_OUT = "RPC call to answer timed out."
 """Text of vLLM's error when a worker does not answer. If vLLM's engine core has its own process, it sends only the text of an error and not
 its type."""

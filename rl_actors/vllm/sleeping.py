@@ -18,7 +18,7 @@ LEVELS = (1, 2)
 
 
 def options(config: GeneratorConfig) -> dict[str, object]:
-    """Arguments of vLLM's engine for the sleep mode. None are passed on a CPU, where vLLM would refuse them."""
+    """Arguments of vLLM's engine for the sleep mode. Empty on a CPU, where vLLM would refuse them."""
     return {"enable_sleep_mode": True} if config.sleep_mode and torch.cuda.is_available() else {}
 
 

@@ -139,7 +139,7 @@ def test_the_plan_has_every_replica_of_the_generator_with_its_gpus(two_gpus, mon
     ]
 
 
-def test_the_plan_leaves_what_fsdp_keeps_on_the_host_out_of_the_gpu(two_gpus):
+def test_the_total_of_a_gpu_leaves_out_what_fsdp_keeps_on_the_host(two_gpus):
     config = qwen3_4b()
     config.trainer.fsdp_cpu_offload = True
     held = memory(config.trainer)
@@ -150,7 +150,7 @@ def test_the_plan_leaves_what_fsdp_keeps_on_the_host_out_of_the_gpu(two_gpus):
     assert f"  GPU 0        trainer-0 {describe_plan.size_text(held.buffers + held.activations)} of 140.0 GiB" in text
 
 
-def test_the_plan_of_turns_has_the_peak_of_every_phase(two_gpus):
+def test_the_plan_of_a_run_with_turns_has_the_peak_of_every_phase(two_gpus):
     config = qwen3_8b_one_gpu()
     held = memory(config.trainer)
     weights = held.parameters + held.buffers
@@ -198,7 +198,7 @@ def test_ppo_fits_two_gpus_of_141_gb_with_a_tenth_left_and_two_pushed_versions(t
             describe_plan.require_memory(config)
 
 
-def test_in_turns_the_critic_is_on_the_host_while_trainer_or_generator_work(two_gpus):
+def test_with_turns_the_critic_is_on_the_host_while_trainer_or_generator_work(two_gpus):
     config = qwen3_4b_ppo()
     config.rollouts.max_staleness = 0
     config.critic.gpu, config.generator.gpu, config.reference_kl = None, 0, 0.0

@@ -42,7 +42,7 @@ def test_a_run_that_ends_before_the_validation_misses_the_gate():
 
 
 @pytest.mark.parametrize("text", ["40", "40:", ":0.9", "x:0.9", "40:high", "-1:0.9", "40:inf", "40:0.9:1"])
-def test_another_text_is_refused(text):
+def test_a_gate_of_another_form_is_refused(text):
     config = tiny()
     config.gate = text
     with pytest.raises(ValueError, match=f"gate='{text}'; it must be STEP:REWARD, .* such as 40:0.9"):

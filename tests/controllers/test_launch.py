@@ -33,9 +33,7 @@ def command_line(monkeypatch, tmp_path, capsys):
 
 
 @on_cpu
-def test_a_config_larger_than_the_memory_is_refused_with_the_sizes_and_with_what_takes_less(
-    command_line, tmp_path, monkeypatch
-):
+def test_a_config_larger_than_the_memory_is_refused_with_the_sizes_and_advice(command_line, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "_run", lambda *_: pytest.fail("the run began"))
     for flag in ("--dry-run", "--output-dir"):  # without --dry-run the command starts a run
         value = ["run"] if flag == "--output-dir" else []

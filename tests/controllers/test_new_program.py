@@ -42,7 +42,7 @@ def lost_before(folder: RunFolder, ago: timedelta) -> None:
         file.write(json.dumps({"restart": new_program.PROGRAM, "time": time}) + "\n")
 
 
-def test_a_run_with_a_job_goes_on_at_once_and_the_new_program_is_a_line_of_restarts(folder):
+def test_a_run_on_the_workers_of_a_job_goes_on_at_once_and_records_the_restart(folder):
     told = []
     assert new_program.wait(config(), folder, LOST, told.append)
     [line] = read_jsonl(folder.restarts)
@@ -51,7 +51,7 @@ def test_a_run_with_a_job_goes_on_at_once_and_the_new_program_is_a_line_of_resta
     assert told == [f"{LOST}; the run goes on in a new program (restart 1, at most 2 an hour)"]
 
 
-def test_only_programs_of_the_last_hour_count_and_above_the_limit_the_run_ends(folder):
+def test_only_restarts_of_the_last_hour_count_for_the_limit(folder):
     told = []
     lost_before(folder, timedelta(hours=2))
     lost_before(folder, timedelta(minutes=50))
@@ -117,7 +117,7 @@ def test_the_command_that_resumes_begins_as_this_program_did(monkeypatch, starte
 
 
 @pytest.mark.parametrize("returns", [True, False])
-def test_a_program_is_replaced_by_one_that_resumes_the_run_or_fails(folder, monkeypatch, capfd, returns):
+def test_the_program_either_starts_a_program_that_resumes_the_run_or_fails(folder, monkeypatch, capfd, returns):
     replaced = []
 
     def lose(*_: object) -> int:

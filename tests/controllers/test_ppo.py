@@ -80,7 +80,7 @@ def test_every_group_of_a_ppo_batch_is_trained_on_and_its_reward_is_at_its_last_
     assert [row.tolist() for row in rows] == [[0, 1.0], [0, 0, 0], [0, 0, 0, 0.25]]
 
 
-def test_the_reward_of_every_turn_of_an_episode_is_at_its_last_token_and_what_the_environment_says_is_no_action():
+def test_the_reward_of_a_turn_is_at_the_turns_last_token_and_the_environments_tokens_are_no_actions():
     turns = completion([7, 8, 1, 9], "length")
     episode = PlayedEpisode(
         prompt=[5, 6],
@@ -117,7 +117,7 @@ def test_the_divergence_from_the_reference_is_subtracted_at_every_token():
     assert measured == {"kl/reference": pytest.approx(0.25)}
 
 
-def test_a_moved_coefficient_is_that_of_the_loss_and_a_target_needs_a_first_one():
+def test_the_loss_has_the_new_coefficient_and_a_target_needs_a_coefficient_above_0():
     config = replace(tiny_ppo(), reference_kl=0.3)
     assert config.make_loss().kl == KL(coefficient=0.3, estimator="k3")
     moved = config.kl_control.next_kl(config.kl(), 5.0)

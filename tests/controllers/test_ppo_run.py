@@ -64,14 +64,14 @@ def test_a_resumed_run_restores_policy_critic_and_data_and_ends_with_the_same_me
     assert json.loads((resumed / "checkpoints" / "step-6" / "state.json").read_text())["step"] == 6
 
 
-def test_a_run_ahead_with_a_reference_in_the_reward_ends(tmp_path):
+def test_a_run_with_stale_rollouts_and_a_reference_in_the_reward_ends(tmp_path):
     ahead = ["--rollouts.max-staleness", "6", "--reference-kl", "0.05", "--reference-kl-in", "reward"]
     run("--config", "tiny_ppo", *FLAGS.split(), *ahead, "--output-dir", str(tmp_path / "run"))
     records = [record for record in read_jsonl(tmp_path / "run" / "metrics.jsonl") if record["phase"] == "ppo"]
     assert len(records) == 4 and max(record["age/max"] for record in records) > 0
 
 
-def test_a_run_in_turns_has_the_numbers_of_one_side_by_side(folder, tmp_path):
+def test_a_run_with_turns_has_the_numbers_of_a_run_without_turns(folder, tmp_path):
     run("--config", "tiny_ppo", *FLAGS.split(), "--turns.enabled", "--output-dir", str(tmp_path / "run"))
     usual, turns = read_jsonl(folder / "metrics.jsonl"), read_jsonl(tmp_path / "run" / "metrics.jsonl")
     moves = ("offload/", "onload/", "sleep/", "wake/", "weights/")

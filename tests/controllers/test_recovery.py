@@ -282,7 +282,7 @@ def test_a_run_that_loses_a_host_raises_an_error_with_its_name(run, placements, 
         run(RunFolder(tmp_path / "run"), config=config, before=loses_host(placements, 1))
 
 
-def test_steps_since_the_checkpoint_train_on_the_rollouts_that_they_had(run, tmp_path):
+def test_repeated_steps_train_on_the_same_rollouts_again(run, tmp_path):
     asked = []
 
     async def count(call: str, _) -> None:
@@ -298,7 +298,7 @@ def test_steps_since_the_checkpoint_train_on_the_rollouts_that_they_had(run, tmp
     assert asked.count("generate") == num_calls  # the five repeated batches were not sampled again
 
 
-def test_a_run_ahead_whose_trainer_dies_skips_no_problem_and_trains_on_none_twice(run, tmp_path, monkeypatch):
+def test_with_rollouts_ahead_a_death_of_the_trainer_neither_skips_nor_repeats_a_problem(run, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "MetricsLogger", partial(MetricsLogger, groups_per_step=100))
     config, environment = grpo_config(), ParityReward(0.0, 20)
     config.rollouts.max_staleness = 4  # two steps ahead, because each step makes two versions
@@ -322,7 +322,7 @@ def test_a_bug_in_the_reward_ends_the_run_at_once(run, tmp_path):
     assert run.actors.num_trainers == 1 and not RunFolder(tmp_path / "run").restarts.exists()
 
 
-def test_beyond_the_limit_the_run_ends_with_the_first_cause(run, tmp_path):
+def test_beyond_the_limit_of_restarts_the_run_ends_with_the_first_cause(run, tmp_path):
     config = replace(grpo_config(), survival=SurvivalConfig(max_restarts_per_hour=1))
     folder = RunFolder(tmp_path / "run")
     with pytest.raises(ActorDiedError, match="ended during optim_step") as error:

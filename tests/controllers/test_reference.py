@@ -128,7 +128,7 @@ def test_kl_in_the_reward_is_the_closed_form_in_float64(groups, estimator):
     assert metrics["reward/mean"] == pytest.approx(statistics.fmean(rewards))
 
 
-def test_advantages_are_those_of_rewards_less_the_penalty_and_a_group_is_dropped_for_equal_ones_of_these(groups):
+def test_advantages_and_the_choice_of_groups_use_the_penalised_rewards(groups):
     config = RolloutConfig(advantage="dr_grpo", group_size=3)
     assert len(to_samples(groups, config)) == 6  # the middle group has equal task rewards
     found = penalised(groups, ReferenceClient(), coefficient=0.3, estimator="k1")
@@ -154,7 +154,7 @@ def test_kl_in_the_loss_adds_the_column_and_leaves_the_advantages(groups):
         assert sample.columns["advantages"] is unchanged.columns["advantages"]
 
 
-def test_kl_in_the_reward_is_not_in_the_loss_and_k1_unless_said_otherwise():
+def test_kl_in_the_reward_is_not_in_the_loss_and_its_default_estimator_is_k1():
     config = replace(tiny(), reference_kl=0.3, reference_kl_in="reward")
     assert config.make_loss().kl is None and config.kl().estimator == "k1"
     assert replace(config, reference_kl_estimator="k2").kl().estimator == "k2"
@@ -162,7 +162,7 @@ def test_kl_in_the_reward_is_not_in_the_loss_and_k1_unless_said_otherwise():
     assert replace(config, reference_kl=0.0, reference_kl_in="loss").make_loss().kl is None
 
 
-def test_the_example_of_the_docstring():
+def test_the_example_in_the_docstring_of_penalise():
     completions = [Completion(tokens=[1, 2], logprobs=[-0.5, -0.5], policy_versions=[0, 0], finish_reason="length")] * 2
     client = KnownReference([torch.tensor([-1.0, -1.0]), torch.tensor([-0.5, -0.5])])
     [found] = penalised([group_of([3], completions, [1.0, 0.0])], client, coefficient=0.1, estimator="k1")
@@ -268,7 +268,7 @@ def test_a_reference_asked_for_only_at_resume_is_refused(tmp_path, monkeypatch, 
         (3, {"recent": []}, False),  # in the supervised phase
     ],
 )
-def test_a_reference_that_is_there_or_still_to_come_is_taken_at_resume(
+def test_a_resumed_run_takes_a_reference_that_exists_or_is_still_to_be_made(
     tmp_path, monkeypatch, capsys, step, state, has_reference
 ):
     folder = past_run(tmp_path / "run", step=step, has_reference=has_reference, config=tiny(), **state)

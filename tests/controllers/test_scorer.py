@@ -173,7 +173,7 @@ class Judged:
         self.reward = Judge(config=config)
 
 
-def test_a_judge_scores_and_is_asked_again_when_it_is_busy_or_gives_no_score_up_to_the_best(server):
+def test_a_judge_that_is_busy_or_gives_no_valid_score_is_asked_again(server):
     url, requests, answers = server
     answers += ["fine.\nscore: 3\nno, score: 8", "busy", "hm", "score: 11", "score: 10"]
     environment = Judged(JudgeConfig(url=url, model="m"))
@@ -184,7 +184,7 @@ def test_a_judge_scores_and_is_asked_again_when_it_is_busy_or_gives_no_score_up_
     assert requests[0]["model"] == "m" and "Question: 2+3\nRight answer: 5\nAnswer of a student:" in message["content"]
 
 
-def test_a_judge_that_does_not_answer_ends_with_its_prompt_after_counted_tries():
+def test_the_error_about_a_judge_that_does_not_answer_has_the_prompt_and_the_number_of_tries():
     environment = Judged(JudgeConfig(url="http://127.0.0.1:9/v1", model="m"))  # nothing listens on the discard port
     with pytest.raises(RewardError, match=r"of prompt '2\+3=' failed 2 times, the last time with APIConnectionError"):
         score(environment, "5", max_retries=1)
@@ -259,7 +259,7 @@ def test_code_that_sleeps_ends_with_the_process_that_asked_for_its_reward(tmp_pa
     wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
-def test_the_place_of_a_reward_that_raises_at_once_is_in_its_traceback():
+def test_a_bug_in_a_reward_is_raised_with_a_note_that_names_the_completion():
     class Raising:
         def reward(self, problem, completion):
             raise KeyError("no such answer")

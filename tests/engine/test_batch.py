@@ -37,7 +37,7 @@ def test_columns_land_at_the_positions_of_their_targets(batch):
         assert torch.equal(batch.columns[name], torch.tensor(values, dtype=torch.float32)), name
 
 
-def test_padding_is_target_minus_100_and_zero_in_every_column(batch):
+def test_padding_has_ignored_targets_and_zeros_in_every_column(batch):
     padding_BL = batch.targets_BL == -100
     assert padding_BL.sum() == 5
     assert all((column[padding_BL] == 0).all() for column in batch.columns.values())
@@ -57,7 +57,7 @@ def test_a_whole_number_is_a_temperature_too():
     assert torch.equal(batch.temperatures_BL, torch.tensor([[2.0, 2.0, 1.0]]))
 
 
-def test_spans_find_the_samples_again(batch):
+def test_spans_say_where_each_sample_is(batch):
     assert batch.spans == [(2, 0, 0, 3), (0, 0, 3, 5), (1, 1, 0, 2)]
 
 

@@ -34,7 +34,7 @@ class StopsTheLastRank(CrossEntropy):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("layout", ["data_parallel_shard_degree", "tensor_parallel_degree"])
-def test_a_rank_that_is_stopped_ends_the_process_of_the_rank_that_waits_for_it(layout):
+def test_a_call_ends_after_the_deadline_if_a_rank_is_stopped(layout):
     config = TrainerConfig(
         model=ModelConfig(vocab_size=4096, hidden_size=256, intermediate_size=512, num_hidden_layers=2, head_dim=64),
         compute_dtype="bfloat16",

@@ -94,9 +94,7 @@ def gone(process: psutil.Process) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_generator_that_is_killed_or_stopped_in_a_call_is_replaced_and_the_call_is_as_undisturbed(
-    single, expected, number
-):
+def test_a_generator_killed_or_stopped_in_a_call_is_replaced_and_the_completions_are_the_same(single, expected, number):
     before, process = single.num_restarts, support.process_of("single-0")
     groups = begin(single)
     os.kill(process.pid, number)

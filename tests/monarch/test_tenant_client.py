@@ -124,7 +124,7 @@ def test_after_a_timeout_each_tenant_whose_call_is_unanswered_must_discard_its_g
     assert [call.result() for call in queue_steps(one, 0, PARAMS[0])][2].policy_version == 1
 
 
-def test_what_cannot_be_a_tenant_is_refused_where_it_is_asked_for(landlord, pair, trainer):
+def test_impossible_tenants_and_wrong_arguments_are_refused(landlord, pair, trainer):
     trainer.ready().result()
     with pytest.raises(ValueError, match=r"new_tenant\('a'\) is not possible with lora.rank=0"):
         trainer.new_tenant("a")

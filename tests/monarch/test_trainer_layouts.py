@@ -1,6 +1,6 @@
-"""FSDP2, TP2 and FSDP2 x TP2 give the same numbers as one process that starts from the same weights.
+"""FSDP over two ranks (FSDP2), tensor parallelism over two ranks (TP2) and both together give the same numbers as one process.
 
-The ranks are real processes. The samples have odd lengths and fill several rows.
+All start from the same weights. The ranks are real processes. The samples have odd lengths and fill several rows.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,9 @@ LAYOUTS = {"FSDP2": (2, 1), "TP2": (1, 2), "FSDP2 x TP2": (2, 2)}  # (data_paral
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """Results of three calls of forward_backward, with an optim_step after each of the first two, and of a forward at the end."""
+    """Results of three calls of forward_backward, two of optim_step and one of forward. An optim_step follows each of the first two
+    calls of forward_backward, and the forward comes at the end.
+    """
 
     losses: list[float]  # one for each forward_backward
     grad_norms: list[float]  # one for each optim_step

@@ -98,7 +98,7 @@ def test_forty_pairs_of_calls_that_nobody_awaits(service, background):
     assert background.api.trainers[0].calls == 40 * ["forward_backward", "optim_step"]
 
 
-def test_a_call_of_2500_datums_comes_in_chunks_and_equals_one(service, background):
+def test_a_call_of_2500_datums_comes_in_chunks_whose_gradients_add_up(service, background):
     client = service.create_lora_training_client("letters", rank=0).result()
     output = client.forward_backward([datum()] * 2500, "cross_entropy").result()
     assert len(output.loss_fn_outputs) == 2500

@@ -127,7 +127,7 @@ def test_files_that_are_no_certificates_are_refused(tmp_path):
         TrainerClient.attach("tls://127.0.0.1:1", certificates=str(folder), timeout=TIMEOUT)
 
 
-def test_a_second_call_keeps_the_authority(tmp_path):
+def test_a_second_run_of_the_script_keeps_the_authority(tmp_path):
     folder = Path(make(tmp_path / "certificates"))
     before = [(folder / name).read_bytes() for name in (tls.AUTHORITY, tls.CERTIFICATE)]
     make(folder, "--host", "another.invalid")

@@ -1,4 +1,7 @@
-"""Choice of the memory for a trainer's slots: the GPU or the host. The rule is arithmetic, so the tests need no GPU."""
+"""Choice of the memory for a trainer's slots: the GPU or the host. A slot holds a rank's part of one version of the weights.
+
+The rule is arithmetic, so the tests need no GPU.
+"""
 
 import logging
 import re
