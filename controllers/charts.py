@@ -415,5 +415,5 @@ def around_rewards(records: Records) -> Records:
     The other steps are supervised steps, which come first and have no reward. If reward.png showed very many supervised steps, the curve of
     rewards would be too narrow.
     """
-    num_others = len(of_phases(records, *ROLLOUT_PHASES))
-    return records[-2 * num_others :] if num_others else records
+    num_rollout_steps = len(of_phases(records, *ROLLOUT_PHASES))
+    return records[-2 * num_rollout_steps :] if num_rollout_steps else records

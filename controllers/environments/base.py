@@ -1,8 +1,11 @@
 """The protocol `Environment`: a task that gives problems, and rewards the completions of their prompts."""
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypedDict, runtime_checkable
+
+Reward = float | Mapping[str, float]
+"""A finite number, or a mapping from names of components to finite numbers."""
 
 
 class Message(TypedDict):
@@ -32,7 +35,7 @@ class Environment(Protocol):
     def held_out(self) -> list[Problem]:
         """`num_held_out` problems with distinct keys."""
 
-    def reward(self, problem: Problem, completion: str) -> "float | Awaitable[float]":
+    def reward(self, problem: Problem, completion: str) -> Reward | Awaitable[Reward]:
         """The reward of a completion of this problem's prompt: a finite number, or a mapping from names of components to numbers.
 
         The method may also return an awaitable, whose result is the reward. The class Scorer awaits it.

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from controllers.environments import scores
-from controllers.environments.base import Message, Problem
+from controllers.environments.base import Message, Problem, Reward
 from controllers.environments.config import EnvironmentConfig
 from controllers.environments.judge import Judge
 from controllers.environments.own_code import imported, require_takes
 from controllers.environments.sandbox import Sandbox
 
-Score = Callable[[Problem, str], float | Awaitable[float]]
+Score = Callable[[Problem, str], Reward | Awaitable[Reward]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ def text_score(config: EnvironmentConfig) -> Score:
         return Judge(config=config.judge)
     if config.reward == "python":
         return Sandbox(config=config.sandbox)
-    compares: dict[str, Callable[[str, str], float]] = {
+    compares: dict[str, Callable[[str, str], Reward]] = {
         "exact_match": scores.exact_match,
         "math_verify": scores.math_verify,
         "regex": partial(scores.last_match, config.reward_pattern),
@@ -88,9 +88,9 @@ def text_score(config: EnvironmentConfig) -> Score:
 class TextScore:
     """Scores a completion by a function of (answer, completion)."""
 
-    compare: Callable[[str, str], float]
+    compare: Callable[[str, str], Reward]
 
-    def __call__(self, problem: Problem, completion: str) -> float:
+    def __call__(self, problem: Problem, completion: str) -> Reward:
         return self.compare(problem.answer, completion)
 
 
@@ -98,7 +98,7 @@ class TextScore:
 class LaterTextScore:
     """Scores a completion by an `async` function of (answer, completion)."""
 
-    compare: Callable[[str, str], Awaitable[float]]
+    compare: Callable[[str, str], Awaitable[Reward]]
 
-    async def __call__(self, problem: Problem, completion: str) -> float:
+    async def __call__(self, problem: Problem, completion: str) -> Reward:
         return await self.compare(problem.answer, completion)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from random import Random
 
 from controllers import config_file
-from controllers.environments.base import Environment, Problem
+from controllers.environments.base import Environment, Problem, Reward
 from controllers.environments.config import LIMITS_OF_RUN, EnvironmentConfig
 
 BLOCK = 100
@@ -87,7 +87,7 @@ class MixedEnvironment:
     def held_out(self) -> list[Problem]:
         return [self._of(name, problem) for name in self.names for problem in self.environments[name].held_out()]
 
-    def reward(self, problem: Problem, completion: str) -> float | Awaitable[float]:
+    def reward(self, problem: Problem, completion: str) -> Reward | Awaitable[Reward]:
         return self.environments[problem.source].reward(problem, completion)
 
     def _of(self, name: str, problem: Problem) -> Problem:

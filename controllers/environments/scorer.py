@@ -27,8 +27,6 @@ LONGEST_PAUSE = 30.0
 """Longest pause, in seconds, before an `async` reward function is called again. The first pause is one second, and each later pause is
 twice as long as the pause before it. A reward server that restarts or is overloaded can recover in these pauses."""
 
-Answer = float | Mapping[str, float]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewards:

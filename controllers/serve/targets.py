@@ -52,8 +52,12 @@ class Targets:
             )
         shape, tokens = (tensor.shape[0], tensor.shape[1]), np.asarray(tensor.data, np.int64)
         sparse = None
-        if tensor.sparse_crow_indices is not None and tensor.sparse_col_indices is not None:
-            sparse = np.asarray(tensor.sparse_crow_indices, np.int64), np.asarray(tensor.sparse_col_indices, np.int64)
+        crow, col = tensor.sparse_crow_indices, tensor.sparse_col_indices
+        if (crow is None) != (col is None):
+            missing = "sparse_crow_indices" if crow is None else "sparse_col_indices"
+            raise ValueError(f"{name} lacks {missing}; a sparse tensor has sparse_crow_indices and sparse_col_indices")
+        if crow is not None and col is not None:
+            sparse = np.asarray(crow, np.int64), np.asarray(col, np.int64)
             rows = rows_of_csr(len(tokens), *sparse, shape, name)
         else:
             rows = np.repeat(np.arange(shape[0]), max(shape[1], 0))

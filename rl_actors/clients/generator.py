@@ -330,7 +330,8 @@ class GeneratorClient(Client):
         indices: for each prompt the number p from which its seeds are computed (see SamplingParams.seed). None: p is
         the prompt's index in the list.
         adapter: as in `generate`.
-        Raises ValueError (TypeError for a wrong type) if a prompt or a parameter is out of its limits. The loop raises the error of the call.
+        Raises ValueError (TypeError for a wrong type) if a prompt or a parameter is out of its limits, if the adapter is not loaded, or if
+        there are more or fewer indices than prompts. The loop raises the error of the call.
         """
         copies, chosen = _as_lists(prompts), SamplingParams() if params is None else params
         validate_sampling_params(chosen)

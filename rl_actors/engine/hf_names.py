@@ -93,7 +93,7 @@ def _distributed_like(whole: Tensor, rows: Tensor) -> Tensor:
     if not isinstance(whole, DTensor):
         return rows
     shape = torch.Size((len(rows), whole.shape[1]))
-    return DTensor.from_local(
+    wrapped = DTensor.from_local(
         rows,
         device_mesh=whole.device_mesh,
         placements=whole.placements,
@@ -101,6 +101,8 @@ def _distributed_like(whole: Tensor, rows: Tensor) -> Tensor:
         shape=shape,
         stride=(shape[1], 1),
     )
+    # from_local copies the rows to the mesh's device. With fsdp_cpu_offload the weights are on the host, so the rows go back.
+    return wrapped.to(rows.device)
 
 
 def join_qkv(adapter: Qwen3StateDictAdapter, split: list[Tensor]) -> Tensor:

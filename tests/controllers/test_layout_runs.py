@@ -74,7 +74,7 @@ def run(folder: RunFolder, made: GRPOConfig, *, resume: str | None = None) -> li
     return [record for record in read_jsonl(folder.metrics) if record["phase"] == "grpo"]
 
 
-def resumed(recorded: Path, path: Path, name: str, **degrees: int) -> list[dict[str, Any]]:
+def resumed(recorded: Path, path: Path, **degrees: int) -> list[dict[str, Any]]:
     """Start a run from the checkpoint after the supervised phase, with the recorded answers. Returns the records of its GRPO steps."""
     shutil.copytree(
         recorded / "checkpoints" / f"step-{NUM_WARMUP_STEPS}", path / f"checkpoints/step-{NUM_WARMUP_STEPS}"
@@ -97,7 +97,7 @@ def test_a_run_under_another_layout_follows_the_run_of_one_process(tmp_path, mon
         # The first two answers are those of the validations before and after the supervised phase.
         recording = list(answers[2:])
         monkeypatch.setattr(ReplayingGenerator, "recording", recording, raising=False)
-        found = resumed(tmp_path / "one", tmp_path / name, name, **degrees)
+        found = resumed(tmp_path / "one", tmp_path / name, **degrees)
         assert recording == []
         worst: dict[str, float] = {}
         for step, (record, known) in enumerate(zip(found, expected, strict=True)):

@@ -6,7 +6,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl_actors import CrossEntropy, ModelConfig, OptimParams, Sample, TrainerConfig, memory_estimate
+from rl_actors import (
+    CrossEntropy,
+    GeneratorClient,
+    GeneratorConfig,
+    IndexTransport,
+    ModelConfig,
+    OptimParams,
+    Sample,
+    TrainerClient,
+    TrainerConfig,
+    WeightsConfig,
+    memory_estimate,
+)
+from rl_actors.clients.call import in_background
 
 pytestmark = pytest.mark.gpu
 
@@ -46,3 +59,34 @@ def test_steps_are_those_of_a_trainer_on_the_gpu_and_the_state_is_on_the_host(mo
     print(f"{held:,} bytes of the GPU; the weights take {memory_estimate.memory(usual).parameters:,}")
     assert held < memory_estimate.memory(usual).parameters
     torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_weights_of_two_ranks_reach_a_generator_and_a_directory_and_come_back(tmp_path):
+    """This test has not been run to its end yet."""
+    transport = IndexTransport(WeightsConfig(path="tcp"))
+    in_background(transport.open(), "transport").result()
+    config = TrainerConfig(
+        model=MODEL, compute_dtype="bfloat16", max_sequence_length=256, tokens_per_row=512, fsdp_cpu_offload=True
+    )
+    config.parallelism.data_parallel_shard_degree = 2
+    generator_config = GeneratorConfig(model=MODEL, max_model_len=128, max_num_seqs=8, kv_cache_bytes=64 << 20)
+    sequence = list(range(5, 60))
+    sample = Sample.from_tokens(sequence[:1], sequence[1:])
+    directory = str(tmp_path / "exported")
+    try:
+        with TrainerClient.spawn(config, transport=transport) as trainer:
+            trainer.forward_backward([sample], loss="cross_entropy").result()
+            trainer.optim_step(OptimParams(learning_rate=1e-2, grad_divisor=len(sample))).result()
+            version = trainer.push_model_state_dict().result()
+            [expected] = trainer.forward([sample]).result().logprobs
+            trainer.export_hf(directory).result()
+            with GeneratorClient.spawn(generator_config, transport=transport) as generator:
+                generator.pull_model_state_dict(version).result()
+                [served] = generator.compute_logprobs([sequence]).result()
+        with TrainerClient.spawn(replace(config, hf_path=directory)) as trainer:
+            [loaded] = trainer.forward([sample]).result().logprobs
+    finally:
+        in_background(transport.close(), "transport").result()
+    assert (loaded == expected).all()
+    assert (served - expected).abs().max() < 2e-2

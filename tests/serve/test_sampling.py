@@ -378,6 +378,8 @@ def test_logprobs_of_tokens_that_the_request_names(api):
             ({"data": [3, 5, 2, 16]}, "tokens 2 to 16"),
             ({"data": [3, 5, 2]}, "holds 3 numbers"),
             ({"dtype": "float32"}, "is float32"),
+            ({"sparse_crow_indices": [0, 2, 4]}, "lacks sparse_col_indices"),
+            ({"sparse_col_indices": [0, 1, 0, 1]}, "lacks sparse_crow_indices"),
         ):
             wrong = await api.send_sample(sampler, 20 + len(text), [1, 3, 2], target_prompt_logprobs=dense | fault)
             assert text in await api.error(wrong)
