@@ -370,8 +370,11 @@ class Server:
             link.symlink_to(directory.absolute())
 
     def _drop_old_versions(self, run: Run) -> None:
+        """Drop the weights of the run's old unnamed samplers. The newest inflight save stays, because inflight samplers go on using it."""
+        in_use = self.store.run(run.id)
         for version in self.store.ephemeral_versions(run.id)[: -self.config.samplers_kept]:
-            self._drop_version(version)
+            if in_use is None or version != in_use.inflight_version:
+                self._drop_version(version)
 
     def _drop_version(self, version: int) -> None:
         self.store.drop_version(version)

@@ -67,6 +67,22 @@ def test_a_snapshot_keeps_its_weights_and_an_inflight_sampler_takes_those_of_the
     api(use)
 
 
+def test_an_inflight_sampler_keeps_its_weights_however_many_snapshots_are_saved_after_them(api):
+    async def use(api):
+        model = await api.create_model()
+        await train(api, model, 1)
+        inflight = await ephemeral(api, model, 3, "inflight")
+        trained = await seen(api, inflight, 1)
+        snapshots = [await ephemeral(api, model, seq) for seq in (4, 5, 6, 7)]
+        assert trained > -1 and await seen(api, inflight, 2) == trained
+        assert "samplers_kept" in await api.error(await api.send_sample(snapshots[0], 1))
+        await seen(api, snapshots[-1], 1)
+        newer = await ephemeral(api, model, 8, "inflight")
+        assert await seen(api, inflight, 3) == await seen(api, newer, 1) == trained
+
+    api(use, samplers_kept=2)
+
+
 def test_requests_of_three_versions_at_once_each_get_their_own_weights(api):
     async def use(api):
         model = await api.create_model()
