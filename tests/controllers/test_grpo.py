@@ -198,9 +198,11 @@ def test_a_signal_ends_the_run_and_all_its_processes(tmp_path, number, status):
 
 
 @pytest.mark.slow
-def test_a_killed_trainer_ends_the_run_and_is_named(tmp_path):
+def test_a_killed_trainer_ends_a_run_without_restarts_and_is_named(tmp_path):
     marker = str(tmp_path)
-    process = start("--output-dir", tmp_path / "run", "--steps", 1000, marker=marker)
+    process = start(
+        "--output-dir", tmp_path / "run", "--steps", 1000, "--survival.max-restarts-per-hour", 0, marker=marker
+    )
     wait_until(lambda: read_jsonl(tmp_path / "run/metrics.jsonl"), "the first step")
     trainer = next(p for p in processes_of(marker) if p.environ().get("RL_ACTORS_PROCESS") == "trainer-0")
     trainer.kill()
