@@ -33,7 +33,7 @@ from pathlib import Path
 rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 from rl_actors.vllm import cpu
 os.environ.update(cpu.ENV, VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", RANK=str(rank), LOCAL_RANK=str(rank))
-# Each rank sets a different value. vLLM then makes no segments of shared memory, which this program would not remove.
+# This program ends without a cleanup, so segments of shared memory would stay. vLLM makes no segments if each rank sets a different value.
 os.environ["VLLM_DIST_IDENT"] = f"rank{rank}"
 import torch
 from safetensors.torch import load_file

@@ -30,13 +30,14 @@ def newest(row: TableRow, gpu: str, since: str = "") -> Line | None:
     gpu: the kind of GPU whose lines are used for a row with GPUs. A row without GPUs uses the lines of CPUs. since: a moment in UTC, in the
     format of a line's date; older lines are ignored.
 
-    The returned line also has the field "file". It maps each name in the results file of this row's command to the
-    newest line with that name and no error. `gpu` and `since` also limit the lines in "file". If the row is the
-    quotient of two other rows, the returned line has the newest lines of these rows in "over" and "under" instead of
-    "file".
+    The returned line has one more field, "file": {name of a result: the newest line with this name}. It has all names of the same results
+    file, because some rows also show figures of other results. Lines with an error, and lines outside `gpu` and `since`, do not count.
+    If the row is the quotient of two other rows, the returned line has no "file". Its fields "over" and "under" are the newest lines of these
+    two rows.
     """
     if row.quotient_of:
-        # A quotient divides the tokens_per_second of our own trainer, so the baseline of a line does not matter.
+        # Both rows have the speed of our own trainer, and only these two speeds are divided. With which baseline a row compares our trainer
+        # does not matter here, so `compared_fields`, which chooses the baseline, is empty.
         over, under = (newest(replace(TABLE[name], compared_fields={}), gpu, since) for name in row.quotient_of)
         if over is None or under is None:
             return None

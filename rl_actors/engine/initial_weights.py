@@ -34,8 +34,8 @@ class Initialiser:
 def take_initialisers(whole: nn.Module) -> list[Initialiser]:
     """Take the initialisers off a model that is not parallelized yet. Afterwards the model's init_weights initialises only buffers.
 
-    The list has the order in which torchtitan would call the initialisers, if no module with children has parameters of its own. This condition
-    holds for every model without adapters.
+    The list has the order in which torchtitan calls the initialisers. It would have another order for a model in which a module with children
+    has parameters of its own. A model without adapters has no such module.
     """
     taken: list[Initialiser] = []
     for prefix, module in whole.named_modules():

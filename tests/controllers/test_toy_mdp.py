@@ -139,7 +139,7 @@ async def step(
 
 
 async def train_on_a_leash(policy: "TrainEngine", client: EngineClient, control: KLControlConfig) -> list[float]:
-    """PPO with a penalty on the reward for the KL divergence from the first policy. Returns the mean divergence of a token in every step."""
+    """PPO whose reward has a penalty: the KL divergence from the first policy. Returns the mean divergence of a token, for every step."""
     critic = critic_of(client)
     reference = first_logprobs(policy)
     kl, measured = KL(coefficient=0.3, estimator="k1"), []

@@ -130,7 +130,7 @@ def test_three_clients_train_and_one_is_killed_in_an_open_step(service):
     assert (version, trained) == (9, 10)
     assert [program.end() for program in others] == [0, 0]
     wait_until(lambda: not remote.ask(service.address, {"wants": "status"})["status"]["clients"])
-    # A program can attach although its Monarch runtime already has other connections.
+    # This test's own process can attach, too, although its Monarch runtime already has other connections.
     with TrainerClient.attach(service.address) as trainer:
         samples = support.random_samples(seed=2)
         output = trainer.forward(samples).result()
