@@ -52,7 +52,7 @@ class TrainerClient(TrainingCalls, ModelClient):
         await super()._close()
 
     async def _write(self, path: str) -> None:
-        # This call does not wait for earlier calls to end, because the ranks run other calls while they write.
+        # The ranks write a checkpoint in the background and run other calls meanwhile. So this question does not wait until other calls have ended.
         assert self._mesh is not None
         await self._ask(self._mesh.wait_for_checkpoint, f"writing {path}", self.call_timeout, breaks=False)
 

@@ -1,8 +1,8 @@
 """Turn one planned microbatch into tensors of whole rows. packing.py makes the plan. context_parallel.py selects a rank's part of the rows.
 
-In names and shapes of tensors, packed tensors have B rows of length L, and tensors with one sample in each row have S
-rows of length T. N is the number of positions of all samples together. K is the number of targets of one position. P is
-the number of pieces. A piece is a sample, or the padding at the end of a row.
+Letters in shapes and in names of tensors: a packed tensor has B rows of length L. A tensor with one sample in each row
+has S rows of length T. N is the number of positions of all samples together. K is the number of targets of one position.
+P is the number of pieces. A piece is a sample, or the padding at the end of a row.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,7 +42,7 @@ class PackedBatch:
     attention_masks: AttentionMasks | None = None
 
     def row_per_sample(self) -> "RowPerSample":
-        """An object that moves values from packed rows to rows of one sample, and back. A loss that must see whole
+        """An object that moves values from packed rows to rows that hold one sample each, and back. A loss that must see whole
         samples needs this object.
         """
         return RowPerSample(self, self.tokens_BL.shape)
@@ -65,7 +65,7 @@ class PackedBatch:
 
 
 class RowPerSample:
-    """Moves values from packed rows [B, L, ...] to rows of one sample [S, T, ...], with zeros after the end of the sample, and back.
+    """Moves values from packed rows [B, L, ...] to rows that hold one sample each [S, T, ...], with zeros after the sample, and back.
 
     If there are no samples, S is 1 and T is L, so that the loss still gets tensors with rows and positions.
     """
@@ -141,11 +141,11 @@ def make_batch(
     column_names: Iterable[str],
     to_device: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> PackedBatch:
-    """Put the samples of a microbatch into rows. The positions of every sample start at 0.
+    """Put the samples of a microbatch into rows. The position ids, which the model gets, start at 0 in every sample.
 
-    At padding every position is 0. If positions were counted along the padding, they could exceed the table of the rotary
-    embedding. Dense masks and flex attention's masks begin a document wherever the position is 0, so every padded token is a
-    document of its own. For FlashAttention the padding of a row is one document (flash4.py).
+    Every padded token has the position id 0. If position ids were counted along the padding, they could exceed the table of
+    the rotary embedding. Dense masks and flex attention's masks begin a document wherever the position id is 0, so every padded
+    token is a document of its own. For FlashAttention the padding of a row is one document (flash4.py).
     """
     pieces = _Pieces(samples, microbatch)
     is_padding_BL = pieces.spread(torch.tensor([sample is None for sample in pieces.samples]))

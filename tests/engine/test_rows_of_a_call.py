@@ -10,7 +10,9 @@ from references import random_samples
     ("packing", "samples_per_row"),  # for every microbatch, the number of samples in each of its rows
     [
         ("packed", [[4]]),
-        ("token_budget", [[1, 1, 1, 1]]),  # the budget is 2 rows of 256 positions, enough for 8 rows of 64
+        # Each of the four samples gets a row. Rows have a multiple of 64 positions, so these rows have 64. The budget of 2 * 256 positions is
+        # enough for all four.
+        ("token_budget", [[1, 1, 1, 1]]),
         ("fixed", [[1, 1], [1, 1]]),
     ],
 )
