@@ -248,7 +248,7 @@ def make_queue(run: Run[ConfigOfLoop], cursor: int, reference: Reference | None,
 
 
 def parts_of(config: GRPOConfig, samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:
-    """The samples of each optimizer step. Each of epochs_per_step passes divides all samples into at most updates_per_step parts."""
+    """The samples of each optimizer step. In every epoch all samples are divided into at most updates_per_step parts. There are epochs_per_step epochs."""
     part_size = math.ceil(len(samples) / config.updates_per_step)
     for _ in range(config.epochs_per_step):
         yield from split(samples, part_size)

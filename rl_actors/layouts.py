@@ -254,8 +254,8 @@ def _require_pipeline(config: TrainerConfig) -> None:
         (
             config.load_balance_coeff > 0 and config.activation_checkpointing != "none",
             f"{pipeline} with load_balance_coeff={config.load_balance_coeff:g} and "
-            f"activation_checkpointing={config.activation_checkpointing!r}: recomputed experts would subtract the padding "
-            "of another microbatch from their counts of tokens",
+            f"activation_checkpointing={config.activation_checkpointing!r}: counts of the "
+            "tokens of each expert leave out padding, and a recomputation would leave out the padding of another microbatch",
         ),
         (
             per_stage is not None and per_stage < 1,
@@ -310,7 +310,9 @@ def num_stages(config: TrainerConfig) -> int:
 
 
 def stage_blocks(config: TrainerConfig) -> list[range]:
-    """The blocks of every stage. If the layers of num_units do not divide evenly, torchtitan gives each of the first stages one more layer."""
+    """The blocks of every stage. If num_units(config) layers do not divide evenly into the stages, torchtitan gives one of the remaining
+    layers to each of the first stages.
+    """
     num_layers, stages = config.model.num_hidden_layers, num_stages(config)
     first = config.parallelism.pipeline_parallel_first_stage_less_layers
     size, longer = divmod(num_units(config), stages)

@@ -17,8 +17,8 @@ MULTIPLIER, MASK = 6_364_136_223_846_793_005, (1 << 64) - 1  # constants of a ro
 
 
 class Router:
-    """Keeps the load of every replica, and remembers which replica got each of the last MAX_KNOWN prompts since the
-    last `forget`.
+    """Keeps the load of every replica, and remembers which replica got which prompt. It remembers at most the newest
+    MAX_KNOWN prompts. `forget` clears this memory.
 
     The load of a replica is its number of unfinished requests. A prompt with n completions is n requests.
     """

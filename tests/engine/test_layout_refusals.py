@@ -165,7 +165,7 @@ def test_a_pipeline_that_cannot_run_is_refused(layout, message):
         ),
         (
             {"model": MOE, "load_balance_coeff": 1e-3, "activation_checkpointing": "full"},
-            "load_balance_coeff=0.001 and activation_checkpointing='full': recomputed experts would subtract",
+            "load_balance_coeff=0.001 and activation_checkpointing='full': counts of the tokens of each expert",
         ),
     ],
 )
