@@ -310,8 +310,10 @@ def num_stages(config: TrainerConfig) -> int:
 
 
 def stage_blocks(config: TrainerConfig) -> list[range]:
-    """The blocks of every stage. If num_units(config) layers do not divide evenly into the stages, torchtitan gives one of the remaining
-    layers to each of the first stages.
+    """The transformer blocks of every stage.
+
+    `num_units` is the number of layers that torchtitan distributes over the stages. All stages get the same number of layers. If some layers
+    remain, each of the first stages gets one more.
     """
     num_layers, stages = config.model.num_hidden_layers, num_stages(config)
     first = config.parallelism.pipeline_parallel_first_stage_less_layers

@@ -36,8 +36,8 @@ def newest(row: TableRow, gpu: str, since: str = "") -> Line | None:
     two rows.
     """
     if row.quotient_of:
-        # Both rows have the speed of our own trainer, and only these two speeds are divided. With which baseline a row compares our trainer
-        # does not matter here, so `compared_fields`, which chooses the baseline, is empty.
+        # Both rows have the speed of our own trainer, and only these two speeds are divided. The baseline of a row does not matter here.
+        # `compared_fields` chooses the baseline, so it is empty.
         over, under = (newest(replace(TABLE[name], compared_fields={}), gpu, since) for name in row.quotient_of)
         if over is None or under is None:
             return None

@@ -376,6 +376,6 @@ def _close_all() -> None:
         with contextlib.suppress(Exception):
             closing.result(timeout=10)
     # Monarch's own handler waits one second for the shutdown, and then prints a traceback. A busy machine needs longer.
-    # So this function shuts Monarch down.
+    # So this function shuts Monarch down before that handler runs, and waits up to SHUTDOWN_TIMEOUT.
     with contextlib.suppress(Exception):
         shutdown_context().get(timeout=SHUTDOWN_TIMEOUT)

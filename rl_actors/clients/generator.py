@@ -122,8 +122,8 @@ class GeneratorClient(Client):
 
         hosts: hosts that `rl_actors.processes.hosts.connect` returned. The replicas are spread over them round-robin.
         None: this host.
-        transport: an open transport, or the call that opens it. first_version: the push of a version, which the
-        generator pulls first.
+        transport: an open transport, or the call that opens it. first_version: the trainer's call that pushes its
+        weights. Its result is the version that the generator pulls first.
         Raises ValueError if no generator can be started from the config on this machine, and TypeError if `config` is
         not a GeneratorConfig.
         """

@@ -137,7 +137,8 @@ def _expected(config: TrainerConfig) -> dict[str, tuple[int, ...]]:
 def _hf_names(names: Mapping[str, object], model: ModelConfig) -> dict[str, str]:
     """Hugging Face's names of tensors, by torchtitan's names.
 
-    Experts are left out, because one tensor of torchtitan holds all experts of a block.
+    Experts are left out. A tensor of torchtitan holds the weights of all experts of a block, so Hugging Face has several
+    names for it.
     """
     adapter = hf.hf_adapter(model)
     found = {}

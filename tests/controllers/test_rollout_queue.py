@@ -125,7 +125,8 @@ class Simulated:
         async with self.queue as queue:
             for _ in range(num_steps):
                 batches.append(await queue.next_batch(self.version))
-                assert len(queue.places) <= queue.ahead * SIZE  # at most (ahead + 1) * SIZE with this batch
+                # The queue had at most (ahead + 1) * SIZE places. next_batch has removed the places of this batch.
+                assert len(queue.places) <= queue.ahead * SIZE
                 if batches[-1].samples:
                     for _ in range(self.draw.randrange(20)):
                         await asyncio.sleep(0)  # the step trains

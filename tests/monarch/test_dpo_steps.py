@@ -91,7 +91,7 @@ def test_the_margin_of_held_out_pairs_rises_from_zero_and_a_resumed_run_has_the_
     assert first["validation/dpo/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert lines[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert last["validation/dpo/loss"] < first["validation/dpo/loss"]
-    # Every chosen answer begins with a, so a few steps are enough for prompts that were not trained on.
+    # Every chosen answer begins with the letter a, so a few steps are enough for prompts that were not trained on.
     assert last["validation/dpo/margin"] > 0 and last["validation/dpo/accuracy"] > 0.9
     versions = [line["policy_version"] for line in lines[1:]]
     assert [version - versions[0] for version in versions] == [0, 1, 2, 3, 4, 5]
