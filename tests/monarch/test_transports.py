@@ -308,6 +308,5 @@ def assert_vllm_equal(held, weights, dtype) -> None:
     assert names - {"lm_head.weight"} == set(weights)
 
 
-def test_a_sharded_trainer_starts_from_the_hugging_face_weights(weights, sharded_mesh):
-    """A generator expects exactly the names and shapes of the tensors in the trainer's directory."""
+def test_a_generator_expects_the_names_and_shapes_of_the_tensors_in_the_trainers_directory(weights):
     assert expected_tensors(str(weights[1])) == {name: tuple(tensor.shape) for name, tensor in weights[0].items()}
