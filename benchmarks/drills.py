@@ -54,7 +54,7 @@ LOOK_PAUSE = 0.25
 LONGEST_DELAY = 1.5  # largest number of seconds between the record of a step and a death
 # Seconds between the end of a run and the check of its shared memory. A new semaphore has a file in /dev/shm for a moment. This file is no leak.
 SHARED_MEMORY_PAUSE = 2.0
-# Largest number of seconds from the start of a run to a death during the start. A run takes at least 13 s.
+# Largest number of seconds from the start of a run to a death during the start. A run takes at least 13 s, so it is still running at the death.
 LONGEST_START = 8.0
 LONGEST_RECOVERY = 12.0  # largest number of seconds between two deaths
 

@@ -129,7 +129,8 @@ def main() -> None:
     unknown = set(arguments.parts) - parts.keys()
     if unknown:
         parser.error(f"no part {unknown}; there are: {', '.join(parts)}")
-    # Training and generation have processes of their own, because torch.set_num_threads does nothing in a process with vLLM.
+    # torch.set_num_threads does nothing in a process with vLLM. In such a process the training engine could not set its number of threads. So
+    # training and generation have processes of their own.
     for name in arguments.parts:
         child = multiprocessing.get_context("spawn").Process(target=parts[name], args=(arguments.repeats,))
         child.start()

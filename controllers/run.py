@@ -113,7 +113,7 @@ class RunConfig:
     """Validate before the first step, too."""
     validation: Annotated[dict[str, EnvironmentConfig], SETS_AS_JSON] = field(default_factory=dict)
     """Further validation sets, by name. Each set is an environment, and the run validates on its held-out problems. The flag takes one JSON object, such as
-    {"hard": {"task": "hard.jsonl"}}. The metrics of this set are validation/hard/accuracy and so on."""
+    {"hard": {"task": "hard.jsonl"}}. The metrics of the set in this example are validation/hard/accuracy and so on."""
     gate: str = ""
     """STEP:REWARD, such as 40:0.9. If the first validation at or after that step has a lower held-out reward, the run ends there with exit
     status 3. Empty: no gate."""

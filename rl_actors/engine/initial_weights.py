@@ -5,8 +5,9 @@ ranks have the same seed, so all shards of a parameter get the same numbers. A G
 each stage of a pipeline a seed of its own.
 
 In this module every rank draws all parameters of the model on the CPU, one after another from one random generator, and keeps its shards of
-the parameters that it holds. The parameters are drawn in torchtitan's order. So a trainer with one rank gets the numbers that init_weights draws
-on a CPU. While a rank draws, it holds one whole parameter at a time. Drawing a billion parameters takes about 9 s on one core.
+the parameters that it holds. The parameters of a model without adapters are drawn in torchtitan's order. So a trainer of such a model
+gets, on one rank, the numbers that init_weights draws on a CPU. While a rank draws, it holds one whole parameter at a time. Drawing a billion
+parameters takes about 9 s on one core.
 
 This module reads no Hugging Face directory.
 """
@@ -34,8 +35,8 @@ class Initialiser:
 def take_initialisers(whole: nn.Module) -> list[Initialiser]:
     """Take the initialisers off a model that is not parallelized yet. Afterwards the model's init_weights initialises only buffers.
 
-    The list has the order in which torchtitan calls the initialisers. It would have another order for a model in which a module with children
-    has parameters of its own. A model without adapters has no such module.
+    In the list a module's own parameters come before those of its children, but torchtitan initialises the children first. The two orders differ
+    only for a module that has parameters of its own and children, such as a projection with adapters. A model without adapters has no such module.
     """
     taken: list[Initialiser] = []
     for prefix, module in whole.named_modules():

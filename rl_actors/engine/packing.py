@@ -1,8 +1,7 @@
 """Plan one training call: put samples into rows by their lengths, and put rows into the microbatches of every rank.
 
 A row of a microbatch holds one sample, or several samples one after another. This module uses neither devices nor tensors.
-R is the number of rows of a call, B the number of rows of a microbatch, L the length of a row, and T the number of
-positions of a sample.
+B is the number of rows of a microbatch, L the length of a row, and T the number of positions of a sample.
 """
 
 from collections.abc import Iterator, Sequence
@@ -99,7 +98,8 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[Row]:
     """Rows of at most `capacity` positions.
 
     Samples are placed from the longest to the shortest, each into the first row with enough free space. Among samples of equal length the
-    earlier one is placed first. A segment tree of the rows' free space finds the row in O(log R) steps.
+    earlier one is placed first. A segment tree of the rows' free space finds the row, and the number of its steps grows only
+    with the logarithm of the number of samples.
     """
     size = 1
     while size < len(lengths):

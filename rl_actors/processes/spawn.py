@@ -87,8 +87,8 @@ class Process:
 
     rank: int
     pid: int
-    # A handle from pidfd_open. The handle always refers to this process. After the process has ended, the system may give its pid to another.
-    # None: the process is on another host.
+    # A handle from pidfd_open. After the process has ended, the system may give its pid to another process, but the handle never refers to
+    # another process. So checks and signals use the handle. None: the process is on another host.
     handle: int | None = field(repr=False)
 
     def __str__(self) -> str:

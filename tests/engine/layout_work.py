@@ -97,7 +97,8 @@ def samples_with(*columns: str) -> list[Sample]:
         }
         all_columns = {**sample.columns, **extra}
         targets = sample.targets.clone()
-        targets[2:-1:9] = IGNORE_TARGET  # some of these positions have a loss weight above 0
+        # No loss may count these positions, although some of them have a loss weight above 0.
+        targets[2:-1:9] = IGNORE_TARGET
         samples.append(replace(sample, targets=targets, columns={name: all_columns[name] for name in columns}))
     return samples
 

@@ -119,7 +119,8 @@ def test_drawing_holds_few_parameters_at_a_time(make_engine):
     sizes = [4 * initialiser.shape.numel() for initialiser in initialisers]
     peak = peak_of(lambda: draw(initialisers, built.model, SEED))
     print(f"peak {peak:,}, largest parameter {max(sizes):,}, all {sum(sizes):,} bytes")
-    # The fused query, key and value are drawn separately, joined, and copied.
+    # torchtitan draws query, key and value as separate tensors, joins them, and copies the result into the fused parameter. So several copies of
+    # this parameter are in memory at the same time.
     assert peak <= 4 * max(sizes) < sum(sizes) / 4
 
 

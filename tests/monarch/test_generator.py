@@ -327,7 +327,7 @@ def test_spawn_generator_refuses_a_trainers_config(trainer):
 def test_a_pull_logs_no_warning_about_layers_that_have_no_weights_to_load(generator, generator_mesh, trainer, synced):
     """A tied head and the rotary embedding have no weights to load. vLLM warns about both modules when it reloads weights.
 
-    vllm/weights.py drops these warnings.
+    rl_actors/vllm/weights.py drops these warnings.
     """
     generator_mesh.vllm_log.call_one().get(timeout=GUARD)
     support.step(trainer)
