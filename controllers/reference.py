@@ -50,7 +50,7 @@ class FrozenPolicy:
 
 @dataclass(slots=True, kw_only=True)
 class Reference(FrozenPolicy):
-    """A frozen policy whose KL divergence is a penalty on rewards or a term of the loss."""
+    """A frozen policy. The KL divergence of the trained policy from it is a penalty on rewards or a term of the loss."""
 
     kl: KL  # its coefficient may change from step to step
     temperature: float  # temperature at which the completions were sampled

@@ -370,7 +370,8 @@ class GeneratorConfig:
     """Bytes of the key-value cache. None: 256 MiB on a CPU. On a GPU, None is the part of gpu_memory_utilization that weights and
     activations do not need. vLLM measures this part while it starts. Meanwhile nothing else may take or free memory of the GPU."""
     gpu: int | None = None
-    """Index of the GPU among the GPUs that the program sees. None: 0. This is also the first GPU of a trainer with gpu=None."""
+    """Index of the GPU among the GPUs that the program sees. None: 0. A trainer with gpu=None also uses GPU 0, so both then
+    share this GPU."""
     gpu_memory_utilization: float = 0.8
     """Fraction of the GPU's memory that the engine may take."""
     enforce_eager: bool = False

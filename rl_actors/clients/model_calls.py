@@ -70,7 +70,7 @@ class ModelCalls:
         raise NotImplementedError
 
     async def _ordered(self, endpoint: str, *args: object) -> list[Any]:
-        """The answers of all ranks to the next request of the client's session."""
+        """Send a numbered request to all ranks, and return their answers. Every rank runs the client's requests in the order of their numbers."""
         raise NotImplementedError
 
     def forward(

@@ -52,7 +52,8 @@ class TrainerClient(TrainingCalls, ModelClient):
         await super()._close()
 
     async def _write(self, path: str) -> None:
-        # The ranks write a checkpoint in the background and run other calls meanwhile. So this question does not wait until other calls have ended.
+        # The ranks write a checkpoint in the background and run other calls meanwhile. So wait_for_checkpoint is sent at once. It does not
+        # wait for the answers of earlier calls.
         assert self._mesh is not None
         await self._ask(self._mesh.wait_for_checkpoint, f"writing {path}", self.call_timeout, breaks=False)
 

@@ -65,7 +65,7 @@ class DenseAttention(FlexAttention):
 
 def dense_mask(positions_BL: Tensor) -> Tensor:
     """[B, 1, L, L] bool. Entry [b, 0, q, k] says whether position q of row b attends to position k. It is True if k is not later than q and
-    both positions are in the same document. A document starts where positions_BL is 0.
+    both positions are in the same document. positions_BL has the position ids, and a document starts where the id is 0.
     """
     documents_BL = (positions_BL == 0).cumsum(1)
     same_BLL = documents_BL[:, :, None] == documents_BL[:, None, :]

@@ -43,7 +43,8 @@ def made_with(seconds: float) -> Iterator[None]:
 
 
 def set_together(parallel_dims: ParallelDims, seconds: float) -> None:
-    """Wait until all ranks have called this function, and then set the deadline of every group.
+    """Wait until all ranks have called this function, and then set the deadline of every group. The sends and receives of a gloo group are an
+    exception: they keep the deadline that the group got at its creation.
 
     If the ranks did not wait, one rank could already use a new, shorter deadline while a slower rank is still busy with
     its setup. Then the slower rank could miss the deadline.

@@ -73,7 +73,7 @@ class Machine(Protocol):
         """Wait until the device has done all work, copies included."""
 
     def release_memory(self) -> None:
-        """Give memory that tensors no longer use back to the device, for other processes."""
+        """Release the device memory that tensors no longer use, so that other processes can use it."""
 
     def peak_memory_bytes(self) -> int:
         """The largest value of memory_bytes so far."""

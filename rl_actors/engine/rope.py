@@ -26,8 +26,10 @@ class Llama3RoPE(CosSinRoPE):
         pass
 
     def _precompute_cache(self) -> Tensor:
-        """A tensor [P, 2 W]. A row has the cosines of the W angles of a position, and then the sines of these angles."""
-        # [P, W / 2]. Each value is exp(i angle), where i is the imaginary unit.
+        """A tensor [P, 2 W]. The row of a position has the cosine of the angle of each of the W dimensions, and then the sines of these angles.
+        The two dimensions of a pair have the same angle.
+        """
+        # [P, W / 2]. The value of a pair is exp(i angle), where i is the imaginary unit.
         rotations = ComplexRoPE._precompute_cache(self)
         return torch.cat([rotations.real.repeat(1, 2), rotations.imag.repeat(1, 2)], dim=-1)
 

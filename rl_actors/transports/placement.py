@@ -27,13 +27,14 @@ class Place:
 
 
 def choose(num_bytes: int, *, weights_on_gpu: bool, path: WeightsPath, room: int) -> Place:
-    """Choose the place of a rank's slots, each of num_bytes.
+    """Choose the place of a rank's slots.
 
-    The choice is the first of these three that fits: two slots on the GPU, one slot on the GPU, two slots in pinned memory of the host.
-    If the weights are on a CPU, the slots are on the host and are not pinned. If the path is shared_memory or tcp, the slots are on the host.
+    If the weights are on a CPU, the slots are in the host's memory, which is not pinned. If the weights are on a GPU and the path is
+    shared_memory or tcp, the slots are in pinned memory of the host. With every other path the choice is the first of these three that fits: two
+    slots on the GPU, one slot on the GPU, two slots in pinned memory of the host.
     With the paths auto and point_to_point, readers on other hosts can read a slot on the GPU, too. NCCL sends the bytes from the GPU. gloo and
     TCP send them in pieces through the host's memory.
-    room: bytes of the GPU that training leaves free.
+    num_bytes: size of one slot. room: bytes of the GPU that training leaves free.
     With the path cuda_ipc, raises ValueError if the weights are on a CPU or no slot fits on the GPU.
     """
     if not weights_on_gpu:

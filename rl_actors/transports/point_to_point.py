@@ -1,5 +1,6 @@
-"""Send slots to readers over NCCL or gloo. A slot has the part of one version of the weights that one rank of a trainer holds. A reader is a
-process that pulls the weights. Every rank has one communicator with every reader, and uses it for one version after another.
+"""Send slots to readers over NCCL or gloo. A slot is the memory in which a rank of the trainer keeps its part of one version of the
+weights. A reader is a process that pulls the weights. Every rank has one communicator with every reader, and uses it for one version after
+another.
 
 The first request of a reader makes the communicator. If a call fails or hangs, or if one of the two processes ends, the rank and the reader
 give up the communicator, and the next pull makes a new one. The bytes arrive in the reader's host memory. The rank sends them in pieces. A

@@ -54,8 +54,8 @@ class EngineCall(Generic[T]):
     def take(self, at_least: int) -> "Future[list[tuple[int, list[T]]]]":
         """A future whose result is a list of pairs (index of a prompt, results of the prompt).
 
-        The list has the prompts that have finished since the last `take`, in the order in which they finished.
-        The future is done when `at_least` of these prompts have finished, when no unfinished prompt is left, or when the call has failed.
+        The list has the finished prompts that no earlier `take` has returned, in the order in which they finished.
+        The future is done when the list has at least `at_least` prompts, when no unfinished prompt is left, or when the call has failed.
         If the future of an earlier `take` is not done yet, a later `take` completes it with an empty list.
         """
         future: Future[list[tuple[int, list[T]]]] = Future()

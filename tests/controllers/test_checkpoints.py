@@ -199,7 +199,7 @@ def test_random_states_survive_their_json():
 
     checkpoints.seed_random(3)
     # Python and NumPy draw Gaussian numbers in pairs. After an odd number of draws, the state also holds the second
-    # number of the last pair.
+    # number of the last pair. `draw` makes an odd number of draws, so the JSON must have this number, too.
     first = draw()
     text = json.dumps(checkpoints.random_states())
     after = draw()

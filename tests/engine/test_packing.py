@@ -206,8 +206,8 @@ def test_a_pipeline_gets_the_rows_of_a_small_call_in_as_many_microbatches_as_it_
     assert shapes == [4, 4]
     limits["rows_per_microbatch"] = 3
     shapes = [len(batch.rows) for batch in plan([128] * 8, min_microbatches=2, microbatch_multiple=2, **limits)[0]]
-    # Three microbatches of three rows could hold the eight rows. But the number of microbatches must be even, and a
-    # fourth microbatch would hold only padding.
+    # Three microbatches of three rows could hold the eight rows. But the number of microbatches must be even, and
+    # after three such microbatches the fourth would hold only padding. So the plan has four microbatches of two rows.
     assert shapes == [2, 2, 2, 2]
 
 

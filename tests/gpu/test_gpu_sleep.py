@@ -23,7 +23,8 @@ CACHE = 8 << 30
 @pytest.fixture(scope="module")
 def actors(tiny_run):
     """A trainer and a generator on one GPU, with the same weights after a step."""
-    tiny_run[0].wait()  # the run must end before a test measures the memory of the device
+    # The GRPO run of the fixture tiny_run uses the same GPU. So the run must end before a test measures the memory of the GPU.
+    tiny_run[0].wait()
     config = replace(generator_config(gpu=0), sleep_mode=True, kv_cache_bytes=CACHE)
     with TrainerClient.spawn(trainer_config()) as trainer, trainer.spawn_generator(config) as generator:
         generator.pull_model_state_dict(_next_version(trainer)).result()

@@ -1,6 +1,6 @@
 """Losses give the same numbers with two ranks of FSDP, tensor parallelism or context parallelism (FSDP2, TP2, CP2) as in one process.
 
-The tests have losses of whole samples, losses of top-K targets and losses that the caller computes. They also compare entropies.
+The tests have losses that combine all tokens of a sample, losses of top-K targets and losses that the caller computes. They also compare entropies.
 """
 
 from dataclasses import replace
