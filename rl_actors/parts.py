@@ -41,7 +41,10 @@ class HostMove:
 
 
 def of_all_ranks(moves: Iterable[HostMove]) -> HostMove:
-    """Combine moves of all ranks that ran at the same time. The result has the sum of the bytes, and the seconds of the slowest rank."""
+    """Combine moves that ran at the same time, one for each rank.
+
+    The result has the sum of the bytes, and the seconds of the slowest rank.
+    """
     moves = list(moves)
     slowest = max(moves, key=lambda move: move.seconds)
     return HostMove(

@@ -304,7 +304,7 @@ class TrainerInfo:
     """State and limits of a trainer. Ranks differ only in `rank`, `pid`, `device`, `logs` and the values of memory, moves, pushes and times."""
 
     policy_version: int
-    steps_skipped: int  # number of the tenant's optim_steps whose gradient was not finite
+    steps_skipped: int  # number of optim_steps whose gradient was not finite, counted separately for each tenant
     state: str  # "idle", "open", "broken" or "inconsistent" (some weights may have changed); see engine/call_order.py
     num_parameters: int
     vocab_size: int

@@ -154,7 +154,9 @@ class _BadValue(NamedTuple):
 
 
 def _validate_values(samples: Sequence[Sample], vocab_size: int) -> None:
-    """Raises ValueError unless every token and target is an id of the vocabulary and every column is finite."""
+    """Raises ValueError unless all tokens and target_ids are ids of the vocabulary, all targets are such ids or
+    IGNORE_TARGET, and all columns are finite.
+    """
     limit = f"ids are 0 to {vocab_size - 1} (vocab_size={vocab_size})"
 
     def is_unknown(ids: np.ndarray) -> np.ndarray:
@@ -334,7 +336,7 @@ _TOP = _Limit(_is_integer, lambda x: 0 <= x <= MAX_TOP_LOGPROBS, f"an integer, 0
 SAMPLING_LIMITS = {
     "max_tokens": _COUNT,
     "n": _COUNT,
-    # At a lower temperature vLLM would sample at 0.01 and only log a warning.
+    # At a temperature between 0 and 0.01 vLLM would sample at 0.01, and only log a warning.
     "temperature": _Limit(_is_number, lambda x: x == 0 or 0.01 <= x <= 2, "a number: 0 (greedy) or in [0.01, 2]"),
     "top_p": _Limit(_is_number, lambda x: 0 < x <= 1, "a number in (0, 1]"),
     "top_k": _INDEX,

@@ -20,8 +20,8 @@ class DataEnvironment:
     """A task whose problems come from a file or a data set. Every epoch gives the training problems in another order."""
 
     def __init__(self, config: EnvironmentConfig, rows: Iterable[Row] | None = None, *, trains: bool = True):
-        """rows: the rows of the task. None: they are read from config.task. trains: False if no problem is trained on, so that all problems
-        may be held out.
+        """rows: the rows of the task. None: they are read from the file or the data set of the config.
+        trains: False if no problem is trained on, so that all problems may be held out.
 
         Raises ValueError for a bad row, and for too few problems. The error names the place of the row, or the number of problems.
         """

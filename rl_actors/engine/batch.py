@@ -1,8 +1,8 @@
 """Turn one planned microbatch into tensors of whole rows. packing.py makes the plan. context_parallel.py selects a rank's part of the rows.
 
 Letters in shapes and in names of tensors: a packed tensor has B rows of length L. A tensor with one sample in each row
-has S rows of length T. N is the number of positions of all samples together. K is the number of targets of one position.
-P is the number of pieces. A piece is a sample, or the padding at the end of a row.
+has S rows of length T. N is the number of positions of all samples together. K is the number of ids that the column
+target_ids has for one position. P is the number of pieces. A piece is a sample, or the padding at the end of a row.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ class PackedBatch:
 
     tokens_BL: Tensor
     targets_BL: Tensor  # IGNORE_TARGET at padding
-    positions_BL: Tensor  # 0 where a document starts
+    positions_BL: Tensor  # position ids; 0 where a sample starts, and at padding
     temperatures_BL: Tensor
     columns: dict[str, Tensor]  # [B, L], for TOP_K_COLUMNS [B, L, K]; 0 where the target is IGNORE_TARGET
     is_padding_BL: Tensor  # bool

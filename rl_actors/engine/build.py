@@ -277,7 +277,8 @@ def _model_config(
 def _whole_on_every_rank() -> ShardingConfig:
     """The sharding of a value model's head: every tensor-parallel rank has the whole head.
 
-    Without this config torchtitan would split the head over the ranks, but its weight has only one output.
+    Without this config torchtitan would split the head's outputs over the ranks. This head has only one output, which
+    cannot be split.
     """
     activation = dense_activation_placement(tp=spmd.R)
     return ShardingConfig(

@@ -33,7 +33,7 @@ class Place:
 class Offload:
     """Moves parts of a trainer (weights, gradients, optimizer state) to the host and back.
 
-    Before each call the engine calls `onload` with the parts that the call needs.
+    At the start of each call to the trainer, the engine calls `onload` with the parts that this call needs.
     """
 
     def __init__(self, built: BuiltModel) -> None:

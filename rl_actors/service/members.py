@@ -228,7 +228,7 @@ class GeneratorMember:
         return self.client.last_pull
 
     async def leave(self, client: Attached) -> None:
-        """End the requests of the client in the engine."""
+        """End the client's requests that still run in the engine."""
         aborts = [self._abort(client, number) for number in list(client.generations)]
         with contextlib.suppress(Exception):
             await asyncio.gather(*aborts)

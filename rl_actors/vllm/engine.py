@@ -315,7 +315,8 @@ class EngineThread:
     def _refuse_everything(self, why: str) -> None:
         """Give all waiting and later callers an error.
 
-        This method never returns, because a vLLM process ends when the thread that started it ends.
+        This method never returns, so that it refuses later commands, and so that the engine's thread does not end. At
+        the end of the thread Linux would kill the vLLM processes that the thread has started.
         """
         self.death = f"{why}; spawn the generator again"
         for call in [*self.held, *(request.call for request in self.requests.values())]:

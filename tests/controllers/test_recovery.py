@@ -295,7 +295,7 @@ def test_repeated_steps_train_on_the_same_rollouts_again(run, tmp_path):
     num_calls = asked.count("generate")
     asked.clear()
     assert run(RunFolder(tmp_path / "run"), {("optim_step", 13): "raises"}, config=config, before=count) == 0
-    assert asked.count("generate") == num_calls  # the five repeated batches were not sampled again
+    assert asked.count("generate") == num_calls  # the batches of the repeated steps were not sampled again
 
 
 def test_with_rollouts_ahead_a_death_of_the_trainer_neither_skips_nor_repeats_a_problem(run, tmp_path, monkeypatch):

@@ -24,9 +24,10 @@ COLUMNS = ("loss_weights", "returns", "old_values")
 LOSS = ValueLoss(clip=0.2)
 STEP = OptimParams(learning_rate=1e-2, eps=1e-2, grad_divisor=100.0, grad_clip_norm=1.0)
 WITH_VALUES = {"tied", "experts", "balanced experts", "four blocks", "Llama"}
-"""Models of the layout table that can have values.
+"""Models of the layout table that these tests use.
 
-A model with adapters cannot have values. A value head is never tied, so "untied" would repeat "tied".
+A model with adapters cannot have values. "untied" is left out, because a value head is never tied. So the tests of
+"untied" would repeat those of "tied".
 """
 TABLE = [row for row in LAYOUTS if row[-1] in WITH_VALUES]
 QUICK = {("FSDP2", "tied"), ("TP2", "tied")}

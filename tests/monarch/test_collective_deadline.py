@@ -1,4 +1,6 @@
-"""If a rank hangs in a collective, the call ends at the collective_timeout of the process groups, before the caller's call_timeout."""
+"""If a rank hangs, another rank waits for it in a collective. The call then ends at the collective_timeout of the
+process groups, before the caller's call_timeout.
+"""
 
 import os
 import signal
