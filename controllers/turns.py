@@ -131,8 +131,8 @@ class InTurn:
             self.is_trainers = True
 
     async def trained(self) -> None:
-        # Another forward_backward may follow before the generator's turn, and it needs memory. So this method moves the optimizer's state to the
-        # host at once. The weights stay on the GPU, because a push needs them.
+        # Another forward_backward may follow before the generator's turn, and it needs memory. So this method moves the parts of turns.offload
+        # to the host at once, except the weights. The weights stay on the GPU, because a push needs them.
         with self.timer("release"):
             await self.trainer.offload([part for part in self.parts if part != "weights"])
 
