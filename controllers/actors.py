@@ -325,7 +325,7 @@ class Actors:
     async def close(self) -> None:
         """End all actors and close the transport, in at most CLOSE_TIMEOUT seconds.
 
-        Then end the workers on other hosts that a job of this run has started.
+        Then end the workers that a job of this run has started on other hosts.
         """
         for watch in self._watches.values():
             watch.cancel()

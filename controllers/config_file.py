@@ -117,7 +117,7 @@ class _StrictYaml(yaml.SafeLoader):
 
 
 # In YAML 1.1 a number with an exponent needs a dot, as in 1.0e-3. Learning rates are usually written without a dot, as
-# in 1e-3.
+# in 1e-3, which YAML 1.1 takes for a text. With this pattern `_StrictYaml` takes it for a number.
 _EXPONENT = re.compile(r"^[-+]?[0-9]+[eE][-+]?[0-9]+$")
 _StrictYaml.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 

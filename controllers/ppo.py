@@ -62,7 +62,8 @@ class PPOConfig(GRPOConfig):
         if self.generator.max_model_len > self.trainer.max_sequence_length:
             raise ValueError(
                 f"generator.max_model_len={self.generator.max_model_len} exceeds "
-                f"trainer.max_sequence_length={self.trainer.max_sequence_length}: the critic also reads the last token of a completion"
+                f"trainer.max_sequence_length={self.trainer.max_sequence_length}: the critic also reads the last token of a completion, "
+                "which the policy's samples leave out"
             )
         if self.trainer.lora.rank:
             raise ValueError(f"trainer.lora.rank={self.trainer.lora.rank}; PPO needs 0: a value model has no adapters")

@@ -56,7 +56,7 @@ class ScheduleConfig:
     total_steps: int | None = None
     """Number of the last step of the decay. None: the number of steps of the run."""
     min_ratio: float = 0.0
-    """The lowest rate, as a share of the highest rate."""
+    """The rate after the decay, as a share of the highest rate."""
 
     def validate(self) -> None:
         if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):

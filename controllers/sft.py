@@ -116,7 +116,10 @@ def answer_probability(samples: list[Sample], logprobs: list[torch.Tensor]) -> f
 
 
 async def train(run: Run[SFTConfig]) -> None:
-    """Take all supervised steps of the run. Validates and writes checkpoints as often as the config says."""
+    """Take the supervised steps of the run. They end after config.steps steps, or earlier if `SFTPhase.should_stop` returns True.
+
+    Validates and writes checkpoints as often as the config says.
+    """
     config = run.config
     run.log.display.total_steps = config.steps
     phase = SFTPhase(run, config.sft, total_steps=config.steps)

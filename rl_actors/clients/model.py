@@ -162,8 +162,8 @@ class ModelClient(ModelCalls, Client):
 
         The calls of all clients run one at a time. The first forward_backward of a client opens a step. The next optim_step or
         discard_gradients of this client closes the step. Meanwhile these calls of other clients wait: forward_backward, optim_step, discard_gradients,
-        save_checkpoint, load_checkpoint and profile. They wait at most step_wait seconds, and at most half of call_timeout. Then they are
-        refused, with the name of the client that has the step. If a client ends in an open step, its gradients are discarded.
+        save_checkpoint, load_checkpoint and profile. They wait for step_wait seconds or for half of call_timeout, whichever is shorter. Then
+        they are refused, with the name of the client that has the step. If a client ends in an open step, its gradients are discarded.
         certificates: folder of certificates for a tls:// address. Paths of checkpoints and exports are paths on the service's machine.
         Waits for the service, and raises TimeoutError after `timeout` seconds. Raises ValueError if the address is wrong, if the service has
         no such model, or if it has another version of rl_actors, torch, Monarch or Python. Raises ConnectionError if no service answers or

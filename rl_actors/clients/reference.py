@@ -1,4 +1,4 @@
-"""The client of a model that only infers, such as the reference of a KL divergence or a teacher. It has no gradients and no optimizer."""
+"""The client of a model that only infers, such as a teacher, or the reference of a KL divergence. The model has no gradients and no optimizer."""
 
 from dataclasses import replace
 from typing import ClassVar, Literal

@@ -253,8 +253,8 @@ class TrainEngine:
     def load_published(self, version: OpenVersion, number: int) -> int:
         """Copy the weights of a published version into this model, set policy_version to `number`, and return it.
 
-        Only a language model without an optimizer or adapters can load a published version, because nothing else
-        changes its weights.
+        Only a language model without an optimizer and without adapters can load a published version. No training step
+        changes the weights of such a model, so they stay equal to the weights of the version.
         Raises ValueError, and changes nothing, if the version holds other tensors than this model.
         """
         self.step.require("pull_model_state_dict")
@@ -274,10 +274,11 @@ class TrainEngine:
     def hf_state_dict(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """The tensors that a push publishes, sharded over the ranks.
 
-        These tensors are the weights under their Hugging Face names, with adapters merged. A tied head appears once. If
-        lora.sync is "adapter", they are only the adapters, under peft's names. torchtitan keeps some of Hugging Face's
-        tensors together in one joined tensor (hf_names.py). This method copies these tensors and converts them to
-        `dtype`. The other tensors keep their own dtype, and the push converts them.
+        If lora.sync is "adapter", these tensors are only the adapters, under peft's names, converted to `dtype`.
+        Otherwise they are the weights under their Hugging Face names, with adapters merged. A tied head appears once.
+        torchtitan keeps some of Hugging Face's tensors together in one joined tensor (hf_names.py). This method copies
+        the joined tensors and converts the copies to `dtype`. The other weights keep their own dtype, and the push
+        converts them.
         """
         self.config.require_hf("push_model_state_dict")
         self.memory.onload(["weights"])
@@ -288,8 +289,8 @@ class TrainEngine:
     def export_hf(self, path: str, dtype: str = "float32") -> None:
         """Write config.json, safetensors and, if there are any, tokenizer files. The trainer does not change.
 
-        `path` never holds a partial export. Raises ValueError on every rank if `path` is taken or dtype is not float32
-        or bfloat16.
+        `path` never holds a partial export. Raises ValueError on every rank if `path` is taken, or if dtype is neither
+        float32 nor bfloat16.
         """
         self.step.require("export_hf")
         self.config.require_hf("export_hf")
@@ -380,7 +381,8 @@ class TrainEngine:
             ValueHead() if self.config.head == "values" else LogprobHead(this_machine().fuse),
             keep_head=self.config.parallelism.fsdp_reshard_after_forward != "always",
             # FSDP reduces the gradients of the last norm and of the head together, so the two need the same dtype. In a pipeline the norm's
-            # gradient is float32. If there are two or more chunks, the head's gradient is accumulated in float32, too.
+            # gradient is float32. If there are two or more chunks, the head's gradient is accumulated in float32, too. So a
+            # pipeline has at least two chunks.
             min_chunks=2 if stages else 1,
         )
 

@@ -52,11 +52,11 @@ BeforeCall = Callable[[str, Interruption], Awaitable[None]]
 
 @dataclass
 class SignalAt:
-    """A hook that sends SIGTERM to this process, `times` times, before the `number`-th call with the name `call`."""
+    """A hook that sends SIGTERM to this process before one call of an actor."""
 
-    call: str
-    number: int
-    times: int = 1
+    call: str  # name of the call
+    number: int  # which of the calls with this name it is; 1 for the first
+    times: int = 1  # how often the signal is sent
     answers: bool = True  # False: this call never ends
     calls: list[str] = field(default_factory=list)
 

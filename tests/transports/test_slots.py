@@ -72,7 +72,8 @@ class Dying(dict):
     def items(self):
         self.num_walks += 1
         for number, item in enumerate([*super().items(), None]):
-            if self.num_walks == 2 and number == dies_at:  # the first walk compares the tensors with the plan
+            # Snapshot.write calls items() twice: first to find the layout of the slot, then to copy the tensors into the slot.
+            if self.num_walks == 2 and number == dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             if item:
                 yield item
