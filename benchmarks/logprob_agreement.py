@@ -85,7 +85,7 @@ def close(transport: Transport) -> None:
 
 
 def teach(trainer: TrainerClient, corpus: Chains, clock: Clock, *, on_gpu: bool, most_steps: int) -> float:
-    """Train on chains until the entropy is below MAX_ENTROPY, but at most most_steps steps.
+    """Train on chains until the entropy is below MAX_ENTROPY. most_steps: the training ends after this number of steps in any case.
 
     Returns the entropy in nats per token.
     """

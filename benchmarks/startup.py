@@ -5,7 +5,8 @@ python -m benchmarks startup --whole                          # three whole runs
 python -m benchmarks startup --whole --seeds 0 1 2 3 4        # one whole run with each seed
 
 Without `--whole` a run has one supervised step and one GRPO step. Further flags are passed on to the controller. The files that a run
-writes show when each part of the run ends. A part begins when the part before it ends:
+writes show when each part of the run ends. The part `imports` begins with the command. Each of the next three parts begins when the part
+before it ends:
 
 - imports: until config.json exists. The run has then checked the config, and built the task and the tokenizer.
 - spawn: until the log files of trainer and generator exist.

@@ -118,12 +118,14 @@ class RolloutQueue:
         return {"cursor": self.cursor, "pending": sorted(unused) + self.pending}
 
     async def next_batch(self, version: int) -> RolloutBatch:
-        """Draw the problems that may be drawn now, and wait for groups_per_step groups with a signal.
+        """Draw the problems that may be drawn now, and wait until enough groups for a step have a signal.
 
-        A group has a signal if it can be trained on. If max_refills refills did not find enough such groups, the batch
-        has fewer. If no group has a signal, the batch has no samples. version: the version of the weights that trainer
-        and generator have now. Raises the error of a rollout that cannot be completed, and RuntimeError if a group is
-        older than max_staleness versions.
+        A group has a signal if it can be trained on. The config's groups_per_step says how many groups are enough. If
+        there are still too few such groups after the last refill that max_refills allows, the batch has fewer of them.
+        If no group has a signal, the batch has no samples.
+        version: the version of the weights that trainer and generator have now.
+        Raises the error of a rollout that cannot be completed. Raises RuntimeError if a group is too old: its age in
+        versions is above max_staleness.
         """
         self.step += 1
         room = (self.ahead + 1) * self.config.groups_per_step - len(self.places)

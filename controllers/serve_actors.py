@@ -305,7 +305,7 @@ async def _start(actors: Actors, config: RunConfig, *, has_generator: bool) -> d
     """
     generator = None
     if has_generator and not shares_gpu(config):
-        generator = actors.spawn_generator()  # before the trainer, because its start takes longer
+        generator = actors.spawn_generator()  # first, because it takes longer to start than a trainer
     trainer = actors.spawn_trainer()
     critic = actors.spawn_critic() if config.has_critic else None
     infos = await trainer.info()

@@ -997,7 +997,7 @@ def _() -> None:
         assert ours[:-1] == theirs[: len(ours) - 1]
     for name in ("token_lora_indices", "sampler_indices"):
         assert isinstance(getattr(PunicaWrapperCPU, name), property)
-    # The index -1 means no adapter. vLLM's own kernel applies the last adapter to a row with this index, so GroupedAdapters is needed.
+    # The index -1 means no adapter. vLLM's own kernel applies the last adapter to a token with this index, so GroupedAdapters is needed.
     found = torch.zeros(1, 1)
     torch_ops.bgmv_shrink(torch.ones(1, 1), torch.tensor([3.0, 5.0]).reshape(2, 1, 1, 1), found, torch.tensor([-1]))
     assert found.item() == 5
@@ -1300,7 +1300,7 @@ def overridden_names() -> Iterator[tuple[str, str]]:
 
 
 def overridden_in(thing: type) -> list[str]:
-    """Private methods of a class of another package that this class, or a base class of ours, replaces."""
+    """The private methods that this class or a base class of ours defines, and that a base class of another package defines, too."""
     foreign = [base for base in thing.__mro__ if base.__module__.split(".")[0] in FOREIGN]
     ours = [base for base in thing.__mro__ if base.__module__.split(".")[0] in CODE]
     methods = {name for base in ours for name, value in vars(base).items() if inspect.isroutine(value)}

@@ -8,8 +8,9 @@ from typing import Literal
 class Row:
     """One row of the table in docs/speed.md: a model, the batch of a step, and settings.
 
-    trainer_speed measures our trainer and a trainer made of torchtitan's pieces with this model and batch. In a step every GPU has
-    `microbatches` microbatches. A microbatch is a tensor of `rows` rows. Documents of one length fill each row, so no position is padding.
+    With this model and batch trainer_speed measures two trainers: ours, and one made of torchtitan's pieces. The field `microbatches` is the
+    number of microbatches of a step on each GPU. A microbatch is a tensor, and the field `rows` is the number of its rows. Documents of one
+    length fill each row, so no position is padding.
     """
 
     model: str  # a key of configs.qwen3.MODELS, or "tiny"

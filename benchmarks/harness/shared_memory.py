@@ -1,7 +1,8 @@
 """Finds the segments of shared memory (files in /dev/shm) that a run's processes use, and those that are left after the run.
 
-A segment is identified by its inode and not by its name. For example, a process maps a new POSIX semaphore under a
-temporary name, before the semaphore gets its own name.
+A segment is identified by its inode and not by its name, because /proc/PID/maps may show an old name. For example, a
+process maps a new POSIX semaphore while the file still has a temporary name. Then the file gets another name in
+/dev/shm, but /proc/PID/maps goes on showing the temporary name.
 """
 
 import contextlib

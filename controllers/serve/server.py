@@ -370,7 +370,10 @@ class Server:
             link.symlink_to(directory.absolute())
 
     def _drop_old_versions(self, run: Run) -> None:
-        """Drop the weights of the run's old unnamed samplers. The newest inflight save stays, because inflight samplers go on using it."""
+        """Drop the weights of the run's old unnamed samplers.
+
+        The newest save of the kind "inflight" stays, because all samplers of this kind use it, however old they are.
+        """
         in_use = self.store.run(run.id)
         for version in self.store.ephemeral_versions(run.id)[: -self.config.samplers_kept]:
             if in_use is None or version != in_use.inflight_version:

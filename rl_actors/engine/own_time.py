@@ -5,7 +5,8 @@ The measured seconds show which rank of a trainer is slow.
 The calls of a trainer take equally long on all ranks, because every rank waits in collectives for the slowest rank. So
 this file measures only torch modules without a collective. They are a few transformer blocks, or only the attention of
 these blocks if the blocks have collectives. Nothing is measured under context parallelism, because attention then has
-collectives, too. Nothing is measured if compile.enable is set, because whole blocks are then compiled.
+collectives, too. Nothing is measured if compile.enable is set, because torch then compiles each block into one graph,
+and a stopwatch cannot run in such a graph.
 """
 
 from collections.abc import Sequence

@@ -128,7 +128,11 @@ async def _send(writer: asyncio.StreamWriter, message: Message) -> None:
 
 
 def tails(folder: Path, num_lines: int) -> dict[str, list[str]]:
-    """The last lines of every log in a folder, by the name of its file."""
+    """The last lines of every log in a folder, by the name of its file.
+
+    Reads only the end of a file, 200 bytes for each wanted line. If the lines are longer, it returns fewer lines, and the first of them may
+    be cut off.
+    """
     last = {}
     for path in sorted(folder.glob("*.log")):
         with path.open("rb") as file:

@@ -3,8 +3,8 @@ these parameters. The plan is made once.
 
 vLLM keeps query, key and value in one parameter, and gate and up in another parameter. Under tensor parallelism a worker has only some rows or
 columns of a parameter, and reads only these from the version. A copy in place is possible if vLLM computes with the parameters in the form that
-the version has. This is so for a dense model on a GPU, if the model is not quantized and has no LoRA layers. For all other models vLLM's own
-reload loads the weights.
+the version has. This is so for a model if its type is in MODEL_TYPES, it is on a GPU, it is not quantized, and it has no LoRA layers. For all
+other models vLLM's own reload loads the weights.
 """
 
 import math
@@ -38,7 +38,7 @@ MODEL_TYPES = ("qwen3", "llama", "mistral")
 
 
 def is_possible(model: nn.Module, config: "VllmConfig") -> bool:
-    """True if load_in_place is possible: the model is on a GPU, dense and not quantized, and has no LoRA layers."""
+    """True if load_in_place is possible for the model: its type is in MODEL_TYPES, it is on a GPU, it is not quantized, and it has no LoRA layers."""
     return (
         next(model.parameters()).is_cuda
         and config.model_config.hf_config.model_type in MODEL_TYPES

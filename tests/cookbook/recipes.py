@@ -38,7 +38,7 @@ class Cookbook:
         return self._run(["-m", f"tinker_cookbook.{module}", *arguments, f"log_path={folder}"], folder)
 
     def run_program(self, name: str, *arguments: str) -> "Outcome":
-        """Run a program from the folder of the cookbook's own tests to its end."""
+        """Run a program to its end. The program is in the folder of the cookbook's own tests."""
         return self._run([str(PYTHON.parents[1] / "tests" / name), *arguments], self.folder)
 
     def _run(self, command: list[str], folder: Path) -> "Outcome":
@@ -75,7 +75,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def serving(folder: Path, base: Path | None = None) -> Iterator[Cookbook]:
-    """Start a server with its state in this folder, and yield a Cookbook that runs recipes there.
+    """Start a server with its state in this folder, and yield a Cookbook that runs recipes in the same folder.
 
     base: directory of the base model; None: the tiny model.
     """

@@ -36,7 +36,8 @@ ENDLESS = SamplingParams(max_tokens=500, n=16, ignore_stop=True)
 def test_a_child_started_through_the_executable_ends_with_the_thread_that_started_it(tmp_path):
     """`_executable` writes a program that runs Python, and lets the kernel end Python with the thread that started it.
 
-    The engine's thread, which lives as long as the process, starts vLLM's core.
+    The engine's thread starts vLLM's core in this way. This thread lives as long as the actor's process, so the core ends
+    with the actor's process.
     """
     program, children = _executable(tmp_path, sys.executable), []
 
