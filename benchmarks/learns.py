@@ -128,7 +128,8 @@ def main() -> None:
     write_report(folder.path)
     found = figures(folder, seconds)
     results.add("learns", name, found)
-    shutil.copy(folder.reward_png, results.FOLDER / f"learns-{options.config}.png")
+    plot = folder.path.name if options.read else options.config
+    shutil.copy(folder.reward_png, results.FOLDER / f"learns-{plot}.png")
     missed = []
     if found["accuracy"] < ACCURACY:
         missed.append(f"accuracy {found['accuracy']:.3f}, below {ACCURACY}")

@@ -178,9 +178,9 @@ class Futures:
                     promise.answer = DROPPED
             if is_forgotten:
                 self._forget(promise)
-        for promise in list(self.promises.values())[: max(0, len(self.promises) - self.max_answers)]:
-            if promise.answered is not None:
-                self._forget(promise)
+        answered = [promise for promise in self.promises.values() if promise.answered is not None]
+        for promise in answered[: max(0, len(self.promises) - self.max_answers)]:
+            self._forget(promise)
 
     def _forget(self, promise: Promise) -> None:
         del self.promises[promise.request_id]

@@ -122,3 +122,23 @@ def test_no_more_promises_are_kept_than_the_limit():
         assert len(futures.promises) <= 11 and len(futures.keys) == len(futures.promises)
 
     run(main())
+
+
+def test_above_the_limit_answered_promises_are_forgotten_also_behind_one_without_an_answer():
+    async def main():
+        futures = Futures(max_answers=10)
+        gate = asyncio.Event()
+
+        async def waits():
+            await gate.wait()
+            return await answers(0)
+
+        oldest = futures.submit("oldest", "call", waits)
+        for number in range(50):
+            promise = futures.submit(number, "call", lambda number=number: answers(number))
+            await futures.wait(promise.request_id, 1)
+        assert len(futures.promises) <= 11 and oldest.request_id in futures.promises
+        gate.set()
+        await futures.wait(oldest.request_id, 1)
+
+    run(main())
