@@ -2,8 +2,9 @@
 
 The trainer is one rank in this process, with the weights, gradients and Adam's state of a model in float32. The
 gradients are zeros, made without a forward pass. The measurement is repeated --rounds times. Each round moves
-everything to the host and back, and then makes the plain copies in blocks of BLOCK bytes. The shortest time of each
-move and of each copy counts. On a CPU no memory is pinned, and all copies are from memory to memory.
+everything to the host and back, and then makes the plain copies in blocks of at most 1 GiB. For the moves and for the
+plain copies the shortest time of all rounds counts, separately for each direction. On a CPU no memory is pinned, and
+all copies are from memory to memory.
 """
 
 import argparse

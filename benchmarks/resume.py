@@ -42,13 +42,14 @@ FLAGS = {
     "--survival.max-restarts-per-hour": 0,  # so that a killed actor ends the run
 }
 _PARITY = {"--environment.task": "tests.fakes:parity_reward", "--environment.options": "{}"}
-_MANY_GROUPS = {"--rollouts.groups-per-step": 64}  # in PPO a group has one completion
+_MANY_GROUPS = {"--rollouts.groups-per-step": 64}  # more groups, because in PPO a group has one completion
 # Config -> its flags. In these tasks random weights earn a reward now and then. So in some groups the completions have different rewards.
 FLAGS_OF_CONFIG: dict[str, dict[str, object]] = {
     "tiny": {"--sft-steps": SFT_STEPS, **_PARITY},
     "tiny_game": {"--sft-steps": 0, "--steps": SFT_STEPS + MAIN_STEPS},  # episodes of several turns
     "tiny_tool": {"--sft-steps": SFT_STEPS},
-    # In PPO two steps that train only the critic come before the steps of --steps.
+    # In PPO two steps that train only the critic come before the steps of --steps. So --steps is 2 less than in GRPO, and
+    # the runs of all configs have the same number of steps.
     "tiny_ppo": {
         "--sft-steps": SFT_STEPS,
         "--steps": MAIN_STEPS - 2,

@@ -31,7 +31,7 @@ COLUMNS = (  # title, width, key of the record, format
     ("loss", 9, "loss", ".3g"),
     ("grad_norm", 9, "grad_norm", ".3g"),
     ("lr", 8, "learning_rate", ".2e"),
-    ("tokens/s", 8, "tokens/s", ",.0f"),  # trained tokens divided by the seconds of the whole step
+    ("tokens/s", 8, "tokens/s", ",.0f"),  # positions of the trained samples divided by the step's seconds
     ("generate", 8, "time/generate", ".2f"),
     ("train", 5, "time/train", ".2f"),
     ("sync", 5, "time/sync", ".2f"),
@@ -64,7 +64,7 @@ class LineDisplay:
             TimeRemainingColumn(),
             TextColumn("left"),
             console=console,
-            speed_estimate_period=3600,  # seconds: a step may take minutes
+            speed_estimate_period=3600,  # seconds; long, because a step may take minutes
         )
         self.steps.add_task("", total=total_steps)
         self._num_rows, self._phase = 0, ""

@@ -1,4 +1,4 @@
-"""The environment of processes that use GPUs, and the errors for configs that a machine cannot run. The tests need no GPU."""
+"""The environment variables of processes that use GPUs, and the errors for configs that a machine cannot run. The tests need no GPU."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""scripts/setup.sh in a checkout whose .venv cannot be used. The tests check its messages and the packages that it keeps. They install nothing."""
+"""Tests of scripts/setup.sh in a checkout that has a .venv. They check the messages, and what the script keeps of the .venv. They install nothing."""
 
 import os
 import shutil

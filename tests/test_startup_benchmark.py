@@ -38,7 +38,9 @@ def test_the_parts_of_a_start_are_read_from_the_files_of_the_run(tmp_path):
     assert found["closing"] >= 0.1
     assert sum(found[part] for part in startup.PARTS[:4]) == pytest.approx(found["first_line"])
     assert found["seconds"] >= 0.7
-    assert found["seconds"] >= found["first_line"]  # the line may be noticed late on a busy machine
+    # The program ends 0.1 s after its first line. The test does not require this difference, because on a busy machine the
+    # benchmark may notice the line late.
+    assert found["seconds"] >= found["first_line"]
     assert startup.accuracy(folder) == 0.75
 
 

@@ -29,8 +29,7 @@ class ServeConfig:
     max_tenants: int = 16
     """Largest number of runs with adapters in one trainer."""
     samplers_kept: int = 8
-    """For each run, the number of unnamed samplers that keep their weights. These are the newest. The weights of the run's older unnamed samplers
-    are deleted."""
+    """Number of the newest unnamed samplers of each run that keep their weights. The weights of the run's older unnamed samplers are deleted."""
     hold_seconds: float = 30.0
     """Seconds for which the server holds a request for an answer that is not ready. The SDK gives up after 45 seconds."""
     max_body_bytes: int = 64 << 20
@@ -73,7 +72,11 @@ class ServeConfig:
 
 
 def tokenizer_id(directory: str) -> str:
-    """The absolute path of the directory, in a form without exactly two slashes. The SDK cuts a name with exactly two slashes at the second slash."""
+    """The absolute path of the directory. A path with exactly two slashes gets a third slash: /a/b becomes /a/./b. The reason is that the SDK cuts
+    a name with exactly two slashes at the second slash.
+
+    Raises ValueError if the path has ':'.
+    """
     path = Path(directory).absolute()
     if ":" in str(path):
         raise ValueError(f"the base model is in {path}, but the SDK cuts the path of a tokenizer at ':'")

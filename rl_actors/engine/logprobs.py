@@ -1,6 +1,6 @@
 """Apply a model's head to hidden states. Compute the gradient of a loss with respect to the hidden states.
 
-heads.py has the two heads. One computes the logprobs of the targets, and the other the values of a value model. In the
+heads.py has two heads. One computes the logprobs of the targets, and the other the values of a value model. In the
 rest of this file "values" means the numbers that either head computes (the type Values). The logits are computed for
 one chunk of positions at a time, so all logits never exist together. torchtitan's ChunkedLossWrapper splits the rows
 into chunks. For each chunk it applies the output projection, calls a loss with the logits, and runs the backward pass
@@ -61,7 +61,7 @@ class SteadyLoss:
     def of_chunk(self, values: Values, columns_BL: ChunkInputs) -> tuple[Tensor, Partials]:
         """(a scalar, metrics) of one chunk. The scalar has the same gradients as the loss.
 
-        A `whole_sequence` loss reads whole samples, so it cannot be computed in chunks.
+        Not for a `whole_sequence` loss, because that loss reads whole samples and cannot be computed in chunks.
         """
         gradients, metrics = self.gradients(values, columns_BL)
         return _scalar_with_gradients(values, gradients), metrics

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class IndexedTransport(Transport):
-    """A transport with an index, which a subclass implements.
+    """A transport with an index. A subclass implements the index.
 
     The tensors of a version are in slots of the ranks that called `put_tensors`.
     """

@@ -24,9 +24,9 @@ class Snapshot:
     """One rank's part of the newest two versions.
 
     A write goes into the slot of the older version. If the memory has room for only one slot, that slot is overwritten. If there are two
-    slots, a write that fails loses only the older version. Both slots have the same layout. When the layout changes, each write replaces one
-    slot: the first write replaces the slot of the older version, and the next write replaces the other slot. So with two slots the newest
-    version is readable at any time.
+    slots, a write that fails loses only the older version. Both slots have the same layout, except after a change of the layout. Then the first
+    write replaces the slot of the older version by a slot of the new layout, and the next write replaces the other slot. So with two slots the
+    newest version is readable at any time.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Applies LoRA adapters on a CPU. vLLM's worker imports this module by name.
 
 A row of a batch is one position. This module replaces vLLM 0.32's own code for a CPU. If any row of a batch has an
-adapter, that code applies the last adapter also to rows without an adapter. It also copies an adapter for every row.
+adapter, vLLM's code applies the last adapter also to rows without an adapter. vLLM's code also copies an adapter for
+every row.
 
 vLLM keeps the loaded adapters in numbered places. In shapes, T is the number of rows, S the number of places, R the rank, and I and O are
 the numbers of inputs and outputs of a layer. The 1 in S1RI and S1OR is a dimension of size 1.

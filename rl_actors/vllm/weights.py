@@ -199,8 +199,10 @@ class PromptLogprobs:
         self.hidden_TD = torch.empty(0)
 
     def __call__(self, hidden_TD: Tensor, num_scheduled_tokens: dict[str, int]) -> Any:
-        """Run vLLM's computation. Meanwhile this object is the head's punica_wrapper, which applies adapters, so that
-        vLLM calls `add_lora_logits` below.
+        """Run vLLM's computation.
+
+        The head applies adapters with its punica_wrapper. During the computation this object replaces the
+        punica_wrapper, so that vLLM calls `add_lora_logits` below.
         """
         self.hidden_TD, self.punica = hidden_TD, self.head.punica_wrapper
         self.head.punica_wrapper = self

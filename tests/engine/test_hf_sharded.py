@@ -30,7 +30,7 @@ CASES = {
 
 
 def numbers(engine, directory: Path) -> dict:
-    """Train two steps and export. Returns the gradient norms and the tensors that this rank pushes, gathered from all ranks."""
+    """Train two steps and export. Returns the gradient norms and the pushed tensors. Each tensor is whole, gathered from the shards of all ranks."""
     history = []
     for _ in range(2):
         engine.forward_backward(SAMPLES, "cross_entropy")

@@ -108,6 +108,7 @@ def test_the_first_rank_of_a_pipeline_holds_as_many_microbatches_as_torch_starts
     config = of_layout(pipeline_parallel=num_ranks)
     if of_rank > 1:
         config.parallelism.pipeline_parallel_schedule = "Interleaved1F1B"
+        # 14 blocks, and the embedding and the head count as one block each.
         config.parallelism.pipeline_parallel_layers_per_stage = -(-16 // (num_ranks * of_rank))
     started = _get_warmup_ops(0, of_rank, num_ranks, num_ranks, 8 * num_ranks) if of_rank > 1 else num_ranks - 1
     assert _microbatches_held(config) == pytest.approx((started + 1) / (num_ranks * of_rank))

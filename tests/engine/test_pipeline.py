@@ -42,7 +42,7 @@ INTERLEAVED = {"pipeline_parallel_schedule": "Interleaved1F1B"}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A pipeline of two ranks that is compared with one process."""
+    """A pipeline of degree 2 that is compared with one process."""
 
     layout: dict = field(default_factory=dict)  # fields of ParallelismConfig besides pipeline_parallel_degree
     fields: dict = field(default_factory=dict)  # fields of TrainerConfig

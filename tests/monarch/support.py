@@ -227,7 +227,7 @@ def publish_from_here(transport: Transport, weights: dict[str, Tensor], *, strea
 
 
 class DyingTensors(dict):
-    """Tensors of a push. They kill the process when `copied` of them have been copied."""
+    """Tensors of a push. They kill the process after a number of them has been copied. `copied` is this number."""
 
     def __init__(self, tensors: dict[str, Tensor], copied: int) -> None:
         super().__init__(tensors)
@@ -261,8 +261,10 @@ class TestTrainer(PolicyTrainer):
 
     @endpoint
     async def die_in_push(self, rank: int, copied: int | str) -> None:
-        """Kill the process of `rank` in its next write, after `copied` tensors, or after all tensors if `copied` is
-        "written".
+        """Kill the process of `rank` in its next write.
+
+        copied: number of tensors that the rank has copied when it is killed. "written": the rank has copied all tensors
+        and has ended its write.
         """
         if self.rank != rank:
             return
@@ -324,7 +326,7 @@ class TestTrainer(PolicyTrainer):
 
     @endpoint
     async def hold_saves(self, folder: Path, error: str = "") -> None:
-        """Make the next save wait before its last file until the file `open` is in the folder.
+        """Make the next save wait, before it writes its last file, until the folder has a file named `open`.
 
         If `error` is not empty, the save then fails.
         """
@@ -409,7 +411,7 @@ class TestGenerator(Generator):
     async def _held_weights(self) -> dict[str, Tensor]:
         """The weights that `held_weights` returns.
 
-        On a CPU vLLM holds a weight W only in packed form. If a layer's inputs are the unit vectors, its output is exactly W^T.
+        On a CPU vLLM holds a weight W only in packed form. So this method gives the unit vectors to a layer: its output is exactly W^T.
         """
 
         def read(model) -> dict[str, Tensor]:
