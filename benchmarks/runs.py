@@ -91,7 +91,8 @@ def measure(name: str, further: list[str]) -> None:
     parent = None if config.turns.enabled else random_weights.scratch(config.trainer.model)
     with tempfile.TemporaryDirectory(dir=parent) as scratch:
         weights = Path(scratch) / "model"
-        # Another process writes the weights and ends. A CUDA context of this process would take GPU memory during the run.
+        # A separate process writes the weights and ends. On a GPU, writing creates a CUDA context. In the benchmark's own
+        # process this context would take GPU memory during the run.
         arguments = (config.trainer.model, weights)
         writer = multiprocessing.get_context("spawn").Process(target=random_weights.write, args=arguments)
         writer.start()

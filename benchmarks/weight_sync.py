@@ -193,7 +193,8 @@ def measure_actors(size: str, *, rounds: int, path: str, ranks: int, network: bo
     mesh = processes.mesh.spawn("trainer", AgainTrainer, config, transport)
     try:
         with TrainerClient(mesh) as trainer:
-            # vLLM measures the free memory of its GPU when it starts. So the trainer must hold its memory before.
+            # When vLLM starts, it checks that enough memory of its GPU is free. If it shares the GPU with the trainer, the
+            # check must count the trainer's memory, so the trainer allocates this memory first.
             trainer.ready().result()
             with GeneratorClient.spawn(generator_config, transport=transport) as generator:
                 generator.ready().result()

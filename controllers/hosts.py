@@ -31,9 +31,9 @@ class HostsConfig:
     """Folder of the TLS certificates. Addresses that begin with tls:// need it. It must have the same path on all
     hosts."""
     return_timeout: float = 600.0
-    """If a host is lost, its worker must be started again within this number of seconds. The run then goes on in a new
-    controller process. If a job has started the workers, the new process starts the job again. 0: the death of a
-    process on a host ends the run."""
+    """If a process on a host dies, the run goes on in a new controller process. If the host's worker has ended, it must
+    first be started again within this number of seconds. If a job has started the workers, the new controller process
+    starts the job again. 0: the death of a process on a host ends the run."""
 
     def names(self) -> list[str]:
         """The names of the hosts in the order of `addresses`.

@@ -55,7 +55,8 @@ class Memory:
 def memory(config: TrainerConfig) -> Memory:
     """Memory of a rank at the peak of a forward_backward, by the formulas of docs/layouts.md.
 
-    The activations are an estimate. Everything else is exact. In a pipeline the result is the memory of the rank with the most parameters.
+    The activations are an estimate. Everything else is exact. In a pipeline the exact numbers are those of the rank
+    with the most parameters.
     An optimizer that is given by import path is counted as if it were Adam.
     """
     num_elements = num_trained_elements = num_trained_tensors = num_buffer_elements = 0

@@ -339,8 +339,8 @@ def with_options(seed=3):
 
 
 def option_adds(base, optioned, value_of, gradient_of):
-    """Assert that the option adds the sum over positions of w * value_of(d), where d = logprob - ref, and the
-    derivative of this sum.
+    """Assert that the option adds to the loss the sum over positions of w * value_of(d), where d = logprob - ref, and
+    that it adds the derivative of this sum to the gradient.
     """
     logprobs_BL, columns = with_options()
     without, with_it = run(base, logprobs_BL, columns), run(optioned, logprobs_BL, columns)

@@ -30,8 +30,8 @@ class TableRow:
     argument: str = ""
     line: str = ""  # the line's name; "" if the fields identify the line
     fields: dict[str, Any] = field(default_factory=dict)
-    # Like `fields`, but these fields describe the program that rl-actors is compared with. A row with `quotient_of` reads only the tokens/s of
-    # rl-actors, so it ignores these fields.
+    # Like `fields`, but these fields describe the program that rl-actors is compared with. A row with `quotient_of` needs only the tokens/s of
+    # rl-actors from the lines of its two rows. So it finds these lines without the `compared_fields` of the two rows.
     compared_fields: dict[str, Any] = field(default_factory=dict)
     measured: Callable[[Line], str]  # makes the table's text about a line that harness.table.newest returned
     at_least: dict[str, float] = field(default_factory=dict)  # field of the line -> lowest value that meets the target

@@ -87,11 +87,11 @@ class EnvironmentConfig:
     and the controller does not wait for each of them. 0: the controller calls the functions itself. The controller
     always calls an `async` function itself."""
     reward_timeout: float = 60.0
-    """Seconds in which a reward function must return, if it is `async` or one of reward_workers calls it. A function
-    that takes longer is called again."""
+    """Seconds in which a reward function must return. A function that takes longer is called again. The limit holds for
+    `async` functions and, if reward_workers is above 0, for all other functions, too."""
     reward_retries: int = 2
-    """How often a reward function is called again if it fails or takes too long. Only a function that is `async`, or
-    that one of reward_workers calls, is called again. If the last call fails, too, the run ends."""
+    """How often a reward function is called again if it fails or takes too long. If the last call fails, too, the run
+    ends. If reward_workers is 0, only `async` functions are called again."""
     reward_concurrency: int = 64
     """Largest number of calls of `async` reward functions that run at the same time."""
     num_held_out: int = 512

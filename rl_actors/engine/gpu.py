@@ -27,10 +27,12 @@ def device() -> torch.device:
 
 
 def prepare(world_size: int) -> None:
-    """Compile flex attention without autotuning. Autotuning takes minutes at every new shape, and saves time only in long runs.
+    """Limit the host threads, and compile flex attention without autotuning.
 
-    Under context parallelism torch creates the masks with a function that it compiles anew for every shape. The compilation fails at the
-    ninth shape. So torchtitan's compiled function replaces this function.
+    Autotuning takes minutes at every new shape, and saves time only in long runs.
+
+    Under context parallelism torch creates the masks with a function that it compiles anew for every shape. torch compiles a function for at
+    most eight shapes (`recompile_limit`), so the ninth shape raises an error. To avoid this, torchtitan's compiled function replaces torch's.
     """
     threads.prepare_gpu_process()
     FlexAttention.inductor_configs["max_autotune"] = False

@@ -126,8 +126,8 @@ class Hyperparameters:
             names = [name for name in names if not re.search(pattern, name)]
             trained = [name for name in trained if not re.search(pattern, name)]
         self.multipliers = list(groups.values())
-        # lr=0 is a placeholder, because each optim_step sets its own learning rate. A step with lr=0 would change no
-        # parameter.
+        # Each optim_step sets its own learning rate, so lr is only a placeholder here. It is 0, so a step that still used
+        # the placeholder would change no parameter.
         self.optimizers = Optimizers.Config(
             param_groups=[ParamGroupConfig(pattern=pattern, optimizer_name=config.name) for pattern in groups],
             implementation=config.implementation,

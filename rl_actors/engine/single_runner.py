@@ -41,7 +41,7 @@ class SingleRunner:
     def forward(
         self, batches: Iterable[PackedBatch], loss: Loss | None, *, with_entropy: bool
     ) -> list[MicrobatchOutput]:
-        """The values and, if a loss is given, the loss's metrics. Computes no gradients.
+        """The values of each position, such as logprobs, and, if a loss is given, the loss's metrics. Computes no gradients.
 
         If the loss fails on one rank, all ranks raise its error.
         """
@@ -61,7 +61,7 @@ class SingleRunner:
     def forward_backward(
         self, batches: Iterable[PackedBatch], loss: Loss, *, with_entropy: bool
     ) -> list[MicrobatchOutput]:
-        """Add the gradient of the loss to the gradients, and return values and metrics.
+        """Add the gradient of the loss to the model's gradients. Returns the values of each position, and the loss's metrics.
 
         If the loss fails on one rank, all ranks raise its error after the last microbatch.
         """

@@ -98,6 +98,9 @@ def gpu_environment() -> dict[str, str]:
 
 
 def prepare_gpu_process() -> None:
-    """Limit the host threads of a process that another program started. Call it from the thread that will compute."""
+    """Limit the host threads of this process, unless OMP_NUM_THREADS is set. Call this from the thread that will compute.
+
+    This package sets the variable for the processes that it spawns. A process that another program has started may lack it.
+    """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(HOST_THREADS, torch.get_num_threads()))

@@ -219,7 +219,7 @@ class Slot:
 
 
 class MappedSlot:
-    """A slot in a process that reads it. The memory stays readable even after the writer has died."""
+    """A slot in a process that reads it. A slot in the host's memory stays readable even after the writer has died."""
 
     def __init__(self, address: SlotAddress) -> None:
         """Raises VersionGoneError if the writer has ended, and PermissionError if this process may not open the writer's

@@ -25,7 +25,8 @@ LAYOUTS = {
 }
 COMPARED = ("loss", "grad_norm", "entropy", "ratio/mean", "kl/policy_generator", "logprob_diff/mean")
 # Relative tolerances of the first step, of later steps, and of the gradient norm in later steps. The runs differ only by rounding errors.
-# Training amplifies these errors, because each of the six optimizer steps in a step of the run divides by the root of second moments.
+# Training amplifies these errors. Adam divides a gradient by the root of its second moment, so an error in a tiny gradient becomes large. A
+# step of the run has six optimizer steps.
 FIRST, LATER, LATER_GRAD_NORM = 2e-6, 5e-4, 2e-3
 
 

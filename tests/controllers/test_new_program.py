@@ -1,4 +1,7 @@
-"""The steps that a program takes after the death of a process on a host. tests/monarch/test_worker_hosts.py kills real workers."""
+"""The death of a process on a host. The program then starts a new program that resumes the run, or it ends.
+
+Here the death is simulated. tests/monarch/test_worker_hosts.py kills real workers.
+"""
 
 import json
 import os

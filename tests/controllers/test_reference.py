@@ -220,7 +220,7 @@ def test_the_coefficient_follows_the_divergence_in_loss_and_reward():
     assert found.rewards == pytest.approx([0.89, 0.0])
     in_loss = replace(config, reference_kl_in="loss", reference_kl_estimator="k3")
     assert in_loss.make_loss(reference.kl).kl.coefficient == pytest.approx(0.11)
-    update_kl_coefficient(config, reference, {})  # every group was filtered
+    update_kl_coefficient(config, reference, {})  # a step that did not train has no kl/reference
     assert reference.kl.coefficient == pytest.approx(0.11)
 
 

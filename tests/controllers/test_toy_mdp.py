@@ -5,7 +5,8 @@ after the second action, but only the first action decides it. With λ = 0 the a
 the reward only through the values: it is the value of the state after the action minus the value of the state before
 the action. Values that are shifted by one position make this advantage wrong.
 
-E episodes, S states before an action, V tokens.
+In shapes, E is the number of episodes, S the number of states before an action, and V the number of tokens in the
+vocabulary.
 """
 
 import asyncio

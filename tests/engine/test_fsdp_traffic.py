@@ -129,7 +129,7 @@ def expected_gathers(model: str, policy: str, num_microbatches: int) -> dict[str
         "always": (m, 2 * m),
         "never": (1, m),
     }[policy]
-    # With "always" FSDP frees the group of the head after the norm, so each pass through the head needs one gather more.
+    # With "always" FSDP frees the head's group after the norm. So each microbatch needs one more gather before the head.
     more = 1 if policy == "always" else 0
 
     def counts(block: int, head: int) -> dict[str, int]:

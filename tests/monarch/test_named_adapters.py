@@ -53,7 +53,7 @@ def write_adapter(directory: Path, config: LoRAConfig, weights: dict[str, torch.
 def served(request, tmp_path_factory):
     """A generator with four loaded adapters, and transformers' models with the same weights.
 
-    The requests of one step may use two of the four adapters.
+    The requests of one step of vLLM can use at most two of the four adapters.
     """
     folder = tmp_path_factory.mktemp("adapters")
     base = save_random(folder / "base", support.model_config(tied=False))
