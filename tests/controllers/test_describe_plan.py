@@ -182,7 +182,7 @@ def test_every_config_fits_the_gpus_that_it_is_for(two_gpus, make):
 
 
 @pytest.mark.parametrize("make", [qwen3_0_6b_ppo, qwen3_4b_ppo], ids=["0.6B", "4B"])
-def test_ppo_fits_two_gpus_of_141_gb_with_a_tenth_left_and_two_pushed_versions(two_gpus, monkeypatch, make):
+def test_ppo_with_two_pushed_versions_leaves_room_on_two_gpus_of_141_gb(two_gpus, monkeypatch, make):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=141 * 10**9))
     config = make()
     config.validate()
