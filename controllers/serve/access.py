@@ -1,6 +1,5 @@
 """Access control of the Tinker server: keys, rate limits, the access log, and counts of requests. `Access` wraps the ASGI application."""
 
-import asyncio
 import hashlib
 import hmac
 import json
@@ -136,8 +135,6 @@ class Access:
                 return
             scope.setdefault("state", {})["owner"] = owner
             await self.app(scope, receive, note_status)
-        except asyncio.CancelledError:
-            raise
         finally:
             self._note(scope, owner, status, time.perf_counter() - begin)
 
