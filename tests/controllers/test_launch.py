@@ -1,5 +1,5 @@
 """Command lines that are refused before the run starts: too little memory, folders that cannot be written to, wrong bounds of a loss, and
-config.json files that are cut off.
+config.json files that hold no JSON object.
 """
 
 import json
@@ -140,7 +140,7 @@ def test_a_bound_of_the_probability_ratio_that_the_loss_does_not_take_is_refused
 
 
 @pytest.mark.parametrize("text", ['{"model_type": "qwen3", "hid', "", "[1]"])
-def test_a_config_json_that_is_cut_off_is_named(command_line, tmp_path, text):
+def test_a_config_json_that_holds_no_json_object_is_named(command_line, tmp_path, text):
     directory = tmp_path / "model"
     directory.mkdir()
     (directory / "config.json").write_text(text)
