@@ -3,7 +3,7 @@
 While the trainer works, vLLM sleeps: it holds no memory of the GPUs. The trainer's calls bring back the state that they need:
 forward_backward brings back weights and gradients, and optim_step also brings back the optimizer's state. While the generator works, those
 parts of the trainer's state that TurnsConfig.offload names are in the host's memory. A critic on these GPUs works in the trainer's turn,
-before the trainer. At all other times the critic is in the host's memory.
+before the trainer. While the trainer trains and while the generator works, the critic is in the host's memory.
 """
 
 import asyncio

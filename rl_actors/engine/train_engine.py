@@ -94,7 +94,7 @@ class TrainEngine:
 
         The tenant's version is 0. It has no gradients and no optimizer state.
 
-        Later calls do not change other tenants. Raises ValueError if the trainer has no adapters or the name is taken.
+        Calls for this tenant do not change other tenants. Raises ValueError if the trainer has no adapters or the name is taken.
         """
         require_tenant(name, seed, self.config.lora.rank)
         if self.config.model.num_experts and self.config.load_balance_coeff:

@@ -41,7 +41,10 @@ class Background:
             await serving
 
     async def _with_faults(self, scope, receive, send) -> None:
-        """Serve the request. If `faults` has a status, the server executes a training request, but the answer is only this status."""
+        """Serve the request. While `faults` has statuses, the answer to a training request is only the next status.
+
+        The server still executes the training request.
+        """
         is_training = scope["path"].endswith(("/forward_backward", "/optim_step"))
         if not (is_training and self.faults):
             await self.api.app(scope, receive, send)

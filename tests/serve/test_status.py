@@ -4,7 +4,7 @@ from controllers.serve import status
 from controllers.serve.curves import POINTS, Rates
 
 
-def test_a_rate_has_a_point_between_two_readings_and_forgets_the_oldest():
+def test_each_reading_after_the_first_adds_a_point_to_a_rate_and_the_oldest_points_are_dropped():
     rates = Rates()
     for second in range(POINTS + 2):
         rates.add(2.0 * second, {"tokens": 10.0 * second * second})
