@@ -219,9 +219,9 @@ def limits_of(dtype: str, yardstick: Mapping[str, float]) -> Mapping[str, float]
     """The limit of every difference. yardstick: the differences between bfloat16 and float32 on one device.
 
     Suppose that a layout in bfloat16 and one device in bfloat16 both differ from float32 by the yardstick. Then they differ from each other by
-    at most twice the yardstick. Loss and gradient norm are single numbers, so their yardsticks may be near 0 by chance. The loss cannot differ
-    by more than the logprobs, so it gets the limit of the logprobs. The gradient norm cannot differ by more than the gradient, so it gets the
-    limit of the gradient.
+    at most twice the yardstick. Loss and gradient norm are single numbers, so their yardsticks may be near 0 by chance. The loss is a sum
+    of the logprobs with random weights, so it hardly differs more than the logprobs, and gets the limit of the logprobs. The gradient norm
+    cannot differ by more than the gradient, so it gets the limit of the gradient.
     """
     if dtype == "float32":
         return TOLERANCE
@@ -242,7 +242,7 @@ class Comparison:
         self.failed: list[str] = []
 
     def phases(self, layouts: Sequence[str], dtypes: Sequence[str]) -> list[list[Job]]:
-        """All jobs in phases. Jobs of a phase run at the same time. They need files that jobs of earlier phases write."""
+        """All jobs in phases. Jobs of a phase run at the same time. A job may need files that jobs of earlier phases write."""
         one_float32 = self._compare("one", "float32", keep="float32")
         second = [self._compare("one", "bfloat16", keep="bfloat16", against="float32")]
         if "float32" in dtypes:

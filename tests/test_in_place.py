@@ -33,7 +33,7 @@ from pathlib import Path
 rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 from rl_actors.vllm import cpu
 os.environ.update(cpu.ENV, VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", RANK=str(rank), LOCAL_RANK=str(rank))
-# This program ends without a cleanup, so segments of shared memory would stay. vLLM makes no segments if each rank sets a different value.
+# This program ends without a cleanup, so segments of shared memory would stay. vLLM makes none if VLLM_DIST_IDENT differs between ranks.
 os.environ["VLLM_DIST_IDENT"] = f"rank{rank}"
 import torch
 from safetensors.torch import load_file

@@ -23,11 +23,11 @@ class Batch:
 
     samples: list[Sample]
     loss: Loss
-    widths: list[int] | None  # K of each datum before padding to the largest; None if every position has one target
+    widths: list[int] | None  # K of each datum before padding to the largest; None if target_tokens has one dimension
 
 
 def read_batch(call: ForwardBackwardCall) -> Batch:
-    """Raises ValueError naming the datum, the input and what is wrong with it."""
+    """Raises ValueError if the request is wrong. If an input of a datum is wrong, the error names the datum and the input."""
     kind, loss = kind_of(call.loss_fn), make_loss(call.loss_fn, call.config)
     data = call.data()
     if not data:

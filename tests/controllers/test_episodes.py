@@ -240,7 +240,10 @@ Answer = Callable[[list[int], int], list[int]]
 
 @dataclass
 class TalkingGenerator:
-    """Answers a prompt with the tokens that `answer(prompt, index)` gives. The first `failures` calls fail after their first prompt."""
+    """Answers a prompt with the tokens that `answer(prompt, index)` gives.
+
+    The first `failures` calls with several prompts fail after their first prompt.
+    """
 
     answer: Answer
     failures: int = 0
