@@ -73,7 +73,7 @@ def estimate(
     if not values:
         return [], []
     action_NT = _padded(is_action).bool()
-    # Values and rewards at positions that are no actions may be NaN. They are replaced by 0, because NaN multiplied by 0 is NaN.
+    # Values and rewards at positions that are no actions may be NaN. torch.where replaces them by 0. A multiplication by the mask would keep NaN.
     values_NT = torch.where(action_NT, _padded(values), 0.0)
     rewards_NT = torch.where(action_NT, _padded(rewards), 0.0)
     last_N = torch.tensor(last_values, dtype=torch.float64)

@@ -113,7 +113,7 @@ def test_wrong_adapters_are_refused_in_the_callers_thread(client, tmp_path):
     with pytest.raises(ValueError, match="name=''; it must be a string that is not empty"):
         client.load_adapter("", good)
     for call in (client.generate, client.generate_each, client.compute_logprobs):
-        with pytest.raises(ValueError, match=r"adapter='a' is not loaded; loaded are none \(0 in all\)"):
+        with pytest.raises(ValueError, match=r"adapter='a' is not loaded; the loaded adapters are none \(0 in all\)"):
             call([[1]], adapter="a")
     assert client.generator.loaded == []
 
@@ -132,7 +132,7 @@ def test_a_name_is_free_again_after_the_adapter_was_unloaded_or_refused(client, 
     for _ in range(2):
         with pytest.raises(ValueError, match="torn is refused by the engine"):
             client.load_adapter("torn", good).result()
-    with pytest.raises(ValueError, match="adapter='torn' is not loaded; loaded are 'a' "):
+    with pytest.raises(ValueError, match="adapter='torn' is not loaded; the loaded adapters are 'a' "):
         client.generate([[1]], adapter="torn")
 
 

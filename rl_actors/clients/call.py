@@ -19,8 +19,8 @@ T = TypeVar("T")
 class Call(Generic[T]):
     """The answer to a call that is running. `await` the object, or wait with `.result()`. The call runs even if the program does not wait.
 
-    The answer counts as asked for after an `await`, or after a `result` that did not time out. If a call fails and its answer was not asked
-    for, a warning with the error is shown when the object is garbage-collected.
+    If a call fails and the program never waited for its end, a warning with the error is shown when the object is garbage-collected. A
+    `result` that timed out is no such wait.
     """
 
     def __init__(self, future: "Future[T]", what: str) -> None:
@@ -83,7 +83,8 @@ class Call(Generic[T]):
     def _ended(self) -> "asyncio.Future[T]":
         """The answer, as a future of the running event loop.
 
-        If the task that waits for the future is cancelled and the call fails later, asyncio does not log the error.
+        asyncio logs an error that nothing has read. The callback reads the error, so a call that fails after its waiting task was cancelled
+        writes nothing to the log.
         """
         ended = asyncio.wrap_future(self._future)
         ended.add_done_callback(_mark_error_as_seen)

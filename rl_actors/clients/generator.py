@@ -280,7 +280,9 @@ class GeneratorClient(Client):
         if adapter is not None and not self._has_adapter(adapter):
             loaded = [repr(name) for name in list(self._loads) if self._has_adapter(name)]
             listed = ", ".join(loaded[:MAX_NAMES_REPORTED]) or "none"
-            raise ValueError(f"adapter={adapter!r} is not loaded; loaded are {listed} ({len(loaded)} in all)")
+            raise ValueError(
+                f"adapter={adapter!r} is not loaded; the loaded adapters are {listed} ({len(loaded)} in all)"
+            )
 
     def generate(
         self,

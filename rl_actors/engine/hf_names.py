@@ -4,8 +4,8 @@ A joined tensor holds the experts of a transformer block, or the fused query, ke
 dimension of a joined tensor belongs to one of Hugging Face's tensors. This module splits joined tensors, and joins tensors again. It reads and writes no file.
 
 A group is a key-value head with its query heads. G is the number of groups, R the number of query heads in a group, W the width of a head, D
-the hidden size. In heads_GRWD the second dimension has R + 2 entries, because it also contains the key and the value. A row of a weight is a
-slice along its first dimension.
+the hidden size. In names of tensors the letter R can also stand for R + 2: the query heads of a group, its key and its value. A row of a weight
+is a slice along its first dimension.
 """
 
 import torch
@@ -70,7 +70,8 @@ def to_hf_names(adapter: Qwen3StateDictAdapter, state: dict[str, Tensor]) -> dic
 def split_qkv(adapter: Qwen3StateDictAdapter, name: str, tensor: Tensor) -> dict[str, Tensor]:
     """Split a fused weight into the three weights of torchtitan's unfused model. Returns them by name: wq, wk and wv, in this order."""
     num_groups, num_queries, width = _heads(adapter)
-    # Every rank holds a piece of every row, so the rows can be split locally. DTensor's own arithmetic takes several times as long.
+    # Every rank holds a piece of every row. So each rank can select the rows of query, key and value in its own pieces. DTensor's own
+    # arithmetic takes several times as long.
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     heads_GRWD = local.unflatten(0, (num_groups, num_queries + 2, width))
     heads = {

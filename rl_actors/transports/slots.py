@@ -41,8 +41,8 @@ MAGIC = b"rlweight"
 KEY_OFFSET = 64  # offset of one byte with the length of the key; the key follows
 LOCK_POLL_SECONDS = 0.002
 KEPT_MAPPINGS = 3
-"""Number of versions. A reader unmaps a slot after it has read this many versions from other slots. The number is larger than two, because a
-rank may have two slots, and its versions then alternate between them."""
+"""Number of versions. A reader unmaps a slot when this many versions in a row did not use it. A rank may have two slots, whose versions
+alternate. Then every second version does not use a slot, and the slot must stay mapped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +339,7 @@ def flock(fd: int, kind: int, timeout: float, what: str) -> Iterator[None]:
             break
         except BlockingIOError:
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"{what} was not free within {timeout:g} s; it is held by {_holders(fd)}") from None
+                raise TimeoutError(f"{what} was not free within {timeout:g} s; {_holders(fd)}") from None
             time.sleep(LOCK_POLL_SECONDS)
     try:
         yield
@@ -348,14 +348,14 @@ def flock(fd: int, kind: int, timeout: float, what: str) -> Iterator[None]:
 
 
 def _holders(fd: int) -> str:
-    """The processes that hold a lock on a file, as the kernel lists them: "pid 17, pid 18"."""
+    """A text that says which processes hold a lock on a file now, as the kernel lists them: "it is held by pid 17, pid 18"."""
     inode = os.fstat(fd).st_ino
     pids = []
     for line in Path("/proc/locks").read_text().splitlines():
         fields = line.split()
         if fields[1] == "FLOCK" and fields[5].endswith(f":{inode}"):
             pids.append(f"pid {fields[4]}")
-    return ", ".join(pids) or "a process that has released it since"
+    return f"it is held by {', '.join(pids)}" if pids else "the process that held it has just released it"
 
 
 def _require(memory: mmap.mmap, key: str, slot: str) -> None:

@@ -1,4 +1,5 @@
-"""GRPO runs under other layouts. With the same checkpoint and rollouts they report the same numbers as a run of one process."""
+"""Runs of GRPO whose trainer has another layout. They report the same numbers as a run whose trainer is one process, if checkpoint and rollouts are
+the same."""
 
 import asyncio
 import io

@@ -143,7 +143,8 @@ def expected_gathers(model: str, policy: str, num_microbatches: int) -> dict[str
         "forward of one microbatch": counts(1, 1 + more),
         "forward_backward": counts(block_in_forward_backward, m * (2 + more)),
         "forward in an open step": counts(block_in_forward, m * (1 + more)),
-        # The head's group is gathered for two passes through the head, and for the backward pass of the norm.
+        # For whole sequences the head runs twice in the forward pass, and its group is gathered for both. The third gather is for the backward pass of
+        # the norm.
         "forward_backward of whole sequences": counts(block_in_forward_backward, m * (3 + more)),
         "step": {},
     }

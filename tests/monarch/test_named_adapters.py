@@ -122,7 +122,7 @@ def test_an_unloaded_adapter_is_refused_and_its_name_may_come_back_with_other_we
     assert running.done()  # unload_adapter has waited for the running request
     check_completions(served, "attention", running.result())
     for call in (generator.generate, generator.compute_logprobs):
-        with pytest.raises(ValueError, match="adapter='again' is not loaded; loaded are 'all layers', "):
+        with pytest.raises(ValueError, match="adapter='again' is not loaded; the loaded adapters are 'all layers', "):
             call(PROMPTS, adapter="again")
     shutil.rmtree(directory)
     shutil.copytree(served.folder / "no head", directory)

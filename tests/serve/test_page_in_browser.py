@@ -49,11 +49,10 @@ class Tables(HTMLParser):
 
 
 def browse(url: str, folder: Path, width: int) -> tuple[str, set[str]]:
-    """Open a page. Returns the HTML after the page's JavaScript has run, and the hosts of all requests of the page.
+    """Open a page. Returns the HTML after the page's JavaScript has run, and the hosts of all requests of the page. Requests that the browser
+    makes for itself, for example for updates, are not among them.
 
-    Fails if the page writes to the console.
-
-    The browser can reach only this machine. The browser's own requests, such as requests for updates, are left out.
+    Fails if the page writes to the console. The browser can reach only this machine.
     """
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     assert chromium, "this test needs a browser: apt-get install -y chromium"

@@ -409,7 +409,7 @@ def test_logprobs_of_samples_are_those_of_the_scaled_distribution(service):
 
 
 def num_pulls(server) -> int:
-    """Number of times that the generator has changed to other whole weights."""
+    """Number of times that the generator has loaded a version of the whole weights. Loading an adapter does not count."""
     with urllib.request.urlopen(f"{server.url}/metrics") as answer:
         found = re.search(r"^rl_actors_serve_generator_pulls_total (\d+)", answer.read().decode(), re.MULTILINE)
     return int(found[1])
