@@ -101,8 +101,8 @@ class PipelineRunner:
             return self.built.shard_rows(whole[number])
 
         # A shard has attention masks, and a call should not hold the masks of all its microbatches at once. So a shard is made when the
-        # first stage of this rank runs the microbatch. The second stage of this rank runs the same microbatch num_ranks microbatches later,
-        # so the cache keeps num_ranks + 1 shards.
+        # first stage of this rank runs the microbatch. If this rank has a second stage, that stage runs the microbatch num_ranks forward
+        # passes after the first stage. So the cache keeps num_ranks + 1 shards.
         batch = lru_cache(self.num_ranks + 1)(shard)
         call = self._call = PipelineCall(batch=batch, loss=loss, with_entropy=with_entropy, training=training)
         numbers = [torch.tensor(number) for number in range(len(whole))]

@@ -109,7 +109,7 @@ def test_a_field_that_the_optimizer_does_not_have_is_refused_and_nothing_changed
     engine.optim_step(PARAMS)
 
 
-def test_parameter_groups_multiply_what_comes_with_each_call(make_engine):
+def test_parameter_groups_multiply_the_learning_rate_and_weight_decay_of_each_call(make_engine):
     groups = {"norm": (1.0, 0.0), "attention|tok_embeddings": (0.1, 2.0)}
     engine = make_engine(optimizer=OptimizerConfig(groups=groups))
 

@@ -128,8 +128,8 @@ def left_in_shared_memory(before: set[str]) -> set[str]:
 
     The result has no segments of other programs that run at the same time.
     """
-    # For a moment after its creation and before its removal, a segment of another program is not mapped. So this
-    # function checks up to 60 times, and keeps only segments that no check has found mapped.
+    # A segment of another program is not mapped for a moment after its creation, and for a moment before its removal.
+    # So this function checks up to 60 times, and keeps only segments that no check has found mapped.
     left = shared_memory() - before
     for _ in range(60):
         left &= shared_memory() - mapped_by_processes()
@@ -532,7 +532,7 @@ class UnreadableTensors(LoadedTensors):
 
 
 class WorkersFail(MemoryTransport):
-    """A transport whose versions one of vLLM's workers cannot open.
+    """A transport with versions that one of vLLM's workers cannot open.
 
     The object "failing_worker" or "hanging_worker" in the transport has the number of this worker. None: all workers can open versions.
     """

@@ -34,7 +34,8 @@ ENDLESS = SamplingParams(max_tokens=500, n=16, ignore_stop=True)
 
 
 def test_a_child_started_through_the_executable_ends_with_the_thread_that_started_it(tmp_path):
-    """`_executable` writes a program that runs Python, and lets the kernel end Python with the thread that started it.
+    """`_executable` writes a program that runs Python. When a thread that has started the program ends, the kernel kills the
+    program.
 
     The engine's thread starts vLLM's core in this way. This thread lives as long as the actor's process, so the core ends
     with the actor's process.
@@ -56,7 +57,10 @@ def test_a_child_started_through_the_executable_ends_with_the_thread_that_starte
 
 
 def test_a_process_below_a_stopped_child_ends_with_the_child(tmp_path):
-    """vLLM's core starts its workers in this way. A worker that is still starting must not outlive a core that was killed."""
+    """The child starts its worker with multiprocessing's spawn, as vLLM's core does.
+
+    A worker that is still starting must not outlive a core that was killed.
+    """
     code = (
         "import multiprocessing, time\n"
         "worker = multiprocessing.get_context('spawn').Process(target=time.sleep, args=(3600,))\n"
@@ -174,7 +178,7 @@ def test_compute_logprobs_and_bad_pulls_work_as_in_the_actors_process(generator,
 
 
 @pytest.mark.slow
-def test_kill_9_of_the_core_is_an_error_for_every_waiting_call_that_names_the_process(published):
+def test_kill_9_of_the_core_ends_every_waiting_call_with_an_error_that_names_the_core(published):
     config = never_restarted(own_process=True)
     with GeneratorClient.spawn(config, transport=published[0], name="victim") as generator:
         generator.generate(PROMPTS, SAMPLED).result()
@@ -232,7 +236,8 @@ def test_tensor_parallel_ranks_pull_sample_and_end_together(published):
         assert not list(Path("/dev/shm").glob("*-cpushm_*"))
         call = generator.generate(PROMPTS, ENDLESS)
         workers[1].kill()
-        # The error names the worker. If the core has ended by then, too, the error names the core.
+        # The error names the worker. But if the core ends before the generator notices the worker's end, the error
+        # names the core.
         with pytest.raises(
             RuntimeError, match=r"vLLM's (worker of rank 1|engine core) \(pid \d+\) .*; spawn the generator again"
         ):

@@ -1,4 +1,7 @@
-"""Tests of what the SDK `tinker` expects from a server. A fake model with one number per token replaces the actors."""
+"""Tests of what the SDK `tinker` expects from a server.
+
+Fake actors replace the real ones. Their model has one logit for each token of the vocabulary, and ignores the text.
+"""
 
 import asyncio
 import time
@@ -42,7 +45,7 @@ def test_a_request_that_is_sent_again_adds_no_gradient(api):
     api(use)
 
 
-def test_chunks_of_a_call_may_come_in_any_order_and_forty_calls_need_not_be_awaited(api):
+def test_chunks_of_a_call_may_come_in_any_order_and_forty_steps_need_not_be_awaited(api):
     async def use(api):
         model = await api.create_model()
         promises = [await api.send_forward_backward(model, seq, TEXT) for seq in (2, 3, 1)]
@@ -97,7 +100,7 @@ def test_a_wrong_request_is_a_failed_future_and_the_run_goes_on(api, data, loss,
     api(use)
 
 
-def test_faults_of_other_calls_are_failed_futures_or_4xx_that_the_sdk_does_not_repeat(api):
+def test_other_wrong_requests_get_failed_futures_or_a_4xx_status_that_the_sdk_does_not_retry(api):
     async def use(api):
         model = await api.create_model()
         empty = await api.post("optim_step", model_id=model, seq_id=1, adam_params={})
