@@ -45,7 +45,7 @@ class EpisodeRollouts(Rollouts):
     async def _complete_run(self, indices: Sequence[int], first: int, tasks: asyncio.TaskGroup, keep: Deliver) -> None:
         """Play the episodes of these problems. For the k-th problem, `keep` gets first + k and its group.
 
-        `tasks` is not used. It would compute rewards after the completions, but an episode already has its rewards when it ends.
+        `tasks` is not used. The base class computes rewards in these tasks. An episode already has its rewards when it ends.
         """
 
         async def play(place: int, index: int) -> None:

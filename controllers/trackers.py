@@ -97,8 +97,8 @@ class Trackers:
 
 
 def _arguments(name: str, folder: RunFolder, project: str, steps_done: int) -> dict[str, object]:
-    """Arguments for the constructor of accelerate's tracker: the project, and the run's name and folder if the tracker
-    takes these.
+    """Arguments for the constructor of accelerate's tracker. TensorBoard gets its folder. Every other tracker gets the
+    project, and some also get the run's name or folder.
     """
     run_name = folder.path.resolve().name
     match name:

@@ -64,7 +64,7 @@ class TorchStoreTransport(IndexedTransport):
         super().__init__(weights)
         self.owns_store = store_name is None
         self.store_name = store_name or f"rl_actors_{uuid.uuid4().hex[:12]}"
-        self._is_open_here = False  # True if this process holds the store
+        self._is_open_here = False  # True while this process runs a store that `open` has started
 
     def __getstate__(self) -> dict:
         return {**super().__getstate__(), "_is_open_here": False}

@@ -23,7 +23,7 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
-def test_a_sync_counts_as_work_of_both_actors_and_a_wait_as_work_of_neither(clock):
+def test_the_phase_sync_is_work_of_both_actors_and_the_phase_generate_is_work_of_neither(clock):
     spans = Timeline()
     with spans.span("generate"):
         clock.now += 1

@@ -275,7 +275,7 @@ def test_a_checkpoint_borrows_the_memory_and_the_generator_gets_its_version_agai
 
 
 @pytest.mark.parametrize(("sync", "level"), [("merged", 2), ("adapter", 1)])
-def test_the_weights_under_adapters_stay_on_the_host(gpu, sync, level):
+def test_only_a_generator_that_pulls_adapters_keeps_its_weights_on_the_host_while_it_sleeps(gpu, sync, level):
     config = replace(tiny(), turns=TurnsConfig(enabled=True)).generator
     generator = SleepingGenerator.spawn(replace(config, lora=LoRAConfig(rank=4, sync=sync)))
     turns = InTurn(TurnsConfig(enabled=True), OffloadingTrainer(), generator, Timer())
