@@ -197,7 +197,7 @@ def _activations(config: TrainerConfig) -> int:
     """Bytes of activations and of other temporary tensors.
 
     The activations are those that are saved for the backward pass, and those of the block that is running. The other tensors are the input
-    of the head and its gradient, a chunk of logits, and the weights that FSDP has gathered.
+    of the head and its gradient, a chunk of logits, the weights that FSDP has gathered, and the gradients of these weights.
     """
     model, parallel = config.model, config.parallelism
     tensor = parallel.tensor_parallel_degree
@@ -225,8 +225,8 @@ def _activations(config: TrainerConfig) -> int:
 def _microbatches_held(config: TrainerConfig) -> float:
     """Activations that the first rank of a pipeline holds at the same time. The unit is one microbatch's activations in all blocks.
 
-    With p ranks of v stages each, the first rank runs p (v - 1) + 2 (p - 1) forwards of a stage before forwards and backwards
-    alternate. With one stage per rank it runs p - 1 forwards.
+    Before forwards and backwards alternate, the first rank of p ranks runs p - 1 forwards if each rank has one stage. If each rank has
+    v > 1 stages, the first rank runs p (v - 1) + 2 (p - 1) forwards of a stage.
     """
     ranks = config.parallelism.pipeline_parallel_degree
     if ranks == 1:

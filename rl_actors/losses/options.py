@@ -63,7 +63,7 @@ class TruncatedImportanceSampling:
         _require_choice("TruncatedImportanceSampling.level", self.level, ("token", "sequence"))
 
     def __call__(self, difference_BL: Tensor, is_trained_BL: Tensor) -> Tensor:
-        """The factor c_i of the objective at every position i, [B, L]. difference_BL: log q."""
+        """The factor c_i of the objective at every position i, [B, L]. difference_BL: log of each token's ratio."""
         return at_level(self.level, difference_BL, is_trained_BL).exp().clamp(max=self.cap)
 
 
@@ -88,7 +88,7 @@ class IcePop:
         _require_choice("IcePop.level", self.level, ("token", "sequence"))
 
     def __call__(self, difference_BL: Tensor, is_trained_BL: Tensor) -> Tensor:
-        """The factor c_i of the objective at every position i, [B, L]. difference_BL: log q."""
+        """The factor c_i of the objective at every position i, [B, L]. difference_BL: log of each token's ratio."""
         ratio_BL = at_level(self.level, difference_BL, is_trained_BL).exp()
         kept_BL = (self.low <= ratio_BL) & (ratio_BL <= self.high)
         return torch.where(kept_BL, ratio_BL if self.reweights else 1.0, 0.0)

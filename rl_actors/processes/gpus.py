@@ -9,7 +9,7 @@ import torch
 
 
 def environment(gpus: range) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES of processes that use these GPUs. Empty on a machine without GPUs.
+    """CUDA_VISIBLE_DEVICES of processes that use these GPUs. On a machine without GPUs the dict is empty.
 
     gpus: indices of the GPUs that the processes use, among the GPUs that this program sees. The variable lists these
     GPUs first, and then the other GPUs. The processes must see the other GPUs, too, because a process that pulls

@@ -23,6 +23,6 @@ def test_interleaved_stages_take_a_multiple_of_the_number_of_ranks(num_ranks):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_one_stage_a_rank_takes_one_microbatch_for_each_rank_or_any_larger_number(num_ranks):
+def test_with_one_stage_per_rank_the_plan_pads_only_up_to_one_microbatch_per_rank(num_ranks):
     for num_samples in range(1, 3 * num_ranks + 1):
         assert num_microbatches("1F1B", num_ranks, num_samples) == max(num_ranks, num_samples)
