@@ -97,8 +97,8 @@ def run(program: str, folder: Path) -> subprocess.CompletedProcess:
 def test_a_folder_with_a_package_named_configs_does_not_shadow_ours(tmp_path):
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "__init__.py").write_text("raise RuntimeError('not ours')")
-    # `python -c` puts the current folder first on sys.path. A script that pip has installed does not have the current folder there.
-    # So the program replaces the first entry.
+    # `python -c` puts the current folder first on sys.path. A script that pip has installed does not have the current
+    # folder there. So the program replaces the first entry.
     program = f"import sys; sys.path[0] = {str(ROOT)!r}; sys.argv = ['rl-actors', 'grpo', '--dry-run']\n"
     done = run(program + "from controllers.command import main; main()", tmp_path)
     assert done.returncode == 0, done.stderr
