@@ -99,8 +99,8 @@ async def start_frozen(run: Run[Any], *, has_begun: bool, is_saved: bool) -> Fro
     """Start a model that is never trained. It holds the policy with which a phase of the run begins.
 
     has_begun: True if the phase began before the run was resumed. False if the phase begins now.
-    is_saved: True if the folder `reference` of the run keeps the policy. The model then reads the policy from this folder. If the phase begins
-    now, the trainer's current weights are first saved there. False if trainer and model both read the policy from hf_path.
+    is_saved: False if trainer and model both read the policy from hf_path. True if the folder `reference` of the run keeps the policy. The
+    model then reads the policy from this folder. If the phase begins now, the trainer's current weights are first saved there.
     """
     model = run.spawn_reference()
     with run.log.setup("starting reference"):

@@ -1225,7 +1225,7 @@ def is_private(name: str) -> bool:
 
 
 def own_names(trees: Sequence[ast.Module]) -> set[str]:
-    """Private names that our own code defines: functions, classes, variables, attributes of self."""
+    """Names that our own code defines: functions, classes, variables, attributes of self."""
     found: set[str] = set()
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -1248,14 +1248,14 @@ def reached_names() -> Iterator[tuple[str, str]]:
 
 
 def reached_by(node: ast.AST, own: set[str]) -> list[str]:
-    """Names that `reached_names` finds in one node of the syntax tree. own: the private names that our code defines."""
+    """Names that `reached_names` finds in one node of the syntax tree. own: the names that our code defines."""
     names: list[str] = []
     if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in FOREIGN:
         names = [*node.module.split("."), *(alias.name for alias in node.names)]
     elif isinstance(node, ast.Import):
         names = [part for alias in node.names for part in alias.name.split(".")]
     elif isinstance(node, ast.Attribute):
-        # Our code uses its own private names only through self, so the same name on another object is foreign.
+        # Our code reaches its own private attributes only through self, cls or super(). So the same name on another object is foreign.
         is_own = node.attr in own and ast.unparse(node.value) in ("self", "cls", "super()")
         names = [] if is_own or node.attr == "_replace" else [node.attr]  # named tuples document _replace
     elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):

@@ -23,7 +23,7 @@ class CallCounts:
 
     @contextmanager
     def call(self, client: Attached, name: str) -> Iterator[None]:
-        """Context manager for the time of a call of this client."""
+        """Context manager that counts a call of this client. The call runs inside the context."""
         member, began = client.member, monotonic()
         outcome: Outcome = "failed"
         self.running[member] += 1

@@ -168,7 +168,8 @@ def interrupted(engine, directory: Path) -> None:
 def num_received(engine) -> list[int]:
     """Number of tensors that a stage holds before each microbatch of two long calls.
 
-    The held tensors are received tensors, and outputs that the stage has not sent yet. After the calls the stage must hold no tensors.
+    The held tensors are received tensors, and the outputs of microbatches for which backward_one_chunk has not run
+    yet. After the calls the stage must hold no tensors.
     """
     counts: list[int] = []
     stages = set()
@@ -221,7 +222,9 @@ def pushed(engine, directory: Path) -> None:
 
 
 def in_one_chunk(engine, expected: dict) -> None:
-    """Check that FSDP gets gradients of the same dtype even if the logits of a microbatch fit into one chunk."""
+    """Check that FSDP gets the gradients of the last norm and the head in the same dtype, even if the logits of a
+    microbatch fit into one chunk.
+    """
     outputs = [engine.forward_backward(MANY, PPO(), entropy=True), engine.forward_backward(FEW, GSPO())]
     assert torch.equal(outputs[0].logprobs, expected["outputs"][0].logprobs)
     assert engine.optim_step(STEP).grad_norm == pytest.approx(expected["steps"][0].grad_norm, rel=1e-2)
@@ -350,7 +353,7 @@ def test_a_pipeline_gives_the_numbers_of_one_process(run_group, make_engine, nam
     # pipeline.
     assert_same([rank["resumed"] for rank in ranks], one["resumed"], case.tolerance)
     # In bfloat16 the head's gradient depends on the chunks of logits. With other chunks a step could round a weight to
-    # another value. So this engine has the same chunks as the engine whose results are compared.
+    # another value. So this engine has the same chunks as the engine of run_in_one_process.
     engine = make_engine(str(folder / f"{name} base"), logprob_chunk_tokens=50, **case.fields)
     assert_same([going_on(engine, folder / name / "checkpoint")], one["resumed"], case.tolerance)
     # The pipeline's export has the same weights as its checkpoint.
@@ -379,7 +382,7 @@ def test_a_pipeline_gives_the_numbers_of_one_process(run_group, make_engine, nam
 
 
 @pytest.mark.slow
-def test_a_client_pushes_the_weights_of_all_stages_and_loads_them_back(tmp_path):
+def test_a_client_pushes_and_exports_the_weights_of_all_stages(tmp_path):
     from rl_actors.clients.trainer import TrainerClient
     from rl_actors.transports.torchstore import TorchStoreTransport
 

@@ -124,7 +124,7 @@ def test_no_more_promises_are_kept_than_the_limit():
     run(main())
 
 
-def test_above_the_limit_answered_promises_are_forgotten_also_behind_one_without_an_answer():
+def test_above_the_limit_answered_promises_are_forgotten_and_an_older_unanswered_one_is_kept():
     async def main():
         futures = Futures(max_answers=10)
         gate = asyncio.Event()
