@@ -122,7 +122,7 @@ class PlayedEpisode:
 
 
 class _Failed(Exception):
-    """A method of an episode raised an exception or did not answer in time."""
+    """A method of an environment or of an episode raised an exception or did not answer in time."""
 
 
 class _Playing:
@@ -233,7 +233,9 @@ class Player:
         return playing.finish(last, is_cut_off=not reply.is_over, num_retries=num_retries)
 
     async def _ask(self, what: str, ask: Callable[[], T | Awaitable[T]]) -> T:
-        """Call `ask`, a method of an episode, and return its answer. If the method is asynchronous, the scorer's time limit applies.
+        """Call `ask`, a method of an environment or of an episode, and return its answer.
+
+        If the method is asynchronous, the scorer's time limit applies.
 
         Raises _Failed if the method raises an exception or exceeds the time limit. what: the error's name for this call, such as "reset" or
         "turn 3".
@@ -293,7 +295,7 @@ def shown(observation: Observation, tokenizer: Tokenizer) -> str:
 
 
 def require_demonstrations(environment: AnyEnvironment) -> None:
-    """Raises ValueError if the task has episodes but no demonstrations. A supervised phase would train on demonstrations."""
+    """Raises ValueError if the environment has episodes but no demonstrations, because a supervised phase trains on demonstrations."""
     if isinstance(environment, EpisodeEnvironment) and not isinstance(environment, Demonstrating):
         raise ValueError(
             f"{type(environment).__name__} has no method demonstration, so a run cannot have supervised steps; use --sft-steps 0"

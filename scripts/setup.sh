@@ -3,7 +3,7 @@
 # and this folder, do nothing. Otherwise say why, and replace .venv. A .venv with packages that the user has added is renamed and not deleted.
 #
 #   scripts/setup.sh            DEVICE=cpu|cuda and PYTHON=PATH override the detected device and Python
-#   scripts/setup.sh --stamp    only print the content that a finished .venv/stamp must have: device, lock, folder
+#   scripts/setup.sh --stamp    only print the content that .venv/stamp must have if .venv is finished: device, hash of the lock, folder
 set -euo pipefail
 cd "$(dirname "$0")/.."
 started=$SECONDS

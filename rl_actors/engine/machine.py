@@ -26,7 +26,7 @@ class Machine(Protocol):
         """The class of stopwatches that measure the work of the device."""
 
     def device(self) -> torch.device:
-        """This rank's device. The call makes it torch's current device."""
+        """This rank's device. If the device is a GPU, the call makes it torch's current device."""
 
     def prepare(self, world_size: int) -> None:
         """Configure the threads and the compilers of this process, which is one of world_size ranks."""

@@ -96,7 +96,10 @@ def receive_request(connection: socket.socket, secret: bytes, nonce: bytes) -> R
 
 @contextlib.contextmanager
 def failures(address: SlotAddress, key: str, path: str) -> Iterator[None]:
-    """Raise the body's errors again, with a text that names the version, the two processes, the path and the address."""
+    """Raise an OSError of the body again, with a text that names the version, the two processes, the path and the address.
+
+    The new error is a TimeoutError or a ConnectionError. Errors other than an OSError pass unchanged.
+    """
     what = f"pull of {key}: {actor_name()}: read of {address} over {path} from {address.address}"
     try:
         yield

@@ -42,7 +42,7 @@ def in_state(state: str) -> StepState:
 
 @pytest.mark.parametrize("state", [IDLE, OPEN, BROKEN, INCONSISTENT])
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_is_legal_or_refused_with_call_state_and_remedy(call, state):
+def test_a_call_is_legal_or_its_error_names_the_call_the_state_and_the_remedy(call, state):
     step = in_state(state)
     if call in LEGAL[state]:
         step.require(call)
