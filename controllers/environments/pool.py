@@ -43,7 +43,8 @@ class RewardPool:
     """Processes that call the reward functions of environments. The pool has as many threads as processes. A thread
     sends a request to a free process and waits for the answer.
 
-    The pool replaces a process that does not answer in time, or that ends. `close` ends all processes. They also end if this process ends.
+    The pool replaces a process that does not answer in time, or that ends. `close` ends all processes. They also end if
+    the process that made the pool ends.
     """
 
     def __init__(self, environments: Mapping[str, Environment], *, num_workers: int) -> None:

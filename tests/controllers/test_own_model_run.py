@@ -76,7 +76,7 @@ def flags(values: dict[str, object]) -> list[object]:
 
 
 @pytest.mark.slow
-def test_a_run_of_an_id_trains_from_the_cache_without_a_network(run, offline):
+def test_a_run_with_a_hub_id_trains_from_the_cache_without_a_network(run, offline):
     config = json.loads((run / "config.json").read_text())
     assert config["trainer"]["hf_path"].startswith(offline["HF_HUB_CACHE"]) and config["chat"]["enabled"]
     first, *records = read_jsonl(run / "metrics.jsonl")
@@ -114,7 +114,7 @@ def test_supervised_training_on_conversations_teaches_the_assistants_turns(offli
 
 
 @pytest.mark.slow
-def test_vllms_server_answers_from_the_export_with_the_tokens_of_the_runs_generator(run, tmp_path):
+def test_vllms_server_with_the_export_generates_the_same_tokens_as_the_generator(run, tmp_path):
     config = config_file.read(GRPOConfig, run / "config.json")
     tokenizer = load_tokenizer(config.trainer.hf_path, config.chat)
     prompts = [tokenizer.encode_prompt(problem) for problem in build_environment(config.environment).held_out()]

@@ -329,7 +329,7 @@ def logprobs_and_entropy(logprobs_BL, *, loss_weights, entropy):
     return -(loss_weights * (logprobs_BL + entropy)).sum(), {}
 
 
-def test_a_loss_by_module_and_name_may_read_the_entropy_and_always_reports_its_sum(make_engine, model):
+def test_a_loss_by_module_and_name_may_read_the_entropy_and_the_engine_reports_the_loss_sum(make_engine, model):
     samples = random_samples(LENGTHS)
     output = make_engine().forward_backward(samples, f"{__name__}:logprobs_and_entropy")
     expected = 0.0
