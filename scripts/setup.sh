@@ -23,7 +23,7 @@ if [[ ${1:-} == --stamp ]]; then echo "$stamp"; exit; fi
 
 # If this script runs twice at the same time (for `make test` and `make grpo`), the second run waits here, so that the two never write into .venv
 # at the same time.
-exec 9< "$0"
+exec 9< scripts/setup.sh
 flock 9
 if [[ -x .venv/bin/python && $(cat .venv/stamp 2>/dev/null) == "$stamp" ]]; then exit; fi
 
