@@ -4,7 +4,7 @@ This program cannot continue the run itself, because Monarch 0.7 cannot connect 
 program replaces itself, by exec, with a program that resumes the run.
 
 A worker is the program that starts the run's processes on a host. If the user has started the workers, the user must start the lost workers
-again. If a job of Monarch has started them, the job starts the lost workers again.
+again. If a job of Monarch has started the workers, the new program starts the job again.
 """
 
 import os

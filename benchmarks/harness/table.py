@@ -30,14 +30,14 @@ def newest(row: TableRow, gpu: str, since: str = "") -> Line | None:
     gpu: the kind of GPU whose lines are used for a row with GPUs. A row without GPUs uses the lines of CPUs. since: a moment in UTC, in the
     format of a line's date; older lines are ignored.
 
-    The returned line has one more field, "file": {name of a result: the newest line with this name}. It has all names of the same results
-    file, because some rows also show figures of other results. Lines with an error, and lines outside `gpu` and `since`, do not count.
+    The returned line has one more field, "file", because some rows also show figures of other results. The field maps every name in the same
+    results file to the newest line with this name. Lines with an error, and lines outside `gpu` and `since`, do not count.
     If the row is the quotient of two other rows, the returned line has no "file". Its fields "over" and "under" are the newest lines of these
     two rows.
     """
     if row.quotient_of:
-        # Both rows have the speed of our own trainer, and only these two speeds are divided. The baseline of a row does not matter here.
-        # `compared_fields` chooses the baseline, so it is empty.
+        # Only the speeds of our own trainer in the two rows are divided. `compared_fields` describe the program that a row compares with our
+        # trainer. That program does not matter here, so the search ignores these fields.
         over, under = (newest(replace(TABLE[name], compared_fields={}), gpu, since) for name in row.quotient_of)
         if over is None or under is None:
             return None

@@ -32,7 +32,7 @@ class Episode(Protocol):
 @runtime_checkable
 class EpisodeEnvironment(Protocol):
     def problem(self, index: int) -> Problem:
-        """Training problem number `index`, as in Environment. Its prompt is the text that `reset` returns.
+        """Training problem number `index`, as in Environment. Its prompt should be the text that `reset` returns.
 
         Reports show the prompt, and the controller checks its length before a run.
         """
