@@ -43,6 +43,7 @@ If no report comes and all other checks pass, the call has failed for another re
 END_TIMEOUT = 60.0
 """Seconds in which the run's current work must end when the run cancels it after the death of an actor."""
 BEYOND_LIMIT = "this is the first of {num_deaths} deaths in the last hour, but survival.max_restarts_per_hour={limit}; the last death: {last}"
+"""Note on the error of the first death, if the run raises this error after several deaths."""
 KILL_TIMEOUT = 30.0
 """Seconds in which killed processes must end."""
 

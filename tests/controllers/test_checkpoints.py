@@ -22,7 +22,7 @@ from controllers.run import Run
 
 @dataclass
 class FakeTrainer:
-    """A trainer that has only save_checkpoint. The copy ends at once. Writing ends when `durable` is set, and fails if there is an `error`."""
+    """A trainer that has only save_checkpoint, which returns at once. Writing ends when `durable` is set, and fails if there is an `error`."""
 
     durable: asyncio.Event = field(default_factory=asyncio.Event)
     error: Exception | None = None
@@ -100,7 +100,7 @@ def test_a_caller_that_stops_waiting_does_not_cancel_the_checkpoint(tmp_path):
     assert names(tmp_path) == ["step-1"]
 
 
-def test_a_checkpoint_is_abandoned_when_no_trainer_writes_its_part_any_more(tmp_path):
+def test_abandon_waits_until_no_trainer_writes_its_part_of_the_checkpoint(tmp_path):
     """`abandon` waits for the trainer even if the task that called `save` was cancelled.
 
     If `abandon` did not wait, the run could remove a file that the trainer is still writing.
@@ -109,7 +109,7 @@ def test_a_checkpoint_is_abandoned_when_no_trainer_writes_its_part_any_more(tmp_
     async def run():
         trainer, saver = FakeTrainer(), Checkpoints(tmp_path, keep=2)
         saving = asyncio.create_task(saver.save({"trainer": trainer}, {"step": 1}))
-        await asyncio.sleep(0)  # the copying has begun
+        await asyncio.sleep(0)  # now `save` has created the task that copies
         saving.cancel()
         abandoning = asyncio.create_task(saver.abandon())
         await asyncio.sleep(0.05)

@@ -59,7 +59,7 @@ async def train_on(run: Run, names: str):
         (9, 1, ["a", "b", "c", "d", "e"]),  # never more steps than samples
     ],
 )
-def test_every_epoch_divides_all_samples_into_at_most_updates_per_step_parts(updates, epochs, expected):
+def test_updates_per_step_limits_the_parts_into_which_every_epoch_divides_the_samples(updates, epochs, expected):
     trainer = RecordingTrainer()
     run = run_with(trainer, updates_per_step=updates, epochs_per_step=epochs)
     made = asyncio.run(train_on(run, "abcde"))
@@ -85,7 +85,7 @@ def test_the_penalty_on_long_completions_grows_over_the_last_tokens():
     assert [config.overlong(length, 20) for length in (1, 16, 17, 19, 20)] == [0.0, 0.0, 0.5, 1.5, 2.0]
 
 
-def test_a_part_is_accumulated_in_calls_and_divided_once_by_its_number_of_loss_tokens():
+def test_the_gradient_of_a_part_is_summed_over_calls_and_divided_once_by_the_loss_tokens():
     trainer = RecordingTrainer()
     run = run_with(trainer, updates_per_step=2, epochs_per_step=1, samples_per_forward_backward=2)
     asyncio.run(train_on(run, "abcde"))
