@@ -1,8 +1,9 @@
 """The coordinator of a service: a Monarch actor that clients in other programs call.
 
-Each actor mesh of the service has only one client, in the service's process. The coordinator runs in the same process
-and passes the calls on to this client. The arguments of a call arrive as pickled bytes, and the coordinator unpickles
-them. If this fails, only the call fails. If Monarch unpickled them, a failure would end the coordinator.
+These clients never call the actor meshes of the service. The coordinator runs in the service's process and passes
+their calls on to the Service. The Service calls each mesh through a client of its own, which is the mesh's only caller.
+The arguments of a call arrive as pickled bytes, and the coordinator unpickles them. If this fails, only the call fails.
+If Monarch unpickled them, a failure would end the coordinator.
 """
 
 import pickle

@@ -63,7 +63,10 @@ class Snapshot:
         return slot
 
     def forget(self, key: str) -> None:
-        """Undo a write whose version was not published because another rank failed. The version before that write is then the newest again."""
+        """Undo a write whose version was not published because another rank failed.
+
+        The version before that write is then the newest again, unless the write has overwritten it in the only slot.
+        """
         if self.newest is not None and self.newest.key == key:
             self.newest = self.before
 

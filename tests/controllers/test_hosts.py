@@ -96,9 +96,9 @@ def test_a_worker_that_would_be_open_to_everyone_does_not_start(monkeypatch, arg
 
 
 class Reads:
-    """Replaces the endpoint `read` of the actor Probes on two hosts without a shared folder.
+    """Replaces the endpoint `read` of the Probes on two hosts.
 
-    The second host reads from the folder `other`.
+    The first host sees every file. The second host sees only the files in the folder `other`.
     """
 
     def __init__(self, other: Path) -> None:

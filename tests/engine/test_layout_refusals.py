@@ -1,6 +1,6 @@
 """A config refuses layouts that torch, torchtitan or a pipeline cannot run, before any process starts.
 
-Other tests in this file show that torch and torchtitan still cannot run these layouts.
+For some of these layouts, other tests in this file show that torch and torchtitan still cannot run them.
 """
 
 from dataclasses import replace
@@ -77,7 +77,9 @@ def upstream_experts(num_experts: int, parallelism: dict[str, Any]) -> None:
 
 
 def upstream_local_map() -> bool:
-    """True if an output of local_map requires a gradient although the all-gather of its input is still running."""
+    """Call local_map while the all-gather of its input is still running. True if the output requires a gradient, as it
+    should.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.experimental import local_map
