@@ -15,5 +15,5 @@ def test_a_choice_of_the_user_is_kept():
     assert network.lead_gloo_to("127.0.0.1", 1, {"GLOO_SOCKET_IFNAME": "ib0"}) == {}
 
 
-def test_an_address_of_no_interface_has_no_name():
+def test_no_name_is_found_for_an_address_that_no_interface_has():
     assert network.interface_of("192.0.2.1") == ""

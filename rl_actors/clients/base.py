@@ -34,7 +34,7 @@ ASK_AGAIN = 10.0
 KILL_TIMEOUT = 5.0
 """Seconds that a killed process may take to end."""
 POLL_SECONDS = 0.1
-"""Seconds between two checks whether the processes of a client have started."""
+"""Seconds between two checks whether the processes of a client have started, or whether the client's setup has ended."""
 SILENCE = 2.0
 """If a rank has waited too long for another rank, the client asks every process for a sign of life. The error names
 each process that has not answered after this number of seconds."""
@@ -255,8 +255,8 @@ class Client:
             except (RuntimeError, ValueError) as error:  # Monarch may raise either if a process is killed early
                 raise self._lost(error, "the start of its processes") from error
             # Python runs first the exit handler that was registered last. Our handler must run before Monarch's
-            # handler. Monarch registers its handler at its first use, which may be after ours. So our handler is
-            # registered again here.
+            # handler. Monarch has registered its handler by now, because the spawn uses Monarch. So our handler is
+            # registered here. If an earlier spawn has registered it, that registration is removed.
             atexit.unregister(_close_all)
             atexit.register(_close_all)
         return self._processes.mesh

@@ -32,7 +32,8 @@ def prepare(world_size: int) -> None:
     Autotuning takes minutes at every new shape, and saves time only in long runs.
 
     Under context parallelism torch creates the masks with a function that it compiles anew for every shape. torch compiles a function for at
-    most eight shapes (`recompile_limit`), so the ninth shape raises an error. To avoid this, torchtitan's compiled function replaces torch's.
+    most eight shapes (`recompile_limit`), so the ninth shape raises an error. To avoid the error, torchtitan's
+    compiled function replaces torch's. torch can compile torchtitan's function for many shapes at once.
     """
     threads.prepare_gpu_process()
     FlexAttention.inductor_configs["max_autotune"] = False

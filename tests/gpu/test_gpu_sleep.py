@@ -37,14 +37,14 @@ def _next_version(trainer) -> int:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_sleep_releases_weights_and_cache_and_a_pull_after_it_serves_the_trainers_logprobs(actors, level):
+def test_sleep_releases_weights_and_cache_and_after_wake_and_pull_logprobs_are_the_trainers(actors, level):
     trainer, generator = actors
     generator.generate(PROMPTS, SAMPLED).result()  # leaves prefixes in the cache
     weights = 2 * trainer.info().result()[0].num_parameters
     free = torch.cuda.mem_get_info()[0]
     released = generator.sleep(level).result()
     free_asleep = torch.cuda.mem_get_info()[0]
-    print(f"level {level}: {released}, of the device {free_asleep - free:,}; weights {weights:,}, cache {CACHE:,}")
+    print(f"level {level}: {released}; freed on GPU: {free_asleep - free:,}; weights {weights:,}, cache {CACHE:,}")
     assert 0.95 * (weights + CACHE) < released.num_bytes < 1.1 * (weights + CACHE)
     assert abs(free_asleep - free - released.num_bytes) < 0.05 * CACHE  # other processes can use this memory
     with pytest.raises(RuntimeError, match="the generator sleeps: call wake first"):
