@@ -412,8 +412,8 @@ def save_reward_png(records: Records, file: Path) -> None:
 def around_rewards(records: Records) -> Records:
     """The records that reward.png shows. If there are GRPO or PPO steps, at most half of the records belong to other steps.
 
-    The other steps are supervised steps, which come first and have no reward. If reward.png showed very many supervised steps, the curve of
-    rewards would be too narrow.
+    The other steps are step 0 and the supervised steps, which come first and have no reward. If reward.png showed very many supervised
+    steps, the curve of rewards would be too narrow.
     """
     num_rollout_steps = len(of_phases(records, *ROLLOUT_PHASES))
     return records[-2 * num_rollout_steps :] if num_rollout_steps else records

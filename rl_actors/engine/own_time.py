@@ -4,9 +4,9 @@ The measured seconds show which rank of a trainer is slow.
 
 The calls of a trainer take equally long on all ranks, because every rank waits in collectives for the slowest rank. So
 this file measures only torch modules without a collective. They are a few transformer blocks, or only the attention of
-these blocks if the blocks have collectives. Nothing is measured under context parallelism, because attention then has
-collectives, too. Nothing is measured if compile.enable is set, because torch then compiles each block into one graph,
-and a stopwatch cannot run in such a graph.
+these blocks if the blocks have collectives or the model has experts. Nothing is measured under context parallelism,
+because attention then has collectives, too. Nothing is measured if compile.enable is set, because torch then compiles
+each block into one graph, and a stopwatch cannot run in such a graph.
 """
 
 from collections.abc import Sequence
@@ -29,9 +29,10 @@ def local_modules(model: nn.Module, config: TrainerConfig) -> list[nn.Module]:
     blocks: list[nn.Module] = [module for module in model.modules() if isinstance(module, TransformerBlock)]
     stride = max(1, -(-len(blocks) // NUM_MODULES))
     chosen = blocks[::stride]
-    # Under tensor parallelism a block has collectives, but its inner attention has none. A block with experts takes longer
-    # than a block without experts. Under expert parallelism a block with experts also has collectives. In all these
-    # cases only the inner attention is measured.
+    # Under tensor parallelism a block has collectives, but its inner attention has none. Under expert parallelism a block
+    # with experts also has collectives. Without expert parallelism a block with experts still takes longer than a block
+    # without experts, so a pipeline stage with more experts would seem slow. In all these cases only the inner attention
+    # is measured.
     if parallelism.tensor_parallel_degree > 1 or config.model.num_experts:
         return [block.attention.inner_attention for block in chosen]
     return chosen

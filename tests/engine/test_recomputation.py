@@ -40,5 +40,5 @@ def test_each_policy_recomputes_its_share_of_the_five_matrix_products_of_a_block
     for policy, count in counts.items():
         count = count - counts["none"]
         again[policy] = (count[MATRIX_PRODUCT] / num_blocks, count[ACTIVATION] / num_blocks)
-    # The selective policy recomputes every second product.
+    # The five products of a block are wqkv, wo, w1, w3 and w2. The selective policy recomputes every second product.
     assert again == {"none": (0, 0), "products": (0, 1), "selective": (2, 1), "full": (5, 1)}
