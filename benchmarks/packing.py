@@ -45,7 +45,7 @@ def waste(lengths: Sequence[int], ranks: Plan) -> float:
 
 
 def padded(lengths: Sequence[int], *, tokens_per_row: int, num_ranks: int, **_) -> Plan:
-    """A plan in which every sample is a microbatch of its own, padded to a full row. It takes the arguments of packing.plan."""
+    """A plan in which every sample is a microbatch of its own, padded to a full row. This function takes the arguments of packing.plan."""
     rows: list[tuple[int, ...]] = [(index,) for index in range(len(lengths))]
     rows += [()] * (-len(rows) % num_ranks)  # empty rows, so that all ranks have the same number of rows
     microbatches = [Microbatch(rows=(row,), row_length=tokens_per_row) for row in rows]
@@ -153,8 +153,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=256 if on_gpu else 32, help="samples of a timed call")
     parser.add_argument("--repeats", type=int, default=5 if on_gpu else 3, help="timed calls of each way")
     ways = ["packed", "token_budget", "fixed"]
-    # On a GPU only the first way is measured. The other ways have rows of many lengths, and the blocks would be
-    # compiled for each length.
+    # On a GPU the default is only the first way. The other ways have rows of many lengths, and the model's blocks would
+    # be compiled for each length.
     default = ways[:1] if on_gpu else ways
     parser.add_argument("--ways", nargs="*", default=default, choices=ways, help="ways to compare with padded")
     arguments = parser.parse_args()

@@ -35,7 +35,7 @@ def test_a_round_depends_only_on_its_number_and_the_kinds_take_turns():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_flags_of_a_round_are_those_of_its_controller(kind, tmp_path):
+def test_the_controller_accepts_the_flags_of_every_kind_of_round(kind, tmp_path):
     args = argparse.Namespace(seed=7, ranks=2, silent_after=25.0)
     for loop, mode in itertools.product(LOOPS, MODES):
         module = f"controllers.{loop}"
@@ -76,7 +76,7 @@ def test_a_missed_bar_is_named_and_rounds_with_two_deaths_have_no_bar():
     assert missed_bars([stopped | {"seconds": 61.0}], 20.0) == ["trainer stop: the median is 61.0 s, the bar 60 s"]
 
 
-def test_the_seconds_end_with_the_step_after_the_recovery_or_else_with_the_next_step():
+def test_seconds_to_next_step_end_at_the_step_after_the_recovery_or_without_a_recovery_at_the_next_step():
     moment = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
     died = {"restart": "generator-0", "time": "2026-01-01T00:00:01.000+00:00"}
     earlier = {"restart": 1, "time": "2025-12-31T23:59:00.000+00:00", "seconds": 9.0}
@@ -137,7 +137,7 @@ def test_only_segments_of_the_run_count_as_left_behind(tmp_path):
     assert shared_memory.left_behind(watch.segments) == []
 
 
-def test_processes_of_a_run_are_found_by_their_parents_and_found_again_after_their_end():
+def test_a_child_of_a_process_of_the_run_is_found_and_is_found_again_after_its_parent_has_ended():
     mark = uuid.uuid4().hex
     run = RunWithSegments(mark)
     program = (

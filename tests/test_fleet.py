@@ -625,7 +625,7 @@ async def test_a_generator_that_is_silent_longer_than_expect_signs_allows_is_rep
         assert [replica.silent_after for replica in fleet.replicas] == [30.0, 30.0]
 
 
-def test_the_argument_of_death_limits_how_long_a_clients_generators_may_be_silent(monkeypatch):
+def test_the_method_death_of_a_client_limits_how_long_its_generators_may_be_silent(monkeypatch):
     silences = []
 
     class Silent:

@@ -82,7 +82,7 @@ def test_the_hosts_name_the_job_that_starts_them(addresses, kind, names):
         (["ssh://-oProxyCommand=x"], "the host is 'ssh://-oProxyCommand=x'"),
     ],
 )
-def test_hosts_that_are_no_job_are_refused(addresses, error):
+def test_impossible_addresses_of_a_job_are_refused(addresses, error):
     with pytest.raises(ValueError, match=error):
         jobs.parse(addresses)
 

@@ -66,7 +66,7 @@ def test_a_refusal_names_the_numbers(made, message):
         made.validate()
 
 
-def test_rows_must_hold_the_longest_sample_in_whole_multiples():
+def test_tokens_per_row_is_rounded_down_before_it_is_compared_with_the_longest_sample():
     made = TrainerConfig(model=ModelConfig(**SMALL), max_sequence_length=300, tokens_per_row=300)
     with pytest.raises(ValueError, match="tokens_per_row=300, rounded down to 256, a multiple of 64, is below .*=300$"):
         made.validate()
@@ -74,7 +74,7 @@ def test_rows_must_hold_the_longest_sample_in_whole_multiples():
     made.validate()
 
 
-def test_context_parallelism_asks_for_longer_multiples():
+def test_context_and_expert_parallelism_make_the_row_multiple_larger():
     assert row_multiple(config()) == 64
     assert row_multiple(config(context_parallel=2)) == 256
     assert row_multiple(config(context_parallel=3, tensor_parallel=5, expert_parallel=3)) == 1920
