@@ -141,8 +141,13 @@ PLANS = (
         starts_at_zero=True,
     ),
     Plan(title="Policy lag", unit="versions", metrics={"policy_lag": "lag"}, starts_at_zero=True),
-    Plan(title="Loss, GRPO", unit="a token", metrics={"loss": "loss"}),
-    Plan(title="Loss, DPO", unit="a pair", metrics={"loss": "loss"}, phases=("dpo",)),
+    Plan(title="Loss of the policy", unit="a token", metrics={"loss": "loss"}),
+    Plan(
+        title="Loss, DPO",
+        unit="a pair",
+        metrics={"loss": "pairs of the step", "validation/dpo/loss": "held-out pairs"},
+        phases=("start", "dpo"),
+    ),
     Plan(title="Loss, supervised", unit="nats a token", metrics={"loss": "loss"}, phases=("sft",)),
     Plan(title="Gradient norm, before clipping", unit="2-norm", metrics={"grad_norm": "grad_norm"}, phases=ALL),
     Plan(title="Learning rate", unit="", metrics={"learning_rate": "learning rate"}, phases=ALL),
@@ -187,10 +192,15 @@ def validation_metrics(records: Records) -> dict[str, str]:
     return {name: name.removeprefix("validation/") for name in names}
 
 
+def metrics_of_completions(records: Records) -> dict[str, str]:
+    """The validation metrics without those of held-out pairs (DPO), which have charts of their own."""
+    return {key: name for key, name in validation_metrics(records).items() if "/dpo/" not in key}
+
+
 def curves(plan: Plan, records: Records) -> list[Curve]:
     """The curves of a chart. A metric without a number has no curve."""
     chosen = of_phases(records, *plan.phases)
-    metrics = validation_metrics(records) if "validation/accuracy" in plan.metrics else plan.metrics
+    metrics = metrics_of_completions(records) if "validation/accuracy" in plan.metrics else plan.metrics
     colors, found = itertools.cycle(COLORS), []
     for key, name in metrics.items():
         steps, values = series(chosen, key)
@@ -371,10 +381,10 @@ def run_charts(records: Records, timeline: Records = ()) -> list[str]:
 
 @matplotlib.rc_context(STYLE)
 def compared_charts(runs: dict[str, Records]) -> list[str]:
-    """Charts with a curve for each run. They show the first metric of every plan, every validation metric and the time of a step."""
+    """Charts with a curve for each run. They show the first metric of every plan, every validation metric of completions and the time of a step."""
     reward = Plan(title="Reward", unit="mean reward", metrics={"reward/mean": ""})
     plans = [plan for plan in PLANS[1:] if "validation/accuracy" not in plan.metrics]
-    validated = dict.fromkeys(name for records in runs.values() for name in validation_metrics(records))
+    validated = dict.fromkeys(name for records in runs.values() for name in metrics_of_completions(records))
     validations = []
     for name in validated:
         title = "Validation " + name.removeprefix("validation/")

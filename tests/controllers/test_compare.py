@@ -49,7 +49,8 @@ def test_runs_of_dpo_are_compared_by_their_pairs(tmp_path):
     for name, accuracies in {"one": (0.5, 0.75), "two": (0.5, 1.0)}.items():
         records = []
         for step, accuracy in enumerate(accuracies, start=1):
-            values = {"dpo/accuracy": accuracy, "validation/dpo/loss": 1 - accuracy, "loss": 1 - accuracy}
+            held_out = {"validation/dpo/accuracy": accuracy, "validation/dpo/loss": 1 - accuracy}
+            values = {"dpo/accuracy": accuracy, "loss": 1 - accuracy, **held_out}
             records.append({"step": step, "phase": "dpo", **values})
         folders.append(write_run(tmp_path / name, records).path)
     rows = dict(compare.summary(compare.read_runs(folders)))
@@ -57,6 +58,10 @@ def test_runs_of_dpo_are_compared_by_their_pairs(tmp_path):
     assert rows["pairs with a positive margin, last step"] == ["0.75", "1"]
     assert rows["validation/dpo/loss"] == ["0.250 (best 0.250)", "0.000 (best 0.000)"]
     assert "reward, last step" not in rows
+    compare.write_comparison(folders, tmp_path / "compare.html")
+    page = Tags((tmp_path / "compare.html").read_text())
+    assert page.text.count("Pairs with a positive margin\n") == 1 and page.text.count("Loss, DPO\n") == 1
+    assert "Validation" not in page.text  # held-out pairs have no chart of rewards
 
 
 def test_the_page_has_the_results_and_the_fields_that_differ(html):
