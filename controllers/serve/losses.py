@@ -31,7 +31,7 @@ COLUMN_OF_INPUT = {
     "clip_high_threshold": "clip_high",
     "sequence_ratio_mask": "sequence_ratio_mask",
 }
-"""The column of a Sample for each input of a datum."""
+"""The column of a Sample for each input of a datum except target_tokens, which becomes no column."""
 
 
 def _result(loss: Tensor, logprobs_BL: Tensor, old_BL: Tensor, advantages: Tensor) -> tuple[Tensor, Partials]:
@@ -237,7 +237,7 @@ def kind_of(name: str) -> LossKind:
     """The LossKind of this name. Raises ValueError for the name "custom" and for an unknown name."""
     if name == "custom":
         raise ValueError(
-            "the loss custom is not supported: this server runs no uploaded losses; the SDK computes them itself"
+            "the loss custom is not supported: this server runs no custom losses; the SDK runs them in the client"
         )
     if name not in KINDS:
         raise ValueError(f"unknown loss {name!r}; known are {', '.join(sorted(KINDS))}")

@@ -41,8 +41,8 @@ MAGIC = b"rlweight"
 KEY_OFFSET = 64  # offset of one byte with the length of the key; the key follows
 LOCK_POLL_SECONDS = 0.002
 KEPT_MAPPINGS = 3
-"""Number of versions. A reader unmaps a slot when this many versions in a row did not use it. A rank may have two slots, whose versions
-alternate. Then every second version does not use a slot, and the slot must stay mapped."""
+"""Number of versions. A reader unmaps a slot when this many versions in a row did not use it. A rank may have two slots, and writes its
+versions to them in turn. A slot must then stay mapped although the next version does not use it."""
 
 
 @dataclass(frozen=True, slots=True)

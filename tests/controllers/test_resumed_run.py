@@ -47,7 +47,8 @@ class Killed(Exception):
 
 
 BeforeCall = Callable[[str, Interruption], Awaitable[None]]
-"""A hook that is awaited before every call of an actor, with the call's name."""
+"""A hook that is awaited before each training pass and each generation of rollouts. It gets the call's name:
+forward_backward, generate, refill (a generate for fewer prompts than a step has) or turns (of episodes)."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""DPO takes steps on the trainer that all tests in this folder share. Its config is parsed from flags.
+"""DPO takes steps on the trainer that all tests in this folder share. The config of the DPO run is parsed from flags.
 
 A resumed run has the reference that the run began with.
 """

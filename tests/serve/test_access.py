@@ -68,7 +68,7 @@ def test_a_call_above_the_rate_limit_gets_a_429_and_a_heartbeat_does_not(tmp_pat
     asyncio.run(main())
 
 
-def test_the_rate_limits_every_call_that_computes_or_writes_weights(tmp_path):
+def test_the_rate_limit_holds_for_every_call_that_computes_or_writes_weights(tmp_path):
     async def main():
         async with Api(tmp_path) as api:
             paths = [path for path, methods in api.app.openapi()["paths"].items() if "post" in methods]
