@@ -168,7 +168,7 @@ class RolloutBatch:
     groups: list[Group]  # all groups, also those that have no signal
     advantages: list[list[float]]  # one list for each group, one number for each completion
     num_refills: int
-    num_retries: int  # number of groups whose completions were requested again
+    num_retries: int  # times that a group's completions were requested again
     version: int  # the trainer's policy_version when the step begins
 
     @classmethod

@@ -238,7 +238,10 @@ def _rope(file: Path, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """The content of a config.json, completed by the defaults that transformers' architectures share."""
+    """The content of a config.json, completed by defaults of transformers.
+
+    A Mistral gets Llama's defaults of num_key_value_heads and head_dim.
+    """
     completed = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, **values}
     heads, width = completed.get("num_attention_heads"), completed.get("hidden_size")
     if values["model_type"] in ("llama", "mistral") and heads and width:

@@ -41,7 +41,7 @@ def test_find_model_gives_the_cached_directory_of_an_id_and_keeps_a_directory(ca
     assert model_name(str(cached)) == ID and model_name("/models/mine") == "mine"
 
 
-def test_a_config_without_a_size_reads_it_from_the_cache(cached, tied_qwen3):
+def test_the_config_qwen3_gets_the_model_size_from_the_cache(cached, tied_qwen3):
     config = qwen3()
     unresolved = replace(config, trainer=replace(config.trainer, hf_path=ID))
     found = unresolved.with_local_models()

@@ -1,11 +1,11 @@
 """Applies LoRA adapters on a CPU. vLLM's worker imports this module by name.
 
-A row of a batch is one position. This module replaces vLLM 0.32's own code for a CPU. If any row of a batch has an
-adapter, vLLM's code applies the last adapter also to rows without an adapter. vLLM's code also copies an adapter for
-every row.
+A row of a batch is one position. vLLM keeps the loaded adapters in numbered places. This module replaces vLLM 0.32's
+own code for a CPU. If any row of a batch has an adapter, vLLM's code applies the adapter in the last place to the rows
+without an adapter. vLLM's code also copies an adapter for every row.
 
-vLLM keeps the loaded adapters in numbered places. In shapes, T is the number of rows, S the number of places, R the rank, and I and O are
-the numbers of inputs and outputs of a layer. The 1 in S1RI and S1OR is a dimension of size 1.
+In shapes, T is the number of rows, S the number of places, R the rank, and I and O are the numbers of inputs and
+outputs of a layer. The 1 in S1RI and S1OR is a dimension of size 1.
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ class GroupedAdapters(PunicaWrapperCPU):
     ) -> None:
         """Add the adapters' outputs to the outputs of a layer.
 
-        One layer can have several slices with an adapter each: query, key and value, or gate and up.
+        A layer can have several slices: query, key and value, or gate and up. An adapter has matrices A and B for each slice.
         """
         y_TO, x_TI = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
         for slot, rows in self.tokens:
