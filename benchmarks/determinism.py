@@ -44,7 +44,8 @@ Generation = Call[list[list[Completion]]]
 Answer = ForwardBackwardOutput | OptimResult
 # Lengths of prompts in tokens. vLLM's prefix cache holds only whole blocks of 16 tokens, so it never holds a short prompt.
 PROMPTS = {"short": 12, "long": 100}
-# Factor of the logits on a GPU. It gives an entropy of one to two nats a token, so that rounding errors can change which token is sampled.
+# Factor by which the random weights multiply the logits, if there is a GPU. It gives the model 0_6b an entropy of one to two nats a token, so
+# rounding errors can change which token is sampled.
 SHARPNESS = 15.0
 
 
@@ -138,7 +139,7 @@ def first_difference(some: Sequence[int], others: Sequence[int]) -> int | None:
 def compare_generator(
     client: GeneratorClient, mode: str, vocab_size: int, num_tokens: int, count: int
 ) -> list[tuple[list[int], Completion]]:
-    """Record one result for each comparison. Returns (prompt, completion) of every request that ran without others."""
+    """Record one result for each comparison. Returns every prompt with the completion of its first request."""
     recorded: list[tuple[list[int], Completion]] = []
     for kind, prompts in prompts_by_kind(count, vocab_size).items():
         alone = one_by_one(client, prompts, num_tokens)

@@ -194,7 +194,7 @@ async def train(run: Run[GRPOConfig]) -> None:
             with run.timer("generate"):
                 batch = await run.interruption.drop_if_asked(rollouts.next_batch(version))
             values = batch.metrics()
-            # A group whose rewards are all equal gives no samples, because its gradient would be 0.
+            # A group whose rewards are all equal gives no samples, because all its advantages are 0.
             if batch.samples:
                 samples = await with_columns_of_loss(run, batch.samples, reference)
                 learning_rate = schedule(step - sft_steps)

@@ -21,8 +21,10 @@ only up to (ahead + 1) * size. So when every group has finished, a step can take
 finish while a step waits, because the generator needs no new weights to go on. If ahead is 0, a step trains on all
 groups that it drew, which is the synchronous loop.
 
-A group whose rewards are all equal has no gradient. When all groups of a draw have finished, the queue replaces such groups by groups of
-new problems, at most max_refills times. A new group takes the place of the group that it replaces, so the queue holds no more groups than before.
+Under every rule for advantages but gae, a group whose rewards are all equal has only advantages of 0, so no step trains
+on the group. When all groups of a draw have finished, the queue replaces these groups by groups of new problems, at
+most max_refills times. A new group takes the place of the group that it replaces, so the queue holds no more groups
+than before.
 """
 
 import asyncio

@@ -92,9 +92,9 @@ class ModelMember:
         try:
             answers = await self._send(client, endpoint, arguments)
         except Exception:
-            # If the ranks refused the first call of a step, the trainer is idle, and no step is open. If an earlier
-            # call has accumulated gradients, or if this call failed in the middle of its work, the trainer is not idle,
-            # and the step stays open.
+            # If the ranks refused the first call of a step, the trainer is idle, and the step is closed here. If an
+            # earlier call has accumulated gradients, or if this call failed in the middle of its work, the trainer is
+            # not idle, and the step stays open.
             if await self._is_idle():
                 self.step.leave(client)
             raise

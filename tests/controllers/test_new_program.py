@@ -148,7 +148,8 @@ def test_the_program_either_starts_a_program_that_resumes_the_run_or_fails(folde
     monkeypatch.setattr(sys, "argv", ["controllers/grpo.py"])
     with pytest.raises(SystemExit) as ended:
         launch.main("controllers.grpo")
-    assert ended.value.code == 1  # the fake execv returns, and the real one does not
+    # With returns=True the real execv would end this program. The fake execv returns, so the program ends with status 1.
+    assert ended.value.code == 1
     assert [words[-3:] for words in replaced] == ([["--resume", str(folder.path), "--verbose"]] if returns else [])
     output = capfd.readouterr().out
     assert "The run failed: the worker of tcp://10.0.0.6:4444 has ended.\n" in output

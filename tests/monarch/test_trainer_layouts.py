@@ -85,7 +85,8 @@ def test_a_layout_gives_the_numbers_of_one_process(numbers_of, layout):
 
 
 def test_a_checkpoint_of_fsdp2_goes_on_in_one_process(numbers_of, make_engine):
-    saved, path = numbers_of(2, 1)  # its client was closed while the checkpoint was written
+    # `train` does not wait until the checkpoint is on disk, but the `close` of the trainer's client does.
+    saved, path = numbers_of(2, 1)
     engine = make_engine()
     assert engine.load_checkpoint(path) == 2
     loss = engine.forward_backward(ppo_samples(LENGTHS), LOSS).metrics["loss:sum"]
@@ -99,8 +100,9 @@ def test_a_checkpoint_of_fsdp2_goes_on_under_tp2_and_a_missing_one_is_refused_th
     with TrainerClient.spawn(config(tied_qwen3, 1, 2), transport=MemoryTransport()) as trainer:
         assert trainer.load_checkpoint(path).result() == 2
         loss = trainer.forward_backward(ppo_samples(LENGTHS), loss=LOSS).result().metrics["loss:sum"]
-        # Every rank refuses before it waits for another rank, so nothing hangs and the trainer's state stays as it was.
         trainer.discard_gradients().result()
+        # Every rank refuses a missing checkpoint before it waits for another rank. So nothing hangs, and the trainer's
+        # state stays as it was.
         with pytest.raises(ValueError, match=r"nowhere is not a checkpoint: it holds no \.metadata"):
             trainer.load_checkpoint("nowhere").result()
         assert [info.state for info in trainer.info().result()] == ["idle"] * 2
