@@ -78,10 +78,10 @@ class Reply(Generic[T]):
 
 
 class PolicyTrainer(Actor):
-    """One rank of a trainer. Its calls are endpoints that take an Order.
+    """One rank of a trainer. Its calls are endpoints. All but setup, info, probe and wait_for_checkpoint take an Order.
 
-    A call without an Order runs for the first tenant as soon as it arrives. A program that sends such calls must be the
-    only caller.
+    If the Order of a call is left out, the call runs for the first tenant as soon as it arrives. A program that leaves
+    out the Order must be the only caller.
     """
 
     # The next three attributes exist after setup.

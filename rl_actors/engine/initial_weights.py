@@ -5,9 +5,9 @@ ranks have the same seed, so all shards of a parameter get the same numbers. A G
 each stage of a pipeline a seed of its own.
 
 In this module every rank draws all parameters of the model on the CPU, one after another from one random generator, and keeps its shards of
-the parameters that it holds. The parameters of a model without adapters are drawn in torchtitan's order. So a trainer of such a model
-gets, on one rank, the numbers that init_weights draws on a CPU. While a rank draws, it holds one whole parameter at a time. Drawing a billion
-parameters takes about 9 s on one core.
+the parameters that it holds. The parameters of a model without adapters are drawn in torchtitan's order. So such a model gets in
+every layout the numbers that init_weights draws on a CPU in a program of one rank. While a rank draws, it holds one whole parameter at a
+time. Drawing a billion parameters takes about 9 s on one core.
 
 This module reads no Hugging Face directory.
 """

@@ -265,8 +265,8 @@ def _kubernetes(job: Job, config: JobConfig, mesh: str) -> "JobTrait":
     from monarch.job.kubernetes import KubernetesJob
 
     made = KubernetesJob(namespace=config.namespace, timeout=config.start_timeout)
-    # The pods need a volume, which is the shared disk of the run folder. Monarch's own ImageSpec has no volumes, so
-    # this code gives Monarch a whole pod template.
+    # The pods need a volume for the shared disk of the run folder. Monarch's own ImageSpec cannot describe such a
+    # volume, so this code gives Monarch a whole pod template.
     made.add_mesh(mesh, len(job.names), pod_template=_pod_template(config, port(job, config)), port=port(job, config))
     return made
 

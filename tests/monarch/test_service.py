@@ -124,7 +124,8 @@ def test_three_clients_train_and_one_is_killed_in_an_open_step(service):
     for each, (_, norm) in zip(steps, alone[1:], strict=True):
         assert [found for _, found in each] == pytest.approx([norm] * 3, rel=1e-6)
 
-    # All programs use the same weights: after a step of one program, another program gets higher logprobs.
+    # All programs use the same weights: after a step of one program, this test's process gets higher logprobs of the
+    # same samples.
     version, before = others[1].ask("forward")
     [[trained, _]] = others[1].ask("steps 1 0.01")
     assert (version, trained) == (9, 10)
