@@ -214,8 +214,8 @@ class Trainers:
         idle = [resident for resident in home.runs.values() if self._may_go(resident)]
         if not idle:
             raise UserError(
-                f"max_tenants={self.config.max_tenants}: every run with such adapters is at work or has gradients for a step; try again "
-                "later, or start the server with a larger --max-tenants"
+                f"max_tenants={self.config.max_tenants}: every run with adapters of the same rank and layers is at work or has gradients for a "
+                "step; try again later, or start the server with a larger --max-tenants"
             )
         return min(idle, key=lambda resident: resident.used)
 

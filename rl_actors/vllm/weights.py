@@ -148,7 +148,8 @@ class WeightsExtension:
     def apply_to_prompts(self) -> None:
         """Apply adapters of the output projection to the logits of prompts, too.
 
-        vLLM itself knows the adapters of sampled positions only.
+        vLLM itself knows only the adapters of the sampled positions. Without this method vLLM would fail or compute wrong
+        logprobs of prompts.
         """
         from vllm.lora.layers import LogitsProcessorWithLoRA
 

@@ -89,7 +89,7 @@ def test_pauses_before_new_attempts_double(monkeypatch):
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 0.0]  # the last sleep is in Later.reward
 
 
-def test_a_reward_that_does_not_come_is_named_with_its_limit():
+def test_the_error_about_a_reward_that_does_not_come_has_the_time_limit():
     with pytest.raises(RewardError, match=r"failed 1 times, the last time with no answer within 0.01 s"):
         score(Later(seconds=3600), "a", timeout=0.01, max_retries=0)
 
@@ -113,7 +113,7 @@ def test_a_group_of_another_size_is_refused():
         score(Short(), "a", "b")
 
 
-def test_no_more_answers_than_the_limit_are_waited_for_at_once():
+def test_at_most_reward_concurrency_answers_are_awaited_at_the_same_time():
     @dataclass
     class Counting:
         under_way: int = 0
@@ -216,7 +216,7 @@ def test_wrong_limits_of_rewards_are_refused(fields):
 
 
 class Coded:
-    """Problems whose answer is a test of the function `double`."""
+    """An environment whose reward runs the code of a completion and the tests in the problem's answer."""
 
     def __init__(self, cpu_seconds: int = 5) -> None:
         self.reward = Sandbox(config=SandboxConfig(cpu_seconds=cpu_seconds))
@@ -269,7 +269,7 @@ def test_a_bug_in_a_reward_is_raised_with_a_note_that_names_the_completion():
     assert raised.value.__notes__ == ["The reward of completion 'a' of prompt '2+3=' raised this."]
 
 
-def test_code_that_goes_past_a_limit_gets_nothing_and_leaves_no_process(tmp_path):
+def test_code_that_goes_past_a_limit_gets_nothing_and_no_code_leaves_a_process(tmp_path):
     memory = f"{DOUBLE}block = bytearray(2 << 30)"
     file = f"{DOUBLE}open('big', 'wb').write(bytes(2 << 20))"
     assert run_code(memory, file) == [0.0, 0.0]
