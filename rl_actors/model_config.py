@@ -238,11 +238,10 @@ def _rope(file: Path, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """The content of a config.json, completed by defaults of transformers.
-
-    A Mistral gets Llama's defaults of num_key_value_heads and head_dim.
-    """
+    """The content of a config.json, completed by the defaults that transformers has for entries which are missing."""
     completed = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, **values}
+    if values["model_type"] == "mistral":
+        completed.setdefault("num_key_value_heads", 8)
     heads, width = completed.get("num_attention_heads"), completed.get("hidden_size")
     if values["model_type"] in ("llama", "mistral") and heads and width:
         completed["num_key_value_heads"] = completed.get("num_key_value_heads") or heads
@@ -260,5 +259,6 @@ def _with_defaults_of_experts(values: dict[str, Any]) -> dict[str, Any]:
         **values,
     }
     completed["mlp_only_layers"] = tuple(completed["mlp_only_layers"] or ())
-    completed.setdefault("head_dim", completed["hidden_size"] // completed["num_attention_heads"])
+    if "hidden_size" in completed and "num_attention_heads" in completed:
+        completed.setdefault("head_dim", completed["hidden_size"] // completed["num_attention_heads"])
     return completed

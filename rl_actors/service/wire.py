@@ -65,7 +65,11 @@ def decode(line: bytes) -> Message:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Make this process notice within half a minute that the other machine has stopped or is not reachable any more."""
+    """Make this process notice that the other machine has stopped or is not reachable any more.
+
+    On an idle connection this takes at most half a minute. While sent bytes are not acknowledged, Linux sends no keepalive probes. It then
+    gives up after about a quarter of an hour (tcp_retries2).
+    """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -207,6 +207,7 @@ def test_a_directory_of_a_tied_model_may_hold_the_head(make_engine, directory, t
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type='yarn'; supported are 'default'"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_type='llama3' without low_freq_factor"),
         ({"hidden_size": None}, "lacks hidden_size"),
+        ({"model_type": "qwen3_moe", "hidden_size": None, "head_dim": None}, "lacks hidden_size, head_dim, "),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -215,6 +216,20 @@ def test_a_config_that_is_not_supported_is_refused_with_the_entry(tmp_path, entr
     (tmp_path / "config.json").write_text(json.dumps({name: x for name, x in values.items() if x is not None}))
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_hf(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+def test_entries_that_are_missing_have_the_defaults_of_transformers(tmp_path, model_type):
+    from transformers import AutoConfig
+
+    values = replace(LLAMA, architecture=model_type, num_attention_heads=16).to_hf()
+    del values["num_key_value_heads"], values["head_dim"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    expected, found = AutoConfig.from_pretrained(tmp_path), ModelConfig.from_hf(tmp_path)
+    assert found.num_key_value_heads == expected.num_key_value_heads
+    assert found.head_dim == expected.head_dim or (
+        expected.head_dim is None and found.head_dim * 16 == found.hidden_size
+    )
 
 
 def test_a_path_without_weights_is_refused(make_engine, tmp_path):
