@@ -20,7 +20,7 @@ class Call(Generic[T]):
     """The answer to a call that is running. `await` the object, or wait with `.result()`. The call runs even if the program does not wait.
 
     If a call fails and the program never waited for its end, a warning with the error is shown when the object is garbage-collected. A
-    `result` that timed out is no such wait.
+    `result` that timed out does not count as waiting.
     """
 
     def __init__(self, future: "Future[T]", what: str) -> None:
@@ -83,8 +83,8 @@ class Call(Generic[T]):
     def _ended(self) -> "asyncio.Future[T]":
         """The answer, as a future of the running event loop.
 
-        asyncio logs an error that nothing has read. The callback reads the error, so a call that fails after its waiting task was cancelled
-        writes nothing to the log.
+        asyncio logs an error that nothing has read. If the task that waits for the call is cancelled and the call fails afterwards, only the
+        callback reads the error. So nothing is logged.
         """
         ended = asyncio.wrap_future(self._future)
         ended.add_done_callback(_mark_error_as_seen)

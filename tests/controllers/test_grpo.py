@@ -147,7 +147,7 @@ def test_a_checkpoint_is_scored_as_the_run_scored_it(finished_run):
 
 
 @pytest.mark.slow
-def test_a_batch_without_a_signal_is_a_reported_step_without_an_optimizer_step(tmp_path):
+def test_a_grpo_step_whose_rewards_are_all_equal_takes_no_optimizer_step_and_is_recorded_as_skipped(tmp_path):
     task = ["--environment.task", "tests.fakes:constant_reward", "--environment.options", '{"reward": 1.0}']
     process = start("--output-dir", tmp_path / "run", "--steps", 2, *SHORT, "--rollouts.max-refills", 1, *task)
     output = finish(process)
@@ -169,7 +169,9 @@ def test_the_kl_from_the_reference_starts_at_0_and_a_resumed_run_has_the_same_re
     assert process.returncode == 0, output
     whole = read_jsonl(folder / "metrics.jsonl")
     found = [record["kl/reference"] for record in whole if record["phase"] == "grpo"]
-    # In the reward the KL is estimated by k1, from the generator's and the reference's logprobs. At first these differ only by rounding.
+    # At first the policy's logprobs differ from the reference's only by rounding. k3, the estimator in the loss, is about half the square of
+    # this difference. k1, the estimator in the reward, is the difference itself, and the policy's logprobs are the generator's. So the limit
+    # of the reward's KL is higher.
     assert abs(found[0]) < {"loss": 1e-9, "reward": 1e-5}[kind] and all(abs(value) > 1e-4 for value in found[1:]), found
     assert [("reward/kl_penalty" in record) for record in whole if record["phase"] == "grpo"] == [kind == "reward"] * 4
     shutil.rmtree(folder / "checkpoints" / "step-7")
@@ -198,7 +200,7 @@ def test_a_signal_ends_the_run_and_all_its_processes(tmp_path, number, status):
 
 
 @pytest.mark.slow
-def test_a_killed_trainer_ends_a_run_without_restarts_and_is_named(tmp_path):
+def test_a_run_that_may_not_restart_ends_when_its_trainer_is_killed_and_names_the_trainer(tmp_path):
     marker = str(tmp_path)
     process = start(
         "--output-dir", tmp_path / "run", "--steps", 1000, "--survival.max-restarts-per-hour", 0, marker=marker

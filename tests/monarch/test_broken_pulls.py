@@ -21,7 +21,7 @@ NUM_TENSORS = 24  # 11 tensors in each of 2 blocks, the embedding and the last n
 @pytest.mark.parametrize(
     "loaded", [pytest.param(at, marks=[] if at == 5 else pytest.mark.slow) for at in range(NUM_TENSORS + 1)]
 )
-def test_a_pull_that_breaks_between_two_tensors_takes_the_generator_out_until_a_pull_succeeds(
+def test_if_a_pull_fails_while_it_replaces_the_weights_the_generator_refuses_requests_until_a_pull_succeeds(
     generator, generator_mesh, trainer, synced, loaded
 ):
     new = support.step(trainer, seed=loaded)
