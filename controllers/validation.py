@@ -91,7 +91,7 @@ class Scores:
 
 
 def validate_sets(sets: Mapping[str, EnvironmentConfig]) -> None:
-    """Raises ValueError with the set's name if a metric's name cannot contain this name, or if the config of the environment is wrong."""
+    """Raises ValueError if a set's name cannot be part of a metric's name, or if the set's config is wrong. The error names the set."""
     for name, config in sets.items():
         if not re.fullmatch(r"[\w.-]+", name):
             raise ValueError(f"validation has the name {name!r}; a name may have letters, digits, '_', '-' and '.'")

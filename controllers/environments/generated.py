@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 HELD_OUT_SHARE = 1 / 8
 """Limit on the share of a task's problem keys that is held out.
 
-If a task has too few keys for `num_held_out` within this limit, up to half of its keys are held out.
+If this share has fewer than `num_held_out` keys, the limit is half of the task's keys.
 """
 
 DRAWS_PER_PROBLEM = 1000

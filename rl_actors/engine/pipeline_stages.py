@@ -28,8 +28,8 @@ def split_into_stages(
 ) -> list[PipelineStage]:
     """This rank's stages, first to last, with parallelized modules. options: the other arguments of torchtitan's pipeline_llm."""
     # pipeline_llm makes the stages and a schedule. We take the stages out of this schedule, and never run the schedule.
-    # Its constructor refuses some numbers of microbatches. Every schedule of layouts.py accepts twice the pipeline
-    # degree, so pipeline_llm gets this number.
+    # The schedule's constructor refuses some numbers of microbatches. So pipeline_llm gets a number that all schedules
+    # of layouts.py accept: twice the pipeline degree.
     training = replace(training, local_batch_size=2 * parallelism.pipeline_parallel_degree)
     schedule, *_ = pipeline_llm(
         model,
@@ -73,9 +73,9 @@ class Stage(PipelineStage):
     infer the shapes.
 
     torch's own stage keeps the received tensors of all microbatches until the call ends. In a call without gradients it
-    also keeps the sent tensors. This class frees received and sent tensors in backward_one_chunk. torch's schedules
-    call backward_one_chunk after each microbatch, even in a call without gradients. In a call without gradients,
-    torch's own backward_one_chunk does nothing.
+    also keeps the sent tensors, because torch's own backward_one_chunk then does nothing. This class frees received and
+    sent tensors in backward_one_chunk. torch's schedules call backward_one_chunk after each microbatch, even in a call
+    without gradients.
     """
 
     def __init__(self, stage: PipelineStage, shape: torch.Size, hidden_BLD: Tensor) -> None:

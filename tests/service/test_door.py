@@ -36,7 +36,7 @@ class NoTrainer:
 def served(tmp_path):
     """A service with an open door, and its address.
 
-    `service.stopped` lists the reasons with which a program has asked the door to stop.
+    When a program asks the door to end the service, the door adds a reason to `service.stopped`.
     """
     (tmp_path / "trainer-0.log").write_text("one\ntwo\nthree\n")
     stopped: list[str] = []
