@@ -26,8 +26,8 @@ from benchmarks.harness.table import H200
 from configs import CONFIGS
 
 ROOT = Path(__file__).parents[1]
-# A program that replaces `python -m benchmarks NAME …`. For each name it appends a result to the results, and the
-# name to the file "ran". A few names make the program hang or fail.
+# A program that replaces `python -m benchmarks NAME …`. For each name it appends the name to the file "ran", and a
+# result to the results. A few names make the program hang, fail or give no result.
 FAKE = """
 import signal, subprocess, sys, time
 from benchmarks.harness import results
@@ -158,7 +158,7 @@ def test_the_list_shows_what_every_row_needs_and_loads_no_torch():
         assert row.needs in needs[name], name
 
 
-def test_the_list_counts_only_results_of_this_kind_of_machine(folder, rows, monkeypatch):
+def test_the_list_counts_results_of_cpus_for_cpu_rows_and_of_one_kind_of_gpu_for_gpu_rows(folder, rows, monkeypatch):
     rows({**fake_rows("a", "b"), **fake_rows("g", num_gpus=1), **fake_rows("h", num_gpus=4)})
     keep(folder, "fake", "a", "2 x NVIDIA H200", ratio=0.1)
     keep(folder, "fake", "b", "64 cores of x86_64", ratio=0.25)
@@ -311,7 +311,7 @@ def test_a_row_with_changed_fields_has_a_name_that_says_so():
     assert trainer_speed.changed("4b-packed", attention=None) == ("4b-packed", ROWS["4b-packed"])
 
 
-def test_mfu_is_a_share_of_the_peak_in_the_dtype_of_the_products(monkeypatch):
+def test_mfu_is_a_share_of_the_peak_in_the_dtype_of_the_matrix_products(monkeypatch):
     from benchmarks import trainer_speed
 
     row = ROWS["4b-packed"]

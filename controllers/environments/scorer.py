@@ -49,7 +49,7 @@ class Scorer:
 
     @staticmethod
     def of(config: EnvironmentConfig, environments: Mapping[str, AnyEnvironment] | None = None) -> "Scorer":
-        """A scorer with the limits of a config. If reward_workers is above 0, a pool computes the rewards of these environments.
+        """A scorer with the limits of a config. If reward_workers is above 0, a pool calls the reward functions that are not `async`.
 
         environments: the environments by name. Error texts show these names. Raises ValueError for a reward function that cannot be sent to a process.
         """

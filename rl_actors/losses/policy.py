@@ -129,8 +129,8 @@ def policy_metrics(
 ) -> Partials:
     """Metrics of every policy loss, over trained positions.
 
-    They measure the distance of the generator's logprobs from the trainer's, the advantages, and an estimate of the
-    entropy.
+    They describe the advantages, an estimate of the entropy, and the distance of the generator's logprobs from the
+    trainer's logprobs.
 
     kl_policy_generator is the k3 estimate r - 1 - log r with r = p_trainer / p_generator (Schulman, "Approximating KL
     divergence", 2020).

@@ -43,7 +43,7 @@ def same_tensors(a, b) -> bool:
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [*((shape, "float32") for shape in SHAPES), ("experts", "bfloat16")])
-def test_an_export_of_a_checkpoint_is_that_of_its_trainer(saved, tmp_path, shape, dtype):
+def test_an_export_of_a_checkpoint_equals_the_export_of_its_trainer(saved, tmp_path, shape, dtype):
     engine, checkpoint = saved(save_random(tmp_path / "model", SHAPES[shape]))
     engine.export_hf(str(tmp_path / "theirs"), dtype)
     export.export_checkpoint(checkpoint, engine.config, str(tmp_path / "ours"), dtype=dtype)

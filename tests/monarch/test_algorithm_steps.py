@@ -101,7 +101,8 @@ def check(lines: list[dict]) -> None:
         assert line["logprob_diff/max"] < 1e-3  # trainer and generator compute in float32
 
 
-# A run takes one value from every list, because the lists do not depend on each other. Every value is in some run.
+# Each run takes one value from each list, and every value is in some run. The lists do not depend on each other, so the
+# runs need not have all combinations.
 CHOICES = list(
     zip(
         POLICY_LOSSES,
