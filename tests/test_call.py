@@ -34,3 +34,24 @@ def test_asyncio_logs_no_error_of_a_call_whose_waiter_was_cancelled(wait):
     asyncio.run(cancel_a_waiter_of_a_call_that_fails_later())
     gc.collect()  # asyncio logs an error when it collects a future whose error was never retrieved
     assert logged == []
+
+
+class EndsJustAfterTheWait(Future):
+    """A wait with a timeout always times out. The future ends before the caller sees that."""
+
+    def result(self, timeout=None):
+        if timeout is None:
+            return super().result()
+        self.set_result(7)
+        raise TimeoutError
+
+
+def test_an_answer_that_comes_just_after_the_timeout_is_returned():
+    assert Call(EndsJustAfterTheWait(), "work").result(1.0) == 7
+
+
+def test_the_timeout_error_of_the_call_itself_is_raised_as_it_is():
+    ended: Future[int] = Future()
+    ended.set_exception(TimeoutError("rank 1 did not answer"))
+    with pytest.raises(TimeoutError, match="rank 1 did not answer"):
+        Call(ended, "work").result(1.0)

@@ -36,9 +36,9 @@ class Call(Generic[T]):
         try:
             answer = self._future.result(timeout)
         except FutureTimeout as error:
-            if self._future.done():
+            if self._future.done():  # the call failed with a TimeoutError of its own, or it ended just after the wait
                 self._asked = True
-                raise  # the call's own TimeoutError
+                return self._future.result()
             raise TimeoutError(
                 f"{self._what} has not answered within {timeout:g} s; it is still running, and result() can be called again"
             ) from error
