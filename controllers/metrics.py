@@ -106,7 +106,7 @@ class MetricsLogger(AbstractContextManager):
         trackers: Sequence[str] = ("tensorboard",),
         project: str = "rl-actors",  # project of the run in trackers that have projects
         config: Mapping[str, object] | None = None,  # config that trackers show
-        groups_per_step: int = 4,  # number of groups (completions of one problem) of a step that rollouts.jsonl keeps
+        groups_per_step: int = 4,  # rollouts.jsonl keeps this many groups of a step; a group is all completions of one problem
         prints_lines: bool = False,  # True: no live panel, because log lines on the same terminal would break it
         console: Console | None = None,  # None: stdout
     ):

@@ -28,7 +28,7 @@ def run_python(code: str, log: Path) -> subprocess.CompletedProcess:
     )
 
 
-def test_routed_output_of_every_level_is_in_the_file_and_nowhere_else(tmp_path):
+def test_routed_output_of_python_of_c_and_of_children_is_in_the_file_and_nowhere_else(tmp_path):
     done = run_python("route_process_output(log)\n" + WRITES, tmp_path / "logs" / "trainer-0.log")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     lines = (tmp_path / "logs" / "trainer-0.log").read_text().splitlines()

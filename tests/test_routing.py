@@ -24,7 +24,7 @@ def test_a_prompt_goes_to_the_replica_that_got_it_or_its_earlier_turn_before():
     assert router.assign([1, 2, 3, 4, 5], 1, BOTH) == 1
 
 
-def test_a_replica_with_much_more_work_gives_its_prompts_up():
+def test_a_prompt_leaves_its_replica_if_that_has_much_more_work_than_another():
     router = Router(2)
     replicas = [router.assign([7], 2, BOTH) for _ in range(SLACK + 3)]
     assert replicas == [0] * (SLACK + 1) + [1] * 2

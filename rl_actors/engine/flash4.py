@@ -33,7 +33,7 @@ CAPABILITIES = (9, 10)
 class Flash4(VarlenAttention):
     """torchtitan's VarlenAttention, with FlashAttention 4.
 
-    The __init__ of VarlenAttention is not called, because it would require FlashAttention 3, for which there is no package.
+    The __init__ of VarlenAttention is not called, because on a Hopper GPU it would require FlashAttention 3, for which there is no package.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from vllm import LLMEngine
 
 NEWS_TIMEOUT = 1.0
-"""Seconds that `has_died` waits until the thread of `watch` notices the end of the core. A call to the core may fail before that."""
+"""Largest number of seconds that `has_died` waits for the thread of `watch` to notice the end of the core. A call to the core may fail before
+the thread notices."""
 DEATH_TIMEOUT = 10.0
 """Seconds to wait for the end of a core that has reported a failure. After the end, the error can name the core's exit code."""
 
@@ -46,9 +47,9 @@ parent. The core and each of these processes set the variable for the processes 
 # - If a parent is killed with kill -9 while vLLM's core or its workers start, they do not notice. So the program makes the kernel end the
 #   process when its parent ends.
 # - Ctrl-C in a terminal would end the core in the middle of a step. So the program begins a session, to which the terminal sends no Ctrl-C.
-# - In the core's process it removes variables that describe the process group of the actor, because vLLM makes another group.
-# - A new process does not inherit the executable that was set for multiprocessing. The code that the
-#   process is to run is the argument after "-c". So the program puts a call before this code. The call sets the executable.
+# - In the core's process it removes variables that describe torch's process group of the actor, because vLLM makes another group.
+# - A new process does not inherit the executable that its parent has set with multiprocessing.set_executable. So the program puts this call
+#   before the code that the process is to run. The code is the argument after "-c".
 CHILD = """
 import ctypes, os, signal, sys
 os.setsid()

@@ -1,8 +1,8 @@
 """A pull gives vLLM's engine bit for bit the same weights as loading them from a directory. The tests compare digests
 of the weights.
 
-vLLM computes digests of its parameters. On a CPU it keeps most weights only in packed form, so the tests also compare
-digests of the unpacked weights.
+vLLM computes digests of its parameters. On a CPU the parameters of linear layers are empty, because these layers keep only
+packed weights. So the tests also compare digests of the weights that the layers compute with.
 """
 
 import asyncio
