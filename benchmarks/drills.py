@@ -47,8 +47,8 @@ PROCESS_NAMES = {"store": "memory"}
 BARS = dict.fromkeys(KINDS, 40.0) | {"generator": 20.0, "engine": 20.0}
 """Kind -> limit of the median seconds from a kill to the next step. The longest time may be twice this limit."""
 CIRCUMSTANCES = ("one death", "two deaths", "start")
-"""Kinds of rounds. Only rounds with one death have limits. In a round of the kind "start" a process dies while the actors start. Such a round has
-no limit, because its seconds include the rest of the start."""
+"""Kinds of rounds. Only rounds of the kind "one death" have limits. In a round of the kind "start" the only death happens while the actors start.
+Such a round has no limit, because its seconds include the rest of the start."""
 LOOK_PAUSE = 0.25
 """Seconds between two checks of the shared memory and the steps of a run."""
 LONGEST_DELAY = 1.5  # largest number of seconds between the record of a step and a death
@@ -233,9 +233,9 @@ def cursor(folder: RunFolder) -> int:
 def seconds_to_next_step(restarts: Sequence[Record], steps: Sequence[tuple[float, int]], moment: float) -> float | None:
     """Seconds from a death to the record of the first step after its recovery. None if no step came.
 
-    restarts: lines of restarts.jsonl. The line about a generator is written at the end of the first step after the generator's return. A death
-    has no line if it happened while the actors started, or if no later step needed the generator. Then the seconds end at the next recorded
-    step.
+    restarts: lines of restarts.jsonl. The death of the trainer or of the store has no line if trainer and generator had not been ready yet. The
+    line about a generator is written at the end of the first step after the generator's return. So a generator's death has no line if no later
+    step needed the generator. Without a line the seconds end at the next recorded step.
     """
     for line in restarts:
         noticed = datetime.fromisoformat(line["time"]).timestamp()

@@ -47,7 +47,7 @@ def test_a_directory_without_the_trainers_model_is_refused():
         TrainerConfig(model=replace(MODEL, hidden_size=128), hf_path="base").validate()
 
 
-def test_an_expert_bias_that_the_generator_could_not_have_is_refused():
+def test_a_generator_is_refused_if_its_trainer_has_an_expert_bias():
     model = replace(MODEL, num_experts=4, num_experts_per_tok=2)
     save_random(Path("base"), model)
     trainer = TrainerConfig(model=model, hf_path="base", load_balance_coeff=0.01)
