@@ -159,7 +159,7 @@ class TrainerConfig:
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of the forward and backward pass. Parameters, gradients and optimizer state stay float32."""
     float8: bool = False
-    """True: torchao computes the linear layers of the blocks in float8. On a machine without float8 hardware float8 is emulated, for
+    """True: torchao computes the linear layers of the blocks in float8. On a machine without float8 hardware, float8 is emulated, for
     tests."""
     float8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     """Scales of float8. tensorwise: one scale per tensor, with the fastest kernels. rowwise: one scale per row. rowwise_with_gw_hp: one
@@ -171,7 +171,7 @@ class TrainerConfig:
     larger; see layouts.row_multiple."""
     rows_per_microbatch: int = 1
     """Largest number of rows of a microbatch. A microbatch is the input of one forward and backward pass on a data-parallel rank. With
-    packing="token_budget" this field limits the positions of a microbatch instead of its rows."""
+    packing="token_budget" a microbatch may have more rows, up to tokens_per_row * rows_per_microbatch positions in total."""
     packing: PackingPolicy = "packed"
     """packed: samples share rows. token_budget: one sample per row; a microbatch has at most tokens_per_row * rows_per_microbatch
     positions. fixed: one sample per row; a microbatch has at most rows_per_microbatch rows."""
@@ -300,8 +300,8 @@ class RestartPolicy:
 
     max_per_hour: int = 10
     """Largest number of restarts of an actor in an hour. If the actor dies once more in that hour, it is not started again. A generator that
-    has never been ready is started again at most twice. When no actor is left, every call raises the error that the
-    actor with index 0 had at its first death in that hour. 0: the actor is never started again."""
+    has never been ready is started again at most twice. When a client has no generator left, every call raises the error of one
+    death: the first death of the generator with index 0 in the hour before its last death. 0: the actor is never started again."""
     backoff: float = 1.0
     """Seconds between the second death of an hour and the restart after it. The pause doubles with every further death, up to a minute.
     After the first death there is no pause."""

@@ -70,8 +70,8 @@ def sharded(sharded_mesh):
 
 @pytest.fixture
 def use(sharded, sharded_mesh):
-    """use(transport) makes the sharded trainer publish to this transport, like a trainer that has published nothing
-    yet.
+    """use(transport) makes the sharded trainer publish to this transport. The trainer forgets which versions it has
+    published, so its next push publishes the current version.
     """
 
     def use(transport) -> None:
