@@ -73,7 +73,7 @@ def penalised_rewards(
     """For each sequence a tensor [T_n]: rewards - kl.coefficient * kl_t at the actions, and 0 at other positions.
 
     kl_t is the estimate of the divergence at position t. It is computed from the token's logprob under the policy that sampled the token,
-    and from its logprob under the reference. Numbers at positions that are no actions are not read, so they may be NaN.
+    and from its logprob under the reference. Numbers at positions that are no actions have no effect, so they may be NaN.
 
     Example: two actions, rewards 0 and 1, logprobs -0.5 and -1, ref_logprobs -1 and -1, estimator k1, coefficient 0.1 -> -0.05 and 1.
     """

@@ -1,7 +1,7 @@
 """Every parallel layout gives the same numbers as one process.
 
-The ranks are real processes that use gloo and float32. A few of the packed samples are long. Each row of TABLE is one test of a layout with
-a model. layout_work.py has the work that the processes do.
+The ranks are real processes that use gloo and float32. A few of the packed samples are so long that context parallelism
+must split them between ranks. Each row of TABLE is one test of a layout with a model. layout_work.py has the work that the processes do.
 """
 
 import itertools
@@ -94,7 +94,7 @@ class Numbers:
 
 
 def merged(answers: list[dict[str, Any]]) -> Numbers:
-    """Merge the answers of all ranks as the client does. Each rank of a pipeline adds the gradients and weights of its stages."""
+    """Merge the answers of all ranks as the client does. Each rank of a pipeline has only the gradients and weights of its stages."""
     first = answers[0]
     gradients: dict[str, dict[str, Tensor]] = {"policy": {}, "sequence": {}}
     pushed: dict[str, Tensor] = {}
