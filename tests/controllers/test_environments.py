@@ -48,8 +48,8 @@ def test_training_never_shows_the_operands_of_a_held_out_problem(seed):
     training = {operands(environment.problem(index)) for index in range(8000)}
     assert len(held_out) == len(environment.held_out()) == 512
     assert not held_out & training
-    # There are 5151 unordered pairs of 0 to 100. At most an eighth of them is held out (HELD_OUT_SHARE of
-    # generated.py). The 8000 draws miss some of the others.
+    # The task draws two numbers from 0 to 100, so there are 5151 unordered pairs. At most an eighth of them is held out
+    # (HELD_OUT_SHARE of generated.py). The 8000 draws miss some of the other pairs.
     assert len(training) > 3000
 
 
