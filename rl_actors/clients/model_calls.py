@@ -4,8 +4,9 @@ and save.
 The clients of a trainer and of a tenant inherit both. A tenant is one of several training runs that share a trainer.
 Each tenant has adapters of its own.
 
-A method checks its arguments in the caller's thread, so that the traceback of an error shows the caller's line. It also copies arguments
-that the caller may change. A queue then sends the calls in order. The subclasses implement the queue.
+A method checks its arguments in the caller's thread, so that the traceback of an error shows the caller's line. It also copies lists,
+because the caller may change them before they are sent. A tensor or an array is copied only if its dtype or device must change. A queue then
+sends the calls in order. The subclasses implement the queue.
 """
 
 import asyncio
@@ -252,7 +253,7 @@ class TrainingCalls(ModelCalls):
         )
 
     async def _save_checkpoint(self, path: str, optimizer: bool) -> SavedCheckpoint:
-        # The ranks' wait_for_checkpoint waits for the newest checkpoint, so only one is written at a time.
+        # The ranks' wait_for_checkpoint waits only for the newest checkpoint. So a save begins after the writing of the last one has ended.
         if self._writing is not None:
             with contextlib.suppress(Exception):
                 await self._writing

@@ -397,7 +397,7 @@ def test_print_config_prints_json_that_config_takes(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("controller", configs.CONFIGS)
-def test_every_config_is_valid_and_no_two_share_a_model(controller):
+def test_every_config_is_valid_or_names_the_missing_flag_and_no_two_share_a_model(controller):
     made = {name: make() for name, make in configs.CONFIGS[controller].items()}
     of_a_user = {
         "qwen3": "--trainer.hf-path takes a directory or the id of a model",
