@@ -64,7 +64,7 @@ def output(tmp_path):
     return run
 
 
-def test_our_process_starts_and_imports_without_collections_and_leaves_the_modules_out_of_later_ones(output):
+def test_our_process_collects_no_garbage_in_start_and_imports_and_keeps_modules_out_of_later_collections(output):
     command = ["-c", BOOTSTRAP, "-m", "started_module"]
     assert output(command, {"RL_ACTORS_PROCESS": "trainer-0"}) == [
         "module False __main__ []",

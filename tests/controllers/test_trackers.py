@@ -39,7 +39,7 @@ def tensorboard_scalars(path: Path, name: str) -> list[tuple[int, float]]:
 
 def wandb_records(path: Path) -> list:
     """All records of the only offline run under this folder. wandb's own process writes the last records after the run
-    has ended.
+    has ended, so this function waits for them.
     """
     found: list = []
 

@@ -1,4 +1,4 @@
-"""Real actors are killed in the middle of a push or a pull. Afterwards a generator has a whole version, or it refuses to generate.
+"""Real actors are killed in the middle of a push or a pull. Afterwards every generator that still runs has a whole version.
 
 A slot is the shared memory for one rank's part of a version. tests/transports/test_slots.py kills processes that write or read a slot, between
 any two tensors. test_served_slots.py kills them between any two pieces of a slot.
@@ -90,7 +90,8 @@ def test_a_generator_that_is_killed_in_a_pull_holds_up_neither_the_trainer_nor_a
         dying_mesh.die_in_load.call_one(loaded).get(timeout=GUARD)
         with pytest.raises(Exception, match="dying"):
             dying.pull_model_state_dict(version).result()
-        for seed in range(3):  # the third push takes the slot that the killed reader held
+        # There are two slots. So the second push of this loop reuses the slot that the killed generator was reading.
+        for seed in range(3):
             version = support.step(trainer, seed=seed)
             other.pull_model_state_dict(trainer.push_model_state_dict().result()).result()
             assert worst(other.compute_logprobs(SEQUENCES).result(), forward_logprobs(trainer, SEQUENCES)) < 1e-4
