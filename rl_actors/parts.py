@@ -13,8 +13,8 @@ PARTS: tuple[Part, ...] = get_args(Part)
 class HostMove:
     """Bytes that moved from the device to the host, or back."""
 
-    num_bytes: int = 0  # over all ranks; in TrainerInfo, of one rank
-    seconds: float = 0.0  # of the slowest rank; in TrainerInfo, of one rank
+    num_bytes: int = 0  # over all ranks; in TrainerInfo and from TrainEngine, of one rank
+    seconds: float = 0.0  # of the slowest rank; in TrainerInfo and from TrainEngine, of one rank
     buffer_seconds: float = 0.0  # part of `seconds`, for allocating host memory; later offloads reuse it
 
     @property

@@ -26,7 +26,7 @@ class Attached:
     has_left: bool = False
     # Calls of this client that wait for the end of another client's step.
     waiting: "set[asyncio.Task[bool]]" = field(default_factory=set)
-    # Number of a generate call -> number of prompts of the call whose completions this client has not fetched.
+    # Number that identifies a generate call -> count of the call's prompts whose completions this client has not fetched.
     generations: dict[int, int] = field(default_factory=dict)
 
     def __str__(self) -> str:

@@ -59,12 +59,12 @@ def test_a_prompt_comes_as_soon_as_it_has_finished(generator, generator_mesh, sy
     (index, [completion]), running, rest = asyncio.run(first_and_rest())
     assert (index, len(completion.tokens)) == (1, 4)
     assert len(running) == 2
-    # The longer prompt has the shorter completion, which ends first.
+    # Prompt 0 is longer than prompt 2, so the completion of prompt 0 is shorter and ends first.
     assert [(index, len(completions[0].tokens)) for index, completions in rest] == [(0, 509), (2, 511)]
 
 
 def test_plain_for_loops_in_threads_get_their_own_completions(generator, synced):
-    """A plain loop needs no event loop, for example in a REPL. Four calls run at the same time."""
+    """A plain `for` works without an event loop, as in a REPL. Four calls run at the same time."""
     params = [SamplingParams(max_tokens=12, n=2, seed=100 * index) for index in range(4)]
     expected = [generator.generate(PROMPTS, one).result() for one in params]
     answers: dict[int, dict] = {}
