@@ -92,7 +92,7 @@ def require_memory(config: "RunConfig", *, trains: bool = True) -> None:
     for demand in demands(config, trains=trains):
         if not demand.fits:
             advice = ADVICE_FOR_A_GPU if torch.cuda.is_available() else ADVICE_WITHOUT_A_GPU
-            # The phase is "generating", "training the critic", "in forward_backward" or "in optim_step".
+            # The phase is empty, "generating", "training the critic", "in forward_backward" or "in optim_step".
             when = f"while {demand.phase}" if demand.phase and not demand.phase.startswith("in ") else demand.phase
             needed = f"{size_text(demand.total)} {when}".rstrip()
             raise ValueError(

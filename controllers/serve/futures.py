@@ -71,9 +71,9 @@ class Futures:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """keep_fetched: seconds for which an answer is kept after it was fetched. keep_unfetched: seconds for which an
-        answer is kept if it is not fetched. If keep_keys is longer, it replaces keep_unfetched. keep_keys: seconds for
-        which the server, after the answer, still recognises a repeated request by its key. max_answers: largest number
-        of promises. Above it the oldest answered promises are forgotten.
+        answer is kept if it is not fetched. If keep_keys is longer, the answer is kept for keep_keys seconds instead.
+        keep_keys: seconds for which the server, after the answer, still recognises a repeated request by its key.
+        max_answers: largest number of promises. Above it the oldest answered promises are forgotten.
         """
         self.keep_fetched, self.keep_unfetched, self.keep_keys = keep_fetched, keep_unfetched, keep_keys
         self.max_answers, self.now = max_answers, now

@@ -1,4 +1,4 @@
-"""Chooses the replica of a generator that gets a prompt. This module sends nothing.
+"""Chooses which replica of a generator gets a prompt. This module sends nothing.
 
 The choice is the replica with the smallest load, or the replica that has the start of the prompt in its cache.
 """

@@ -66,7 +66,8 @@ def _watch(connection: socket.socket, ended: "Future[str]", address: str) -> Non
 
 
 class RemoteMesh:
-    """A stand-in for an actor mesh. Its endpoints call the coordinator of a service. Each call has one answer for each rank.
+    """A stand-in for an actor mesh. Its endpoints call the coordinator of a service. A call has one answer for each
+    rank, but `is_alive` has one answer for all ranks.
 
     number: this client's number at the service. patience: seconds that a call waits for the end of another client's step.
     """
@@ -212,7 +213,8 @@ def attach(
     step_wait: float = STEP_WAIT,
     call_timeout: float,
 ) -> tuple[RemoteMesh, Any]:
-    """Attach to one actor of a service. Returns a mesh of the actor for a client, and the TrainerInfo or GeneratorInfo of its first rank.
+    """Attach to one actor of a service. Returns a RemoteMesh that stands for the actor, and the TrainerInfo or
+    GeneratorInfo of the actor's first rank.
 
     member: "trainer" or "generator". step_wait: seconds that a call waits for the end of another client's step, limited
     to call_timeout / 2.

@@ -62,7 +62,11 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("merged", "adapt
 
 @pytest.fixture(scope="module", params=SLOW)
 def pair(request, base):
-    """Trainer and generator of one process each. `before` and `first_pull` are the generator's answers before and during its first pull."""
+    """Trainer and generator of one process each.
+
+    `before` has the generator's logprobs of SEQUENCES before its first pull. `first_pull` is what pull_under_way
+    returned for that pull.
+    """
     lora = replace(LORA, sync=request.param)
     transport = MemoryTransport()
     asyncio.run(transport.open())
@@ -269,6 +273,6 @@ def test_adapters_that_vllm_cannot_apply_on_this_machine_are_refused(fields, mac
     other.require_possible(config)
 
 
-def test_a_generator_of_adapters_needs_the_weights_under_them():
+def test_a_generator_that_pulls_adapters_needs_base_weights():
     with pytest.raises(ValueError, match='generator.hf_path is empty with lora.sync="adapter"'):
         GeneratorConfig(lora=replace(LORA, sync="adapter")).validate()
