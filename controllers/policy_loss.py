@@ -1,6 +1,6 @@
 """Fields of a config that choose the policy loss: the loss with its options, the correction and the aggregation.
 
-rl_actors.losses computes the losses. For example:
+rl_actors.losses computes the losses. An example of the flags:
 
 `--loss cispo --loss.ratio-high 4 --correction icepop --aggregation sequence_mean`
 """
@@ -55,7 +55,7 @@ class LossConfig:
     dual_clip: float | None = None
     """For ppo and gspo: lower bound of a token's objective if its advantage A is negative. The bound is dual_clip * A. None: no bound."""
     beta: float | None = None
-    """For dro: weight of the squared distance from the generator's logprob. None: 0.05."""
+    """For dro: beta / 2 is the weight of the squared distance from the generator's logprob. None: beta is 0.05."""
 
     def build(
         self, *, kl: KL | None, entropy_bonus: float, correction: Correction | None, sequence_mean: bool

@@ -65,7 +65,7 @@ def as_tensors(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def to_tensors(sample: Sample) -> Sample:
-    """The sample with CPU tensors; see `as_tensors`. If the sample has only CPU tensors of these dtypes, the same object is returned."""
+    """The sample with CPU tensors; see `as_tensors`. If all its values are such tensors already, the same object is returned."""
     if not isinstance(sample, Sample) or not isinstance(sample.columns, Mapping):
         return sample
     if _holds_tensors(sample):

@@ -1,5 +1,5 @@
-"""Runs of GRPO whose trainer has another layout. They report the same numbers as a run whose trainer is one process, if checkpoint and rollouts are
-the same."""
+"""Runs of GRPO whose trainer has several processes. They report the same numbers as a run whose trainer is one process, if checkpoint and
+rollouts are the same."""
 
 import asyncio
 import io
@@ -25,9 +25,9 @@ LAYOUTS = {
     "PP2": {"pipeline_parallel_degree": 2},
 }
 COMPARED = ("loss", "grad_norm", "entropy", "ratio/mean", "kl/policy_generator", "logprob_diff/mean")
-# Relative tolerances of the first step, of later steps, and of the gradient norm in later steps. The runs differ only by rounding errors.
-# Training amplifies these errors. Adam divides a gradient by the root of its second moment, so an error in a tiny gradient becomes large. A
-# step of the run has six optimizer steps.
+# Tolerances of the first step, of later steps, and of the gradient norm in later steps. They are relative for values above 1 and absolute for
+# smaller values. The runs differ only by rounding errors. Training amplifies these errors. Adam divides a gradient by the root of its second
+# moment, so an error in a tiny gradient becomes large. A step of the run amplifies errors six times, because the step has six optimizer steps.
 FIRST, LATER, LATER_GRAD_NORM = 2e-6, 5e-4, 2e-3
 
 

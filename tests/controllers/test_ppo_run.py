@@ -64,7 +64,7 @@ def test_a_resumed_run_restores_policy_critic_and_data_and_ends_with_the_same_me
     assert json.loads((resumed / "checkpoints" / "step-6" / "state.json").read_text())["step"] == 6
 
 
-def test_a_run_with_stale_rollouts_and_a_reference_in_the_reward_ends(tmp_path):
+def test_a_run_with_stale_rollouts_and_the_reference_kl_in_the_reward_finishes(tmp_path):
     ahead = ["--rollouts.max-staleness", "6", "--reference-kl", "0.05", "--reference-kl-in", "reward"]
     run("--config", "tiny_ppo", *FLAGS.split(), *ahead, "--output-dir", str(tmp_path / "run"))
     records = [record for record in read_jsonl(tmp_path / "run" / "metrics.jsonl") if record["phase"] == "ppo"]
