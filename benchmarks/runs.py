@@ -86,8 +86,8 @@ def measure(name: str, further: list[str]) -> None:
     """Run the config and record its result. Raises SystemExit if the run failed or made no update."""
     config: GRPOConfig = CONFIGS["controllers.grpo"][name]()
     folder = RunFolder(f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}")
-    # If trainer and generator take turns on a GPU (TurnsConfig), the run keeps much of the trainer's state in the host's memory. Then the
-    # weights are not written to a file system in memory.
+    # If trainer and generator take turns on a GPU (TurnsConfig), the run keeps much of the trainer's state in the host's memory. To leave
+    # memory for that state, the weights are then not written to /dev/shm, whose files are in the host's memory, too.
     parent = None if config.turns.enabled else random_weights.scratch(config.trainer.model)
     with tempfile.TemporaryDirectory(dir=parent) as scratch:
         weights = Path(scratch) / "model"

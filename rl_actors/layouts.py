@@ -255,7 +255,7 @@ def _require_pipeline(config: TrainerConfig) -> None:
             config.load_balance_coeff > 0 and config.activation_checkpointing != "none",
             f"{pipeline} with load_balance_coeff={config.load_balance_coeff:g} and "
             f"activation_checkpointing={config.activation_checkpointing!r}: counts of the "
-            "tokens of each expert leave out padding, and a recomputation would leave out the padding of another microbatch",
+            "tokens of each expert must leave out padding, but a recomputation would subtract the padding of another microbatch",
         ),
         (
             per_stage is not None and per_stage < 1,

@@ -1,6 +1,6 @@
 """The KL divergence from the reference, which is the policy with which GRPO began.
 
-The tests compare the divergence in the reward with a closed form in float64. Other tests check which resumed runs can
+Some tests compare the divergence in the reward with a closed form in float64. Other tests check which resumed runs can
 have a reference. test_grpo.py tests the reference of a real run.
 """
 
@@ -275,7 +275,7 @@ def test_a_resumed_run_takes_a_reference_that_exists_or_is_still_to_be_made(
     assert resume(monkeypatch, capsys, folder, "--reference-kl", "0.05") == (None, "")
 
 
-def test_the_weights_of_hf_path_are_a_reference_at_any_time(tmp_path, monkeypatch, capsys):
+def test_hf_path_gives_a_reference_at_any_time_unless_supervised_steps_came_first(tmp_path, monkeypatch, capsys):
     made = tiny()
     directory = save_random(tmp_path / "model", made.trainer.model)
     capsys.readouterr()  # discards the progress that transformers shows
