@@ -1,7 +1,8 @@
 """GRPO with models of Qwen3's shapes, for H200 GPUs, which have 139 GiB of memory. Trainer and generator have separate GPUs or share them.
 
-By default a run needs no download, because its weights are random. The task is two-digit addition, as in the config
-`tiny`. `--trainer.hf-path DIR` reads the weights from a Hugging Face directory.
+A run of a config with a size in its name, such as `qwen3_4b`, needs no download by default, because its weights are
+random. Its task is two-digit addition, as in the config `tiny`. `--trainer.hf-path DIR` reads the weights from a
+Hugging Face directory.
 `python -m benchmarks random_weights 4b DIR` makes such a directory with random weights. A real run needs a task of your
 own, `--trainer.hf-path DIR`, and `--alphabet ""`, which selects the tokenizer of DIR. The config `qwen3` takes a model
 of any size.

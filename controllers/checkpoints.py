@@ -69,7 +69,8 @@ class Checkpoints:
                 _ = task.cancelled() or task.exception()  # else asyncio logs an exception that was never retrieved
         copying = self._copying
         if copying is not None and not copying.cancelled() and copying.exception() is None:
-            # If the caller of `save` was cancelled, `_commit` was not started, so the trainers may still write their parts.
+            # The trainers may still write their parts. `_commit` waits for the parts, but it was not started if the caller of
+            # `save` was cancelled.
             await asyncio.gather(*(part.wait() for part in copying.result()), return_exceptions=True)
         self._copying = self._writing = None
 
@@ -79,8 +80,8 @@ class Checkpoints:
         saved = [result for result in results if not isinstance(result, BaseException)]
         for error in results:
             if isinstance(error, BaseException):
-                # The other trainers may still be writing. If no code waits for a write that fails, the next save_checkpoint of its trainer
-                # raises the error. So this code waits for all writes, and drops their errors.
+                # The other trainers may still be writing. If a trainer's write fails and no code has waited for the write, the next
+                # optim_step or save_checkpoint of this trainer raises the error. So this code waits for all writes, and drops their errors.
                 await asyncio.gather(*(part.wait() for part in saved), return_exceptions=True)
                 raise error
         return saved

@@ -128,10 +128,11 @@ def _require_devices(invocation: cli.Invocation, controller: str) -> None:
 
 
 def _with_checkpoint(invocation: cli.Invocation) -> cli.Invocation:
-    """The invocation. If eval_only is a run's folder, it is replaced by the folder of the run's newest checkpoint.
+    """The invocation. If eval_only is a run's folder, the folder of the run's newest checkpoint replaces eval_only.
 
-    If a run is resumed, this function also renames damaged checkpoints, and checks the config against the run. Raises ValueError if the run
-    cannot be resumed with this config, or if eval_only holds no complete checkpoint or cannot be written to.
+    If a run is resumed, this function also renames damaged checkpoints (not in a dry run), and checks the config against the run. Raises
+    ValueError if the run cannot be resumed with this config. Also raises ValueError if eval_only holds no complete checkpoint, or if the
+    checkpoint is damaged or cannot be written to.
     """
     if invocation.eval_only:
         checkpoint = checkpoints.find(invocation.eval_only)
@@ -276,7 +277,10 @@ def _run(
 
 
 async def _until_signal(work: Awaitable[int], interruption: Interruption) -> int:
-    """Wait until the work has ended, with or without a signal. Before its end the work closes all that it has opened. Returns the exit status."""
+    """Wait until the work has ended, by itself or because of a signal. Before its end the work closes all that it has opened.
+
+    Returns the exit status.
+    """
     task = asyncio.ensure_future(work)
     interruption.watch(task)
     try:
