@@ -3,8 +3,8 @@ tls:// addresses, and the workers of the second program are at tcp:// addresses.
 
 The programs run alternately, and all workers are on loopback. A step is a GRPO step without rewards: generate, forward_backward,
 optim_step, a push and a pull. FSDP spreads the trainer over two workers, and the second worker also has the generator.
-Monarch transfers the calls, their samples and their answers, so TLS encrypts these. The collectives of the ranks and the weights do not go
-through Monarch, so TLS does not encrypt them.
+Monarch transfers the calls, their samples and their answers, so TLS encrypts these. Neither the weights nor the collectives of the
+ranks go through Monarch, so TLS does not encrypt them.
 """
 
 import argparse

@@ -17,7 +17,10 @@ from controllers.schedules import ScheduleConfig
 
 
 def tiny_ppo_game() -> PPOConfig:
-    """PPO on the guessing game of tiny_game, from random weights: one episode of each problem, and a value for every turn."""
+    """PPO on the guessing game of tiny_game, from random weights.
+
+    Each problem has one episode. Each turn has one value, because a turn's guess is one token.
+    """
     return _with_critic(tiny_game())
 
 

@@ -25,7 +25,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
 def write(directory: Path, *, rank: int = 2, **changed) -> Path:
-    """An adapter on all layers of WEIGHTS. changed: maps the name of a tensor to its new value, or to None if the tensor is left out."""
+    """An adapter on all linear layers of WEIGHTS. changed: maps the name of a tensor to its new value, or to None if the tensor is left out."""
     directory.mkdir()
     config = LoRAConfig(rank=rank, train_unembed=True)
     tensors = {name: torch.ones(shape) for name, shape in adapters.shapes(config, WEIGHTS).items()} | changed

@@ -30,8 +30,8 @@ class TableRow:
     argument: str = ""
     line: str = ""  # the line's name; "" if the fields identify the line
     fields: dict[str, Any] = field(default_factory=dict)
-    # Like `fields`, but these fields describe the program that rl-actors is compared with. A row with `quotient_of` needs only the tokens/s of
-    # rl-actors from the lines of its two rows. So it finds these lines without the `compared_fields` of the two rows.
+    # Like `fields`, but these fields describe the program that rl-actors is compared with. A row with `quotient_of` divides only tokens/s of
+    # rl-actors. So the search for the lines of its two rows ignores the `compared_fields` of these rows.
     compared_fields: dict[str, Any] = field(default_factory=dict)
     measured: Callable[[Line], str]  # makes the table's text about a line that harness.table.newest returned
     at_least: dict[str, float] = field(default_factory=dict)  # field of the line -> lowest value that meets the target
@@ -128,7 +128,10 @@ def _grpo_step(line: Line) -> str:
 
 
 def _ppo_step(line: Line) -> str:
-    """Text with the seconds of the step, of all parts on the slowest device, and of each part when timed by itself."""
+    """Text with the seconds of the step, the sum of the seconds of the slowest device's parts, and the seconds of each part.
+
+    Each part was timed by itself.
+    """
     busiest = max(line["of_devices"], key=line["of_devices"].__getitem__)
     parts = [f"step {line['seconds']:.3g} s{_busy_or_idle(line)} beside {line['slowest_seconds']:.3g} s of {busiest}"]
     known = ("generate", "logprobs", "reference", "values", "policy", "critic", "push", "pull")

@@ -1,4 +1,4 @@
-"""SlowRank compares each rank with the other ranks, and names a rank that stays slow."""
+"""SlowRank compares the slowest rank with the other ranks, and names a rank that stays slow."""
 
 from controllers.slow_rank import SlowRank
 
