@@ -34,7 +34,8 @@ class SurvivalConfig:
     killed. In addition, while a call runs, Monarch itself counts a process as dead if it has been silent for about thirty seconds."""
     recorded_gigabytes: float = 4.0
     """Largest memory, in GB, of the rollouts since the last checkpoint. They are kept, because a recovered run trains on them again. If they take
-    more memory, the oldest rollouts are dropped. A recovered run then generates new completions for every repeated step."""
+    more memory, the oldest rollouts are dropped. If the first repeated step has lost its rollouts, a recovered run generates new completions for
+    every repeated step."""
 
     def policy(self) -> RestartPolicy:
         """The limits of the run's restarts. Each generator has its own limits with the same values, because the generator's client restarts it."""

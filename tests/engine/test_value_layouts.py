@@ -101,7 +101,7 @@ def test_a_value_model_in_a_layout_gives_the_numbers_of_one_process(
 
 
 def evaluate(path: str, samples: list[Sample], head: Tensor) -> list[Tensor]:
-    """The values of an engine that has the trunk (all blocks) from `path` and this head."""
+    """The values of an engine that has this head, and the trunk (all other weights) from `path`."""
     from rl_actors.engine.initial_weights import assign
 
     engine = make_engine(path, layout(), {"head": "values"})
