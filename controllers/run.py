@@ -112,8 +112,8 @@ class RunConfig:
     validate_first: bool = True
     """Validate before the first step, too."""
     validation: Annotated[dict[str, EnvironmentConfig], SETS_AS_JSON] = field(default_factory=dict)
-    """Further validation sets, by name. Each set is an environment, and the run validates on its held-out problems. The flag takes one JSON object, such as
-    {"hard": {"task": "hard.jsonl"}}. The metrics of the set in this example are validation/hard/accuracy and so on."""
+    """Further validation sets, by name. Each set is an environment, and the run validates on the environment's held-out problems. The flag takes
+    one JSON object, such as {"hard": {"task": "hard.jsonl"}}. The metrics of the set in this example are validation/hard/accuracy and so on."""
     gate: str = ""
     """STEP:REWARD, such as 40:0.9. If the first validation at or after that step has a lower held-out reward, the run ends there with exit
     status 3. Empty: no gate."""
@@ -351,7 +351,8 @@ class Run(Generic[Config]):
     async def training(self) -> AsyncIterator[None]:
         """Context manager in whose body the trainer works. It measures time/train.
 
-        Afterwards the generator must pull weights before it generates again.
+        If turns are enabled, the generator goes to sleep and may lose its weights. It must then pull weights before it
+        generates again.
         """
         await self.turns.to_trainer()
         with self.timer("train"):
@@ -460,7 +461,8 @@ async def open_run(
     *,
     verbose: bool,
 ) -> AsyncIterator[Run[Config]]:
-    """Context manager. Starts transport, trainer and generator, and yields the run. Closes everything at the end, even after an error."""
+    """Context manager. Starts the transport, the trainer and, if the run has one, the generator. Yields the run. Closes everything at the end,
+    even after an error."""
     actors = Actors(config, folder, verbose=verbose)
     checkpoints = Checkpoints(folder.checkpoints, keep=config.keep_checkpoints, keep_every=config.keep_checkpoint_every)
     try:

@@ -22,9 +22,9 @@ LLAMA3_SCALING = {
 LLAMA = replace(BASE, architecture="llama", rms_norm_eps=1e-5)
 MOE = replace(BASE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 SHAPES = {
-    "4 query heads a key head": replace(BASE, num_key_value_heads=1),
-    "2 query heads a key head, tied": replace(BASE, tie_word_embeddings=True),
-    "1 query head a key head": replace(BASE, num_key_value_heads=4),
+    "4 query heads per key head": replace(BASE, num_key_value_heads=1),
+    "2 query heads per key head, tied": replace(BASE, tie_word_embeddings=True),
+    "1 query head per key head": replace(BASE, num_key_value_heads=4),
     "odd vocabulary": replace(BASE, vocab_size=67),
     "Llama": LLAMA,
     "Llama 3, tied": replace(LLAMA, rope_scaling=LLAMA3_SCALING, rope_theta=500_000.0, tie_word_embeddings=True),
@@ -97,7 +97,7 @@ def test_the_model_is_read_from_the_path_when_it_is_not_given(directory, shape):
     assert TrainerConfig(hf_path=directory(shape)).model == SHAPES[shape]
 
 
-@pytest.mark.parametrize("shape", ["2 query heads a key head, tied", "experts"])
+@pytest.mark.parametrize("shape", ["2 query heads per key head, tied", "experts"])
 def test_an_export_in_several_files_has_an_index_that_transformers_reads(
     make_engine, directory, tmp_path, monkeypatch, shape
 ):
@@ -128,7 +128,7 @@ def test_an_export_in_bfloat16_holds_rounded_weights_and_loads(make_engine, dire
 def test_an_export_has_the_tokenizer_files_of_its_source_and_leaves_nothing_beside(make_engine, directory, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
-    path = directory("1 query head a key head")
+    path = directory("1 query head per key head")
     for name in ("config.json", "model.safetensors"):
         copyfile(f"{path}/{name}", source / name)
     (source / "tokenizer.json").write_text("{}")
@@ -170,7 +170,7 @@ def test_an_unknown_dtype_of_an_export_is_refused(make_engine, directory, tmp_pa
 
 
 def test_tensors_that_do_not_fit_are_refused_with_names_and_shapes(make_engine, directory, tmp_path):
-    path = directory("1 query head a key head")
+    path = directory("1 query head per key head")
     tensors = load_file(f"{path}/model.safetensors")
     del tensors["model.norm.weight"]
     tensors["model.layers.7.mlp.up_proj.weight"] = torch.zeros(2)
@@ -187,7 +187,7 @@ def test_tensors_that_do_not_fit_are_refused_with_names_and_shapes(make_engine, 
 
 
 def test_a_directory_of_a_tied_model_may_hold_the_head(make_engine, directory, tmp_path):
-    path = directory("2 query heads a key head, tied")
+    path = directory("2 query heads per key head, tied")
     tensors = load_file(f"{path}/model.safetensors")
     save_file(
         tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors"
@@ -212,7 +212,7 @@ def test_a_directory_of_a_tied_model_may_hold_the_head(make_engine, directory, t
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_config_that_is_not_supported_is_refused_with_the_entry(tmp_path, entry, message):
-    values = SHAPES["1 query head a key head"].to_hf() | entry
+    values = SHAPES["1 query head per key head"].to_hf() | entry
     (tmp_path / "config.json").write_text(json.dumps({name: x for name, x in values.items() if x is not None}))
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_hf(tmp_path)

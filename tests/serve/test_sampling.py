@@ -200,7 +200,7 @@ def test_an_inflight_sampler_takes_the_newest_adapter_and_a_running_request_keep
     api(use)
 
 
-def test_runs_whose_adapter_vllm_cannot_serve_have_whole_weights(api):
+def test_runs_without_an_adapter_that_vllm_can_serve_are_sampled_with_whole_weights(api):
     async def use(api):
         wide = await api.create_model(0, rank=9)
         whole = await api.create_model(1, rank=0)
