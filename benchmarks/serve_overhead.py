@@ -49,8 +49,9 @@ compare_sides = partial(compare, benchmark="serve_overhead", sides=("sdk", "clie
 def served(model: str, folder: Path) -> tuple[ServeConfig, list[str]]:
     """The config of a model, and the arguments with which the server serves it. Writes the directory of a model that is not TINY.
 
-    model: TINY, a key of MODELS, or "tiny". For a key of MODELS the server has the config `qwen3` and a model of random
-    weights. For "tiny" it has the config `qwen3` and the model of tiny_chat.
+    model: TINY (which is "tiny_chat"), "tiny", or a key of MODELS. For TINY the server has the config `tiny_chat` and the
+    model of tiny_chat. For "tiny" it has the config `qwen3` and the model of tiny_chat. For a key of MODELS it has the
+    config `qwen3` and a model of random weights.
     """
     if model == TINY:
         config = tiny_chat()

@@ -431,12 +431,13 @@ def test_without_generator_logprobs_a_correction_compares_the_current_logprobs_w
     )
 
 
-def test_a_loss_with_a_ratio_takes_a_reweighting_only_with_the_generators_own_column():
+def test_a_reweighting_of_a_loss_that_contains_a_ratio_requires_generator_logprobs():
     policy_losses = {name: loss for name, loss in LOSSES.items() if name != "cross_entropy"}
     for correction in (TruncatedImportanceSampling(), IcePop(reweights=True)):
         required = {name: columns_of(loss(correction=correction))[0] for name, loss in policy_losses.items()}
         needing = {name for name in required if "generator_logprobs" in required[name]}
-        assert needing == {"cispo", "gspo", "importance_sampling", "ppo"}  # else a ratio would count twice
+        # Without generator_logprobs the correction would multiply these losses by the ratio that they already contain.
+        assert needing == {"cispo", "gspo", "importance_sampling", "ppo"}
     assert "generator_logprobs" not in columns_of(PPO(correction=IcePop()))[0]
 
 

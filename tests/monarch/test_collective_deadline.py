@@ -32,7 +32,7 @@ class StopsTheLastRank(CrossEntropy):
 @pytest.mark.parametrize(
     "layout", [{"shard": 2}, pytest.param({"tensor": 2}, marks=pytest.mark.slow)], ids=["FSDP", "tensor"]
 )
-def test_a_rank_that_is_stopped_in_a_collective_is_named_at_the_deadline_of_the_groups(layout):
+def test_a_rank_that_stops_during_a_call_is_named_at_the_collective_timeout(layout):
     config = support.trainer_config(**layout, collective_timeout=DEADLINE, call_timeout=GUARD)
     trainer = TrainerClient.spawn(config)
     try:
