@@ -46,7 +46,7 @@ def test_the_word_problems_have_an_answer_that_the_pattern_finds():
         assert [build_environment(config).reward(problem, text) for text in texts] == [1.0, 1.0, 0.0, 0.0]
 
 
-def test_the_rows_of_the_two_files_are_right(tmp_path):
+def test_the_rows_that_make_rows_writes_are_right(tmp_path):
     command = [sys.executable, str(EXAMPLES / "make_rows.py"), str(tmp_path)]
     subprocess.run(command, capture_output=True, text=True, timeout=GUARD, check=True)
     config = EnvironmentConfig(
@@ -75,7 +75,7 @@ def test_the_chat_model_has_a_template_and_is_a_model_of_the_trainer(tmp_path, m
 
 
 @pytest.mark.slow
-def test_the_judge_of_a_monarch_program_raises_the_reward(tmp_path):
+def test_the_monarch_program_with_a_judge_raises_the_reward(tmp_path):
     command = [sys.executable, str(EXAMPLES / "judge_actor.py"), "10"]
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
     options = {"capture_output": True, "text": True, "timeout": GUARD, "check": True}

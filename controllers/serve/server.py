@@ -1,7 +1,7 @@
 """The work behind the HTTP routes: sessions, training runs, checkpoints and samplers of one base model. This module contains no HTTP.
 
-Methods that return a Promise accept the request at once. They raise an error for a request of a wrong form. Every other error becomes the
-answer of the promise. A version is a directory of weights or of an adapter from which samplers sample.
+Methods that return a Promise accept the request at once. They raise an error for a request of a wrong form, and for a session that does not
+exist. Every other error becomes the answer of the promise. A version is a directory of weights or of an adapter from which samplers sample.
 """
 
 import asyncio
@@ -197,7 +197,7 @@ class Server:
     def _training_checkpoint(self, owner: str, path: str) -> Checkpoint:
         checkpoint = self.visible_checkpoint(owner, path)
         if checkpoint.kind != "training":
-            raise UserError(f"{path} holds weights for a sampler; training continues from a path with /weights/")
+            raise UserError(f"{path} is not a state of training; training continues from a path with /weights/")
         return checkpoint
 
     def info(self, owner: str, run_id: str) -> Json:
@@ -499,7 +499,7 @@ class Server:
         run = self.store.run(checkpoint.run_id)
         if checkpoint.version is None or run is None:
             raise UserError(
-                f"{body.model_path} is a state of training; a sampler needs weights of save_weights_for_sampler"
+                f"{body.model_path} holds no weights for a sampler; a sampler needs weights of save_weights_for_sampler"
             )
         return Sampler(
             id=sampler_id,

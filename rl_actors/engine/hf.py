@@ -114,7 +114,8 @@ def load(built: BuiltModel, path: str) -> None:
 def load_whole(built: BuiltModel, whole: Iterable[tuple[str, Tensor]]) -> None:
     """Copy whole tensors under their Hugging Face names into the sharded model, in place, one after another. Each rank copies its shards.
 
-    Raises ValueError if a tensor of this rank is missing. The other tensors have been copied before the error is raised.
+    Raises ValueError if a tensor of this rank is missing. The other tensors have then been copied, but no joined parameter has changed
+    (see _to_fill).
     """
     with _to_fill(built) as tensors:
         missing = set(tensors)

@@ -105,7 +105,7 @@ def test_beyond_max_tenants_the_run_that_was_used_least_recently_waits_on_disk(a
     api(use, max_tenants=2)
 
 
-def test_a_run_of_another_shape_takes_the_place_of_a_whole_trainer(api):
+def test_a_run_of_another_shape_takes_the_place_of_a_trainer_and_all_its_runs(api):
     async def use(api):
         runs = [await api.create_model(seq, **LORA) for seq in range(2)]
         for model in runs:
