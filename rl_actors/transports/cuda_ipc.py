@@ -70,9 +70,9 @@ class DeviceMemory:
                 cudart().cudaMalloc(ctypes.byref(address), ctypes.c_size_t(max(1, -(-num_bytes // BLOCK)) * BLOCK)),
                 "cudaMalloc",
             )
+            weakref.finalize(self, cudart().cudaFree, address)
             handle = Handle()
             _check(cudart().cudaIpcGetMemHandle(ctypes.byref(handle), address), "cudaIpcGetMemHandle")
-        weakref.finalize(self, cudart().cudaFree, address)
         self.handle = bytes(handle)
         self.data: Tensor = torch.as_tensor(Memory(address.value or 0, num_bytes), device=device)
 
