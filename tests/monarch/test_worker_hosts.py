@@ -126,7 +126,8 @@ def test_workers_of_a_monarch_job_give_the_numbers_of_one_host(alone, tmp_path):
     found = run("process://2", tmp_path)
     assert_same(found, alone)
     [first, *_], [second, *_] = found["above"]
-    assert first != second  # each rank has a worker of its own, and both workers are children of the program
+    # Each rank has a worker of its own. Both workers are children of the program, so later ancestors are the same.
+    assert first != second
 
 
 def test_with_certificates_two_hosts_give_the_same_numbers(alone, tmp_path):

@@ -24,7 +24,7 @@ def tensor_message(**fields):
     return message
 
 
-def test_a_request_is_read_with_its_tensors_and_the_newer_config_wins():
+def test_a_request_is_read_with_its_tensors_and_loss_fn_config_v2_wins_over_loss_fn_config():
     message = codec.CLASSES["ForwardBackwardRequest"].FromString(
         forward_backward_body("m", 3, DATA, "ppo", config={"clip_low_threshold": 0.7, "loss_id": "x"})
     )
