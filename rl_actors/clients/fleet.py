@@ -27,11 +27,11 @@ from rl_actors.config import RestartPolicy
 from rl_actors.types import DeviceMemory, GeneratorInfo, GeneratorReturn, SamplingParams, Transfer
 
 FIRST_PULL_TIMEOUT = 60.0
-"""Seconds that the first pull waits for its version of the weights. The trainer has published this version already,
-because the pull begins after the push has returned."""
+"""The first pull fails if its version of the weights is not published within this many seconds. The pull begins after
+the push has returned, so the version is published already."""
 REFIT_TIMEOUT = 5.0
-"""Seconds that a restarted generator waits for the version that the other generators have pulled. The trainer has
-published this version already."""
+"""The same limit for all other pulls of `Fleet._refit`. Usually another generator has pulled the version before, so the
+version is published already."""
 REFIT_PAUSE = 0.5
 """Seconds between a failed pull of a restarted generator and its next try."""
 
@@ -48,7 +48,7 @@ class RoutedCall:
         """numbers: for each prompt, the number p from which its seeds are computed; see SamplingParams.seed. adapter: name of a loaded adapter."""
         self.prompts, self.params, self.numbers, self.adapter = prompts, params, numbers, adapter
         self.num_left = len(prompts)  # number of prompts whose completions `take` has not returned
-        self.parts: set[asyncio.Task[None]] = set()  # one task for each generator that has prompts of the call
+        self.parts: set[asyncio.Task[None]] = set()  # one task for each part with unfinished prompts
         self._finished: Groups = []  # finished prompts that `take` has not returned
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()

@@ -61,7 +61,7 @@ def test_a_long_completion_is_passed_by_younger_groups_until_it_is_due():
     assert chosen_indices(later, size=2, step=2, ahead=1) == [0, 1]
 
 
-def test_young_groups_are_not_taken_if_the_old_ones_could_then_not_all_be_trained_on_in_time():
+def test_young_groups_are_left_if_taking_them_would_make_old_groups_overdue():
     # The four groups drawn at step 1 are due at step 3. If step 2 trained on the two groups drawn at step 2, step 3 would have to train on
     # all four, but a step trains on two.
     described = [(1, False), (1, False), (1, False), (1, False), (2, True), (2, True)]
