@@ -340,7 +340,7 @@ def _grpo_row(model: str, num_gpus: int, *arguments: str) -> TableRow:
 
 def _ppo_row(config: str, model: str, num_gpus: int, *arguments: str) -> TableRow:
     return TableRow(
-        what=f"a PPO step beside the sum of the parts of its slowest device, each part timed alone: {_model(model)}",
+        what=f"the time of a PPO step beside the time of its slowest device (the sum of that device's parts, each timed alone): {_model(model)}",
         num_gpus=num_gpus,
         command=("ppo_step", "--config", config, *arguments),
         line=config,
