@@ -82,7 +82,7 @@ print(peak() - before)
 
 
 def growth(program: str, *arguments: object) -> int:
-    """Run a program, and return the number that it prints: by how many bytes its memory grew at most after the warm-up."""
+    """Run a program, and return the number that it prints: the most bytes by which it grew after its warm-up."""
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path])
     # With this setting malloc returns the memory of a freed tensor to the system at once. So the peak counts only
     # tensors that existed at the same time.
