@@ -1,9 +1,12 @@
-"""The reference that the benchmark trainer_speed compares with our trainer: torchtitan's own components, without actors or our engine.
+"""The reference that the benchmark trainer_speed compares with our trainer: torchtitan's own components, without actors or our TrainEngine.
 
 The components are put together as in torchtitan's trainer. AdamW is fused. On a GPU the blocks and the loss are
 compiled. torchtitan computes the logits and clips the gradients. On a GPU it also makes the attention masks. A `Row`
-(harness/rows.py) is one case of the benchmark. The reference and our trainer use the attention kernel that the Row
-names. Each GPU has a process, and the host does not wait for the GPU between steps.
+(harness/rows.py) is one case of the benchmark. On a GPU the reference and our trainer use the attention kernel that the
+Row names. Each GPU has a process, and the host does not wait for the GPU between steps.
+
+From rl_actors/engine the reference takes the model's config, the recomputation policy, the settings of the machine and,
+on a CPU, the attention kernel with its mask.
 
 In names of tensors, B is the number of rows of a microbatch, L the tokens of a row, and D the hidden size.
 """

@@ -49,7 +49,8 @@ def is_checkpoint(path: str | Path) -> bool:
 def require_checkpoint(built: BuiltModel, path: str, *, optimizer: bool) -> None:
     """Check that `path` holds a checkpoint of this model, with optimizer state if `optimizer` is True. Changes nothing.
 
-    If optimizer is False, a value model may also load the checkpoint of a language model. It then keeps its own head.
+    If optimizer is False, a value model may also load the checkpoint of a language model. The value model then
+    keeps its own head.
 
     Raises ValueError on every rank if the check fails on any rank. The check also fails if other users can write the files, because DCP
     unpickles them and unpickling can run code.
