@@ -40,7 +40,8 @@ different orders and wait for ever."""
 
 
 class ModelClient(ModelCalls, Client):
-    """The client of a model's ranks. No other client may call these ranks. Calls run one at a time on all ranks, in the order in which they came.
+    """The client of a model's ranks, which are PolicyTrainer actors. No other client may call these actors. A client of another model may
+    share their processes. Calls run one at a time on all ranks, in the order in which they came.
 
     A method refuses bad input in the caller's thread. Some checks need the limits of the model. A client of a mesh that the caller spawned
     learns these limits in its setup. If a call is made before the end of the setup, these checks run just before the call is sent.
@@ -346,8 +347,8 @@ class ModelClient(ModelCalls, Client):
 
     async def _send(self, tenant: str, endpoint: str, *args: object) -> list[Any]:
         """The answers of all ranks to the next request of this client's session."""
-        # The arguments are pickled here to check that they can be sent. If a request got a number and never arrived, the ranks would refuse
-        # all later numbers.
+        # Callable arguments are pickled here to check that they can be sent. If a request got a number and never arrived, the ranks
+        # would refuse all later numbers.
         for arg in args:
             if callable(arg):
                 cloudpickle.dumps(arg)

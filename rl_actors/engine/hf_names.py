@@ -24,9 +24,9 @@ def is_joined(name: str) -> bool:
 def _split_placements(joined: DTensor) -> list[Placement]:
     """Placements under which every rank holds a piece of every expert or attention head.
 
-    FSDP and expert parallelism shard the first dimension, so they give each rank whole experts and heads. But every rank must publish a
+    FSDP and expert parallelism shard the first dimension, so each rank has only some of the experts or heads. But every rank must publish a
     shard of every tensor of Hugging Face. So these placements shard another dimension. Every expert and head is then split over all ranks, and each rank
-    needs as much memory as before. torchtitan's own adapter is not used for this, because it
+    needs as much memory as before. torchtitan's own adapter is not used to split a sharded tensor, because it
     gives each rank only the names of that rank's experts, and does not support replicas.
     """
     sharded_dims = {placement.dim for placement in joined.placements if not placement.is_replicate()}

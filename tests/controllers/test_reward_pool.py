@@ -176,7 +176,7 @@ def test_a_reward_that_cannot_be_loaded_elsewhere_is_refused_at_the_start_and_le
     assert set(psutil.Process().children()) <= before
 
 
-def test_a_cancelled_wait_leaves_the_pool_usable_and_no_process(tmp_path):
+def test_after_a_cancelled_wait_no_further_reward_begins_and_no_process_stays(tmp_path):
     environment = pooled_rewards.Waiting(tmp_path)
 
     async def cancel(scorer: Scorer):

@@ -160,7 +160,7 @@ def expected_gathers(model: str, policy: str, num_microbatches: int) -> dict[str
         pytest.param("experts", "default", marks=pytest.mark.slow),
     ],
 )
-def test_a_forward_gathers_a_block_once_and_no_chunk_of_the_head_gathers_anything(observed, model, policy):
+def test_the_policy_sets_the_gathers_of_each_call_and_no_chunk_of_the_head_gathers_anything(observed, model, policy):
     _, ranks = observed(model, policy)
     for seen in ranks:
         assert seen["microbatches"] == 3 and seen["chunks"] > 1

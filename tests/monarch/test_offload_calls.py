@@ -8,7 +8,7 @@ from rl_actors import TrainerClient
 from rl_actors.parts import PARTS
 
 
-def test_a_move_answers_with_bytes_and_seconds_and_a_generator_gets_the_weights_all_the_same(trainer, generator):
+def test_a_move_answers_with_bytes_and_seconds_and_an_offloaded_trainer_pushes_its_weights(trainer, generator):
     support.step(trainer)
     moved = trainer.offload().result()
     [info] = trainer.info().result()
