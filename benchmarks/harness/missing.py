@@ -106,8 +106,8 @@ def _measure_together(rows: Sequence[str], extra: Sequence[str], timeout: float)
 def _end(child: subprocess.Popen) -> int:
     """End a process group and return the exit status of its leader.
 
-    child: the leader of the group. If the leader still runs, it gets SIGINT. Processes that remain after GRACE seconds are killed. A second
-    interrupt of this program kills them earlier.
+    child: the leader of the group. If the leader still runs, the group gets SIGINT, and the leader has GRACE seconds to end. An interrupt of
+    this program ends these seconds early. At last all processes of the group that remain are killed.
     """
     try:
         if child.poll() is None:
@@ -138,7 +138,7 @@ def run(names: Sequence[str], extra: Sequence[str] = (), *, timeout: float = TIM
     try:
         failed = measure(names, extra, timeout=timeout, until=until)
     except KeyboardInterrupt:
-        print("interrupted; finished rows have their results, and the same command continues from there", flush=True)
+        print("interrupted; finished rows are kept, and `make bench ROW=missing` continues from there", flush=True)
         return 130
     for name in names:
         print(sentence(name, gpu_here()))

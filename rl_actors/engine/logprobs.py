@@ -172,7 +172,8 @@ class ChunkedHead:
     def _num_chunks(self, num_rows: int, row_length: int) -> int:
         """The smallest number of chunks that is at least min_chunks and leaves at most chunk_tokens positions in a chunk.
 
-        Each row is split into as many equal parts as there are chunks. A chunk consists of one part of every row.
+        Each row is split into as many equal parts as there are chunks. A chunk consists of one part of every row. If
+        even row_length chunks are too few, the result is row_length.
         """
         at_least = max(self.min_chunks, -(-num_rows * row_length // self.chunk_tokens))
         return next(n for n in range(min(at_least, row_length), row_length + 1) if row_length % n == 0)

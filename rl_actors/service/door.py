@@ -3,8 +3,8 @@
 Another program connects to the port in order to use the actors (to attach), or to ask for the state, the logs or the end of the service.
 Both sides send lines of JSON. Calls to actors do not go through this port.
 A program that attaches must have the same versions of Python and of some packages as the service (see wire.py). It then gets the reference to
-the coordinator, the actor that takes its calls. Its connection stays open as long as its client exists. When the connection ends, each side
-knows that the other side is gone.
+the coordinator, the actor that takes the program's calls. The connection ends when the program closes or drops its client (for example a
+TrainerClient), or when the program or the service ends. Each side then knows that the other side is gone.
 """
 
 import asyncio

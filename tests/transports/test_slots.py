@@ -181,7 +181,7 @@ def test_a_write_that_takes_too_long_is_an_error_and_leaves_the_newest_version()
     assert versions_in(read(newest)) == {2.0}
 
 
-def test_the_newest_two_versions_stay_and_the_third_takes_the_oldest_slot():
+def test_the_third_version_takes_the_slot_of_the_first_and_the_second_stays():
     snapshot = Snapshot(rank=0, timeout=GUARD)
     manifests = [write(snapshot, version) for version in (1, 2, 3)]
     assert [versions_in(read(manifest)) for manifest in manifests[1:]] == [{2.0}, {3.0}]
@@ -256,7 +256,7 @@ def test_a_reader_on_a_gpu_maps_for_writing_if_cuda_cannot_pin_read_only_memory(
     assert unpinned == [address]
 
 
-def test_a_failed_write_of_one_tensor_leaves_the_newest_published_version():
+def test_an_unpublished_write_of_other_tensors_leaves_the_newest_published_version():
     snapshot = Snapshot(rank=0, timeout=GUARD)
     published = [write(snapshot, version) for version in (1, 2)]
     for _ in range(3):
@@ -276,7 +276,7 @@ def test_a_version_that_was_not_published_gives_its_slot_to_the_next_write():
     assert versions_in(read(published[1])) == {2.0}
 
 
-def test_parts_of_several_ranks_make_the_whole_tensor_cast_to_the_published_dtype():
+def test_parts_of_several_ranks_make_the_whole_tensor_in_the_published_dtype():
     values = torch.arange(30.0).view(5, 6)
     pieces = []
     for start, size in (((3, 2), (2, 4)), ((0, 0), (3, 2)), ((3, 0), (2, 2)), ((0, 2), (3, 4))):
