@@ -22,9 +22,9 @@ finish while a step waits, because the generator needs no new weights to go on. 
 groups that it drew, which is the synchronous loop.
 
 Under every rule for advantages but gae, a group whose rewards are all equal has only advantages of 0, so no step trains
-on the group. When all groups of a draw have finished, the queue replaces these groups by groups of new problems, at
-most max_refills times. A new group takes the place of the group that it replaces, so the queue holds no more groups
-than before.
+on the group. When all groups of a draw have finished, the queue replaces those on which no step trains by groups of
+new problems, at most max_refills times. A new group takes the place of the group that it replaces, so the queue holds
+no more groups than before.
 """
 
 import asyncio

@@ -37,7 +37,7 @@ def test_asyncio_logs_no_error_of_a_call_whose_waiter_was_cancelled(wait):
 
 
 class EndsJustAfterTheWait(Future):
-    """A wait with a timeout always times out. The future ends before the caller sees that."""
+    """A wait for this future times out if it has a timeout. The future ends just before the TimeoutError is raised."""
 
     def result(self, timeout=None):
         if timeout is None:

@@ -13,7 +13,7 @@ from controllers.environments.entries import Entry, fits, text_score, to_problem
 from controllers.environments.held_out import hold_out
 
 Row = tuple[str, Mapping[str, object]]
-"""A row of the data, as (place, values). The place is a text for error messages, such as "tasks.jsonl:3". The values have the columns as keys."""
+"""A row of the data, as (place, {column: value}). The place is a text for error messages, such as "tasks.jsonl:3"."""
 
 
 class DataEnvironment:

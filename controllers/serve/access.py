@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 OPEN_PATHS = frozenset({"/healthz", "/api/v1/healthz"})
 """Paths that need no key."""
 SIGNED = "/download/"
-"""Beginning of the paths that need no key. A signature in the URL protects these paths instead."""
+"""Beginning of the paths of downloads. A signature in the URL protects these paths, so they need no key either."""
 WORK = frozenset(
     {
         "asample",
@@ -86,7 +86,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class Counts:
-    """Requests by route and status, with their seconds."""
+    """Number of requests by route and status, and the total seconds of the requests by route."""
 
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))

@@ -14,7 +14,10 @@ LONG = 600.0
 
 @dataclass
 class FakeModel:
-    """Stands for the client of a trainer with two ranks. It records the calls. While `gate` is not set, calls wait."""
+    """Stands for the service's own client of a trainer with two ranks.
+
+    It records the calls. While `gate` is not set, calls wait.
+    """
 
     name: str = "trainer"
     state: str = "idle"
@@ -105,7 +108,7 @@ def test_the_step_of_a_client_that_ends_is_discarded_and_the_next_begins():
     ]
 
 
-def test_a_client_that_ends_during_its_forward_backward_loses_only_that():
+def test_if_a_client_ends_during_its_forward_backward_the_gradients_are_discarded_after_the_call():
     async def main():
         model, service = await open_service()
         dying, other = service.attach("dying", "trainer"), service.attach("other", "trainer")
@@ -161,7 +164,7 @@ def test_a_call_that_waits_too_long_names_the_client_with_the_open_step():
     assert names == ["forward_backward", "forward", "push_model_state_dict", "optim_step", "forward_backward"]
 
 
-def test_a_refused_call_opens_no_step_and_a_failed_call_leaves_the_step_open():
+def test_a_refused_forward_backward_opens_no_step_and_a_failed_optim_step_leaves_the_step_open():
     async def main():
         model, service = await open_service()
         first, second = service.attach("first", "trainer"), service.attach("second", "trainer")
