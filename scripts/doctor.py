@@ -145,7 +145,9 @@ def check_leftovers(report: Report) -> None:
         if str(VENV) in command and "monarch" in command and is_reaper(parent):
             orphans.append(process.name)
     if orphans:
-        text = f"Monarch workers whose parent has ended: {', '.join(orphans)} (leave those that you detached on purpose)"
+        text = (
+            f"Monarch workers whose parent has ended: {', '.join(orphans)} (leave those that you detached on purpose)"
+        )
         report.problem(text, f"kill {' '.join(orphans)}")
     stale = stale_segments(open_files)
     if stale:
