@@ -220,7 +220,7 @@ def limits_of(dtype: str, yardstick: Mapping[str, float]) -> Mapping[str, float]
 
     Suppose that a layout in bfloat16 and one device in bfloat16 both differ from float32 by the yardstick. Then they differ from each other by
     at most twice the yardstick. Loss and gradient norm are single numbers, so their yardsticks may be near 0 by chance. The loss is a sum
-    of the logprobs with random weights, so it hardly differs more than the logprobs, and gets the limit of the logprobs. The gradient norm
+    of the logprobs, each times a random loss weight. So it hardly differs more than the logprobs, and gets the limit of the logprobs. The gradient norm
     cannot differ by more than the gradient, so it gets the limit of the gradient.
     """
     if dtype == "float32":

@@ -8,8 +8,8 @@ TCP, and by gloo's point-to-point messages. TCP and gloo use the loopback addres
 the three ways once, so that a slow moment of the machine affects all of them.
 
 With --actors the program also times a push by a real trainer and a pull by a real generator, as their callers see them,
-and each phase of the push and the pull. On a machine with GPUs it measures only these actors. It then also times plain
-copies of the same number of bytes, in both directions, because the push and the pull each copy the bytes once. If the
+and each phase of the push and the pull. On a machine with GPUs it measures only these actors. There it also times two
+plain copies of the same number of bytes, there and back, because push and pull together copy the bytes twice. If the
 weights came by cuda_ipc, these copies are between the first GPU and the generator's GPU. Otherwise they are between the
 first GPU and pinned memory. With --path point_to_point --network, NCCL may use neither direct access between GPUs nor
 shared memory. So NCCL sends the bytes over the network, as between hosts.

@@ -104,9 +104,10 @@ class Generator(Actor):
     async def heartbeat(self) -> Heartbeat:
         """A sign of life of the engine. Raises EngineDiedError if the engine has failed for good."""
         if self._engine is None:
-            # If a generator is not idle and its num_done does not change, the client soon counts it as dead. Setup does not change
-            # num_done, so the answer during setup is that the generator is idle. The caller of setup has a time limit of its own. If a
-            # process of the engine is stopped (SIGSTOP), is_idle is False, so that the client notices this before that time limit.
+            # The client counts a generator as dead if the generator is not idle and its num_done does not change for a while. Setup does
+            # not change num_done. So during setup the answer is that the generator is idle, and only the time limit of the call of setup
+            # holds. If a process of the engine is stopped (SIGSTOP), the answer is that the generator is not idle. The client then notices
+            # the stopped process before the time limit of setup.
             return Heartbeat(is_idle=not await asyncio.to_thread(a_child_is_stopped), num_done=0)
         return self._engine.heartbeat()
 

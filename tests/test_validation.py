@@ -224,7 +224,7 @@ BAD_SAMPLES = {
         ValueError,
         ["column 'ref_logprobs'", "PPO reads"],
     ),
-    "no generator's logprobs for a second ratio": (
+    "a correction without the generator's logprobs": (
         [good(**ALL_COLUMNS)],
         PPO(correction=TruncatedImportanceSampling()),
         ValueError,

@@ -26,8 +26,8 @@ Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
 
 PATIENCE = 1.0
-"""While a request for another version has waited for less than this number of seconds, new requests for the version that the generator holds
-still start at once. After that, new requests for the held version wait, too."""
+"""New requests for the version that the generator holds start at once, until a request for another version has waited this number of
+seconds. From then on they wait, too, so that the running requests end and the generator can pull the other version."""
 GATHER_SECONDS = 0.003
 """Requests are gathered into one call of the generator until no request has come for this number of seconds."""
 LONGEST_GATHER_SECONDS = 0.06

@@ -173,7 +173,7 @@ class Store:
         return None if row is None else _checkpoint(row)
 
     def checkpoints(self, *, run_id: str | None = None, owner: str | None = None) -> list[Checkpoint]:
-        """The checkpoints of the run and the owner, newest first. None: of all runs, or of all owners."""
+        """Checkpoints, newest first. run_id: only those of this run. owner: only those of this owner. None: no such limit."""
         where, arguments = _owned(owner)
         if run_id is not None:
             where, arguments = f"{where} AND run_id = ?", [*arguments, run_id]
@@ -203,7 +203,7 @@ class Store:
         self.db.execute("UPDATE versions SET directory = ? WHERE number = ?", (directory, number))
 
     def version_of_base(self, directory: str) -> int:
-        """The number of the version that is the base model in this directory. Adds the version if it is not in the database."""
+        """The number of the version that has the base model's weights, from this directory. Adds the version if it is not in the database."""
         row = self._one("SELECT number FROM versions WHERE run_id IS NULL AND directory = ?", directory)
         if row is not None:
             return row["number"]

@@ -32,8 +32,8 @@ class Snapshot:
     def __init__(
         self, *, rank: int, timeout: float, choose_place: Callable[[int, torch.device], Place] | None = None
     ) -> None:
-        """choose_place: a function of the bytes of a slot and the device of the weights. It returns where to make slots. None: the slots are
-        in the host's memory.
+        """choose_place: a function of the number of bytes of a slot and of the device of the weights. It returns where to make slots. None: the
+        slots are in the host's memory.
         """
         self.rank, self.timeout = rank, timeout
         self.choose_place = choose_place or _on_the_host
@@ -77,7 +77,8 @@ class Snapshot:
     def _slot_for(self, layout: Layout, device: torch.device, key: str) -> Slot:
         """The slot for the next write. If there are two slots of this layout, it is the slot that does not hold the newest version.
 
-        Makes a new slot if there are too few of this layout. Ends a slot of a former layout, unless this slot holds the newest version.
+        Makes a new slot if this layout has fewer slots than it may have (Place.num_slots). Ends a slot of a former layout, unless this slot
+        holds the newest version.
         """
         alike = [slot for slot in self.slots if slot.layout is layout or slot.layout == layout]
         for slot in [*self.slots]:

@@ -36,7 +36,7 @@ def run(
     """Run hosts_program.py and return its output. The entry "above" of the output has a list for each rank:
     the process ids of all ancestors of the rank's process.
 
-    before: a command, with arguments, that runs the program.
+    before: the beginning of the command line: a program with arguments, which runs the rest of the command line.
     """
     program = [
         sys.executable,
@@ -70,7 +70,7 @@ class Worker:
     def __init__(
         self, *flags: str, scheme: str = "tcp", host: str = "127.0.0.1", address: str = "", before: Sequence[str] = ()
     ) -> None:
-        """before: a command, with arguments, that runs the worker."""
+        """before: the beginning of the command line: a program with arguments, which runs the rest of the command line."""
         self.before = before
         self.address = address or f"{scheme}://{host}:{free_port()}"
         self.process = subprocess.Popen(
@@ -330,7 +330,7 @@ class Networks:
         return self
 
     def _make(self) -> None:
-        # The bridge is in a fourth namespace, so that this machine's network is not connected to the other three.
+        # The bridge is in a namespace of its own, so that this machine's network is not connected to the namespaces of the hosts.
         self._call("netns", "add", self.bridge)
         self._call("-n", self.bridge, "link", "add", "br0", "type", "bridge")
         self._call("-n", self.bridge, "link", "set", "br0", "up")
