@@ -18,7 +18,8 @@ CHUNKED, WHOLE = (4096, 8192, 16384), (1024, 2048, 4096)  # tokens of the measur
 
 
 def peak(num_tokens: int, chunk_tokens: int, answer: Connection) -> None:
-    """After a step, make one call with num_tokens positions in one microbatch. Send the call's peak memory minus the memory in use before it.
+    """Make an engine and train one step. Then make one more call, with num_tokens positions in one microbatch, and send the call's peak memory
+    minus the memory in use before it.
 
     The unit is bytes. answer: the end of the pipe to which the number is sent.
     """

@@ -265,7 +265,7 @@ def main() -> None:
         print(
             f"round {index} (seed {args.seed + index}) {kill}: {outcome} ({time.monotonic() - start:.0f} s)", flush=True
         )
-    print(f"{args.rounds - lost} of {args.rounds} rounds gave the metrics of the uninterrupted run, {lost} lost")
+    print(f"{args.rounds - lost} of {args.rounds} rounds gave the metrics of the uninterrupted run, {lost} did not")
     sys.exit(1 if lost else 0)
 
 

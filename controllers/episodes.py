@@ -39,9 +39,9 @@ class EpisodeConfig:
     max_turns: int = 8
     """Largest number of turns of an episode. An episode that is not over after max_turns turns is cut off."""
     max_tokens: int = 0
-    """Largest number of tokens of an episode, with its beginning, turns and replies. The run's own max_tokens limits
-    each turn. A turn begins only if the episode has room for that many tokens. 0: the largest number that trainer and
-    generator both accept."""
+    """Largest number of tokens of an episode, with its beginning, turns and replies. 0: the largest number that trainer and
+    generator both accept. The run's field max_tokens limits one turn. A turn begins only if the rest of the episode has
+    room for a turn of that length."""
 
     def validate(self) -> None:
         if self.max_turns < 1 or self.max_tokens < 0:
@@ -237,8 +237,8 @@ class Player:
 
         If the method is asynchronous, the scorer's time limit applies.
 
-        Raises _Failed if the method raises an exception or exceeds the time limit. what: the error's name for this call, such as "reset" or
-        "turn 3".
+        Raises _Failed if the method raises an exception or exceeds the time limit. what: the text by which the error names this call, such as
+        "reset" or "turn 3".
         """
         try:
             answer = ask()

@@ -1,12 +1,12 @@
 """Recovers a run inside its process. After the death of an actor the run goes on from its newest complete checkpoint.
 
 A recovery replaces the dead actor. The other actors stay, unless the trainer and the generator share GPUs. In that case
-all actors are replaced. If the store (the process of the transport) has died, all actors are replaced, too. The
-recovery then loads the random states, the trainers' state and the controller's state from the checkpoint. Then it calls
-the training function again. This function publishes the weights, and the generators load them. The run repeats the
-steps after the checkpoint with the same rollouts as before (see survival.RecordedQueue). If the run has no checkpoint,
-the recovery also replaces the trainer and PPO's value model. The run then begins again from the initial weights, which
-its seed or hf_path gives.
+all actors are replaced. All actors are replaced, too, if the store has died. The store is the process in which the
+transport keeps the index of the published weights. The recovery then loads the random states, the trainers' state and
+the controller's state from the checkpoint. Then it calls the training function again. This function publishes the
+weights, and the generators load them. The run repeats the steps after the checkpoint with the same rollouts as before
+(see survival.RecordedQueue). If the run has no checkpoint, the recovery also replaces the trainer and PPO's value model.
+The run then begins again from the initial weights, which its seed or hf_path gives.
 
 An error that is not caused by the death of an actor ends the run.
 """
@@ -55,7 +55,7 @@ async def _go_on(run: Run[Any], actors: Actors, train: Train) -> None:
 
 
 async def _pause(run: Run[Any], actors: Actors, death: Exception) -> None:
-    """Report the death, end the actors that the recovery replaces, and wait for a pause.
+    """Report the death, end the actors that the recovery replaces, and wait for some seconds.
 
     If the last hour had too many deaths, raises the error of the first of these deaths.
     """

@@ -99,8 +99,8 @@ async def start_frozen(run: Run[Any], *, has_begun: bool, is_saved: bool) -> Fro
     """Start a model that is never trained. It holds the policy with which a phase of the run begins.
 
     has_begun: True if the phase began before the run was resumed. False if the phase begins now.
-    is_saved: False if trainer and model both read the policy from hf_path. True if the folder `reference` of the run keeps the policy. The
-    model then reads the policy from this folder. If the phase begins now, the trainer's current weights are first saved there.
+    is_saved: False if the model reads the policy from hf_path, as the trainer did. True if the model reads the policy from the run's folder
+    `reference`. If the phase begins now, this function first saves the trainer's current weights in this folder.
     """
     model = run.spawn_reference()
     with run.log.setup("starting reference"):

@@ -115,8 +115,8 @@ def require_possible(config: TrainerConfig) -> None:
     capacity = row_capacity(config)
     if capacity < config.max_sequence_length:
         raise ValueError(
-            f"tokens_per_row={config.tokens_per_row}, rounded down to {capacity}, a multiple of {row_multiple(config)}, "
-            f"is below max_sequence_length={config.max_sequence_length}"
+            f"tokens_per_row={config.tokens_per_row}, rounded down to a multiple of {row_multiple(config)}, is {capacity}: less than "
+            f"max_sequence_length={config.max_sequence_length}"
         )
 
 

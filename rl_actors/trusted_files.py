@@ -45,7 +45,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _is_private(group: int, user: int) -> bool:
-    """True if the group is the user's private group: it has the user's name and no other member.
+    """True if the group is the user's private group: it has the same name as the user, and nobody else is a member.
 
     Many systems create a private group for each user, and by default let this group write the user's files.
     """

@@ -68,7 +68,9 @@ def test_a_refusal_names_the_numbers(made, message):
 
 def test_tokens_per_row_is_rounded_down_before_it_is_compared_with_the_longest_sample():
     made = TrainerConfig(model=ModelConfig(**SMALL), max_sequence_length=300, tokens_per_row=300)
-    with pytest.raises(ValueError, match="tokens_per_row=300, rounded down to 256, a multiple of 64, is below .*=300$"):
+    with pytest.raises(
+        ValueError, match="tokens_per_row=300, rounded down to a multiple of 64, is 256: less than .*=300$"
+    ):
         made.validate()
     made.tokens_per_row = 320
     made.validate()

@@ -59,7 +59,7 @@ def test_setup_says_why_it_replaces_an_environment_and_keeps_it_if_no_python_is_
         "move": moved,
         "copy": moved,
         "lock": lock,
-        "device": "it is for cpu and this is cuda",
+        "device": "it is for cpu and not for cuda",
         "python": "its Python does not exist any more",
         "unfinished": "this script did not finish it",
         "move and lock": f"{lock}, {moved}",
@@ -84,7 +84,9 @@ def test_setup_says_why_it_replaces_an_environment_and_keeps_it_if_no_python_is_
 
 def test_an_environment_with_packages_of_the_user_is_renamed_and_not_deleted(checkout):
     checkout.install("My_Tool-3.2")
-    checkout.lock.write_text("torch==2.1.0\n")  # Some_Package is in the old lock file, so the user has not installed it
+    checkout.lock.write_text(
+        "torch==2.1.0\n"
+    )  # Some_Package is in the old lock file, so it does not count as a package of the user
     failed = checkout.set_up()
     assert failed.returncode == 1 and "cannot install torch==2.1.0" in failed.stderr
     kept = [path for path in checkout.folder.glob(".venv-*") if path.is_dir()]

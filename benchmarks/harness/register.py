@@ -30,13 +30,13 @@ class TableRow:
     argument: str = ""
     line: str = ""  # the line's name; "" if the fields identify the line
     fields: dict[str, Any] = field(default_factory=dict)
-    # Like `fields`, but these fields describe the program that rl-actors is compared with. A row with `quotient_of` divides only tokens/s of
-    # rl-actors. So the search for the lines of its two rows ignores the `compared_fields` of these rows.
+    # Like `fields`, but these fields describe the program that rl-actors is compared with.
     compared_fields: dict[str, Any] = field(default_factory=dict)
     measured: Callable[[Line], str]  # makes the table's text about a line that harness.table.newest returned
     at_least: dict[str, float] = field(default_factory=dict)  # field of the line -> lowest value that meets the target
     at_most: dict[str, float] = field(default_factory=dict)  # field of the line -> highest value that meets the target
-    quotient_of: tuple[str, ...] = ()  # if this row is a quotient: the two rows whose tokens/s are divided
+    # If this row is a quotient: the two rows whose tokens/s of rl-actors are divided. The `compared_fields` of these two rows do not matter then.
+    quotient_of: tuple[str, ...] = ()
 
     @property
     def needs(self) -> str:
@@ -78,7 +78,8 @@ def plain(name: str) -> str:
 def _beside(line: Line) -> str:
     """The tokens/s of rl-actors and of the program that it is compared with: "98,287 beside 98,032 tokens/s".
 
-    The second figure has another field name in each benchmark. It is always the only field whose name ends in _tokens_per_second.
+    The first figure is the field tokens_per_second. The field of the second figure has one more word before this name, such as
+    engine_tokens_per_second.
     """
     (other,) = (value for name, value in line.items() if name.endswith("_tokens_per_second"))
     return f"{line['tokens_per_second']:,.0f} beside {other:,.0f} tokens/s"
@@ -128,9 +129,9 @@ def _grpo_step(line: Line) -> str:
 
 
 def _ppo_step(line: Line) -> str:
-    """Text with the seconds of the step, the sum of the seconds of the slowest device's parts, and the seconds of each part.
+    """Text with the seconds of a PPO step, the seconds of its slowest device, and the seconds of each part of the step.
 
-    Each part was timed by itself.
+    The seconds of a device are the sum of the parts that run on it. Each part was timed by itself.
     """
     busiest = max(line["of_devices"], key=line["of_devices"].__getitem__)
     parts = [f"step {line['seconds']:.3g} s{_busy_or_idle(line)} beside {line['slowest_seconds']:.3g} s of {busiest}"]
@@ -532,8 +533,8 @@ TABLE = {
     **{f"weights-{model}": _sync_row(model, limit) for model, limit in (("0_6b", 0.1), ("4b", 0.2), ("8b", 0.8))},
     **{f"weights-{model}-network": _network_row(model) for model in ("0_6b", "4b")},
     "ahead-cpu": TableRow(
-        what="a run whose rollouts are at most two versions ahead, compared with one whose rollouts wait for the trainer; "
-        "rewards take 1.5 s on average: the tiny model",
+        what="a run of the tiny model whose generator works ahead of the trainer by at most two versions, compared with a run whose "
+        "rollouts wait for the trainer; rewards take 1.5 s on average",
         num_gpus=0,
         command=("async_loop", "--staleness", "0", "2", "--steps", "60", "--seconds", "1.5"),
         line="staleness 2, rewards of 1.5 s",

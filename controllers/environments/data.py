@@ -214,7 +214,7 @@ def _require_kind(column: str, value: object, where: str, kinds: dict[str, tuple
     kind, first = kinds.setdefault(column, (type(value), where))
     if type(value) is not kind:
         raise ValueError(
-            f"{where}: column {column!r} holds {type(value).__name__} {value!r}, but {kind.__name__} at {first}"
+            f"{where}: column {column!r} holds {type(value).__name__} {value!r}, but it holds {kind.__name__} at {first}"
         )
 
 

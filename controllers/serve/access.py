@@ -34,7 +34,7 @@ WORK = frozenset(
     }
 )
 """Last parts of the paths of requests for work, such as sampling and training. Only the rate of these requests is
-limited. The SDK sends many of the other requests repeatedly, without a call of the user's program."""
+limited. The SDK sends many of the other requests by itself, again and again, so a limit would not concern the user's program."""
 KEY_LINE = re.compile(r"([A-Za-z0-9_.@-]+)\s+([0-9a-f]{64})")
 LONGEST_WAIT = 60.0  # largest number of seconds in the header Retry-After
 

@@ -1,7 +1,4 @@
-"""Tests DPO. Its loss is compared with a closed form in float64 and with autograd.
-
-Other tests check its pairs and wrong data.
-"""
+"""Tests DPO: its loss, compared with a closed form in float64 and with autograd; its pairs; and the errors for wrong data."""
 
 import json
 import math
@@ -154,7 +151,11 @@ WRONG = {
     "a missing prompt": ('{"chosen": "2", "rejected": "3"}', [], "pairs.jsonl:1 has no column 'prompt'"),
     "an empty file": ("", [], "pairs.jsonl has no rows"),
     "equal answers": (FEW + "\n" + line(rejected="2"), [], "pairs.jsonl:10: columns 'chosen' and 'rejected' both hold"),
-    "mixed types": (FEW + "\n" + line(rejected=3), [], "pairs.jsonl:10: column 'rejected' holds int 3, but str at"),
+    "mixed types": (
+        FEW + "\n" + line(rejected=3),
+        [],
+        "pairs.jsonl:10: column 'rejected' holds int 3, but it holds str at",
+    ),
     "a list": (FEW + "\n" + line(rejected=["3"]), [], "column 'rejected' holds \"['3']\", which is neither text nor"),
     "a long prompt": (FEW + "\n" + line(prompt="1+" * 50), [], "tokens, but trainer.max_sequence_length=64"),
     "a long rejected answer": (FEW + "\n" + line(prompt="7", rejected="9" * 99), [], "and the answer '999"),

@@ -358,7 +358,7 @@ def cut_off(tmp_path) -> str:
             "a.jsonl",
             '{"question": "1", "value": 1}\n{"question": "2", "value": "2"}',
             {},
-            "a.jsonl:2: column 'value' holds str '2', but int at .*a.jsonl:1",
+            "a.jsonl:2: column 'value' holds str '2', but it holds int at .*a.jsonl:1",
         ),
         (
             "a.jsonl",

@@ -396,8 +396,8 @@ def test_a_real_run_in_turns_has_the_numbers_of_one_side_by_side(tmp_path):
     moved = [record["offload/gigabytes"] for record in records["resumed"] if record["phase"] == "grpo"]
     assert min(moved) > 0
     for usual, turns in zip(records["usual"], records["resumed"], strict=True):
-        # With turns, the pull after a checkpoint comes later, so the metrics of the weights differ. The run with turns ended after two steps
-        # and was resumed. The last step of a run validates, so the two runs may validate after different steps.
+        # Two kinds of metrics may differ. A run with turns pulls later after a checkpoint, which changes the metrics weights/…. The run "turns"
+        # ended after two steps and so validated after its second step, as every run validates after its last step. The usual run may not.
         skipped = ("weights/", "validation/")
         assert {key: value for key, value in without_times([turns])[0].items() if not key.startswith(skipped)} == {
             key: value for key, value in without_times([usual])[0].items() if not key.startswith(skipped)

@@ -130,7 +130,7 @@ WRONG = {
         of("whole.parquet", "--environment.answer-column", "solution"),
         "whole.parquet, row 0 has no column 'solution'; it has prompt, answer",
     ),
-    "mixed types": (of("mixed.jsonl"), "mixed.jsonl:2: column 'answer' holds int 4, but str at mixed.jsonl:1"),
+    "mixed types": (of("mixed.jsonl"), "mixed.jsonl:2: column 'answer' holds int 4, but it holds str at mixed.jsonl:1"),
     "a list as an answer": (of("nested.jsonl"), "nested.jsonl:1: column 'answer' holds '[1]', which is neither"),
     "a row that is no object": (of("rows.jsonl"), "rows.jsonl:1 is '[1, 2]', not an object with columns"),
     "a line that is cut off": (of("broken.jsonl"), "broken.jsonl:3 is not JSON"),

@@ -33,7 +33,7 @@ REFUSED = [
     (layout(shard=2, expert=0), "experts", "expert_parallel_degree=0; it must be at least 1"),
     (layout(tensor=3), "experts", "moe_intermediate_size=32 is not divisible by parallelism.tensor_parallel_degree=3"),
     (layout(context=2, context_parallel_load_balancer="tail"), "tied", "load_balancer='tail'; it must be 'headtail'"),
-    (layout(context=3), "tied", "tokens_per_row=256, rounded down to 0, a multiple of 384, is below"),
+    (layout(context=3), "tied", "tokens_per_row=256, rounded down to a multiple of 384, is 0: less than"),
 ]
 
 

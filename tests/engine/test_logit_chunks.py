@@ -18,16 +18,17 @@ def record_chunks(engine) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("limit", "expected"),
+    ("limit", "expected"),  # for a microbatch of 2 rows of 64 positions
     [
         (1024, [128]),
         (128, [128]),
         (127, [64, 64]),
-        (50, [32, 32, 32, 32]),  # 3 chunks would be enough, but 3 does not divide the 64 positions of a row
+        # A chunk holds the same positions of both rows. Three chunks would be small enough, but 64, the length of a row, is not divisible by 3.
+        (50, [32, 32, 32, 32]),
     ],
 )
 def test_no_chunk_of_logits_has_more_positions_than_the_config_says(make_engine, limit, expected):
-    engine = make_engine(logprob_chunk_tokens=limit)  # 2 rows of 64 positions in a microbatch
+    engine = make_engine(logprob_chunk_tokens=limit)
     samples = ppo_samples([64, 64])
     sizes = record_chunks(engine)
     engine.forward(samples)

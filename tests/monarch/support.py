@@ -253,7 +253,7 @@ class TestTrainer(PolicyTrainer):
 
     @endpoint
     async def fail_puts(self, failing_rank: int | None) -> None:
-        """Make every put of the rank `failing_rank` fail half way from now on. None: puts work again."""
+        """From now on, let every put of the rank `failing_rank` fail when half of it is done. None: puts work again."""
         transport = self.publisher.transport
         inner = transport.inner if isinstance(transport, FailingTransport) else transport
         failing = None if failing_rank is None else FailingTransport(inner=inner, failing_rank=failing_rank)

@@ -27,7 +27,7 @@ PATH = "point_to_point"
 
 @pytest.fixture
 def made(monkeypatch):
-    """The member numbers (0 or 1) of all ends of communicators that have been made. A communicator has two ends."""
+    """The member numbers of the process groups that have been made. A communicator is two process groups, with the numbers 0 and 1."""
     PAIRS.end()
     members: list[int] = []
     make = GROUPS["gloo"]
