@@ -216,7 +216,7 @@ def _layout(line: Line) -> str:
     shares = {name: value for name, value in line.items() if name.endswith("_of_limit")}
     nearest = max(shares, key=lambda name: (shares[name], name))
     name = nearest.removesuffix("_of_limit")
-    return f"nearest to its limit is the difference of the {plain(name)}: {line[name]:.1e}, {shares[nearest]:.0%} of the limit"
+    return f"the difference of the {plain(name)} is nearest to its limit: {line[name]:.1e}, {shares[nearest]:.0%} of the limit"
 
 
 def _float8(line: Line) -> str:
@@ -341,7 +341,7 @@ def _grpo_row(model: str, num_gpus: int, *arguments: str) -> TableRow:
 
 def _ppo_row(config: str, model: str, num_gpus: int, *arguments: str) -> TableRow:
     return TableRow(
-        what=f"the time of a PPO step beside the time of its slowest device (the sum of that device's parts, each timed alone): {_model(model)}",
+        what=f"the time of a PPO step beside the total time of the step's parts on the slowest device, each part timed alone: {_model(model)}",
         num_gpus=num_gpus,
         command=("ppo_step", "--config", config, *arguments),
         line=config,
@@ -398,7 +398,7 @@ def _offload_row(model: str) -> TableRow:
 
 def _packing_row(num_gpus: int, *arguments: str) -> TableRow:
     return TableRow(
-        what="training with samples packed into rows beside samples that are each padded to 4,096 tokens",
+        what="training on samples that are packed into rows, beside training on samples that are each padded to 4,096 tokens",
         num_gpus=num_gpus,
         command=("packing", *arguments),
         line="packed",
@@ -409,7 +409,7 @@ def _packing_row(num_gpus: int, *arguments: str) -> TableRow:
 
 def _agreement_row(model: str, num_gpus: int) -> TableRow:
     return TableRow(
-        what=f"differences between the generator's and the trainer's logprobs in bfloat16, the largest of all steps: {_model(model)}",
+        what=f"differences between the generator's and the trainer's logprobs in bfloat16, each difference from its worst step: {_model(model)}",
         num_gpus=num_gpus,
         command=("logprob_agreement", "--model", model),
         line=f"{model} worst of all steps",
@@ -433,7 +433,7 @@ def _run_row(config: str, num_gpus: int) -> TableRow:
 
 def _recovery_row(config: str, num_gpus: int) -> TableRow:
     return TableRow(
-        what=f"seconds from the kill -9 of one process of a run of `--config {config}` to the next step of the run",
+        what=f"seconds from the kill -9 of one process to the run's next step, with `--config {config}`",
         num_gpus=num_gpus,
         command=("recovery", config),
         line=config,
@@ -479,7 +479,7 @@ def _serve_rows(model: str = "") -> dict[str, TableRow]:
     rows = {}
     for name, (line, part, limits) in lines.items():
         rows[f"serve-{name}-{suffix}"] = TableRow(
-            what=f"the Tinker server, {prefix}{line}: the SDK beside the clients of the actors",
+            what=f"calls through the Tinker SDK and the server, beside calls through the actors' clients; {prefix}{line}",
             num_gpus=1 if model else 0,
             command=("serve_overhead", "--model", model) if model else ("serve_overhead",),
             argument=part,
