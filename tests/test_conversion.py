@@ -1,6 +1,6 @@
 """Tests of merge_outputs, which merges the outputs of all ranks into one output.
 
-The result has the order of the samples.
+In the merged output the samples have the order in which the caller passed them.
 """
 
 import pytest
@@ -33,6 +33,6 @@ def test_a_sample_that_two_ranks_report_is_an_error_that_names_sample_and_ranks(
         merge_outputs(3, outputs)
 
 
-def test_a_sample_that_one_rank_reports_twice_is_an_error_that_names_it():
+def test_a_sample_that_one_rank_reports_twice_is_an_error_that_names_sample_and_rank():
     with pytest.raises(ValueError, match="sample 0 is reported twice: by rank 2 and by rank 2"):
         merge_outputs(1, [output_of(2, [0, 0], [-1.0, -2.0])])

@@ -46,8 +46,8 @@ def prometheus(server: Server, counts: Counts) -> str:
 def page_data(server: Server, owner: str) -> dict[str, Any]:
     """The data of the status page: the model, the queue, speeds, weights and training runs.
 
-    owner: the owner of an API key. The requests in the queue, the weights and the runs are those of this owner. The
-    base model's weights are listed for every owner.
+    owner: the owner of an API key. The page lists only this owner's waiting requests, weights and runs, with one
+    exception: it lists the base model's weights for every owner.
     """
     runs = []
     for run in server.store.runs(owner, MOST_ROWS, 0):
