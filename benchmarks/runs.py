@@ -65,7 +65,8 @@ def flags(name: str, weights: Path, folder: Path) -> list[str]:
 def figures(first: dict[str, Any], updates: list[dict[str, Any]]) -> dict[str, Any]:
     """Figures of a run. first: the record of its first step. updates: the records of its GRPO steps.
 
-    Each difference is the largest over all updates. Each time of a GRPO step is the shortest over all updates.
+    The differences and the KL divergence are the largest values of all updates. The times of generating, training and
+    syncing are the shortest times of all updates.
     """
     differences = {
         "difference_mean": "logprob_diff/mean",

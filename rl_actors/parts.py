@@ -11,10 +11,13 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMove:
-    """Bytes that moved from the device to the host, or back."""
+    """Bytes that moved from the device to the host, or back.
 
-    num_bytes: int = 0  # over all ranks; in TrainerInfo and from TrainEngine, of one rank
-    seconds: float = 0.0  # of the slowest rank; in TrainerInfo and from TrainEngine, of one rank
+    A client returns one HostMove for all ranks together. But a HostMove in TrainerInfo, or from TrainEngine, describes only one rank.
+    """
+
+    num_bytes: int = 0  # the sum over the ranks
+    seconds: float = 0.0  # of the slowest rank
     buffer_seconds: float = 0.0  # part of `seconds`, for allocating host memory; later offloads reuse it
 
     @property
@@ -32,7 +35,7 @@ class HostMove:
         )
 
     def since(self, earlier: "HostMove") -> "HostMove":
-        """The difference between this total and an earlier total: the moves since then."""
+        """The sum of the moves after `earlier`. This HostMove and `earlier` are both sums of all moves up to a moment."""
         return HostMove(
             num_bytes=self.num_bytes - earlier.num_bytes,
             seconds=self.seconds - earlier.seconds,

@@ -50,7 +50,7 @@ def test_words_before_an_abrupt_end_are_kept(tmp_path):
     assert log.read_text() == "last words\n"
 
 
-def test_terminal_writes_to_the_earlier_stdout_and_restore_brings_it_back(tmp_path):
+def test_terminal_is_a_stream_to_the_earlier_stdout_and_the_end_of_the_block_restores_stdout(tmp_path):
     log = tmp_path / "controller.log"
     code = """
 print("before")

@@ -51,8 +51,8 @@ async def start_server(config: ServeConfig, folder: Path) -> Server:
     client = GeneratorClient.spawn(config.generator, transport=versions)
 
     def spawn(trainer: TrainerConfig) -> Trainer:
-        # The trainer of a server never pushes weights, so it needs no transport. Without this argument its client would
-        # open a default one.
+        # The trainer of a server never pushes weights, so it needs no transport. But without the argument
+        # `transport` the TrainerClient would open a default transport.
         return TrainerClient.spawn(trainer, transport=versions)
 
     try:

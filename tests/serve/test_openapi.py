@@ -1,8 +1,8 @@
 """Sends random requests to the Tinker server, behind which real actors run.
 
-schemathesis makes most requests from the server's own OpenAPI document. Other requests have changed protobuf bodies. No
-request may cause a server error, and afterwards the actors must still train and sample. The tests need the package
-schemathesis, which `.venv-cookbook` has.
+schemathesis makes most requests from the server's own OpenAPI document. The other requests have protobuf
+bodies in which some bytes were changed at random. No request may cause a server error, and afterwards the actors must
+still train and sample. The tests need the package schemathesis, which `.venv-cookbook` has.
 """
 
 import random
@@ -142,7 +142,7 @@ def test_generated_requests_to_every_route_cause_no_server_error(server, target)
 
 
 PARTS = {"method", "url", "params", "json", "content", "headers", "cookies"}
-"""The arguments of a request by schemathesis that httpx.request has under the same names."""
+"""Names of the arguments that `as_transport_kwargs` of schemathesis returns and that httpx.request takes."""
 
 
 def test_changed_protobuf_bodies_leave_the_actors_alive(server, target):
