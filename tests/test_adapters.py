@@ -152,7 +152,7 @@ def test_without_max_adapters_no_adapter_can_be_loaded(monkeypatch, tmp_path):
         ),
     ],
 )
-def test_limits_of_adapters_that_are_not_possible_are_refused(fields, message):
+def test_impossible_limits_of_adapters_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         check_config(GeneratorConfig(**fields))
 

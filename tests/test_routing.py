@@ -13,7 +13,7 @@ def test_prompts_go_to_the_least_loaded_replica():
     assert router.loads == [8, 8, 8]
 
 
-def test_a_prompt_goes_to_the_replica_that_got_it_or_its_earlier_turn_before():
+def test_a_prompt_goes_to_the_replica_that_got_the_same_prompt_or_an_earlier_turn():
     router = Router(2)
     router.assign([1, 2], 1, BOTH)
     assert router.assign([1, 2, 3, 4], 1, BOTH) == 0  # the next turn of an episode

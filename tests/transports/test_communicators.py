@@ -27,7 +27,10 @@ PATH = "point_to_point"
 
 @pytest.fixture
 def made(monkeypatch):
-    """The member numbers of the process groups that have been made. A communicator is two process groups, with the numbers 0 and 1."""
+    """A list with a number for each end of a communicator that has been made: 0 for the trainer's end, 1 for the reader's end.
+
+    In these tests both ends are in this process, so every communicator adds 0 and 1 to the list.
+    """
     PAIRS.end()
     members: list[int] = []
     make = GROUPS["gloo"]
@@ -145,7 +148,7 @@ def silent_pair():
     there.close()
 
 
-def test_a_call_that_waits_without_a_limit_ends_at_the_callers_deadline_and_is_aborted(silent_pair):
+def test_run_raises_at_the_deadline_and_end_aborts_a_call_that_waits_without_a_limit(silent_pair):
     left = Left()
     pair, _ = silent_pair
     group = pair.group
@@ -170,7 +173,7 @@ def test_a_call_that_waits_without_a_limit_ends_when_the_other_process_does(sile
         pair.run(time.monotonic() + GUARD, pair.receive, torch.zeros(3, dtype=torch.uint8))
 
 
-def test_a_call_that_cannot_write_to_the_other_process_says_that_it_has_ended(silent_pair):
+def test_a_failed_write_to_the_other_process_says_that_the_other_process_closed_the_connection(silent_pair):
     pair, other = silent_pair
     other.close()
     with pytest.raises(ConnectionError, match="the other process closed the connection"):

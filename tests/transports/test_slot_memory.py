@@ -1,8 +1,9 @@
 """Tests of the memory that a push and a pull of weights need.
 
 A slot is the memory of one rank for its shards of one version. The slots hold two versions. A writer needs no other
-memory. A reader of shared memory also needs memory for one tensor at a time. A reader that receives a version from a
-server has its own memory for this version, and no second copy of the received pieces.
+memory. A reader joins the shards of a tensor, so it needs memory for one tensor at a time. A reader of shared memory
+maps the slots and needs no other memory. A reader that receives a version from a server also needs memory for this
+version, but not for a second copy of it.
 """
 
 import os
