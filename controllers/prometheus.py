@@ -11,8 +11,8 @@ logger = logging.getLogger(__name__)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 REQUEST_TIMEOUT = 10.0
-"""Largest number of seconds for which a program may pause while it sends its request. The program then has the same
-number of seconds to take the whole answer."""
+"""Largest number of seconds for which a reader of the metrics may pause while it sends its request. The reader then has
+the same number of seconds to take the whole answer."""
 
 Labels = tuple[tuple[str, str], ...]
 """(name, value) of each label of a number."""

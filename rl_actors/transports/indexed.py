@@ -74,8 +74,9 @@ class IndexedTransport(Transport):
     def _needs_server(self, slot: Slot) -> bool:
         """True if a reader may need a server.
 
-        A reader needs a server if the config chooses the path tcp or point_to_point, if the reader is on another host,
-        or if the reader cannot open the GPU memory of the slot.
+        With the path tcp or point_to_point every reader needs a server. Readers on other hosts need a server, too. They
+        are possible only if weights.address is set. With the path auto, a reader that cannot open the GPU memory of the
+        slot needs a server.
         """
         return (
             self.weights.path in ("tcp", "point_to_point")

@@ -32,10 +32,11 @@ def choose(num_bytes: int, *, weights_on_gpu: bool, path: WeightsPath, room: int
     If the weights are on a CPU, the slots are in the host's memory, which is not pinned. If the weights are on a GPU and the path is
     shared_memory or tcp, the slots are in pinned memory of the host. With every other path the choice is the first of these three that fits: two
     slots on the GPU, one slot on the GPU, two slots in pinned memory of the host.
-    With the paths auto and point_to_point, readers on other hosts can read a slot on the GPU, too. NCCL sends the bytes from the GPU. gloo and
-    TCP send them in pieces through the host's memory.
+    The path cuda_ipc is an exception, because its slots must be on the GPU. With cuda_ipc, raises ValueError if the weights are on a CPU or no
+    slot fits on the GPU.
+    The paths auto and point_to_point may serve readers on other hosts. The slots can be on the GPU even then: NCCL sends the bytes from the
+    GPU, and gloo and TCP send them in pieces through the host's memory.
     num_bytes: size of one slot. room: bytes of the GPU that training leaves free.
-    With the path cuda_ipc, raises ValueError if the weights are on a CPU or no slot fits on the GPU.
     """
     if not weights_on_gpu:
         if path == "cuda_ipc":
@@ -57,6 +58,7 @@ def room_for_slots(free: int, held_by_torch: int, training: int) -> int:
     """Bytes of a GPU that training leaves free.
 
     free: bytes that no process holds now. held_by_torch: bytes that torch holds in this process. training: an estimate of the bytes that
-    training will hold at its peak. The peak may still be ahead.
+    training will hold at its peak, which may still be ahead. The bytes that torch holds now are taken to be part of this estimate, so they
+    are added to free.
     """
     return free + held_by_torch - int(MARGIN * training)

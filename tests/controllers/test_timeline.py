@@ -69,7 +69,7 @@ def test_a_timer_and_the_calls_of_the_generator_fill_one_timeline(clock):
     }
 
 
-def test_the_chart_shows_the_step_of_median_length_of_the_later_half():
+def test_of_the_later_half_of_the_steps_the_chart_shows_the_one_with_the_median_duration():
     lines = []
     for step, seconds in enumerate((50.0, 60.0, 3.0, 9.0, 5.0), start=1):
         lines.append({"step": step, "seconds": seconds, "spans": [["trainer", "train", 0.0, seconds]]})

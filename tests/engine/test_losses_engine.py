@@ -234,7 +234,7 @@ def without_some_targets(samples: list[Sample], *, weight: float) -> list[Sample
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_padded_targets_count_in_no_loss_and_no_metric_whatever_their_weights(make_engine, model, everything, name):
+def test_ignored_targets_count_in_no_loss_and_no_metric_whatever_their_weights(make_engine, model, everything, name):
     loss, closed_form = LOSSES[name]
     top_k = "top-K" in name
     weighted = with_columns_of(loss, without_some_targets(everything, weight=1.0), top_k=top_k)
@@ -251,7 +251,9 @@ def test_padded_targets_count_in_no_loss_and_no_metric_whatever_their_weights(ma
 
 
 @pytest.mark.parametrize("name", ["gspo", "ppo with everything", "reinforce with entropy", "cross_entropy top-K"])
-def test_packing_chunks_and_splits_do_not_change_a_loss_of_whole_samples(make_engine, everything, name):
+def test_a_loss_depends_neither_on_packing_nor_on_the_chunk_size_nor_on_the_number_of_calls(
+    make_engine, everything, name
+):
     loss = LOSSES[name][0]
     samples = with_columns_of(loss, everything, top_k="top-K" in name)
     packed = make_engine(tokens_per_row=128, rows_per_microbatch=2, logprob_chunk_tokens=24)
@@ -307,7 +309,7 @@ def test_a_gradient_computed_by_the_caller_is_that_of_the_built_in_loss(make_eng
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo"])
-def test_padded_targets_count_in_no_loss_of_the_caller(make_engine, model, everything, name):
+def test_ignored_targets_count_in_no_loss_that_the_caller_computes(make_engine, model, everything, name):
     closed_form = LOSSES[name][1]
     samples = without_some_targets(everything, weight=1.0)
     total, expected = reference_loss(model, samples, closed_form)
@@ -329,7 +331,7 @@ def logprobs_and_entropy(logprobs_BL, *, loss_weights, entropy):
     return -(loss_weights * (logprobs_BL + entropy)).sum(), {}
 
 
-def test_a_loss_by_module_and_name_may_read_the_entropy_and_the_engine_reports_the_loss_sum(make_engine, model):
+def test_a_loss_given_by_module_and_name_may_read_the_entropy_and_the_engine_reports_the_loss_sum(make_engine, model):
     samples = random_samples(LENGTHS)
     output = make_engine().forward_backward(samples, f"{__name__}:logprobs_and_entropy")
     expected = 0.0
@@ -341,7 +343,7 @@ def test_a_loss_by_module_and_name_may_read_the_entropy_and_the_engine_reports_t
     assert "entropy" in output.values
 
 
-def test_a_whole_sequence_loss_gets_one_sample_in_each_row_and_zeros_after_its_end():
+def test_a_whole_sequence_loss_gets_one_sample_in_each_row_and_zeros_after_the_sample():
     samples = [Sample.from_tokens([1] * 2, [2] * n, advantages=[float(i + 1) for i in range(n)]) for n in (2, 1, 3)]
     microbatch = Microbatch(rows=((2, 1), (0,)), row_length=7)
     batch = make_batch(samples, microbatch, ["advantages"])

@@ -14,7 +14,7 @@ LONG = 600.0
 
 @dataclass
 class FakeModel:
-    """Stands for the service's own client of a trainer with two ranks.
+    """Stands for the client with which the service calls its trainer. The trainer has two ranks.
 
     It records the calls. While `gate` is not set, calls wait.
     """
@@ -87,7 +87,7 @@ def test_a_step_of_one_client_ends_before_the_step_of_another_begins():
     assert trained == {name: [0, 1, 2] for name in "abc"}
 
 
-def test_the_step_of_a_client_that_ends_is_discarded_and_the_next_begins():
+def test_if_a_client_ends_its_step_is_discarded_and_the_step_of_another_client_begins():
     async def main():
         model, service = await open_service()
         dying, other = service.attach("dying", "trainer"), service.attach("other", "trainer")
