@@ -101,7 +101,7 @@ class TrainerLimits:
 class GeneratorLimits:
     max_model_len: int  # largest number of tokens of a prompt and its completion together
     vocab_size: int
-    max_adapters: int  # number of adapters that the requests of one step may use; 0: no adapter can be loaded
+    max_adapters: int  # number of adapters that the requests in one step of vLLM may use; 0: no adapter can be loaded
     max_adapter_rank: int
 
     def check_adapter(self, directory: Path) -> None:

@@ -3,7 +3,8 @@
 An option is not a loss. PolicyLoss in policy.py has the whole formula. w_i is the loss weight of position i. A position is trained if its
 w_i is not 0.
 
-Letters of shapes: B rows of a batch, L positions in a row. At level "sequence" a row is one sample.
+Letters of shapes: B rows of a batch, L positions in a row. A correction with level="sequence" takes a mean over each row. The rows then have
+one sample each. With level="token" a row may have several samples.
 """
 
 import math
@@ -73,8 +74,8 @@ class IcePop:
 
     q_i is the probability of the token in the trainer divided by its probability in the generator. At level "sequence"
     q_i is the geometric mean of these ratios over the trained positions of the sample. With reweights=True the
-    objective inside the bounds is multiplied by q_i, as in the paper (Ling team, "Every step evolves", arXiv
-    2510.18855).
+    objective of a position whose q_i is inside the bounds is multiplied by q_i, as in the paper (Ling team, "Every step
+    evolves", arXiv 2510.18855).
     """
 
     low: float = 0.5

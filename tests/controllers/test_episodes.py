@@ -228,7 +228,9 @@ def test_an_episode_that_fails_again_and_again_is_an_error_with_its_last_failure
         ([], "?" * 59, r"gave 59 tokens; .* leave room for a turn of max_tokens=6 tokens in an episode of at most 64"),
     ],
 )
-def test_a_wrong_answer_of_an_episode_is_named_and_not_asked_for_again(characters, replies, beginning, message):
+def test_an_invalid_result_of_reset_or_step_is_named_and_the_episode_is_not_played_again(
+    characters, replies, beginning, message
+):
     environment = Echo(replies, beginning=beginning)
     with pytest.raises(EpisodeError, match=message):
         play(environment, turns([2, 1]), characters)
@@ -283,7 +285,7 @@ def queue_of(generator, tokenizer, environment=None, *, pending=(), cursor=0, **
 
 
 def drawn(generator, tokenizer, num_steps: int, **options) -> list[dict]:
-    """The records of the groups of some steps."""
+    """The records of all groups of the first `num_steps` steps."""
 
     async def scenario() -> list[dict]:
         async with queue_of(generator, tokenizer, **options) as queue:
@@ -331,7 +333,7 @@ def test_a_slow_tool_holds_only_its_own_episode(characters):
     asyncio.run(scenario())
 
 
-def test_after_an_error_of_the_generator_a_problem_gets_fresh_episodes_and_none_is_lost(characters):
+def test_after_an_error_of_the_generator_a_problem_gets_fresh_episodes_and_no_problem_is_lost(characters):
     undisturbed = drawn(TalkingGenerator(some_digit), characters, 2)
     generator = TalkingGenerator(some_digit, failures=1)
     assert drawn(generator, characters, 2) == undisturbed
@@ -369,7 +371,7 @@ def test_leaving_the_queue_ends_the_calls_of_its_episodes(characters):
     asyncio.run(scenario())
 
 
-def test_a_wrong_episode_ends_the_run_with_its_error(characters):
+def test_an_invalid_result_of_step_ends_the_run_with_its_error(characters):
     with pytest.raises(EpisodeError, match="returned None; it must be a Reply"):
         drawn(TalkingGenerator(some_digit), characters, 1, environment=Echo([None]))
 
@@ -441,7 +443,8 @@ def test_a_demonstration_is_trained_turn_by_turn_with_the_tokens_that_end_turns(
     environment = Products(seed=0, num_held_out=100)
     problems = [environment.problem(index) for index in range(300)]
     asks = [problem for problem in problems if len(environment.demonstration(problem)) == 2]
-    assert 60 < len(asks) < 140  # a third of all; the other demonstrations only guess a number
+    # A third of the demonstrations have two turns, and ask the calculator in the first. The others only guess a number.
+    assert 60 < len(asks) < 140
     problem = asks[0]
     sample = asyncio.run(player.demonstrate(environment, problem))
     trained = sample.targets[sample.columns["loss_weights"] != 0].tolist()

@@ -219,7 +219,7 @@ def test_a_trace_holds_whole_steps_and_is_written_after_the_last(make_engine, tm
     assert {"aten::mm", "aten::_fused_adamw_"} <= names
 
 
-def test_a_trace_of_no_steps_or_during_another_is_refused(make_engine, tmp_path):
+def test_a_trace_of_no_steps_and_a_trace_during_another_trace_are_refused(make_engine, tmp_path):
     engine = make_engine()
     with pytest.raises(ValueError, match="steps=0; it must be an integer of at least 1"):
         engine.profile(str(tmp_path), steps=0)
