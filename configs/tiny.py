@@ -112,13 +112,15 @@ def addition(digits: int) -> Task:
     term = r"\d" * digits
     return {
         "alphabet": "0123456789+-=.",
-        # The longest answer has digits + 1 tokens. A shorter answer is followed by the token that ends the text.
+        # A sum has at most digits + 1 digits. Sampling stops after a sum of this length. After a shorter sum the model has to sample the
+        # token that ends the text.
         "max_tokens": digits + 1,
         "environment": EnvironmentConfig(
             task="basic_arithmetic",
             options=options,
             prompt="{expression}=",
             remove_whitespace=True,
-            prompt_pattern=rf"{term}\+{term}=",  # needed because the task also draws terms with fewer or more digits
+            # basic_arithmetic draws terms from 0 to 10**digits, so some have fewer or more digits. The pattern leaves their problems out.
+            prompt_pattern=rf"{term}\+{term}=",
         ),
     }

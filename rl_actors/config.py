@@ -16,8 +16,8 @@ MAX_VLLM_RANK = 512
 """Largest rank of an adapter in vLLM 0.32."""
 
 DEGREES = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel")
-"""The kinds of parallelism that need more processes. The product of their degrees is the number of processes. Expert parallelism is not in
-the list, because it uses the ranks of other kinds."""
+"""The number of processes is the product of the degrees of these kinds of parallelism. Expert parallelism is not in the list, because it
+uses the ranks of other kinds."""
 
 PackingPolicy = Literal["packed", "token_budget", "fixed"]
 HeadName = Literal["logprobs", "values"]
@@ -152,8 +152,9 @@ class TrainerConfig:
     """Attention kernel on a GPU: torch's flex attention, or FlashAttention 4 in bfloat16 (the package flash-attn-4, for Hopper and
     Blackwell). On a CPU this field has no effect, because there is only one kernel."""
     activation_checkpointing: Literal["none", "products", "selective", "full"] = "none"
-    """Activations that the forward pass does not store and the backward pass recomputes. products: everything except attention and matrix
-    products. selective: also every second matrix product. full: whole blocks."""
+    """Activations that the forward pass stores. The backward pass recomputes the others. none: everything is stored, so nothing is
+    recomputed. products: a block stores its input and the results of attention and of matrix products. selective: a block stores its
+    input and the results of attention and of every second matrix product. full: a block stores only its input."""
     compile: CompileConfig = field(default_factory=CompileConfig)
     """torch.compile of the blocks, if it is enabled and "model" is among its components."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -199,7 +200,7 @@ class TrainerConfig:
     setup_timeout: float = 300.0
     """Seconds in which the model must be built and loaded."""
     call_timeout: float = 600.0
-    """Seconds in which every other call must answer."""
+    """Seconds in which every call after the setup must answer."""
     collective_timeout: float = 300.0
     """Seconds that a rank waits for another rank in a collective, with gloo and with NCCL. If a rank has to wait longer, the trainer counts
     as dead. The value should be below call_timeout. Sometimes one rank works while the other ranks wait, for example when it writes an
@@ -299,9 +300,10 @@ class RestartPolicy:
     """Rules for actors that die: after how long a silent actor counts as dead, how often an actor is started again, and after which pauses."""
 
     max_per_hour: int = 10
-    """Largest number of restarts of an actor in an hour. If the actor dies once more in that hour, it is not started again. A generator that
-    has never been ready is started again at most twice. When a client has no generator left, every call raises the error of one
-    death: the first death of the generator with index 0 in the hour before its last death. 0: the actor is never started again."""
+    """Largest number of restarts of an actor in an hour. If the actor dies once more in that hour, it is not started again.
+    It then counts as failed, with the error of its first death in that hour. A generator that has never been ready is started again at
+    most twice. When all generators of a client have failed, every call raises the error of the generator with index 0. 0: the actor is
+    never started again."""
     backoff: float = 1.0
     """Seconds between the second death of an hour and the restart after it. The pause doubles with every further death, up to a minute.
     After the first death there is no pause."""
@@ -355,9 +357,8 @@ class GeneratorConfig:
     hf_path: str = ""
     """Hugging Face directory of config.json and weights. Empty: the weights come with the first pull."""
     max_adapters: int = 0
-    """Number of adapters of `load_adapter` that the requests of one step of the engine may use. Any number can be loaded. If
-    more than max_adapters are loaded, vLLM moves adapters into and out of the device's memory, and a request waits until its adapter is
-    there. 0: no adapters can be loaded."""
+    """Largest number of different adapters that the requests of one step of the engine may use. `load_adapter` may load more. vLLM
+    then moves adapters into and out of the device's memory, and a request waits until its adapter is there. 0: no adapters can be loaded."""
     max_adapter_rank: int = 32
     """Largest rank of an adapter of `load_adapter`. vLLM computes with every adapter as if it had this rank."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -402,7 +403,7 @@ class GeneratorConfig:
     setup_timeout: float = 300.0
     """Seconds in which the engine must start."""
     call_timeout: float = 600.0
-    """Seconds in which every other call must answer. A `generate` answers prompt by prompt, and each prompt has this time."""
+    """Seconds in which every call after the setup must answer. A `generate` answers prompt by prompt, and each prompt has this time."""
     restarts: Annotated[RestartPolicy, tyro.conf.Suppress] = field(default_factory=RestartPolicy)
     """Rules for the restarts of every generator that the client has spawned. In a run the config field `survival` sets them."""
 

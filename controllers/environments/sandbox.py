@@ -46,8 +46,8 @@ runpy.run_path(program, run_name="__main__")
 sys.exit(passed)
 """
 PASSED_STATUSES = range(100, 256)
-"""Exit statuses that Python does not use for errors. For each program one of them is drawn. The process exits with this
-status if the program's tests have passed."""
+"""Exit statuses that an uncaught error in Python does not give. For each program one of them is drawn. The process
+exits with this status if the program's tests have passed."""
 
 
 @dataclass(kw_only=True)

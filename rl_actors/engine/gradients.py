@@ -103,7 +103,7 @@ def _squared(layout: Layout, norms: Sequence[Tensor]) -> Tensor:
     same value.
     """
     # The float32 norms are squared in float64. In float32 a square could overflow, and rounding would make the sum
-    # depend more on the order in which the ranks are added.
+    # depend more on the order in which the squares of the ranks are added.
     total = torch.stack(list(norms)).double().square().sum()
     if layout is not None:
         mesh, placements = layout

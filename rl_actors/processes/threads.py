@@ -34,8 +34,8 @@ def choose_kernels() -> None:
 
     MKL's vector functions choose their kernel at their first call. If several threads make this first call at the same
     time, they may get a kernel of low accuracy. PyTorch 2.13 splits the first large cos or exp of a process among
-    threads. As a result, one process in fifty had a rotary embedding with errors of 1.5e-4 from its start to its end
-    (pytorch/pytorch issue 188792).
+    threads. As a result, one process in fifty computed the table of its rotary embedding with errors of 1.5e-4, and
+    used this table until the process ended (pytorch/pytorch issue 188792).
     """
     for dtype in (torch.float32, torch.float64):
         one = torch.ones(1, dtype=dtype)

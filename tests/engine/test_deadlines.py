@@ -52,7 +52,7 @@ def hang_in_a_step(parallelism: dict[str, Any], folder: Path) -> tuple[dict[str,
     if dist.get_rank() < dist.get_world_size() - 1:
         assert deadlines.late(failure.value)
         (folder / str(dist.get_rank())).touch()
-    # If this process ended now, the ranks that wait for it would get another error.
+    # If this process ended now, the ranks that still wait for it would get the error of a closed connection before their deadline.
     wait_for_reports(folder)
     return of_groups, "".join(traceback.format_exception(failure.value)), seconds
 
