@@ -19,7 +19,7 @@ from controllers.schedules import ScheduleConfig
 def tiny_ppo_game() -> PPOConfig:
     """PPO on the guessing game of tiny_game, from random weights.
 
-    Each problem has one episode. Each turn has one value, because a turn's guess is one token.
+    Each problem has one episode. The critic gives one value for each turn, because a turn's guess is one token.
     """
     return _with_critic(tiny_game())
 

@@ -108,7 +108,7 @@ class Products:
     def demonstration(self, problem: Problem) -> Sequence[str]:
         """Completions for the supervised phase before RL. One third of the demonstrations ask the calculator and then repeat its answer.
 
-        The other demonstrations guess a number from 1000 to 1999 in their first completion. So the demonstrations show the form of a completion,
+        The other demonstrations have only one completion: a guess from 1000 to 1999. So the demonstrations show the form of a completion,
         but not that asking the calculator is better. After the supervised phase a greedy policy guesses. The rewards then teach it to ask.
         """
         draw = Random(f"{self.seed}/{problem.prompt}")

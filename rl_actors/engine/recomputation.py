@@ -1,7 +1,7 @@
 """Activation checkpointing: some activations of a transformer block are not stored, and the backward pass recomputes them.
 
 A policy says which activations are stored. torchtitan has several policies. This module adds `KeepProducts`, which recomputes no matrix
-product.
+product of a dense model.
 """
 
 from dataclasses import dataclass
@@ -14,9 +14,10 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 
 
 class KeepProducts(SelectiveAC):
-    """Stores the result of every matrix product, so that the backward pass recomputes no matrix product.
+    """Stores the result of every matrix product, so that the backward pass recomputes no matrix product. The products of experts are an
+    exception. They are recomputed, because their operator is not among the results of get_save_ops.
 
-    torchtitan's SelectiveAC recomputes every second matrix product. In float8 it also recomputes the casts of the inputs of these products.
+    torchtitan's SelectiveAC recomputes every second matrix product. In float8 it also casts the inputs of the recomputed products again.
     """
 
     @dataclass(kw_only=True, slots=True)

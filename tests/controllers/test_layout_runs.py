@@ -27,7 +27,7 @@ LAYOUTS = {
 COMPARED = ("loss", "grad_norm", "entropy", "ratio/mean", "kl/policy_generator", "logprob_diff/mean")
 # Tolerances of the first step, of later steps, and of the gradient norm in later steps. They are relative for values above 1 and absolute for
 # smaller values. The runs differ only by rounding errors. Training amplifies these errors. Adam divides a gradient by the root of its second
-# moment, so an error in a tiny gradient becomes large. A step of the run amplifies errors six times, because the step has six optimizer steps.
+# moment, so an error in a tiny gradient becomes large. A GRPO step has six optimizer steps, and each of them amplifies the errors again.
 FIRST, LATER, LATER_GRAD_NORM = 2e-6, 5e-4, 2e-3
 
 
@@ -96,7 +96,8 @@ def test_a_run_under_another_layout_follows_the_run_of_one_process(tmp_path, mon
     assert len(expected) == NUM_STEPS and sum(record["updates"] for record in expected) == 6 * NUM_STEPS
     monkeypatch.setattr(rl_actors, "GeneratorClient", ReplayingGenerator, raising=False)
     for name, degrees in {"one again": {}, **LAYOUTS}.items():
-        # The first two answers are those of the validations before and after the supervised phase.
+        # The first two answers are those of the validations before and after the supervised phase. A resumed run starts after both
+        # validations, so it does not ask for these answers.
         recording = list(answers[2:])
         monkeypatch.setattr(ReplayingGenerator, "recording", recording, raising=False)
         found = resumed(tmp_path / "one", tmp_path / name, **degrees)

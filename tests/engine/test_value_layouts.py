@@ -26,8 +26,8 @@ STEP = OptimParams(learning_rate=1e-2, eps=1e-2, grad_divisor=100.0, grad_clip_n
 WITH_VALUES = {"tied", "experts", "balanced experts", "four blocks", "Llama"}
 """Models of the layout table that these tests use.
 
-A model with adapters cannot have values. "untied" is left out, because a value head is never tied. So the tests of
-"untied" would repeat those of "tied".
+Models with adapters are left out, because they cannot have values. "untied" is left out, because a value head is never
+tied. With such a head "tied" and "untied" are the same model.
 """
 TABLE = [row for row in LAYOUTS if row[-1] in WITH_VALUES]
 QUICK = {("FSDP2", "tied"), ("TP2", "tied")}

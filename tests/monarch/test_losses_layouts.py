@@ -34,7 +34,7 @@ WIDE = GSPO(ratio_low=0.5, ratio_high=2.0)
 
 
 def with_columns(samples: list[Sample], **makers) -> list[Sample]:
-    """Copies of the samples with more columns. makers: for each column a function of (generator, number of positions) that makes it."""
+    """Copies of the samples with more columns. makers: for each new column a function that makes it from (random generator, number of positions)."""
     draw = torch.Generator().manual_seed(7)
     made = []
     for sample in samples:
