@@ -154,8 +154,8 @@ class TrainerConfig:
     activation_checkpointing: Literal["none", "products", "selective", "full"] = "none"
     """Activations that the forward pass stores. The backward pass recomputes the others. none: everything is stored, so nothing is
     recomputed. products: a block stores its input and the results of attention and of matrix products. selective: a block stores its
-    input and the results of attention and of every second matrix product. full: a block stores only its input. The
-    results of the experts' matrix products are stored only with none."""
+    input and the results of attention and of every second matrix product, but not the results of experts. full: a block stores only its
+    input."""
     compile: CompileConfig = field(default_factory=CompileConfig)
     """torch.compile of the blocks, if it is enabled and "model" is among its components."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -45,9 +45,9 @@ resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 runpy.run_path(program, run_name="__main__")
 sys.exit(passed)
 """
-PASSED_STATUSES = range(100, 256)
-"""Exit statuses that an uncaught error in Python does not give. For each program one of them is drawn. The process
-exits with this status if the program's tests have passed."""
+PASSED_STATUSES = [*range(100, 120), *range(121, 256)]
+"""Exit statuses that an error in Python does not give. (Python exits with 120 if the last output cannot be written.) For each program one of
+them is drawn. The process exits with this status if the program's tests have passed."""
 
 
 @dataclass(kw_only=True)

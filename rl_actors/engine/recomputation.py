@@ -1,12 +1,13 @@
 """Activation checkpointing: some activations of a transformer block are not stored, and the backward pass recomputes them.
 
 A policy says which activations are stored. torchtitan has several policies. This module adds `KeepProducts`, which recomputes no matrix
-product of a dense model.
+product.
 """
 
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -14,10 +15,10 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 
 
 class KeepProducts(SelectiveAC):
-    """Stores the result of every matrix product, so that the backward pass recomputes no matrix product. The products of experts are an
-    exception. They are recomputed, because their operator is not among the results of get_save_ops.
+    """Stores the result of every matrix product, so that the backward pass recomputes no matrix product.
 
-    torchtitan's SelectiveAC recomputes every second matrix product. In float8 it also casts the inputs of the recomputed products again.
+    torchtitan's SelectiveAC recomputes every second matrix product, and all products of experts. In float8 it also casts the inputs of the
+    recomputed products again.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -25,7 +26,8 @@ class KeepProducts(SelectiveAC):
         pass
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
-        kept = list(self.get_save_ops())
+        # The grouped products of experts are not among the operators of get_save_ops.
+        kept = [*self.get_save_ops(), torch.ops.aten._grouped_mm.default]
         return checkpoint_wrapper(
             module, context_fn=partial(create_selective_checkpoint_contexts, kept), early_stop=False
         )

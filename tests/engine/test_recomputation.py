@@ -2,11 +2,14 @@
 
 from collections import Counter
 
+import pytest
 import torch
+from layout_work import MODELS
 from references import random_samples
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MATRIX_PRODUCT, ACTIVATION = torch.ops.aten.mm.default, torch.ops.aten.silu.default
+PRODUCT_OF_EXPERTS = torch.ops.aten._grouped_mm.default
 
 
 class CountedOperators(TorchDispatchMode):
@@ -42,3 +45,13 @@ def test_each_policy_recomputes_its_share_of_the_five_matrix_products_of_a_block
         again[policy] = (count[MATRIX_PRODUCT] / num_blocks, count[ACTIVATION] / num_blocks)
     # The five products of a block are wqkv, wo, w1, w3 and w2. The selective policy recomputes every second product.
     assert again == {"none": (0, 0), "products": (0, 1), "selective": (2, 1), "full": (5, 1)}
+
+
+@pytest.mark.parametrize(("policy", "recomputes"), [("products", False), ("selective", True), ("full", True)])
+def test_products_of_experts_are_recomputed_except_by_the_policy_products(make_engine, policy, recomputes):
+    model, fields = MODELS["experts"]
+    once = counts_of(make_engine("", model=model, **fields))[PRODUCT_OF_EXPERTS]
+    again = (
+        counts_of(make_engine("", model=model, **fields, activation_checkpointing=policy))[PRODUCT_OF_EXPERTS] - once
+    )
+    assert once > 0 and (again > 0) == recomputes
