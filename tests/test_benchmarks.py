@@ -67,7 +67,7 @@ missing.main()
 
 
 def fake_rows(*names: str, num_gpus: int = 0) -> dict[str, TableRow]:
-    """Fake rows by name. "a+b" stands for two rows with the same command, which one process measures."""
+    """Fake rows by name. "a+b" stands for the rows a and b with the same command. One process measures both rows."""
     made = {}
     for name in names:
         for line in name.split("+"):
@@ -137,7 +137,7 @@ def test_programs_are_the_benchmarks_and_the_tools_of_the_harness():
     assert all(first_line for _, first_line in __main__.programs().values())
 
 
-def test_every_config_of_a_gpu_has_a_short_run_on_as_many_gpus_as_it_takes():
+def test_every_qwen3_config_with_a_size_has_a_short_run_on_as_many_gpus_as_the_config_uses():
     configs = {name: make() for name, make in CONFIGS["controllers.grpo"].items() if name.startswith("qwen3_")}
     taken = {
         name: max(config.trainer.parallelism.data_parallel_shard_degree, config.generator.gpu + 1)
@@ -273,7 +273,7 @@ def training_line(name: str, *, reference_attention: str, speed: float) -> dict[
     return {**asdict(ROWS[name]), "reference_attention": reference_attention, "tokens_per_second": speed}
 
 
-def test_a_training_line_counts_for_a_row_if_its_fields_match_and_both_sides_have_the_same_kernel(folder):
+def test_a_training_line_counts_for_a_row_if_its_fields_match_and_the_reference_has_the_same_kernel(folder):
     made = training_line("4b-packed", reference_attention="flex", speed=100.0)
     keep(folder, "trainer_speed", "4b-packed", "1 x NVIDIA H200", **made)
     assert table.newest(TABLE["4b-packed"], H200) is None
@@ -289,7 +289,7 @@ def test_a_training_line_counts_for_a_row_if_its_fields_match_and_both_sides_hav
     assert table.newest(TABLE["kernel-4b-packed"], H200)["ratio"] == 1.25
 
 
-def test_a_quotient_ignores_the_kernel_of_the_compared_program(folder):
+def test_a_quotient_of_two_rows_ignores_the_kernel_of_the_reference(folder):
     for name, speed in (("4b-packed", 100.0), ("4b-packed-float8", 130.0)):
         made = training_line(name, reference_attention="flex", speed=speed)
         keep(folder, "trainer_speed", name, "1 x NVIDIA H200", **made)

@@ -129,7 +129,10 @@ def test_ssh_on_loopback_does_not_need_the_option_insecure():
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """A folder on PATH with stubs of sbatch and scancel, which record what they get: sbatch.in, scancel.arguments."""
+    """A folder on PATH with stubs of sbatch and scancel. The stubs record what they get in files of this folder.
+
+    sbatch.in: the script. sbatch.arguments: how many arguments sbatch gets. scancel.arguments: the arguments of scancel.
+    """
     for name, script in {
         "sbatch": f"cat > {tmp_path}/sbatch.in; echo $# > {tmp_path}/sbatch.arguments; echo Submitted batch job 4711",
         "scancel": f"echo $@ > {tmp_path}/scancel.arguments",
@@ -276,7 +279,7 @@ def test_a_host_that_ssh_does_not_reach_is_named_with_the_message_of_ssh(tmp_pat
         hosts.connect(["ssh://127.0.0.1"], job=JobConfig(port=1))
 
 
-def test_a_port_that_is_taken_before_the_start_is_named():
+def test_the_error_names_a_port_at_which_another_program_listens_already():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(

@@ -22,9 +22,9 @@ from torch.nn.attention._fa4 import register_flash_attention_fa4
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
 
 BOUNDARIES_MULTIPLE = 64
-"""A document is a sample, or the padding of a row. The number of boundaries between documents is rounded up to a multiple of this number, and
-the length of the longest document to a power of two. torch compiles the transformer blocks again for every new value of the number or of the
-length, so few values should occur."""
+"""A document is a sample, or the padding of a row. The number of boundaries between documents is rounded up to a multiple of
+BOUNDARIES_MULTIPLE, and the length of the longest document to a power of two. torch compiles the transformer blocks again for every new number
+of boundaries and for every new length of the longest document. The rounding keeps the different numbers and lengths few."""
 NAME = "FA4"
 CAPABILITIES = (9, 10)
 """Major compute capabilities of the GPUs on which torch calls FlashAttention 4."""

@@ -1,7 +1,8 @@
 """Every parallel layout gives the same numbers as one process.
 
 The ranks are real processes that use gloo and float32. A few of the packed samples are so long that context parallelism
-must split them between ranks. Each row of TABLE is one test of a layout with a model. layout_work.py has the work that the processes do.
+must split them between ranks. Each row of TABLE is one test of a layout with a model. layout_work.py has the models and
+the work that the processes do.
 """
 
 import itertools
@@ -105,7 +106,7 @@ def merged(answers: list[dict[str, Any]]) -> Numbers:
         pushed.update(answer["pushed"])
         assert all(answer[f"{kind} step"] == first[f"{kind} step"] for kind in gradients)
         pushed_later.update(answer["pushed later"])
-    # For each kind of call: the number of samples in each of its calls.
+    # Kind of call -> the number of samples in each call of this kind.
     counts = {"forward": [len(LENGTHS)], "policy": [9, len(LENGTHS) - 9], "sequence": [len(LENGTHS)]}
     counts |= {f"{kind} evaluated": counts[kind] for kind in gradients}
     outputs: dict[str, list[ForwardBackwardOutput]] = {}
@@ -114,7 +115,7 @@ def merged(answers: list[dict[str, Any]]) -> Numbers:
         for call, count in enumerate(sizes):
             of_ranks = [answer[kind][call] for answer in answers]
             reported = itertools.chain.from_iterable(output.indices for output in of_ranks)
-            assert sorted(reported) == list(range(count))  # one rank reports each sample
+            assert sorted(reported) == list(range(count))  # each sample is reported by exactly one rank
             outputs[kind].append(merge_outputs(count, of_ranks))
     return Numbers(
         outputs=outputs,
@@ -139,8 +140,9 @@ def one_process(run, directory_of):
 def errors_of(actual: Numbers, expected: Numbers) -> dict[str, float]:
     """The largest error of each kind.
 
-    The error of a logprob or an entropy is divided by 1 + the absolute expected value. The error of a gradient is
-    reduced by 1e-7 of the norm of all gradients, and then divided by the norm of this gradient.
+    The error of a logprob or an entropy is divided by 1 + the absolute expected value. The error of a parameter's
+    gradient is the norm of its difference from the expected gradient, divided by the norm of the expected gradient.
+    Before the division, 1e-7 of the norm of all expected gradients together is subtracted, because it may be noise.
     """
     errors: dict[str, float] = {}
 
