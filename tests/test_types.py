@@ -81,7 +81,7 @@ def test_num_loss_tokens_counts_positions_with_a_weight():
     assert num_loss_tokens(samples) == 3.0
 
 
-def test_num_loss_tokens_counts_no_padded_target():
+def test_num_loss_tokens_counts_no_position_without_a_target():
     sample = Sample.from_tokens([1], [2, 3, 4])
     sample.targets[1] = -100
     assert num_loss_tokens([sample]) == 2.0

@@ -90,10 +90,11 @@ class _TargetLogprobs(torch.autograd.Function):
     """The logprob is log p_t = z_t - log sum_v exp z_v. Its gradient is d log p_t / d logits_v = ([v = t] - p_v) / T.
 
     Here t is the target, T is the temperature, z = logits / T, p = softmax(z), and [v = t] is 1 if v = t and 0 otherwise.
-    Each rank computes log sum_v exp z_v and z_t over its own vocabulary. One maximum and two sums over the ranks combine these values.
+    Each rank computes log sum_v exp z_v over its own vocabulary, and z_t if its vocabulary has t.
+    One maximum and two sums over the ranks combine these values.
     If n_r is log sum_v exp z_v over the vocabulary of rank r, and m is the largest n_r, the value over the whole vocabulary is
     m + log sum_r exp(n_r - m).
-    The second sum gives z_t. The target is in the vocabulary of one rank, and all other ranks add 0.
+    The second sum over the ranks gives z_t: the target is in the vocabulary of one rank, and all other ranks add 0.
     """
 
     @staticmethod

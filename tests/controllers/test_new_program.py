@@ -1,4 +1,5 @@
-"""The death of a process on a host. The program then starts a new program that resumes the run, or it ends.
+"""What the controller does after a process on a host has died: it starts a new program that resumes the run, or it ends
+the run.
 
 Here the death is simulated. tests/monarch/test_worker_hosts.py kills real workers.
 """
@@ -45,7 +46,7 @@ def lost_before(folder: RunFolder, ago: timedelta) -> None:
         file.write(json.dumps({"restart": new_program.PROGRAM, "time": time}) + "\n")
 
 
-def test_a_run_on_the_workers_of_a_job_goes_on_at_once_and_records_the_restart(folder):
+def test_if_a_job_has_started_the_workers_the_run_goes_on_at_once_and_records_the_restart(folder):
     told = []
     assert new_program.wait(config(), folder, LOST, told.append)
     [line] = read_jsonl(folder.restarts)
@@ -110,7 +111,7 @@ def test_a_worker_that_does_not_come_back_in_time_is_named(folder):
         (["bin/rl-actors", "grpo", "--steps", "3"], ["bin/rl-actors", "grpo"]),
     ],
 )
-def test_the_command_that_resumes_begins_as_this_program_did(monkeypatch, started_by, begin):
+def test_the_command_that_resumes_the_run_begins_like_the_command_of_this_program(monkeypatch, started_by, begin):
     monkeypatch.setattr(sys, "orig_argv", ["python", *started_by])
     monkeypatch.setattr(sys, "argv", ["program", "--steps", "3"])
     assert new_program.command(["--resume", "runs/a"]) == [sys.executable, *begin, "--resume", "runs/a"]

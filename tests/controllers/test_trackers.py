@@ -139,7 +139,7 @@ def test_wandb_shows_a_failed_run_as_failed(tmp_path, monkeypatch):
     assert exit.exit_code == 1
 
 
-def test_a_schedulers_variables_start_no_process_group(tmp_path, monkeypatch):
+def test_trackers_join_no_process_group_although_a_scheduler_has_set_rank_and_world_size(tmp_path, monkeypatch):
     from accelerate.state import PartialState
 
     PartialState._reset_state()

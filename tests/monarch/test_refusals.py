@@ -1,4 +1,5 @@
-"""Tests that the client refuses the bad samples and optimizer parameters of the tables in test_validation.py, except those in TAKEN.
+"""test_validation.py has tables of bad samples and bad optimizer parameters. The client refuses all of them except the
+samples in TAKEN.
 
 A step with refused calls in it is bit-identical to a step without refused calls.
 """
@@ -46,9 +47,9 @@ def two_steps(trainer: TrainerClient, bad=lambda: None) -> list:
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
-    """A client of a trainer with the limits of the tables.
+    """A client of a trainer that has the LIMITS for which the tables in test_validation.py were written.
 
-    Its attribute `start` is the path of a checkpoint of the initial weights.
+    The client's attribute `start` is the path of a checkpoint of the initial weights.
     """
     config = support.trainer_config(max_sequence_length=8, tokens_per_row=64, max_call_bytes=LIMITS["max_call_bytes"])
     config.model.vocab_size = LIMITS["vocab_size"]

@@ -74,7 +74,9 @@ class RunningService(Program):
         self.metrics = line.rpartition("; metrics: ")[2].strip()
 
     def numbers(self) -> dict[str, float]:
-        """The numbers that the service gives to Prometheus. The keys are name and labels."""
+        """The numbers that the service gives to Prometheus. A key is the name of a number without rl_actors_service_,
+        followed by the labels: clients{actor="trainer"}.
+        """
         with urllib.request.urlopen(self.metrics, timeout=GUARD) as answer:
             lines = answer.read().decode().splitlines()
         shown = [line.removeprefix("rl_actors_service_").rpartition(" ") for line in lines if not line.startswith("#")]
@@ -124,14 +126,14 @@ def test_three_clients_train_and_one_is_killed_in_an_open_step(service):
     for each, (_, norm) in zip(steps, alone[1:], strict=True):
         assert [found for _, found in each] == pytest.approx([norm] * 3, rel=1e-6)
 
-    # All programs use the same weights: after a step of one program, this test's process gets higher logprobs of the
-    # same samples.
+    # All programs use the same weights: after others[1] has taken a step on its samples, this test's process gets
+    # higher logprobs of these samples than others[1] got before the step.
     version, before = others[1].ask("forward")
     [[trained, _]] = others[1].ask("steps 1 0.01")
     assert (version, trained) == (9, 10)
     assert [program.end() for program in others] == [0, 0]
     wait_until(lambda: not remote.ask(service.address, {"wants": "status"})["status"]["clients"])
-    # This test's own process can attach, too, although its Monarch runtime already has other connections.
+    # This test's own process can attach, too, even if tests of other files have already used Monarch in this process.
     with TrainerClient.attach(service.address) as trainer:
         samples = support.random_samples(seed=2)
         output = trainer.forward(samples).result()
@@ -143,7 +145,7 @@ def test_three_clients_train_and_one_is_killed_in_an_open_step(service):
         assert result.policy_version == trained + 1
 
 
-def test_an_attached_client_refuses_and_fails_as_any_other(service):
+def test_an_attached_client_raises_errors_as_any_other_client_does(service):
     sample = Sample.from_tokens([3], [4], advantages=1.0)
     with TrainerClient.attach(service.address) as trainer:
         with pytest.raises(ValueError, match="vocab"):  # the call itself raises
@@ -218,8 +220,8 @@ def test_with_tls_calls_and_monarch_are_encrypted_and_a_client_without_a_certifi
     program = client(running, seed=0, certificates=str(tmp_path / "certificates"))
     assert program.read() == "attached"
     assert [version for version, _ in program.ask("steps 2 0.01")] == [1, 2]
-    # The port for clients and Monarch's port must refuse a client without a certificate. The service's process also listens
-    # on ports without TLS, such as the port of its page /metrics.
+    # The port for clients and Monarch's port must refuse a client without a certificate. The service's
+    # process also listens on ports without TLS, such as the port of its page /metrics, so not every port refuses.
     trusting = ssl.create_default_context(cafile=str(tmp_path / "certificates" / "authority.pem"))
     refused = 0
     for port in listening_ports(running.process.pid):
