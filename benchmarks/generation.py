@@ -36,8 +36,8 @@ Run = Callable[[Prompts, SamplingParams], None]
 Shutdown = Callable[[], None]
 
 WARM_UP = 1 if torch.cuda.is_available() else 3
-"""Number of rounds at the beginning that are not counted. In a round each side runs once. On a CPU oneDNN compiles kernels for every new size of a
-batch, in the second round too."""
+"""Number of rounds at the beginning that are not counted. In a round each side runs once. On a CPU more rounds are not
+counted than on a GPU, because oneDNN compiles kernels for every new size of a batch, in the second round too."""
 FIRST_TOKEN = 2
 """The smallest id of a prompt's token. Smaller ids are special tokens of the tiny model."""
 WAYS = {
@@ -263,7 +263,8 @@ def beside_vllm(arguments: argparse.Namespace, config: GeneratorConfig) -> None:
 def beside_one_replica(arguments: argparse.Namespace, config: GeneratorConfig) -> None:
     """Compare a client of N replicas with a client of one replica, and record one result for each number of requests.
 
-    Each client has a generator on the first GPU. The runs of the two clients alternate.
+    Each client has a generator on the first GPU. The runs of the two clients alternate, so these two generators never
+    compute at the same time.
     """
     rounds = Rounds(arguments, config.model.vocab_size)
     with through_client(replace(config, replicas=1)) as one, through_client(config) as several:

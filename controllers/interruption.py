@@ -22,8 +22,9 @@ class Interruption:
     """Handles the signals that a run gets.
 
     A first signal that comes while the run trains asks for the end of the run between two steps. Rollouts that are being made are dropped. A
-    step that is being trained is finished, and then `raise_if_asked` raises Interrupted. A second signal, or a first signal while the run
-    does not train, cancels the run's task. Further signals within REPEATED_WITHIN seconds after the first signal are ignored.
+    step that is being trained is finished, and then `raise_if_asked` raises Interrupted. A first signal that comes while the run does not
+    train cancels the run's task. After the first signal, all signals are ignored for REPEATED_WITHIN seconds. Every later signal cancels the
+    run's task.
     """
 
     def __init__(self, tell: Callable[[str], None] = print) -> None:

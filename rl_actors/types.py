@@ -195,7 +195,7 @@ class ForwardBackwardOutput:
     Names of metrics have the form `name:reduction`. The reduction is sum, mean, min or max.
     """
 
-    # Each [T] float32: log p(targets[i] | tokens[:i+1]) at the sample's temperature. Empty for a value model.
+    # Each [T] float32: log p(targets[i] | tokens[:i+1]) at the sample's temperature. A value model gives an empty list.
     logprobs: list[Tensor]
     metrics: dict[str, float]
     policy_version: int
@@ -282,8 +282,9 @@ class Transfer:
     reason: str = ""  # why a pull took this path
     num_bytes: int  # of the version, over all ranks; 0 for a pull of a version that the generator had already
     seconds: float  # without the wait for the version
-    # Seconds of each phase. A push has the phases collect and write. A pull has the phases read and load. With the path
-    # shared_memory a pull reads while it loads, so `load` includes the time of reading.
+    # Seconds of each phase. A push has the phases collect and write. A pull has the phases read and load. With the
+    # paths tcp and point_to_point a pull gets the bytes in the phase read. With every other path a pull reads the bytes
+    # while it loads, so `load` includes the time of reading.
     phases: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -328,9 +329,9 @@ class TrainerInfo:
     on_host: Mapping[str, int] = field(default_factory=dict)  # bytes of each offloaded part (weights, …); see `offload`
     offloaded: HostMove = HostMove()  # sum of this rank's moves to the host since the trainer was built
     onloaded: HostMove = HostMove()  # sum of this rank's moves back to the device
-    # Mean seconds that one measured module of this rank, such as a block, computed for one token, without waits for
-    # other ranks. The mean is over the forward passes that led to the last optim_step. None: the rank measured nothing;
-    # see engine/own_time.py.
+    # Seconds that this rank computes for one token in one module, such as a block, without waits for other ranks. It is
+    # the mean over the measured modules and over the forward passes that led to the last optim_step. None: the rank
+    # measured nothing; see engine/own_time.py.
     own_seconds_per_token: float | None = None
     lora_rank: int = 0  # 0: there are no adapters
     tenants: tuple[str, ...] = ()  # names of the tenants that new_tenant has added; see TrainerClient.new_tenant

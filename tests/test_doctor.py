@@ -1,4 +1,4 @@
-"""Tests scripts/doctor.py, which checks a machine and its .venv, with the lock files of this repository."""
+"""Tests scripts/doctor.py, which checks a machine and its .venv. The test uses the lock files of this repository."""
 
 import importlib.util
 from pathlib import Path

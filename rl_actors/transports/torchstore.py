@@ -1,7 +1,7 @@
 """The default transport of weights from a trainer to generators. It keeps its index of versions in a torchstore.
 
-The store runs in the process that opens the transport. If the caller has initialized a store and passes its name, the transport uses that
-store.
+By default the store runs in the process that opens the transport. If the caller has initialized a store and passes its name, the transport
+uses that store instead.
 
 No tensor passes through the store, because torchstore 0.1.2 sends every tensor as an actor's message, at 0.3 to 0.5 GB/s.
 

@@ -22,6 +22,7 @@ THREE = "tcp://10.0.0.1:4444, tcp://10.0.0.2:4444,tcp://[fd00::3]:4444"
     [
         (THREE, 0, [0, 1], [2]),  # by default the generators are on the last host
         (THREE, 1, [0], [1, 2]),
+        # The trainer has all hosts, so the generators share the last host with it.
         (THREE, 3, [0, 1, 2], [2]),
         ("process://1", 0, [0], [0]),
         ("process://4", 2, [0, 1], [2, 3]),
@@ -89,14 +90,14 @@ def test_a_worker_that_does_not_listen_is_named_with_the_command_that_starts_it(
         (["4444"], "the address is '4444'"),
     ],
 )
-def test_a_worker_that_would_be_open_to_everyone_does_not_start(monkeypatch, arguments, error):
+def test_a_worker_with_unsafe_or_wrong_arguments_does_not_start(monkeypatch, arguments, error):
     monkeypatch.setattr(sys, "argv", ["worker", *arguments])
     with pytest.raises(SystemExit, match=error):
         worker.main()
 
 
 class Reads:
-    """Replaces the endpoint `read` of the Probes on two hosts.
+    """Replaces the endpoint `read` of the Probes on two hosts. A Probe is an actor that reads files on its host.
 
     The first host sees every file. The second host sees only the files in the folder `other`.
     """

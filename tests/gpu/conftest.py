@@ -1,5 +1,5 @@
-"""The fixture that starts a GRPO run with the config tiny. The run starts before the first test, because it takes as long as all other tests
-together. Most tests then run at the same time as the run.
+"""The fixture that starts a GRPO run with the config tiny. The run takes as long as all tests of this folder together. So it starts before
+the first test, and most tests run at the same time as the run.
 
 test_tiny_run.py reads the results of the run. Tests that measure memory or speed wait for the end of the run.
 """

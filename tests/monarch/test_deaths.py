@@ -30,7 +30,7 @@ class Bare(Client):
         (signal.SIGSTOP, ActorSilentError, r"pair: rank 1 \(pid {pid}\) did not answer for 2 s, between two calls"),
     ],
 )
-def test_a_dead_or_stopped_process_is_noticed_between_calls_and_kill_ends_all_processes(sent, kind, text):
+def test_a_client_notices_a_dead_or_stopped_process_between_calls_and_can_kill_all_its_processes(sent, kind, text):
     client = Bare("pair")
     death = client.death(silent_after=2.0)
     client.ready().result(GUARD)

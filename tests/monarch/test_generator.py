@@ -87,13 +87,13 @@ def test_a_stop_token_is_the_last_token(generator, synced):
     assert len(stopped.policy_versions) == length
 
 
-def test_max_tokens_ends_with_length(generator, synced):
+def test_a_completion_of_max_tokens_has_the_finish_reason_length(generator, synced):
     for completion in flat(generator.generate(PROMPTS, SAMPLED).result()):
         assert completion.finish_reason == "length"
         assert len(completion.tokens) == len(completion.logprobs) == len(completion.policy_versions) == 24
 
 
-def test_the_context_ends_a_completion_with_length(generator, synced):
+def test_a_completion_that_fills_the_context_has_the_finish_reason_length(generator, synced):
     [[completion]] = generator.generate([[3] * (MAX_MODEL_LEN - 4)], SamplingParams(max_tokens=100)).result()
     assert (len(completion.tokens), completion.finish_reason) == (4, "length")
 
@@ -354,7 +354,7 @@ def test_a_failing_step_reaches_every_waiting_caller_and_the_engine_works_afterw
     calls = [generator.generate([prompt], SamplingParams(max_tokens=400)) for prompt in PROMPTS * 3]
     outcomes = [call._future.exception(GUARD) for call in calls]
     failed = [error for error in outcomes if error is not None]
-    # Requests that arrive after the failing step do not fail.
+    # Requests that arrive after the failing step do not fail, so some calls may succeed.
     assert failed and {(type(error), str(error)) for error in failed} == {(RuntimeError, "the kernel is broken")}
     assert generator.generate(PROMPTS, SAMPLED).result() == before
 
