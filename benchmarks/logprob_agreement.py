@@ -145,7 +145,9 @@ def parse() -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="0_6b" if on_gpu else "tiny", choices=["tiny", *MODELS])
-    parser.add_argument("--steps", type=int, default=50 if on_gpu else 3, help="optimizer steps before the last turn")
+    parser.add_argument(
+        "--steps", type=int, default=50 if on_gpu else 3, help="begin no turn after more than this many optimizer steps"
+    )
     parser.add_argument("--updates", type=int, default=2 if on_gpu else 1, help="optimizer steps of a turn")
     parser.add_argument("--seconds", type=float, default=240.0, help="begin no turn after this many seconds")
     parser.add_argument("--sequences", type=int, default=64, help="completions of a turn")
@@ -155,7 +157,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--attention", default="flash4" if on_gpu else "flex", choices=["flex", "flash4"])
     parser.add_argument("--compile", action="store_true", help="compile the trainer's blocks, as the configs do")
     parser.add_argument(
-        "--transport", default="files", choices=["files", "torchstore"], help="files are written to shared memory"
+        "--transport",
+        default="files",
+        choices=["files", "torchstore"],
+        help="files: the weights go through files, which are in /dev/shm if there is room",
     )
     return parser.parse_args()
 

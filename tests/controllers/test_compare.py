@@ -31,7 +31,7 @@ def html(two_runs) -> str:
     return output.read_text()
 
 
-def test_every_chart_has_a_curve_for_each_run_in_the_colour_of_its_name(html):
+def test_a_run_has_one_colour_and_a_curve_in_every_chart_of_its_metrics(html):
     page = Tags(html)
     charts = html.split("<figure>")[1:]
     assert len(charts) == page.tags.count("svg") > 12
@@ -61,7 +61,7 @@ def test_runs_of_dpo_are_compared_by_their_pairs(tmp_path):
     compare.write_comparison(folders, tmp_path / "compare.html")
     page = Tags((tmp_path / "compare.html").read_text())
     assert page.text.count("Pairs with a positive margin\n") == 1 and page.text.count("Loss, DPO\n") == 1
-    assert "Validation" not in page.text  # held-out pairs have no chart of rewards
+    assert "Validation" not in page.text  # charts named Validation show completions, not held-out pairs
 
 
 def test_the_page_has_the_results_and_the_fields_that_differ(html):

@@ -25,7 +25,7 @@ CASES = {
     "adapters": (BASE, LORA, "data_parallel_shard"),
     "only adapters pushed": (BASE, replace(LORA, sync="adapter"), "data_parallel_shard"),
     "only adapters pushed, over tensor parallelism": (BASE, replace(LORA, sync="adapter"), "tensor_parallel"),
-    "a vocabulary that the ranks do not divide": (SHAPES["odd vocabulary"], LoRAConfig(), "tensor_parallel"),
+    "a vocabulary of odd size, over tensor parallelism": (SHAPES["odd vocabulary"], LoRAConfig(), "tensor_parallel"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The optimizer compared with plain PyTorch: its class, its parameter groups, and every field of each call."""
+"""The optimizer compared with plain PyTorch: its class, its parameter groups, and the OptimParams of each step."""
 
 from dataclasses import replace
 
@@ -54,7 +54,7 @@ def step_by_step(engine, make_optimizer, steps: list[OptimParams]) -> None:
 
 
 @pytest.mark.parametrize("field", VARIED)
-def test_every_field_of_every_call_has_its_effect(make_engine, field):
+def test_each_step_uses_every_field_of_its_own_optim_params(make_engine, field):
     varied = replace(PARAMS, **{field: VARIED[field]})
     step_by_step(make_engine(), lambda mirror: torch.optim.AdamW(mirror.values()), [PARAMS, varied, PARAMS])
     one, other = make_engine(), make_engine()
@@ -140,7 +140,7 @@ def test_groups_may_hold_every_parameter(make_engine):
 
 
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])
-def test_groups_and_reports_have_the_models_own_names_under_activation_checkpointing(make_engine, checkpointing):
+def test_activation_checkpointing_changes_no_parameter_name_in_groups_and_results(make_engine, checkpointing):
     config = OptimizerConfig(groups={r"^layers\.0\.attention": (0.1, 0.0), r"^layers\.[12]\.": (2.0, 1.0)})
     engines = [make_engine(optimizer=config, activation_checkpointing=kind) for kind in ("none", checkpointing)]
     groups = [[g["param_names"] for g in engine.built.hyperparameters.optimizer.param_groups] for engine in engines]
