@@ -2,9 +2,10 @@
 
 There are two pairs of trainers: one pair with deterministic kernels, and one pair with the default kernels. The two trainers of a pair take
 the same five steps on the same rollouts. Every metric, logprob and entropy that they report is compared.
-There are two generators. The first is in vLLM's batch-invariant mode, which needs a GPU, and the second is not. Each
-generator gets the same requests with seeds four times: one at a time, twice together with other requests, and again one
-at a time. The tokens and logprobs of the last three times are compared with those of the first time.
+There are two generators. The first is in vLLM's batch-invariant mode, and the second is not. The batch-invariant mode
+needs a GPU, so only the second generator starts on a machine without a GPU. Each generator gets the same requests with
+seeds four times: one at a time, twice together with other requests, and again one at a time. The tokens and logprobs of
+the last three times are compared with those of the first time.
 All actors start at the same time.
 """
 
@@ -44,8 +45,8 @@ Generation = Call[list[list[Completion]]]
 Answer = ForwardBackwardOutput | OptimResult
 # Lengths of prompts in tokens. vLLM's prefix cache holds only whole blocks of 16 tokens, so it never holds a short prompt.
 PROMPTS = {"short": 12, "long": 100}
-# Factor by which the random weights multiply the logits, if there is a GPU. It gives the model 0_6b an entropy of one to two nats a token, so
-# rounding errors can change which token is sampled.
+# Value of all weights of the model's last norm, if there is a GPU. It multiplies the logits. The model 0_6b then has an entropy of one to two
+# nats a token, so rounding errors can change which token is sampled.
 SHARPNESS = 15.0
 
 

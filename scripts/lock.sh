@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Rewrite rl_actors/requirements/{cpu,cuda}.txt from pyproject.toml with uv. uv keeps the pinned versions. The arguments go to uv only for
-# cpu.txt, because they say where the CPU build of torch is. So `--upgrade` changes only the versions in cpu.txt.
+# Rewrite rl_actors/requirements/{cpu,cuda}.txt from pyproject.toml with uv. uv keeps the versions that these files pin. The arguments say where
+# the CPU build of torch is, so they go to uv only for cpu.txt. If `--upgrade` is one of the arguments, it too changes only cpu.txt.
 #
 #   scripts/lock.sh --torch-backend cpu       # or: --find-links DIR_WITH_THE_CPU_WHEEL_OF_TORCH
 set -euo pipefail

@@ -20,7 +20,7 @@ NOTHING = -1
 """Value of a cell that asks for no token."""
 MAX_SCORED = 1024
 """Largest number of additional passes for one request. The first pass over the prompt scores the prompt's own tokens. Each distinct pair
-(row, token) whose token is not the prompt's token at that position costs an additional pass over the prompt up to that position."""
+(row, token) whose token is not the prompt's token at the row's position costs an additional pass over the prompt up to that position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ def names(folder: Path) -> list[str]:
     return [path.name for path in checkpoints.complete(folder)]
 
 
-def test_a_checkpoint_is_complete_when_the_trainers_part_is_on_disk_and_has_the_state_of_its_step(tmp_path):
+def test_a_checkpoint_has_the_state_of_its_step_and_is_complete_only_when_the_trainers_part_is_on_disk(tmp_path):
     async def run():
         trainer, saver = FakeTrainer(), Checkpoints(tmp_path, keep=2)
         state = {"step": 3, "cursor": 12, "config": {"path": Path("x")}}
@@ -109,7 +109,7 @@ def test_abandon_waits_until_no_trainer_writes_its_part_of_the_checkpoint(tmp_pa
     async def run():
         trainer, saver = FakeTrainer(), Checkpoints(tmp_path, keep=2)
         saving = asyncio.create_task(saver.save({"trainer": trainer}, {"step": 1}))
-        await asyncio.sleep(0)  # now `save` has created the task that copies
+        await asyncio.sleep(0)  # now `save` has created the task that lets the trainer copy its state
         saving.cancel()
         abandoning = asyncio.create_task(saver.abandon())
         await asyncio.sleep(0.05)
@@ -199,7 +199,8 @@ def test_random_states_survive_their_json():
 
     checkpoints.seed_random(3)
     # Python and NumPy draw Gaussian numbers in pairs. After an odd number of draws, the state also holds the second
-    # number of the last pair. `draw` makes an odd number of draws, so the JSON must have this number, too.
+    # number of the last pair. `draw` draws one Gaussian number from Python and three from NumPy, so the JSON must have
+    # the second number of Python's last pair and of NumPy's last pair, too.
     first = draw()
     text = json.dumps(checkpoints.random_states())
     after = draw()

@@ -169,7 +169,7 @@ def test_the_example_in_the_docstring_of_penalise():
     assert found.rewards == pytest.approx([0.9, 0.0])
 
 
-def test_k1_in_the_reward_has_the_gradient_of_the_expected_reward_less_the_kl():
+def test_with_k1_in_the_reward_the_gradient_is_that_of_the_expected_reward_minus_the_kl():
     """Completions have two tokens, and the vocabulary has three tokens. The expectation is a sum over all nine completions, in float64.
 
     In shapes, S is the number of completions, and T is the number of tokens of a completion.
@@ -207,7 +207,7 @@ def test_k1_in_the_reward_has_the_gradient_of_the_expected_reward_less_the_kl():
     torch.testing.assert_close(actual, gradient, rtol=1e-6, atol=1e-6)
 
 
-def test_the_coefficient_follows_the_divergence_in_loss_and_reward():
+def test_the_coefficient_that_follows_the_divergence_is_used_in_the_reward_and_in_the_loss():
     config = replace(tiny(), reference_kl=0.1, reference_kl_in="reward")
     config.kl_control.target, config.kl_control.gain = 0.01, 0.5
     client = KnownReference([torch.tensor([-1.0, -1.0]), torch.tensor([-0.5, -0.5])])

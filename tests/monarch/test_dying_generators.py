@@ -22,7 +22,7 @@ from rl_actors.config import RestartPolicy
 pytestmark = pytest.mark.slow
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11], [12, 13]]
 LONG = SamplingParams(max_tokens=300, n=8, seed=7)
-SILENT_AFTER = 20.0  # seconds; a start on a busy machine must show a sign of life sooner
+SILENT_AFTER = 20.0  # seconds; so many, because a start on a busy machine may give no sign of life for a while
 
 
 def config(**fields):
@@ -78,8 +78,8 @@ def in_order(groups) -> list:
 def assert_close(groups, expected) -> None:
     """The tokens are the same, and the logprobs differ by at most 1e-5.
 
-    The batches differ, because several generators share the prompts, and only unfinished prompts are sent again after a death. So the
-    logprobs differ by rounding errors.
+    The batches are not those of the undisturbed call, because several generators may share the prompts, and only unfinished prompts are
+    sent again after a death. So the logprobs differ by rounding errors.
     """
     for group, wanted in zip(groups, expected, strict=True):
         for completion, other in zip(group, wanted, strict=True):
