@@ -55,7 +55,7 @@ class ParityReward(ConstantReward):
 
 
 class Conversations(ConstantReward):
-    """Problems that all have the same conversation of two turns of the user."""
+    """Problems that all have the same conversation: a message of the user, one of the assistant and another of the user."""
 
     def __init__(self, num_held_out: int):
         super().__init__(0.0, num_held_out)

@@ -46,7 +46,7 @@ def test_the_word_problems_have_an_answer_that_the_pattern_finds():
         assert [build_environment(config).reward(problem, text) for text in texts] == [1.0, 1.0, 0.0, 0.0]
 
 
-def test_the_rows_that_make_rows_writes_are_right(tmp_path):
+def test_the_script_make_rows_writes_right_answers(tmp_path):
     command = [sys.executable, str(EXAMPLES / "make_rows.py"), str(tmp_path)]
     subprocess.run(command, capture_output=True, text=True, timeout=GUARD, check=True)
     config = EnvironmentConfig(
@@ -63,7 +63,7 @@ def test_the_rows_that_make_rows_writes_are_right(tmp_path):
         assert problem.answer == str(number + 1) and problem.messages[-1]["content"] == problem.answer
 
 
-def test_the_chat_model_has_a_template_and_is_a_model_of_the_trainer(tmp_path, monkeypatch, capsys):
+def test_the_chat_model_has_a_chat_template_and_a_config_that_the_trainer_reads(tmp_path, monkeypatch, capsys):
     script = EXAMPLES / "tiny_chat_model.py"
     monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path / "model")])
     runpy.run_path(str(script), run_name="__main__")

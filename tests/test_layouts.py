@@ -160,7 +160,7 @@ def test_a_layout_that_no_test_compares_with_one_process_is_refused(made, messag
         ((0, 0), False, None),
     ],
 )
-def test_adapters_need_a_block_at_both_ends_of_a_pipeline(less, train_unembed, without):
+def test_with_adapters_the_first_and_last_stage_of_a_pipeline_need_something_to_train(less, train_unembed, without):
     made = with_adapters(config(pipeline_parallel=4, tied=False))
     made.lora.train_unembed, made.model.num_hidden_layers = train_unembed, 4 - sum(less)
     made.parallelism.pipeline_parallel_first_stage_less_layers = less[0]

@@ -107,7 +107,7 @@ class JobConfig:
         wrong = [argument for argument in arguments if not argument.startswith("-")]
         if kind == "slurm" and wrong:
             raise ValueError(
-                f"hosts.job.arguments={self.arguments!r}: {wrong[0]!r} does not begin with -; write --name=value, one word for each directive"
+                f"hosts.job.arguments={self.arguments!r}: {wrong[0]!r} does not begin with -; write --name=value as one word"
             )
 
     def _require_kubernetes(self) -> None:

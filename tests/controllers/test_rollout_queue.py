@@ -319,7 +319,7 @@ def test_an_error_while_a_step_trains_is_raised_by_the_next_wait():
     asyncio.run(scenario())
 
 
-def test_an_update_waits_for_running_requests_only_if_it_is_asked_to():
+def test_an_update_waits_for_running_requests_only_without_in_flight_updates():
     async def scenario(in_flight_updates: bool) -> bool:
         generator = ScriptedGenerator()
         for prompt in (0, 1):
@@ -359,7 +359,7 @@ def test_leaving_the_queue_ends_all_requests():
     asyncio.run(scenario())
 
 
-def test_a_batch_beyond_the_bound_is_an_error():
+def test_a_batch_with_a_group_older_than_max_staleness_is_an_error():
     async def scenario() -> None:
         generator = ScriptedGenerator()
         for prompt in range(4):

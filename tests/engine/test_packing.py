@@ -193,7 +193,7 @@ def test_ranks_share_the_samples_rather_than_get_padding():
     ]
 
 
-def test_a_pipeline_gets_the_rows_of_a_small_call_in_as_many_microbatches_as_it_has_ranks():
+def test_a_pipeline_gets_the_fewest_microbatches_allowed_and_each_has_as_few_rows_as_possible():
     limits = {"tokens_per_row": 128, "rows_per_microbatch": 4, "num_ranks": 1, "uniform": True}
     assert plan([128, 128, 100], min_microbatches=2, **limits) == [
         [Microbatch(rows=((0,), (1,)), row_length=128), Microbatch(rows=((2,), ()), row_length=128)]
@@ -257,8 +257,8 @@ def test_ten_thousand_long_tailed_samples_are_planned_fast_and_with_little_paddi
 
 @pytest.mark.parametrize(("num_samples", "allowed"), [(256, 0.30), (1000, 0.05), (10_000, 0.01)])
 def test_the_slowest_of_eight_ranks_is_little_above_the_mean(num_samples, allowed):
-    """The attention cost of the slowest rank of each microbatch is summed over the microbatches. The sum is compared with
-    the mean cost of a rank.
+    """For each microbatch the test takes the attention cost of the slowest rank. The sum over the microbatches is compared
+    with the mean cost of a rank.
 
     Measured excess: 23 %, 2.6 % and 0.3 %. Samples of 4,096 positions cause the excess: one such sample costs more than
     any row of several samples.

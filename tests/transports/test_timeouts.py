@@ -38,7 +38,7 @@ class SilentIndex(IndexHere):
     get_object = put_object
 
 
-def test_an_index_that_does_not_answer_is_named_with_the_phase(monkeypatch):
+def test_if_the_index_does_not_answer_the_error_names_the_phase(monkeypatch):
     monkeypatch.setattr(base, "INDEX_TIMEOUT", 0.05)
     silent = SilentIndex(WeightsConfig())
     with pytest.raises(TimeoutError, match=r"push of version 3: commit by rank 0 was not done within 0\.05 s"):
@@ -49,7 +49,7 @@ def test_an_index_that_does_not_answer_is_named_with_the_phase(monkeypatch):
 
 
 class Workers:
-    """A fake of a vLLM engine with two workers. In the call named `failing` worker 0 raises the error.
+    """A fake of a vLLM engine with two workers. Worker 0 raises `error` in the call that `failing` names.
 
     If the error's text contains TIMED_OUT, collective_rpc itself raises the error. vLLM does this if a worker does not answer.
     """
@@ -83,7 +83,7 @@ SOURCE = LoadedTensors({"w": torch.ones(3)}, key="run/3", timeout=5.0)
 # vLLM raises TimeoutError if its core is in the caller's process. A core in its own process sends only the error's text, and vLLM raises it as
 # an Exception.
 @pytest.mark.parametrize("error", [TimeoutError, Exception])
-def test_a_silent_worker_is_a_timeout_that_names_the_phase_and_gets_no_further_call(failing, phase, error):
+def test_after_a_silent_worker_the_engine_gets_no_further_call_and_the_error_names_the_phase(failing, phase, error):
     engine = Workers(failing, error(f"Call to collective_rpc method failed: {pull.TIMED_OUT}"))
     message = rf"pull of run/3: .*pid {os.getpid()}\)?: {phase} was not done by every worker within 15 s"
     with pytest.raises(pull.SilentWorkerError, match=message), pull.opened(engine, SOURCE):
