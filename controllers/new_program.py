@@ -26,9 +26,9 @@ PROGRAM = "program"
 def wait(config: RunConfig, folder: RunFolder, death: StartAgainError, tell: Callable[[str], None]) -> bool:
     """Wait until the run can be resumed. Returns False if it cannot be resumed. tell: function that shows a line to the user.
 
-    If the run cannot be resumed, `wait` shows the reason, unless the config allows no new program. Before it waits for a
-    lost worker, it adds a line for the new program to restarts.jsonl. The line stays if the worker does not come back.
-    survival.max_restarts_per_hour limits the number of these lines in an hour.
+    If the run cannot be resumed, `wait` shows the reason, unless the config allows no new program. `wait` adds a line
+    for the new program to restarts.jsonl before it waits for lost workers. So the line stays if a worker does not come
+    back. survival.max_restarts_per_hour limits the number of these lines in an hour.
     """
     limit = config.survival.max_restarts_per_hour
     if not (config.hosts.return_timeout and limit and config.checkpoint_every):

@@ -94,7 +94,7 @@ def run(program: str, folder: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command_line, cwd=folder, capture_output=True, text=True, timeout=GUARD)
 
 
-def test_a_folder_with_a_package_named_configs_does_not_shadow_ours(tmp_path):
+def test_a_package_named_configs_in_the_current_folder_does_not_shadow_ours(tmp_path):
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "__init__.py").write_text("raise RuntimeError('not ours')")
     # `python -c` puts the current folder first on sys.path. A script that pip has installed does not have the current
@@ -104,7 +104,7 @@ def test_a_folder_with_a_package_named_configs_does_not_shadow_ours(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_another_package_of_our_name_is_refused_with_both_paths(tmp_path):
+def test_a_package_named_configs_earlier_on_the_path_is_refused_with_both_paths(tmp_path):
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "__init__.py").write_text("")
     program = f"import sys; sys.path[:1] = [{str(tmp_path)!r}, {str(ROOT)!r}]; sys.argv = ['rl-actors', 'grpo']\n"
@@ -122,7 +122,7 @@ def test_without_torchstore_a_small_actor_keeps_the_index_and_the_log_says_so(mo
     assert "torchstore is not installed: a small actor keeps the index" in caplog.text
 
 
-def test_the_files_that_the_page_on_installation_takes_from_the_wheel_are_in_it():
+def test_the_wheel_has_every_file_that_the_installation_page_names():
     named = set(re.findall(r"unpacked/(\S+\.txt)", (ROOT / "docs/install.md").read_text()))
     assert len(named) == 4 and all((ROOT / name).is_file() for name in named), named
     assert PROJECT["tool"]["setuptools"]["package-data"]["rl_actors"] == ["requirements/*.txt"]

@@ -33,7 +33,7 @@ class Environment(Protocol):
         """Training problem number `index`. It depends only on (seed, index), and is never a held-out problem."""
 
     def held_out(self) -> list[Problem]:
-        """`num_held_out` problems with distinct keys."""
+        """The held-out problems, with distinct keys. `num_held_out` is the number that the user asks for."""
 
     def reward(self, problem: Problem, completion: str) -> Reward | Awaitable[Reward]:
         """The reward of a completion of this problem's prompt: a finite number, or a mapping from names of components to numbers.

@@ -38,7 +38,7 @@ class EpisodeEnvironment(Protocol):
         """
 
     def held_out(self) -> list[Problem]:
-        """`num_held_out` problems with distinct keys."""
+        """The held-out problems, with distinct keys. `num_held_out` is the number that the user asks for."""
 
     def episode(self, problem: Problem) -> Episode:
         """A new episode of this problem. Every completion of a group has an episode of its own."""

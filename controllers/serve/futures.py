@@ -18,7 +18,11 @@ Json = dict[str, object]
 
 
 class UserError(Exception):
-    """A fault of the request. Its text goes to the client, in a failed future of the category `user`."""
+    """A fault of the request. The client gets the text of this error.
+
+    If the work of a promise raises the error, the text is in an Answer of the category `user`. If a request without a
+    promise raises the error, the text is in an HTTP reply with an error status.
+    """
 
 
 class NotFoundError(UserError):
@@ -92,7 +96,7 @@ class Futures:
         *,
         owner: str = "",
     ) -> Promise:
-        """Start the work. If this owner has sent a request with this key before, only return its promise.
+        """Start the work. If this owner has sent a request with this key before, only return the promise of that request.
 
         key: None if the request is never sent again.
         """

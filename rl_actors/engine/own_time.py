@@ -22,7 +22,7 @@ NUM_MODULES = 4
 
 
 def local_modules(model: nn.Module, config: TrainerConfig) -> list[nn.Module]:
-    """Modules of this rank that have no collective in their forward pass, and that take about as long on every rank."""
+    """Modules of this rank that have no collective in their forward pass, and that take about equally long on all ranks."""
     parallelism = config.parallelism
     if config.compile.enable or parallelism.context_parallel_degree > 1:
         return []

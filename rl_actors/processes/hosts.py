@@ -49,7 +49,10 @@ class Hosts:
         return len(self.names)
 
     def part(self, start: int, stop: int) -> "Hosts":
-        """The hosts from index `start` to index `stop` - 1, as another Hosts. `close` of the returned object does nothing."""
+        """The hosts from index `start` to index `stop` - 1, as another Hosts.
+
+        The `lost` of the returned object is always empty, and its `close` does nothing.
+        """
         part = self.mesh.slice(hosts=slice(start, stop))
         return Hosts(names=self.names[start:stop], mesh=part, own_address=self.own_address)
 
@@ -96,8 +99,9 @@ def connect(
     addresses: tcp://HOST:PORT or tls://HOST:PORT of each worker. Or the name of a job that starts the workers:
     process://N for N workers on this machine, ssh://HOST for each host, slurm://N, or kubernetes://N.
     certificates: folder of the certificates for tls:// addresses. job: the options of the job. logs: folder for the output of a Slurm job.
-    Raises ValueError for wrong addresses or options, ConnectionError naming a worker that does not listen, and RuntimeError if Monarch is
-    in use already or if a scheduler does not start the job.
+    Raises ValueError for wrong addresses or options, and RuntimeError if Monarch is in use already or if a scheduler does not start the job.
+    Raises ConnectionError if a worker does not listen. For a job, also raises ConnectionError if ssh cannot start a worker, if the
+    port of a worker is in use, or if the name of this machine has no address that the workers can reach.
     """
     started_by = jobs.parse(addresses)
     if started_by is not None:
@@ -146,7 +150,7 @@ def _of_job(started_by: Job, config: JobConfig, logs: Path | None) -> Hosts:
 def _listen_for(started_by: Job, workers: Sequence[Address]) -> str:
     """Let Monarch listen at an address at which the job's workers reach this program, and return the address.
 
-    The rendezvous of a trainer's ranks is at the same address.
+    The ranks of a trainer must reach the address, too, because this program serves their rendezvous there.
     """
     if started_by.kind == "process":
         context()  # starts Monarch with its default transport, which connects the processes of one machine

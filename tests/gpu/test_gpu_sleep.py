@@ -22,7 +22,7 @@ CACHE = 8 << 30
 
 @pytest.fixture(scope="module")
 def actors(tiny_run):
-    """A trainer and a generator on one GPU, with the same weights after a step."""
+    """A trainer that has taken one step, and a generator with the same weights, on one GPU."""
     # The GRPO run of the fixture tiny_run uses the same GPU. So the run must end before a test measures the memory of the GPU.
     tiny_run[0].wait()
     config = replace(generator_config(gpu=0), sleep_mode=True, kv_cache_bytes=CACHE)
@@ -37,7 +37,7 @@ def _next_version(trainer) -> int:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_sleep_releases_weights_and_cache_and_after_wake_and_pull_logprobs_are_the_trainers(actors, level):
+def test_sleep_releases_memory_and_a_pull_after_wake_gives_the_trainers_logprobs(actors, level):
     trainer, generator = actors
     generator.generate(PROMPTS, SAMPLED).result()  # leaves prefixes in the cache
     weights = 2 * trainer.info().result()[0].num_parameters
@@ -57,7 +57,7 @@ def test_sleep_releases_weights_and_cache_and_after_wake_and_pull_logprobs_are_t
     assert_logprobs_are_the_trainers(trainer, generator.generate(PROMPTS, SAMPLED).result())
 
 
-def test_the_lighter_sleep_keeps_the_weights(actors):
+def test_sleep_of_level_1_keeps_the_weights(actors):
     trainer, generator = actors
     greedy = SamplingParams(max_tokens=32, temperature=0.0)
     before = generator.generate(PROMPTS, greedy).result()

@@ -1,4 +1,7 @@
-"""Runs with a trainer over two hosts and a generator on one of these hosts. The hosts are workers on loopback or in network namespaces."""
+"""Runs with a trainer over two hosts and a generator on one of these hosts.
+
+Each host is a worker on this machine, on loopback or in a network namespace.
+"""
 
 import contextlib
 import getpass
@@ -36,7 +39,7 @@ def run(
     """Run hosts_program.py and return its output. The entry "above" of the output has a list for each rank:
     the process ids of all ancestors of the rank's process.
 
-    before: the beginning of the command line: a program with arguments, which runs the rest of the command line.
+    before: words in front of the command, such as `ip netns exec NAME`, which run the command.
     """
     program = [
         sys.executable,
@@ -70,7 +73,7 @@ class Worker:
     def __init__(
         self, *flags: str, scheme: str = "tcp", host: str = "127.0.0.1", address: str = "", before: Sequence[str] = ()
     ) -> None:
-        """before: the beginning of the command line: a program with arguments, which runs the rest of the command line."""
+        """before: words in front of the command, such as `ip netns exec NAME`, which run the command."""
         self.before = before
         self.address = address or f"{scheme}://{host}:{free_port()}"
         self.process = subprocess.Popen(
@@ -126,7 +129,8 @@ def test_workers_of_a_monarch_job_give_the_numbers_of_one_host(alone, tmp_path):
     found = run("process://2", tmp_path)
     assert_same(found, alone)
     [first, *_], [second, *_] = found["above"]
-    # Each rank has a worker of its own. Both workers are children of the program, so later ancestors are the same.
+    # Each rank has a worker of its own, so the first ancestors differ. The later ancestors are the same, because both
+    # workers are children of the program.
     assert first != second
 
 
@@ -142,7 +146,7 @@ def test_with_certificates_two_hosts_give_the_same_numbers(alone, tmp_path):
 
 
 def program(name: str) -> str:
-    """The path of a program. Skips the test, naming the program, if this machine has none."""
+    """The path of a program. Skips the test, naming the program, if this machine does not have the program."""
     path = shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
     if path is None:
         pytest.skip(f"this machine has no program {name}")
@@ -151,7 +155,10 @@ def program(name: str) -> str:
 
 @pytest.fixture
 def ssh_arguments(tmp_path) -> Iterator[str]:
-    """Arguments with which ssh reaches 127.0.0.1 and 127.0.0.2. An sshd that this fixture starts as the current user listens there."""
+    """Arguments with which ssh reaches 127.0.0.1 and 127.0.0.2.
+
+    The fixture starts an sshd that listens at both addresses and runs as the current user.
+    """
     sshd, keygen, port = program("sshd"), program("ssh-keygen"), free_port()
     program("ssh")
     folder = tmp_path / "ssh"
@@ -355,7 +362,7 @@ class Networks:
         subprocess.run([self.ip, *arguments], check=True, capture_output=True, text=True)
 
     def within(self, index: int) -> list[str]:
-        """A command, with arguments, that runs the command after it in a namespace."""
+        """Words that run the command behind them in the namespace with this index."""
         return [self.ip, "netns", "exec", self.names[index]]
 
 
