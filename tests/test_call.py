@@ -37,7 +37,7 @@ def test_asyncio_logs_no_error_of_a_call_whose_waiter_was_cancelled(wait):
 
 
 class EndsJustAfterTheWait(Future):
-    """A wait with a timeout raises TimeoutError. The future ends after the timeout and just before the error is raised."""
+    """A wait with a timeout raises TimeoutError. The future ends after the timeout, just before the error is raised."""
 
     def result(self, timeout=None):
         if timeout is None:

@@ -96,8 +96,9 @@ def test_rl_numerics_check_finds_sampler_and_trainer_equal(cookbook):
 
 
 def test_logprobs_are_those_of_the_tempered_distribution(cookbook):
-    # The program samples a sequence. Then it samples the token at each position again, and compares the two logprobs of
-    # the position if the tokens are equal. At this low temperature even a model with random weights samples equal tokens.
+    # The program samples a sequence. Then it samples the token at each position again, and compares the two logprobs
+    # of the position if the tokens are equal. At this low temperature even a model with random weights samples the same
+    # tokens again.
     arguments = [f"base_model={MODEL}", "consistency_check_temp=0.01"]
     done = cookbook.run_program("validate_temperature_logprobs.py", *arguments).require_success()
     # Each row has the temperature, two counts, the mean difference and the largest difference.
