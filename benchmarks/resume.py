@@ -2,7 +2,7 @@
 
 A round begins a short run of GRPO or PPO with real trainers and vLLM. The round kills the controller or the trainer with signal 9, either
 between checkpoints or while a checkpoint is being written. Then the round resumes the run, and compares every line of its metrics.jsonl with
-the same line of the uninterrupted run. Times and rates are not compared.
+the same line of the uninterrupted run. Metrics of speed, memory and weight transfers are not compared.
 """
 
 import argparse
@@ -207,7 +207,7 @@ def run_round(
 
 
 def differences(expected: list[dict[str, Any]], actual: list[dict[str, Any]]) -> list[str]:
-    """Differences between the records of two runs, as texts. Times and rates are not compared."""
+    """Differences between the records of two runs, as texts. Metrics of speed, memory and weight transfers are not compared."""
     expected_steps = [record["step"] for record in expected]
     actual_steps = [record["step"] for record in actual]
     if actual_steps != expected_steps:

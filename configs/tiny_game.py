@@ -1,6 +1,6 @@
 """Two configs that train the tiny model on two CPU cores: a guessing game, and multiplication with a calculator.
 
-Both tasks have several turns. A turn is one completion and the reply to it.
+Both tasks have several turns. A turn is one completion. The environment replies to a turn.
 """
 
 from dataclasses import replace

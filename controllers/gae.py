@@ -90,8 +90,8 @@ def _advantages(
 ) -> Tensor:
     """The advantages, computed from the last position to the first.
 
-    A position that is no action changes neither the next value nor the next advantage, so the action before such a
-    position uses the value and the advantage of the action after it.
+    A position that is no action leaves next_value_N and next_advantage_N unchanged. So the last action before such a
+    position uses the value and the advantage of the first action after the position.
     """
     found_NT = torch.zeros_like(values_NT)
     next_value_N, next_advantage_N = last_N, torch.zeros_like(last_N)

@@ -178,8 +178,9 @@ async def token_rewards(
 ) -> tuple[list[Tensor], dict[str, float]]:
     """(rewards, metrics). The rewards of a sample with T tokens are a float64 tensor [T], with one reward for every token.
 
-    A turn's reward is at the turn's last token. The penalty on a long completion is subtracted at the completion's last
-    token. If reference_kl_in is "reward", another penalty is subtracted from each sampled token's reward. This penalty is
+    The completion of a sample has the tokens of all turns and of the replies between them. A turn's reward is at the
+    turn's last token. The penalty on a long completion is subtracted at the completion's last token. If
+    reference_kl_in is "reward", another penalty is subtracted from each sampled token's reward. This penalty is
     kl.coefficient times the token's estimated KL divergence from the reference.
     """
     of_completions = [row for group in batch.groups for row in group.rewards_per_token]

@@ -1,5 +1,5 @@
-"""The levels of modules, from high to low: configs, controllers, clients, actors, engine and vllm, transports and processes, values. No module
-imports a module of a higher level.
+"""The levels of modules, from high to low: configs, controllers, clients, actors, engine and vllm, transports and processes, values. The
+values are the modules of level 0 in LEVELS, such as rl_actors.types. No module imports a module of a higher level.
 
 The tests read the imports from the source. An import inside a function or under TYPE_CHECKING counts, too. A name that is looked up at run time,
 such as `tiny` in `--config tiny`, does not count as an import.

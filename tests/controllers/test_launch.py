@@ -35,7 +35,7 @@ def command_line(monkeypatch, tmp_path, capsys):
 @on_cpu
 def test_a_config_larger_than_the_memory_is_refused_with_the_sizes_and_advice(command_line, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "_run", lambda *_: pytest.fail("the run began"))
-    for flag in ("--dry-run", "--output-dir"):  # without --dry-run the command starts a run
+    for flag in ("--dry-run", "--output-dir"):  # --output-dir alone would start a run
         value = ["run"] if flag == "--output-dir" else []
         status, out, err = command_line("--config", "qwen3_4b", flag, *value)
         assert (status, out) == (2, ""), err
@@ -89,7 +89,7 @@ def nobody(command_line, tmp_path):
 
 
 @pytest.mark.parametrize(("folder", "mode"), [("", 0o555), ("run", 0o555), ("run", 0o000)])
-def test_an_output_folder_that_nothing_can_be_written_to_is_refused(nobody, tmp_path, folder, mode):
+def test_an_output_folder_that_is_not_writable_is_refused(nobody, tmp_path, folder, mode):
     parent = tmp_path / "parent"
     parent.mkdir(mode=mode)
     status, out, err = nobody("--config", "tiny", "--dry-run", "--output-dir", parent / folder)
@@ -108,7 +108,7 @@ def test_a_folder_that_nothing_is_written_to_need_not_be_writable(nobody, tmp_pa
         assert status == 2 and f"--output-dir {Path('runs')}" in err and "is not writable" in err
 
 
-def test_an_evaluation_needs_only_the_folder_of_the_checkpoint(nobody, tmp_path, monkeypatch):
+def test_an_evaluation_needs_no_writable_folder_but_that_of_the_checkpoint(nobody, tmp_path, monkeypatch):
     run, checkpoint, began = tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-1", []
     checkpoint.mkdir(parents=True)
     (run / "config.json").write_text(nobody("--config", "tiny", "--dry-run")[1])
@@ -133,7 +133,7 @@ def test_an_evaluation_needs_only_the_folder_of_the_checkpoint(nobody, tmp_path,
         ("loss.ratio-high", "0.9", "ratio_high=0.9"),
     ],
 )
-def test_a_bound_of_the_probability_ratio_that_the_loss_does_not_take_is_refused(command_line, name, value, message):
+def test_an_impossible_bound_of_the_probability_ratio_is_refused(command_line, name, value, message):
     status, out, err = command_line("--config", "tiny", "--dry-run", f"--{name}", value)
     assert (status, out) == (2, ""), err
     assert message in err

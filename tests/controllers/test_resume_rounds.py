@@ -26,7 +26,7 @@ def test_a_killed_run_goes_on_as_the_uninterrupted_one(tmp_path, config, victim,
     assert "1 of 1 rounds gave the metrics of the uninterrupted run, 0 did not" in finished.stdout
 
 
-def test_differences_between_two_runs_are_named_except_times_and_rates():
+def test_differences_between_two_runs_are_named_except_those_of_speed():
     one = [
         {"step": 0, "loss": 0.5, "time/step": 1.0, "busy/trainer": 0.5},
         {"step": 1, "loss": 0.25, "tokens": 12, "nothing": None},

@@ -17,7 +17,7 @@ def test_linear_decay_reaches_the_minimum_after_total_steps_and_stays():
     assert [rate(step) for step in range(1, 9)] == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
 
 
-def test_cosine_passes_the_middle_at_half_of_the_decay():
+def test_cosine_has_the_middle_rate_at_half_of_the_decay():
     rate = Schedule(kind="linear_warmup_cosine", learning_rate=3.0, warmup_steps=10, total_steps=110, min_ratio=0.1)
     assert [rate(step) for step in (1, 10, 11, 61, 111, 501)] == pytest.approx([0.3, 3.0, 3.0, 1.65, 0.3, 0.3])
     assert rate(36) == pytest.approx(3 * (0.1 + 0.9 * (1 + 2**-0.5) / 2))
@@ -35,7 +35,7 @@ def test_a_schedule_is_stateless():
     assert [rate(step) for step in reversed(range(20))] == forwards[::-1]
 
 
-def test_the_config_overrides_the_length_of_the_run():
+def test_the_decay_ends_with_the_run_unless_the_config_sets_total_steps():
     config = ScheduleConfig(kind="linear_warmup_linear", learning_rate=1.0, total_steps=4)
     assert [config.build(100)(step) for step in range(1, 6)] == [1.0, 0.75, 0.5, 0.25, 0.0]
     config.total_steps = None
