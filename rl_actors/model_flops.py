@@ -16,8 +16,8 @@ name."""
 def product_parameters(model: ModelConfig) -> int:
     """Number of the parameters by which the model multiplies the hidden states of one token.
 
-    An expert's parameters count only if the token is routed to this expert. The head counts. The embedding does not
-    count, because it is a lookup.
+    An expert's parameters count only if the token is routed to this expert. The output head counts. The embedding
+    does not count, because it is a lookup.
     """
     hidden = model.hidden_size
     heads = model.num_attention_heads * model.head_dim
@@ -34,8 +34,8 @@ def product_parameters(model: ModelConfig) -> int:
 
 
 def flops_per_token(model: ModelConfig, document: float, *, trains_weights: bool = True) -> float:
-    """FLOPs of the forward and backward pass of one token. document: number of tokens of its document. Recomputation
-    does not count.
+    """FLOPs of the forward and backward pass of one token. document: length in tokens of the document that the
+    token is in. Recomputation does not count.
 
     Each parameter of a matrix product costs 6 FLOPs. Each position that the token attends to costs 12 FLOPs per block,
     per head and per dimension of the head. A token attends to itself and to the earlier positions, which on average are

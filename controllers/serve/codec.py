@@ -2,8 +2,8 @@
 
 Arrays are sent as raw little-endian bytes. The table MESSAGES is our own description of the messages. Its field numbers are the SDK's.
 
-In shapes, T is the number of positions of one datum, N the number of tokens of a prompt, P the number of positions of a prompt or a
-completion, and K the number of targets of one position. In TopK, K is the number of likeliest tokens.
+In shapes, T is the number of positions of one datum, N the number of tokens of a prompt, and P the number of tokens of a prompt or a
+completion. K is the number of targets of one position, except in TopK: there K is the number of likeliest tokens of one position.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -84,7 +84,7 @@ MESSAGES: dict[str, tuple[str, ...]] = {
 DTYPES: dict[int, np.dtype] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 """The numpy dtype for each number of a DType. bfloat16 is missing, because no SDK sends it."""
 MAX_ELEMENTS = 1 << 28
-"""Largest number of elements of a sparse tensor. This module makes sparse tensors dense.
+"""Largest number of elements of a sparse tensor, zeros included. This module makes sparse tensors dense.
 
 Without this limit a request of a few bytes could take all memory.
 """

@@ -4,8 +4,8 @@ A joined tensor holds the experts of a transformer block, or the fused query, ke
 dimension of a joined tensor belongs to one of Hugging Face's tensors. This module splits joined tensors, and joins tensors again. It reads and writes no file.
 
 A group is a key-value head with its query heads. G is the number of groups, R the number of query heads in a group, W the width of a head, D
-the hidden size. In names of tensors the letter R can also stand for R + 2: the query heads of a group, its key and its value. A row of a weight
-is a slice along its first dimension.
+the hidden size. The name heads_GRWD is an exception: its R stands for R + 2, because a group has R query heads, a key and a value. A row of a
+weight is a slice along its first dimension.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """`OpenStep` lets only one client of a service at a time have an open training step. This module does not depend on actors.
 
-The first forward_backward of a client opens a step, and the client's optim_step or discard_gradients closes the step. While the step is
-open, other clients' calls of the endpoints in CHANGING wait.
+A client opens a step with forward_backward, and closes the step with optim_step or discard_gradients. While the step is open, other
+clients' calls of the endpoints in CHANGING wait.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class OpenStep:
         """Wait until no other client has an open step, and open a step for this client. Does nothing if this client has an open step already.
 
         Raises RuntimeError if another client still has an open step after `patience` seconds. The error names that client. Also raises
-        RuntimeError if `client` leaves during the wait.
+        RuntimeError if the connection of `client` ends during the wait.
         """
         if self.holder is client:
             return

@@ -1,4 +1,7 @@
-"""FSDP's CPU offload on a GPU. The steps are nearly equal to those of a trainer without the offload, and the weights are on the host."""
+"""A trainer with FSDP's CPU offload computes on the GPU and keeps its weights on the host.
+
+Its steps are nearly equal to those of a trainer without the offload.
+"""
 
 import math
 from dataclasses import replace

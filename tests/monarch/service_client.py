@@ -1,7 +1,8 @@
-"""A program that is a client of a service. It reads commands from stdin, and prints one line of JSON for each command.
+"""A program that is a client of a service. It prints "attached". Then it reads commands from stdin, and prints one line of
+JSON for each command.
 
-"open" calls forward_backward but not optim_step, so the step stays open. It prints the loss. "steps N RATE" takes N whole steps with this
-learning rate, or with 0 if RATE is missing. It prints version and gradient norm of each step. "forward" prints the version and the sum of
+"open" calls forward_backward but not optim_step, so the step stays open. It prints the loss. "steps N RATE" takes N whole steps with the
+learning rate RATE, or with 0 if RATE is missing. It prints version and gradient norm of each step. "forward" prints the version and the sum of
 the logprobs. "generate" pushes the weights, and prints the tokens and versions of a completion.
 """
 
