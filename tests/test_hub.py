@@ -28,7 +28,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def cached(cache, tied_qwen3):
-    """The directory of the model ID in the cache. The directory has the files of a small model."""
+    """The directory of the model `ID` in the cache. The directory has the files of a small model."""
     snapshot = put_in_hub_cache(cache, ID)
     shutil.copytree(tied_qwen3, snapshot, dirs_exist_ok=True)
     return snapshot
@@ -49,7 +49,7 @@ def test_the_config_qwen3_gets_the_model_size_from_the_cache(cached, tied_qwen3)
     assert found.trainer.model == found.generator.model == ModelConfig.from_hf(tied_qwen3) != ModelConfig()
 
 
-def test_a_directory_with_the_form_of_an_id_is_a_directory(cache, tied_qwen3, tmp_path, monkeypatch):
+def test_the_path_of_a_directory_is_not_an_id_even_if_it_has_the_form_of_one(cache, tied_qwen3, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tied_qwen3, "models/mine")
     assert find_model("models/mine") == "models/mine"

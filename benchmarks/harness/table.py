@@ -31,9 +31,10 @@ def newest(row: TableRow, gpu: str, since: str = "") -> Line | None:
     format of a line's date; older lines are ignored.
 
     The returned line has one more field, "file", because some rows also show figures of other results. The field maps every name in the same
-    results file to the newest line with this name. Lines with an error, and lines outside `gpu` and `since`, do not count.
-    If the row is the quotient of two other rows, the returned line has no "file". Its fields "over" and "under" are the newest lines of these
-    two rows.
+    results file to the newest line with this name. Lines with an error, and lines that `gpu` or `since` excludes, do not count.
+
+    A row that is the quotient of two other rows is an exception: the returned line has no "file". Instead it has the fields "over" and
+    "under", which are the newest lines of these two rows.
     """
     if row.quotient_of:
         # Only the speeds of our own trainer in the two rows are divided. `compared_fields` describe the program that a row compares with our

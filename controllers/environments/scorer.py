@@ -141,7 +141,7 @@ class Scorer:
 
     @contextlib.asynccontextmanager
     async def limits(self) -> AsyncIterator[None]:
-        """Context manager for an awaited answer. Raises TimeoutError in its body after `timeout` seconds."""
+        """Context manager for an awaited answer. Cancels its body after `timeout` seconds, and then raises TimeoutError."""
         async with self.slots, asyncio.timeout(self.timeout):
             yield
 

@@ -57,7 +57,7 @@ class Server:
         self.base_version = store.version_of_base(config.hf_path)
         self._link(self.base_version, Path(config.hf_path))
         self._repeating: list[asyncio.Task[None]] = []
-        self._removals: set[asyncio.Future[None]] = set()  # deletions of versions that are under way
+        self._removals: set[asyncio.Future[None]] = set()  # running deletions of versions
         self.num_sampled_tokens = self.num_trained_positions = self.num_optim_steps = 0
         self.curves: dict[str, RunCurves] = {}  # by the id of the run
         self.rates = Rates()
@@ -372,7 +372,7 @@ class Server:
     def _drop_old_versions(self, run: Run) -> None:
         """Drop the weights of the run's old unnamed samplers.
 
-        The newest save of the kind "inflight" stays, because all samplers of this kind use it, however old they are.
+        The newest save of the kind "inflight" stays, however old it is, because all samplers of this kind use it.
         """
         in_use = self.store.run(run.id)
         for version in self.store.ephemeral_versions(run.id)[: -self.config.samplers_kept]:

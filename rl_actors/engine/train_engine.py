@@ -132,8 +132,8 @@ class TrainEngine:
         self.step.require("forward")
         self.validate(samples, loss)
         self.memory.onload(["weights"])
-        # If there is a loss, `validate` has checked that all samples have the same columns, and that the loss reads them. If there is none,
-        # only the column target_ids is needed.
+        # With a loss all columns are needed: `validate` has checked that all samples have the same columns, and that the loss reads them.
+        # Without a loss only the column target_ids is needed.
         columns = samples[0].columns if loss is not None else {"target_ids"} & set(samples[0].columns)
         with torch.no_grad(), self._evaluation():
             return self._output(self.runner.forward(self._batches(samples, columns), loss, with_entropy=entropy))
@@ -276,9 +276,9 @@ class TrainEngine:
 
         If lora.sync is "adapter", these tensors are only the adapters, under peft's names, converted to `dtype`.
         Otherwise they are the weights under their Hugging Face names, with adapters merged. A tied head appears once.
-        torchtitan keeps some of Hugging Face's tensors together in one joined tensor (hf_names.py). This method copies
-        the joined tensors and converts the copies to `dtype`. The other weights keep their own dtype, and the push
-        converts them.
+        torchtitan has joined tensors, each of which holds several of Hugging Face's tensors (hf_names.py). This method
+        copies the joined tensors and converts the copies to `dtype`. The other weights keep their own dtype, and the
+        push converts them.
         """
         self.config.require_hf("push_model_state_dict")
         self.memory.onload(["weights"])

@@ -1,4 +1,4 @@
-"""Chooses the GPUs that a spawned process sees, and their order.
+"""Chooses the order in which a spawned process sees the GPUs.
 
 The module makes no CUDA context. It only asks torch for the number of GPUs.
 """

@@ -42,14 +42,14 @@ def test_a_run_that_ends_before_the_validation_misses_the_gate():
 
 
 @pytest.mark.parametrize("text", ["40", "40:", ":0.9", "x:0.9", "40:high", "-1:0.9", "40:inf", "40:0.9:1"])
-def test_a_gate_of_another_form_is_refused(text):
+def test_a_text_that_is_no_gate_is_refused(text):
     config = tiny()
     config.gate = text
     with pytest.raises(ValueError, match=f"gate='{text}'; it must be STEP:REWARD, .* such as 40:0.9"):
         config.validate()
 
 
-def test_a_run_without_a_held_out_reward_has_no_gate():
+def test_a_gate_is_refused_for_a_run_that_samples_nothing():
     config = tiny_dpo()
     config.gate = "1:0.5"
     with pytest.raises(ValueError, match="gate='1:0.5', but this run samples nothing"):

@@ -65,7 +65,7 @@ def offline(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def run(offline, tmp_path_factory) -> Path:
-    """The folder of a run of three steps through the chat template."""
+    """The folder of a run of three steps. The run uses the chat template."""
     folder = tmp_path_factory.mktemp("run") / "mine"
     start(offline, "grpo", "--config", "qwen3", "--trainer.hf-path", ID, *flags(FLAGS), "--output-dir", folder)
     return folder

@@ -276,7 +276,7 @@ def loses_host(placements: list[MortalPlacement], number: int) -> BeforeCall:
     return before
 
 
-def test_a_run_that_loses_a_host_raises_an_error_with_its_name(run, placements, tmp_path):
+def test_a_run_that_loses_a_host_raises_an_error_that_names_the_host(run, placements, tmp_path):
     config = replace(grpo_config(), hosts=HostsConfig(addresses="tcp://127.0.0.1:1"))
     with pytest.raises(StartAgainError, match="the worker of the only host has ended"):
         run(RunFolder(tmp_path / "run"), config=config, before=loses_host(placements, 1))

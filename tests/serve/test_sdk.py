@@ -90,7 +90,7 @@ def datum(tokens=(1, 2, 3), targets=(2, 3, 4), **inputs):
 ADAM = tinker.types.AdamParams(learning_rate=0.1)
 
 
-def test_forty_pairs_of_calls_that_nobody_awaits(service, background):
+def test_forty_pairs_of_calls_sent_without_waiting_run_in_order(service, background):
     client = service.create_lora_training_client("letters", rank=0).result()
     futures = []
     for _ in range(40):
