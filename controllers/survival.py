@@ -27,8 +27,8 @@ class SurvivalConfig:
     """Largest number of restarts in an hour. One more death in that hour ends the run with the error of the hour's first death. 0: the first
     death ends the run."""
     backoff: float = 1.0
-    """Seconds of the pause before the restart after the second death of an hour. The pause doubles with every further death, up to a minute. After
-    the first death there is no pause."""
+    """Pause in seconds between the second death of an hour and the restart after it. The pause doubles with every further death, up to a minute.
+    After the first death there is no pause."""
     silent_after: float = 30.0
     """Seconds in which every process of an actor must answer a probe, also while the process runs a call. A process that does not answer is
     killed. In addition, while a call runs, Monarch itself counts a process as dead if it has been silent for about thirty seconds."""

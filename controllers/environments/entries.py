@@ -48,7 +48,10 @@ def fits(problem: Problem, config: EnvironmentConfig) -> bool:
 
 
 def conversation_text(messages: Sequence[Message]) -> str:
-    """Key of an entry that has a conversation: roles and texts of the messages before the completion. For a single message the key is its text."""
+    """Key of an entry that has a conversation: roles and texts of the messages before the completion.
+
+    If only one message comes before the completion, the key is the text of this message.
+    """
     asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
     if len(asked) == 1:
         return asked[0]["content"]

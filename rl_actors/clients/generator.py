@@ -199,8 +199,9 @@ class GeneratorClient(Client):
         return not self._closed and await self._fleet.answers_within(timeout)
 
     def seconds_silent(self) -> dict[str, float]:
-        """Seconds since the last sign of life of each generator that this client spawned, or since its last start.
+        """Seconds since the last sign of life of each generator that this client spawned.
 
+        Until a generator has given a sign of life, the seconds count from its last start.
         A sign of life says that the engine waits for requests, or that it has done something.
         """
         found: dict[str, float] = {}
@@ -210,7 +211,7 @@ class GeneratorClient(Client):
 
     async def _death(self, silent_after: float) -> ActorDiedError | ActorSilentError | None:
         """Wait until every generator is dead and will not be started again. Returns the error that ended the generator
-        with the lowest number.
+        with index 0.
 
         Returns None if the start has failed, if the client was closed, or if the error is neither ActorDiedError nor ActorSilentError.
         A generator without a sign of life for silent_after seconds counts as dead and is started again. If the config's

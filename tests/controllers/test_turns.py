@@ -236,7 +236,7 @@ def gpu(monkeypatch) -> Gpu:
     return gpu
 
 
-def test_each_works_in_its_own_turn_and_the_numbers_are_those_of_a_run_side_by_side(gpu, tmp_path):
+def test_trainer_and_generator_take_turns_and_the_numbers_are_those_of_a_run_without_turns(gpu, tmp_path):
     usual = run_with(tmp_path / "usual", NearTrainer, RandomGenerator)
     turns = TurnsConfig(enabled=True, offload=("optimizer", "weights"))
     found = run_with(tmp_path / "turns", OffloadingTrainer, SleepingGenerator, turns=turns)
@@ -263,7 +263,7 @@ def test_each_works_in_its_own_turn_and_the_numbers_are_those_of_a_run_side_by_s
     assert found.records[0]["offload/gigabytes"] == 0
 
 
-def test_a_checkpoint_borrows_the_memory_and_the_generator_gets_its_version_again(gpu, tmp_path):
+def test_the_generator_sleeps_during_a_checkpoint_and_then_pulls_the_version_that_it_had(gpu, tmp_path):
     run_with(tmp_path, OffloadingTrainer, SleepingGenerator, turns=TurnsConfig(enabled=True), checkpoint_every=1)
     saved = [index for index, call in enumerate(gpu.calls) if call == "save"]
     versions = []
@@ -342,18 +342,19 @@ def test_policy_critic_and_generator_of_ppo_have_the_memory_one_after_the_other(
         *["sleep 2", "critic values", "critic fit", "critic offload", "optim_step", "offload optimizer"],
         *[*release, "pull 1"],
     ]
-    gpu.is_generators = False  # each has a GPU of its own
+    # In the usual run each model has a GPU of its own. With False, policy and critic may work at any time.
+    gpu.is_generators = False
     usual = ppo_records(tmp_path / "usual", monkeypatch)
     assert [record["phase"] for record in found] == ["start", "ppo", "ppo"]
     assert without_times(found) == without_times(usual)
 
 
-def test_turns_make_the_generators_sleep_possible():
+def test_turns_enable_the_sleep_mode_of_the_generator():
     assert not tiny().generator.sleep_mode
     assert replace(tiny(), turns=TurnsConfig(enabled=True)).generator.sleep_mode
 
 
-def test_turns_that_cannot_be_taken_are_refused_by_name():
+def test_impossible_turns_are_refused_with_the_name_of_the_setting():
     config = replace(tiny(), turns=TurnsConfig(enabled=True))
     config.validate()
     ahead = replace(config, rollouts=replace(config.rollouts, max_staleness=6))
@@ -371,7 +372,7 @@ def test_turns_that_cannot_be_taken_are_refused_by_name():
 
 
 @pytest.mark.slow
-def test_a_real_run_in_turns_has_the_numbers_of_one_side_by_side(tmp_path):
+def test_a_real_run_with_turns_has_the_numbers_of_a_run_without_turns(tmp_path):
     records = {}
     for name, flags in {
         "usual": [],
@@ -396,8 +397,9 @@ def test_a_real_run_in_turns_has_the_numbers_of_one_side_by_side(tmp_path):
     moved = [record["offload/gigabytes"] for record in records["resumed"] if record["phase"] == "grpo"]
     assert min(moved) > 0
     for usual, turns in zip(records["usual"], records["resumed"], strict=True):
-        # Two kinds of metrics may differ. A run with turns pulls later after a checkpoint, which changes the metrics weights/…. The run "turns"
-        # ended after two steps and so validated after its second step, as every run validates after its last step. The usual run may not.
+        # Two kinds of metrics are not compared. The metrics weights/… contain speeds, and a run with turns pulls the weights again after a
+        # checkpoint. Validations depend on where a run ends, because every run validates after its last step, and the run "turns" first ended
+        # after two steps.
         skipped = ("weights/", "validation/")
         assert {key: value for key, value in without_times([turns])[0].items() if not key.startswith(skipped)} == {
             key: value for key, value in without_times([usual])[0].items() if not key.startswith(skipped)

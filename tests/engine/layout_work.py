@@ -143,7 +143,7 @@ def gradients(engine) -> dict[str, Tensor]:
 
 
 def refused(engine) -> list[tuple[str, int, str]]:
-    """Make two calls in which the loss fails on only one rank. Returns (message, failing rank, state afterwards) of each call on this rank.
+    """Make two calls in which the loss fails on only one rank. Returns this rank's (message, failing rank, state afterwards) of each call.
 
     The first call has many microbatches, and the second call has one microbatch.
     """
@@ -197,7 +197,7 @@ def load(path: str, parallelism: dict[str, Any], fields: dict[str, Any], checkpo
 
 
 def go_on(engine) -> list[tuple[Any, float]]:
-    """Take two more steps and return their results. The second step depends on the optimizer's state."""
+    """Take two more steps and return their results. The first result depends only on the weights, the second also on the optimizer's state."""
     steps = []
     for _ in range(2):
         output = engine.forward_backward(samples_with(*TRAINED), "ppo")

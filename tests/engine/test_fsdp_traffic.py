@@ -143,8 +143,8 @@ def expected_gathers(model: str, policy: str, num_microbatches: int) -> dict[str
         "forward of one microbatch": counts(1, 1 + more),
         "forward_backward": counts(block_in_forward_backward, m * (2 + more)),
         "forward in an open step": counts(block_in_forward, m * (1 + more)),
-        # For whole sequences the head runs twice in the forward pass, and its group is gathered for both. The third gather is for the backward pass of
-        # the norm.
+        # For whole sequences the head runs twice in the forward pass, and its group is gathered each time. The third gather is for the backward pass
+        # of the norm.
         "forward_backward of whole sequences": counts(block_in_forward_backward, m * (3 + more)),
         "step": {},
     }
@@ -160,7 +160,7 @@ def expected_gathers(model: str, policy: str, num_microbatches: int) -> dict[str
         pytest.param("experts", "default", marks=pytest.mark.slow),
     ],
 )
-def test_the_policy_sets_the_gathers_of_each_call_and_no_chunk_of_the_head_gathers_anything(observed, model, policy):
+def test_the_reshard_policy_sets_the_number_of_gathers_and_chunks_of_the_head_add_none(observed, model, policy):
     _, ranks = observed(model, policy)
     for seen in ranks:
         assert seen["microbatches"] == 3 and seen["chunks"] > 1

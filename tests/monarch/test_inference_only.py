@@ -1,4 +1,6 @@
-"""A trainer without an optimizer runs calls that infer. It refuses calls that train, before any rank begins to work."""
+"""A trainer without an optimizer runs calls that infer. Calls that train, and calls that save or load the
+optimizer's state, are refused before any rank begins to work.
+"""
 
 import pytest
 import support
@@ -45,7 +47,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_that_trains_is_refused_before_any_rank_works(frozen, call):
+def test_a_call_that_needs_an_optimizer_is_refused_before_any_rank_works(frozen, call):
     frozen.ready().result()
     sent = frozen._number
     with pytest.raises(ValueError) as caught:
