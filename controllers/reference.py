@@ -100,7 +100,7 @@ async def start_frozen(run: Run[Any], *, has_begun: bool, is_saved: bool) -> Fro
 
     has_begun: True if the phase began before the run was resumed. False if the phase begins now.
     is_saved: False if the model reads the policy from hf_path, as the trainer did. True if the model reads the policy from the run's folder
-    `reference`. If the phase begins now, this function first saves the trainer's current weights in this folder.
+    `reference`. If is_saved is True and the phase begins now, this function first saves the trainer's current weights in this folder.
     """
     model = run.spawn_reference()
     with run.log.setup("starting reference"):

@@ -53,10 +53,11 @@ class RolloutConfig:
     """Largest number of times that a problem's completions are requested again after the generator has failed. If the last attempt fails, too, the
     run ends with the generator's error."""
     overlong_buffer: int = 0
-    """Number of tokens before max_tokens over which a penalty on the reward grows from 0 to overlong_penalty (DAPO's soft overlong
-    punishment, arXiv 2503.14476, eq. 13). 0: no penalty."""
+    """A completion that ends within this number of tokens before the limit max_tokens gets a penalty on its reward. The penalty grows from 0
+    to overlong_penalty at the limit (DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13). In a task with episodes, the limit is
+    episodes.max_tokens, and all tokens of an episode count. 0: no penalty."""
     overlong_penalty: float = 1.0
-    """Penalty on the reward of a completion of max_tokens tokens. It needs an overlong_buffer above 0."""
+    """Penalty on the reward of a completion that is as long as its limit allows. It needs an overlong_buffer above 0."""
 
     def validate(self) -> None:
         limits = {"groups_per_step": 1, "max_refills": 0, "max_staleness": 0, "max_retries": 0}
@@ -100,7 +101,7 @@ class Group:
     # subtracted from the rewards.
     divergences: list[float] = field(default_factory=list)
     # The episode of each completion. The completion has the tokens of all turns of the policy, and of the environment's replies between
-    # them. Empty if every conversation of the task has only one turn.
+    # them. The list is empty if every conversation of the task has only one turn.
     episodes: list[PlayedEpisode] = field(default_factory=list)
 
     @property
@@ -232,7 +233,7 @@ class RolloutBatch:
         return values
 
     def _age_metrics(self) -> dict[str, float]:
-        """Mean and largest age, and the number of groups of each age."""
+        """The number of retries, the mean and the largest age, and the number of groups of each age."""
         ages = self.ages()
         values: dict[str, float] = {"groups/retries": self.num_retries}
         if ages:
@@ -336,8 +337,9 @@ class Rollouts:
     async def complete(self, indices: Sequence[int], deliver: Deliver) -> None:
         """Give `deliver` the groups of these problems, in the order in which the groups finish.
 
-        If these rollouts have a `penalty` function, `deliver` gets all groups at the end. If the generator fails, `deliver` first gets the
-        groups that have finished, and then this method raises GenerationError. It also raises the error of a reward function.
+        If these rollouts have a `penalty` function, `deliver` gets all groups at the end instead. If the generator fails, `deliver` first
+        gets the groups that have finished, and then this method raises GenerationError. If a reward function fails, this method raises the
+        function's error.
         """
         finished: dict[int, Group] = {}
         keep = deliver if self.penalty is None else finished.__setitem__

@@ -33,8 +33,9 @@ WORK = frozenset(
         "copy_weights",
     }
 )
-"""Last parts of the paths of requests for work, such as sampling and training. Only the rate of these requests is
-limited. The SDK sends many of the other requests by itself, again and again, so a limit would not concern the user's program."""
+"""Last parts of the paths of requests for work, such as sampling and training. The rate limit concerns only these
+requests. The SDK sends many of the other requests by itself, again and again. The user's program cannot send fewer of them, so they are not
+limited."""
 KEY_LINE = re.compile(r"([A-Za-z0-9_.@-]+)\s+([0-9a-f]{64})")
 LONGEST_WAIT = 60.0  # largest number of seconds in the header Retry-After
 

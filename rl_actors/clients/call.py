@@ -83,8 +83,8 @@ class Call(Generic[T]):
     def _ended(self) -> "asyncio.Future[T]":
         """The answer, as a future of the running event loop.
 
-        asyncio logs an error that nothing has read. If the task that waits for the call is cancelled and the call fails afterwards, only the
-        callback reads the error. So nothing is logged.
+        asyncio logs the error of a future if no code has read the error. If the task that waits for the call is cancelled and the call fails
+        afterwards, the task does not read the error. So the callback `_mark_error_as_seen` reads it, and nothing is logged.
         """
         ended = asyncio.wrap_future(self._future)
         ended.add_done_callback(_mark_error_as_seen)

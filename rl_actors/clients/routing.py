@@ -49,13 +49,13 @@ class Router:
         self.loads[replica] -= num_requests
 
     def forget(self) -> None:
-        """Forget the prompts, because a pull or a death has emptied the caches."""
+        """Forget the prompts, because a pull has emptied the caches, or a replica has died with its cache."""
         self._known.clear()
 
     def _find(self, prompt: Sequence[int]) -> tuple[int, int | None]:
         """The hash of a prompt, and the replica of its longest known prefix. None: no prefix is known.
 
-        A known prefix may be the prompt of an earlier turn of the same conversation.
+        A known prefix is a whole earlier prompt, for example the prompt of an earlier turn of the same conversation.
         """
         hashed, replica = 0, None
         for token in prompt:

@@ -31,7 +31,7 @@ class WholeRows:
 class RowShards:
     """Gives every rank of the mesh a part of each row, with attention masks.
 
-    If there is a load balancer, all parts need about equal work in attention, and the positions of a part need not be contiguous.
+    A load balancer makes the work in attention about equal on all ranks. The positions of a part may then lie apart.
     """
 
     masks: Callable[[Tensor], BlockMask]  # positions_BL -> flex attention's masks

@@ -50,7 +50,7 @@ def queue_steps(client, number: int, params: OptimParams) -> list:
     return [*halves, client.optim_step(params)]
 
 
-def test_tenants_whose_calls_interleave_have_the_numbers_of_each_alone(landlord, pair, config):
+def test_tenants_whose_calls_interleave_get_the_same_numbers_as_alone(landlord, pair, config):
     sent = [[], []]
     for number in range(3):
         for answers, tenant, params in zip(sent, pair, PARAMS, strict=True):

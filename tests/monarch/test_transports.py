@@ -52,7 +52,7 @@ def weights(tmp_path_factory):
     ],
 )
 def sharded_mesh(request, weights):
-    """A trainer of two or four processes. `use` gives it a transport."""
+    """A trainer of two or four processes. The fixture `use` gives it a transport."""
     shard, tensor = request.param
     config = support.trainer_config(shard=shard, tensor=tensor, hf_path=str(weights[1]))
     processes = asyncio.run(spawn_processes("sharded", shard * tensor))
