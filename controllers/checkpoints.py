@@ -173,7 +173,7 @@ def read(path: Path) -> State:
 def find(path: Path, step: int | None = None) -> Path:
     """The complete checkpoint of `step` in the run's folder `path`. If `step` is None, the newest complete checkpoint there.
 
-    `path` may also be a complete checkpoint itself. If `step` is None, this checkpoint is returned.
+    `path` may also be a complete checkpoint itself, which is then returned. In this case `step` must be None.
     Raises ValueError if there is no such checkpoint, or if its files have changed since they were written.
     """
     if step is None and (path / STATE).is_file():

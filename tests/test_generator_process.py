@@ -105,7 +105,7 @@ def test_a_trainer_of_more_processes_than_gpus_is_refused_by_the_client(monkeypa
     validation.require_gpus(config)
 
 
-def test_a_trainer_sees_the_gpus_that_its_config_names_first(monkeypatch):
+def test_the_gpus_that_a_trainers_config_chooses_come_first_in_cuda_visible_devices(monkeypatch):
     asked = {}
 
     async def spawn_processes(name, num_processes, *, env, **_):
@@ -170,7 +170,7 @@ def test_a_run_on_fewer_gpus_than_it_takes_ends_before_it_begins(monkeypatch, ca
 
 
 def test_trainer_and_generator_start_one_after_another_on_a_gpu_that_both_have(monkeypatch):
-    assert not shares_gpu(qwen3_0_6b_one_gpu())  # a CPU's memory is not measured
+    assert not shares_gpu(qwen3_0_6b_one_gpu())  # on a CPU no free memory is measured, so both may start together
     on_gpus(monkeypatch, 2, "")
     behind = qwen3_0_6b()
     behind.trainer.gpu = 1

@@ -59,7 +59,7 @@ class Checkpoint:
     kind: str  # a key of KIND_SEGMENTS
     name: str
     directory: str
-    version: int | None = None  # number of the weights in the table versions, if the kind is "sampler"
+    version: int | None = None  # if the kind is "sampler": the weights' number in the table `versions`
     size_bytes: int = 0
     created: float = 0.0
     expires: float | None = None
@@ -203,7 +203,7 @@ class Store:
         self.db.execute("UPDATE versions SET directory = ? WHERE number = ?", (directory, number))
 
     def version_of_base(self, directory: str) -> int:
-        """The number of the version that has the base model's weights, from this directory. Adds the version if it is not in the database."""
+        """The number of the version whose weights are the base model in this directory. Adds the version if it is not in the database."""
         row = self._one("SELECT number FROM versions WHERE run_id IS NULL AND directory = ?", directory)
         if row is not None:
             return row["number"]

@@ -38,8 +38,9 @@ def lead_gloo_to(host: str, port: int, environment: Mapping[str, str] = os.envir
     """Environment variables that let gloo listen on the interface that leads to a host.
 
     By default gloo listens at the address to which this machine's name resolves. This address is often loopback, which
-    other hosts cannot reach. The result is empty if the user has chosen an interface, or if this function finds none.
-    Raises OSError if no interface leads to the host.
+    other hosts cannot reach. The result is empty if the user has chosen an interface, or if the address towards
+    the host is not the first IPv4 address of any interface, for example because it is an IPv6 address. Raises OSError if no interface leads
+    to the host.
     """
     if GLOO_INTERFACE in environment:
         return {}

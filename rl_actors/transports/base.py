@@ -26,7 +26,7 @@ INDEX_TIMEOUT = 60.0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The dtypes in which generators may compute, widest first."""
 LOAD_TIMEOUT = 600.0
-"""Seconds in which a version must be read and loaded, if the transport has no timeout of its own."""
+"""Source.timeout, in seconds, of transports that have no timeout of their own."""
 
 Value = TypeVar("Value")
 
@@ -149,8 +149,8 @@ class LoadedTensors(Source, OpenVersion):
 
 
 class Transport(ABC):
-    """A picklable handle to a store of weights that trainer and generator actors share. Only the process that made the transport calls
-    `open` and `close`.
+    """A picklable handle to a store of weights that trainer and generator actors share. `open` and `close` are called only by the
+    process that made the transport.
     """
 
     training_bytes = 0

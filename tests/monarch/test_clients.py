@@ -181,11 +181,14 @@ def test_optim_step_raises_a_failure_that_nobody_asked_for_and_steps_nothing(tra
     assert trainer.optim_step(STEP).result().policy_version == version + 1
 
 
-def test_a_call_refused_before_the_limits_were_known_stops_the_next_optim_step(trainer, trainer_mesh, tmp_path):
+def test_a_call_made_before_the_limits_are_known_and_refused_later_stops_the_next_optim_step(
+    trainer, trainer_mesh, tmp_path
+):
     gate = Gate(folder=tmp_path)
     trainer.forward(random_samples(), loss=gate)
     gate.wait_begun()
-    # The new client gets the limits in its set-up. The set-up waits for the end of the call that the gate blocks.
+    # The new client gets the limits in its set-up. The set-up waits for the end of the call that the gate blocks. So the
+    # client can check the two calls below only after gate.open().
     trainer = TrainerClient(trainer_mesh)
     bad = [Sample.from_tokens([1], [support.VOCAB_SIZE])]
     trainer.forward_backward(random_samples(), loss="cross_entropy")
@@ -272,7 +275,7 @@ def test_a_second_client_replaces_the_first_whose_next_call_says_so(trainer, tra
 
 def test_a_call_that_outlasts_call_timeout_breaks_the_client_until_gradients_are_discarded(trainer_mesh, tmp_path):
     gate = Gate(folder=tmp_path)
-    trainer = TrainerClient(trainer_mesh, call_timeout=1.0)  # while this limit holds, the gate blocks every call
+    trainer = TrainerClient(trainer_mesh, call_timeout=1.0)  # no call has to succeed while this limit holds
     with pytest.raises(TimeoutError, match="trainer: forward_backward did not answer within 1 s; its ranks may still"):
         trainer.forward_backward(random_samples(), loss=gate).result()
     with pytest.raises(RuntimeError, match="trainer is broken: forward_backward did not .*call discard_gradients"):
@@ -322,10 +325,10 @@ def test_two_trainers_in_one_program_do_not_disturb_each_other(trainer, transpor
             asyncio.run(support.find(other._transport, 1, 0.0))
 
 
-def test_the_failure_of_a_rank_and_the_death_of_one_in_a_call_reach_the_caller(tmp_path, capfd):
+def test_the_failure_of_a_rank_and_the_death_of_a_rank_during_a_call_reach_the_caller(tmp_path, capfd):
     """The loss fails on rank 1 of 2, and rank 0 does not wait for rank 1.
 
-    Then SIGABRT ends rank 1 during a call, and its log has the traceback.
+    Then SIGABRT ends rank 1 during a call, and the log of rank 1 has the traceback.
     """
     before = support.descendants(os.getpid())
     trainer = TrainerClient.spawn(support.trainer_config(shard=2), name="pair")

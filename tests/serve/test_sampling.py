@@ -67,7 +67,7 @@ def test_a_snapshot_keeps_its_weights_and_an_inflight_sampler_takes_those_of_the
     api(use)
 
 
-def test_an_inflight_sampler_keeps_its_weights_however_many_snapshots_are_saved_after_them(api):
+def test_an_inflight_sampler_keeps_its_weights_however_many_snapshots_are_saved_later(api):
     async def use(api):
         model = await api.create_model()
         await train(api, model, 1)
@@ -200,7 +200,7 @@ def test_an_inflight_sampler_takes_the_newest_adapter_and_a_running_request_keep
     api(use)
 
 
-def test_runs_without_an_adapter_that_vllm_can_serve_are_sampled_with_whole_weights(api):
+def test_runs_with_no_adapter_or_one_of_too_high_rank_for_vllm_are_sampled_with_whole_weights(api):
     async def use(api):
         wide = await api.create_model(0, rank=9)
         whole = await api.create_model(1, rank=0)
