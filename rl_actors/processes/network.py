@@ -39,8 +39,8 @@ def lead_gloo_to(host: str, port: int, environment: Mapping[str, str] = os.envir
 
     By default gloo listens at the address to which this machine's name resolves. This address is often loopback, which
     other hosts cannot reach. The result is empty if the user has chosen an interface, or if the address towards
-    the host is not the first IPv4 address of any interface, for example because it is an IPv6 address. Raises OSError if no interface leads
-    to the host.
+    the host is not the first IPv4 address of any interface, for example because it is an IPv6 address.
+    Raises OSError if no interface leads to the host.
     """
     if GLOO_INTERFACE in environment:
         return {}

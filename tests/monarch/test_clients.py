@@ -187,8 +187,8 @@ def test_a_call_made_before_the_limits_are_known_and_refused_later_stops_the_nex
     gate = Gate(folder=tmp_path)
     trainer.forward(random_samples(), loss=gate)
     gate.wait_begun()
-    # The new client gets the limits in its set-up. The set-up waits for the end of the call that the gate blocks. So the
-    # client can check the two calls below only after gate.open().
+    # The new client gets the limits in its set-up. The set-up waits for the end of the call that the gate blocks. So
+    # the client can check the two calls below only after gate.open().
     trainer = TrainerClient(trainer_mesh)
     bad = [Sample.from_tokens([1], [support.VOCAB_SIZE])]
     trainer.forward_backward(random_samples(), loss="cross_entropy")
