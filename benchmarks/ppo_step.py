@@ -3,8 +3,8 @@
 python -m benchmarks ppo_step --config qwen3_0_6b_ppo
 
 First controllers.ppo trains for some steps, with the actors on the GPUs that the config gives them. Then the same
-processes run each part of a step by itself, on new completions, and the program times the part. There are as many of
-these completions as in a step, with the same limit of their length. The parts are
+processes run each part of a step by itself, on new completions, and the program times the part. The new
+completions are as many as in a step, and have the same limit of length. The parts are
   generate: the completions
   logprobs: the logprobs of the trainer's policy, if the loss corrects for the difference between generator and trainer
   reference, values: the outputs of the reference and of the value model

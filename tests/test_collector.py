@@ -64,7 +64,7 @@ def output(tmp_path):
     return run
 
 
-def test_our_process_collects_no_garbage_in_start_and_imports_and_keeps_modules_out_of_later_collections(output):
+def test_our_process_collects_no_garbage_while_it_starts_or_imports_and_later_collections_skip_the_modules(output):
     command = ["-c", BOOTSTRAP, "-m", "started_module"]
     assert output(command, {"RL_ACTORS_PROCESS": "trainer-0"}) == [
         "module False __main__ []",

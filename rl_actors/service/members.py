@@ -1,7 +1,7 @@
 """The members of a service, which are the models and the generator that it owns.
 
-Other programs attach to the service with clients. A member has an actor mesh, and a client of this mesh in the service's process. The member
-runs the calls of the attached clients through its own client. No other client calls the mesh.
+Other programs attach to the service with clients. A member has an actor mesh, and in the service's process a client of its own, which calls
+the mesh. An attached client never calls the mesh: the member runs the attached client's calls through the member's own client.
 """
 
 import asyncio

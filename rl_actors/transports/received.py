@@ -1,6 +1,6 @@
 """Memory into which a generator receives weights over a network. The memory is allocated once and used for all versions of the weights.
 
-A slot is the memory of one rank of the trainer for its weights of one version.
+A slot is memory in which one rank of the trainer keeps its part of one version of the weights.
 """
 
 import threading
@@ -19,7 +19,8 @@ class ReceivedSlot:
 
 
 class Buffers:
-    """Memory for received slots. A buffer is allocated for the first version and used again for later versions of the same rank and size.
+    """Memory for received slots. For the first version a buffer is allocated for each rank of the trainer. A later version uses the rank's
+    buffer again if the rank's part still has the same size.
 
     If this process uses a GPU, the memory is pinned. `free` maps (rank of the trainer, number of bytes) to a buffer that is not in use.
     """

@@ -1,7 +1,7 @@
 """The work of a vLLM worker during a pull of weights.
 
-vLLM adds the methods of WeightsExtension to its worker class. They run in the worker's process, which is the generator
-actor's process or another process. In a pull the worker first opens a version of the weights. A Source says where the
+vLLM adds the methods of WeightsExtension to its worker class. They run in the worker's process, which is not always
+the generator actor's process. In a pull the worker first opens a version of the weights. A Source says where the
 tensors of the version are. Then the worker loads the tensors one at a time. The model changes only during the load. A
 worker returns its error instead of raising it, so that the pull can read the answers of all workers.
 """
@@ -32,11 +32,12 @@ SHARED_MEMORY = Path("/dev/shm")
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 NO_WEIGHTS_TO_LOAD = {
     "RotaryEmbedding: Failed to load weights",  # a table of cosines, which no checkpoint holds
-    # A tied head has the weights of the embedding. A pull refuses any other head without weights.
+    # The layer can only be a tied head, which has the weights of the embedding. A pull refuses a version that lacks the
+    # weights of a head that is not tied.
     "ParallelLMHead: Failed to load weights",
 }
-"""Warnings of a reload that this module drops. The layers that the warnings name never have weights of their own to
-load."""
+"""Warnings that vLLM logs during a reload, and that this module drops. The layers that the warnings name never have weights
+of their own to load."""
 
 
 class WeightsExtension:

@@ -223,7 +223,7 @@ def test_with_turns_the_critic_is_on_the_host_while_trainer_or_generator_work(tw
         describe_plan.require_memory(config)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="processes on a machine with GPUs share the GPUs' memory")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine with GPUs the plan counts the memory of each GPU")
 def test_without_gpus_all_processes_share_the_memory_of_the_machine(monkeypatch):
     config = replace(tiny(), reference_kl=0.1)
     config.trainer.parallelism.data_parallel_shard_degree = 2

@@ -112,7 +112,7 @@ def test_a_directory_that_no_run_can_use_is_refused_with_the_file_and_the_value(
                 (directory / name).write_bytes(content)
 
 
-def test_flags_that_do_not_fit_the_model_are_refused_and_the_model_itself_is_taken(directory, refusal, monkeypatch):
+def test_flags_that_do_not_fit_the_model_are_refused_and_the_model_itself_is_accepted(directory, refusal, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
