@@ -22,7 +22,6 @@ NUMBER = 3
 ONE = Problem(prompt="1=", answer="1", key="1")
 
 def one(text): return 1.0
-def loose(**options): return Task()
 def make(): return Task()
 def failing(seed, num_held_out): return {}["level"]
 
