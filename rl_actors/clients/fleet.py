@@ -3,8 +3,8 @@
 The fleet divides calls among the generators. It sends the unfinished prompts of a dead generator to the other
 generators. It gives all generators the same version of the weights.
 
-In this file `place` is the index of a generator in the fleet's list of generators. A `part` is the prompts of a call
-that one generator gets.
+In this file `place` is the index of a generator in the fleet's list of generators. A `part` is those prompts of
+a call that go to one generator.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ from rl_actors.config import RestartPolicy
 from rl_actors.types import DeviceMemory, GeneratorInfo, GeneratorReturn, SamplingParams, Transfer
 
 FIRST_PULL_TIMEOUT = 60.0
-"""The first pull fails if its version of the weights is not published within this many seconds. The pull begins after
-the push has returned, so the version is published already."""
+"""The first pull waits at most this many seconds until its version of the weights is published. Usually it need not
+wait, because it begins after the push of the version has returned."""
 REFIT_TIMEOUT = 5.0
-"""The same limit for all other pulls of `Fleet._refit`. Usually another generator has pulled the version before, so the
-version is published already."""
+"""The same limit for all other pulls of `Fleet._refit`. Usually they need not wait, because another generator has pulled
+the version before."""
 REFIT_PAUSE = 0.5
 """Seconds between a failed pull of a restarted generator and its next try."""
 
@@ -101,7 +101,9 @@ class Fleet:
         started again.
         """
         self.setup_timeout, self.tell = setup_timeout, tell
-        self.told: int | None = None  # version of the newest pull that has not failed on all generators
+        # The fleet's version of the weights, which every generator has or must pull. `pull` sets it at the beginning, and
+        # sets it back if the pull fails on all generators. None before the first pull.
+        self.told: int | None = None
         # The slowest transfer of the last call of `pull`. Before the first such call: the first transfer into a generator.
         self.last_pull: Transfer | None = None
         self.returns: list[GeneratorReturn] = []

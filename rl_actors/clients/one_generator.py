@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from rl_actors.processes.hosts import Hosts
 
 NEWS_TIMEOUT = 1.0
-"""A heartbeat may fail because the process has ended. The news that the process has ended then comes within this number
-of seconds."""
+"""A heartbeat may fail because the process has ended. So after a failed heartbeat the client waits up to this number of
+seconds for the news that the process has ended."""
 Groups = list[tuple[int, list[Completion]]]
 """A list with one pair for each finished prompt: the index of the prompt in its call, and the completions of the
 prompt."""
@@ -42,7 +42,7 @@ class OneGenerator(Client):
 
     The methods are coroutines.
 
-    If the client spawned the generator, a call raises ActorDiedError as soon as a process of the generator has ended.
+    If the client spawned the generator, a call raises ActorDiedError as soon as the generator's process has ended.
     """
 
     def __init__(

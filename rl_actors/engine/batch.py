@@ -21,8 +21,9 @@ Span = tuple[int, int, int, int]
 """(index of a sample, index of its row, start, end). The sample has the positions from start to end - 1 of the row."""
 
 AttentionMasks: TypeAlias = Tensor | BlockMask | VarlenMetadata
-"""The argument that tells the attention layers where documents begin. A document is a sample or padding. On a CPU the argument is a dense
-mask. On a GPU it is flex attention's block mask, or the boundaries of the documents for FlashAttention."""
+"""The argument that tells the attention layers where documents begin. A document is a sample, one padded token, or all
+the padding of a row; see make_batch. On a CPU the argument is a dense mask. On a GPU it is flex attention's block mask, or the boundaries of
+the documents for FlashAttention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,10 +72,10 @@ class Stage(PipelineStage):
     The stage gives torch the shapes of the tensors between the stages. Otherwise torch would run one extra microbatch, loss included, to
     infer the shapes.
 
-    torch's own stage keeps the received tensors of all microbatches until the call ends. In a call without gradients it
-    also keeps the sent tensors, because torch's own backward_one_chunk then does nothing. This class frees received and
-    sent tensors in backward_one_chunk. torch's schedules call backward_one_chunk after each microbatch, even in a call
-    without gradients.
+    A call of a schedule runs several microbatches. torch's own stage has receive buffers for each of these microbatches,
+    and keeps the buffers for later calls. In a call without gradients it also keeps the sent tensors, because torch's own
+    backward_one_chunk then does nothing. This class frees received and sent tensors in backward_one_chunk. torch's
+    schedules call backward_one_chunk after each microbatch, even in a call without gradients.
     """
 
     def __init__(self, stage: PipelineStage, shape: torch.Size, hidden_BLD: Tensor) -> None:

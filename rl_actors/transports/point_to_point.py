@@ -2,9 +2,9 @@
 weights. A reader is a process that pulls the weights. Every rank has one communicator with every reader, and uses it for one version after
 another.
 
-The first request of a reader makes the communicator. If a call fails or hangs, or if one of the two processes ends, the rank and the reader
-give up the communicator, and the next pull makes a new one. The bytes arrive in the reader's host memory. The rank sends them in pieces. A
-piece is a range of the slot's bytes, so a tensor may be larger than a piece.
+The first request of a reader makes the communicator. If a call of the communicator fails or hangs, or if one of the two processes ends, the
+rank and the reader give up the communicator, and the next pull makes a new one. The bytes arrive in the reader's host memory. The rank sends
+them in pieces. A piece is a range of the slot's bytes that may begin and end in the middle of a tensor, so a tensor of any size can be sent.
 
 The secret of the transport guards only the control connection, over which a reader asks for slots. torch's rendezvous, NCCL and gloo open
 ports that ask for no secret, and nothing is encrypted. So the network must be private.
@@ -68,7 +68,7 @@ class Sender:
 
 
 class Pairs:
-    """The pairs of this reader that no pull is using. A pair is a connection to a rank and the communicator with it.
+    """The pairs of this reader that no pull is using. A pair is a connection to a rank and the communicator with that rank.
 
     At most one pair is kept for each rank. A pull takes the pairs that it needs, and gives them back.
     """
@@ -122,7 +122,8 @@ def received(
 ) -> Iterator[list[ReceivedSlot]]:
     """Receive the slots of all ranks at the same time. The received bytes stay valid for as long as the context lasts.
 
-    Raises VersionGoneError if a slot holds another version, and ConnectionError or TimeoutError naming the rank and its address.
+    Raises VersionGoneError if a slot holds another version. If a transfer fails or takes too long, raises ConnectionError or TimeoutError
+    naming the rank and its address.
     """
     backend = backend_for(addresses)
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
@@ -141,7 +142,8 @@ def received(
                 piece_bytes=communicator.PIECE_BYTES,
             )
             jobs.append(pool.submit(_fetch, address, request, buffer, secret, deadline, device))
-    # If a job raises an error here, the buffers are not given back, because an aborted call may still write to them.
+    # If a job has failed, this line raises its error. The buffers are then not given back, because an aborted call of the communicator may
+    # still write to them.
     layouts = [job.result() for job in jobs]
     try:
         yield [ReceivedSlot(layout, buffer) for layout, buffer in zip(layouts, buffers, strict=True)]

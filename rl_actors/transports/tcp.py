@@ -22,7 +22,8 @@ from rl_actors.transports.slots import Layout, Slot, SlotAddress
 GPU_PART_BYTES = 64 << 20  # a slot on a GPU goes through the host's memory in parts of this size
 NUM_STREAMS = 4
 MIN_STREAM_BYTES = 32 << 20
-"""Smallest number of bytes of a stream. A slot with fewer than NUM_STREAMS * MIN_STREAM_BYTES bytes comes in fewer streams."""
+"""Smallest number of bytes of a stream, unless the whole slot is smaller. A slot with fewer than
+NUM_STREAMS * MIN_STREAM_BYTES bytes comes in fewer streams."""
 
 
 class Sender:
@@ -54,7 +55,8 @@ def received(
 ) -> Iterator[list[ReceivedSlot]]:
     """Receive the slots of all ranks at the same time. The received bytes stay valid for as long as the context lasts.
 
-    Raises VersionGoneError if a slot holds another version, and ConnectionError or TimeoutError naming the rank and its address.
+    Raises VersionGoneError if a slot holds another version. If a transfer fails or takes too long, raises ConnectionError or TimeoutError
+    naming the rank and its address.
     """
     buffers = [BUFFERS.take(address.rank, address.num_bytes) for address in addresses]
     try:

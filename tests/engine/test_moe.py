@@ -1,5 +1,5 @@
-"""Training of a mixture of experts. The numbers of tokens that it counts for each expert, and its load-balancing bias, do
-not depend on recomputation, on packing, or on how the samples are split over calls.
+"""Training of a mixture of experts. The trainer counts the tokens of each expert, and computes the load-balancing bias
+from the counts. Counts and bias do not depend on recomputation, on packing, or on how the samples are split over calls.
 """
 
 from dataclasses import replace
@@ -89,7 +89,7 @@ def test_a_forward_counts_nothing(make_engine, experts):
     assert counters(engine) == before
 
 
-def test_discarding_and_a_skipped_step_leave_counters_and_bias_as_before_the_step(make_engine, experts):
+def test_discarding_and_a_skipped_step_reset_the_counters_and_keep_the_bias(make_engine, experts):
     engine = make_engine(experts, load_balance_coeff=0.01)
     engine.forward_backward(ppo_samples(LENGTHS), PPO())
     engine.discard_gradients()
@@ -144,6 +144,6 @@ def test_a_checkpoint_brings_back_the_bias(make_engine, experts, tmp_path):
     ],
     ids=str,
 )
-def test_experts_that_make_no_model_are_refused(fields, message):
+def test_impossible_fields_of_a_mixture_of_experts_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         replace(MOE, **fields).validate()

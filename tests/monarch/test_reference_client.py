@@ -41,7 +41,7 @@ def test_a_teacher_beside_the_reference_has_other_weights(trainer, ranks):
             assert support.worst([logprobs(teacher)], [logprobs(reference)]) > 0.1
 
 
-def test_a_student_comes_near_a_teacher_by_a_column_and_a_loss(trainer, ranks):
+def test_distillation_brings_a_student_near_its_teacher(trainer, ranks):
     """Distillation. The teacher's logprobs are the column ref_logprobs, and the loss has only the KL divergence."""
     loss = Reinforce(kl=KL(coefficient=1.0, estimator="k2"))
     with trainer.spawn_reference(support.trainer_config(seed=4), ranks(1), name="teacher") as teacher:

@@ -68,7 +68,7 @@ def test_cuda_ipc_is_refused_where_it_is_not_possible():
         on_gpu(16.4, room_gb=10, path="cuda_ipc")
 
 
-def test_room_counts_what_training_will_take_and_not_what_it_holds_yet():
+def test_room_is_what_training_leaves_at_its_peak_and_not_what_is_free_now():
     # An 8B model on a GPU of 150 GB, before the first step. Only the weights are allocated, and gradients and Adam's moments will follow.
     free, held, training = 117 * GB, 33 * GB, 131 * GB
     assert room_for_slots(free, held, training) == 150 * GB - int(MARGIN * training)
