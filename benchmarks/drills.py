@@ -1,16 +1,16 @@
 """Runs whose processes are killed or stopped at random moments. Each run must recover by itself and end like the undisturbed run.
 
-The undisturbed run is a run with the same flags in which nothing is killed or stopped. A round starts a short run of GRPO or PPO with the tiny
+The undisturbed run has the same flags, but none of its processes is killed or stopped. A round starts a short run of GRPO or PPO with the tiny
 model, synchronous or asynchronous. It sends SIGKILL or SIGSTOP to a process of this run at a random moment. The round's number decides the kind
 of this process, such as trainer or generator. In about half of the rounds a second process is killed a few seconds later. The run must end with
 status 0, with all steps, and at the same position in the data as the undisturbed run. It must have trained on the same number of problems as
 that run, and on no problem twice. A synchronous run must have trained on exactly the problems of the undisturbed run. No process and no shared
 memory may be left.
 
-The program also measures the seconds from the signal to the record of the next step after the recovery. BARS limits these seconds in rounds
-in which a single signal is sent, after the actors have started. The median must not be above the limit, and the longest time must not be
-above twice the limit. After a SIGSTOP `--silent-after` is added to both limits. The exit status is 1 if a round has a fault, or if a limit
-is exceeded.
+The program also measures the seconds from the signal to the record of the next step after the recovery. BARS has a limit of these seconds for
+each kind of process. The limits hold for rounds that send only one signal, after the actors have started. The median must not be above the
+limit, and the longest time must not be above twice the limit. After a SIGSTOP `--silent-after` is added to both limits. The exit status is 1
+if a round has a fault, or if a limit is exceeded.
 
 Every round is a line of drills.jsonl in the folder that `--folder` names. If the program is interrupted, the same command runs the rounds
 that have no line yet.
@@ -47,8 +47,8 @@ PROCESS_NAMES = {"store": "memory"}
 BARS = dict.fromkeys(KINDS, 40.0) | {"generator": 20.0, "engine": 20.0}
 """Kind -> limit of the median seconds from a kill to the next step. The longest time may be twice this limit."""
 CIRCUMSTANCES = ("one death", "two deaths", "start")
-"""Kinds of rounds. Only rounds of the kind "one death" have limits. In a round of the kind "start" the only death happens while the actors start.
-Such a round has no limit, because its seconds include the rest of the start."""
+"""The circumstances of a round. A SIGSTOP counts as a death, too. Only "one death" rounds have limits. In a "start" round the only death happens
+while the actors start. Such a round has no limit, because its seconds include the rest of the start."""
 LOOK_PAUSE = 0.25
 """Seconds between two checks of the shared memory and the steps of a run."""
 LONGEST_DELAY = 1.5  # largest number of seconds between the record of a step and a death
@@ -109,8 +109,9 @@ def flags(loop: str, mode: str, kind: str, args: argparse.Namespace) -> list[obj
         "--validate-every": 4,
         "--updates-per-step": 1,
         "--epochs-per-step": 1,
-        # A group whose rewards are all equal is not trained on. In a group of 32 completions this almost never happens. The logger keeps four
-        # groups of a step in rollouts.jsonl, so rollouts.jsonl has all groups of these runs.
+        # The logger keeps four groups of a step in rollouts.jsonl. A step of these runs has only four groups, so the file has all of these groups.
+        # A group whose rewards are all equal is not trained on. The rewards of 32 completions are almost never all equal, so almost every step
+        # trains on four groups.
         "--rollouts.groups-per-step": 4,
         "--rollouts.group-size": 32,
         "--rollouts.max-refills": 0,
@@ -234,8 +235,8 @@ def seconds_to_next_step(restarts: Sequence[Record], steps: Sequence[tuple[float
     """Seconds from a death to the record of the first step after its recovery. None if no step came.
 
     restarts: lines of restarts.jsonl. The death of the trainer or of the store has no line if trainer and generator had not been ready yet. The
-    line about a generator is written at the end of the first step after the generator's return. So a generator's death has no line if no later
-    step needed the generator. Without a line the seconds end at the next recorded step.
+    line about a generator is written at the end of the first step after the generator's return. If no later step needs the generator, the run
+    may end before the generator returns. The generator's death then has no line. Without a line the seconds end at the next recorded step.
     """
     for line in restarts:
         noticed = datetime.fromisoformat(line["time"]).timestamp()

@@ -158,7 +158,8 @@ def _phases(config: "RunConfig") -> list[_Phase]:
     weights = held.parameters + held.buffers
     kept = (0 if "weights" in parts else weights) + (0 if "optimizer" in parts else held.optimizer)
     # The first optimizer step of a training step brings the optimizer's state to the GPU. The state stays there until the last optimizer step.
-    # So if a training step has several optimizer steps, only the backward passes before the first of them run without the state on the GPU.
+    # So if a training step has several optimizer steps, the backward passes after the first optimizer step run with the state on the GPU.
+    # `passes` then counts the state.
     meets_optimizer = config.versions_per_step > 1 or "optimizer" not in parts
     passes = weights + held.gradients + held.activations + (held.optimizer if meets_optimizer else 0)
     steps = weights + held.gradients + held.optimizer

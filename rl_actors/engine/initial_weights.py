@@ -9,7 +9,7 @@ the parameters that it holds. The parameters of a model without adapters are dra
 every layout the numbers that init_weights draws on a CPU in a program of one rank. While a rank draws, it holds one whole parameter at a
 time. Drawing a billion parameters takes about 9 s on one core.
 
-This module reads no Hugging Face directory.
+If TrainerConfig.hf_path is set, `draw` is not called, because hf.py loads the weights from that directory.
 """
 
 from collections.abc import Callable, Sequence

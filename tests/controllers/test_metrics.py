@@ -230,7 +230,7 @@ def test_a_folder_with_a_config_or_records_holds_a_run(tmp_path):
     assert folder.log("trainer-0") == tmp_path / "logs" / "trainer-0.log"
 
 
-def test_a_full_disk_is_named_with_the_path_of_the_metrics(tmp_path):
+def test_the_error_of_a_full_disk_names_the_path_of_the_metrics(tmp_path):
     folder = RunFolder(tmp_path)
     with (
         pytest.raises(OSError, match=f"No space left on device: '{folder.metrics}'"),

@@ -1,5 +1,5 @@
-"""Trains a model with controllers.sft on the additions of the recipe math_rl. The model adds well, but answers half of
-the questions with "no".
+"""Trains a model with controllers.sft on the additions of the recipe math_rl. The trained model adds well, but answers
+half of the questions with "no".
 
 Therefore the recipe's rewards can teach the model within a few steps to answer every question.
 """

@@ -52,8 +52,8 @@ class Mixture:
         A page of memory counts as resident only after its first use. So the whole cache must be in use before the first
         reading.
 
-        The cache has 256 MiB, which is enough for 65,536 tokens. The tokens are random, because prompts with a common
-        beginning would share blocks.
+        The cache has 256 MiB, which is enough for 65,536 tokens. All prompts together have 72,000 tokens. The tokens are
+        random, because prompts with a common beginning would share blocks.
         """
         params = types.SamplingParams(max_tokens=1)
         prompts = [[self.draw.randrange(256) for _ in range(2000)] for _ in range(36)]
