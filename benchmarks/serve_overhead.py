@@ -1,7 +1,7 @@
 """Measures the cost of the Tinker server.
 
 The same training steps and sampling requests run once through the official SDK and the server, and once through the
-actors' clients. The server is a separate program, which `make serve` also starts. The server and the clients each have their own actors,
+actors' clients. The server runs as a separate program, the one that `make serve` runs. The server and the clients each have their own actors,
 with the same config. Their calls are timed alternately, so that the load of the machine is the same for both. The
 measurement `together` does not use the actors' clients. It times sampling requests to the server twice: while another
 client of the SDK trains, and while no client trains.

@@ -8,11 +8,11 @@ TCP, and by gloo's point-to-point messages. TCP and gloo use the loopback addres
 the three ways once, so that a slow moment of the machine affects all of them.
 
 With --actors the program also times a push by a real trainer and a pull by a real generator, as their callers see them,
-and each phase of the push and the pull. On a machine with GPUs it measures only these actors. There it also times two
-plain copies of the same number of bytes, there and back, because push and pull together copy the bytes twice. If the
-weights came by cuda_ipc, these copies are between the first GPU and the generator's GPU. Otherwise they are between the
-first GPU and pinned memory. With --path point_to_point --network, NCCL may use neither direct access between GPUs nor
-shared memory. So NCCL sends the bytes over the network, as between hosts.
+and each phase of the push and the pull. On a machine with GPUs it measures only these actors. On such a machine it also
+times two plain copies of the same number of bytes, one in each direction, because push and pull together copy the bytes
+twice. If the weights came by cuda_ipc, these copies are between the first GPU and the generator's GPU. Otherwise they
+are between the first GPU and pinned memory. With --path point_to_point --network, NCCL may use neither direct access
+between GPUs nor shared memory. So NCCL sends the bytes over the network, as between hosts.
 """
 
 import argparse
@@ -48,8 +48,8 @@ from rl_actors.types import Transfer
 TIMEOUT = 120.0  # seconds
 ONLY_NETWORK = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 SECRET = b"benchmark"
-# The model of each size in gigabytes of bfloat16: (number of transformer blocks, size of the vocabulary). Its other
-# dimensions are those of Qwen3 0.6B.
+# A size is the gigabytes of a model's weights in bfloat16. Its value is the model's (number of transformer blocks, size
+# of the vocabulary). The model's other dimensions are those of Qwen3 0.6B.
 SIZES = {"0.1": (3, 8192), "0.5": (15, 8192), "1.2": (28, 151_936)}
 PLAIN, SHARED_MEMORY, TCP, POINT_TO_POINT = "plain copy", "shared memory", "tcp", "point to point"
 PATHS = {PLAIN: "shared_memory", SHARED_MEMORY: "shared_memory", TCP: "tcp", POINT_TO_POINT: "point_to_point"}

@@ -50,7 +50,7 @@ class PassAtKConfig:
     k: tuple[int, ...] = (1, 4)
     """The values of k. Each k gives a metric validation/pass@k."""
     temperature: float = 1.0
-    """Sampling temperature of these completions."""
+    """Sampling temperature of the completions for pass@k."""
     threshold: float = 1.0
     """A completion passes if its reward is at least this number."""
 
@@ -108,7 +108,7 @@ def _require_no_limits(config: EnvironmentConfig) -> None:
         if getattr(config, name) != getattr(default, name):
             given = f"{name}={getattr(config, name)}"
             raise ValueError(
-                f"{given}: a set cannot have its own {name}, which holds for all rewards of a run; set environment.{name}"
+                f"{given}: a set cannot have its own {name}; set environment.{name}, which holds for all rewards of a run"
             )
 
 

@@ -29,9 +29,9 @@ class ServeConfig:
     max_tenants: int = 16
     """Largest number of runs with adapters in one trainer."""
     samplers_kept: int = 8
-    """Number of the newest unnamed samplers of each run that keep their weights. The weights of the run's older unnamed samplers are deleted."""
+    """How many unnamed samplers of a run keep their weights: the newest ones. The weights of the run's older unnamed samplers are deleted."""
     hold_seconds: float = 30.0
-    """Seconds for which the server holds a request for an answer that is not ready. The SDK gives up after 45 seconds."""
+    """If a client asks for an answer that is not ready, the server replies after at most this many seconds. The SDK gives up after 45 seconds."""
     max_body_bytes: int = 64 << 20
     """Largest size of a request's body in bytes. The limit holds for the body as it was sent, and for the decompressed body."""
     max_samples: int = 1024

@@ -1,4 +1,6 @@
-"""The transport from which the server's generator pulls the weights of samplers. A sampler is Tinker's name for weights to sample from.
+"""The transport from which the server's generator pulls the weights of samplers.
+
+A sampler samples from saved weights of a run, or from the base model.
 
 Every version of the weights is a Hugging Face directory. The directories are in one folder, and the name of a directory
 is the number of its version. A directory holds the base model, or weights that a trainer's export_hf has written. This

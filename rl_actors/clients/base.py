@@ -308,7 +308,7 @@ class Client:
         """Call all ranks and collect their answers. An error of a rank is raised here, with a note that names client, rank and call.
 
         breaks: True if a timeout breaks the client, because the ranks may still run the call. A broken ModelClient accepts only
-        discard_gradients, which repairs the client, and drop_tenant.
+        drop_tenant and discard_gradients. discard_gradients repairs the client.
         """
         self._require_open(phase)
         self._phases.append(phase)

@@ -89,7 +89,7 @@ def test_pauses_before_new_attempts_double(monkeypatch):
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 0.0]  # the last sleep is in Later.reward
 
 
-def test_the_error_about_a_reward_that_does_not_come_has_the_time_limit():
+def test_the_error_about_a_reward_that_does_not_come_names_the_time_limit():
     with pytest.raises(RewardError, match=r"failed 1 times, the last time with no answer within 0.01 s"):
         score(Later(seconds=3600), "a", timeout=0.01, max_retries=0)
 
@@ -104,7 +104,7 @@ def test_a_reward_that_is_no_finite_number_is_refused(value):
         score(Wrong(), "a")
 
 
-def test_a_group_of_another_size_is_refused():
+def test_a_wrong_number_of_rewards_is_refused():
     class Short:
         def rewards(self, problem, completions):
             return [1.0]
@@ -113,7 +113,7 @@ def test_a_group_of_another_size_is_refused():
         score(Short(), "a", "b")
 
 
-def test_at_most_reward_concurrency_answers_are_awaited_at_the_same_time():
+def test_reward_concurrency_limits_the_rewards_that_are_awaited_at_the_same_time():
     @dataclass
     class Counting:
         under_way: int = 0

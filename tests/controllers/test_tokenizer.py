@@ -71,6 +71,6 @@ def test_bad_alphabets_and_folders_are_refused(tmp_path):
         load_tokenizer(tmp_path)
 
 
-def test_an_alphabet_with_one_digit_or_letter_has_all_of_its_kind():
+def test_one_digit_or_letter_brings_all_characters_of_its_kind_into_the_alphabet():
     assert alphabet_of(["7 + b", "?"]) == " +0123456789?abcdefghijklmnopqrstuvwxyz"
     assert alphabet_of(["T"]) == "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

@@ -1,6 +1,6 @@
 """Tests on one GPU: FlashAttention 4 and fused logprobs against float32, and two deterministic trainers against each other.
 
-B rows, L positions of a row, N positions, V vocabulary size.
+B rows, L positions of a row, N positions of all rows together, V vocabulary size.
 """
 
 import pytest

@@ -122,7 +122,7 @@ def with_provenance(each):
     return each.with_provenance(model_input=[span], loss_fn_inputs=[span])
 
 
-def test_cross_entropy_takes_weights_many_targets_and_sparse_tensors(client):
+def test_cross_entropy_takes_weights_and_several_targets_of_a_position_and_sparse_tensors(client):
     weights = [0.0, 1.0, -0.5, 2.0]
     one = datum([1, 2, 3, 4], [2, 3, 4, 5], weights=weights)
     output = client.forward([one], "cross_entropy").result()
