@@ -75,6 +75,7 @@ class Plan:
     title: str
     unit: str
     # Each key is a name in metrics.jsonl, and its value is the name in the chart. A comparison of runs draws only the first metric.
+    # Exception: validation/accuracy stands for all validation metrics of completions.
     metrics: dict[str, str]
     phases: tuple[str, ...] = ROLLOUT_PHASES
     is_log: bool = False

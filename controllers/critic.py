@@ -42,7 +42,7 @@ class CriticConfig:
 
     verl and OpenRLHF use 0.5. None: no limit."""
     warmup_steps: int = 0
-    """Number of steps before the policy's first step that train only the critic (VC-PPO, arXiv 2503.01491)."""
+    """Number of PPO steps that train only the critic. They come before the other PPO steps (VC-PPO, arXiv 2503.01491)."""
 
     def validate(self) -> None:
         self.schedule.validate()
@@ -81,7 +81,8 @@ class Critic:
     ) -> Judged:
         """Advantages and returns of the samples, from their rewards and the result of `values`.
 
-        An action is a position whose loss weight is not 0. rewards: [T] for each sample, the reward of each action.
+        An action is a position whose loss weight is not 0.
+        rewards: [T] for each sample, the reward of each action. The numbers at other positions are not read.
         is_cut_off: True if a limit has ended the sample, and not the policy or the environment. If gae.bootstrap is
         True, the last state of such a sample has the critic's value. All other last states have the value 0.
         """

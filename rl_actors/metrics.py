@@ -1,7 +1,7 @@
 """Metrics named `name:reduction`, which can be merged over chunks, microbatches, ranks and calls.
 
-A partial is a metric in the form that can be merged: a scalar for sum, min and max, and a pair (numerator, denominator) for mean. Its
-scalars may be tensors on a device. `finish` turns partials into metrics, which are floats.
+A partial is a metric in the form that can be merged: a scalar for sum, min and max, and a pair (numerator, denominator) for mean. The
+scalars of a partial may be tensors on a device. `finish` turns partials into metrics, which are floats.
 """
 
 import math
@@ -17,8 +17,8 @@ Partial: TypeAlias = Scalar | tuple[Scalar, Scalar]
 Partials: TypeAlias = dict[str, Partial]
 REDUCTIONS = ("sum", "mean", "max", "min")
 OVER_NOTHING = {"max": -math.inf, "min": math.inf}
-"""The result of a reduction over no values, by the name of the reduction. Merging this result with a value gives that
-value."""
+"""The partial of a max or a min over no values, by the name of the reduction. Merging this partial with a value gives
+that value. `finish` turns this partial into 0."""
 
 
 class HostCopy:

@@ -42,8 +42,8 @@ class Connections:
     """The open connections of a server. Any thread may call these methods."""
 
     def __init__(self) -> None:
-        # A garbage collection may run in a thread that holds the lock, and end the server. `end` then takes the lock again, so the lock must
-        # be reentrant.
+        # A garbage collection can end the server. The collection may run in a thread that holds the lock, and `end` then takes the lock
+        # again. So the lock must be reentrant.
         self.guard = threading.RLock()
         self.open: set[socket.socket] | None = set()  # None: the server has ended
 

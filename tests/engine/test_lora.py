@@ -1,4 +1,4 @@
-"""Adapters: the parameters that train, and the tensors that are saved, pushed and exported. peft's logprobs are the reference."""
+"""Tests of adapters: which parameters train, and which tensors are saved, pushed and exported. peft's logprobs are the reference."""
 
 from dataclasses import replace
 
@@ -118,7 +118,7 @@ def test_a_checkpoint_holds_only_the_adapters_and_training_goes_on_bit_for_bit(m
     assert all(torch.equal(x, y) for x, y in zip(parameters(engine).values(), parameters(other).values(), strict=True))
 
 
-def test_the_seed_gives_the_first_values(make_engine, base):
+def test_the_seed_determines_the_initial_values_of_adapters(make_engine, base):
     one, same, other = (parameters(make_engine(base, lora=replace(ALL, seed=seed))) for seed in (1, 1, 2))
     for name in one:
         if "lora_a" in name:

@@ -15,7 +15,7 @@ from rl_actors import GeneratorClient, IndexTransport, SamplingParams, TrainerCl
 from rl_actors.processes.spawn import spawn_processes
 
 SEQUENCES = [[5, 6], list(range(30)), [7, 3] * 20]
-NUM_TENSORS = 24  # the model has 11 tensors in each of 2 blocks, the embedding and the last norm
+NUM_TENSORS = 24  # the model has 11 tensors in each of 2 blocks, plus the embedding and the last norm
 THREAD = {"OMP_NUM_THREADS": "1"}
 
 
@@ -23,7 +23,7 @@ class Actors:
     """An index, and the actors that a test spawns. All of them end when the context ends."""
 
     def __init__(self, path: str = "auto") -> None:
-        """path: the path of the weights, as in WeightsConfig."""
+        """path: the path on which the weights travel, as in WeightsConfig."""
         self.path = path
 
     def __enter__(self) -> "Actors":
