@@ -176,7 +176,9 @@ def find(path: Path, step: int | None = None) -> Path:
     `path` may also be a complete checkpoint itself, which is then returned. In this case `step` must be None.
     Raises ValueError if there is no such checkpoint, or if its files have changed since they were written.
     """
-    if step is None and (path / STATE).is_file():
+    if (path / STATE).is_file():
+        if step is not None:
+            raise ValueError(f"{path} is a checkpoint itself, so step={step} cannot be chosen; name the run's folder")
         return require_whole(path)
     found = {_step(checkpoint): checkpoint for checkpoint in complete(path / "checkpoints")}
     if not found:
