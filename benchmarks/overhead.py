@@ -36,9 +36,10 @@ def compare(
 ) -> None:
     """Time the two sides alternately. Record the median of each side and the ratio of the medians.
 
-    through: one call through a client. direct: the same work by the engine, without the client. tokens: number of
-    tokens that a call generates; 0 for a training step. benchmark: name of the file of results. sides: names of the two
-    sides in the results. warms_up: call each side once before the timed calls, because the first call fills caches.
+    through: one call on the first side, by default through a client. direct: the same work on the second side, by
+    default by the engine, without the client. tokens: number of tokens that a call generates; 0 for a training step.
+    benchmark: name of the file of results. sides: names of the two sides in the results. warms_up: call each side once
+    before the timed calls, because the first call fills caches.
     """
     if warms_up:
         through()
@@ -87,8 +88,9 @@ def training(repeats: int) -> None:
 
 
 def generation(repeats: int) -> None:
-    """Compare one call of 256 prompts, and then 32 callers with one prompt each. Both sides generate 64 tokens for a
-    prompt, with logprobs.
+    """Compare client and engine twice: in one call of 256 prompts, and then for 32 callers with one prompt each.
+
+    Client and engine generate 64 tokens for each prompt, with logprobs.
     """
     config = replace(tiny().generator, max_model_len=128)
     prompts = [[2 + (7 * i + j) % 14 for j in range(16)] for i in range(256)]

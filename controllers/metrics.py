@@ -64,10 +64,10 @@ class Timer:
 def usage(values: Mapping[str, float], infos: Sequence[TrainerInfo], *, float8: bool) -> dict[str, float]:
     """Speed of a step and memory of the trainer. values: the step's times, tokens/trained and tflops/trained. infos: one of each rank.
 
-    MFU (model FLOPs utilization) is a share of the GPUs' peak. Its numerator is the FLOPs of the model's matrix products and attention, forward
-    and backward, without recomputation. Its denominator is the FLOPs that all GPUs can do at their peak in the time in which the trainer
-    works. MFU cannot exceed 1. MFU is left out in a step without training. It is also left out
-    if the peak is unknown, as on a CPU.
+    MFU (model FLOPs utilization) is a share of the peak of the trainer's GPUs. Its numerator is the FLOPs of the model's matrix products and
+    attention, forward and backward, without recomputation. Its denominator is the FLOPs that all these GPUs can do at their peak in the time in
+    which the trainer works. MFU cannot exceed 1. MFU is left out in a step without training. It is also left out if the peak is unknown, as on
+    a CPU.
     """
     found = {"memory/trainer_peak": max(info.peak_memory_bytes for info in infos) / 2**30}
     if values.get("tokens/trained") and values["time/step"]:
@@ -227,7 +227,8 @@ class MetricsLogger(AbstractContextManager):
     def __exit__(self, kind, error, traceback) -> None:
         self.display.close()
         if isinstance(error, Exception):
-            with suppress(OSError):  # an error here, such as of a full disk, would hide the error of the run
+            # An error here, for example because the disk is full, would hide the error of the run.
+            with suppress(OSError):
                 self._write_outcome("failed", f"{kind.__name__}: {error}")
         elif error is not None:  # Interrupted, CancelledError, KeyboardInterrupt, SystemExit
             self._write_outcome("interrupted", str(error) or kind.__name__)

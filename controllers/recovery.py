@@ -2,11 +2,12 @@
 
 A recovery replaces the dead actor. The other actors stay, unless the trainer and the generator share GPUs. In that case
 all actors are replaced. All actors are replaced, too, if the store has died. The store is the process in which the
-transport keeps the index of the published weights. The recovery then loads the random states, the trainers' state and
-the controller's state from the checkpoint. Then it calls the training function again. This function publishes the
-weights, and the generators load them. The run repeats the steps after the checkpoint with the same rollouts as before
-(see survival.RecordedQueue). If the run has no checkpoint, the recovery also replaces the trainer and PPO's value model.
-The run then begins again from the initial weights, which its seed or hf_path gives.
+transport keeps the index of the published weights. When all actors are ready, the recovery loads the random states,
+the trainer's state and the controller's state from the checkpoint. Then it calls the training function again. This
+function loads the state of PPO's value model and publishes the weights, and the generators load the weights. The run
+repeats the steps after the checkpoint with the same rollouts as before (see survival.RecordedQueue). If the run has no
+checkpoint, the recovery also replaces the trainer and PPO's value model. The run then begins again from the initial
+weights, which its seed or hf_path gives.
 
 An error that is not caused by the death of an actor ends the run.
 """

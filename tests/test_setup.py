@@ -13,7 +13,9 @@ LOCK = "torch==2.0.0\nsome-package==1.0\n"
 
 
 class Checkout:
-    """A folder with the script, a lock file of two packages, and a .venv that has the metadata of these packages, but not their code."""
+    """A folder with the script, two lock files (for CPU and CUDA) of the same two packages, and a .venv that has the metadata of these
+    packages, but not their code.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.lock = folder, folder / "rl_actors/requirements/cpu.txt"
@@ -84,9 +86,8 @@ def test_setup_says_why_it_replaces_an_environment_and_keeps_it_if_no_python_is_
 
 def test_an_environment_with_packages_of_the_user_is_renamed_and_not_deleted(checkout):
     checkout.install("My_Tool-3.2")
-    checkout.lock.write_text(
-        "torch==2.1.0\n"
-    )  # Some_Package is in the old lock file, so it does not count as a package of the user
+    # Some_Package is not in the new lock. It does not count as a package of the user, because .venv/lock.txt, the lock of the old .venv, has it.
+    checkout.lock.write_text("torch==2.1.0\n")
     failed = checkout.set_up()
     assert failed.returncode == 1 and "cannot install torch==2.1.0" in failed.stderr
     kept = [path for path in checkout.folder.glob(".venv-*") if path.is_dir()]

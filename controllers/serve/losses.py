@@ -217,7 +217,7 @@ class LossKind:
     make: type
     required: frozenset[str]  # inputs of a datum
     optional: frozenset[str] = frozenset()
-    options: Mapping[str, str]  # field of the loss, by the entry of loss_fn_config that sets the field
+    options: Mapping[str, str]  # entry of loss_fn_config -> the field of the loss that the entry sets
 
 
 KINDS = {

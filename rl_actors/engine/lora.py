@@ -58,8 +58,8 @@ def require_found(model: nn.Module, config: LoRAConfig) -> None:
 def initialise(model: nn.Module, seed: int) -> None:
     """Draw A uniformly as peft does (kaiming, a = sqrt(5)), and set B to zero. The values are the same in every layout."""
     for name, layer in _layers(model):
-        # Each layer has a random generator of its own, seeded with the layer's name. So a pipeline stage that draws only for its own layers
-        # gets the same values as a process that draws for all layers.
+        # Each layer has a random generator of its own, seeded with `seed` and the layer's name. So a pipeline stage that draws only for its own
+        # layers gets the same values as a process that draws for all layers.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         whole = torch.empty(layer.lora_a.weight.shape)
         nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)

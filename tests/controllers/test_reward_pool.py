@@ -149,7 +149,7 @@ def test_a_run_with_a_reward_that_cannot_be_sent_ends_before_it_begins(tmp_path,
 
 
 @pytest.mark.slow
-def test_a_run_takes_its_rewards_from_processes_and_ctrl_c_ends_them_with_it(tmp_path):
+def test_a_run_takes_its_rewards_from_processes_and_ctrl_c_ends_the_run_and_the_processes(tmp_path):
     folder, marker = RunFolder(tmp_path / "run"), str(tmp_path)
     flags = ["--config", "tiny", "--steps", 3, "--sft-steps", 0, "--validate-every", 100, "--checkpoint-every", 0]
     flags += ["--rollouts.groups-per-step", 2, *PARITY, "--environment.reward-workers", 2, "--no-validate-first"]
@@ -168,7 +168,7 @@ def test_a_run_takes_its_rewards_from_processes_and_ctrl_c_ends_them_with_it(tmp
     wait_until(lambda: processes_of(marker) == [], "the end of all processes")
 
 
-def test_a_reward_that_cannot_be_loaded_elsewhere_is_refused_at_the_start_and_leaves_no_process():
+def test_a_reward_that_cannot_be_loaded_in_a_worker_is_refused_at_the_start_and_leaves_no_process():
     before = set(psutil.Process().children())
     message = r"load the rewards .*:Unloadable: ImportError: the module needs a thing"
     with pytest.raises(ValueError, match=message), pooled(pooled_rewards.Unloadable()):

@@ -17,7 +17,7 @@ from data_sets import write_data_sets
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("COOKBOOK_PYTHON", ROOT / ".venv-cookbook" / "bin" / "python"))
 MODEL = "Qwen/Qwen3-8B"
-"""A model name that the cookbook knows. Under this name the server serves the tiny model."""
+"""A model name that the cookbook knows. Under this name the server serves the tiny model, or the `base` of `serving`."""
 START_SECONDS = 600
 RECIPE_SECONDS = 1800
 

@@ -164,7 +164,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(m
     assert_bit_equal(state(loaded), state(engine))
 
 
-def test_a_second_save_and_a_load_wait_for_the_one_that_is_being_written(make_engine, tmp_path, held):
+def test_a_second_save_and_a_load_wait_for_the_save_that_is_under_way(make_engine, tmp_path, held):
     engine = make_engine()
     train(engine, [1])
     first = engine.save_checkpoint(str(tmp_path / "first"))

@@ -1,4 +1,6 @@
-"""The logs and `info` name the path on which the weights travel. The log names the path once, and not at every pull."""
+"""`info` and the log of the generator name the path on which the weights travel. The log names the path once, not at
+every pull.
+"""
 
 from dataclasses import replace
 
@@ -22,7 +24,7 @@ NUM_SYNCS = 6
         ("point_to_point", "point_to_point", "the config says so, by gloo", LoRAConfig()),
     ],
 )
-def test_the_path_is_in_info_and_once_in_the_logs_and_pulls_add_no_lines(tmp_path, path, taken, reason, lora):
+def test_info_and_the_log_name_the_path_and_later_syncs_add_no_log_lines(tmp_path, path, taken, reason, lora):
     transport = TorchStoreTransport(weights=WeightsConfig(path=path))
     in_background(transport.open(), "transport").result()
     route = LogRoute(directory=tmp_path)
