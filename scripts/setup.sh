@@ -47,7 +47,7 @@ why_replace() {
     if [[ ! -f .venv/stamp ]]; then echo "this script did not finish it"; return; fi
     read -r old_device old_lock old_folder < .venv/stamp
     [[ $old_device == "$device" ]] || why+=", it is for $old_device and not for $device"
-    [[ $old_device != "$device" || $old_lock == "$lock_hash" ]] || why+=", $lock has changed since it was made"
+    [[ $old_device != "$device" || $old_lock == "$lock_hash" ]] || why+=", $lock has changed since .venv was made"
     [[ $old_folder == "$PWD" ]] || why+=", it was made in $old_folder and refers to that folder"
     [[ -x .venv/bin/python ]] || why+=", its Python does not exist any more"
     echo "${why#, }"

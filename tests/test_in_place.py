@@ -17,7 +17,7 @@ from waiting import GUARD
 from rl_actors import ModelConfig
 
 MODEL = ModelConfig(
-    vocab_size=50,  # vLLM pads the vocabulary
+    vocab_size=50,  # not a multiple of 64, so vLLM pads the vocabulary
     hidden_size=64,
     intermediate_size=128,
     num_hidden_layers=2,
@@ -94,7 +94,7 @@ os._exit(0)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("num_workers", [1, 2, 4])
 def test_live_parameters_get_what_vllms_loader_gives_them(tmp_path, num_workers, tied):
-    """With four workers every key-value head has two replicas."""
+    """With four workers, each of the two key-value heads is on two workers."""
     save_random(tmp_path, replace(MODEL, tie_word_embeddings=tied))
     path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parent)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(num_workers)}

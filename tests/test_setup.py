@@ -55,7 +55,7 @@ def test_a_finished_environment_is_left_as_it_is(checkout):
 @pytest.mark.parametrize("change", ["move", "copy", "lock", "device", "python", "unfinished", "move and lock"])
 def test_setup_says_why_it_replaces_an_environment_and_keeps_it_if_no_python_is_found(checkout, tmp_path, change):
     environment = {}
-    old, lock = checkout.folder, "rl_actors/requirements/cpu.txt has changed since it was made"
+    old, lock = checkout.folder, "rl_actors/requirements/cpu.txt has changed since .venv was made"
     moved = f"it was made in {old} and refers to that folder"
     reason = {
         "move": moved,

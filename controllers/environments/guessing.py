@@ -13,7 +13,7 @@ class Game:
 
     The reply "+" means that the secret is larger than the guess. "-" means that the secret is smaller. "=" means that
     the guess is the secret.
-    "?" means that the completion is not a single digit.
+    "?" means that the completion is not a single digit. A game also begins with "?", as its prompt.
     """
 
     def __init__(self, secret: int, num_guesses: int) -> None:

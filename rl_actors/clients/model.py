@@ -163,7 +163,7 @@ class ModelClient(ModelCalls, Client):
 
         The calls of all clients run one at a time. The first forward_backward of a client opens a step. The next optim_step or
         discard_gradients of this client closes the step. Meanwhile these calls of other clients wait: forward_backward, optim_step, discard_gradients,
-        save_checkpoint, load_checkpoint and profile. They wait for step_wait seconds or for half of call_timeout, whichever is shorter. Then
+        save_checkpoint, load_checkpoint and profile. They wait at most step_wait seconds, and at most half of call_timeout. Then
         they are refused, with the name of the client that has the step. If a client ends in an open step, its gradients are discarded.
         certificates: folder of certificates for a tls:// address. Paths of checkpoints and exports are paths on the service's machine.
         Waits for the service, and raises TimeoutError after `timeout` seconds. Raises ValueError if the address is wrong, if the service has
@@ -191,7 +191,8 @@ class ModelClient(ModelCalls, Client):
             self._transport = await given
         if self._mesh is not None or self._transport is not None or not self.opens_transport:
             return self._transport
-        async with self._spawning:  # a `close` during the opening waits for its end, and then closes the transport
+        # A `close` during the opening waits for the end of the opening, and then closes the transport.
+        async with self._spawning:
             self._require_open("setup")
             self._transport, self._owns_transport = default_transport(), True
             await self._transport.open()

@@ -3,15 +3,17 @@
 When the generator of a replica dies, the replica spawns another generator with the same config. The Fleet of
 the client (fleet.py) has the list of its replicas.
 
-The states of a replica, and the transitions between them:
+The states of a replica whose generator the client spawns, and the transitions between them:
 
 starting ──► stale ──► healthy ──► dead ──► restarting ──► stale ──► healthy
                ▲          │         └─────► retired
                └──────────┘ make_stale
 
-From every state except retired a replica becomes dead when a process of its generator has ended or is silent. If the
-client spawns its generators, a replica becomes healthy only after a complete pull of the version that the other
-replicas have. So it never generates with weights of which only a part has arrived.
+From every state except retired such a replica becomes dead when a process of its generator has ended or is silent. The
+replica becomes healthy only after a complete pull of the version that the other replicas have. So it never generates
+with weights of which only a part has arrived.
+
+If the user spawned the generator, the replica goes from starting to healthy or to retired. Later its state does not change.
 """
 
 import asyncio
@@ -39,8 +41,8 @@ class Watcher:
     returned: Callable[[GeneratorReturn], None]
     """Called with the record of a replica that is healthy again after a death."""
     refit: Callable[["Replica"], Awaitable[None]]
-    """Pulls the newest version of the weights into a replica, and loads the fleet's adapters. Raises an error if the
-    pull fails and is not tried again."""
+    """Pulls the fleet's version of the weights into a replica, and loads the fleet's adapters. Raises the error of the
+    last try."""
     may_restart: Callable[[], Awaitable[object]]
     """Waits until the fleet allows the start of a generator. The fleet allows no start while its generators sleep; see
     Fleet.sleep."""
@@ -49,8 +51,8 @@ class Watcher:
 class Replica:
     """A generator and its replacements.
 
-    `live` restarts a dead generator if this client spawned it. `live` does not watch or restart a generator that the
-    user spawned.
+    `live` restarts a dead generator if the GeneratorClient spawned it. `live` does not watch or restart a generator
+    that the user spawned.
     """
 
     def __init__(self, name: str, spawn: Callable[[], OneGenerator], policy: RestartPolicy, watcher: Watcher) -> None:

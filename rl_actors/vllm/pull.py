@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 ADAPTER_ID = 1
 """vLLM's number of the adapter that every pull replaces. A generator that pulls an adapter has no other adapters."""
 TIMED_OUT = "RPC call to answer timed out."
-"""Text of vLLM's error when a worker does not answer. If vLLM's engine core has its own process, it sends only the text of an error and not
-its type. So `_ask` recognises the error by this text."""
+"""Text of vLLM's error when a worker does not answer. In the text, "answer" is the name of the worker's method that `_ask` calls. If
+vLLM's engine core has its own process, it sends only the text of an error and not its type. So `_ask` recognises the error by this text."""
 ANSWER_SECONDS = 10.0
 """Seconds that a worker may take beyond the time limit of its work. A worker whose trainer hangs can then still answer with its own error."""
 

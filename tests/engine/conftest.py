@@ -15,9 +15,9 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def directory_of(tmp_path_factory):
-    """directory_of(name) makes a directory with random weights of the model that MODELS has under this name, and returns its path.
+    """directory_of(name) returns the path of a new directory with random weights of the model MODELS[name].
 
-    The path is "" if the trainer draws the model's weights from a seed.
+    If the trainer draws the weights of this model from a seed, directory_of makes no directory and returns "".
     """
 
     @cache

@@ -1,4 +1,4 @@
-"""Exports of checkpoints without a trainer. They have the same files as the trainer's own exports, for whole weights and for adapters."""
+"""Checkpoints are exported without a trainer. The exports have the same files as exports by the trainer, for whole weights and for adapters."""
 
 import json
 from dataclasses import replace
@@ -24,7 +24,7 @@ ADAPTERS = LoRAConfig(rank=4, alpha=16.0, train_unembed=True)
 
 @pytest.fixture
 def saved(make_engine, tmp_path):
-    """saved(path, lora) trains the model in this directory for one step, and returns the engine and its checkpoint."""
+    """saved(path, lora) trains the model in the directory `path` for one step, and returns the engine and its checkpoint."""
 
     def saved(path: str, lora: LoRAConfig | None = None):
         engine = make_engine(path, lora=lora or LoRAConfig())
