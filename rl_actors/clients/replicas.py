@@ -13,7 +13,8 @@ From every state except retired such a replica becomes dead when a process of it
 replica becomes healthy only after a complete pull of the version that the other replicas have. So it never generates
 with weights of which only a part has arrived.
 
-If the user spawned the generator, the replica goes from starting to healthy or to retired. Later its state does not change.
+If the user spawned the generator, the replica goes from starting to healthy or to retired. Later its state does not
+change.
 """
 
 import asyncio
