@@ -153,8 +153,8 @@ class ChatTemplate:
             return self.hf.get_chat_template()
         except ValueError:
             raise ValueError(
-                f"the tokenizer of {self.hf.name_or_path} has no chat template; give it one (chat_template.jinja), or use a task "
-                "without messages and chat.enabled=False"
+                f"the tokenizer of {self.hf.name_or_path} has no chat template; give it one (chat_template.jinja), or set "
+                "chat.enabled=False and use a task without messages"
             ) from None
 
 

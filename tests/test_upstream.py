@@ -375,7 +375,8 @@ def _() -> None:
 
 @row("TORCHELASTIC_USE_AGENT_STORE")
 def _() -> None:
-    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of this name
+    # The attribute torch.distributed.rendezvous is a function. import_module returns the module of the same name.
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     assert rendezvous._torchelastic_use_agent_store()
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
@@ -1204,7 +1205,7 @@ def test_a_check_fails_when_its_name_is_gone(monkeypatch, name, owner, attribute
         CHECKS[name]()
 
 
-def test_a_check_fails_when_a_forward_that_our_code_replaces_computes_something_else(monkeypatch):
+def test_a_check_fails_when_torchtitans_grouped_experts_give_other_outputs(monkeypatch):
     importlib.import_module("rl_actors.engine")
     from torchtitan.models.common.moe import GroupedExperts
 
@@ -1290,7 +1291,7 @@ def test_a_private_name_is_found_in_whatever_way_the_code_reaches_it(code, reach
 
 
 def overridden_names() -> Iterator[tuple[str, str]]:
-    """Yields (class, name) for the private methods of other packages that classes of rl_actors and the controllers replace."""
+    """Yields (class, name) for each private method of another package that a class of ours overrides."""
     importlib.import_module("rl_actors.engine")  # first, because it sets torchtitan's device
     for package in ("rl_actors", "controllers"):
         for module in pkgutil.walk_packages([str(ROOT / package)], f"{package}."):

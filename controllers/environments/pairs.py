@@ -11,7 +11,7 @@ FIRST, LAST = 10, 99  # the smallest and the largest term
 
 def additions(*, seed: int, num_held_out: int) -> DataEnvironment:
     """All additions of two two-digit terms. The rejected answer is the sum of two random terms, and differs from the
-    chosen answer. Often the first digit of the rejected answer is already wrong."""
+    chosen answer. The random terms are unrelated to the prompt, so in most pairs even the first digits differ."""
     config = EnvironmentConfig(
         task="additions", answer_column="chosen", rejected_column="rejected", seed=seed, num_held_out=num_held_out
     )

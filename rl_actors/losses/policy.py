@@ -254,8 +254,8 @@ class GSPO(PPO):
 class CISPO(PolicyLoss):
     """J_i = clip(r_i, ratio_low, ratio_high) A_i logprob_i (MiniMax-M1, arXiv 2506.13585, eq. 4; Tinker's `cispo`).
 
-    r_i is exp(logprob_i - old_logprob_i). No gradient flows through the clipped ratio. A position outside the bounds
-    therefore still has the gradient of its logprob.
+    r_i is exp(logprob_i - old_logprob_i). No gradient flows through the clipped ratio: it is a constant factor of
+    logprob_i. So a position outside the bounds still has a gradient. In PPO a clipped position has none.
     """
 
     ratio_low: float = 0.0

@@ -128,7 +128,7 @@ def _layer(model: nn.Module, modules: Mapping[str, nn.Module], name: str) -> tup
 
 
 def _fused_rows(layer: nn.Module, part: int) -> tuple[int, int, int]:
-    """The rows that this worker holds of the tensor with index `part` in a fused layer.
+    """Find which rows of a tensor this worker holds. `part` is the index of the tensor in the fused layer.
 
     Returns (first row in the worker's parameter, first row in the version's tensor, number of rows).
     """

@@ -126,7 +126,7 @@ def test_a_pair_is_two_samples_of_one_prompt(tmp_path):
         assert torch.as_tensor(sample.targets).tolist() == tokens[1:]
 
 
-def test_the_generated_pairs_are_right_and_wrong_and_no_held_out_prompt_is_trained_on():
+def test_a_generated_pair_has_a_right_and_a_wrong_answer_and_no_held_out_prompt_is_trained_on():
     environment = build_environment(tiny_dpo().environment)
     held_out, training = environment.held_out(), [environment.problem(index) for index in range(90 * 90 - 256)]
     assert len(held_out) == 256

@@ -83,7 +83,7 @@ def take_steps(trainer, ranks, transport, tmp_path):
     return take
 
 
-def test_the_margin_of_held_out_pairs_rises_from_zero_and_a_resumed_run_has_the_reference_of_its_start(take_steps):
+def test_the_margin_of_held_out_pairs_rises_from_zero_and_a_resumed_run_keeps_its_reference(take_steps):
     lines = take_steps(6, {})
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6]
     first, last = lines[0], lines[-1]
@@ -102,7 +102,8 @@ def test_the_margin_of_held_out_pairs_rises_from_zero_and_a_resumed_run_has_the_
 
     resumed = take_steps(7, {"step": 6, "cursor": 6 * PAIRS_PER_STEP})
     assert [line["step"] for line in resumed] == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert abs(resumed[-1]["dpo/margin"]) > 1e-3  # the policy has left the saved reference
+    # If the reference were the policy at the time of the resume, this margin would be 0.
+    assert abs(resumed[-1]["dpo/margin"]) > 1e-3
 
     explained = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     names = {name for line in resumed for name in line}
