@@ -1,4 +1,4 @@
-"""Speed of training through TrainerClient, compared with torchtitan's own pieces without actors. These pieces are called the reference.
+"""Speed of training through TrainerClient, compared with the reference: torchtitan's own components, without our actors.
 
 A row of the table in rows.py is one model, batch shape and number of GPUs. A run of a row measures both sides: our trainer and the
 reference. Speeds come from the median time of the steps after warm-up. The reference runs first and ends before our trainer starts, so each

@@ -53,8 +53,9 @@ class GRPOConfig(RunConfig):
     """Weight of the KL divergence from the reference. The reference is the policy at the start of GRPO or PPO. A second
     model, which is not trained, has the weights of the reference. 0: no KL divergence and no second model."""
     reference_kl_in: Literal["loss", "reward"] = "loss"
-    """loss: the divergence of every token is added to the token's loss. reward: the divergence of a completion, summed over its tokens, is
-    subtracted from the completion's reward before advantages are computed. PPO subtracts the divergence of every token from that token's reward."""
+    """loss: the divergence of every token is added to the token's loss. reward: GRPO sums the divergence over a completion's tokens, and
+    subtracts the sum from the completion's reward before it computes advantages. PPO instead subtracts each token's divergence from that
+    token's reward."""
     reference_kl_estimator: Literal["k1", "k2", "k3"] | None = None
     """Estimator of the KL divergence. For each token, d is the policy's logprob minus the reference's logprob. k1 is d,
     k2 is d^2 / 2, k3 is exp(-d) - 1 + d. None: k3 in the loss, k1 in the reward."""
@@ -357,8 +358,8 @@ metric."""
 def report(config: GRPOConfig, batch: RolloutBatch, updates: Sequence[Update]) -> dict[str, float]:
     """Metrics of one step under their names in metrics.jsonl.
 
-    The comparison of the trainer's logprobs with the generator's uses only the first optimizer step. At later steps the
-    trainer has other weights than the generator had.
+    The comparison of the trainer's logprobs with the generator's uses only the step's first optimizer step. At the
+    later optimizer steps the trainer has other weights than the generator had.
     """
     first = metrics.finish(metrics.merge(output.partials for output in updates[0].outputs))
     whole = metrics.finish(metrics.merge(output.partials for update in updates for output in update.outputs))

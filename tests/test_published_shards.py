@@ -9,7 +9,7 @@ WHOLE = torch.arange(30).view(5, 6)
 
 
 def shards_at(*offsets: tuple[int, int]) -> dict[tuple[int, int], torch.Tensor]:
-    """The shards of WHOLE that begin at these offsets. WHOLE is divided into four shards, before row 3 and before column 2."""
+    """The shards of WHOLE that begin at these offsets. Cuts before row 3 and before column 2 divide WHOLE into four shards."""
     rows, columns = {0: 3, 3: 2}, {0: 2, 2: 4}
     return {(row, column): WHOLE[row : row + rows[row], column : column + columns[column]] for row, column in offsets}
 

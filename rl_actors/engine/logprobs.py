@@ -41,8 +41,8 @@ class SteadyLoss:
         self.failure: Exception | None = None
 
     def gradients(self, values: Values, columns_BL: ChunkInputs) -> tuple[Values, Partials]:
-        """(gradients, metrics). The gradients are with respect to the head's output and to the other values that the loss reads. The metrics
-        include "loss:sum".
+        """(gradients, metrics). The gradients are with respect to the first entry of `values`, which every loss reads, and to the other entries
+        that this loss reads. The metrics include "loss:sum".
         """
         output, *others = values
         names = [output, *sorted(self.reads & set(others))]
@@ -88,8 +88,8 @@ class ChunkedHead:
     ) -> None:
         """head: computes the values of a chunk from the outputs of the projection.
 
-        keep_head: True if the weights of the last norm and the output projection stay gathered until the projection has
-        processed all chunks. FSDP gathers these weights together.
+        keep_head: FSDP gathers the weights of the last norm and of the output projection together. True: these weights
+        stay gathered between the norm and the projection.
         min_chunks: the smallest number of chunks.
         """
         model._skip_lm_head = True
@@ -164,8 +164,8 @@ class ChunkedHead:
         total, _ = wrapper(hidden_BLD, batch.targets_BL, temperatures_BL=batch.temperatures_BL, **named)
         if self.keep_head and isinstance(self.lm_head, FSDPModule):
             # At its end the wrapper sets reshard_after_forward to True. In the next microbatch FSDP would then free the
-            # weights after the last norm, and gather them again for the projection. So this code sets the option back
-            # to False.
+            # weights as soon as the last norm has run, and gather them again for the projection. So this code sets the
+            # option back to False.
             self.lm_head.set_reshard_after_forward(False, recurse=False)
         return chunks.joined(), merge(chunks.metrics), total
 

@@ -96,7 +96,7 @@ def receive_request(connection: socket.socket, secret: bytes, nonce: bytes) -> R
 
 @contextlib.contextmanager
 def failures(address: SlotAddress, key: str, path: str) -> Iterator[None]:
-    """Raise an OSError of the body again, with a text that names the version, the two processes, the path and the address.
+    """Replace an OSError of the `with` block by an error that names the version, the two processes, the path and the address.
 
     The new error is a TimeoutError or a ConnectionError. Errors other than an OSError pass unchanged.
     """

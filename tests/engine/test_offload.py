@@ -34,7 +34,7 @@ def assert_equal(actual, expected) -> None:
 
 def steps(engine, *, before=lambda engine: None) -> list[tuple[float, float]]:
     """Train two steps, each with two calls of forward_backward. Returns (loss, gradient norm) of each step. `before` runs
-    before every call.
+    before every forward_backward and every optim_step.
     """
     found = []
     for seed in range(2):

@@ -60,7 +60,7 @@ def test_chunks_of_a_call_may_come_in_any_order_and_forty_steps_need_not_be_awai
     api(use)
 
 
-def test_an_answer_that_is_not_ready_is_a_408_with_the_request(api):
+def test_a_client_that_asks_for_an_answer_too_early_gets_a_408(api):
     async def use(api):
         model = await api.create_model()
         api.trainers[0].gate.clear()
@@ -198,7 +198,7 @@ def test_several_targets_of_a_position_and_different_widths(api):
     api(use)
 
 
-def test_large_answers_announce_their_size_once(api, monkeypatch):
+def test_a_client_may_get_the_size_of_a_large_answer_before_the_answer(api, monkeypatch):
     monkeypatch.setattr("controllers.serve.routes.INLINE_BYTES", 10)
 
     async def use(api):
@@ -335,7 +335,7 @@ def test_a_killed_server_says_what_it_lost_and_where_the_last_state_is(api, tmp_
         await api.forward_backward(model, 1, TEXT)
         await api.optim_step(model, 2)
         await api.answer(await api.post("save_weights", model_id=model, path="a", seq_id=3))
-        api.server.trainers.residents.clear()  # now the server stops as after kill -9: it does not write the run to disk
+        api.server.trainers.residents.clear()  # so the server stops without writing the run, as if by kill -9
         return model
 
     async def after(api):
