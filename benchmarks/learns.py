@@ -1,7 +1,7 @@
 """Measures the held-out accuracy and the time of a whole run: supervised steps, then GRPO.
 
-The run is the command that a user would give: `python -m controllers.grpo`. Its process is called the controller. The
-accuracy and the time have targets.
+The run is the command that a user would give: `python -m controllers.grpo`. The process of this command is called the
+controller. The accuracy and the time have targets.
 
 The config is `small` on a GPU and `tiny` on a CPU. Unknown flags are passed on to the controller, for example
 `--steps 20` for a short trial. At the end of the run this program records the result and copies the plot of the reward

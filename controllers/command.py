@@ -30,8 +30,8 @@ PROGRAMS = {
     "compare": ("controllers.compare", "draw the curves of runs over each other"),
     "requirements": ("controllers.command:requirements", "print a lock for pip, or overrides or excludes for uv"),
 }
-"""Other programs by name. Each has the pair (module, line for the help). The program is the module's function `main`,
-unless the entry is module:function."""
+"""Other programs by name. Each has the pair (module or module:function, line for the help). If only a module is given,
+the program is the module's function `main`."""
 
 COMMAND = "rl-actors"
 

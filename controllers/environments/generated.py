@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
 HELD_OUT_SHARE = 1 / 8
-"""Limit on the share of a task's problem keys that is held out.
+"""Largest share of a task's problem keys that may be held out.
 
-If this share has fewer than `num_held_out` keys, the limit is half of the task's keys.
+If `num_held_out` is more than this share of the keys, up to half of the keys may be held out.
 """
 
 DRAWS_PER_PROBLEM = 1000

@@ -161,7 +161,8 @@ class ProcessMesh:
         except TimeoutError:
             pass
         except Exception:
-            await asyncio.sleep(timeout)  # the error means that a process has ended, which `first_end` reports
+            # The error means that a process has ended. If the process was on this host, `first_end` reports this end.
+            await asyncio.sleep(timeout)
         return [process for process in self.processes if process.rank not in answered]
 
     async def first_silent(self, silent_after: float, heard: Callable[[int], None] | None = None) -> list[Process]:
@@ -284,7 +285,7 @@ def open_rendezvous(address: str) -> TCPStore:
 
 
 async def require_shared(name: str, read: Endpoint[..., tuple[int, str, str]], folder: Path) -> None:
-    """Raises ValueError naming a host that does not see a file which this process writes to the folder.
+    """Write a file to the folder, and check that all hosts see the file. Raises ValueError, naming a host that does not see it.
 
     read: the endpoint of the Probes on the hosts.
     """
@@ -306,7 +307,8 @@ async def require_shared(name: str, read: Endpoint[..., tuple[int, str, str]], f
 async def collect(endpoint: Endpoint[..., T], *args: object, **kwargs: object) -> list[T]:
     """The answers of all ranks, in the order in which they arrive.
 
-    Raises the first error at once, because other ranks may wait in a collective for the rank that failed.
+    Raises the first error at once, without the remaining answers. Other ranks may wait in a collective for the rank that
+    failed, and would not answer.
     """
     return [await answer for answer in endpoint.stream(*args, **kwargs)]
 

@@ -222,8 +222,9 @@ def pushed(engine, directory: Path) -> None:
 
 
 def in_one_chunk(engine, expected: dict) -> None:
-    """Check that FSDP gets the gradients of the last norm and the head in the same dtype, even if the logits of a
-    microbatch fit into one chunk.
+    """Check that calls give the expected numbers even if the logits of a microbatch fit into one chunk.
+
+    FSDP would raise an error if the gradients of the last norm and of the head had different dtypes.
     """
     outputs = [engine.forward_backward(MANY, PPO(), entropy=True), engine.forward_backward(FEW, GSPO())]
     assert torch.equal(outputs[0].logprobs, expected["outputs"][0].logprobs)

@@ -56,7 +56,7 @@ def test_a_child_started_through_the_executable_ends_with_the_thread_that_starte
     child.stdout.close()
 
 
-def test_a_process_below_a_stopped_child_ends_with_the_child(tmp_path):
+def test_a_worker_ends_with_a_child_that_is_stopped_and_then_killed(tmp_path):
     """The child starts its worker with multiprocessing's spawn, as vLLM's core does.
 
     A worker that is still starting must not outlive a core that was killed.
@@ -202,7 +202,7 @@ def test_kill_9_of_the_core_ends_every_waiting_call_with_an_error_that_names_the
 def fail_to_open(generator: GeneratorClient, transport: support.WorkersFail, version: int, worker: int | None) -> None:
     """Pull twice a version that one worker cannot open. worker: rank of this worker; None: do nothing.
 
-    The other worker answers these pulls. Later calls must not mistake its answers for their own.
+    The other worker answers both pulls. A later call must not get one of these answers instead of its own answer.
     """
     if worker is None:
         return
@@ -247,7 +247,7 @@ def test_tensor_parallel_ranks_pull_sample_and_end_together(published):
 
 
 @pytest.mark.slow
-def test_after_a_tensor_parallel_rank_does_not_answer_a_pull_all_calls_fail(published):
+def test_all_calls_fail_after_a_pull_that_a_tensor_parallel_rank_does_not_answer(published):
     transport, _ = published
     config = never_restarted(tensor_parallel=2)
     with GeneratorClient.spawn(config, transport=transport, name="parallel") as generator:
