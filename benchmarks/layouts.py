@@ -119,8 +119,8 @@ def engine_of(shape: Shape, directory: str, layout: str, dtype: str) -> "TrainEn
 def compare(shape: Shape, directory: str, layout: str, dtype: str, keep: str, against: str) -> dict[str, Any]:
     """Run one forward_backward and one optim_step on this rank, and return their outputs.
 
-    keep: a file to which the unsharded gradients are written. against: a file of gradients, with which these gradients are compared. "" means
-    no file. In the returned dict, "gradients" has the same form as Numbers.gradients, and is empty if `against` is "".
+    keep: a file to which the unsharded gradients are written. against: a file of expected gradients, with which the unsharded gradients are
+    compared. "" means no file. In the returned dict, "gradients" has the same form as Numbers.gradients, and is empty if `against` is "".
     """
     start = time.perf_counter()
     engine = engine_of(shape, directory, layout, dtype)
@@ -192,18 +192,19 @@ def merged(shape: Shape, answers: Sequence[Mapping[str, Any]]) -> Numbers:
 
 
 def differences(actual: Numbers, expected: Numbers) -> dict[str, float]:
-    """Relative differences between a layout and one device.
+    """Relative differences between the numbers of a job and the expected numbers.
 
-    "logprobs" is the mean difference divided by the mean absolute value. "worst_logprob" is the largest difference of a logprob after division
-    by 1 + the absolute value of the expected logprob. "gradient" and "worst_parameter" divide the norm of a difference of gradients by the norm
-    of the expected gradient. "gradient" does this for all parameters together, and "worst_parameter" for the parameter with the largest result.
+    "logprobs" is the mean difference divided by the mean absolute value. For "worst_logprob" the difference of each logprob is
+    divided by 1 + the absolute value of the expected logprob, and the largest quotient is taken. "gradient" and "worst_parameter" divide the
+    norm of a difference of gradients by the norm of the expected gradient. "gradient" does this for all parameters together, and
+    "worst_parameter" for the parameter with the largest result.
     """
     losses = [numbers.output.metrics["loss:sum"] for numbers in (actual, expected)]
     logprobs, expected_logprobs = (torch.cat(numbers.output.logprobs) for numbers in (actual, expected))
     logprob_differences = (logprobs - expected_logprobs).abs()
     difference_norms, norms = Tensor(list(actual.gradients.values())).unbind(dim=1)
-    # If the gradient of a parameter is close to 0, it consists mostly of rounding errors of larger numbers. So 1e-7 of the norm of the whole
-    # gradient is subtracted from the norm of every difference.
+    # If the gradient of a parameter is close to 0, it consists mostly of rounding errors of larger numbers. So for
+    # "worst_parameter" 1e-7 of the norm of the whole gradient is subtracted from the norm of every difference.
     errors = (difference_norms - 1e-7 * norms.norm()).clamp(min=0) / norms
     return {
         "loss": abs(losses[0] / losses[1] - 1),
@@ -220,8 +221,8 @@ def limits_of(dtype: str, yardstick: Mapping[str, float]) -> Mapping[str, float]
 
     Suppose that a layout in bfloat16 and one device in bfloat16 both differ from float32 by the yardstick. Then they differ from each other by
     at most twice the yardstick. Loss and gradient norm are single numbers, so their yardsticks may be near 0 by chance. The loss is a sum
-    of the logprobs, each times a random loss weight. So it hardly differs more than the logprobs, and gets the limit of the logprobs. The gradient norm
-    cannot differ by more than the gradient, so it gets the limit of the gradient.
+    of the logprobs, each times a random loss weight. So the relative difference of the loss is hardly larger than that of the logprobs, and the
+    loss gets the limit of the logprobs. The gradient norm cannot differ by more than the gradient, so it gets the limit of the gradient.
     """
     if dtype == "float32":
         return TOLERANCE

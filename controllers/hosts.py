@@ -31,9 +31,10 @@ class HostsConfig:
     """Folder of the TLS certificates. Addresses that begin with tls:// need it. It must have the same path on all
     hosts."""
     return_timeout: float = 600.0
-    """If a process on a host dies, the run goes on in a new controller process. If the host's worker has ended, it must
-    first be started again within this number of seconds. If a job has started the workers, the new controller process
-    starts the job again. 0: the death of a process on a host ends the run."""
+    """If a process on a host dies, the run goes on in a new controller process. If the host's worker has ended, the
+    run first waits until the user has started the worker again, for at most this number of seconds. If a job has
+    started the workers, the run does not wait, because the new controller process starts the job again. 0: the death of
+    a process on a host ends the run."""
 
     def names(self) -> list[str]:
         """The names of the hosts in the order of `addresses`.

@@ -82,9 +82,11 @@ def _rows_by_command(names: Sequence[str]) -> dict[tuple[str, ...], list[str]]:
 
 
 def _measure_together(rows: Sequence[str], extra: Sequence[str], timeout: float) -> list[str]:
-    """Measure the rows of one command in a new process group, and return the names of the rows without a result.
+    """Measure the rows of one command in a new process group, and return the names of the rows that failed.
 
-    No process of the group outlives this call. If this process is killed during the call, the kernel kills its child.
+    If the leader of the group fails, the failed rows are all rows of the command. Otherwise the failed rows are the rows without a result.
+
+    No process of the group outlives this call. But if this program is killed during the call, the kernel kills only the leader.
     """
     arguments = [TABLE[name].argument for name in rows if TABLE[name].argument]
     command = [*PYTHON, *TABLE[rows[0]].command, *dict.fromkeys(arguments), *extra]

@@ -37,7 +37,8 @@ class EnvironmentConfig:
     set; or a function as module:function. A data set is given by a directory or by an id. Both must contain a slash. If
     `mixture` is set, `task` is not used."""
     options: Annotated[dict[str, object], _json_field(dict)] = field(default_factory=dict)
-    """Arguments of the reasoning-gym task or of the user's function. The flag takes one JSON object, which replaces all default options."""
+    """Arguments of the reasoning-gym task, of the user's function, or of `datasets.load_dataset` for a Hugging Face
+    data set. The flag takes one JSON object, which replaces all default options."""
     mixture: Annotated[list[dict[str, object]], _json_field(list)] = field(default_factory=list)
     """Several tasks instead of one task. The flag takes a JSON list with one object for each task. An object has fields
     of this config. It may also have a "name", and a "weight", which is 1 by default."""
@@ -63,7 +64,8 @@ class EnvironmentConfig:
     `task`. Empty: the same as `split`."""
     prompt: str = "{question}"
     """Template of the prompt, e.g. "{expression}=". `{question}` stands for the prompt in the data. The template may
-    also use the keys of the problem's metadata. If the task is a file, these keys are the other columns."""
+    also use the keys of the problem's metadata. If the task is a file or a data set, these keys are the other
+    columns."""
     remove_whitespace: bool = False
     """Remove all whitespace from the prompt ("12 + 34=" becomes "12+34="). A character tokenizer then needs fewer tokens."""
     prompt_pattern: str = ""
@@ -83,9 +85,9 @@ class EnvironmentConfig:
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     """For the reward python: limits of the program."""
     reward_workers: int = 0
-    """Number of processes that call the reward functions. Slow functions can run at the same time in several processes,
-    and the controller does not wait for each of them. 0: the controller calls the functions itself. The controller
-    always calls an `async` function itself."""
+    """Number of processes that call the reward functions. Slow functions then run at the same time in several
+    processes, and the controller goes on meanwhile. 0: the controller calls the functions itself. In both cases the
+    controller calls an `async` function itself."""
     reward_timeout: float = 60.0
     """Seconds in which a reward function must return. A function that takes longer is called again. The limit holds for
     `async` functions and, if reward_workers is above 0, for all other functions, too."""
@@ -128,7 +130,7 @@ class EnvironmentConfig:
         return text + (f" and prompt_pattern={self.prompt_pattern!r}" if self.prompt_pattern else "")
 
     def validate(self) -> None:
-        """Raises ValueError for a value that is wrong whatever the data of the task are.
+        """Raises ValueError for a wrong value that can be found without reading the data of the task.
 
         `build_environment` reads the data and finds all other wrong values.
         """

@@ -1,6 +1,6 @@
 """A config refuses layouts that torch, torchtitan or a pipeline cannot run, before any process starts.
 
-For some of these layouts, other tests in this file show that torch and torchtitan still cannot run them.
+Some tests check that torch or torchtitan still cannot run a refused layout.
 """
 
 from dataclasses import replace
@@ -64,8 +64,8 @@ def upstream_rows(row_length: int) -> None:
 
 
 def upstream_experts(num_experts: int, parallelism: dict[str, Any]) -> None:
-    """Run torchtitan with experts that cannot be divided evenly among the ranks, or with a layout whose outputs it
-    cannot redistribute.
+    """Run torchtitan with experts that cannot be divided evenly among the ranks, or with a layout in which torchtitan
+    cannot redistribute the outputs of the experts.
     """
     from rl_actors.engine.train_engine import TrainEngine
 
@@ -77,8 +77,10 @@ def upstream_experts(num_experts: int, parallelism: dict[str, Any]) -> None:
 
 
 def upstream_local_map() -> bool:
-    """Call local_map while the all-gather of its input is still running. True if the output requires a gradient, as it
-    should.
+    """Call local_map while the all-gather of its input still runs. Returns whether the output requires a gradient.
+
+    The output should require a gradient, because the input requires one. But local_map drops the gradient, so our hook
+    (rl_actors.engine.moe.wait_for_input) makes the experts wait for the all-gather.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor

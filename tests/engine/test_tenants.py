@@ -51,7 +51,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def state_of(engine) -> dict[str, torch.Tensor]:
-    """Copies of this rank's shards of the trained weights, the gradients and the optimizer's state of the tenant in use."""
+    """The trained weights, gradients and optimizer state of the tenant in use, as copies of this rank's shards."""
     found = {}
     for name, parameter in engine.built.model.named_parameters():
         if parameter.requires_grad:
@@ -94,7 +94,7 @@ def test_tenants_in_turn_are_bit_equal_to_each_alone(make_engine, base):
     for name, seed in SEEDS.items():
         expected, state = alone(make_engine(base, lora=replace(LORA, seed=seed)), name)
         assert answers[name] == expected
-        # Every tenant has taken a step and then has an open step, so gradients and optimizer state are compared, too.
+        # Every tenant has taken a step and then begun another one. So optimizer state and gradients are compared, too.
         assert {key.rpartition(" ")[2] for key in state} >= {"gradient", "exp_avg", "exp_avg_sq", "step"}
         assert same(states[name], state)
     assert [engine.info(name).policy_version for name in SEEDS] == [1, 3, 2]
@@ -142,7 +142,7 @@ def broken_loss(logprobs_BL, *, loss_weights):
     raise ArithmeticError("it is broken")
 
 
-def test_a_gradient_that_is_not_finite_costs_only_its_tenant_the_step(make_engine, base):
+def test_only_the_tenant_with_a_gradient_that_is_not_finite_skips_its_step(make_engine, base):
     engine, clean = make_engine(base, lora=LORA), make_engine(base, lora=LORA)
     engine.new_tenant("a")
     huge = random_samples(LENGTHS, advantages=lambda *_: 3e38, old_logprobs=lambda *_: -60.0)

@@ -198,7 +198,7 @@ def test_slots_are_made_once_and_anew_only_when_the_tensors_change():
     for version in (6, 7, 8):
         snapshot.write(f"s/{version}", other, None)
         assert versions_in(read(manifest_of(snapshot, key=f"s/{version}", tensors=other))) == {0.0}
-        # The newest version of the former layout stays until the second version of the new layout takes its slot.
+        # The former layout's newest version keeps its slot until the second write of the new layout replaces the slot.
         assert len(former & {slot.token for slot in snapshot.slots}) == (version == 6)
     assert len(snapshot.slots) == 2
 
