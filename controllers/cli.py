@@ -109,8 +109,8 @@ def _parse(
         config_file.require_format("--save-config", flags.save_config)
 
     output_dir = chosen.resume or flags.output_dir or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    # --plan and --eval-only write nothing to the folder of the run. --dry-run checks the folder only if the user has
-    # named it.
+    # --plan and --eval-only write nothing to the folder of the run, so the folder is not checked for them. For --dry-run
+    # the folder is checked only if the user has named it.
     is_named = bool(flags.output_dir or chosen.resume)
     if not (flags.plan or chosen.eval_only) and (is_named or not flags.dry_run):
         require_writable("--output-dir", output_dir)

@@ -18,8 +18,8 @@ class SlowRank:
 
     def __init__(self) -> None:
         self._slow: int | None = None  # the rank that the last printed line called slow; None: no rank is slow
-        self._candidate: int | None = None  # the rank that was slow in the last steps; None: no rank was slow
-        self._num_steps = 0  # number of steps since the candidate last changed
+        self._candidate: int | None = None  # the rank that was slow in the last step; None: no rank was slow
+        self._num_steps = 0  # number of steps in a row with this candidate
 
     def step(self, seconds: Sequence[float | None]) -> tuple[dict[str, float], str]:
         """(metrics of the step, a line to print or "").

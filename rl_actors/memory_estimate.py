@@ -32,7 +32,7 @@ Part = tuple[int | None, list[Weight]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes of memory of the rank that needs the most."""
+    """Bytes of memory of the rank that needs the most. In a pipeline they may be the numbers of two ranks: see `memory`."""
 
     parameters: int
     gradients: int
@@ -56,7 +56,7 @@ def memory(config: TrainerConfig) -> Memory:
     """Memory of a rank at the peak of a forward_backward, by the formulas of docs/layouts.md.
 
     The activations are an estimate. Everything else is exact. In a pipeline the exact numbers are those of the rank
-    with the most parameters.
+    with the most parameters, and the saved activations are those of the first rank, which saves the most.
     An optimizer that is given by import path is counted as if it were Adam.
     """
     num_elements = num_trained_elements = num_trained_tensors = num_buffer_elements = 0
@@ -197,7 +197,7 @@ def _activations(config: TrainerConfig) -> int:
     """Bytes of activations and of other temporary tensors.
 
     The activations are those that are saved for the backward pass, and those of the block that is running. The other tensors are the input
-    of the head and its gradient, a chunk of logits, the weights that FSDP has gathered, and the gradients of these weights.
+    of the head, the gradient of this input, a chunk of logits, the weights that FSDP has gathered, and the gradients of these weights.
     """
     model, parallel = config.model, config.parallelism
     tensor = parallel.tensor_parallel_degree
@@ -226,7 +226,7 @@ def _microbatches_held(config: TrainerConfig) -> float:
     """Activations that the first rank of a pipeline holds at the same time. The unit is one microbatch's activations in all blocks.
 
     Before forwards and backwards alternate, the first rank of p ranks runs p - 1 forwards if each rank has one stage. If each rank has
-    v > 1 stages, the first rank runs p (v - 1) + 2 (p - 1) forwards of a stage.
+    v > 1 stages, the first rank runs p (v - 1) + 2 (p - 1) forwards of a stage. It holds the activations of these forwards and of one more.
     """
     ranks = config.parallelism.pipeline_parallel_degree
     if ranks == 1:
@@ -271,8 +271,8 @@ def _width(model: ModelConfig, layer: int) -> int:
 def _gathered(config: TrainerConfig, size: int) -> float:
     """Bytes of the weights that FSDP has gathered in the compute dtype, and of their float32 gradients that wait for reduction.
 
-    FSDP holds the embedding, the head and two whole blocks at a time. A pipeline holds all gradients of the rank until the call ends and,
-    by torchtitan's default, all its weights, too.
+    FSDP holds the embedding, the head and two whole blocks at a time. A rank of a pipeline holds all its gradients until the call ends
+    and, by torchtitan's default, all its weights, too.
     """
     parallel = config.parallelism
     is_whole = parallel.data_parallel_shard_degree * parallel.context_parallel_degree == 1

@@ -180,12 +180,12 @@ def test_a_loss_over_nothing_but_padding_is_0_with_finite_metrics(loss):
 
 
 @pytest.mark.parametrize("low, high", [(-0.1, 1.2), (1.1, 1.2), (0.8, 0.9), (float("nan"), 1.2)])
-def test_ppo_refuses_bounds_that_do_not_hold_1(low, high):
+def test_ppo_refuses_a_negative_or_nan_low_bound_and_bounds_without_1_between_them(low, high):
     with pytest.raises(ValueError, match=f"ratio_low={low}, ratio_high={high}; it must hold that 0 <= low <= 1 <= hi"):
         PPO(ratio_low=low, ratio_high=high)
 
 
-def test_resolve_gives_a_loss_by_name_with_default_options_and_an_instance_as_it_is():
+def test_resolve_makes_a_named_loss_with_default_options_and_returns_a_loss_instance_unchanged():
     assert {name: resolve(name) for name in LOSSES} == {
         "cispo": CISPO(ratio_low=0.0, ratio_high=4.0),
         "cross_entropy": CrossEntropy(),
@@ -390,7 +390,7 @@ CORRECTIONS = {
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "cross_entropy"])
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=repr)
-def test_a_correction_multiplies_the_weights_by_a_function_of_the_ratio_of_trainer_to_generator(name, correction):
+def test_a_correction_multiplies_the_weights_by_a_function_of_the_trainer_to_generator_ratio(name, correction):
     logprobs_BL, columns = with_options()
     factor = CORRECTIONS[correction]
     factors = []
@@ -431,7 +431,7 @@ def test_without_generator_logprobs_a_correction_compares_the_current_logprobs_w
     )
 
 
-def test_a_reweighting_of_a_loss_that_contains_a_ratio_requires_generator_logprobs():
+def test_a_correction_that_reweights_requires_generator_logprobs_in_a_loss_that_contains_a_ratio():
     policy_losses = {name: loss for name, loss in LOSSES.items() if name != "cross_entropy"}
     for correction in (TruncatedImportanceSampling(), IcePop(reweights=True)):
         required = {name: columns_of(loss(correction=correction))[0] for name, loss in policy_losses.items()}
@@ -487,7 +487,7 @@ def test_a_loss_of_ones_own_is_given_by_module_and_name():
             resolve(name)
 
 
-def test_gradients_by_the_caller_are_those_of_the_built_in_loss():
+def test_ppo_written_by_the_caller_has_the_gradients_of_the_built_in_ppo():
     logprobs_BL, columns = data()
     samples = [Sample.from_tokens([1], [2] * SHAPE[1]) for _ in range(SHAPE[0])]
 

@@ -10,7 +10,7 @@ from controllers.environments.base import Problem
 
 
 def fraction(key: str, seed: int) -> float:
-    """A hash of key and seed in [0, 1). It is the same on every machine and in every process."""
+    """A hash of key and seed, as a number in [0, 1). It is the same on every machine and in every process."""
     return int.from_bytes(blake2b(f"{seed}/{key}".encode(), digest_size=6).digest(), "big") / 2**48
 
 
@@ -19,12 +19,12 @@ def hold_out(
 ) -> tuple[list[Problem], float]:
     """The held-out problems, and the highest hash of their keys.
 
-    Reads problems until `number` keys with hashes below `share` are found, or until all problems are read. Then the
-    `number` keys with the lowest hashes of all keys read are held out. If several problems have the same key, only the
-    first one counts. Raises ValueError, naming the source, if `number` is more than half of the keys read.
+    Reads problems until `number` keys with hashes below `share` are found, or until all problems are read. Of the
+    keys read, the `number` keys with the lowest hashes are then held out. If several problems have the same key, only
+    the first one counts. Raises ValueError, naming the source, if `number` is more than half of the keys read.
 
-    If may_be_all is True, `number` has no limit. If `number` is larger than the number of keys, all keys are held out.
-    Raises ValueError then only if the source has no problem.
+    If may_be_all is True, `number` has no limit, and ValueError is raised only if the source has no problem. If `number`
+    is larger than the number of keys, all keys are held out.
     """
     found: dict[str, tuple[float, Problem]] = {}
     num_low = 0

@@ -145,7 +145,7 @@ def worst_fit_decreasing(lengths: Sequence[int], capacity: int, num_rows: int) -
 def bucket(length: int, multiple: int, capacity: int) -> int:
     """The row length for `length` positions: one of a few multiples of `multiple`, so that few shapes are compiled.
 
-    If this multiple is larger than `capacity`, the row length is `capacity`.
+    A row length above `capacity` is replaced by `capacity`.
 
     bucket(70, 64, 4096) -> 128, bucket(1100, 64, 4096) -> 1280, bucket(4000, 64, 4096) -> 4096
     """

@@ -117,7 +117,7 @@ def test_the_divergence_from_the_reference_is_subtracted_at_every_token():
     assert measured == {"kl/reference": pytest.approx(0.25)}
 
 
-def test_the_loss_has_the_new_coefficient_and_a_target_needs_a_coefficient_above_0():
+def test_the_loss_takes_the_kl_coefficient_of_kl_control_and_a_kl_target_needs_a_reference_kl_above_0():
     config = replace(tiny_ppo(), reference_kl=0.3)
     assert config.make_loss().kl == KL(coefficient=0.3, estimator="k3")
     moved = config.kl_control.next_kl(config.kl(), 5.0)
@@ -187,7 +187,7 @@ def test_only_ppo_takes_advantages_from_a_value_model():
     tiny_ppo().validate()
 
 
-def test_a_completion_whose_last_state_the_critic_could_not_read_is_refused_before_the_run():
+def test_a_max_model_len_above_the_longest_sequence_that_the_critic_can_read_is_refused():
     config = tiny_ppo()
     config.validate()
     config.generator.max_model_len += 1
