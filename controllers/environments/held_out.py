@@ -23,8 +23,8 @@ def hold_out(
     keys read, the `number` keys with the lowest hashes are then held out. If several problems have the same key, only
     the first one counts. Raises ValueError, naming the source, if `number` is more than half of the keys read.
 
-    If may_be_all is True, `number` has no limit, and ValueError is raised only if the source has no problem. If `number`
-    is larger than the number of keys, all keys are held out.
+    If may_be_all is True, `number` has no limit, and ValueError is raised only if the source has no problem. If
+    `number` is larger than the number of keys, all keys are held out.
     """
     found: dict[str, tuple[float, Problem]] = {}
     num_low = 0
