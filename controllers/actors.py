@@ -38,12 +38,15 @@ The first step waits until the last checkpoint is written. The second step ends 
 DEATH_TIMEOUT = 1.0
 """When a call has failed, the run waits this many seconds for a report that an actor has died.
 
-If no report comes and all other checks pass, the call has failed for another reason.
+If no report comes, `death_behind` makes other checks. If these pass too, the call has failed for another reason.
 """
 END_TIMEOUT = 60.0
 """Seconds in which the run's current work must end when the run cancels it after the death of an actor."""
 BEYOND_LIMIT = "this is the first of {num_deaths} deaths in the last hour, but survival.max_restarts_per_hour={limit}; the last death: {last}"
-"""Note on the error of the first death, if the run raises this error after several deaths."""
+"""Note on the error that ends the run after too many deaths. The error reports the first death of the last hour.
+
+If there was only one death, the error gets no note.
+"""
 KILL_TIMEOUT = 30.0
 """Seconds in which killed processes must end."""
 
@@ -101,8 +104,8 @@ class Actors:
         self.deaths: dict[str, Exception] = {}  # role -> the error that reports its death
         self._died = asyncio.Event()
         self._watches: dict[str, asyncio.Task[None]] = {}
-        # `connect` sets the address of this process. Monarch needs this address at its first use, so `connect` is
-        # called before the transport opens.
+        # `connect` sets the address of this process. The address must be set before Monarch is first used, so `connect`
+        # is called before the transport opens.
         self.placement = config.hosts.connect(self.logs.directory)
         # Opening the transport takes time, because it imports modules. It runs in the background while the processes of
         # the actors start.

@@ -56,7 +56,7 @@ def test_a_program_of_a_page_runs_as_printed(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_student_of_the_page_on_ppo_comes_near_its_teacher(tmp_path):
+def test_the_student_of_the_distillation_program_comes_near_its_teacher(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAMS["distillation"])
     printed = run([sys.executable, "program.py"], tmp_path).stdout
     divergences = [float(number) for number in re.findall(r"^\d+ (\S+)$", printed, re.MULTILINE)]

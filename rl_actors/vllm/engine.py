@@ -124,7 +124,8 @@ class EngineThread:
         return self.submit(load) if in_flight else self._submit_drained(load)
 
     def load_adapter(self, name: str, directory: str) -> "Future[None]":
-        """Load an adapter from a directory in peft's format. Does nothing if it is loaded already.
+        """Load an adapter from a directory in peft's format. Does nothing if it is loaded already from this directory.
+        Raises ValueError if an adapter with this name is loaded from another directory.
 
         The directory must stay until the adapter is unloaded. vLLM may drop the adapter from memory to load other
         adapters, and read the directory again later.

@@ -196,7 +196,7 @@ def test_a_signal_ends_the_run_and_all_its_processes(tmp_path, number, status):
     process.send_signal(number)
     output = finish(process)
     assert process.returncode == status, output
-    wait_until(lambda: not processes_of(marker), "the end of its processes")
+    wait_until(lambda: not processes_of(marker), "the end of the run's processes")
     assert json.loads((tmp_path / "run/outcome.json").read_text())["status"] == "interrupted"
 
 
@@ -212,7 +212,7 @@ def test_a_run_that_may_not_restart_ends_when_its_trainer_is_killed_and_names_th
     output = finish(process)
     assert process.returncode == 1, output
     assert "trainer" in output
-    wait_until(lambda: not processes_of(marker), "the end of its processes")
+    wait_until(lambda: not processes_of(marker), "the end of the run's processes")
 
 
 @pytest.mark.slow
@@ -221,7 +221,7 @@ def test_kill_9_of_the_controller_leaves_no_process_behind(tmp_path):
     process = start("--output-dir", tmp_path / "run", "--steps", 1000, marker=marker)
     wait_until(lambda: read_jsonl(tmp_path / "run/metrics.jsonl"), "the first step")
     process.kill()
-    wait_until(lambda: not processes_of(marker), "the end of its processes")
+    wait_until(lambda: not processes_of(marker), "the end of the run's processes")
 
 
 @pytest.mark.parametrize(

@@ -300,7 +300,7 @@ def test_a_run_under_way_and_a_failed_run_have_a_report(tmp_path):
         assert shown in Tags(folder.report.read_text()).text
 
 
-def test_the_chart_of_rewards_shows_no_more_supervised_steps_than_others():
+def test_if_there_are_grpo_steps_at_most_half_of_the_steps_on_the_chart_of_rewards_are_supervised():
     for num_sft, num_grpo, first in ((10, 2, 8), (2, 10, 0), (10, 0, 0)):
         records = [{"step": s, "phase": "sft" if s < num_sft else "grpo"} for s in range(num_sft + num_grpo)]
         assert around_rewards(records) == records[first:]

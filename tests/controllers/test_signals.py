@@ -124,7 +124,7 @@ def test_ctrl_c_ends_a_run_after_a_whole_step_with_a_checkpoint_and_one_panel_on
     assert f"to continue this run from step {steps[-1] + 1}: {command}" in shown
     assert sum(" elapsed, " in line for line in shown.splitlines()) == 1, shown
     assert "Traceback" not in shown
-    wait_until(lambda: not processes_of(marker), "the end of its processes")
+    wait_until(lambda: not processes_of(marker), "the end of the run's processes")
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once_and_without_a_checkpoint(tmp_path):
     assert newest_step(folder) is None
     assert json.loads(folder.outcome.read_text())["status"] == "interrupted"
     assert "no checkpoint is complete" in shown and "Traceback" not in shown
-    wait_until(lambda: not processes_of(marker), "the end of its processes")
+    wait_until(lambda: not processes_of(marker), "the end of the run's processes")
 
 
 @pytest.mark.slow
@@ -156,7 +156,7 @@ def test_sigterm_to_every_process_leaves_a_checkpoint_that_a_resumed_run_continu
     assert terminal.process.returncode == 143, shown
     before = read_jsonl(folder.metrics)
     assert newest_step(folder) == before[-1]["step"]
-    wait_until(lambda: not processes_of(marker), "the end of its processes")
+    wait_until(lambda: not processes_of(marker), "the end of the run's processes")
     last = before[-1]["step"] + 2
     resumed = Terminal("--resume", folder.path, "--steps", last - 3, marker=marker)
     shown = "\n".join(resumed.finish())

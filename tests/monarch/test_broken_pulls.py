@@ -15,7 +15,7 @@ from rl_actors.transports.base import find
 from rl_actors.vllm.requests import NO_VERSION
 
 SEQUENCES = [[5, 6], list(range(30)), [7, 3] * 20]
-NUM_TENSORS = 24  # 11 tensors in each of 2 blocks, the embedding and the last norm
+NUM_TENSORS = 24  # the model has 11 tensors in each of 2 blocks, plus the embedding and the last norm
 
 
 @pytest.mark.parametrize(

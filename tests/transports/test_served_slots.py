@@ -127,7 +127,9 @@ def test_a_reader_without_the_secret_gets_nothing(path):
 
 
 @both_paths
-def test_bytes_that_came_when_their_slot_was_no_longer_locked_are_not_used(path, monkeypatch):
+def test_bytes_whose_receipt_the_server_does_not_accept_are_not_used(path, monkeypatch):
+    """The server accepts a receipt only while it holds the lock of the slot. Without this lock the trainer may have replaced the bytes."""
+
     def fail(connection):
         raise ConnectionError
 
@@ -355,7 +357,7 @@ def test_a_reader_that_cannot_open_the_trainers_gpu_takes_tcp_and_says_what_is_f
 
 
 @both_paths
-def test_a_server_ends_with_its_transport_and_so_do_its_threads_and_connections(path):
+def test_a_deleted_server_ends_its_threads_and_its_connections(path):
     left = Left()
     served = Served()
     address = served.servers[0].address
