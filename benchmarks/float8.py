@@ -27,7 +27,7 @@ CURVES = {
     "float8 rowwise": {"compute_dtype": "bfloat16", "float8": True, "float8_recipe": "rowwise"},
 }
 WARMUP_STEPS = 10
-TAIL = 20  # the mean difference of two curves is taken over this number of last steps
+TAIL = 20  # number of last steps over which the difference of two curves is averaged
 
 
 def config_here() -> tuple[TrainerConfig, int, int, int]:

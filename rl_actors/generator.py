@@ -105,9 +105,9 @@ class Generator(Actor):
         """A sign of life of the engine. Raises EngineDiedError if the engine has failed for good."""
         if self._engine is None:
             # The client counts a generator as dead if the generator is not idle and its num_done does not change for a while. Setup does
-            # not change num_done. So during setup the answer is that the generator is idle, and only the time limit of the call of setup
-            # holds. If a process of the engine is stopped (SIGSTOP), the answer is that the generator is not idle. The client then notices
-            # the stopped process before the time limit of setup.
+            # not change num_done. So during setup the answer is that the generator is idle. A setup that hangs then ends only at the time
+            # limit of setup. If a process of the engine is stopped (SIGSTOP), the answer is that the generator is not idle. The client then
+            # notices the stopped process before the time limit of setup.
             return Heartbeat(is_idle=not await asyncio.to_thread(a_child_is_stopped), num_done=0)
         return self._engine.heartbeat()
 

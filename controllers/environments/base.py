@@ -1,4 +1,4 @@
-"""The protocol `Environment`: a task that gives problems, and rewards the completions of their prompts."""
+"""The protocol `Environment`: a task that gives problems, and computes the rewards of completions."""
 
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
@@ -30,10 +30,10 @@ class Problem:
 @runtime_checkable
 class Environment(Protocol):
     def problem(self, index: int) -> Problem:
-        """Training problem number `index`. It depends only on (seed, index), and is never a held-out problem."""
+        """Training problem number `index`. It depends only on the environment's seed and on `index`, and is never a held-out problem."""
 
     def held_out(self) -> list[Problem]:
-        """The held-out problems, with distinct keys. `num_held_out` is the number that the user asks for."""
+        """The held-out problems, with distinct keys. The user asks for `num_held_out` of them, but there may be fewer."""
 
     def reward(self, problem: Problem, completion: str) -> Reward | Awaitable[Reward]:
         """The reward of a completion of this problem's prompt: a finite number, or a mapping from names of components to numbers.

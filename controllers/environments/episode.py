@@ -38,7 +38,7 @@ class EpisodeEnvironment(Protocol):
         """
 
     def held_out(self) -> list[Problem]:
-        """The held-out problems, with distinct keys. `num_held_out` is the number that the user asks for."""
+        """The held-out problems, with distinct keys. The user asks for `num_held_out` of them, but there may be fewer."""
 
     def episode(self, problem: Problem) -> Episode:
         """A new episode of this problem. Every completion of a group has an episode of its own."""

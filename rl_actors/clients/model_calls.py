@@ -67,7 +67,7 @@ class ModelCalls:
         raise NotImplementedError
 
     def _mend(self) -> None:
-        """Record that the ranks answer again, and that this tenant has no gradients."""
+        """Record that the ranks answer again, and that this client's tenant has no gradients. A trainer's own client is its first tenant."""
         raise NotImplementedError
 
     async def _ordered(self, endpoint: str, *args: object) -> list[Any]:
@@ -202,8 +202,9 @@ class TrainingCalls(ModelCalls):
     def optim_step(self, params: OptimParams) -> Call[OptimResult]:
         """Divide the gradients by params.grad_divisor, clip them, step the optimizer, and clear the gradients.
 
-        If a forward_backward or save_checkpoint has failed and the caller has not asked for its answer, optim_step raises that error. The
-        optimizer then does not step.
+        optim_step raises the error of an earlier forward_backward that failed, if the caller has not asked for its answer. It raises the
+        error of a checkpoint's writing that failed, if `.wait()` of the SavedCheckpoint was not called. In both cases the optimizer does
+        not step.
         """
         call = self._in_turn(
             "optim_step",

@@ -36,14 +36,15 @@ def export_checkpoint(
     dtype: str = "float32",
     texts: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the directory that TrainEngine.export_hf would write with these weights. It gets the name `path` only when
-    it is complete.
+    """Write the directory that TrainEngine.export_hf would write with the checkpoint's weights. It gets the name `path`
+    only when it is complete.
 
     If the trainer has adapters, its checkpoint holds only the adapters. In this case they are merged into the weights
     of config.hf_path.
-    texts: contents of further files, by file name. A further file replaces the checkpoint's file of the same name.
-    Raises ValueError if `checkpoint` is not a checkpoint of this model, if `path` exists already, or if the dtype is
-    unknown.
+    texts: contents of further files, by file name. The tokenizer files of the checkpoint are copied into the export. A
+    further file replaces the copy of the same name.
+    Raises ValueError if `checkpoint` is not a checkpoint of this model, if `path` exists and is not an empty directory,
+    or if the dtype is unknown.
     """
     config.require_hf("export")
     shapes = _require_checkpoint(checkpoint, config)
@@ -62,9 +63,10 @@ def export_checkpoint(
 def export_adapters(
     checkpoint: str, config: TrainerConfig, path: str, *, texts: Mapping[str, str] | None = None
 ) -> None:
-    """Write the directory that TrainEngine.export_lora would write with these adapters: adapters for the model in config.hf_path.
+    """Write the directory that TrainEngine.export_lora would write with the checkpoint's adapters.
 
-    The tokenizer files of the checkpoint are copied, too. texts: further files, as in export_checkpoint.
+    The adapters are for the model in config.hf_path. The tokenizer files of the checkpoint are copied, too.
+    texts: further files, as in export_checkpoint.
     """
     if not config.lora.rank:
         raise ValueError("lora.rank=0: the run trained no adapters; export the whole weights")

@@ -30,7 +30,7 @@ def require_possible(config: GeneratorConfig, level: int, *, has_transport: bool
         raise ValueError("sleep is not possible with generator.sleep_mode=False: vLLM reserves its memory for good")
     if level == 2 and config.lora.syncs_adapter:
         raise ValueError(
-            'sleep(level=2) would drop the weights under the adapters, and with lora.sync="adapter" no pull brings them; use level 1'
+            'sleep(level=2) would drop the weights under the adapters, and with lora.sync="adapter" a pull brings only the adapters; use level 1'
         )
     if level == 2 and not has_transport:
         raise ValueError(

@@ -48,7 +48,8 @@ class Killed(Exception):
 
 BeforeCall = Callable[[str, Interruption], Awaitable[None]]
 """A hook that is awaited before each training pass and each generation of rollouts. It gets the call's name:
-forward_backward, generate, refill (a generate for fewer prompts than a step has) or turns (of episodes)."""
+forward_backward, generate, refill or turns. A refill generates for fewer prompts than a step has. The call named turns
+generates turns of episodes."""
 
 
 @dataclass
@@ -128,7 +129,7 @@ class EngineTrainer:
 
 
 class RecordedGenerator(AnswersEach):
-    """A generator whose completions depend only on the seed, as if they were read from a file."""
+    """A generator whose completions depend on the seed but not on the weights, as if they were read from a file."""
 
     version = -1
     last_pull = None  # a pull of this generator moves no bytes
@@ -367,7 +368,8 @@ def test_a_run_of_episodes_that_was_killed_plays_the_same_episodes_and_goes_on_b
     expected = lines(whole)
     assert [record["phase"] for record in expected] == ["start"] + ["sft"] * 5 + ["grpo"] * 6
     assert all(record["episode/turns_mean"] > 1 for record in expected if record["phase"] == "grpo")
-    # Numbers of optimizer steps. There are 5 supervised steps, and then 2 optimizer steps in each GRPO step.
+    # The runs are killed after these numbers of optimizer steps. There are 5 supervised steps of one optimizer step each,
+    # and then 6 GRPO steps of two.
     moments = random.Random(0).sample(range(1, 17), 3)
     for last in moments:
         folder = RunFolder(tmp_path / f"killed-{last}")
@@ -382,9 +384,11 @@ def test_a_run_of_episodes_that_was_killed_plays_the_same_episodes_and_goes_on_b
 @pytest.mark.parametrize(
     ("call", "number", "steps_done"),
     [
-        ("forward_backward", 5, 3),  # each supervised step has two calls, so the third step is finished
+        ("forward_backward", 5, 3),  # the third supervised step is finished: its two calls are numbers 5 and 6
         ("generate", 1, 5),  # the rollouts of the first GRPO step are dropped
-        ("refill", 2, 8),  # rollouts are dropped after rewards of the same step drew random numbers
+        # Rollouts of the ninth step are dropped after some of their rewards drew random numbers. The resumed run must
+        # draw these numbers again.
+        ("refill", 2, 8),
         ("forward_backward", 14, 6),  # the first GRPO step is finished
     ],
 )
@@ -446,7 +450,7 @@ def test_a_checkpoint_holds_all_of_the_controllers_state(whole):
     assert set(state["random"]) == {"python", "numpy", "torch"}
 
 
-def test_all_files_of_a_run_number_its_steps_in_the_same_way(whole):
+def test_all_files_of_a_run_give_a_step_the_same_number(whole):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     records = read_jsonl(whole.metrics)

@@ -48,7 +48,7 @@ def test_each_policy_recomputes_its_share_of_the_five_matrix_products_of_a_block
 
 
 @pytest.mark.parametrize(("policy", "recomputes"), [("products", False), ("selective", True), ("full", True)])
-def test_products_of_experts_are_recomputed_except_by_the_policy_products(make_engine, policy, recomputes):
+def test_only_the_policies_selective_and_full_recompute_products_of_experts(make_engine, policy, recomputes):
     model, fields = MODELS["experts"]
     once = counts_of(make_engine("", model=model, **fields))[PRODUCT_OF_EXPERTS]
     again = (
