@@ -1,12 +1,12 @@
 """The reference that the benchmark trainer_speed compares with our trainer: torchtitan's own components, without actors or our TrainEngine.
 
 The components are put together as in torchtitan's trainer. AdamW is fused. On a GPU the blocks and the loss are
-compiled. torchtitan computes the logits and clips the gradients. On a GPU it also makes the attention masks. A `Row`
-(harness/rows.py) is one case of the benchmark. On a GPU the reference and our trainer use the attention kernel that the
-Row names. Each GPU has a process, and the host does not wait for the GPU between steps.
+compiled. torchtitan's functions also compute the logits, clip the gradients and, on a GPU, make the attention masks. A
+`Row` (harness/rows.py) is one case of the benchmark. On a GPU the reference and our trainer use the attention kernel
+that the Row names. Each GPU has a process, and the host does not wait for the GPU between steps.
 
-From rl_actors/engine the reference takes the model's config, the recomputation policy, the settings of the machine and,
-on a CPU, the attention kernel with its mask.
+From rl_actors/engine the reference takes the configs of the model and of its attention layers, the recomputation
+policy, the settings of the machine and, on a CPU, the attention mask.
 
 In names of tensors, B is the number of rows of a microbatch, L the tokens of a row, and D the hidden size.
 """
@@ -176,8 +176,8 @@ class Reference:
         self.optimizer.zero_grad()
 
     def _masks(self, positions_BL: Tensor) -> Any:
-        """The attention masks. On a GPU they are torchtitan's own masks, which both attention kernels accept. On a CPU
-        this is a dense mask, because the CPU's kernel needs a dense mask.
+        """The attention masks. On a GPU torchtitan makes them, in the form that the Row's attention kernel takes. On a
+        CPU this is a dense mask, because the CPU's kernel needs a dense mask.
         """
         if self.on_gpu:
             return self.module.get_attention_masks(positions_BL)

@@ -115,8 +115,8 @@ class InTurn:
     def __init__(self, config: TurnsConfig, trainer: TrainerClient, generator: GeneratorClient, timer: Timer) -> None:
         self.trainer, self.generator, self.timer = trainer, generator, timer
         self.parts = config.parts
-        # vLLM's sleep levels. Level 2 drops the weights. The pull after training then brings all weights. If a pull brings only an adapter,
-        # the weights under the adapter must not be lost. Level 1 copies them to the host.
+        # vLLM's sleep level. If the pull after training brings all weights, vLLM sleeps at level 2, which drops the weights. If the pull
+        # brings only an adapter, the weights under the adapter must not be lost. So vLLM sleeps at level 1, which copies the weights to the host.
         assert generator.config is not None
         self.level: Literal[1, 2] = 1 if generator.config.lora.syncs_adapter else 2
         self.critic: TrainerClient | None = None  # the critic that shares the GPUs
@@ -148,7 +148,7 @@ class InTurn:
         self.critic = critic
 
     async def both(self, of_critic: Coroutine[object, None, T], of_trainer: Coroutine[object, None, U]) -> tuple[T, U]:
-        if self.critic is None:  # no critic takes turns: the critic has GPUs of its own
+        if self.critic is None:  # the critic has GPUs of its own, so it takes no turns
             return await _at_once(of_critic, of_trainer)
         try:
             first = await of_critic

@@ -13,7 +13,7 @@ from benchmarks.harness import results
 
 
 class Watch:
-    """Readings of one field of nvidia-smi on every GPU, ten times a second.
+    """Readings of one field of nvidia-smi on every GPU that this program may use, ten times a second.
 
     The field is for example "utilization.gpu" (percent) or "memory.used" (MiB).
     """

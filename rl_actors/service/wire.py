@@ -29,7 +29,8 @@ def versions() -> dict[str, str]:
     major, minor, _ = platform.python_version_tuple()
     return {
         "rl_actors": rl_actors.__version__,
-        # The version has no +cpu or +cu130, because these builds can unpickle each other's objects.
+        # Without the suffix of a build, such as +cpu or +cu130, because all builds of a version can unpickle each other's
+        # objects.
         "torch": torch.__version__.partition("+")[0],
         "torchmonarch": importlib.metadata.version("torchmonarch"),
         "python": f"{major}.{minor}",

@@ -122,7 +122,7 @@ def vllm_params(params: SamplingParams, prompt: int) -> list["VLLMParams"]:
     """Parameters of one vLLM request for each completion, so that each completion has its own seed and its own policy
     versions.
 
-    prompt: the number p of the prompt, from which the seeds are computed; see SamplingParams.seed.
+    prompt: the number of the prompt, which is p in the formula of SamplingParams.seed.
     """
     from vllm import SamplingParams as VLLMParams
     from vllm.sampling_params import RequestOutputKind

@@ -165,7 +165,7 @@ def test_a_preset_is_set_before_the_other_flags_and_printed_with_its_paper(capsy
         (["--loss", "pppo"], "invalid choice 'pppo'"),
     ],
 )
-def test_a_wrong_choice_of_the_objective_is_refused_with_its_options(capsys, argv, message):
+def test_a_wrong_flag_of_the_objective_is_refused_with_the_reason(capsys, argv, message):
     with pytest.raises(SystemExit) as exit:
         parse_grpo(*argv)
     out, err = capsys.readouterr()
@@ -215,7 +215,7 @@ def test_a_command_line_that_cannot_run_is_refused_with_status_2(capsys, argv, m
     assert message in refusal(capsys, *argv)
 
 
-def test_a_config_of_another_controller_is_refused_by_the_name_of_that_controller(capsys):
+def test_a_config_of_another_controller_is_refused_with_the_name_of_that_controller(capsys):
     everything = configs.CONFIGS
     with pytest.raises(SystemExit):
         cli.parse(PROG, everything["controllers.dpo"], ["--config", "tiny_ppo"], configs_by_controller=everything)
@@ -346,7 +346,7 @@ def test_a_config_with_a_null_that_toml_cannot_hold_is_refused():
         ("a.toml", "cache = 2026-11-23", "a date"),
     ],
 )
-def test_a_wrong_yaml_or_toml_file_is_refused_with_its_place(capsys, file, text, message):
+def test_a_wrong_yaml_or_toml_file_is_refused_with_its_name_and_the_error(capsys, file, text, message):
     Path(file).write_text(text)
     found = refusal(capsys, "--config", file)
     assert found.startswith(f"{PROG}: error: {file}: ") and re.search(message, found), found
@@ -389,7 +389,7 @@ def test_a_typo_in_the_optional_optimizer_names_the_field_that_was_meant():
     assert config_file.from_json(RunConfig, '{"trainer": {"optimizer": null}}').trainer.optimizer is None
 
 
-def test_print_config_prints_json_that_config_takes(capsys, monkeypatch):
+def test_print_config_prints_json_that_is_read_as_the_same_config(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     config = replace(tiny(), cache=Path("x" * 100))
     cli.print_config(config)

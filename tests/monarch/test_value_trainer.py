@@ -1,5 +1,5 @@
-"""A value model through its client. The model runs in processes of the caller or of a policy, starts from checkpoints,
-trains and is saved.
+"""Tests of a value model, called through its client. The model runs in processes that the tests have started, or in the
+processes of a policy. It starts from checkpoints, trains and is saved.
 """
 
 import asyncio

@@ -103,7 +103,7 @@ def test_another_program_listens(answer):
         TrainerClient.attach(address, timeout=TIMEOUT)
 
 
-def test_a_program_that_never_answers_ends_at_the_timeout():
+def test_an_attach_to_a_program_that_never_answers_ends_at_the_timeout():
     with listener(None) as address, pytest.raises(TimeoutError, match="did not answer within 0.2 s"):
         TrainerClient.attach(address, timeout=0.2)
 
