@@ -83,7 +83,7 @@ def is_file_name(name: str) -> bool:
 
 
 def leaves_of(config: "DataclassInstance") -> dict[str, object]:
-    """The values of the config by dotted name. A value that is an object in JSON is replaced by the values in it."""
+    """The values of the config by dotted name. A value that is a non-empty object in JSON is replaced by the values in it."""
     return dict(leaves(json.loads(to_json(config))))
 
 

@@ -75,8 +75,8 @@ class Line:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedEpisode:
     prompt: list[int]  # tokens of the beginning
-    # All tokens after the prompt, up to the last token that the policy sampled. A token of an observation has the logprob 0, and the policy
-    # version of the last token of the turn before it. finish_reason is "length" if the episode was cut off.
+    # All tokens after the prompt, up to the last token that the policy sampled. A token of an observation has the logprob 0, and the same
+    # policy version as the last sampled token before it. finish_reason is "length" if the episode was cut off.
     completion: Completion
     is_action: list[bool]  # of each token of the completion: True if the policy sampled it
     # For each token of the completion: a turn's reward at the turn's last token, 0 at all other tokens.

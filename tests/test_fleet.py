@@ -502,7 +502,7 @@ async def test_a_closed_fleet_starts_nothing_and_its_calls_end():
 
 
 @in_loop
-async def test_a_pull_succeeds_if_one_generator_dies_in_it_and_the_restarted_generator_has_the_version():
+async def test_a_pull_succeeds_without_a_generator_that_dies_in_it_and_the_successor_pulls_the_same_version():
     async with Started(2) as (fleet, generators):
         await fleet.pull(1, 1.0, True)
         generators.spawned[0].on_pull.append(generators.spawned[0].die_now)
@@ -542,7 +542,7 @@ async def test_a_generator_that_returns_during_a_pull_takes_the_newer_version():
 
 
 @in_loop
-async def test_a_generator_that_returns_tries_again_until_the_version_is_there(monkeypatch):
+async def test_a_restarted_generator_repeats_its_pull_until_the_version_is_there(monkeypatch):
     monkeypatch.setattr("rl_actors.clients.fleet.REFIT_PAUSE", 0.0)
 
     async def fail() -> None:
@@ -559,7 +559,7 @@ async def test_a_generator_that_returns_tries_again_until_the_version_is_there(m
 
 
 @in_loop
-async def test_a_pull_that_fails_in_one_generator_makes_it_stale_until_it_has_succeeded():
+async def test_a_generator_whose_pull_fails_is_stale_until_a_repeated_pull_succeeds():
     async def fail() -> None:
         raise OSError("lost its disk")
 
@@ -610,7 +610,7 @@ async def test_a_generator_that_dies_in_its_sleep_is_started_again_at_the_wake()
 
 
 @in_loop
-async def test_a_generator_that_is_silent_longer_than_expect_signs_allows_is_replaced():
+async def test_expect_signs_shortens_the_silence_after_which_a_generator_is_replaced():
     async with Started(2, RestartPolicy(backoff=0.0, silent_after=120.0)) as (fleet, generators):
         generators.spawned[0].signs_every = 50.0
         fleet.expect_signs(180.0)  # no effect: the policy's 120 s are shorter
@@ -625,7 +625,7 @@ async def test_a_generator_that_is_silent_longer_than_expect_signs_allows_is_rep
         assert [replica.silent_after for replica in fleet.replicas] == [30.0, 30.0]
 
 
-def test_the_method_death_of_a_client_limits_how_long_its_generators_may_be_silent(monkeypatch):
+def test_the_time_given_to_a_clients_death_method_limits_the_silence_of_its_generators(monkeypatch):
     silences = []
 
     class Silent:

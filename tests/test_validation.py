@@ -212,13 +212,13 @@ BAD_SAMPLES = {
         ValueError,
         ["sample 0 has the column 'target_ids', but sample 1 lacks it"],
     ),
-    "no reference for a KL": (
+    "a KL without reference logprobs": (
         [good(**ALL_COLUMNS)],
         PPO(kl=KL(coefficient=0.1)),
         ValueError,
         ["no column 'ref_logprobs'", "PPO reads"],
     ),
-    "a reference for no KL": (
+    "reference logprobs without a KL": (
         [good(**ALL_COLUMNS, ref_logprobs=-1.0)],
         PPO(),
         ValueError,
@@ -454,4 +454,5 @@ print(len(behind - before), len(running() - behind))
 def test_a_large_call_wakes_none_of_torchs_threads_in_the_callers_process():
     """torch has as many threads as the host has cores. To wake them can take longer than a training step."""
     done = subprocess.run([sys.executable, "-c", WAKES], capture_output=True, text=True, timeout=GUARD, check=True)
-    assert done.stdout.split() == ["0", "2"]  # the 2 shows that the program would notice new threads
+    # The calls started 0 threads. Then `logprobs + 1` started 2, which shows that the program notices new threads.
+    assert done.stdout.split() == ["0", "2"]

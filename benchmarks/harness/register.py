@@ -3,7 +3,7 @@
 A program of benchmarks/ measures one or several rows. It appends each result to a file, as one line of JSON. A row names its program, the
 line of results that belongs to the row, and the targets of the row.
 `make bench` lists the rows, `make bench ROW=NAME` measures one row, and `make bench ROW=missing` measures all rows that have no result.
-This module does not import torch.
+This module does not import torch, because the import would delay the list by seconds.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,8 @@ class TableRow:
     measured: Callable[[Line], str]  # makes the table's text about a line that harness.table.newest returned
     at_least: dict[str, float] = field(default_factory=dict)  # field of the line -> lowest value that meets the target
     at_most: dict[str, float] = field(default_factory=dict)  # field of the line -> highest value that meets the target
-    # If this row is a quotient: the two rows whose tokens/s of rl-actors are divided. The `compared_fields` of these two rows do not matter then.
+    # Only if this row is a quotient: the names of two other rows. rl-actors' tokens/s in the first row are divided by its tokens/s in the
+    # second row. The `compared_fields` of these two rows are ignored.
     quotient_of: tuple[str, ...] = ()
 
     @property
@@ -409,7 +410,7 @@ def _packing_row(num_gpus: int, *arguments: str) -> TableRow:
 
 def _agreement_row(model: str, num_gpus: int) -> TableRow:
     return TableRow(
-        what=f"differences between the generator's and the trainer's logprobs in bfloat16, each difference from its worst step: {_model(model)}",
+        what=f"differences between the generator's and the trainer's logprobs in bfloat16, each the largest of all steps: {_model(model)}",
         num_gpus=num_gpus,
         command=("logprob_agreement", "--model", model),
         line=f"{model} worst of all steps",

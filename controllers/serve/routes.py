@@ -27,7 +27,10 @@ logger = logging.getLogger(__name__)
 
 PROTOBUF = "application/x-protobuf"
 INLINE_BYTES = 1 << 20
-"""Largest answer in bytes that a client with allow_metadata_only gets at once. If the answer is larger, this client first gets only its size."""
+"""Largest size in bytes of an answer that a client with allow_metadata_only gets at once.
+
+For a larger answer, the client first gets only the answer's size.
+"""
 PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
@@ -52,7 +55,10 @@ pages = APIRouter()
 
 
 def make_app(server: Server, counts: Counts | None = None) -> FastAPI:
-    """The application. `server.begin` must have run on the loop that serves the application. counts: the requests that /metrics shows."""
+    """The application. `server.begin` must have run on the loop that serves the application.
+
+    counts: the numbers and seconds of requests that /metrics shows.
+    """
     app = FastAPI(title="rl-actors", docs_url=None, redoc_url=None)
     app.state.server, app.state.counts, app.state.downloads = server, counts or Counts(), Downloads()
     app.include_router(pages)

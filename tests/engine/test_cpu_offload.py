@@ -85,7 +85,7 @@ def test_a_machine_without_a_gpu_refuses_the_offload(make_engine):
     ],
     ids=["tensor parallel", "float8", "experts"],
 )
-def test_layouts_that_no_test_compares_are_refused(degrees, fields, message):
+def test_the_offload_is_refused_where_no_test_compares_it_with_one_process(degrees, fields, message):
     config = TrainerConfig(fsdp_cpu_offload=True, **fields)
     for name, degree in degrees.items():
         setattr(config.parallelism, f"{name}_degree", degree)

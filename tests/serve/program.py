@@ -1,6 +1,6 @@
-"""For slow tests: a Tinker server with real actors, as a program of its own, and a proxy that loses some of the server's answers.
+"""For slow tests: a Tinker server with real actors, as a program of its own, and a proxy that loses some requests and answers.
 
-This module does not import Tinker's SDK.
+Tests import this module before they check that Tinker's SDK is installed. So this module must not import the SDK.
 """
 
 import asyncio

@@ -113,7 +113,7 @@ def test_an_answer_that_is_not_fetched_is_kept_longer_than_its_key():
     run(main())
 
 
-def test_no_more_promises_are_kept_than_the_limit():
+def test_at_most_one_promise_more_than_the_limit_is_kept():
     async def main():
         futures = Futures(max_answers=10)
         for number in range(50):
