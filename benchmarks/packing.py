@@ -65,7 +65,8 @@ def now() -> float:
 def print_planning() -> None:
     """Print the time, padding and imbalance of plans.
 
-    Imbalance is how much the slowest rank's attention cost exceeds the mean over all ranks.
+    All ranks wait for the slowest rank of each microbatch, so the attention costs of these slowest ranks are added up.
+    Imbalance is how much this sum exceeds the mean attention cost of a rank.
     """
     print("planning, rows of 4,096, one row a microbatch; the best time of three")
     print(

@@ -6,10 +6,12 @@ The queue draws the next problems at the start of every step, after the newest w
 `size` groups, the config's groups_per_step. At most (ahead + 1) * size groups are drawn and not yet trained on; the next
 paragraph defines `ahead`. While a step trains on its groups, the generator works on the other groups.
 
-No group becomes too old. A group that is drawn at step s must be trained on at step s + ahead at the latest. It is due at that step. Until then at most `ahead`
-steps have changed the weights, and each of them has advanced the version by at most `versions_per_step`. The config's max_staleness counts
-versions, so ahead = max_staleness // versions_per_step. A skipped step changes no weights, so groups may be younger than max_staleness. The queue
-computes the age of every group before each step, and raises RuntimeError if an age is above max_staleness.
+No group becomes too old. A group that is drawn at step s is due at step s + ahead, which is the last step that may
+train on the group. Until then at most `ahead` steps have changed the weights, and each of them has advanced the
+version by at most `versions_per_step`. The config's max_staleness counts versions, so ahead = max_staleness //
+versions_per_step. A skipped step changes no weights, so a group may be less than max_staleness versions old when it
+is due. Before each step the queue computes the age of every group on which the step trains, and raises RuntimeError
+if an age is above max_staleness.
 
 One long completion does not hold up a step. A step takes the first `size` finished groups in the order in which they were drawn. So
 younger groups may overtake an unfinished group. But all groups that a step leaves in the queue must still be trained on
@@ -44,7 +46,7 @@ class Place:
     """An entry of the queue: a problem that was drawn, and its group as soon as the group has finished."""
 
     index: int  # of the problem in the environment
-    step: int  # number of the step at whose start the problem was drawn; the first step is 1
+    step: int  # number of the last step that had begun when the problem was drawn; the first step is 1
     group: Group | None = None
 
     def is_trainable(self) -> bool:
@@ -153,7 +155,8 @@ class RolloutQueue:
     def update(self) -> AbstractAsyncContextManager[None]:
         """Context manager for an update of the generator's weights.
 
-        If in_flight_updates is False, the update waits until no request is running, and no request begins before the update has ended.
+        If in_flight_updates is False, the update waits until no request is running, and new requests wait until the
+        update has ended. If in_flight_updates is True, neither waits.
         """
         return self.rollouts.generating.paused(wait=not self.config.in_flight_updates)
 

@@ -49,7 +49,7 @@ class MemoryStore(Actor):
 class MemoryTransport(Transport):
     """A transport that keeps weights in a MemoryStore. `open` starts the MemoryStore in a process of its own."""
 
-    # `open` sets it to a mesh of one MemoryStore. Monarch's type hints give such a mesh the type of its actor.
+    # `open` sets `store` to a mesh of one MemoryStore. Monarch's type hints give such a mesh the type of its actor.
     store: MemoryStore
 
     kind = "memory"

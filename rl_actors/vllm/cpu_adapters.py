@@ -1,8 +1,9 @@
 """Applies LoRA adapters on a CPU. vLLM's worker imports this module by name.
 
 A row of a batch is one position. vLLM keeps the loaded adapters in numbered places. This module replaces vLLM 0.32's
-own code for a CPU. If any row of a batch has an adapter, vLLM's code applies the adapter in the last place to the rows
-without an adapter. vLLM's code also copies an adapter for every row.
+own code for a CPU, which has two faults. If any row of a batch has an adapter, vLLM's code applies the adapter in the
+last place to the rows without an adapter, which should stay unchanged. vLLM's code also copies an adapter once for
+every row.
 
 In shapes, T is the number of rows, S the number of places, R the rank, and I and O are the numbers of inputs and
 outputs of a layer. The 1 in S1RI and S1OR is a dimension of size 1.

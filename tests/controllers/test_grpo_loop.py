@@ -135,7 +135,7 @@ def test_no_two_completions_of_a_run_are_sampled_with_one_seed(finished):
 def test_training_problems_are_sampled_at_the_temperature_of_the_config(finished):
     assert {generation.params.temperature for generation in finished.training} == {0.9}
     asked = [prompt for generation in finished.training for prompt in generation.prompts]
-    first = NUM_SFT_STEPS * finished.config.sft.batch_size  # the supervised steps took the problems before this one
+    first = NUM_SFT_STEPS * finished.config.sft.batch_size  # the supervised steps took the problems below this index
     problems = [finished.environment.problem(index) for index in range(first, first + len(asked))]
     assert asked == finished.prompts(problems)
 

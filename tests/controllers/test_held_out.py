@@ -23,7 +23,7 @@ def test_pass_at_k_is_the_share_of_choices_with_a_passing_completion(num_samples
         assert pass_at_k(num_samples, num_passed, k) == pytest.approx(sum(map(any, choices)) / len(choices))
 
 
-def test_pass_at_more_than_the_samples_is_refused():
+def test_pass_at_k_is_refused_if_k_is_above_the_number_of_samples():
     with pytest.raises(ValueError, match=r"k=5; it must be in \[1, 4\]"):
         pass_at_k(4, 1, 5)
 

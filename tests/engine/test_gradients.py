@@ -25,7 +25,7 @@ def make(gradients: dict[str, torch.Tensor | None]) -> Gradients:
     return Gradients(by_layout(parameters_with(gradients)), None, torch.device("cpu"), cpu.norms)
 
 
-def test_the_norm_is_torchs_and_scaling_multiplies_every_gradient():
+def test_the_norm_equals_that_of_torch_and_scaling_multiplies_every_gradient():
     draw = torch.Generator().manual_seed(0)
     named = {str(n): torch.randn(n, 7, generator=draw) for n in (3, 50, 400)}
     gradients = make({**named, "frozen": None})

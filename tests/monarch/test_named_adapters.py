@@ -160,9 +160,9 @@ def test_a_generator_that_is_started_again_has_its_adapters(served):
 
 
 def test_a_pull_replaces_the_weights_under_the_adapters(served):
-    """The engine has adapters, and it pulls whole weights.
+    """A generator with loaded adapters pulls whole weights.
 
-    The Tinker server does this when it samples with whole weights other than the base model's.
+    The Tinker server's generator does so when a client samples with whole weights other than the base model's.
     """
     weights = support.random_weights(tied=False, seed=5)
     support.publish_from_here(served.transport, weights, stream="whole", version=3)
