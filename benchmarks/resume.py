@@ -43,7 +43,8 @@ FLAGS = {
 }
 _PARITY = {"--environment.task": "tests.fakes:parity_reward", "--environment.options": "{}"}
 _MANY_GROUPS = {"--rollouts.groups-per-step": 64}  # more groups, because in PPO a group has one completion
-# Config -> its flags. In these tasks random weights earn a reward now and then. So in some groups the completions have different rewards.
+# Config -> its flags. Each run has a task in which random weights earn a reward now and then. If they never earned one, all rewards would be
+# equal, and GRPO would train nothing.
 FLAGS_OF_CONFIG: dict[str, dict[str, object]] = {
     "tiny": {"--sft-steps": SFT_STEPS, **_PARITY},
     "tiny_game": {"--sft-steps": 0, "--steps": SFT_STEPS + MAIN_STEPS},  # episodes of several turns
@@ -108,7 +109,7 @@ class Controller:
         return found
 
     def actors(self, name: str) -> list[psutil.Process]:
-        """The processes of an actor, and the processes that these have started. For actors("trainer") there is a process for each rank."""
+        """The processes of all ranks of an actor, such as "trainer", and the processes that the ranks have started."""
         found = []
         for process in self.processes():
             try:

@@ -114,8 +114,8 @@ def load(built: BuiltModel, path: str) -> None:
 def load_whole(built: BuiltModel, whole: Iterable[tuple[str, Tensor]]) -> None:
     """Copy whole tensors under their Hugging Face names into the sharded model, in place, one after another. Each rank copies its shards.
 
-    Raises ValueError if a tensor of this rank is missing. The other tensors have then been copied, but no joined parameter has changed
-    (see _to_fill).
+    Raises ValueError if a tensor of this rank is missing. Joined parameters (see _to_fill) then keep their values. Every other parameter whose
+    tensor was there has its new value.
     """
     with _to_fill(built) as tensors:
         missing = set(tensors)
@@ -158,8 +158,8 @@ def state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) -> dict[st
     embeddings are included. Adapters are merged into the weights.
 
     In a pipeline the dict of a rank has the names of the rank's own stages. Otherwise every rank has every name.
-    dtype: the dtype of the joined tensors (hf_names.py), which this function copies. The other tensors keep their own
-    dtype. A transport casts them when it copies them.
+    dtype: this function copies the joined tensors (hf_names.py), and converts the copies to this dtype. The other
+    tensors keep their own dtype. A transport converts them when it copies them.
     """
     state: dict[str, Tensor] = {}
     for name, tensor in lora.merged(built.model, _parameters(built.model)).items():

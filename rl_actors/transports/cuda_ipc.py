@@ -20,8 +20,8 @@ from torch import Tensor
 
 HANDLE_BYTES = 64
 BLOCK = 2 << 20
-"""Each allocation is a multiple of this number of bytes, so that it has blocks of its own. CUDA puts several smaller
-allocations into one block, and a handle opens a whole block."""
+"""Each allocation is a multiple of this number of bytes, so that its blocks hold no other allocation. CUDA would put
+several smaller allocations into one block, and the handle of one of them would open all of them."""
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess: allows a reader that computes on another GPU
 READ_ONLY = 8  # cudaHostRegisterReadOnly
 

@@ -37,11 +37,12 @@ DEATH_TIMEOUT = 10.0
 """Seconds to wait for the end of a core that has reported a failure. After the end, the error can name the core's exit code."""
 
 KILLED_AT_START = r"Failed core proc\(s\): \{(\}|'EngineCore\w*': -\d+)"
-"""Pattern of vLLM's error for a core that was killed before it was ready. If vLLM does not know the exit code yet, the error names no core."""
+"""Pattern of vLLM's error for a core that was killed before it was ready. If vLLM does not know the exit code yet, nothing is
+between the braces."""
 
 PARENT_VARIABLE = "RL_ACTORS_CORE_PARENT"
-"""Environment variable of a process that the core has started, directly or through another process. Its value is the pid of the process's
-parent. The core and each of these processes set the variable for the processes that they start."""
+"""Environment variable with which a process tells its pid to the processes that it starts. The core sets the variable, and so does every process
+that the core starts, directly or through another process. If the variable is not set when CHILD begins, CHILD is in the core's process."""
 
 # A program that runs first in the core's process and in each process that the core starts.
 # - If a parent is killed with kill -9 while vLLM's core or its workers start, they do not notice. So the program makes the kernel end the

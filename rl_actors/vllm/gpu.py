@@ -63,8 +63,8 @@ def options(config: GeneratorConfig) -> dict[str, object]:
 def batched_tokens(config: GeneratorConfig) -> int:
     """Largest number of tokens in one step of vLLM.
 
-    It is never more than max_num_seqs * max_model_len. vLLM warns of a larger number. On an H200, with max_num_seqs=4, max_model_len=130 and
-    8,192 tokens in a step, vLLM's engine core ended at its start with "illegal memory access".
+    It is never more than max_num_seqs * max_model_len. vLLM warns of a larger number, and its engine core can fail with one: on an H200, with
+    max_num_seqs=4, max_model_len=130 and the number 8,192, the core ended at its start with "illegal memory access".
     """
     return min(max(config.max_num_seqs, BATCHED_TOKENS), config.max_num_seqs * config.max_model_len)
 

@@ -35,7 +35,7 @@ def test_rloo_subtracts_the_mean_of_the_others():
     expect(rloo(torch.tensor(REWARDS_GN)), expected)
 
 
-def test_reinforce_plus_plus_normalises_over_the_batch_after_the_group_mean():
+def test_reinforce_plus_plus_subtracts_the_group_mean_and_divides_by_the_deviation_of_the_batch():
     centered = [[r - statistics.mean(g) for r in g] for g in REWARDS_GN]
     std = statistics.stdev([a for g in centered for a in g])
     expect(reinforce_plus_plus(torch.tensor(REWARDS_GN)), [[a / (std + 1e-6) for a in g] for g in centered])

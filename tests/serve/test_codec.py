@@ -24,7 +24,7 @@ def tensor_message(**fields):
     return message
 
 
-def test_a_request_is_read_with_its_tensors_and_loss_fn_config_v2_wins_over_loss_fn_config():
+def test_a_request_with_tensors_is_read_and_loss_fn_config_v2_wins_over_loss_fn_config():
     message = codec.CLASSES["ForwardBackwardRequest"].FromString(
         forward_backward_body("m", 3, DATA, "ppo", config={"clip_low_threshold": 0.7, "loss_id": "x"})
     )
@@ -65,7 +65,7 @@ def test_invalid_tensors_are_refused(fields, error):
         codec.read_tensor(tensor_message(**fields), "x")
 
 
-def test_spans_say_which_targets_were_sampled_and_cover_all_of_them():
+def test_spans_say_which_targets_were_sampled_and_must_cover_all_targets():
     message = codec.CLASSES["ForwardBackwardRequest"].FromString(forward_backward_body("m", 1, DATA, "ppo"))
     message.data[0].loss_fn_input_spans.add().prompt_tokens.length = 1
     message.data[0].loss_fn_input_spans.add().sampled_tokens.length = 2
@@ -76,7 +76,7 @@ def test_spans_say_which_targets_were_sampled_and_cover_all_of_them():
         codec.read_forward_backward(message.SerializeToString()).data()
 
 
-def test_images_and_bytes_that_are_no_message_are_refused():
+def test_images_are_refused_and_so_are_bytes_that_are_no_message():
     message = codec.CLASSES["ForwardBackwardRequest"]()
     message.data.add().model_input.add().image.data = b"png"
     with pytest.raises(ValueError, match="datum 0: a chunk of model_input is image"):

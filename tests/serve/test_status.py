@@ -12,7 +12,7 @@ def test_each_reading_after_the_first_adds_a_point_to_a_rate_and_the_oldest_poin
     assert len(curve) == POINTS and curve[0] == 5.0 * 3 and curve[-1] == 5.0 * (2 * POINTS + 1)
 
 
-def test_the_page_shows_an_owner_only_its_own_runs_weights_and_requests(api):
+def test_the_page_shows_an_owner_only_its_own_requests_and_weights_and_runs(api):
     async def use(api):
         model = await api.create_model()
         promise = await api.post("save_weights_for_sampler", model_id=model, path="seven", seq_id=1)
