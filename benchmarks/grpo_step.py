@@ -1,10 +1,10 @@
 """Times of the phases of a synchronous GRPO step, and how busy each GPU is in each phase.
 
 The phases are generate, reward, samples, plan, forward_backward, optim_step, push and pull. With two or more GPUs the
-trainer has the first GPU and the generator has the second. With one GPU, on a CPU and for the model tiny, trainer and
-generator share one device. The weights are random, and the policy has nothing to learn. The reward is therefore
-arbitrary: it is the parity of the sum of a completion's token ids. nvidia-smi reports how busy a GPU is. A reading is
-the share of nvidia-smi's last sampling period in which the GPU was busy.
+trainer has the first GPU and the generator has the second. With one GPU or none, trainer and generator share one
+device. With the model tiny they always share one device. The weights are random, and the policy has nothing to learn.
+The reward is therefore arbitrary: it is the parity of the sum of a completion's token ids. nvidia-smi reports how busy
+a GPU is. A reading is the share of nvidia-smi's last sampling period in which the GPU was busy.
 """
 
 import argparse

@@ -277,7 +277,7 @@ def _run(
 
 
 async def _until_signal(work: Awaitable[int], interruption: Interruption) -> int:
-    """Wait until the work has ended, by itself or because of a signal. Before its end the work closes all that it has opened.
+    """Wait until the work has ended, by itself or because of a signal. In both cases the work first closes all that it has opened.
 
     Returns the exit status.
     """

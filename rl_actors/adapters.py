@@ -119,7 +119,8 @@ def require_possible(directory: Path, *, max_adapters: int, max_rank: int) -> No
     """Raises ValueError naming the value and the limit if a generator with these limits cannot load the adapter in the directory."""
     if not max_adapters:
         raise ValueError(
-            "generator.max_adapters=0, so no adapters can be loaded; set it to the number of adapters that a step may use"
+            "generator.max_adapters=0, so no adapters can be loaded; "
+            "set it to the number of adapters that the requests of one step of vLLM may use"
         )
     if (rank := rank_of(directory)) > max_rank:
         raise ValueError(f"the adapter in {directory} has rank {rank}, but generator.max_adapter_rank={max_rank}")

@@ -1,4 +1,4 @@
-"""Checks whether a trainer can have a config's parallel layout, and finds the nearest layouts that it can have. It imports no torch."""
+"""Checks whether a trainer can have a config's parallel layout, and finds the nearest layouts that a trainer can have. Imports no torch."""
 
 from __future__ import annotations
 
@@ -254,8 +254,9 @@ def _require_pipeline(config: TrainerConfig) -> None:
         (
             config.load_balance_coeff > 0 and config.activation_checkpointing != "none",
             f"{pipeline} with load_balance_coeff={config.load_balance_coeff:g} and "
-            f"activation_checkpointing={config.activation_checkpointing!r}: counts of the "
-            "tokens of each expert must leave out padding, but a recomputation would subtract the padding of another microbatch",
+            f"activation_checkpointing={config.activation_checkpointing!r}: counts of the tokens of each expert must leave out padding. "
+            "A forward pass therefore subtracts its padding from the counts, but a recomputed forward pass would subtract the padding "
+            "of another microbatch",
         ),
         (
             per_stage is not None and per_stage < 1,

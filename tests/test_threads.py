@@ -45,5 +45,5 @@ def workers(*, prepared: bool) -> list[int]:
 
 def test_only_the_thread_that_prepared_its_process_has_workers():
     assert workers(prepared=True) == [2, 0]
-    # Without preparation the other thread has workers, too, and the count shows them.
+    # Without preparation the other thread has workers, too. The count finds them, so the 0 above means that there are none.
     assert workers(prepared=False) == [2, 2]

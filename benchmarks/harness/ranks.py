@@ -111,9 +111,9 @@ class Ranks:
     def _places(self, job: Job, free: set[int]) -> list[int]:
         """Free places for a job's ranks; an empty list if there are too few.
 
-        torch caches the sizes of a rank's shards, and the key of this cache lacks the rank. So a process whose rank differs from the rank
-        that it had in an earlier job of the same size would compute with the shard sizes of its old rank. The first place is therefore a
-        multiple of num_ranks: a process then has the same rank in all jobs of one size.
+        torch caches the sizes of a rank's shards, and the key of this cache lacks the rank. Suppose that a process was rank 0 in one job, and
+        is rank 1 in a later job with the same number of ranks. In the later job it would compute with the shard sizes of rank 0. The first
+        place is therefore a multiple of num_ranks: a process then has the same rank in all jobs with the same number of ranks.
         """
         for start in range(0, len(self.processes) - job.num_ranks + 1, job.num_ranks):
             block = list(range(start, start + job.num_ranks))
@@ -188,7 +188,7 @@ def _serve(pipe: Connection) -> None:
             pipe.send(answer)
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
-            # torch compiles at most eight versions of a function. Without this job's versions, the next job can compile its own.
+            # torch compiles at most eight versions of a function. The reset discards this job's versions, so they do not count in the next job.
             torch.compiler.reset()
             gc.collect()
             if torch.cuda.is_available():

@@ -124,7 +124,7 @@ def test_context_parallelism_holds_the_keys_and_values_of_whole_rows():
     assert memory(two).activations - memory(one).activations == int(_gathered(two, 4)) + others
 
 
-def test_a_pipeline_keeps_what_fsdp_gathers_until_the_call_ends():
+def test_a_pipeline_keeps_gathered_weights_and_whole_gradients_until_the_call_ends():
     config = of_layout(pipeline_parallel=2, data_parallel_shard=2)
     held = sum(weight.count * math.prod(weight.shape) for _, part in _held_parts(config) for weight in part)
     assert _gathered(config, 4) == 8 * held
@@ -167,5 +167,5 @@ def test_expert_parallelism_reduces_only_what_fsdp_gathers():
         config.parallelism.data_parallel_shard_degree, config.parallelism.expert_parallel_degree = 4, expert
         held.append(memory(config))
     assert held[0].parameters == held[1].parameters == held[2].parameters
-    # FSDP gathers all experts of a block, but under expert parallelism it gathers only the experts of the rank.
+    # Without expert parallelism FSDP gathers all experts of a block. With expert parallelism it gathers only the experts of the rank.
     assert held[0].activations > held[1].activations > held[2].activations

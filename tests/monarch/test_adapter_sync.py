@@ -139,7 +139,7 @@ def test_a_push_publishes_whole_weights_or_only_the_adapters(pair):
 
 
 @pytest.mark.parametrize("pull", ["first", "later"])
-def test_a_pull_while_requests_run_splits_them_into_old_and_new_policy(pair, pull):
+def test_during_a_pull_running_completions_change_from_the_old_to_the_new_policy(pair, pull):
     old = NO_VERSION if pull == "first" else sync(pair.trainer, pair.generator)
     new, outcomes = pair.first_pull if pull == "first" else pull_under_way(pair)
     for completion, of_new in outcomes:

@@ -103,7 +103,7 @@ def test_every_token_carries_the_version_of_its_weights(generator, synced):
     assert {version for completion in completions for version in completion.policy_versions} == {synced}
 
 
-def test_a_pull_while_requests_run_splits_them_into_old_and_new_policy(
+def test_during_a_pull_running_completions_change_from_the_old_to_the_new_policy(
     generator, generator_mesh, trainer, policy, synced
 ):
     new = support.step(trainer, seed=1)
