@@ -188,7 +188,7 @@ def _turns(config: "RunConfig") -> list[str]:
     held = memory_estimate.memory(config.trainer).on_device()
     sizes = {"weights": held.parameters + held.buffers, "optimizer": held.optimizer}
     on_host = {part: sizes[part] for part in config.turns.parts if part in sizes}
-    lines = ["trainer and generator take turns; a rank of the trainer then holds:"]
+    lines = ["trainer and generator take turns; a rank of the trainer holds in each phase:"]
     lines += [f"  {phase.name:<20} {size_text(phase.held['trainer'])}" for phase in _phases(config)]
     listed = ", ".join(f"{part} {size_text(size)}" for part, size in on_host.items()) or "nothing"
     return [*lines, f"  {'on the host':<20} {listed}, while the generator works; pinned memory if there is a GPU"]

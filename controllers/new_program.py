@@ -1,7 +1,7 @@
 """Continues a run in a new program, after a process on one of the run's hosts has died.
 
-This program cannot continue the run itself, because Monarch 0.7 cannot connect to hosts a second time after one of them was lost. So this
-program replaces itself, by exec, with a program that resumes the run.
+The controller's program cannot continue the run itself, because Monarch 0.7 cannot connect to hosts a second time after one of them was lost.
+So the controller's program replaces itself, by exec, with a new program that resumes the run.
 
 A worker is the program that starts the run's processes on a host. If the user has started the workers, the user must start the lost workers
 again. If a job of Monarch has started the workers, the new program starts the job again.
@@ -26,7 +26,7 @@ PROGRAM = "program"
 def wait(config: RunConfig, folder: RunFolder, death: StartAgainError, tell: Callable[[str], None]) -> bool:
     """Wait until the run can be resumed. Returns False if it cannot be resumed. tell: function that shows a line to the user.
 
-    If the run cannot be resumed, `wait` shows the reason, unless the config allows no new program. `wait` adds a line
+    If the run cannot be resumed, `wait` shows the reason. It shows no reason if the config turns new programs off. `wait` adds a line
     for the new program to restarts.jsonl before it waits for lost workers. So the line stays if a worker does not come
     back. survival.max_restarts_per_hour limits the number of these lines in an hour.
     """
@@ -41,7 +41,9 @@ def wait(config: RunConfig, folder: RunFolder, death: StartAgainError, tell: Cal
     folder.add_restart(restart_line(PROGRAM, time.time(), death, after_step=last_step))
     if death.lost and config.hosts.started_by() is None:
         starts = ", ".join(f"make worker ADDRESS={name}" for name in death.lost)
-        tell(f"{death}; the run waits for it up to {config.hosts.return_timeout:g} s. Start it again by: {starts}")
+        tell(
+            f"{death}; the run waits up to {config.hosts.return_timeout:g} s for the lost workers. Start them again by: {starts}"
+        )
         if missing := config.hosts.wait_for_workers():
             tell(
                 f"no worker listens at {', '.join(missing)} after hosts.return_timeout={config.hosts.return_timeout:g} s"

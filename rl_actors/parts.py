@@ -35,7 +35,7 @@ class HostMove:
         )
 
     def since(self, earlier: "HostMove") -> "HostMove":
-        """The sum of the moves after `earlier`. This HostMove and `earlier` are both sums of all moves up to a moment."""
+        """The sum of the moves after `earlier`. `earlier` is the sum of all moves up to a moment, and this HostMove up to a later moment."""
         return HostMove(
             num_bytes=self.num_bytes - earlier.num_bytes,
             seconds=self.seconds - earlier.seconds,

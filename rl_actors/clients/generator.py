@@ -294,7 +294,7 @@ class GeneratorClient(Client):
     ) -> Call[list[list[Completion]]]:
         """params.n completions of each prompt, in the order of the prompts.
 
-        adapter: name of an adapter, as given to `load_adapter`; None: the weights without an adapter.
+        adapter: name of an adapter, as given to `load_adapter`. None: the weights of the last pull, with their adapter if pulls bring adapters.
         Raises ValueError (TypeError for a wrong type) if a prompt or a parameter is out of its limits, or if the adapter is not loaded.
         """
         copies, chosen = _as_lists(prompts), SamplingParams() if params is None else params

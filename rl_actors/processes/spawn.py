@@ -161,7 +161,8 @@ class ProcessMesh:
         except TimeoutError:
             pass
         except Exception:
-            # The error means that a process has ended. If the process was on this host, `first_end` reports this end.
+            # The error means that a process has ended, and not that it is silent. If the process was on this host, `first_end` reports the end.
+            # So this method lets the time pass, and `first_end` can report first.
             await asyncio.sleep(timeout)
         return [process for process in self.processes if process.rank not in answered]
 
@@ -318,7 +319,7 @@ def _prepare_rank(name: str, logs: LogRoute | None) -> None:
     os.environ |= network.lead_gloo_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     # A terminal sends Ctrl-C, and a scheduler sends SIGTERM, to all processes of a program. The ranks ignore both signals,
     # because the spawning process may still need the ranks for a checkpoint. A rank ends when the spawning process
-    # stops the rank or itself ends.
+    # stops it, or when the spawning process ends.
     libc = ctypes.CDLL(None)
     for number in (signal.SIGINT, signal.SIGTERM):
         libc.signal(number, ctypes.c_void_p(signal.SIG_IGN))

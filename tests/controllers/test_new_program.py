@@ -91,7 +91,7 @@ def test_the_run_waits_until_the_worker_listens(folder, monkeypatch):
         )
     assert len(pauses) == 2
     assert told[0] == (
-        f"the worker of {address} has ended; the run waits for it up to 600 s. Start it again by: make worker ADDRESS={address}"
+        f"the worker of {address} has ended; the run waits up to 600 s for the lost workers. Start them again by: make worker ADDRESS={address}"
     )
 
 

@@ -26,8 +26,8 @@ STEP = OptimParams(learning_rate=1e-2, eps=1e-2, grad_divisor=100.0, grad_clip_n
 WITH_VALUES = {"tied", "experts", "balanced experts", "four blocks", "Llama"}
 """Models of the layout table that these tests use.
 
-Models with adapters are left out, because they cannot have values. "untied" is left out, because a value head is never
-tied. With such a head "tied" and "untied" are the same model.
+Models with adapters are left out, because they cannot have values. A value head is never tied, so with a value head
+"tied" and "untied" are the same model, and "untied" is left out.
 """
 TABLE = [row for row in LAYOUTS if row[-1] in WITH_VALUES]
 QUICK = {("FSDP2", "tied"), ("TP2", "tied")}
@@ -101,7 +101,7 @@ def test_a_value_model_in_a_layout_gives_the_numbers_of_one_process(
 
 
 def evaluate(path: str, samples: list[Sample], head: Tensor) -> list[Tensor]:
-    """The values of an engine that has this head, and the trunk (all other weights) from `path`."""
+    """The values of an engine whose value head is `head`. All its other weights are from `path`."""
     from rl_actors.engine.initial_weights import assign
 
     engine = make_engine(path, layout(), {"head": "values"})

@@ -293,7 +293,7 @@ def test_a_run_goes_on_when_a_killed_worker_is_started_again(grpo_alone, two_wor
     lines = []
     for line in running.stdout:
         lines.append(line)
-        if f"Start it again by: make worker ADDRESS={killed.address}" in line:
+        if f"Start them again by: make worker ADDRESS={killed.address}" in line:
             killed.end()
             two_workers[1] = Worker(address=killed.address)
     assert running.wait(GUARD) == 0, "".join(lines)
