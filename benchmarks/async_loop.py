@@ -5,7 +5,7 @@ python -m benchmarks async_loop --staleness 0 2 --steps 60 --seconds 1
 The runs are whole runs of controllers.grpo, one after another on the same machine. They have the task, model and seed of the config `tiny`,
 and one optimizer step in a GRPO step. They differ only in rollouts.max_staleness.
 The reward of a group comes after a random time and costs no computation, like the reward of a judge or a sandbox on another machine. The time
-is exponentially distributed with the mean `--seconds`, and at most four times the mean. All groups are scored at the same time.
+is exponentially distributed with the mean `--seconds`, and at most four times the mean. No group waits until another group is scored.
 The age of a group is the number of versions between the weights that sampled it and the weights that train on it. A run fails if an age is
 above max_staleness. For each run the program prints the rollouts per second, the final held-out accuracy and the largest age. It also prints the
 rollouts per second divided by those of the first run.

@@ -53,7 +53,9 @@ class Machine(Protocol):
         """The 2-norm of each tensor, as a scalar tensor (shape [])."""
 
     def fuse(self, function: Callable) -> Callable:
-        """The same function of tensors. It is compiled into few kernels if this makes it faster on the machine."""
+        """On a GPU, the given function of tensors, compiled into few kernels. On a CPU, the function itself, because
+        compiling would take more time than it saves.
+        """
 
     def after_parallelize(self, model: nn.Module) -> None:
         """Make FSDP use only reductions that the machine's collectives have."""

@@ -44,7 +44,7 @@ def written(tokenizer, tokens: list[int]) -> str:
     return tokenizer.hf.decode(tokens)
 
 
-def test_a_prompt_without_messages_is_its_plain_text_unless_the_template_is_asked_for(make):
+def test_the_prompt_of_a_problem_without_messages_is_plain_text_unless_chat_is_enabled(make):
     assert written(make(), make().encode_prompt(problem())) == "1+1"
     chat = make(chat=ChatConfig(enabled=True))
     expected = "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n"
@@ -77,7 +77,7 @@ def test_supervised_training_trains_every_turn_of_the_assistant_and_nothing_else
     assert written(tokenizer, whole).endswith("assistant\nsix<|im_end|>")
 
 
-def test_the_trained_tokens_are_those_of_transformers_mask(make):
+def test_the_trained_tokens_are_those_in_the_assistant_mask_of_transformers(make):
     tokenizer = make(UNMARKED)
     sample = tokenizer.to_sample(problem(*CONVERSATION))
     marked = make(CHAT_TEMPLATE).hf.apply_chat_template(

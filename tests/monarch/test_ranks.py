@@ -47,8 +47,8 @@ def test_every_rank_reports_its_number_its_device_and_its_optimizer(trainer, mes
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ranks_still_work_after_a_signal_to_all_processes_of_a_program(trainer, number):
-    """A terminal sends Ctrl-C to all processes of a program, and a scheduler sends SIGTERM. The program may then still
-    save a checkpoint.
+    """At Ctrl-C a terminal sends SIGINT to all processes of a program, and a scheduler sends SIGTERM to all of them. The
+    ranks must survive both, because the program may still save a checkpoint.
     """
     pids = [info.pid for info in trainer.info().result()]
     for pid in pids:
