@@ -34,7 +34,7 @@ def cached(cache, tied_qwen3):
     return snapshot
 
 
-def test_find_model_gives_the_cached_directory_of_an_id_and_keeps_a_directory(cached, tied_qwen3):
+def test_find_model_gives_the_cached_directory_of_an_id_and_returns_a_path_unchanged(cached, tied_qwen3):
     assert find_model(ID) == str(cached)
     assert find_model(tied_qwen3) == tied_qwen3
     assert find_model("") == ""
@@ -49,7 +49,7 @@ def test_the_config_qwen3_gets_the_model_size_from_the_cache(cached, tied_qwen3)
     assert found.trainer.model == found.generator.model == ModelConfig.from_hf(tied_qwen3) != ModelConfig()
 
 
-def test_the_path_of_a_directory_is_not_an_id_even_if_it_has_the_form_of_one(cache, tied_qwen3, tmp_path, monkeypatch):
+def test_the_path_of_a_directory_is_not_an_id_even_if_it_looks_like_an_id(cache, tied_qwen3, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tied_qwen3, "models/mine")
     assert find_model("models/mine") == "models/mine"

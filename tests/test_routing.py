@@ -31,7 +31,7 @@ def test_a_prompt_leaves_its_replica_if_that_has_much_more_work_than_another():
     assert router.loads == [2 * (SLACK + 1), 4]
 
 
-def test_a_replica_that_takes_no_requests_gets_none_and_a_single_one_gets_all():
+def test_only_replicas_that_take_requests_get_prompts_and_a_single_replica_gets_all():
     router = Router(3)
     router.assign([7], 1, [0, 1, 2])
     assert [router.assign([7], 1, [1, 2]) for _ in range(4)] == [1, 1, 1, 1]

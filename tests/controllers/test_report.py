@@ -300,7 +300,8 @@ def test_a_run_under_way_and_a_failed_run_have_a_report(tmp_path):
         assert shown in Tags(folder.report.read_text()).text
 
 
-def test_if_there_are_grpo_steps_at_most_half_of_the_steps_on_the_chart_of_rewards_are_supervised():
+def test_the_chart_of_rewards_has_at_most_as_many_supervised_steps_as_grpo_steps():
+    """An exception is a run without GRPO steps: its chart has all supervised steps."""
     for num_sft, num_grpo, first in ((10, 2, 8), (2, 10, 0), (10, 0, 0)):
         records = [{"step": s, "phase": "sft" if s < num_sft else "grpo"} for s in range(num_sft + num_grpo)]
         assert around_rewards(records) == records[first:]

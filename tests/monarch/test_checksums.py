@@ -81,8 +81,8 @@ def test_every_pull_gives_the_digests_of_an_engine_that_loaded_the_same_weights_
 
 
 def test_a_pull_and_a_directory_give_the_same_digests(trainer, generator, generator_mesh, tmp_path):
-    """One engine pulls two versions, and then loads both versions from directories. Each pull and each load must change
-    the weights.
+    """One engine pulls two versions, and then loads both versions from directories. The digests of the two versions
+    differ, so a pull or a load that left the old weights would fail the test.
     """
     found = {}
     for seed in (1, 2):

@@ -126,7 +126,7 @@ def test_during_a_pull_running_completions_change_from_the_old_to_the_new_policy
             assert (of_old - of_new).abs().max() > 0.1
 
 
-def test_32_concurrent_callers_get_the_completions_that_each_gets_without_the_others(generator, synced):
+def test_concurrent_calls_give_the_same_completions_as_calls_one_after_another(generator, synced):
     params = [SamplingParams(max_tokens=1 + index % 7, seed=index) for index in range(32)]
     prompts = [[1 + index % 40, 2, 3] for index in range(32)]
 
