@@ -64,9 +64,10 @@ class ChatTemplate:
         return self._tokens(conversation, starts_turn=True)
 
     def continuation(self, messages: Sequence[Message], *, has_ended: bool) -> list[int]:
-        """The tokens that follow a turn of the assistant: these messages, and the beginning of the assistant's next turn.
+        """The tokens after the assistant's former turn: those of `messages` and of the beginning of the assistant's next turn.
 
-        has_ended: True if the tokens of the former turn already end with a stop token. False: the returned tokens begin with a stop token.
+        has_ended: True if the tokens of the former turn already end with a stop token. If False, the returned tokens begin with the stop
+        token that ends the former turn.
         """
         former = [Message(role="user", content="?"), Message(role="assistant", content=FORMER_TURN)]
         text = self._apply_template([*former, *messages], tokenize=False, add_generation_prompt=True)

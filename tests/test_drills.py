@@ -76,7 +76,7 @@ def test_a_missed_bar_is_named_and_rounds_with_two_deaths_have_no_bar():
     assert missed_bars([stopped | {"seconds": 61.0}], 20.0) == ["trainer stop: the median is 61.0 s, the bar 60 s"]
 
 
-def test_seconds_to_next_step_end_at_the_step_after_the_recovery_or_if_no_recovery_is_recorded_at_the_next_step():
+def test_seconds_to_next_step_uses_the_line_of_the_restart_or_if_there_is_none_the_next_recorded_step():
     moment = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
     died = {"restart": "generator-0", "time": "2026-01-01T00:00:01.000+00:00"}
     earlier = {"restart": 1, "time": "2025-12-31T23:59:00.000+00:00", "seconds": 9.0}

@@ -46,8 +46,8 @@ def test_the_pages_have_the_programs_that_are_run_here():
     assert set(PROGRAMS) == {"repl", "embedding", "trainer", TASK, "letters", "episode", "distillation"}
 
 
-# The program of the page on embedding is slow, so it is run only with the slow tests. It spawns actors on meshes that
-# it starts itself. Most tests in tests/monarch do the same, so the fast tests check such actors, too.
+# The program of docs/embedding.md is slow, so it is run only with the slow tests. It spawns actors on meshes that it
+# starts itself. Most tests in tests/monarch do the same, so the fast tests check such actors, too.
 @pytest.mark.parametrize("name", ["repl", "trainer", pytest.param("embedding", marks=pytest.mark.slow)])
 def test_a_program_of_a_page_runs_as_printed(name, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAMS[name] + AFTER)

@@ -66,10 +66,10 @@ def decode(line: bytes) -> Message:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Make this process notice that the other machine has stopped or is not reachable any more.
+    """Make this process notice that the machine at the other end has stopped or is not reachable any more.
 
-    On an idle connection this takes at most half a minute. While sent bytes are not acknowledged, Linux sends no keepalive probes. It then
-    gives up after about a quarter of an hour (tcp_retries2).
+    On an idle connection the process notices this within half a minute. If sent bytes wait for an acknowledgement, the process notices it
+    only after about a quarter of an hour: Linux then sends no keepalive probes, but repeats the bytes until it gives up (tcp_retries2).
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):

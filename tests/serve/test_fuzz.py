@@ -50,7 +50,8 @@ def test_changed_protobuf_bodies(api):
                 is_error = answer.headers["content-type"] == "application/json"
                 assert not is_error or answer.json()["category"] == "user", answer.text
         assert seen == {200, 400}
-        await api.optim_step(model, 999)  # clears the gradients of the changed bodies, which may not be finite
+        # The changed bodies have left gradients, which may be infinite or NaN. This step clears them.
+        await api.optim_step(model, 999)
         await api.forward_backward(model, 1000, TEXT)
         answer = await api.optim_step(model, 1001)
         assert "metrics" in answer, answer
