@@ -43,7 +43,7 @@ class EpisodeRollouts(Rollouts):
         self.episodes, self.player = environment, player
 
     async def _complete_run(self, indices: Sequence[int], first: int, tasks: asyncio.TaskGroup, keep: Deliver) -> None:
-        """Play the episodes of these problems. For the k-th problem, `keep` gets first + k and its group.
+        """Play the episodes of these problems. `keep` gets first + k and the group of the problem with index indices[k].
 
         `tasks` is not used. The base class computes rewards in these tasks. An episode already has its rewards when it ends.
         """

@@ -104,7 +104,7 @@ def test_a_package_named_configs_in_the_current_folder_does_not_shadow_ours(tmp_
     assert done.returncode == 0, done.stderr
 
 
-def test_a_package_named_configs_earlier_on_the_path_is_refused_with_both_paths(tmp_path):
+def test_a_package_named_configs_before_ours_on_sys_path_is_refused_and_both_folders_are_named(tmp_path):
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "__init__.py").write_text("")
     program = f"import sys; sys.path[:1] = [{str(tmp_path)!r}, {str(ROOT)!r}]; sys.argv = ['rl-actors', 'grpo']\n"

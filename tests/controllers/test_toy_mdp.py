@@ -182,7 +182,7 @@ async def fit_fixed_policy(policy: "TrainEngine", client: EngineClient) -> None:
 
 
 def probabilities(policy: "TrainEngine") -> list[float]:
-    """The probability of the right action after each cue, which is the value of the first state."""
+    """For each cue, the probability of the right action. It is the value of the state before the first action."""
     logprobs_SV = logprobs_of_states(policy, [[cue] for cue in CUES])
     return logprobs_SV.exp()[:, RIGHT_ACTION].tolist()
 

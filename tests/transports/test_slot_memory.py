@@ -1,9 +1,9 @@
 """Tests of the memory that a push and a pull of weights need.
 
 A slot is the memory of one rank for its shards of one version. The slots hold two versions. A writer needs no other
-memory. A reader joins the shards of a tensor, so it needs memory for one tensor at a time. A reader of shared memory
-maps the slots and needs no other memory. A reader that receives a version from a server also needs memory for this
-version, but not for a second copy of it.
+memory. Every reader joins the shards of one tensor at a time, so it needs memory for one tensor. A reader of shared
+memory maps the slots, so it needs memory only for this tensor. A reader that receives a version from a server also
+needs memory for this version, but not for a second copy of it.
 """
 
 import os
