@@ -1,6 +1,6 @@
 """Measures the seconds from the death of a trainer's rank to the run's next step, and the same for a process of the generator.
 
-The run restarts dead processes without help. It is `controllers.grpo --config CONFIG`, with supervised steps and then GRPO. A rank of the
+The run is `controllers.grpo --config CONFIG`, with supervised steps and then GRPO. It restarts dead processes without help. A rank of the
 trainer is killed with signal 9 after the second GRPO step. The run then recovers and takes another step. Two steps after this step, a process
 of the generator is killed. The run must end with status 0 and have all its steps. Unknown flags are passed on to the controller.
 """

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 REPEATED_WITHIN = 1.0
-"""Seconds after the first signal in which further signals are ignored. The command `timeout` signals a process and then also the process's
-group, so the process gets two signals instead of one."""
+"""Further signals are ignored for this number of seconds after the first signal. The command `timeout` signals a process and then also the
+process's group, so the process gets two signals instead of one."""
 
 
 class Interrupted(BaseException):

@@ -342,7 +342,7 @@ def _grpo_row(model: str, num_gpus: int, *arguments: str) -> TableRow:
 
 def _ppo_row(config: str, model: str, num_gpus: int, *arguments: str) -> TableRow:
     return TableRow(
-        what=f"the time of a PPO step beside the total time of the step's parts on the slowest device, each part timed alone: {_model(model)}",
+        what=f"the time of a PPO step beside the total time of the parts that the slowest device runs, each part timed alone: {_model(model)}",
         num_gpus=num_gpus,
         command=("ppo_step", "--config", config, *arguments),
         line=config,

@@ -50,7 +50,7 @@ def test_without_staleness_a_step_waits_for_all_groups():
     assert chosen_indices([(1, True), (1, True)], size=2, step=1, ahead=0) == [0, 1]
 
 
-def test_a_long_completion_is_passed_by_younger_groups_until_it_is_due():
+def test_younger_groups_overtake_an_unfinished_group_until_it_is_due():
     described = [(1, False), (1, True), (1, True), (1, True)]
     assert chosen_indices(described, size=2, step=1, ahead=1) == [1, 2]
     # Two groups that were drawn at step 1 are left, and step 2 must train on both. So step 2 waits for the group that has not finished,
@@ -74,9 +74,10 @@ def test_runs_of_indices_that_follow_each_other():
 
 
 class Simulated:
-    """A trainer and a generator with a simulated clock.
+    """A simulated trainer and a simulated generator. Their time passes in turns of the event loop.
 
-    Groups take random times. Some groups have equal rewards, and some steps are skipped.
+    Groups take random times. In some groups all rewards are equal. A step without samples does not train. A step that trains raises the version
+    by a random number, which may be 0.
     """
 
     def __init__(self, seed: int, *, max_staleness: int, versions_per_step: int, in_flight_updates: bool) -> None:

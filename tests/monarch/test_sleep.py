@@ -52,7 +52,7 @@ def test_after_the_deeper_sleep_a_pull_of_the_same_version_brings_the_weights(ge
     assert worst(generator.compute_logprobs(SEQUENCES).result(), forward_logprobs(trainer, SEQUENCES)) < 1e-4
 
 
-def test_a_sleep_that_would_lose_the_weights_is_refused():
+def test_sleeps_that_are_not_possible_are_refused():
     config = support.generator_config()
     for level in (0, 3, "1"):
         with pytest.raises(ValueError, match=f"sleep: level={level!r}; it must be 1 or 2"):
