@@ -2,10 +2,10 @@
 
 On a CPU one process writes a snapshot of the weights into shared memory, as a trainer's rank does. Another process
 reads the snapshot, as a worker of vLLM does. vLLM's own work on the weights is left out. One thread copies the tensors,
-as in a push. For the plain copy all bytes are one tensor, and all threads copy. The first process copies the tensor
-into shared memory, and the second process copies it out. The snapshot is read in three ways: from shared memory, over
-TCP, and by gloo's point-to-point messages. TCP and gloo use the loopback address. Each round measures the plain copy and
-the three ways once, so that a slow moment of the machine affects all of them.
+as in a push. For the plain copy all bytes are one tensor. The first process copies the tensor into shared memory with
+one thread, and the second process copies it out with all threads. The snapshot is read in three ways: from
+shared memory, over TCP, and by gloo's point-to-point messages. TCP and gloo use the loopback address. Each round
+measures the plain copy and the three ways once, so that a slow moment of the machine affects all of them.
 
 With --actors the program also times a push by a real trainer and a pull by a real generator, as their callers see them,
 and each phase of the push and the pull. On a machine with GPUs it measures only these actors. On such a machine it also

@@ -64,7 +64,7 @@ def built(addresses: list[str], config: JobConfig, logs: Path | None = None):
         (["kubernetes://1"], "kubernetes", ("pod 0 of the job",)),
     ],
 )
-def test_the_hosts_name_the_job_that_starts_them(addresses, kind, names):
+def test_the_addresses_of_a_job_give_its_kind_and_the_names_of_its_hosts(addresses, kind, names):
     assert jobs.parse(addresses) == jobs.Job(kind=kind, names=names)
     assert jobs.parse(["tcp://a:1", "tcp://b:1"]) is None
 

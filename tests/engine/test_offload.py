@@ -138,6 +138,7 @@ def test_host_memory_is_made_once(make_engine):
         (lambda engine: engine.forward_backward(ppo_samples([7]), PPO()), {"weights", "gradients"}),
         (lambda engine: engine.optim_step(STEP), set(PARTS)),
         (lambda engine: engine.hf_state_dict(), {"weights"}),
+        # discard_gradients brings nothing back. It drops the gradients, so the host does not hold them any more.
         (lambda engine: engine.discard_gradients(), {"gradients"}),
         (lambda engine: engine.info(), set()),
     ],
