@@ -22,7 +22,7 @@ LAST_VALUES = {
     "dpo/accuracy": "pairs with a positive margin, last step",
     "entropy": "entropy, last step (nats)",
 }
-"""Names in metrics.jsonl whose last values are compared, for runs that have them."""
+"""{name in metrics.jsonl: label of its row}. The row has the last value in each run, and is left out if no run has the name."""
 Row = tuple[str, list[str]]  # a name, and a text for each run
 
 

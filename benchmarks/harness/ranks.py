@@ -98,7 +98,7 @@ class Ranks:
                     yield done.job, [done.answers[place][1] for place in done.places], ""
 
     def _send_fitting(self, waiting: list[Job], free: set[int]) -> list[_Running]:
-        """Start the waiting jobs for which there are enough free processes. Removes these jobs from `waiting` and their places from `free`."""
+        """Start the waiting jobs for which `_places` finds free places. Removes these jobs from `waiting` and their places from `free`."""
         started = []
         for job in list(waiting):
             places = self._places(job, free)
@@ -109,7 +109,7 @@ class Ranks:
         return started
 
     def _places(self, job: Job, free: set[int]) -> list[int]:
-        """Free places for a job's ranks; an empty list if there are too few.
+        """Successive free places for a job's ranks; an empty list if there are none.
 
         torch caches the sizes of a rank's shards, and the key of this cache lacks the rank. Suppose that a process was rank 0 in one job, and
         is rank 1 in a later job with the same number of ranks. In the later job it would compute with the shard sizes of rank 0. The first

@@ -29,7 +29,7 @@ class ServeConfig:
     max_tenants: int = 16
     """Largest number of runs with adapters in one trainer."""
     samplers_kept: int = 8
-    """How many unnamed samplers of a run keep their weights: the newest ones. The weights of the run's older unnamed samplers are deleted."""
+    """Number of unnamed samplers of a run that keep their weights. The weights of older ones are deleted if no `inflight` sampler uses them."""
     hold_seconds: float = 30.0
     """If a client asks for an answer that is not ready, the server replies after at most this many seconds. The SDK gives up after 45 seconds."""
     max_body_bytes: int = 64 << 20
@@ -37,7 +37,7 @@ class ServeConfig:
     max_samples: int = 1024
     """Largest num_samples of one request."""
     max_waiting: int = 20_000
-    """Largest number of unanswered requests. At this number a new request for samples gets a 429, and the SDK sends it again later."""
+    """If this many requests are unanswered, a new request for samples gets a 429, and the SDK sends it again later."""
 
     def for_base(self, directory: Path) -> None:
         """Set the model of trainer and generator from the directory of the base model."""

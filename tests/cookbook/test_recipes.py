@@ -96,12 +96,14 @@ def test_rl_numerics_check_finds_sampler_and_trainer_equal(cookbook):
 
 
 def test_logprobs_are_those_of_the_tempered_distribution(cookbook):
-    # The program samples a sequence. Then it samples the token at each position again, and compares the two logprobs
-    # of the position if the tokens are equal. At this low temperature even a model with random weights samples the same
-    # tokens again.
+    # The program prints seven rows. Six rows compare the logprobs at one temperature each with those at temperature 1.
+    # For the seventh row the program samples a sequence at consistency_check_temp, and samples the token at each
+    # position again. If the two tokens of a position are equal, it compares their logprobs. The temperature is low, so
+    # that even a model with random weights samples equal tokens.
     arguments = [f"base_model={MODEL}", "consistency_check_temp=0.01"]
     done = cookbook.run_program("validate_temperature_logprobs.py", *arguments).require_success()
-    # Each row has the temperature, two counts, the mean difference and the largest difference.
+    # Each row has the temperature, two counts, the mean difference and the largest difference. The second count is the
+    # number of comparisons.
     rows = [line.split() for line in done.output.splitlines() if re.match(r" +\d\.\d{3} ", line)]
     print("\n".join(" ".join(row) for row in rows), flush=True)
     assert len(rows) == 7 and all(int(row[2]) > 0 for row in rows), done.output
