@@ -137,7 +137,7 @@ class LiveDisplay(LineDisplay):
         self._live.start()
 
     def setup_started(self, label: str) -> None:
-        pass  # the panel shows the seconds since the start
+        pass  # the panel shows the label and the seconds of a setup that is not over
 
     def step(self, record: Record) -> None:
         super().step(record)

@@ -169,8 +169,8 @@ class TrainerConfig:
     max_sequence_length: int = 4096
     """Largest number of positions of a sample. Longer samples are refused."""
     tokens_per_row: int = 4096
-    """Largest number of positions in a row. It is rounded down to a multiple of 64. Under context or expert parallelism the multiple can be
-    larger; see layouts.row_multiple."""
+    """Largest number of positions in a row. It is rounded down to a multiple of 64. Under context or expert parallelism it is rounded
+    down to a multiple of the number that layouts.row_multiple gives."""
     rows_per_microbatch: int = 1
     """Largest number of rows of a microbatch. A microbatch is the input of one forward and backward pass on a data-parallel rank. With
     packing="token_budget" a microbatch may have more rows, up to tokens_per_row * rows_per_microbatch positions in total."""
@@ -303,8 +303,8 @@ class RestartPolicy:
     max_per_hour: int = 10
     """Largest number of restarts of an actor in an hour. If the actor dies once more in that hour, it is not started again.
     It then counts as failed, with the error of its first death in that hour. A generator that has never been ready is started again at
-    most twice. When all generators of a client have failed, every call raises the error of the generator with index 0. 0: the actor is
-    never started again."""
+    most twice. When all generators of a client have failed, every call raises the error of the generator with index 0. If
+    max_per_hour is 0, an actor is never started again."""
     backoff: float = 1.0
     """Seconds between the second death of an hour and the restart after it. The pause doubles with every further death, up to a minute.
     After the first death there is no pause."""
@@ -385,10 +385,11 @@ class GeneratorConfig:
     """Run vLLM's engine core in a process of its own, with asynchronous scheduling on a GPU. None: True on a GPU or with tensor_parallel
     above 1, otherwise False. On a CPU a process of its own is not faster, and the start takes 10 s longer."""
     replicas: int = 1
-    """Number of engines with the same weights. Each has a process of its own. On a machine with GPUs each also has GPUs of its own. Their
-    indices begin at `gpu`."""
+    """Number of engines with the same weights. Each has a process of its own. On a machine with GPUs each engine also has GPUs of its own.
+    The first engine's GPUs begin at index `gpu`, and the GPUs of every other engine follow those of the engine before it."""
     tensor_parallel: int = 1
-    """Number of vLLM's ranks that share every layer. On a machine with GPUs each rank has one GPU. Their indices begin at `gpu`."""
+    """Number of vLLM's ranks that share every layer. On a machine with GPUs each rank has one GPU. The GPUs of an engine's ranks
+    have consecutive indices. With one engine they begin at `gpu`; with several engines see `replicas`."""
     sleep_mode: bool = False
     """Makes `sleep` possible: vLLM takes the memory of its weights and its cache from an allocator that can release it. On a CPU nothing is
     released."""

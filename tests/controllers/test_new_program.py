@@ -46,7 +46,8 @@ def lost_before(folder: RunFolder, ago: timedelta) -> None:
         file.write(json.dumps({"restart": new_program.PROGRAM, "time": time}) + "\n")
 
 
-def test_if_a_job_has_started_the_workers_the_run_goes_on_at_once_and_records_the_restart(folder):
+def test_the_restart_is_recorded_and_the_run_does_not_wait_for_workers_that_a_job_starts(folder):
+    """The address process://2 of `config` names such a job."""
     told = []
     assert new_program.wait(config(), folder, LOST, told.append)
     [line] = read_jsonl(folder.restarts)
@@ -149,7 +150,8 @@ def test_the_program_either_starts_a_program_that_resumes_the_run_or_fails(folde
     monkeypatch.setattr(sys, "argv", ["controllers/grpo.py"])
     with pytest.raises(SystemExit) as ended:
         launch.main("controllers.grpo")
-    # With returns=True the real execv would end this program. The fake execv returns, so the program ends with status 1.
+    # With returns=True the real execv would replace this program. The fake execv only records its arguments, so `main`
+    # goes on and exits with status 1, as with returns=False.
     assert ended.value.code == 1
     assert [words[-3:] for words in replaced] == ([["--resume", str(folder.path), "--verbose"]] if returns else [])
     output = capfd.readouterr().out

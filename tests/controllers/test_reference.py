@@ -144,7 +144,7 @@ def test_advantages_and_the_choice_of_groups_use_the_penalised_rewards(groups):
     validate_samples(samples, tiny().make_loss(), vocab_size=16, max_sequence_length=64, max_call_bytes=1 << 20)
 
 
-def test_kl_in_the_loss_adds_the_column_and_leaves_the_advantages(groups):
+def test_kl_in_the_loss_adds_the_column_ref_logprobs_and_changes_no_advantage(groups):
     client = ReferenceClient()
     before = to_samples(groups, RolloutConfig(advantage="grpo", group_size=3))
     samples = asyncio.run(reference_of(client, coefficient=0.3).with_logprobs(before))
@@ -207,7 +207,7 @@ def test_with_k1_in_the_reward_the_gradient_is_that_of_the_expected_reward_minus
     torch.testing.assert_close(actual, gradient, rtol=1e-6, atol=1e-6)
 
 
-def test_the_coefficient_that_follows_the_divergence_is_used_in_the_reward_and_in_the_loss():
+def test_a_coefficient_that_kl_control_has_changed_is_used_in_the_reward_and_in_the_loss():
     config = replace(tiny(), reference_kl=0.1, reference_kl_in="reward")
     config.kl_control.target, config.kl_control.gain = 0.01, 0.5
     client = KnownReference([torch.tensor([-1.0, -1.0]), torch.tensor([-0.5, -0.5])])
@@ -246,7 +246,7 @@ def resume(monkeypatch, capsys, folder: RunFolder, *flags: str) -> tuple[int | N
 
 
 @pytest.mark.parametrize(("kind", "sft_steps"), [("loss", 600), ("reward", 600), ("reward", 0)])
-def test_a_reference_asked_for_only_at_resume_is_refused(tmp_path, monkeypatch, capsys, kind, sft_steps):
+def test_a_reference_whose_weights_were_not_kept_is_refused_at_resume(tmp_path, monkeypatch, capsys, kind, sft_steps):
     config = replace(tiny(), sft_steps=sft_steps)
     warmup_steps = 5 if sft_steps else 0
     folder = past_run(tmp_path / "run", step=9, has_reference=False, config=config, sft_steps=warmup_steps)

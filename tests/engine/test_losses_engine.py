@@ -155,7 +155,9 @@ LOSSES = {
 
 
 def with_columns_of(loss, samples, *, top_k: bool) -> list[Sample]:
-    """The samples with only the columns that the loss reads. top_k: also the columns of K targets per position."""
+    """The samples with only the columns that the loss reads. If top_k is False, target_ids and target_weights are left out,
+    although CrossEntropy may read them.
+    """
     names = frozenset().union(*columns_of(loss))
     if not top_k:
         names -= {"target_ids", "target_weights"}
@@ -206,7 +208,8 @@ def test_loss_and_gradients_are_those_of_a_closed_form_on_transformers_in_float6
     error = relative_error(engine, expected)
     print(f"{name}: loss {abs(output.metrics['loss:sum'] - total) / abs(total):.1e}, gradient {error:.1e}")
     assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
-    assert error < 5e-6  # rounding errors of float32; test_losses.py compares losses without an engine within 1e-6
+    # The engine's float32 has such rounding errors. Without an engine, test_losses.py checks most gradients within 1e-6.
+    assert error < 5e-6
 
 
 def without_some_targets(samples: list[Sample], *, weight: float) -> list[Sample]:

@@ -46,7 +46,8 @@ def test_sleep_releases_memory_and_a_pull_after_wake_gives_the_trainers_logprobs
     free_asleep = torch.cuda.mem_get_info()[0]
     print(f"level {level}: {released}; freed on GPU: {free_asleep - free:,}; weights {weights:,}, cache {CACHE:,}")
     assert 0.95 * (weights + CACHE) < released.num_bytes < 1.1 * (weights + CACHE)
-    assert abs(free_asleep - free - released.num_bytes) < 0.05 * CACHE  # other processes can use this memory
+    # The released memory is free on the GPU, so other processes can use it.
+    assert abs(free_asleep - free - released.num_bytes) < 0.05 * CACHE
     with pytest.raises(RuntimeError, match="the generator sleeps: call wake first"):
         generator.generate(PROMPTS, SAMPLED).result()
     version = _next_version(trainer)

@@ -51,7 +51,8 @@ def test_if_the_index_does_not_answer_the_error_names_the_phase(monkeypatch):
 class Workers:
     """A fake of a vLLM engine with two workers. Worker 0 raises `error` in the call that `failing` names.
 
-    If the error's text contains TIMED_OUT, collective_rpc itself raises the error. vLLM does this if a worker does not answer.
+    If the error's text contains TIMED_OUT, worker 0 raises nothing. Then collective_rpc raises the error, as vLLM does if a worker does
+    not answer.
     """
 
     def __init__(self, failing: str, error: Exception) -> None:
