@@ -68,6 +68,12 @@ def write_durably(path: Path, text: str) -> None:
             # Without fsync, a crash of the machine could leave the file without its content.
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        # Without this, a crash of the machine could bring the old file back.
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def _checksums(paths: list[Path]) -> list[dict[str, object]]:

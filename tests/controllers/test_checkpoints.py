@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from configs.tiny import tiny
-from controllers import checkpoints
+from controllers import checkpoints, checksums
 from controllers.checkpoints import Checkpoints, removable
 from controllers.run import Run
 
@@ -288,6 +288,13 @@ def test_a_checkpoint_without_checksums_is_taken_as_it_is(tmp_path):
     (write_checkpoint(tmp_path, 1) / "checksums.json").unlink()
     assert checkpoints.set_aside_damaged(tmp_path) == []
     assert checkpoints.find(tmp_path / "step-1") == tmp_path / "step-1"
+
+
+def test_a_durable_file_and_the_entry_of_its_folder_are_synced_in_this_order(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    checksums.write_durably(tmp_path / "file", "text")
+    assert synced == [f"{tmp_path}/file.tmp", str(tmp_path)] and (tmp_path / "file").read_text() == "text"
 
 
 @pytest.mark.parametrize("name", ["state.json", "checksums.json"])
