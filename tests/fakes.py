@@ -262,7 +262,7 @@ class RandomGenerator(AnswersEach, ActorOfNothing):
 class UnigramTrainer:
     """A trainer of a model that has one number for each token and ignores the text: logprobs are log_softmax(numbers). Its gradients are real.
 
-    A tenant is another object of this class, which adds its calls to the list of its trainer.
+    A tenant is another object of this class, and adds its calls to `trainer.calls`.
     """
 
     def __init__(self, config: TrainerConfig, *, trainer: "UnigramTrainer | None" = None, name: str = "") -> None:

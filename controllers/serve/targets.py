@@ -27,7 +27,7 @@ MAX_SCORED = 1024
 class Targets:
     """The tokens that a request asks for.
 
-    Row i asks for the logprob of each of its tokens after the prompt's tokens 0 to i.
+    The logprob of a token in row i is its logprob as the next token after the prompt's tokens 0 to i.
     """
 
     rows: np.ndarray  # [C]

@@ -89,7 +89,7 @@ def play(environment, policy, tokenizer: Tokenizer, limits: EpisodeLimits = LIMI
 TWO_TURNS = [Reply(observation="+-", reward=0.25), Reply(observation="=", reward=1.0, is_over=True)]
 
 
-def test_only_the_policys_own_tokens_are_trained_with_the_logprobs_and_versions_of_their_turns(characters):
+def test_only_the_policys_own_tokens_are_trained_on_and_keep_the_logprobs_and_versions_of_their_turns(characters):
     policy = turns([2, 1], [3, 4, 1], version=7)
     episode = play(Echo(TWO_TURNS), policy, characters)
     mark, plus, minus = characters.encode("?+-")

@@ -1,6 +1,7 @@
 """Tests of runs whose actors die. After a recovery a run writes the same lines into its files as an undisturbed run.
 
-The controller and the engine are real, and run in one process. The rollouts are recorded.
+The controller and the engine are real, and run in one process. The generator is a fake. Its completions depend on
+the seed, but not on the weights.
 """
 
 import asyncio

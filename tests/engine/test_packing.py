@@ -126,7 +126,7 @@ def test_uniform_microbatches_have_one_shape(call):
 
 @plans
 @given(calls())
-def test_a_row_length_is_less_than_a_quarter_above_the_need_of_the_fullest_row(call):
+def test_row_lengths_exceed_the_need_of_the_fullest_row_by_less_than_a_quarter(call):
     lengths, limits = call
     ranks = plan(lengths, **limits)
     for batches in zip(*ranks, strict=True):
@@ -248,7 +248,7 @@ def test_ten_thousand_long_tailed_samples_are_planned_fast_and_with_little_paddi
         counting.append(time.process_time() - start)
     # Measured: 0.05 to 0.11 s for the plan and 0.012 s for the loop. A busy machine slows plan and loop alike.
     assert min(planning) < 25 * min(counting)
-    # Measured waste: 0.02 % on one rank and 0.2 % on eight. A pipeline of four wastes up to 1.9 %: on
+    # Measured waste: 0.02 % on one rank and 0.2 % on eight. With the options of a pipeline the waste is up to 1.9 %: on
     # eight ranks a rank gets 288 rows instead of 283, because its microbatches have four rows and their number must be
     # a multiple of four.
     assert waste(lengths, ranks) < (0.025 if uniform else 0.01)
