@@ -97,7 +97,7 @@ def qwen3_0_6b() -> GRPOConfig:
 
 
 def qwen3_0_6b_one_gpu() -> GRPOConfig:
-    """One GPU. vLLM takes 0.4 of its memory."""
+    """One GPU. vLLM takes 0.4 of the GPU's memory."""
     return _shared("0_6b", tokens_per_row=16_384, share=0.4)
 
 
@@ -107,7 +107,7 @@ def qwen3_1_7b() -> GRPOConfig:
 
 
 def qwen3_1_7b_one_gpu() -> GRPOConfig:
-    """One GPU. vLLM takes 0.35 of its memory."""
+    """One GPU. vLLM takes 0.35 of the GPU's memory."""
     return _shared("1_7b", tokens_per_row=16_384, share=0.35)
 
 
@@ -117,7 +117,7 @@ def qwen3_4b() -> GRPOConfig:
 
 
 def qwen3_4b_one_gpu() -> GRPOConfig:
-    """One GPU. vLLM takes 0.3 of its memory. Weights, gradients and Adam's moments take 60 GiB in float32."""
+    """One GPU. vLLM takes 0.3 of the GPU's memory. Weights, gradients and Adam's moments take 60 GiB in float32."""
     return _shared("4b", tokens_per_row=8192, share=0.3)
 
 

@@ -74,9 +74,10 @@ class Futures:
         max_answers: int = 20_000,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """keep_fetched: seconds for which an answer is kept after it was fetched. keep_unfetched: seconds for which an
-        answer is kept if it is not fetched. If keep_keys is longer, the answer is kept for keep_keys seconds instead.
+        """keep_fetched: seconds for which an answer is kept after it was fetched.
         keep_keys: seconds for which the server, after the answer, still recognises a repeated request by its key.
+        keep_unfetched: seconds for which an answer is kept if it is not fetched. If keep_keys is longer than
+        keep_unfetched, the answer is kept for keep_keys seconds instead.
         max_answers: largest number of promises. Above it the oldest answered promises are forgotten.
         """
         self.keep_fetched, self.keep_unfetched, self.keep_keys = keep_fetched, keep_unfetched, keep_keys

@@ -48,7 +48,7 @@ def base(tmp_path_factory) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", ["merged", "adapter"])
-def test_a_run_with_adapters_samples_from_what_it_trains(base, tmp_path, sync):
+def test_a_run_samples_with_the_adapters_that_it_trains(base, tmp_path, sync):
     before = load_file(f"{base}/model.safetensors")
     options = FLAGS | {"--trainer.lora.sync": sync, "--trainer.hf-path": base}
     flags = ["--config", "tiny", "--output-dir", tmp_path / "run", *(item for flag in options.items() for item in flag)]

@@ -269,7 +269,7 @@ def test_a_bug_in_a_reward_is_raised_with_a_note_that_names_the_completion():
     assert raised.value.__notes__ == ["The reward of completion 'a' of prompt '2+3=' raised this."]
 
 
-def test_code_that_goes_past_a_limit_gets_nothing_and_no_code_leaves_a_process(tmp_path):
+def test_code_that_goes_past_a_limit_gets_nothing_and_no_process_of_code_stays_behind(tmp_path):
     memory = f"{DOUBLE}block = bytearray(2 << 30)"
     file = f"{DOUBLE}open('big', 'wb').write(bytes(2 << 20))"
     assert run_code(memory, file) == [0.0, 0.0]

@@ -108,7 +108,7 @@ def test_a_generator_killed_or_stopped_in_a_call_is_replaced_and_the_completions
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_engine_core_that_is_killed_or_stopped_is_replaced_with_its_generator(transport, expected, number):
+def test_an_engine_core_that_is_killed_or_stopped_is_replaced_together_with_its_generator(transport, expected, number):
     with spawn(transport, "owner", own_process=True) as generator:
         generator.generate(PROMPTS, SamplingParams(max_tokens=1)).result()
         core = core_below(name="owner")
