@@ -209,7 +209,7 @@ def test_heads_that_vllm_has_no_attention_for_on_a_cpu_are_refused_before_a_proc
     require_machine(config)
 
 
-def test_the_head_dim_in_a_generators_directory_is_checked(tmp_path):
+def test_the_head_dim_of_the_model_in_a_generators_hf_path_is_checked(tmp_path):
     ModelConfig(head_dim=20).save(tmp_path)
     with pytest.raises(ValueError, match="model.head_dim=20 on a CPU"):
         GeneratorClient.spawn(GeneratorConfig(hf_path=str(tmp_path)))

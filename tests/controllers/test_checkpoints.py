@@ -163,7 +163,7 @@ def test_a_negative_distance_between_checkpoints_is_refused(name):
 
 
 @pytest.mark.parametrize(("every", "written"), [(3, [3, 6, 7]), (100, [7]), (0, [])])
-def test_checkpoints_are_written_every_so_many_steps_and_after_the_last_or_never(tmp_path, every, written):
+def test_checkpoints_are_written_every_n_steps_and_after_the_last_step_but_never_if_n_is_0(tmp_path, every, written):
     config = tiny()
     config.checkpoint_every = every
     config.validate()

@@ -1,4 +1,4 @@
-"""Tests that environments are deterministic, train on no held-out problem and give the right rewards.
+"""Tests that environments are deterministic, give no held-out problem for training, and give the right rewards.
 
 They also test that wrong values and wrong data are refused.
 """
@@ -48,8 +48,8 @@ def test_training_never_shows_the_operands_of_a_held_out_problem(seed):
     training = {operands(environment.problem(index)) for index in range(8000)}
     assert len(held_out) == len(environment.held_out()) == 512
     assert not held_out & training
-    # The task draws two numbers from 0 to 100, so there are 5151 unordered pairs. 512 of them are held out. The 8000
-    # draws give most of the other 4639 pairs, but not all.
+    # For two digits the task draws numbers from 0 to 100, not from 10 to 99. So there are 5151 unordered pairs of
+    # numbers. 512 of them are held out. The 8000 draws give most of the other 4639 pairs, but not all.
     assert len(training) > 3000
 
 
@@ -64,7 +64,7 @@ def test_a_problem_depends_on_seed_and_index_only():
 
 
 def test_a_small_space_is_split_but_more_than_half_of_it_cannot_be_held_out():
-    digits = {**ADDITION, "min_digits": 1, "max_digits": 1}  # 0 to 10: 66 unordered pairs
+    digits = {**ADDITION, "min_digits": 1, "max_digits": 1}  # numbers from 0 to 10: 66 unordered pairs
     environment = build_environment(addition(options=digits, num_held_out=30))
     held_out = {operands(problem) for problem in environment.held_out()}
     training = {operands(environment.problem(index)) for index in range(2000)}
@@ -73,7 +73,7 @@ def test_a_small_space_is_split_but_more_than_half_of_it_cannot_be_held_out():
         build_environment(addition(options=digits, num_held_out=40))
 
 
-def test_only_prompts_of_the_pattern_are_drawn_and_held_out(jsonl):
+def test_only_problems_whose_prompts_match_the_pattern_are_trained_on_or_held_out(jsonl):
     two_digits = build_environment(addition(prompt_pattern=r"\d\d\+\d\d="))
     problems = [*two_digits.held_out(), *map(two_digits.problem, range(1000))]
     assert all(10 <= n <= 99 for problem in problems for n in operands(problem))
@@ -291,7 +291,7 @@ def test_every_file_format_gives_the_same_problems(tmp_path, ending):
     assert re.fullmatch(r"\[[012]\] \d+\+1=", first[0].prompt)
 
 
-def test_a_directory_of_a_hugging_face_data_set_is_read_by_its_split(tmp_path, monkeypatch):
+def test_the_split_that_the_config_names_is_read_from_a_directory_of_a_hugging_face_data_set(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "mine"
     folder.mkdir()
@@ -398,7 +398,7 @@ def test_a_parquet_file_that_is_cut_off_is_named(tmp_path):
         build_environment(data(cut_off(tmp_path)))
 
 
-def test_a_mixture_has_its_weights_in_every_block_and_names_the_source(tmp_path):
+def test_every_block_of_100_problems_of_a_mixture_follows_the_weights_and_each_problem_names_its_source(tmp_path):
     task = write_table(tmp_path / "rows.jsonl", ROWS)
     parts = [
         {"task": task, "weight": 3, "name": "file", "prompt_column": "question", "answer_column": "value"},

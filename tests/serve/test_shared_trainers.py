@@ -63,7 +63,7 @@ def test_tenants_that_alternate_compute_the_same_numbers_as_each_alone(api):
     api(use)
 
 
-def test_the_calls_of_tenants_interleave_and_those_of_each_keep_their_order(api):
+def test_calls_of_different_tenants_interleave_but_each_tenants_calls_keep_their_order(api):
     async def use(api):
         models = [await api.create_model(seq, **LORA) for seq in range(2)]
         api.trainers[0].calls.clear()
@@ -123,7 +123,7 @@ def test_a_run_of_another_shape_takes_the_place_of_a_trainer_and_all_its_runs(ap
     api(use, max_trainers=1)
 
 
-def test_the_death_of_a_shared_trainer_names_the_last_saved_state_of_each_run(api):
+def test_after_the_death_of_a_shared_trainer_each_error_names_the_last_saved_state_of_its_run(api):
     async def use(api):
         models = [await api.create_model(seq, **LORA) for seq in range(3)]
         for name, model in zip("ab", models[:2], strict=True):
