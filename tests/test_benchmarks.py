@@ -137,7 +137,7 @@ def test_programs_are_the_benchmarks_and_the_tools_of_the_harness():
     assert all(first_line for _, first_line in __main__.programs().values())
 
 
-def test_every_qwen3_config_with_a_size_has_a_short_run_on_as_many_gpus_as_the_config_uses():
+def test_a_qwen3_config_named_by_size_has_a_short_run_on_as_many_gpus_as_the_config_uses():
     configs = {name: make() for name, make in CONFIGS["controllers.grpo"].items() if name.startswith("qwen3_")}
     taken = {
         name: max(config.trainer.parallelism.data_parallel_shard_degree, config.generator.gpu + 1)
@@ -158,7 +158,7 @@ def test_the_list_shows_what_every_row_needs_and_loads_no_torch():
         assert row.needs in needs[name], name
 
 
-def test_the_list_counts_results_of_cpus_for_cpu_rows_and_of_one_kind_of_gpu_for_gpu_rows(folder, rows, monkeypatch):
+def test_the_list_has_results_of_cpus_in_cpu_rows_and_results_of_one_kind_of_gpu_in_gpu_rows(folder, rows, monkeypatch):
     rows({**fake_rows("a", "b"), **fake_rows("g", num_gpus=1), **fake_rows("h", num_gpus=4)})
     keep(folder, "fake", "a", "2 x NVIDIA H200", ratio=0.1)
     keep(folder, "fake", "b", "64 cores of x86_64", ratio=0.25)
@@ -435,7 +435,7 @@ def test_a_table_is_written_between_its_marks_and_nowhere_else(tmp_path):
     assert page.read_text() == "no marks"
 
 
-def test_the_parts_of_a_ppo_step_add_up_on_the_devices_of_their_actors():
+def test_the_seconds_of_a_ppo_steps_parts_are_added_up_for_each_device():
     places = {"trainer": ["GPU 0"], "reference": ["GPU 0"], "critic": ["GPU 1"], "generator": ["GPU 1"]}
     parts = {"generate": 4.0, "reference": 1.0, "values": 1.5, "policy": 3.0, "critic": 2.5, "push": 0.25, "pull": 0.5}
     assert ppo_step.seconds_by_device(parts, places) == {"GPU 0": 4.25, "GPU 1": 8.5}

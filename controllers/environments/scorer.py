@@ -43,7 +43,7 @@ class Scorer:
 
     timeout: float = 60.0  # seconds
     max_retries: int = 2
-    # This semaphore limits the number of answers that are awaited at the same time.
+    # This semaphore limits the number of answers that are awaited at the same time. It does not count answers of the pool.
     slots: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, 64))
     pool: RewardPool | None = None  # processes that call reward functions; `start` and `close` start and end them
 

@@ -1,8 +1,9 @@
 """Attention kernels of a CUDA machine for packed rows, which hold several samples: flex attention, or FlashAttention 4 (flash-attn-4).
 
 FlashAttention 4 replaces torch's own FlashAttention in this process. Its kernels use features of Hopper and Blackwell GPUs. torch 2.13
-expects two values from the forward function, but the package's function returns five. So this module makes torch call the two functions at
-the end of this file. They call the package's functions, and the forward function returns only the first two values.
+expects two values from the forward function, but the package's function returns five. torch takes the forward and the backward function from
+one module. So this module makes torch take both from this file instead of the package. `_flash_attn_fwd` returns the first two values of the
+package's forward function. `_flash_attn_bwd` returns all values of the package's backward function.
 """
 
 from collections.abc import Iterable

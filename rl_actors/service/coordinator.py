@@ -1,7 +1,8 @@
 """The coordinator of a service: a Monarch actor that clients in other programs call.
 
 These clients never call the actor meshes of the service. The coordinator runs in the service's process and passes
-their calls on to the Service. The Service calls each mesh through a client of its own, which is the mesh's only caller.
+their calls on to the Service. For each mesh the Service has one client of its own (members.py). Only this client calls
+the mesh.
 The arguments of a call arrive as pickled bytes, and the coordinator unpickles them. If this fails, only the call fails.
 If Monarch unpickled them, a failure would end the coordinator.
 """

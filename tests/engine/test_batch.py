@@ -1,4 +1,4 @@
-"""The positions of the tokens, targets and column values of samples in a batch of B rows of L positions."""
+"""Where make_batch puts the tokens, targets and column values of samples. A batch has B rows of L positions."""
 
 import pytest
 import torch

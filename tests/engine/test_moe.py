@@ -43,7 +43,7 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_the_bias_the_counters_and_the_gradients_of_experts_are_the_same_for_any_split(make_engine, experts, split):
+def test_any_split_gives_the_same_counters_and_gradients_and_the_same_bias(make_engine, experts, split):
     sizes, fields = SPLITS[split]
     samples = ppo_samples(LENGTHS)
     whole = make_engine(experts, load_balance_coeff=0.01)
