@@ -1,4 +1,4 @@
-"""A Monarch program that spawns a trainer, a generator and an actor of its own, Judge, and takes GRPO steps.
+"""A Monarch program that takes GRPO steps. It spawns a trainer, a generator, and a Judge, which is an actor of the program's own.
 
 The judge gets completions as lists of token ids. The score of a completion is the share of even ids. A model with random weights scores about 0.5.
 

@@ -49,7 +49,9 @@ class Router:
         self.loads[replica] -= num_requests
 
     def forget(self) -> None:
-        """Forget the prompts, because a pull has emptied the caches, or a replica has died with its cache."""
+        """Forget the prompts, because a pull of new weights has emptied the caches, or a replica has died with its
+        cache.
+        """
         self._known.clear()
 
     def _find(self, prompt: Sequence[int]) -> tuple[int, int | None]:

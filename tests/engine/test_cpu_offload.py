@@ -1,7 +1,8 @@
 """FSDP's CPU offload: the steps are equal to those of a trainer that keeps weights, gradients and optimizer state on its device.
 
-Without a GPU the device's memory is the host's memory, and the trainer refuses fsdp_cpu_offload. These tests remove the refusal
-and the pinning of memory, so that FSDP runs its offload on a CPU. tests/gpu tests the offload on a GPU.
+Without a GPU the device's memory is the host's memory, so the trainer refuses fsdp_cpu_offload. Without a GPU torch also
+cannot pin memory. The tests that compare steps remove the refusal and the pinning, so that FSDP runs its offload on a CPU.
+tests/gpu tests the offload on a GPU.
 """
 
 import pytest
@@ -85,7 +86,7 @@ def test_a_machine_without_a_gpu_refuses_the_offload(make_engine):
     ],
     ids=["tensor parallel", "float8", "experts"],
 )
-def test_the_offload_is_refused_where_no_test_compares_it_with_one_process(degrees, fields, message):
+def test_an_untested_combination_with_the_offload_is_refused(degrees, fields, message):
     config = TrainerConfig(fsdp_cpu_offload=True, **fields)
     for name, degree in degrees.items():
         setattr(config.parallelism, f"{name}_degree", degree)
