@@ -36,8 +36,8 @@ Run = Callable[[Prompts, SamplingParams], None]
 Shutdown = Callable[[], None]
 
 WARM_UP = 1 if torch.cuda.is_available() else 3
-"""Number of rounds at the beginning that are not counted. In a round each side runs once. On a CPU more rounds are not
-counted than on a GPU, because oneDNN compiles kernels for every new size of a batch, in the second round too."""
+"""Number of rounds at the beginning that are not counted. In a round each side runs once. This number is larger on a
+CPU than on a GPU, because oneDNN compiles kernels for every new size of a batch, in the second round too."""
 FIRST_TOKEN = 2
 """The smallest id of a prompt's token. Smaller ids are special tokens of the tiny model."""
 WAYS = {
@@ -136,7 +136,7 @@ def serve_bare(way: str, config: GeneratorConfig, pipe: Connection) -> None:
             start = time.perf_counter()
             run(prompts, params)
             pipe.send(time.perf_counter() - start)
-    # If vLLM's core has a process of its own, this process cannot end before the core ends.
+    # If vLLM's core has a process of its own, this function's process cannot end until `shutdown` has ended the core.
     shutdown()
 
 

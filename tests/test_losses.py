@@ -157,11 +157,12 @@ def test_cross_entropy_reports_the_mean_logprob_over_trained_positions():
 
 
 @pytest.mark.parametrize("loss", [resolve(name) for name in sorted(LOSSES)])
-def test_positions_without_weight_add_nothing_whatever_their_columns_hold(loss):
+def test_the_columns_of_positions_without_weight_change_nothing(loss):
     logprobs_BL, columns = data()
     value, gradient_BL, metrics = run(loss, logprobs_BL, columns)
     untrained_BL = columns["loss_weights"] == 0
-    # A ratio of e^1000 is infinite in float32.
+    # These columns make the ratio at positions without weight about e^1000, which is infinite in float32. A loss that
+    # multiplied this ratio by the weight 0 would be nan.
     wild = {"old_logprobs": torch.where(untrained_BL, -1000.0, columns["old_logprobs"])}
     wild["advantages"] = torch.where(untrained_BL, -1e30, columns["advantages"])
     wild_value, wild_gradient_BL, wild_metrics = run(loss, logprobs_BL, {**columns, **wild})
@@ -207,7 +208,7 @@ def test_resolve_refuses_other_values_and_names_the_known_losses(loss):
         resolve(loss)
 
 
-def test_columns_of_are_the_keyword_only_arguments():
+def test_columns_of_returns_the_required_and_the_optional_keyword_only_arguments():
     class Mine:
         def __call__(self, logprobs_BL, *, loss_weights, ref_logprobs=None):
             return logprobs_BL.sum(), {}
@@ -292,7 +293,7 @@ def rows_of(logprobs_BL, columns, *names):
 
 @pytest.mark.parametrize("sequence_mean", [False, True])
 @pytest.mark.parametrize("low, high", [(0.9997, 1.0004), (0.8, 1.2)])
-def test_gspo_clips_one_ratio_a_sample(low, high, sequence_mean):
+def test_gspo_clips_one_ratio_per_sample(low, high, sequence_mean):
     logprobs_BL, columns = data()
     actual, gradient_BL, metrics = run(
         GSPO(ratio_low=low, ratio_high=high, sequence_mean=sequence_mean), logprobs_BL, columns
@@ -339,8 +340,8 @@ def with_options(seed=3):
 
 
 def option_adds(base, optioned, value_of, gradient_of):
-    """Assert that the option adds to the loss the sum over positions of w * value_of(d), where d = logprob - ref, and
-    that it adds the derivative of this sum to the gradient.
+    """`optioned` is the loss `base` with an option. Assert that this option adds to the loss the sum over positions of
+    w * value_of(d), where d = logprob - ref, and that it adds the derivative of this sum to the gradient.
     """
     logprobs_BL, columns = with_options()
     without, with_it = run(base, logprobs_BL, columns), run(optioned, logprobs_BL, columns)

@@ -188,8 +188,8 @@ class OneGenerator(Client):
                     if (error := beat.exception()) is not None:
                         return ActorDiedError(f"{self.name}: {getattr(error, 'exception', error)}", self.name)
                     [answer], beat = beat.result(), None
-                # If this iteration took longer than twice the pause, the client's own process was stopped meanwhile.
-                # Then only twice the pause counts as silence.
+                # The two waits of this iteration take at most twice the pause. If the iteration took longer, the
+                # client's own process was suspended meanwhile. Then only twice the pause counts as silence.
                 silence.saw(answer, min(time.monotonic() - begin, 2 * pause))
                 if silence.seconds == 0:
                     self._heard[0] = time.monotonic()

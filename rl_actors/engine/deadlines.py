@@ -28,8 +28,8 @@ between the same two ranks.
 def made_with(seconds: float) -> Iterator[None]:
     """Context manager in whose body new process groups get a deadline of `seconds`.
 
-    torch's default is ten minutes for NCCL and half an hour for gloo. The sends and receives of a gloo group keep the
-    deadline that the group gets at its creation. So the groups must be created with the right deadline.
+    torch's default is ten minutes for NCCL and half an hour for gloo. The point-to-point sends and receives of a gloo
+    group keep the deadline that the group gets at its creation. So the groups must be created with the right deadline.
     """
     names = ("default_pg_timeout", "default_pg_nccl_timeout")
     before = {name: getattr(distributed_c10d, name) for name in names}
@@ -43,8 +43,8 @@ def made_with(seconds: float) -> Iterator[None]:
 
 
 def set_together(parallel_dims: ParallelDims, seconds: float) -> None:
-    """Wait until all ranks have called this function, and then set the deadline of every group. The sends and receives of a gloo group are an
-    exception: they keep the deadline that the group got at its creation.
+    """Wait until all ranks have called this function, and then set the deadline of every group. The point-to-point
+    sends and receives of a gloo group are an exception: they keep the deadline that the group got at its creation.
 
     If the ranks did not wait, one rank could already use a new, shorter deadline while a slower rank is still busy with
     its setup. Then the slower rank could miss the deadline.

@@ -18,7 +18,7 @@ def test_the_slowest_rank_is_compared_with_the_median_of_the_others():
     assert metrics == {"ranks/slowest": 1, "ranks/slowest_ratio": 2.0}
 
 
-def test_a_rank_is_named_once_after_three_slow_steps_in_a_row_and_once_more_after_three_steps_without_a_slow_rank():
+def test_a_slow_rank_is_named_after_three_slow_steps_in_a_row_and_its_recovery_after_three_steps_without_a_slow_rank():
     slow = "rank 3 of the trainer is slow: 2.1 times the median of the other ranks, which wait for it"
     assert lines([SLOW, SLOW, EVEN, SLOW, SLOW, SLOW, SLOW]) == ["", "", "", "", "", slow, ""]
     over = "rank 3 of the trainer is no longer slow"

@@ -212,7 +212,7 @@ def test_a_client_generates_with_the_weights_that_it_pushed(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_with_tls_calls_and_monarch_are_encrypted_and_a_client_without_a_certificate_is_refused(tmp_path, host):
+def test_with_tls_the_ports_of_the_service_and_of_monarch_refuse_a_client_without_a_certificate(tmp_path, host):
     made = subprocess.run([sys.executable, str(ROOT / "scripts/certificates.py"), str(tmp_path / "certificates")])
     assert made.returncode == 0
     flags = ("--without-generator", "--tls", str(tmp_path / "certificates"))
