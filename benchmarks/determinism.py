@@ -3,9 +3,9 @@
 There are two pairs of trainers: one pair with deterministic kernels, and one pair with the default kernels. The two trainers of a pair take
 the same five steps on the same rollouts. Every metric, logprob and entropy that they report is compared.
 There are two generators. The first is in vLLM's batch-invariant mode, and the second is not. The batch-invariant mode
-needs a GPU, so only the second generator starts on a machine without a GPU. Each generator gets the same requests with
-seeds four times: one at a time, twice together with other requests, and again one at a time. The tokens and logprobs of
-the last three times are compared with those of the first time.
+needs a GPU, so only the second generator starts on a machine without a GPU. Each generator gets the same seeded
+requests four times: one at a time, twice together with other requests, and again one at a time. The tokens and logprobs
+of the last three times are compared with those of the first time.
 All actors start at the same time.
 """
 
@@ -225,7 +225,7 @@ def compare_trainers(name: str, some: Sequence[Call[Answer]], others: Sequence[C
 
 
 def start_generators(stack: ExitStack, config: GeneratorConfig, *, only: str | None) -> dict[str, GeneratorClient]:
-    """Start a generator for each mode. The batch-invariant generator is left out without a GPU, and if only trainers are compared."""
+    """Start a generator for each mode. The batch-invariant generator is left out if there is no GPU or if only trainers are compared."""
     modes = {"as it is": False}
     if torch.cuda.is_available() and only != "trainer":
         modes = {"batch-invariant": True} | modes

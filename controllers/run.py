@@ -96,7 +96,8 @@ class RunConfig:
     optimizer: AdamConfig = field(default_factory=AdamConfig)
     transport: Literal["torchstore", "files", "memory"] = "torchstore"
     """Where the generator finds the versions of the weights. torchstore: an index in torchstore, or in a small actor if torchstore is not
-    installed. The field `weights` then says how the bytes travel. files: a directory of the run, for debugging. memory: a slow fake for tests."""
+    installed. In both cases the field `weights` says how the bytes travel. files: a directory of the run, for debugging. memory: a slow fake
+    for tests."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     """How the bytes of the weights get from the trainer to the generator."""
     hosts: HostsConfig = field(default_factory=HostsConfig)
@@ -330,7 +331,8 @@ class Run(Generic[Config]):
     recoveries: Recoveries = field(default_factory=Recoveries)
     slow_rank: SlowRank = field(default_factory=SlowRank)
     saved_step: int = 0  # step of the last checkpoint
-    transfers: tuple[Transfer | None, Transfer | None] = (None, None)  # the newest push and pull that a record has
+    # The newest push and the newest pull that are in a record already.
+    transfers: tuple[Transfer | None, Transfer | None] = (None, None)
 
     async def measure(self) -> Scores:
         """Score the generator's current weights on all held-out problems."""

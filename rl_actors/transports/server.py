@@ -83,8 +83,8 @@ class SlotServer:
     """Serves the slots of this process to readers that know the secret. It ends when it is garbage-collected, or with the process."""
 
     def __init__(self, find: Callable[[bytes], Slot | None], *, host: str, secret: bytes, timeout: float) -> None:
-        """find: function that returns the slot with a token (the bytes that identify a slot), or None. host: address to
-        bind to. timeout: seconds that a request may take.
+        """find: function of a token (the bytes that identify a slot). It returns the slot, or None if there is no such slot.
+        host: address to bind to. timeout: seconds that a request may take.
         """
         self.socket = socket.create_server((host, 0))
         self.address: tuple[str, int] = self.socket.getsockname()[:2]

@@ -1,5 +1,5 @@
-"""Runs of GRPO whose trainer has several processes. They report the same numbers as a run whose trainer is one process, if checkpoint and
-rollouts are the same."""
+"""Runs of GRPO whose trainer has several processes. If checkpoint and rollouts are the same, they report the same numbers as a run whose
+trainer is one process, except for rounding errors."""
 
 import asyncio
 import io

@@ -51,7 +51,7 @@ def test_samples_with_ids_seeds_and_logprobs(api):
     api(use)
 
 
-def test_a_snapshot_keeps_its_weights_and_an_inflight_sampler_takes_those_of_the_newest_save(api):
+def test_a_snapshot_keeps_its_weights_and_an_inflight_sampler_takes_those_of_the_newest_inflight_save(api):
     async def use(api):
         model = await api.create_model()
         snapshot = await ephemeral(api, model, 1)
@@ -164,7 +164,7 @@ def test_an_adapter_is_unloaded_and_deleted_after_its_last_request(api):
     api(use, samplers_kept=2)
 
 
-def test_adapters_that_were_not_used_for_long_are_unloaded_and_load_again(api, monkeypatch):
+def test_the_least_recently_used_adapters_are_unloaded_and_load_again(api, monkeypatch):
     monkeypatch.setattr(sampling, "LOADED_ADAPTERS", 2)
 
     async def use(api):
@@ -200,7 +200,7 @@ def test_an_inflight_sampler_takes_the_newest_adapter_and_a_running_request_keep
     api(use)
 
 
-def test_runs_with_no_adapter_or_one_of_too_high_rank_for_vllm_are_sampled_with_whole_weights(api):
+def test_runs_without_adapters_or_with_a_rank_too_high_for_vllm_are_sampled_with_whole_weights(api):
     async def use(api):
         wide = await api.create_model(0, rank=9)
         whole = await api.create_model(1, rank=0)
