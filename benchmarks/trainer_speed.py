@@ -98,7 +98,7 @@ def ours(row: Row, warmup: int, steps: int, trace: str) -> dict[str, Any]:
 
 
 def reference(row: Row, warmup: int, steps: int, trace: str) -> dict[str, Any]:
-    """Measure torchtitan's pieces: the seconds of every step on the slowest rank of this step, and the largest peak memory of a rank.
+    """Measure the reference. The seconds of a step are those of its slowest rank. The peak memory is the largest of all ranks.
 
     trace: a file for a trace of a few more steps; "" for no trace.
     """
@@ -167,7 +167,8 @@ def run_row(name: str, row: Row, *, warmup: int, steps: int, profile: Path | Non
         "peak_gib": own["peak_bytes"] / 2**30,
         "reference_peak_gib": theirs["peak_bytes"] / 2**30,
         **asdict(row),
-        "reference_attention": row.attention,  # in older results the reference had another kernel than our trainer
+        # A comparison counts only if both sides have the same kernel. In older results the reference could have another one.
+        "reference_attention": row.attention,
         "steps": steps,
         "seconds": [round(x, 4) for x in own["seconds"]],
         "reference_seconds": [round(x, 4) for x in theirs["seconds"]],
@@ -185,7 +186,7 @@ def run_row(name: str, row: Row, *, warmup: int, steps: int, profile: Path | Non
 
 
 def changed(name: str, **values: str | None) -> tuple[str, Row]:
-    """Change these fields of the row of this name. A value of None leaves its field as it is.
+    """Change fields of the row `name`. values: the new value of each field, or None for a field that stays as it is.
 
     Returns (new name, changed row). The new name lists the changes, as in ("4b-packed, attention flex", Row(…)).
     """

@@ -79,7 +79,7 @@ def export_run(arguments: Export) -> str:
 
 
 def _generation_config(checkpoint: Path, tokenizer: Tokenizer) -> str:
-    """The text of generation_config.json. It is the checkpoint's own file, if there is one, with eos_token_id set to the run's stop tokens.
+    """The text of generation_config.json. Its values come from the checkpoint's own file, if there is one, but eos_token_id is the run's stop tokens.
 
     A server then ends completions at the same tokens as the run.
     """

@@ -1,4 +1,4 @@
-"""The benchmark of a run's start. It reads the times of the parts of a start from the files of the run.
+"""The benchmark of a run's start. The files that a run writes show how long each part of its start took.
 
 In these tests a program that writes such files stands for the run.
 """

@@ -1,9 +1,10 @@
-"""Functions with which tests wait for a condition that no event announces."""
+"""A function with which tests wait for a condition that no event announces, and a time limit for all waits of tests."""
 
 import time
 
 GUARD = 900.0
-"""A limit in seconds. Even on a busy machine only a hang exceeds it. It is less than pytest's own limit for a test."""
+"""A limit in seconds. Even on a busy machine only a hang exceeds it. It is less than pytest's own limit for a test, so
+a hang ends with the error of the wait itself."""
 
 
 def wait_until(condition, what: str = ""):

@@ -157,8 +157,8 @@ class Replica:
         except Exception as error:
             cause = error
             if not isinstance(error, ActorDiedError | ActorSilentError):
-                # If the first start fails although no process has died, another start would fail, too. Then no restart
-                # follows.
+                # The start has failed although no process has died. If the replica has never been healthy, another
+                # start would fail, too, so no restart follows.
                 self._is_final = not self.was_ready
                 if self.was_ready:
                     cause = ActorDiedError(f"{self.name} did not start again: {error!r}", self.name)

@@ -26,8 +26,8 @@ HOST_TEXTS = {
     "slurm": "node {} of the Slurm job",
     "kubernetes": "pod {} of the job",
 }
-"""The text that stands for the name of a host. Before the job is started, hosts of these kinds of jobs have no names.
-Key: kind of job."""
+"""The text that is used as the name of a host, for kinds of jobs whose hosts have no names before the job is started.
+Key: kind of job. {} is the index of the host."""
 PORTS = {"ssh": 22222, "slurm": 22222, "kubernetes": 26600}
 """Monarch's default port for workers. Key: kind of job."""
 SHARED_MEMORY = "/dev/shm"
@@ -85,8 +85,9 @@ class JobConfig:
             self._require_kubernetes()
         if not self.insecure and job.is_reachable():
             raise ValueError(
-                f"the workers of a job at {job.kind}:// listen without TLS, and other machines reach them; everyone there can run code as "
-                "you. In a private network set hosts.job.insecure. For TLS, start workers by `make worker` and name them as tls://HOST:PORT"
+                f"the workers of a job at {job.kind}:// listen without TLS, and other machines reach them, so everyone in their network "
+                "can run code as you. In a private network set hosts.job.insecure. For TLS, start workers by `make worker` and name them as "
+                "tls://HOST:PORT"
             )
 
     def _require_own_fields(self, kind: str) -> None:

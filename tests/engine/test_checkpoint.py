@@ -115,7 +115,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_what_differs_and_nothing_
     assert_bit_equal(state(engine), before)
 
 
-def test_after_a_damaged_checkpoint_only_loading_a_whole_one_is_possible(make_engine, tmp_path):
+def test_a_trainer_that_failed_to_load_a_damaged_checkpoint_must_load_a_whole_one(make_engine, tmp_path):
     path, whole = tmp_path / "checkpoint", tmp_path / "whole"
     engine = make_engine()
     engine.save_checkpoint(str(path))
@@ -176,7 +176,7 @@ def test_a_second_save_and_a_load_wait_for_the_save_that_is_under_way(make_engin
 
 
 @pytest.mark.parametrize("step", ["write_data", "finish"])
-def test_a_write_that_fails_half_way_leaves_the_former_checkpoint_and_says_so(make_engine, tmp_path, monkeypatch, step):
+def test_a_save_that_fails_half_way_raises_and_leaves_the_former_checkpoint(make_engine, tmp_path, monkeypatch, step):
     path = tmp_path / "checkpoint"
     engine = make_engine()
     train(engine, range(3))

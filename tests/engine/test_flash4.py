@@ -1,4 +1,4 @@
-"""FlashAttention 4 without a GPU: the boundaries of documents that its kernel gets, and refusals. tests/gpu runs the kernel."""
+"""FlashAttention 4 without a GPU: the document boundaries that its kernel gets, and when it is refused. tests/gpu runs the kernel."""
 
 import sys
 from types import SimpleNamespace
