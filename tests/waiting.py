@@ -1,4 +1,4 @@
-"""A function with which tests wait for a condition that no event announces, and a time limit for all waits of tests."""
+"""A function with which tests wait for a condition that no event announces, and a time limit for waits in tests."""
 
 import time
 
