@@ -118,7 +118,7 @@ def devices(config: PPOConfig) -> dict[str, list[str]]:
 
 
 def seconds_by_device(parts: Mapping[str, float], places: Mapping[str, list[str]]) -> dict[str, float]:
-    """The sum of the seconds of the parts on every device. places: the devices of every actor.
+    """For each device, the sum of the seconds of the parts that run on it. places: the devices of every actor.
 
     seconds_by_device({"policy": 3.0, "critic": 2.0, "pull": 0.5}, {"trainer": ["GPU 0"], "critic": ["GPU 1"], "generator": ["GPU 1"]})
     -> {"GPU 0": 3.0, "GPU 1": 2.5}

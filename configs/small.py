@@ -42,8 +42,8 @@ def small() -> GRPOConfig:
         generator=generator,
         steps=100,
         updates_per_step=2,
-        # If the likeliest answer is wrong, this model gives it a higher probability than the model of configs/tiny.py
-        # does. So a higher temperature is needed to sample a right answer now and then.
+        # When this model is wrong, it is surer of its answer than the model of configs/tiny.py is. So a higher
+        # temperature is needed to sample a right answer now and then.
         rollouts=RolloutConfig(groups_per_step=128, group_size=8, temperature=1.5),
         schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=1.5e-4, warmup_steps=2, min_ratio=0.1),
         sft=sft_phase(stop_at=0.35, learning_rate=6e-4, batch_size=256),

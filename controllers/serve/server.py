@@ -386,7 +386,7 @@ class Server:
         removal.add_done_callback(self._removals.discard)
 
     async def _remove(self, version: int, directory: Path) -> None:
-        """Delete the directory of a version. The adapter is unloaded first, because the generator may read its directory until then."""
+        """Delete the directory of a version. If the version is an adapter, unload it first: until then the generator may read the directory."""
         await self.generator.unload(version)
         await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 

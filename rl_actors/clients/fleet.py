@@ -130,7 +130,7 @@ class Fleet:
         return sum(replica.restarts.total for replica in self.replicas)
 
     async def start(self) -> GeneratorInfo:
-        """Wait until every generator has been healthy.
+        """Wait until every generator has been healthy once.
 
         Returns the info of the first generator. If a generator does not start, raises its error.
         """
@@ -317,7 +317,7 @@ class Fleet:
     async def _logprobs_of_part(
         self, place: int, sequences: list[list[int]], indices: list[int], adapter: str | None
     ) -> dict[int, Tensor]:
-        """The logprobs of each sequence. Key: index of the sequence. Empty if the generator has died."""
+        """The logprobs of the sequences with these indices. Key: the index. Empty if the generator has died."""
         replica, client = self.replicas[place], self.replicas[place].client
         try:
             found = await client.compute_logprobs([sequences[index] for index in indices], adapter)
@@ -344,7 +344,8 @@ class Fleet:
         healthy.
 
         If the pull fails on some generators, these generators are stale until they have pulled the version. If the pull
-        fails on all generators, raises the first error, and the fleet keeps its former version.
+        fails on all generators, raises the first error, and the fleet keeps its former version. Generators that die
+        during the pull do not count here. If all die, waits until one has been started again and is healthy.
         """
         self._num_changes += 1
         former, self.told = self.told, version
@@ -527,9 +528,9 @@ async def gather_all(work: Sequence[Awaitable[T]]) -> list[T]:
 
     If some fail, waits until all have ended and raises the first error.
     """
-    # `gather` starts a task for every awaitable. A call to a single generator uses `gather`, too, so that it cannot
-    # overtake an earlier call whose task has not started. Calls therefore reach the generators in the order in which
-    # they were made.
+    # `gather` starts a task for every awaitable. A single awaitable goes through `gather`, too. If it were awaited
+    # directly, it could overtake an earlier call whose task has not started. So calls reach the generators in the order
+    # in which they were made.
     results = await asyncio.gather(*work, return_exceptions=True)
     found: list[T] = []
     for result in results:

@@ -88,7 +88,7 @@ def wandb_history(records: list) -> list[dict]:
     return history
 
 
-def test_tensorboard_reads_back_every_number_of_a_record(tmp_path):
+def test_tensorboard_reads_back_every_finite_number_of_a_record(tmp_path):
     with logger(tmp_path, "tensorboard") as log:
         log.step(1, {"loss": 0.5, "validation/pass@4": 0.25, "tokens/s": 1e6}, phase="sft")
         log.step(2, {"loss": 0.25, "grad_norm": float("nan")}, phase="grpo")
@@ -107,7 +107,7 @@ def test_tensorboard_shows_a_resumed_step_once(tmp_path):
     assert tensorboard_scalars(tmp_path, "loss") == [(1, 1.0), (2, 2.0), (3, 9.0)]
 
 
-def test_offline_wandb_has_the_config_every_number_and_the_rollouts_as_a_table(tmp_path, monkeypatch):
+def test_offline_wandb_has_the_config_and_every_number_and_the_rollouts_as_a_table(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder = tmp_path / "my-run"
     with logger(folder, "wandb", config={"seed": 7, "trainer": {"lora": {"rank": 0}}, "k": (1, 4)}) as log:

@@ -39,7 +39,7 @@ def run(
     """Run hosts_program.py and return its output. The entry "above" of the output has a list for each rank:
     the process ids of all ancestors of the rank's process.
 
-    before: words in front of the command, such as `ip netns exec NAME`, which run the command.
+    before: words to put in front of the command, such as `ip netns exec NAME`.
     """
     program = [
         sys.executable,
@@ -68,12 +68,12 @@ def free_port() -> int:
 
 
 class Worker:
-    """`python -m rl_actors.processes.worker` at a free port of loopback."""
+    """`python -m rl_actors.processes.worker` at `address`, or else at a free port of `host`."""
 
     def __init__(
         self, *flags: str, scheme: str = "tcp", host: str = "127.0.0.1", address: str = "", before: Sequence[str] = ()
     ) -> None:
-        """before: words in front of the command, such as `ip netns exec NAME`, which run the command."""
+        """before: words to put in front of the command, such as `ip netns exec NAME`."""
         self.before = before
         self.address = address or f"{scheme}://{host}:{free_port()}"
         self.process = subprocess.Popen(
@@ -114,7 +114,7 @@ def assert_same(found: dict, alone: dict) -> None:
     assert found["tokens"] == alone["tokens"]
 
 
-def test_a_trainer_over_two_hosts_gives_the_numbers_of_one_host_and_the_workers_take_the_next_run(
+def test_a_trainer_over_two_hosts_gives_the_same_numbers_as_one_host_and_the_workers_take_the_next_run(
     alone, two_workers, tmp_path
 ):
     addresses = ",".join(worker.address for worker in two_workers)
@@ -125,7 +125,7 @@ def test_a_trainer_over_two_hosts_gives_the_numbers_of_one_host_and_the_workers_
             assert worker.process.pid in above
 
 
-def test_workers_of_a_monarch_job_give_the_numbers_of_one_host(alone, tmp_path):
+def test_workers_of_a_monarch_job_give_the_same_numbers_as_one_host(alone, tmp_path):
     found = run("process://2", tmp_path)
     assert_same(found, alone)
     [first, *_], [second, *_] = found["above"]
@@ -195,7 +195,7 @@ def workers_at(port: int) -> list[str]:
     return [line for line in listed.splitlines() if "run_worker_loop_forever" in line and f":{port}" in line]
 
 
-def test_workers_that_a_job_starts_over_ssh_give_the_numbers_of_one_host(alone, ssh_arguments, tmp_path):
+def test_workers_that_a_job_starts_over_ssh_give_the_same_numbers_as_one_host(alone, ssh_arguments, tmp_path):
     port = free_port()
     found = run("ssh://127.0.0.1,ssh://127.0.0.2", tmp_path, job={"arguments": ssh_arguments, "port": port})
     assert_same(found, alone)
@@ -248,7 +248,7 @@ def assert_same_records(found: list[dict], expected: list[dict]) -> None:
             assert value == (pytest.approx(other[key], rel=1e-5, abs=1e-7) if isinstance(value, float) else other[key])
 
 
-def test_grpo_over_hosts_of_ssh_writes_the_metrics_of_one_host(grpo_alone, ssh_arguments, tmp_path):
+def test_grpo_over_two_ssh_hosts_writes_the_same_metrics_as_on_one_host(grpo_alone, ssh_arguments, tmp_path):
     port = free_port()
     hosts = ["--hosts", "ssh://127.0.0.1,ssh://127.0.0.2", "--hosts.trainer", "2"]
     job = [f"--hosts.job.arguments={ssh_arguments}", "--hosts.job.port", str(port)]
@@ -366,7 +366,7 @@ class Networks:
         return [self.ip, "netns", "exec", self.names[index]]
 
 
-def test_workers_in_two_network_namespaces_give_the_numbers_of_one_host(alone, tmp_path):
+def test_workers_in_two_network_namespaces_give_the_same_numbers_as_one_host(alone, tmp_path):
     """The controller is in a third namespace. gloo, the rendezvous and Monarch go through the addresses of the namespaces."""
     with Networks() as networks, contextlib.ExitStack() as stack:
         workers = []
