@@ -94,7 +94,7 @@ class Counts:
 
 
 class Access:
-    """A wrapper of the application that checks the key and the rate of each request. If there is a log, it gets a line of JSON per request."""
+    """Wraps the application, and checks the key and the rate of each request. If there is a log, it gets a line of JSON per request."""
 
     def __init__(
         self,

@@ -84,9 +84,9 @@ MESSAGES: dict[str, tuple[str, ...]] = {
 DTYPES: dict[int, np.dtype] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 """The numpy dtype for each number of a DType. bfloat16 is missing, because no SDK sends it."""
 MAX_ELEMENTS = 1 << 28
-"""Largest number of elements of a sparse tensor, zeros included. This module makes sparse tensors dense.
+"""Largest number of elements of a sparse tensor, zeros included.
 
-Without this limit a request of a few bytes could take all memory.
+This module makes sparse tensors dense, so without this limit a request of a few bytes could take all memory.
 """
 NO_LOGPROB = -99999.0
 """Logprob that a top-k table has in a cell without a token."""

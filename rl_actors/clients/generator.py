@@ -53,8 +53,8 @@ class GeneratorClient(Client):
     generators are ready.
 
     If a generator that the client spawned dies, the client starts it again. Calls that run meanwhile only take longer.
-    A method refuses bad input at once, in the caller's thread. Some checks need the limits of the generator. A client of a mesh that the
-    caller spawned learns these limits in the setup. Until then, the client makes these checks only when it sends the call.
+    A method refuses bad input at once, in the caller's thread. Some checks need the limits of the generator. If the caller spawned
+    the mesh, the client learns the limits only in the setup. Until then, a call gets these checks only when the client sends it.
     """
 
     def __init__(
@@ -214,8 +214,8 @@ class GeneratorClient(Client):
         with index 0.
 
         Returns None if the start has failed, if the client was closed, or if the error is neither ActorDiedError nor ActorSilentError.
-        A generator without a sign of life for silent_after seconds counts as dead and is started again. If the config's
-        restarts.silent_after is smaller, it replaces silent_after.
+        A generator without a sign of life for silent_after seconds counts as dead. The client starts it again if the config's
+        restarts allow it. If the config's restarts.silent_after is smaller, it replaces silent_after.
         """
         self._fleet.expect_signs(silent_after)
         try:
@@ -245,8 +245,8 @@ class GeneratorClient(Client):
         Requests with different adapters, and requests without an adapter, run at the same time. The directory must stay
         unchanged until `unload_adapter` has answered, because vLLM may read it again. Generators on other hosts read a
         directory of the same path.
-        Raises ValueError if the directory has no adapter, if its rank is above max_adapter_rank, if the config has max_adapters=0, or if an
-        adapter of this name is loaded.
+        Raises ValueError if the directory has no adapter, if the adapter's rank is above max_adapter_rank, if the config has max_adapters=0, or
+        if an adapter of this name is loaded.
         """
         if not isinstance(name, str) or not name:
             raise ValueError(f"load_adapter: name={name!r}; it must be a string that is not empty")
@@ -294,7 +294,7 @@ class GeneratorClient(Client):
     ) -> Call[list[list[Completion]]]:
         """params.n completions of each prompt, in the order of the prompts.
 
-        adapter: name of an adapter, as given to `load_adapter`. None: the weights of the last pull, with their adapter if pulls bring adapters.
+        adapter: name of an adapter, as given to `load_adapter`. None: the adapter of the last pull if pulls bring adapters, otherwise no adapter.
         Raises ValueError (TypeError for a wrong type) if a prompt or a parameter is out of its limits, or if the adapter is not loaded.
         """
         copies, chosen = _as_lists(prompts), SamplingParams() if params is None else params
@@ -334,7 +334,7 @@ class GeneratorClient(Client):
         the prompt's index in the list.
         adapter: as in `generate`.
         Raises ValueError (TypeError for a wrong type) if a prompt or a parameter is out of its limits, if the adapter is not loaded, or if
-        there are more or fewer indices than prompts. The loop raises the error of the call.
+        there are more or fewer indices than prompts. The loop raises any later error of the call.
         """
         copies, chosen = _as_lists(prompts), SamplingParams() if params is None else params
         validate_sampling_params(chosen)
@@ -400,7 +400,7 @@ class GeneratorClient(Client):
         """Replace the weights by the weights that the trainer publishes under `version`. Waits up to `timeout` seconds
         until they are published.
 
-        in_flight=True: running requests go on, and the new weights generate their later tokens. False: running requests end first, and
+        in_flight=True: running requests go on and get their later tokens from the new weights. False: running requests end first, and
         requests that come meanwhile wait for the new weights.
         """
         validate_pull(version, timeout)

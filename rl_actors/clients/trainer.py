@@ -52,8 +52,8 @@ class TrainerClient(TrainingCalls, ModelClient):
         await super()._close()
 
     async def _write(self, path: str) -> None:
-        # The ranks write a checkpoint in the background and run other calls meanwhile. So wait_for_checkpoint is sent at once. It does not
-        # wait for the answers of earlier calls.
+        # The ranks write a checkpoint in the background and run other calls meanwhile. So this method sends wait_for_checkpoint at once,
+        # without waiting for the answers of earlier calls.
         assert self._mesh is not None
         await self._ask(self._mesh.wait_for_checkpoint, f"writing {path}", self.call_timeout, breaks=False)
 
@@ -101,8 +101,8 @@ class TrainerClient(TrainingCalls, ModelClient):
         self._unanswered.pop(name, None)
 
     def profile(self, directory: str, *, steps: int = 1) -> Call[None]:
-        """Trace the next `steps` steps with torch.profiler. Each rank N writes <directory>/rank-N.json before the last optim_step
-        returns."""
+        """Trace the next `steps` steps with torch.profiler. Each rank N writes <directory>/rank-N.json before the optim_step of
+        the last traced step returns."""
         return self._in_turn(
             "profile",
             self._first,
@@ -176,8 +176,8 @@ class TrainerClient(TrainingCalls, ModelClient):
     ) -> "ReferenceClient":
         """Spawn a model that only infers. Returns its client at once; the first call waits for the start.
 
-        config: the config of the model. None: the config of this trainer. The client's `refresh(version)` takes versions that this trainer has
-        pushed. A program may have several such models, for example a teacher with another config.
+        config: the config of the model. None: the config of this trainer. The returned client's `refresh(version)` takes versions that this
+        trainer has pushed. A program may have several such models, for example a teacher with another config.
         processes, checkpoint: see `spawn`. Raises ValueError as `spawn` does.
         """
         from rl_actors.clients.reference import ReferenceClient

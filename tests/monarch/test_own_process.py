@@ -57,9 +57,9 @@ def test_a_child_started_through_the_executable_ends_with_the_thread_that_starte
 
 
 def test_a_worker_ends_with_a_child_that_is_stopped_and_then_killed(tmp_path):
-    """The child starts its worker with multiprocessing's spawn, as vLLM's core does.
+    """The child stands for vLLM's core, which also starts its workers with multiprocessing's spawn.
 
-    A worker that is still starting must not outlive a core that was killed.
+    A worker must end with a core that is killed, even while the worker is still starting.
     """
     code = (
         "import multiprocessing, time\n"
@@ -87,8 +87,8 @@ def never_restarted(**fields) -> GeneratorConfig:
 
 @pytest.fixture(scope="module")
 def published():
-    """A transport with versions 1 and 2 of random weights, and a dict that has transformers' model with the weights of
-    each version.
+    """A transport with versions 1 and 2 of random weights, and a dict {version: transformers' model with the weights of
+    this version}.
     """
     transport, models = support.WorkersFail(), {}
     asyncio.run(transport.open())
@@ -131,7 +131,7 @@ def republish(transport, version: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_pull_in_flight_splits_tokens_exactly_and_later_requests_use_the_new_weights(generator, published):
+def test_a_pull_in_flight_takes_effect_between_two_tokens_and_for_all_later_requests(generator, published):
     transport, models = published
     republish(transport, 1)
     generator.pull_model_state_dict(1).result()
@@ -165,7 +165,7 @@ def test_leaving_a_loop_frees_the_core_for_others(generator):
 
 
 @pytest.mark.slow
-def test_compute_logprobs_and_bad_pulls_work_as_in_the_actors_process(generator, published):
+def test_compute_logprobs_works_and_a_bad_pull_fails_as_in_the_actors_process(generator, published):
     transport, models = published
     republish(transport, 1)
     generator.pull_model_state_dict(1).result()

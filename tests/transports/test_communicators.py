@@ -1,7 +1,8 @@
 """A trainer's rank and a reader of its weights exchange tensors in a communicator, which is a process group of these
 two processes.
 
-They keep the communicator until a call hangs or one of the two processes ends. Then they make another communicator.
+They keep the communicator until a call fails or hangs, or one of the two processes ends. The next pull then makes
+another communicator.
 """
 
 import os
@@ -181,7 +182,10 @@ def test_a_failed_write_to_the_other_process_says_that_the_other_process_closed_
 
 
 def test_nccl_blocks_in_wait_and_has_no_watchdog_that_would_end_the_trainer(monkeypatch):
-    """The test needs no GPU: a fake ProcessGroupNCCL records its arguments."""
+    """The test needs no GPU: a fake ProcessGroupNCCL records its arguments and the value of BLOCKING_WAIT.
+
+    With the value "1", `wait` blocks until the timeout, and the group has no watchdog.
+    """
     seen = []
 
     class Options:

@@ -235,7 +235,7 @@ def test_a_slot_of_the_former_layout_is_freed_only_when_its_readers_have_ended()
         read(manifest)
 
 
-def test_a_reader_on_a_gpu_maps_for_writing_if_cuda_cannot_pin_read_only_memory(monkeypatch):
+def test_a_reader_on_a_gpu_maps_the_slot_writable_if_cuda_cannot_pin_read_only_memory(monkeypatch):
     """The test needs no GPU: its function `pin` answers like a driver that cannot pin read-only memory."""
     asked, unpinned = [], []
 
