@@ -235,8 +235,9 @@ def seconds_to_next_step(restarts: Sequence[Record], steps: Sequence[tuple[float
     """Seconds from a death to the record of the first step after its recovery. None if no step came.
 
     restarts: lines of restarts.jsonl. The death of the trainer or of the store has no line if trainer and generator had not been ready yet. The
-    line about a generator is written at the end of the first step after the generator's return. If no later step needs the generator, the run
-    may end before the generator returns. The generator's death then has no line. Without a line the seconds end at the next recorded step.
+    line about a generator is written at the end of the first step after the generator's return. If no step after the death needs the
+    generator, the run may end before the generator returns. The generator's death then has no line. Without a line the seconds end at the next
+    recorded step.
     """
     for line in restarts:
         noticed = datetime.fromisoformat(line["time"]).timestamp()

@@ -142,7 +142,7 @@ def _demands_of_gpus(config: "RunConfig", models: dict[str, TrainerConfig], phas
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Phase:
-    """A part of a step in which the processes hold the same memory."""
+    """A part of a step, and the memory that the processes hold during this part."""
 
     name: str  # Demand.phase; empty without config.turns.enabled, because the step then has one phase
     held: dict[str, int]  # name of a model, such as "trainer" -> bytes of one of its ranks
@@ -215,8 +215,8 @@ def _memory_of_a_rank(trainer: TrainerConfig, held: memory_estimate.Memory) -> l
 def _ranks(name: str, model: TrainerConfig, hosts: HostsConfig) -> list[str]:
     """One line for each of the first RANKS_SHOWN ranks of a model. A line has the rank's index in every dimension whose degree is above 1.
 
-    The index in the last dimension changes fastest, so ranks 0 and 1 differ in this index. If expert parallelism splits the experts, neighbouring
-    ranks hold distinct experts.
+    The index in the last dimension changes fastest, so ranks 0 and 1 differ in this index. If expert parallelism splits the experts, a line
+    also has the index in expert_parallel. Neighbouring ranks hold distinct experts, so this index is the rank modulo the expert-parallel degree.
     """
     layout, expert = model.layout(), model.parallelism.expert_parallel_degree
     order = ["pipeline_parallel", *(kind for kind in layout if kind != "pipeline_parallel")]

@@ -1,6 +1,6 @@
 """Tinker's losses by name, with the formulas of its documentation: sums over tokens, never means.
 
-cross_entropy is the loss of rl_actors.losses. The other losses are defined here, because they read other columns than
+cross_entropy is CrossEntropy of rl_actors.losses. The other losses are defined here, because they read other columns than
 the losses of rl_actors.losses. A column holds one value for each position of a Sample. The losses of this module read
 no loss weights. The bounds of a clip may be columns, and gspo reads a mask. A datum is one training example of Tinker's
 protocol.
@@ -31,7 +31,8 @@ COLUMN_OF_INPUT = {
     "clip_high_threshold": "clip_high",
     "sequence_ratio_mask": "sequence_ratio_mask",
 }
-"""The column of a Sample for each input of a datum except target_tokens, which becomes no column."""
+"""Input of a datum -> column of its Sample, if each position has one target. The input target_tokens is not here, because
+it becomes the targets of the Sample."""
 
 
 def _result(loss: Tensor, logprobs_BL: Tensor, old_BL: Tensor, advantages: Tensor) -> tuple[Tensor, Partials]:

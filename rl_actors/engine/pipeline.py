@@ -42,7 +42,7 @@ class PipelineCall:
 
 
 def plan_options(schedule_class: type, num_ranks: int) -> PlanOptions:
-    """The arguments of `plan` for torch's schedule of a pipeline of `num_ranks` ranks.
+    """The arguments of packing.plan that a pipeline of `num_ranks` ranks needs. schedule_class: torch's schedule.
 
     1F1B needs at least as many microbatches as ranks. For Interleaved1F1B the number of microbatches must be a multiple
     of the number of ranks.

@@ -20,8 +20,8 @@ from torch import Tensor
 
 HANDLE_BYTES = 64
 BLOCK = 2 << 20
-"""Each allocation is a multiple of this number of bytes, so that its blocks hold no other allocation. CUDA would put
-several smaller allocations into one block, and the handle of one of them would open all of them."""
+"""CUDA puts several small allocations into one block, and the handle of one of them opens all of them. An allocation
+shares no block if its size is a multiple of this number of bytes. So each allocation of this module has such a size."""
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess: allows a reader that computes on another GPU
 READ_ONLY = 8  # cudaHostRegisterReadOnly
 
@@ -136,9 +136,10 @@ def copies_end() -> Iterator[None]:
 
 
 def pin(data: Tensor, *, read_only: bool) -> bool:
-    """Pin memory of the host, so that copies to and from a GPU run at full speed. The caller later calls `unpin`.
+    """Pin memory of the host, so that copies to and from a GPU run at full speed.
 
-    Returns False if CUDA refuses. Copies then take about four times as long.
+    Returns True if the memory is pinned. The caller then calls `unpin` later. Returns False if there is no GPU, if
+    `data` is empty, or if CUDA refuses. If CUDA refuses, copies take about four times as long.
     """
     if not torch.cuda.is_available() or not data.numel():
         return False

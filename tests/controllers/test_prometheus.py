@@ -14,7 +14,7 @@ from rl_actors.service.counts import CallCounts, MemberNumbers, ServiceNumbers
 from rl_actors.service.open_step import Attached
 
 
-def test_the_end_of_a_name_decides_its_type_and_labels_are_escaped():
+def test_a_name_that_ends_in_total_is_a_counter_and_labels_are_escaped():
     families = [
         Family(name="open", about="open things", numbers={(): 2}),
         Family(name="calls_total", numbers={(("call", 'a"b\\c\n'), ("outcome", "failed")): 0.25}),
