@@ -65,8 +65,8 @@ class Reference(FrozenPolicy):
         with it.
 
         KL defines the estimators k1, k2 and k3. With k1 the sum of kl_t is the log of the ratio p_generator /
-        p_reference of the whole completion, and the expected gradient is the gradient of the KL divergence. With k2 or
-        k3 the expected gradient differs from the gradient of the KL divergence.
+        p_reference of the whole completion, and the expected policy gradient of this sum is the gradient of the KL
+        divergence. With k2 or k3 the expected policy gradient of the sum differs from the gradient of the KL divergence.
 
         Example: one group, two completions of two tokens, rewards 1 and 0, estimator k1, coefficient 0.1. At each token the generator's logprob
         minus the reference's logprob is 0.5 in the first completion and 0 in the second. Then R = 0.9 and 0.
@@ -96,7 +96,7 @@ def divergences(samples: Sequence[Sample], ref_logprobs: Sequence[Tensor], kl: K
 
 
 async def start_frozen(run: Run[Any], *, has_begun: bool, is_saved: bool) -> FrozenPolicy:
-    """Start a model that is never trained. It holds the policy with which a phase of the run begins.
+    """Start a model that is never trained. It holds the policy with which a phase of the run (GRPO, PPO or DPO) begins.
 
     has_begun: True if the phase began before the run was resumed. False if the phase begins now.
     is_saved: False if the model reads the policy from hf_path, as the trainer did. True if the model reads the policy from the run's folder

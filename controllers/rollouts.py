@@ -42,7 +42,7 @@ class RolloutConfig:
     advantages, every group is trained on, and a group may have only one completion."""
     max_refills: int = 1
     """Largest number of times that groups whose rewards are all equal are replaced with groups of new problems. The limit
-    applies to each set of problems that are started together. In the synchronous loop these are the problems of a step."""
+    applies to each set of problems that are started together. In the synchronous loop such a set is all problems of a step."""
     max_staleness: int = 0
     """Largest age of a group on which a step trains. The age is the trainer's version minus the version that sampled the group's oldest token.
     The generator runs ahead of the trainer as far as this age allows. 0: generation, training and weight sync come one after the other."""
@@ -53,9 +53,9 @@ class RolloutConfig:
     """Largest number of times that a problem's completions are requested again after the generator has failed. If the last attempt fails, too, the
     run ends with the generator's error."""
     overlong_buffer: int = 0
-    """A completion that ends within this number of tokens before the limit max_tokens gets a penalty on its reward. The penalty grows from 0
-    to overlong_penalty at the limit (DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13). In a task with episodes, the limit is
-    episodes.max_tokens, and all tokens of an episode count. 0: no penalty."""
+    """Number of the last tokens that the limit max_tokens allows. A completion that reaches one of them gets a penalty on its reward. The
+    penalty grows from 0 to overlong_penalty at the limit (DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13). In a task with
+    episodes, the limit is episodes.max_tokens, and all tokens of an episode count. 0: no penalty."""
     overlong_penalty: float = 1.0
     """Penalty on the reward of a completion that is as long as its limit allows. It needs an overlong_buffer above 0."""
 
@@ -100,8 +100,8 @@ class Group:
     # KL divergence of the policy from the reference model on each completion, summed over the tokens. Empty if no KL penalty is
     # subtracted from the rewards.
     divergences: list[float] = field(default_factory=list)
-    # The episode of each completion. The completion has the tokens of all turns of the policy, and of the environment's replies between
-    # them. The list is empty if every conversation of the task has only one turn.
+    # The episode of each completion. The completion of an episode has the tokens of all the policy's turns, and of the environment's
+    # replies between these turns. The list is empty if the task has no episodes.
     episodes: list[PlayedEpisode] = field(default_factory=list)
 
     @property
@@ -153,7 +153,10 @@ class Group:
         return min(min(completion.policy_versions) for completion in self.completions)
 
     def has_signal(self) -> bool:
-        """True if the group can be trained on. If all its rewards are equal, every rule but gae gives the advantage 0 to all its completions."""
+        """True if the group can be trained on.
+
+        A group whose rewards are all equal can be trained on only with the rule gae. Every other rule gives all its completions the advantage 0.
+        """
         return not self.needs_difference or len(set(self.rewards)) > 1
 
 
@@ -294,7 +297,7 @@ class Generating:
 
     @contextlib.asynccontextmanager
     async def paused(self, *, wait: bool) -> AsyncIterator[None]:
-        """Context manager in whose body no call runs. If `wait` is False, it does nothing."""
+        """Context manager. If `wait` is True, no call runs while its body runs. If `wait` is False, it does nothing."""
         if not wait:
             yield
             return
@@ -309,8 +312,8 @@ class Generating:
 
 
 Deliver = Callable[[int, Group], None]
-"""Function of (position, group) that takes a finished group. The position is the index of the group's problem in the
-list that `Rollouts.complete` got."""
+"""Function of (position, group) that takes a finished group. The position is the place of the group's problem in
+`indices`, the list that `Rollouts.complete` got."""
 
 
 class Rollouts:
@@ -397,7 +400,7 @@ class Rollouts:
     def penalised(
         self, totals: list[float], lengths: Sequence[int], max_tokens: int
     ) -> tuple[list[float], list[float]]:
-        """The rewards minus the penalties on long completions, and these penalties. If overlong_buffer is 0, the list of penalties is empty."""
+        """Two lists: the rewards minus the penalties on long completions, and the penalties. If overlong_buffer is 0, the second list is empty."""
         if not self.config.overlong_buffer:
             return totals, []
         overlong = [self.config.overlong(length, max_tokens) for length in lengths]

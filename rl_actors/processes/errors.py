@@ -1,4 +1,7 @@
-"""Makes the errors of endpoints reach the caller. Monarch ends an actor that raises an exception which cannot be pickled."""
+"""Makes the errors of endpoints reach the caller.
+
+An exception that cannot be pickled is replaced, because Monarch would end the actor that raises it.
+"""
 
 import functools
 import pickle
