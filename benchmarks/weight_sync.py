@@ -2,8 +2,8 @@
 
 On a CPU one process writes a snapshot of the weights into shared memory, as a trainer's rank does. Another process
 reads the snapshot, as a worker of vLLM does. vLLM's own work on the weights is left out. One thread copies the tensors,
-as in a push. For the plain copy all bytes are one tensor. The first process copies the tensor into shared memory with
-one thread, and the second process copies it out with all threads. The snapshot is read in three ways: from
+as in a push. For the plain copy all bytes are one tensor, and all threads copy. The first process copies the tensor
+into shared memory, and the second process copies it out. The snapshot is read in three ways: from
 shared memory, over TCP, and by gloo's point-to-point messages. TCP and gloo use the loopback address. Each round
 measures the plain copy and the three ways once, so that a slow moment of the machine affects all of them.
 
@@ -42,6 +42,7 @@ from rl_actors.transports.base import Manifest
 from rl_actors.transports.default import default_transport
 from rl_actors.transports.reader import SlotSource
 from rl_actors.transports.server import SlotServer
+from rl_actors.transports.slots import Slot
 from rl_actors.transports.snapshot import Snapshot
 from rl_actors.types import Transfer
 
@@ -80,11 +81,23 @@ class Writer:
         kind = PLAIN if way == PLAIN else SHARED_MEMORY
         tensors = self.tensors[kind]
         begin = time.perf_counter()
-        slot = self.snapshots[kind].write(f"{way}/{version}", tensors, None)
+        key = f"{way}/{version}"
+        slot = self.write_plain(key) if way == PLAIN else self.snapshots[kind].write(key, tensors, None)
         seconds = time.perf_counter() - begin
         shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         parts = (slot.address(self.server.address),)
         return seconds, Manifest(stream=way, version=version, tensors=shapes, parts=parts)
+
+    def write_plain(self, key: str) -> Slot:
+        """Write a version of the plain copy with all threads. Snapshot.write would use one thread. It only makes the two slots."""
+        snapshot, tensors = self.snapshots[PLAIN], self.tensors[PLAIN]
+        if len(snapshot.slots) < 2:
+            return snapshot.write(key, tensors, None)
+        [slot] = (slot for slot in snapshot.slots if slot is not snapshot.newest)
+        with slot.writing(key, TIMEOUT):
+            slot.views["flat"].copy_(tensors["flat"])
+        snapshot.before, snapshot.newest = snapshot.newest, slot
+        return slot
 
 
 def read_versions(connection: Connection, num_threads: int) -> None:
