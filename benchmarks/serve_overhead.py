@@ -47,7 +47,7 @@ compare_sides = partial(compare, benchmark="serve_overhead", sides=("sdk", "clie
 
 
 def served(model: str, folder: Path) -> tuple[ServeConfig, list[str]]:
-    """The config of a model, and the arguments with which the server serves it. Writes the directory of a model that is not TINY.
+    """The config of a model, and the arguments with which the server serves it. If the model is not TINY, writes its directory.
 
     model: TINY (which is "tiny_chat"), "tiny", or a key of MODELS. For TINY the server has the config `tiny_chat` and the
     model of tiny_chat. For "tiny" it has the config `qwen3` and the model of tiny_chat. For a key of MODELS it has the
@@ -130,7 +130,9 @@ class Sizes:
 
 
 def training(service: tinker.ServiceClient, config: ServeConfig, sizes: Sizes) -> None:
-    """Compare forward_backward and optim_step of many samples of 256 tokens, and of one sample of nine tokens."""
+    """Compare SDK and client in a training step (forward_backward and optim_step) on many samples of 256 tokens, and in a step on a single
+    sample of nine tokens.
+    """
     draw = random.Random(0)
     adam = types.AdamParams(learning_rate=LEARNING_RATE)
     params = OptimParams(learning_rate=LEARNING_RATE, beta2=adam.beta2, eps=adam.eps, grad_clip_norm=None)
@@ -157,7 +159,9 @@ def training(service: tinker.ServiceClient, config: ServeConfig, sizes: Sizes) -
 
 
 def sampling(service: tinker.ServiceClient, config: ServeConfig, sizes: Sizes) -> None:
-    """Compare many requests with 32 prompt tokens and 128 new tokens, and one request with eight prompt tokens and one new token."""
+    """Compare SDK and client in many requests with 32 prompt tokens and 128 new tokens, and in a single request
+    with eight prompt tokens and one new token.
+    """
     draw = random.Random(0)
     sampler = service.create_sampling_client(base_model=config.name).result()
     generator_config = replace(config.generator, hf_path=config.hf_path)

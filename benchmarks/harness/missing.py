@@ -109,7 +109,7 @@ def _end(child: subprocess.Popen) -> int:
     """End a process group and return the exit status of its leader.
 
     child: the leader of the group. If the leader still runs, the group gets SIGINT, and the leader has GRACE seconds to end. An interrupt of
-    this program ends these seconds early. At last all processes of the group that remain are killed.
+    this program cuts the wait for the leader short. At last all processes of the group that remain are killed.
     """
     try:
         if child.poll() is None:

@@ -109,9 +109,9 @@ class Hyperparameters:
     def __init__(self, config: OptimizerConfig, model: nn.Module, trained: list[str]) -> None:
         """trained: the names of all trained parameters of the whole model.
 
-        `model` has only the parameters of this rank's pipeline stages.
+        `model` has only the parameters of this rank's pipeline stages, so a pattern may match no name in `model`.
 
-        Raises ValueError if a pattern matches none of the names that the earlier patterns left.
+        Raises ValueError if a pattern matches none of the names in `trained` that the earlier patterns left.
         """
         self.name = config.name
         names = [name for name, parameter in named_parameters(model) if parameter.requires_grad]

@@ -276,7 +276,7 @@ class TrainEngine:
 
         If lora.sync is "adapter", these tensors are only the adapters, under peft's names, converted to `dtype`.
         Otherwise they are the weights under their Hugging Face names, with adapters merged. A tied head appears once.
-        torchtitan has joined tensors, each of which holds several of Hugging Face's tensors (hf_names.py). This method
+        Some of torchtitan's tensors are joined: each holds several of Hugging Face's tensors (hf_names.py). This method
         copies the joined tensors and converts the copies to `dtype`. The other weights keep their own dtype, and the
         push converts them.
         """

@@ -1,4 +1,4 @@
-"""Memory into which a generator receives weights over a network. The memory is allocated once and used for all versions of the weights.
+"""Memory into which a generator receives weights over a network. Later versions of the weights use the memory again if their size is the same.
 
 A slot is memory in which one rank of the trainer keeps its part of one version of the weights.
 """

@@ -92,5 +92,5 @@ def test_an_environment_that_cannot_be_built_is_named_with_its_set():
         build_sets(ParityReward(0.0, 5), {"hard": EnvironmentConfig(task="chain_sun")}, seed=0)
 
 
-def test_a_run_without_named_sets_validates_on_its_own_held_out_problems():
+def test_by_default_a_run_has_no_named_sets_and_no_completions_for_pass_at_k():
     assert RunConfig().validation == {} and RunConfig().pass_at_k.num_samples == 0

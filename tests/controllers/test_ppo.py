@@ -112,7 +112,7 @@ def test_the_divergence_from_the_reference_is_subtracted_at_every_token():
     reference = SimpleNamespace(logprobs=logprobs)
     rows, measured = asyncio.run(token_rewards(config, batch, batch.samples, reference, kl))
     # The policy's logprob is 0.25 above the reference's at each token of the completion. Tokens of the prompt have the
-    # old logprob 0 and are not actions.
+    # old logprob 0, but they are not actions, so nothing is subtracted at these tokens.
     assert rows[0].tolist() == pytest.approx([0, 1 - 0.025]) and rows[1].tolist() == pytest.approx([0, -0.025, 0.475])
     assert measured == {"kl/reference": pytest.approx(0.25)}
 
@@ -135,7 +135,7 @@ def test_the_critic_gives_advantages_returns_and_old_values_at_the_actions():
     rewards = rewards_of(batch)
     judged = judged_by(critic(), batch, rewards)
     # The state at position i has i + 1 tokens, so its value is i + 1. After the first sample's end the value is 0. The
-    # second sample was cut off, so its return contains the value 4 of its last state.
+    # second sample was cut off, so its returns contain the value 4 of the state after its last token.
     assert [sample.columns["returns"].tolist() for sample in judged.for_critic] == [[0, 1.0], [0, 4.5, 4.5]]
     assert [sample.columns["advantages"].tolist() for sample in judged.for_policy] == [[0, -1.0], [0, 2.5, 1.5]]
     assert judged.for_critic[1].columns["old_values"].tolist() == [1, 2, 3]

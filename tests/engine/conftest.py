@@ -15,8 +15,9 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def directory_of(tmp_path_factory):
-    """directory_of(name) returns the path of a new directory with random weights of the model MODELS[name].
+    """directory_of(name) returns the path of a directory with random weights of the model MODELS[name].
 
+    The first call for a name makes the directory, and later calls return the same path.
     If the trainer draws the weights of this model from a seed, directory_of makes no directory and returns "".
     """
 

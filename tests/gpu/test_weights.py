@@ -1,8 +1,8 @@
 """Transfers of weights from a trainer on a GPU to a generator on a GPU: by CUDA IPC, through pinned memory, over TCP, and by NCCL.
 
-NCCL needs two GPUs. `NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 pytest -m gpu tests/gpu/test_weights.py -k point_to_point` lets NCCL use only the
-network, as between hosts. The cases "only the network" do not need this command, because they set the two variables themselves. A slot is
-the memory in which a rank keeps one version of its weights.
+NCCL needs two GPUs. With `NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 pytest -m gpu tests/gpu/test_weights.py -k point_to_point` NCCL uses only the
+network, as between hosts, in every case. Without the two variables it does so only in the cases "only the network", which set the variables
+themselves. A slot is the memory in which a rank keeps one version of its weights.
 """
 
 import multiprocessing
