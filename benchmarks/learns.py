@@ -6,7 +6,7 @@ controller. The accuracy and the time have targets.
 The config is `small` on a GPU and `tiny` on a CPU. Unknown flags are passed on to the controller, for example
 `--steps 20` for a short trial. At the end of the run this program records the result and copies the plot of the reward
 to learns-<config>.png, even if the run was stopped early. If this program was killed, a second call with
-`--read FOLDER` records the result and copies the plot.
+`--read FOLDER` records the result and copies the plot to learns-<name of FOLDER>.png.
 """
 
 import argparse

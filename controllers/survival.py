@@ -33,9 +33,9 @@ class SurvivalConfig:
     """Seconds in which every process of an actor must answer a probe, also while the process runs a call. A process that does not answer is
     killed. In addition, while a call runs, Monarch itself counts a process as dead if it has been silent for about thirty seconds."""
     recorded_gigabytes: float = 4.0
-    """Largest memory, in GB, of the rollouts since the last checkpoint. They are kept, because a recovered run trains on them again. If they take
-    more memory, the oldest rollouts are dropped. If the first repeated step has lost its rollouts, a recovered run generates new completions for
-    every repeated step."""
+    """Largest memory, in GB, of the rollouts since the last checkpoint. They are kept, because a recovered run repeats the steps since that
+    checkpoint and trains on the same rollouts again. If the rollouts take more memory, the oldest are dropped. If this drops the rollouts of the
+    first repeated step, a recovered run generates new completions for every repeated step."""
 
     def policy(self) -> RestartPolicy:
         """The limits of the run's restarts. Each generator has its own limits with the same values, because the generator's client restarts it."""
@@ -143,8 +143,8 @@ def restart_line(
     """One line of restarts.jsonl.
 
     restart: the number of the restart, the name of the generator that was replaced, or "program" if a new program continues the run. when:
-    the time of the death, as time.time() gives it. after_step: the last step before the restart. first_step, seconds: the first step after
-    the restart, and the seconds until the end of this step. They are None if no step has ended since.
+    the time at which the death was noticed, as time.time() gives it. after_step: the last step before the restart. first_step, seconds: the
+    first step after the restart, and the seconds from `when` to the end of this step. They are None if no step has ended since the restart.
     """
     time_text = datetime.fromtimestamp(when, UTC).isoformat(timespec="milliseconds")
     return {

@@ -8,7 +8,7 @@ from typing import Literal
 class Row:
     """One row of the table in docs/speed.md: a model, the batch of a step, and settings.
 
-    With this model and batch trainer_speed measures two trainers: ours, and one made of torchtitan's pieces. The field `microbatches` is the
+    trainer_speed measures two trainers with this model and batch: ours, and one made of torchtitan's pieces. The field `microbatches` is the
     number of microbatches of a step on each GPU. A microbatch is a tensor, and the field `rows` is the number of its rows. Documents of one
     length fill each row, so no position is padding.
     """

@@ -1,4 +1,4 @@
-"""The character tokenizer, loaded through transformers as a user and vLLM load it."""
+"""Tests of the character-level tokenizer. Users and vLLM load it through transformers, and so do most of these tests."""
 
 import pytest
 import tokenizers
@@ -13,7 +13,8 @@ ALPHABET = "0123456789+-*= \n"
 def directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("tokenizer")
     build_character_tokenizer(directory, ALPHABET)
-    # transformers chooses the class of the tokenizer by the type of a model in the same folder
+    # An exported model has its config in the folder of the tokenizer, and transformers can choose the tokenizer's class by
+    # this config. So the tests have a config, too.
     ModelConfig(vocab_size=32).save(directory)
     return directory
 
@@ -23,7 +24,7 @@ def tokenizer(directory):
     return load_tokenizer(directory)
 
 
-def test_ids_follow_the_alphabet_after_the_two_specials(tokenizer):
+def test_the_ids_of_the_alphabet_follow_those_of_the_two_special_tokens(tokenizer):
     assert (tokenizer.hf.pad_token_id, tokenizer.stop_token_ids, tokenizer.end_token_id, len(tokenizer)) == (
         0,
         (1,),
@@ -41,7 +42,7 @@ def test_decoding_gives_the_text_back_exactly(tokenizer, text):
 
 
 def test_streamed_decoding_gives_the_text_back_exactly(directory):
-    """vLLM decodes token by token and reads only tokenizer.json."""
+    """vLLM decodes token by token with DecodeStream, which needs only the contents of tokenizer.json."""
     fast = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     stream = tokenizers.decoders.DecodeStream(skip_special_tokens=True)
     assert [stream.step(fast, token) for token in [3, 16, 16, 4, 1]] == ["1", " ", " ", "2", None]

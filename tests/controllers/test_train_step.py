@@ -1,4 +1,4 @@
-"""The division of a step's batch among optimizer steps."""
+"""How a training step divides its batch among optimizer steps, and the penalty on long completions."""
 
 import asyncio
 from dataclasses import replace
@@ -59,7 +59,7 @@ async def train_on(run: Run, names: str):
         (9, 1, ["a", "b", "c", "d", "e"]),  # never more steps than samples
     ],
 )
-def test_updates_per_step_limits_the_parts_into_which_every_epoch_divides_the_samples(updates, epochs, expected):
+def test_every_epoch_divides_the_samples_into_at_most_updates_per_step_parts(updates, epochs, expected):
     trainer = RecordingTrainer()
     run = run_with(trainer, updates_per_step=updates, epochs_per_step=epochs)
     made = asyncio.run(train_on(run, "abcde"))

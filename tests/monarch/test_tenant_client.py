@@ -1,6 +1,7 @@
 """Tests of tenants. Tenants are several runs that train adapters over the frozen base weights of one trainer.
 
-Each tenant gets the same numbers as if it were alone, and a failure of one tenant does not disturb the others.
+Each tenant gets the same numbers as if it were alone. A failed call of one tenant does not disturb the others, unless the
+call timed out: the trainer's client then refuses the calls of all tenants until one of them discards its gradients.
 """
 
 from dataclasses import replace
@@ -101,7 +102,7 @@ def test_the_failure_of_a_call_is_raised_by_the_next_step_of_its_tenant(pair):
     assert [call.result() for call in queue_steps(one, 0, PARAMS[0])][2].policy_version == 1
 
 
-def test_after_a_timeout_each_tenant_whose_call_is_unanswered_must_discard_its_gradients(landlord, pair, tmp_path):
+def test_after_a_timeout_any_discard_frees_all_tenants_but_the_one_whose_call_timed_out(landlord, pair, tmp_path):
     one, other = pair
     one.ready().result()
     landlord.discard_gradients().result()
