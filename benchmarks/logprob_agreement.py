@@ -146,7 +146,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="0_6b" if on_gpu else "tiny", choices=["tiny", *MODELS])
     parser.add_argument(
-        "--steps", type=int, default=50 if on_gpu else 3, help="the last turn begins after at most this many optimizer steps"
+        "--steps",
+        type=int,
+        default=50 if on_gpu else 3,
+        help="the last turn begins after at most this many optimizer steps",
     )
     parser.add_argument("--updates", type=int, default=2 if on_gpu else 1, help="optimizer steps of a turn")
     parser.add_argument("--seconds", type=float, default=240.0, help="begin no turn after this many seconds")
