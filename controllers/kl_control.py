@@ -22,7 +22,7 @@ class KLControlConfig:
     """Rule by which the coefficient of the KL divergence changes from step to step (arXiv 1909.08593, section 2.2)."""
 
     target: float | None = None
-    """Mean KL divergence of a token, in nats, near which the divergence should stay. None: the coefficient never changes."""
+    """The desired mean KL divergence of a token, in nats. None: the coefficient never changes."""
     gain: float = 0.1
     """Relative change of the coefficient in a step for each unit of the relative error. This error is divergence / target - 1. 0.1 is the
     paper's value."""

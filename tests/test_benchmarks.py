@@ -55,7 +55,7 @@ from benchmarks.harness import missing, register, results
 folder, grace, *names = sys.argv[1:]
 missing.GRACE = float(grace)
 fakes = {
-    name: register.TableRow(what="", num_gpus=0, command=("fake", name), line=name, measured=register._beside) for name in names
+    name: register.TableRow(what="", num_gpus=0, command=("fake", name), line=name, measured=register._against) for name in names
 }
 results.gpus = tuple
 missing.PYTHON = [sys.executable, "-S", folder + "/fake.py"]
@@ -78,7 +78,7 @@ def fake_rows(*names: str, num_gpus: int = 0) -> dict[str, TableRow]:
                 command=("fake",) if is_shared else ("fake", line),
                 argument=line if is_shared else "",
                 line=line,
-                measured=register._beside,
+                measured=register._against,
             )
     return made
 
@@ -381,7 +381,7 @@ def test_the_table_says_what_is_met_what_misses_and_what_was_not_run(folder, row
     assert cells[0] == {
         "row": "`met`",
         "what": "fake",
-        "measured": "1,200 beside 1,000 tokens/s",
+        "measured": "1,200 against 1,000 tokens/s",
         "ratio": "1.200",
         "target": "≥ 0.98, tokens/s ≥ 1,000",
         "meets it": "yes",
@@ -455,4 +455,4 @@ def test_the_line_of_a_ppo_step_says_what_its_slowest_device_takes(monkeypatch):
     row = TABLE["ppo-step-0_6b"]
     assert table.misses(row, line) == [] and table.misses(row, line | {"ratio": 0.89}) == ["ratio"]
     text = row.measured(line)
-    assert text.startswith("step 10 s beside 9 s of GPU 1; generate 4 s; reference 1 s; values 1.5 s; policy 3 s; ")
+    assert text.startswith("step 10 s against 9 s of GPU 1; generate 4 s; reference 1 s; values 1.5 s; policy 3 s; ")

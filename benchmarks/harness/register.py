@@ -76,43 +76,43 @@ def plain(name: str) -> str:
 # --- texts about a line, for the column "measured" ----------------------------------------------------------------
 
 
-def _beside(line: Line) -> str:
-    """The tokens/s of rl-actors and of the program that it is compared with: "98,287 beside 98,032 tokens/s".
+def _against(line: Line) -> str:
+    """The tokens/s of rl-actors and of the program that it is compared with: "98,287 against 98,032 tokens/s".
 
     The first figure is the field tokens_per_second. The field of the second figure has one more word before this name, such as
     engine_tokens_per_second.
     """
     (other,) = (value for name, value in line.items() if name.endswith("_tokens_per_second"))
-    return f"{line['tokens_per_second']:,.0f} beside {other:,.0f} tokens/s"
+    return f"{line['tokens_per_second']:,.0f} against {other:,.0f} tokens/s"
 
 
 def _training(line: Line) -> str:
-    parts = [_beside(line)]
+    parts = [_against(line)]
     if line.get("mfu"):
         parts.append(f"MFU {line['mfu']:.3f}")
     if line["num_gpus"]:
-        parts.append(f"peak {line['peak_gib']:.1f} beside {line['reference_peak_gib']:.1f} GiB")
+        parts.append(f"peak {line['peak_gib']:.1f} against {line['reference_peak_gib']:.1f} GiB")
     return "; ".join(parts)
 
 
 def _overhead(line: Line) -> str:
-    return f"{line['client_seconds'] * 1e3:,.0f} beside {line['engine_seconds'] * 1e3:,.0f} ms"
+    return f"{line['client_seconds'] * 1e3:,.0f} against {line['engine_seconds'] * 1e3:,.0f} ms"
 
 
 def _serve_overhead(line: Line) -> str:
-    """ "12,031 beside 11,846 ms". If one of the times is below 100 ms, both have a decimal: "12.3 beside 9.8 ms"."""
+    """ "12,031 against 11,846 ms". If one of the times is below 100 ms, both have a decimal: "12.3 against 9.8 ms"."""
     times = [line[f"{side}_seconds"] * 1e3 for side in ("sdk", "client")]
     digits = 0 if min(times) >= 100 else 1
-    return f"{times[0]:,.{digits}f} beside {times[1]:,.{digits}f} ms"
+    return f"{times[0]:,.{digits}f} against {times[1]:,.{digits}f} ms"
 
 
 def _samples_beside_training(line: Line) -> str:
     times = [line[f"{name}_seconds"] * 1e3 for name in ("beside_training", "alone")]
-    return f"{times[0]:,.0f} beside {times[1]:,.0f} ms"
+    return f"{times[0]:,.0f} against {times[1]:,.0f} ms"
 
 
 def _tls_overhead(line: Line) -> str:
-    return f"{line['tls_seconds'] * 1e3:,.0f} beside {line['tcp_seconds'] * 1e3:,.0f} ms"
+    return f"{line['tls_seconds'] * 1e3:,.0f} against {line['tcp_seconds'] * 1e3:,.0f} ms"
 
 
 def _grpo_step(line: Line) -> str:
@@ -135,7 +135,7 @@ def _ppo_step(line: Line) -> str:
     The seconds of a device are the sum of the parts that run on it. Each part was timed by itself.
     """
     busiest = max(line["of_devices"], key=line["of_devices"].__getitem__)
-    parts = [f"step {line['seconds']:.3g} s{_busy_or_idle(line)} beside {line['slowest_seconds']:.3g} s of {busiest}"]
+    parts = [f"step {line['seconds']:.3g} s{_busy_or_idle(line)} against {line['slowest_seconds']:.3g} s of {busiest}"]
     known = ("generate", "logprobs", "reference", "values", "policy", "critic", "push", "pull")
     parts += [f"{part} {line[f'{part}_seconds']:.3g} s" for part in known if f"{part}_seconds" in line]
     return "; ".join(parts)
@@ -154,7 +154,7 @@ def _busy_or_idle(line: Line, *, idle: bool = False) -> str:
 
 def _bytes(line: Line) -> str:
     return (
-        f"{line['gb_per_second']:.2f} beside {line['plain_gb_per_second']:.2f} GB/s; write {line['write_seconds'] * 1e3:.0f} ms, "
+        f"{line['gb_per_second']:.2f} against {line['plain_gb_per_second']:.2f} GB/s; write {line['write_seconds'] * 1e3:.0f} ms, "
         f"read {line['read_seconds'] * 1e3:.0f} ms"
     )
 
@@ -166,14 +166,14 @@ def _sync(line: Line) -> str:
 def _ahead(line: Line) -> str:
     [waiting] = (other for name, other in line["file"].items() if name.startswith("staleness 0,"))
     return (
-        f"{line['rollouts_per_second']:.0f} beside {waiting['rollouts_per_second']:.0f} rollouts/s; held-out accuracy "
-        f"{line['accuracy']:.3f} beside {waiting['accuracy']:.3f}; largest age {line['age_max']} versions"
+        f"{line['rollouts_per_second']:.0f} against {waiting['rollouts_per_second']:.0f} rollouts/s; held-out accuracy "
+        f"{line['accuracy']:.3f} against {waiting['accuracy']:.3f}; largest age {line['age_max']} versions"
     )
 
 
 def _offload(line: Line) -> str:
     return (
-        f"{line['gb_per_second']:.1f} beside {line['plain_gb_per_second']:.1f} GB/s; {line['gigabytes']:.1f} GB to the host in "
+        f"{line['gb_per_second']:.1f} against {line['plain_gb_per_second']:.1f} GB/s; {line['gigabytes']:.1f} GB to the host in "
         f"{line['offload_seconds']:.3g} s and back in {line['onload_seconds']:.3g} s; host memory made once in {line['buffer_seconds']:.3g} s"
     )
 
@@ -222,7 +222,7 @@ def _layout(line: Line) -> str:
 
 def _float8(line: Line) -> str:
     return (
-        f"last loss {line['final']:.4f} beside {line['final_bfloat16']:.4f}; largest difference {line['largest_difference']:.4f} "
+        f"last loss {line['final']:.4f} against {line['final_bfloat16']:.4f}; largest difference {line['largest_difference']:.4f} "
         f"at step {line['at_step']}"
     )
 
@@ -236,7 +236,7 @@ def _generator_twice(line: Line) -> str:
 
 
 def _quotient(line: Line) -> str:
-    return f"{line['over']['tokens_per_second']:,.0f} beside {line['under']['tokens_per_second']:,.0f} tokens/s"
+    return f"{line['over']['tokens_per_second']:,.0f} against {line['under']['tokens_per_second']:,.0f} tokens/s"
 
 
 # --- functions that make rows -------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def _trainer_row(name: str) -> TableRow:
         at_least["tokens_per_second"] = speed
     kernel = f"; {KERNELS[row.attention]} on both sides" if row.num_gpus else ""
     return TableRow(
-        what=f"training beside torchtitan's own pieces: {_shape(row)}{kernel}",
+        what=f"training compared with torchtitan's own pieces: {_shape(row)}{kernel}",
         num_gpus=row.num_gpus,
         command=("trainer_speed", name),
         fields=fields,
@@ -293,7 +293,7 @@ def _trainer_row(name: str) -> TableRow:
 
 def _kernel_row(name: str) -> TableRow:
     return TableRow(
-        what=f"our trainer with FlashAttention 4 beside flex attention: {_shape(ROWS[name])}",
+        what=f"our trainer with FlashAttention 4 compared with flex attention: {_shape(ROWS[name])}",
         num_gpus=ROWS[name].num_gpus,
         measured=_quotient,
         quotient_of=(name, f"{name}-flex"),
@@ -307,25 +307,25 @@ def _generation_row(model: str, requests: int, num_gpus: int, tensor_parallel: i
     parallel = "" if tensor_parallel == 1 else f", TP{tensor_parallel}"
     options = ("--tensor-parallel", str(tensor_parallel)) if tensor_parallel > 1 else ()
     return TableRow(
-        what=f"generation beside {BEST}: {_model(model)}{parallel}, {requests:,} requests at once",
+        what=f"generation compared with {BEST}: {_model(model)}{parallel}, {requests:,} requests at once",
         num_gpus=num_gpus,
         command=("generation", "--model", model, *options, "--requests"),
         argument=str(requests),
         line=f"{model} {requests} requests{parallel}",
         fields={"beside": BEST},
-        measured=_beside,
+        measured=_against,
         at_least={"ratio": 0.95} if num_gpus else {},
     )
 
 
 def _replicas_row(model: str, requests: int, num_gpus: int) -> TableRow:
     return TableRow(
-        what=f"generation with two replicas beside one: {_model(model)}, {requests:,} requests at once for each replica",
+        what=f"generation with two replicas compared with one: {_model(model)}, {requests:,} requests at once for each replica",
         num_gpus=num_gpus,
         command=("generation", "--model", model, "--replicas", "2", "--requests"),
         argument=str(requests),
         line=f"{model} {requests} requests, 2 replicas",
-        measured=_beside,
+        measured=_against,
         at_least={"ratio": 1.9} if num_gpus else {},
     )
 
@@ -342,7 +342,7 @@ def _grpo_row(model: str, num_gpus: int, *arguments: str) -> TableRow:
 
 def _ppo_row(config: str, model: str, num_gpus: int, *arguments: str) -> TableRow:
     return TableRow(
-        what=f"the time of a PPO step beside the total time of the parts that the slowest device runs, each part timed alone: {_model(model)}",
+        what=f"the time of a PPO step compared with the total time of the parts that the slowest device runs, each part timed alone: {_model(model)}",
         num_gpus=num_gpus,
         command=("ppo_step", "--config", config, *arguments),
         line=config,
@@ -399,11 +399,11 @@ def _offload_row(model: str) -> TableRow:
 
 def _packing_row(num_gpus: int, *arguments: str) -> TableRow:
     return TableRow(
-        what="training on samples that are packed into rows, beside training on samples that are each padded to 4,096 tokens",
+        what="training on samples that are packed into rows, compared with training on samples that are each padded to 4,096 tokens",
         num_gpus=num_gpus,
         command=("packing", *arguments),
         line="packed",
-        measured=_beside,
+        measured=_against,
         at_least={"ratio": 3.8} if num_gpus else {},
     )
 
@@ -455,7 +455,7 @@ def _layout_row(layout: str, num_gpus: int) -> TableRow:
 
 def _overhead_row(line: str, part: str, what: str, **limits: dict[str, float]) -> TableRow:
     return TableRow(
-        what=f"{what}: the client beside the engine without actors",
+        what=f"{what}: the client compared with the engine without actors",
         num_gpus=0,
         command=("overhead", "--repeats", "9"),
         argument=part,
@@ -480,7 +480,7 @@ def _serve_rows(model: str = "") -> dict[str, TableRow]:
     rows = {}
     for name, (line, part, limits) in lines.items():
         rows[f"serve-{name}-{suffix}"] = TableRow(
-            what=f"calls through the Tinker SDK and the server, beside calls through the actors' clients; {prefix}{line}",
+            what=f"calls through the Tinker SDK and the server, compared with calls through the actors' clients; {prefix}{line}",
             num_gpus=1 if model else 0,
             command=("serve_overhead", "--model", model) if model else ("serve_overhead",),
             argument=part,
@@ -490,7 +490,7 @@ def _serve_rows(model: str = "") -> dict[str, TableRow]:
         )
     if not model:
         rows["serve-samples-beside-training-cpu"] = TableRow(
-            what="the Tinker server, 256 requests of 32 + 128 tokens: the time while another client trains, beside the time while no client trains",
+            what="the Tinker server, 256 requests of 32 + 128 tokens: the time while another client trains, compared with the time while no client trains",
             num_gpus=0,
             command=("serve_overhead",),
             argument="together",
@@ -505,14 +505,14 @@ TABLE = {
     **{name: _trainer_row(name) for name in ROWS if not name.endswith("-kept")},
     **{f"kernel-{name}": _kernel_row(name) for name in ON_BOTH_KERNELS},
     "float8-against-bf16": TableRow(
-        what=f"our trainer in float8 beside bfloat16: {_shape(ROWS['4b-packed'])}",
+        what=f"our trainer in float8 compared with bfloat16: {_shape(ROWS['4b-packed'])}",
         num_gpus=1,
         measured=_quotient,
         at_least={"ratio": 1.2},
         quotient_of=("4b-packed-float8", "4b-packed"),
     ),
     "two-gpus-against-one": TableRow(
-        what=f"our trainer on two GPUs beside one: {_shape(ROWS['4b-packed'])}",
+        what=f"our trainer on two GPUs compared with one: {_shape(ROWS['4b-packed'])}",
         num_gpus=2,
         measured=_quotient,
         at_least={"ratio": 1.9},
@@ -586,7 +586,7 @@ TABLE = {
         at_least={"within": True},
     ),
     "float8-curve": TableRow(
-        what="loss after 100 steps in float8 beside bfloat16, and the largest difference on the way",
+        what="loss after 100 steps in float8 compared with bfloat16, and the largest difference on the way",
         num_gpus=1,
         command=("float8",),
         line="float8 against bfloat16",
@@ -618,7 +618,7 @@ TABLE = {
     **_serve_rows("0_6b"),
     **_serve_rows(),
     "tls-step-cpu": TableRow(
-        what="a step of 768 completions over two workers: TLS beside plain TCP",
+        what="a step of 768 completions over two workers: TLS compared with plain TCP",
         num_gpus=0,
         command=("tls_overhead",),
         line="step of 768 completions of 8 tokens",

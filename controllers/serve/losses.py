@@ -1,9 +1,9 @@
 """Tinker's losses by name, with the formulas of its documentation: sums over tokens, never means.
 
-cross_entropy is CrossEntropy of rl_actors.losses. The other losses are defined here, because they read other columns than
-the losses of rl_actors.losses. A column holds one value for each position of a Sample. The losses of this module read
-no loss weights. The bounds of a clip may be columns, and gspo reads a mask. A datum is one training example of Tinker's
-protocol.
+A datum is one training example of Tinker's protocol. It becomes a Sample. A column of a Sample holds one value for each
+position. cross_entropy is CrossEntropy of rl_actors.losses. The other losses are defined here, because they read other
+columns than the losses of rl_actors.losses: they read no loss weights, the bounds of a clip may be columns, and gspo reads
+a mask.
 
 In the formulas lp is the trainer's logprob of a target, q the logprob that the client gives in the input `logprobs`,
 A the advantage, and r = exp(lp - q).

@@ -24,8 +24,8 @@ from torchtitan.models.common.attention import FlexAttention, VarlenAttention, V
 
 BOUNDARIES_MULTIPLE = 64
 """A document is a sample, or the padding of a row. The number of boundaries between documents is rounded up to a multiple of
-BOUNDARIES_MULTIPLE, and the length of the longest document to a power of two. torch compiles the transformer blocks again for every new number
-of boundaries and for every new length of the longest document. The rounding keeps the different numbers and lengths few."""
+BOUNDARIES_MULTIPLE, and the length of the longest document is rounded up to a power of two. torch compiles the transformer
+blocks again for every new value of this number or this length. The rounding leaves only few different values."""
 NAME = "FA4"
 CAPABILITIES = (9, 10)
 """Major compute capabilities of the GPUs on which torch calls FlashAttention 4."""

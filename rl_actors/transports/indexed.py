@@ -68,7 +68,13 @@ class IndexedTransport(Transport):
             room=room,
         )
         where = "on the GPU" if place.on_gpu else "in memory of the host"
-        logger.info("slots of the weights: %d of %.3f GB %s: %s", place.num_slots, num_bytes / 1e9, where, place.reason)
+        logger.info(
+            "slots for the weights: %d %s, each of %.3f GB, because %s",
+            place.num_slots,
+            where,
+            num_bytes / 1e9,
+            place.reason,
+        )
         return place
 
     def _needs_server(self, slot: Slot) -> bool:

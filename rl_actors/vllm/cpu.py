@@ -18,8 +18,8 @@ ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # torch.compile is off. It would compile vLLM's helper kernels at their first use, which takes twelve seconds.
     "TORCH_COMPILE_DISABLE": "1",
-    # For each layer oneDNN keeps one kernel of about 0.4 MiB for every number of input rows that has occurred. With
-    # oneDNN's default limit of 1,024 kernels the memory of the process would grow over many thousand requests.
+    # oneDNN builds a kernel for each layer and each number of input rows, and keeps it. A kernel takes about 0.4 MiB.
+    # oneDNN keeps up to 1,024 kernels by default, so the memory of the process would grow over many thousand requests.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
 }
 KV_CACHE_BYTES = 256 << 20

@@ -61,7 +61,7 @@ def test_runs_of_dpo_are_compared_by_their_pairs(tmp_path):
     compare.write_comparison(folders, tmp_path / "compare.html")
     page = Tags((tmp_path / "compare.html").read_text())
     assert page.text.count("Pairs with a positive margin\n") == 1 and page.text.count("Loss, DPO\n") == 1
-    assert "Validation" not in page.text  # charts named Validation show completions, not held-out pairs
+    assert "Validation" not in page.text  # this chart would show held-out completions, and these runs have none
 
 
 def test_the_page_has_the_results_and_the_fields_that_differ(html):

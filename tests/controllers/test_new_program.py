@@ -47,7 +47,7 @@ def lost_before(folder: RunFolder, ago: timedelta) -> None:
 
 
 def test_the_restart_is_recorded_and_the_run_does_not_wait_for_workers_that_a_job_starts(folder):
-    """The address process://2 of `config` names such a job."""
+    """The hosts of `config` are process://2. A job starts the workers of such hosts."""
     told = []
     assert new_program.wait(config(), folder, LOST, told.append)
     [line] = read_jsonl(folder.restarts)

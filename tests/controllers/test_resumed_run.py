@@ -48,8 +48,8 @@ class Killed(Exception):
 
 BeforeCall = Callable[[str, Interruption], Awaitable[None]]
 """A hook that is awaited before each training pass and each generation of rollouts. It gets the call's name:
-forward_backward, generate, refill or turns. A refill generates for fewer prompts than a step has. The call named turns
-generates turns of episodes."""
+forward_backward, generate, refill or turns. A refill generates for fewer prompts than a step has. In a run
+of episodes, turns generates the next turns."""
 
 
 @dataclass
@@ -384,10 +384,10 @@ def test_a_run_of_episodes_that_was_killed_plays_the_same_episodes_and_goes_on_b
 @pytest.mark.parametrize(
     ("call", "number", "steps_done"),
     [
-        ("forward_backward", 5, 3),  # the third supervised step is finished: its two calls are numbers 5 and 6
+        ("forward_backward", 5, 3),  # calls 5 and 6 are the third supervised step, which is finished
         ("generate", 1, 5),  # the rollouts of the first GRPO step are dropped
-        # Rollouts of the ninth step are dropped after some of their rewards drew random numbers. The resumed run must
-        # draw these numbers again.
+        # The rollouts of the ninth step are dropped. The rewards of some of them have drawn random numbers before. The
+        # resumed run must draw the same numbers.
         ("refill", 2, 8),
         ("forward_backward", 14, 6),  # the first GRPO step is finished
     ],

@@ -275,7 +275,7 @@ def test_a_second_client_replaces_the_first_whose_next_call_says_so(trainer, tra
 
 def test_a_call_that_outlasts_call_timeout_breaks_the_client_until_gradients_are_discarded(trainer_mesh, tmp_path):
     gate = Gate(folder=tmp_path)
-    trainer = TrainerClient(trainer_mesh, call_timeout=1.0)  # no call has to succeed while this limit holds
+    trainer = TrainerClient(trainer_mesh, call_timeout=1.0)  # every call to this client must time out
     with pytest.raises(TimeoutError, match="trainer: forward_backward did not answer within 1 s; its ranks may still"):
         trainer.forward_backward(random_samples(), loss=gate).result()
     with pytest.raises(RuntimeError, match="trainer is broken: forward_backward did not .*call discard_gradients"):

@@ -34,9 +34,12 @@ def test_slots_are_on_the_gpu_as_far_as_training_leaves_room(room_gb, path):
 @pytest.mark.parametrize(
     "room_gb, text",
     [
-        (33, "2 of 16.400 GB on the GPU: a version takes 16.4 GB and training leaves 33.0 GB of the GPU"),
-        (20, "1 of 16.400 GB on the GPU: .* leaves 20.0 GB of the GPU, which is too little for two"),
-        (16, "2 of 16.400 GB in memory of the host: .* leaves 16.0 GB of the GPU, which is too little for one slot"),
+        (33, "2 on the GPU, each of 16.400 GB, because a version takes 16.4 GB and training leaves 33.0 GB of the GPU"),
+        (20, "1 on the GPU, each of 16.400 GB, because .* leaves 20.0 GB of the GPU, which is too little for two"),
+        (
+            16,
+            "2 in memory of the host, each of 16.400 GB, because .* leaves 16.0 GB of the GPU, which is too little for one slot",
+        ),
     ],
 )
 def test_the_trainers_log_says_where_the_slots_are_and_why(room_gb, text, monkeypatch, caplog):
@@ -48,7 +51,9 @@ def test_the_trainers_log_says_where_the_slots_are_and_why(room_gb, text, monkey
         place = transport._choose_place(int(16.4 * GB), torch.device("cuda"))
     assert (place.on_gpu, place.num_slots, place.pinned) == LEVELS[room_gb]
     [record] = caplog.records
-    assert re.search(f"slots of the weights: {text}$", record.getMessage())  # Monarch may add the actor's name in front
+    assert re.search(
+        f"slots for the weights: {text}$", record.getMessage()
+    )  # Monarch may add the actor's name in front
 
 
 @pytest.mark.parametrize("path", ["shared_memory", "tcp"])

@@ -128,7 +128,7 @@ def test_a_reader_without_the_secret_gets_nothing(path):
 
 @both_paths
 def test_bytes_whose_receipt_the_server_does_not_accept_are_not_used(path, monkeypatch):
-    """The server accepts a receipt only while it holds the lock of the slot. Without this lock the trainer may have replaced the bytes."""
+    """The server accepts a receipt only while it holds the slot's lock. Without the lock the trainer could replace the bytes while they are read."""
 
     def fail(connection):
         raise ConnectionError
