@@ -22,7 +22,8 @@ class Chains:
         """The tokens are the ids from FIRST_ID to FIRST_ID + num_tokens - 1."""
         self.draw = torch.Generator().manual_seed(seed)
         self.num_tokens = num_tokens
-        # Each column of successors is a shift of one permutation. So a token's successors are distinct, and all tokens are equally frequent.
+        # Row i of `successors` has the successors of token i. Each column is a cyclic shift of the same permutation. So a token's successors are
+        # distinct, and all tokens are equally frequent.
         order = torch.randperm(num_tokens, generator=self.draw)
         self.successors = torch.stack([order.roll(shift) for shift in range(BRANCHES)], dim=1)
 

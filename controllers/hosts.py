@@ -1,4 +1,5 @@
-"""Config fields that choose the machines of a run's processes, and functions that give the machine of each rank."""
+"""Config fields that choose the machines of a run's processes, and functions that give the machine of a trainer's rank or
+of a generator."""
 
 import time
 from dataclasses import dataclass, field
@@ -19,22 +20,22 @@ class HostsConfig:
 
     addresses: str = ""
     """Addresses of running workers, separated by commas, such as tcp://10.0.0.5:4444,tcp://10.0.0.6:4444. The
-    value can instead name a job that starts the workers: ssh://gpu-1,ssh://gpu-2 (over SSH), slurm://4, kubernetes://4,
-    or process://2 (on this machine, for a trial). Empty: all processes live on this machine. The run folder must be on
-    a disk that all hosts share."""
+    value can instead name a job that starts the workers: ssh://gpu-1,ssh://gpu-2 (over SSH on these two hosts),
+    slurm://4 or kubernetes://4 (on four hosts), or process://2 (two workers on this machine, for a trial). Empty: all
+    processes live on this machine. The run folder must be on a disk that all hosts share."""
     job: JobConfig = field(default_factory=JobConfig)
     trainer: int = 0
     """Number N of hosts of the trainer. The trainer, the value model and the reference all use the first N hosts, and
     the ranks of each model are spread evenly over these hosts. The generators use the other hosts. If N is the number
     of all hosts, the generators use the last host. 0: N is the number of all hosts minus 1, but at least 1."""
     certificates: str = ""
-    """Folder of the TLS certificates. Addresses that begin with tls:// need it. It must have the same path on all
-    hosts."""
+    """Folder of the TLS certificates. Addresses that begin with tls:// need this folder. It must have the same path on
+    all hosts."""
     return_timeout: float = 600.0
-    """If a process on a host dies, the run goes on in a new controller process. If the host's worker has ended, the
-    run first waits until the user has started the worker again, for at most this number of seconds. If a job has
-    started the workers, the run does not wait, because the new controller process starts the job again. 0: the death of
-    a process on a host ends the run."""
+    """Largest number of seconds that a run waits for a worker that has ended. If a process on a host dies, the run goes
+    on in a new controller process. If the host's worker has ended too, the user must first start it again within this
+    time. If a job has started the workers, the run does not wait, because the new controller process starts the job
+    again. 0: the death of a process on a host ends the run."""
 
     def names(self) -> list[str]:
         """The names of the hosts in the order of `addresses`.
@@ -47,7 +48,7 @@ class HostsConfig:
         return list(job.names) if job else [str(address) for address in hosts.parse(self._split())]
 
     def started_by(self) -> Job | None:
-        """The job that starts the workers. None if they are running already, or if the run uses only this machine.
+        """The job that starts the workers. None if the user starts the workers, or if the run uses only this machine.
 
         Raises ValueError if `addresses` is wrong.
         """
@@ -64,17 +65,16 @@ class HostsConfig:
     def of_generators(self) -> range:
         """Indices of the hosts of the generators.
 
-        Replica i of the generator uses host i of this range. After the last host the range begins again.
+        Replica i of the generator uses host i of this range. If there are more replicas than hosts, the range repeats.
         """
         count = len(self.names())
         return range(min(len(self.of_trainer()), count - 1), count)
 
     def validate(self, num_ranks: int) -> None:
-        """Raises ValueError if the addresses, the options of the job or the certificates are wrong. The error names the
-        field.
+        """Raises ValueError naming the field if a field is wrong.
 
-        num_ranks: number of the trainer's ranks. Raises ValueError if they cannot be spread evenly over the trainer's
-        hosts.
+        num_ranks: number of the trainer's ranks. Also raises ValueError if these ranks cannot be spread evenly over the
+        trainer's hosts.
         """
         try:
             count = len(self.names())
@@ -85,7 +85,7 @@ class HostsConfig:
         job = self.started_by()
         if job is None and self.job != JobConfig():
             raise ValueError(
-                f"hosts.addresses={self.addresses!r} starts no job, so hosts.job must keep its default values; only jobs of ssh://, "
+                f"hosts.addresses={self.addresses!r} starts no job, so hosts.job must keep its default values; only the jobs ssh://, "
                 "slurm:// and kubernetes:// have options"
             )
         if not count:
@@ -105,8 +105,8 @@ class HostsConfig:
             tls.require_files(self.certificates)
         if self.addresses.startswith("tls://") != bool(self.certificates):
             raise ValueError(
-                f"hosts.certificates={self.certificates!r} with hosts.addresses={self.addresses!r}; addresses tls:// need certificates, and "
-                "other addresses take none"
+                f"hosts.certificates={self.certificates!r} with hosts.addresses={self.addresses!r}; tls:// addresses need certificates, and "
+                "other addresses must have none"
             )
 
     def connect(self, logs: Path | None = None) -> "Placement":
@@ -140,12 +140,12 @@ class HostsConfig:
         return missing
 
     def place_of_rank(self, rank: int, num_ranks: int) -> str:
-        """The name of the host of a rank of the trainer, the value model or the reference. Empty if the run uses only this machine."""
+        """The name of the host that runs this rank of the trainer, value model or reference. Empty if the run uses only this machine."""
         names = self.names()
         return names[rank // (num_ranks // len(self.of_trainer()))] if names else ""
 
     def place_of_generator(self, replica: int) -> str:
-        """The name of the host of the generator's replica with this index. Empty if the run uses only this machine."""
+        """The name of the host that runs this replica of the generator. Empty if the run uses only this machine."""
         names, own = self.names(), self.of_generators()
         return names[own[replica % len(own)]] if names else ""
 

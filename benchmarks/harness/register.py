@@ -23,16 +23,16 @@ class TableRow:
     A line of results belongs to the row if its name is `line` and it has the values that `fields` and `compared_fields` give.
     """
 
-    what: str  # the table's text about what the row measures
+    what: str  # text of the column "what": what the row measures
     num_gpus: int  # GPUs that the program needs; 0 stands for a machine without GPUs
     command: tuple[str, ...] = ()  # arguments of `python -m benchmarks`; the first also names the file of results
-    # One more argument. One process measures all rows with the same command, and gets the `argument` of each of these rows.
+    # One more argument, after those of `command`. One process measures all rows that have the same command, and gets all their arguments.
     argument: str = ""
     line: str = ""  # the line's name; "" if the fields identify the line
     fields: dict[str, Any] = field(default_factory=dict)
     # Like `fields`, but these fields describe the program that rl-actors is compared with.
     compared_fields: dict[str, Any] = field(default_factory=dict)
-    measured: Callable[[Line], str]  # makes the table's text about a line that harness.table.newest returned
+    measured: Callable[[Line], str]  # makes the text of the column "measured" from a line of harness.table.newest
     at_least: dict[str, float] = field(default_factory=dict)  # field of the line -> lowest value that meets the target
     at_most: dict[str, float] = field(default_factory=dict)  # field of the line -> highest value that meets the target
     # Only if this row is a quotient: the names of two other rows. rl-actors' tokens/s in the first row are divided by its tokens/s in the
@@ -65,7 +65,7 @@ READABLE = {
     "difference_mean": "mean difference",
     "first_line": "seconds to the first line",
 }
-"""Field -> its name in the table. A field is listed here if it is hard to read even with spaces instead of "_"."""
+"""Field -> its name in the table. A field is listed here if its own name would be hard to read even with spaces instead of "_"."""
 
 
 def plain(name: str) -> str:
@@ -77,9 +77,9 @@ def plain(name: str) -> str:
 
 
 def _against(line: Line) -> str:
-    """The tokens/s of rl-actors and of the program that it is compared with: "98,287 against 98,032 tokens/s".
+    """The tokens/s of the two sides that the row compares: "98,287 against 98,032 tokens/s".
 
-    The first figure is the field tokens_per_second. The field of the second figure has one more word before this name, such as
+    The field tokens_per_second has the speed of the first side. The field for the second side has a longer name, such as
     engine_tokens_per_second.
     """
     (other,) = (value for name, value in line.items() if name.endswith("_tokens_per_second"))
@@ -267,8 +267,8 @@ def _shape(row: Row) -> str:
 
 
 def _trainer_row(name: str) -> TableRow:
-    """A comparison of our trainer with a trainer made of torchtitan's pieces. Only lines in which both use the same attention kernel
-    belong to the row.
+    """A comparison of our trainer with a trainer made of torchtitan's pieces. A line belongs to the row only if both trainers used the row's
+    attention kernel.
     """
     row, speed = ROWS[name], SPEEDS.get(name.removesuffix("-kept"))
     fields = asdict(row)
@@ -353,7 +353,7 @@ def _ppo_row(config: str, model: str, num_gpus: int, *arguments: str) -> TableRo
 
 def _bytes_row(size: str) -> TableRow:
     return TableRow(
-        what=f"weights of {size} GB that one process writes to shared memory and another one reads, compared with a plain copy of the same number of bytes",
+        what=f"speed of sending {size} GB of weights to another process through shared memory, compared with a plain copy of the same number of bytes",
         num_gpus=0,
         command=("weight_sync", "--sizes"),
         argument=size,
@@ -399,7 +399,7 @@ def _offload_row(model: str) -> TableRow:
 
 def _packing_row(num_gpus: int, *arguments: str) -> TableRow:
     return TableRow(
-        what="training on samples that are packed into rows, compared with training on samples that are each padded to 4,096 tokens",
+        what="forward_backward of samples that are packed into rows, compared with samples that are each padded to 4,096 tokens",
         num_gpus=num_gpus,
         command=("packing", *arguments),
         line="packed",
@@ -586,14 +586,14 @@ TABLE = {
         at_least={"within": True},
     ),
     "float8-curve": TableRow(
-        what="loss after 100 steps in float8 compared with bfloat16, and the largest difference on the way",
+        what="loss of the 100th step in float8 compared with bfloat16, and the largest difference in the 100 steps",
         num_gpus=1,
         command=("float8",),
         line="float8 against bfloat16",
         measured=_float8,
     ),
     "trainer-twice": TableRow(
-        what="the metrics of two trainers with deterministic kernels in five steps on the same rollouts",
+        what="metrics, logprobs and entropies of two trainers with deterministic kernels, in five steps on the same rollouts",
         num_gpus=1,
         command=("determinism",),
         line="trainer deterministic",

@@ -1,13 +1,14 @@
-"""The JSON bodies of requests, as version 0.38 of the Tinker SDK sends them.
+"""The JSON bodies of requests to the Tinker server, as version 0.38 of the Tinker SDK sends them.
 
-A request with any other field is refused, and the error names the field.
+Each class lists the fields of a body, or of an object inside a body. The server refuses a request with any other field, and the error names
+this field.
 """
 
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MAX_TTL = 10 * 365 * 24 * 3600
+MAX_TTL = 10 * 365 * 24 * 3600  # ten years, in seconds
 MAX_INT64 = (1 << 63) - 1
 
 

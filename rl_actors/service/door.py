@@ -2,9 +2,9 @@
 
 Another program connects to the port in order to use the actors (to attach), or to ask for the state, the logs or the end of the service.
 Both sides send lines of JSON. Calls to actors do not go through this port.
-A program that attaches must have the same versions of Python and of some packages as the service (see wire.py). It then gets the reference to
-the coordinator, the actor that takes the program's calls. The connection ends when the program closes or drops its client (for example a
-TrainerClient), or when the program or the service ends. Each side then knows that the other side is gone.
+A program that attaches must have the same versions of Python and of some packages as the service (see wire.py). The service answers with the
+reference to the coordinator, which is the actor that takes the program's calls. The connection stays open until the program closes or drops its
+client (for example a TrainerClient), or until the program or the service ends. Each side then knows that the other side is gone.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class Door:
         self._open: set[asyncio.StreamWriter] = set()
 
     async def open(self, address: Address, tls: ssl.SSLContext | None = None) -> Address:
-        """Listen, and return the address with the port. Raises OSError naming the address if the port cannot be opened."""
+        """Listen, and return the address with the port that was opened. Raises OSError naming the address if the port cannot be opened."""
         try:
             self._server = await asyncio.start_server(
                 self._serve, address.host, address.port, ssl=tls, limit=MAX_LINE_BYTES
@@ -55,7 +55,7 @@ class Door:
         return Address(address.host, port, address.tls)
 
     async def close(self, reason: str) -> None:
-        """Tell every client the reason, and end the connections."""
+        """Stop listening, tell every connected program the reason, and end the connections."""
         if self._server is None:
             return
         self._server.close()
@@ -71,7 +71,7 @@ class Door:
             greeting = decode(await asyncio.wait_for(reader.readline(), GREETING_TIMEOUT))
             await self._answer(greeting, reader, writer)
         except (OSError, ValueError, TimeoutError) as error:
-            logger.info("a connection from %s was refused: %r", writer.get_extra_info("peername"), error)
+            logger.info("the connection from %s ended with an error: %r", writer.get_extra_info("peername"), error)
         finally:
             self._open.discard(writer)
             writer.close()
@@ -128,10 +128,10 @@ async def _send(writer: asyncio.StreamWriter, message: Message) -> None:
 
 
 def tails(folder: Path, num_lines: int) -> dict[str, list[str]]:
-    """The last lines of every log in a folder, by the name of its file.
+    """The last lines of every log in a folder. The keys are the names of the files.
 
-    Reads only the end of a file, 200 bytes for each wanted line. If the lines are longer, it returns fewer lines, and the first of them may
-    be cut off.
+    Reads only the end of a file, 200 bytes for each wanted line. If the lines are longer, the result has fewer lines, and the first of them
+    may lack its beginning.
     """
     last = {}
     for path in sorted(folder.glob("*.log")):

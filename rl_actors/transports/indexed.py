@@ -1,8 +1,8 @@
 """Base class of the transports that store only an index of the versions of the weights.
 
-The index has a manifest for each version, and no tensors. A manifest lists the tensors of a version and says where they
-are. A slot is a trainer rank's memory for its shards of one version (slots.py). Readers read the tensors directly from
-the slots.
+The index has a manifest for each version, and no tensors. A manifest lists the tensors of a version and says in which
+slots they are. A slot is a trainer rank's memory for its shards of one version (slots.py). Readers, such as generators,
+read the tensors directly from the slots.
 """
 
 import logging
@@ -36,10 +36,11 @@ class IndexedTransport(Transport):
 
     def __init__(self, weights: WeightsConfig | None = None) -> None:
         self.weights = WeightsConfig() if weights is None else weights
-        # A reader signs its requests with the secret. The signature proves to a rank's server that the reader has this
-        # transport object.
+        # A reader signs its requests with the secret. The signature proves to a rank's server that the reader got the
+        # secret from this transport.
         self.secret = secrets.token_bytes(32)
-        # The snapshots and the servers of the ranks that run in this process. Key: rank.
+        # The snapshots and the servers of the ranks that run in this process. Key: rank. A snapshot has the rank's slots.
+        # A server sends these slots to readers that do not open them directly.
         self._snapshots: dict[int, Snapshot] = {}
         self._servers: dict[int, SlotServer] = {}
 
@@ -78,11 +79,11 @@ class IndexedTransport(Transport):
         return place
 
     def _needs_server(self, slot: Slot) -> bool:
-        """True if a reader may need a server.
+        """True if a reader may need a server that sends the slot.
 
-        With the path tcp or point_to_point every reader needs a server. Readers on other hosts need a server, too. They
-        are possible only if weights.address is set. With the path auto, a reader that cannot open the GPU memory of the
-        slot needs a server.
+        There are three such cases. With the path tcp or point_to_point, every reader needs the server. If
+        weights.address is set, readers on other hosts are possible, and they need the server. With the path auto, a
+        reader needs the server if it cannot open a slot that is in GPU memory.
         """
         return (
             self.weights.path in ("tcp", "point_to_point")
@@ -111,4 +112,4 @@ class IndexedTransport(Transport):
 
     @abstractmethod
     async def delete_object(self, key: str) -> None:
-        """Remove a value that put_object has stored."""
+        """Remove the value that put_object has stored under this key."""

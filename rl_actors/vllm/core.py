@@ -1,7 +1,8 @@
-"""Runs vLLM's engine core on the thread of the engine, or in a process of its own. This module handles neither requests nor weights.
+"""Runs vLLM's engine core on the thread that calls the engine, or in a process of its own. The core is the part of vLLM that schedules
+requests and runs the model. This module handles neither requests nor weights.
 
-A core in its own process schedules and computes while the actor's process handles the outputs. On a GPU this is faster; see docs/loop.md.
-On a CPU it is not faster, because the two processes share the processors, and the start takes 10 s longer.
+A core in its own process schedules and computes while the generator actor's process handles the outputs. On a GPU this is faster; see docs/loop.md.
+On a CPU this is not faster, because the two processes share the processors. The start also takes 10 s longer.
 """
 
 import atexit
@@ -32,9 +33,10 @@ if TYPE_CHECKING:
 
 NEWS_TIMEOUT = 1.0
 """Largest number of seconds that `has_died` waits for the thread of `watch` to notice the end of the core. A call to the core may fail before
-the thread notices."""
+the thread notices the end."""
 DEATH_TIMEOUT = 10.0
-"""Seconds to wait for the end of a core that has reported a failure. After the end, the error can name the core's exit code."""
+"""Largest number of seconds to wait for the core's end after a call to the core has failed. The exit code, which the error names, is known only
+after this end."""
 
 KILLED_AT_START = r"Failed core proc\(s\): \{(\}|'EngineCore\w*': -\d+)"
 """Pattern of vLLM's error for a core that was killed before it was ready. If vLLM does not know the exit code yet, nothing is
@@ -45,12 +47,13 @@ PARENT_VARIABLE = "RL_ACTORS_CORE_PARENT"
 that the core starts, directly or through another process. If the variable is not set when CHILD begins, CHILD is in the core's process."""
 
 # A program that runs first in the core's process and in each process that the core starts.
-# - If a parent is killed with kill -9 while vLLM's core or its workers start, they do not notice. So the program makes the kernel end the
+# - vLLM's core and its workers do not notice if their parent is killed with kill -9 while they start. So the program makes the kernel end the
 #   process when its parent ends.
 # - Ctrl-C in a terminal would end the core in the middle of a step. So the program begins a session, to which the terminal sends no Ctrl-C.
-# - In the core's process it removes variables that describe torch's process group of the actor, because vLLM makes another group.
-# - A new process does not inherit the executable that its parent has set with multiprocessing.set_executable. So the program puts this call
-#   before the code that the process is to run. The code is the argument after "-c".
+# - Environment variables such as RANK describe the actor's process group of torch.distributed. vLLM makes a group of its own, so the program
+#   removes these variables in the core's process.
+# - A new process does not inherit the executable that its parent has set with multiprocessing.set_executable. So the program puts a call of
+#   set_executable before the code that the process is to run. The code is the argument after "-c".
 CHILD = """
 import ctypes, os, signal, sys
 os.setsid()
@@ -74,21 +77,21 @@ class EngineDiedError(RuntimeError):
 
 
 class Core(Protocol):
-    """Protocol of InProcess and OwnProcess."""
+    """Protocol of InProcess and OwnProcess, which are the two ways to run vLLM's engine core."""
 
     recovers: bool  # True if the core can run the next step after an error in a step
 
     def options(self, config: GeneratorConfig) -> dict[str, object]:
-        """vLLM's arguments for the core."""
+        """Arguments of vLLM's engine that this way of running the core needs."""
 
     def starting(self) -> AbstractContextManager[None]:
-        """Context manager for the start of an engine."""
+        """Context manager. The engine must be started inside it."""
 
     def watch(self, engine: "LLMEngine", on_death: Callable[[BaseException], None]) -> None:
-        """When a process of the core has ended, call `on_death` on another thread, with an error that names the process."""
+        """Start a thread that waits until a process of the core ends. The thread then calls `on_death` with an error that names the process."""
 
     def death(self, error: BaseException) -> BaseException:
-        """The error to raise when a call to the core has failed with `error`. If the core has ended, the new error says how."""
+        """The error to raise after a call to the core has failed with `error`. If the core has ended, the returned error says how it ended."""
 
     def has_died(self) -> bool:
         """True if the core has ended. Call it after an error of the core."""
@@ -98,8 +101,8 @@ class Core(Protocol):
 
 
 def core_of(config: GeneratorConfig) -> Core:
-    """The core that config.own_process selects. If own_process is None, the core has its own process on a GPU or for several ranks, and
-    otherwise runs on the engine's thread.
+    """The core that config.own_process selects. If own_process is None, the core has its own process on a GPU or with tensor parallelism.
+    Otherwise the core runs on the engine's thread.
     """
     own = config.own_process
     if own is None:
@@ -108,7 +111,7 @@ def core_of(config: GeneratorConfig) -> Core:
 
 
 class InProcess:
-    """The core computes in `step` of the engine, on the thread that calls `step`."""
+    """The core computes inside the method `step` of the engine, on the thread that calls `step`."""
 
     recovers = True
 
@@ -134,7 +137,7 @@ class InProcess:
 
 
 class OwnProcess:
-    """The core computes in a child process, which vLLM starts. For an engine of several ranks, the child starts further processes."""
+    """The core computes in a child process, which vLLM starts. With tensor parallelism the child starts a further process for each rank."""
 
     recovers = False
 
@@ -158,8 +161,8 @@ class OwnProcess:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         # "spawn", because a fork would copy locks that threads of this process hold.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-        # multiprocessing's resource tracker must outlive the core. If it did not run already, the core would start it and it would end with
-        # the core.
+        # multiprocessing's resource tracker must outlive the core. If the tracker did not run already, the core would start it, and the tracker
+        # would end with the core.
         resource_tracker.ensure_running()
         python = os.fsdecode(spawn.get_executable() or sys.executable)
         with tempfile.TemporaryDirectory(prefix="rl_actors_core_") as directory:
@@ -178,12 +181,13 @@ class OwnProcess:
 
     def watch(self, engine: "LLMEngine", on_death: Callable[[BaseException], None]) -> None:
         [core] = engine.engine_core.resources.engine_manager.processes
-        # Handles of the ranks' processes. A handle always refers to the same process. The system may give a pid to another process later.
+        # Handles of the ranks' processes. Unlike a pid, which the system may later give to another process, a handle stays with its process.
+        # remove_shared_names returns the pid of each rank's process.
         ranks: dict[int, str] = {}
         for rank, pid in enumerate(engine.collective_rpc("remove_shared_names")):
             if pid != core.pid:
                 ranks[os.pidfd_open(pid)] = f"vLLM's worker of rank {rank} (pid {pid})"
-        # At the end of this process vLLM would wait until the core ends. So the core is killed before.
+        # At the end of this process vLLM would wait until the core ends. So this process kills the core first.
         atexit.register(core.kill)
 
         def wait() -> None:
@@ -192,7 +196,7 @@ class OwnProcess:
             core.kill()
             for handle in ranks:
                 with contextlib.suppress(ProcessLookupError):
-                    # The rank may wait in a collective for a rank that has ended. It would wait for ever.
+                    # The rank may wait in a collective for a rank that has ended. Without this signal it would wait for ever.
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
             how = f"{names[0]} ended" if names and core.sentinel not in ended else describe(core)
             self._death = RuntimeError(how)
@@ -244,7 +248,7 @@ def a_child_is_stopped() -> bool:
 
 
 def describe(process: BaseProcess) -> str:
-    """How a process ended: "vLLM's engine core (pid 123) was killed by signal 9"."""
+    """A text that says how the core's process ended: "vLLM's engine core (pid 123) was killed by signal 9"."""
     # A thread of vLLM also waits for the process. If that thread gets the exit code first, `exitcode` is set only a moment after the end.
     deadline = time.monotonic() + DEATH_TIMEOUT
     while process.exitcode is None and time.monotonic() < deadline:

@@ -45,7 +45,7 @@ def test_the_first_hosts_have_the_trainer_and_the_others_the_generators(addresse
         ({"addresses": THREE, "trainer": 4}, "hosts.trainer=4, but hosts.addresses names 3 hosts"),
         ({"addresses": THREE, "trainer": 3}, "4 ranks cannot be spread evenly over 3 hosts; set hosts.trainer"),
         ({"trainer": 1}, "need hosts.addresses"),
-        ({"addresses": "tls://a:1"}, "addresses tls:// need certificates"),
+        ({"addresses": "tls://a:1"}, "tls:// addresses need certificates"),
         ({"addresses": "tcp://a:1", "certificates": "/none"}, "/none/authority.pem does not exist"),
     ],
 )

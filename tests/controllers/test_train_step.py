@@ -1,4 +1,4 @@
-"""How a training step divides its batch among optimizer steps, and the penalty on long completions."""
+"""Tests of a training step, which divides its batch among optimizer steps, and of the penalty on long completions."""
 
 import asyncio
 from dataclasses import replace
@@ -59,7 +59,7 @@ async def train_on(run: Run, names: str):
         (9, 1, ["a", "b", "c", "d", "e"]),  # never more steps than samples
     ],
 )
-def test_every_epoch_divides_the_samples_into_at_most_updates_per_step_parts(updates, epochs, expected):
+def test_an_epoch_takes_at_most_updates_per_step_optimizer_steps(updates, epochs, expected):
     trainer = RecordingTrainer()
     run = run_with(trainer, updates_per_step=updates, epochs_per_step=epochs)
     made = asyncio.run(train_on(run, "abcde"))
@@ -72,7 +72,7 @@ def test_every_epoch_divides_the_samples_into_at_most_updates_per_step_parts(upd
     ("aggregation", "expected"),
     [("token_mean", 1 + 2 + 3), ("sequence_mean", 3), ("sequence_sum", 3), ("constant", 3 * 50)],
 )
-def test_the_aggregation_says_by_what_the_summed_gradient_is_divided(aggregation, expected):
+def test_the_aggregation_decides_the_divisor_of_the_summed_gradient(aggregation, expected):
     trainer = RecordingTrainer()
     run = run_with(trainer, updates_per_step=1, epochs_per_step=1, aggregation=aggregation, max_tokens=50)
     asyncio.run(train_on(run, "abc"))
@@ -80,7 +80,7 @@ def test_the_aggregation_says_by_what_the_summed_gradient_is_divided(aggregation
     assert run.config.make_loss().sequence_mean == (aggregation == "sequence_mean")
 
 
-def test_the_penalty_on_long_completions_grows_over_the_last_tokens():
+def test_the_penalty_on_long_completions_grows_over_the_last_tokens_before_the_limit():
     config = RolloutConfig(overlong_buffer=4, overlong_penalty=2.0)
     assert [config.overlong(length, 20) for length in (1, 16, 17, 19, 20)] == [0.0, 0.0, 0.5, 1.5, 2.0]
 

@@ -1,5 +1,5 @@
-"""A generator that sleeps. It falls asleep after its running requests, and refuses calls until it wakes. After a sleep of level 1 the awake
-generator has its weights. After a sleep of level 2 it needs a pull.
+"""A generator that sleeps, so that its device memory is free for others. The generator falls asleep when its running requests have ended, and
+refuses requests and pulls until it is woken. After a sleep of level 1 the generator has its weights again. After a sleep of level 2 it needs a pull.
 
 On a CPU vLLM has no sleep mode, so these tests release no memory. tests/gpu/test_gpu_sleep.py checks the released memory.
 """
@@ -39,7 +39,7 @@ def test_a_generator_falls_asleep_after_its_requests_and_wakes_with_its_weights(
     assert worst(generator.compute_logprobs(SEQUENCES).result(), forward_logprobs(trainer, SEQUENCES)) < 1e-4
 
 
-def test_after_the_deeper_sleep_a_pull_of_the_same_version_brings_the_weights(generator, trainer, synced):
+def test_after_a_sleep_of_level_2_a_pull_of_the_same_version_brings_the_weights_back(generator, trainer, synced):
     generator.sleep(level=2).result()
     with pytest.raises(RuntimeError, match="pull_model_state_dict is not possible while the generator sleeps"):
         generator.pull_model_state_dict(synced).result()
