@@ -9,13 +9,13 @@ endif
 help: ## show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
 
-setup: ## make .venv from the lock of this machine's device (does nothing when .venv is finished)
+setup: ## make .venv from the pinned packages for this machine's device (does nothing if .venv is finished)
 	@scripts/setup.sh
 
 doctor: ## print versions, devices and problems, each problem with the command that fixes it
 	@python3 scripts/doctor.py
 
-check: setup ## lint, formatting, types, direction of imports
+check: setup ## lint, formatting, types, and which modules may import which
 	.venv/bin/ruff check . && .venv/bin/ruff format --check .
 	.venv/bin/mypy
 	$(PYTHON_IN_VENV) -m pytest -q tests/test_imports.py
@@ -27,7 +27,7 @@ test: setup ## the quick tests, which take minutes
 test-all: setup ## every test that needs no GPU
 	$(PYTHON_IN_VENV) -m pytest -m "not gpu" $(ARGS)
 
-grpo: setup ## the main job: GRPO on a tiny model
+grpo: setup ## GRPO of a tiny model on two-digit addition
 	$(PYTHON_IN_VENV) -m controllers.grpo --config tiny $(ARGS)
 
 ppo: setup ## PPO with a value model, on the task of `make grpo`
@@ -36,10 +36,10 @@ ppo: setup ## PPO with a value model, on the task of `make grpo`
 sft: setup ## supervised training of the tiny model
 	$(PYTHON_IN_VENV) -m controllers.sft --config tiny $(ARGS)
 
-service: setup ## a service that owns trainer and generator; ADDRESS=tcp://127.0.0.1:4400, ARGS="--config tiny"
+service: setup ## a service that owns trainer and generator; defaults: ADDRESS=tcp://127.0.0.1:4400, ARGS="--config tiny"
 	$(PYTHON_IN_VENV) -m controllers.serve_actors --address $(or $(ADDRESS),tcp://127.0.0.1:4400) $(ARGS)
 
-worker: setup ## a worker at ADDRESS=tcp://10.0.0.5:4444, which starts the processes of a run on this machine
+worker: setup ## a worker at ADDRESS=tcp://10.0.0.5:4444; a run elsewhere starts processes on this machine through this worker
 	$(PYTHON_IN_VENV) -m rl_actors.processes.worker $(ADDRESS) $(ARGS)
 
 certificates: setup ## certificates for TLS in the folder certificates/; HOSTS="gpu-1 10.0.0.5" names further machines
@@ -51,12 +51,12 @@ serve: setup ## a Tinker server of a tiny model at 127.0.0.1:8000, for programs 
 cookbook: setup ## make .venv-cookbook, with the SDK `tinker` and its cookbook
 	@scripts/cookbook.sh
 
-test-cookbook: cookbook ## tests of the Tinker server with the SDK and the cookbook's recipes, which take half an hour
+test-cookbook: cookbook ## tests of the Tinker server with the SDK and the cookbook's recipes (half an hour)
 	.venv-cookbook/bin/python -m pytest tests/serve tests/cookbook $(ARGS)
 
 bench: setup ## list the benchmarks; ROW=name runs one, ROW=missing runs all that have no result from this kind of device
 	$(PYTHON_IN_VENV) -m benchmarks $(ROW) $(ARGS)
 
-clean: ## remove .venv and caches; runs/ stays
+clean: ## remove .venv, .venv-cookbook and caches; runs/ stays
 	rm -rf .venv .venv-cookbook .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

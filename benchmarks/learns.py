@@ -1,7 +1,7 @@
 """Measures the held-out accuracy and the time of a whole run: supervised steps, then GRPO.
 
-The run is the command that a user would give: `python -m controllers.grpo`. The process of this command is called the
-controller. The accuracy and the time have targets.
+This program starts the run as a user would, with `python -m controllers.grpo`. The process of this command is called
+the controller. If the accuracy or the time misses its target, the exit status is 1.
 
 The config is `small` on a GPU and `tiny` on a CPU. Unknown flags are passed on to the controller, for example
 `--steps 20` for a short trial. At the end of the run this program records the result and copies the plot of the reward
@@ -31,7 +31,7 @@ from rl_actors import memory_estimate
 ACCURACY, SECONDS = 0.95, 480.0
 """Targets: the held-out accuracy after the last step, and the seconds from the start of the command to its end."""
 END_TIMEOUT = 60.0
-"""Seconds that the controller may take to close after it got SIGTERM or Ctrl-C. After this time it is killed."""
+"""Seconds that the controller may take to close after Ctrl-C or the time limit. After this time it is killed."""
 
 
 def run(arguments: list[str], limit: float) -> tuple[float, int]:
@@ -61,7 +61,7 @@ def run(arguments: list[str], limit: float) -> tuple[float, int]:
 def figures(folder: RunFolder, seconds: float | None) -> dict[str, Any]:
     """Figures of a run, computed from its records.
 
-    seconds: time of the whole command. If it is None, the time of all steps replaces it.
+    seconds: time of the whole command. None: the sum of the step times is used instead.
     """
     config = config_file.from_json(GRPOConfig, folder.config.read_text())
     records = read_jsonl(folder.metrics)
@@ -113,13 +113,15 @@ def main() -> None:
     parser.add_argument("--config", default=default, help="a config of controllers.grpo")
     parser.add_argument("--output-dir", type=Path, help="folder of the run; default: runs/learns-<time>")
     parser.add_argument("--limit", type=float, default=540.0, help="stop the run after this many seconds")
-    parser.add_argument("--read", type=Path, metavar="FOLDER", help="run nothing and read the records of this run")
+    parser.add_argument(
+        "--read", type=Path, metavar="FOLDER", help="start no run; record the result of the run in this folder"
+    )
     options, flags = parser.parse_known_args()
     folder = RunFolder(options.read or options.output_dir or f"runs/learns-{datetime.now():%Y%m%d-%H%M%S}")
     if options.read:
         name, seconds = folder.path.name, None
     elif folder.holds_run:
-        sys.exit(f"{folder.path} holds a run; --read {folder.path} reads its records")
+        sys.exit(f"{folder.path} already holds a run; --read {folder.path} records its result")
     else:
         name = options.config + ", changed" * bool(flags)
         seconds, _ = run(["--config", options.config, "--output-dir", str(folder.path), *flags], options.limit)

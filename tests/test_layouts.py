@@ -1,4 +1,4 @@
-"""Layouts that are refused, and the numbers and suggestions in the error messages. No test here starts a process."""
+"""Parallel layouts that are refused, and the numbers and suggestions in the error texts. No test here starts a process."""
 
 import pytest
 
@@ -10,7 +10,7 @@ SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidd
 
 @pytest.fixture(autouse=True)
 def any_base(monkeypatch):
-    """Configs of adapters need a directory of weights. Any path will do here, because nothing reads it."""
+    """Remove the check that reads the directory of weights, so that a config with adapters can have any path."""
     monkeypatch.setattr(ModelConfig, "require_same", lambda _, path: None)
 
 
@@ -61,7 +61,7 @@ def test_the_error_about_a_too_large_tensor_parallel_degree_suggests_the_nearest
     ],
     ids=str,
 )
-def test_a_refusal_names_the_numbers(made, message):
+def test_the_error_about_a_refused_layout_names_the_fields_and_their_values(made, message):
     with pytest.raises(ValueError, match=message):
         made.validate()
 

@@ -1,6 +1,6 @@
 """Promises of the server. The server accepts a request at once, and the client fetches the answer later by a long poll.
 
-This module uses neither HTTP nor actors. A request that is sent again under the same key gets the promise of the first
+This module uses neither HTTP nor actors. A request that is sent again with its key gets the promise of the first
 request, so the work is done once.
 """
 
@@ -20,8 +20,8 @@ Json = dict[str, object]
 class UserError(Exception):
     """A fault of the request. The client gets the text of this error.
 
-    If the work of a promise raises the error, the text is in an Answer of the category `user`. If a request without a
-    promise raises the error, the text is in an HTTP reply with an error status.
+    If the work of a promise raises the error, the text is in an Answer of the category `user`. If the error is raised
+    outside such work, the text is in an HTTP reply with an error status.
     """
 
 
@@ -40,6 +40,7 @@ class Answer:
 
     @property
     def num_bytes(self) -> int:
+        """Size of the protobuf message. 0 for an answer without such a message."""
         return len(self.proto or b"")
 
 
@@ -52,7 +53,7 @@ class Promise:
     what: str  # name of the call, for logs
     owner: str
     extra: Json  # further fields of the reply to the request
-    begun: float
+    begun: float  # a time of Futures.now, as are answered and fetched
     answered: float | None = None
     fetched: float | None = None
     answer: Answer | None = None
@@ -75,10 +76,9 @@ class Futures:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """keep_fetched: seconds for which an answer is kept after it was fetched.
-        keep_keys: seconds for which the server, after the answer, still recognises a repeated request by its key.
-        keep_unfetched: seconds for which an answer is kept if it is not fetched. If keep_keys is longer than
-        keep_unfetched, the answer is kept for keep_keys seconds instead.
-        max_answers: largest number of promises. Above it the oldest answered promises are forgotten.
+        keep_keys: seconds after the answer for which the server still recognises a repeated request by its key.
+        keep_unfetched: seconds for which an unfetched answer is kept. If keep_keys is larger, it is used instead.
+        max_answers: largest number of promises. If there are more, the oldest answered promises are forgotten.
         """
         self.keep_fetched, self.keep_unfetched, self.keep_keys = keep_fetched, keep_unfetched, keep_keys
         self.max_answers, self.now = max_answers, now
@@ -99,7 +99,7 @@ class Futures:
     ) -> Promise:
         """Start the work. If this owner has sent a request with this key before, only return the promise of that request.
 
-        key: None if the request is never sent again.
+        With the key None the work always starts.
         """
         key = None if key is None else (owner, key)
         self._sweep()
@@ -124,7 +124,7 @@ class Futures:
         except (UserError, ValueError, TypeError) as error:
             promise.answer = Answer(error=_text(error), category="user")
         except asyncio.CancelledError:
-            promise.answer = Answer(error="the server stops", category="server")
+            promise.answer = Answer(error="the server is stopping, so the request was cancelled", category="server")
             raise
         except Exception as error:
             logger.exception("%s failed", promise.what)
@@ -154,19 +154,22 @@ class Futures:
         return [each for each in self.promises.values() if each.answered is None and each.owner == owner]
 
     def fetched(self, promise: Promise) -> None:
-        """Record that the answer was sent to the client. The answer is kept for a while, because the client may not
-        have received it.
+        """Record that the answer was sent to the client. The answer is kept for keep_fetched more seconds, because the
+        client may not have received it.
         """
         promise.fetched = self.now()
 
     async def close(self) -> None:
-        """Cancel the work that runs."""
+        """Cancel all running work, and wait until it has ended."""
         for task in list(self.tasks):
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
     def _sweep(self) -> None:
-        """Drop old answers, and later forget their promises. Runs at most once a second, unless there are too many promises."""
+        """Drop old answers, and later forget their promises.
+
+        Runs at most once a second, or at every call if there are more than max_answers promises.
+        """
         now = self.now()
         if now - self._swept < 1.0 and len(self.promises) <= self.max_answers:
             return
@@ -193,7 +196,7 @@ class Futures:
             del self.keys[promise.key]
 
 
-DROPPED = Answer(error="the answer was dropped, because it was fetched before", category="server")
+DROPPED = Answer(error="the answer was fetched before, and the server has dropped it", category="server")
 """The answer that replaces a dropped answer."""
 
 

@@ -1,7 +1,10 @@
-"""The work behind the HTTP routes: sessions, training runs, checkpoints and samplers of one base model. This module contains no HTTP.
+"""The work behind the HTTP routes of a Tinker server: sessions, training runs, checkpoints and samplers of one base model.
 
-Methods that return a Promise accept the request at once. They raise an error for a request of a wrong form, and for a session that does not
-exist. Every other error becomes the answer of the promise. A version is a directory of weights or of an adapter from which samplers sample.
+This module contains no HTTP. A client creates a session and sends heartbeats for it. A version is a directory of whole weights or of a LoRA
+adapter. A sampler samples from a version.
+
+A method that returns a Promise accepts the request at once. The method raises an error only if fields of the request are missing or exclude
+each other, if the request asks for too many samples, or if its session does not exist. Every other error becomes the answer of the promise.
 """
 
 import asyncio
@@ -33,13 +36,13 @@ logger = logging.getLogger(__name__)
 ABANDONED_SECONDS = 120.0
 """The client of a run counts as gone if for this many seconds the session has sent no heartbeat and the run has got no request."""
 SILENT_SECONDS = 24 * 3600.0
-"""If a session has sent no heartbeat for this many seconds, its unnamed weights are deleted."""
+"""If a session has sent no heartbeat for this many seconds, the weights that its runs saved for samplers without a name are deleted."""
 SWEEP_SECONDS = 60.0
-"""Seconds between two deletions of expired checkpoints."""
+"""Seconds between two calls of Server.sweep, which deletes expired checkpoints and unnamed weights of silent sessions."""
 
 
 class Server:
-    """The state of a server. start.py starts its actors."""
+    """A server's state and calls. start.py spawns the generator, and `trainers` spawns trainers when runs need them."""
 
     def __init__(
         self,
@@ -65,11 +68,11 @@ class Server:
     # start and end
 
     def begin(self) -> None:
-        """Start two periodic tasks. One deletes expired weights, and the other measures speeds. Needs a running event loop."""
+        """Start two periodic tasks: one calls `sweep`, and the other calls `measure`. Needs a running event loop."""
         self._repeating = [asyncio.create_task(self._sweep()), asyncio.create_task(self._measure())]
 
     async def close(self) -> None:
-        """Write the runs to disk and end the actors."""
+        """Cancel the running requests, write the runs to disk, and end the actors."""
         for task in self._repeating:
             task.cancel()
         await self.futures.close()
@@ -197,7 +200,7 @@ class Server:
     def _training_checkpoint(self, owner: str, path: str) -> Checkpoint:
         checkpoint = self.visible_checkpoint(owner, path)
         if checkpoint.kind != "training":
-            raise UserError(f"{path} is not a state of training; training continues from a path with /weights/")
+            raise UserError(f"{path} is not a training state; load a path with /weights/, which save_state returns")
         return checkpoint
 
     def info(self, owner: str, run_id: str) -> Json:
@@ -239,7 +242,7 @@ class Server:
             if result.skipped:
                 names = ", ".join(result.nonfinite_parameters)
                 raise UserError(
-                    f"the gradient is not finite (first in {names}); it was dropped, and no weight has changed"
+                    f"the gradient is not finite (parameters: {names}); it was dropped, and no weight has changed"
                 )
             self.num_optim_steps += 1
             curves = self._curves(body.model_id)
@@ -274,7 +277,7 @@ class Server:
             former = self.store.checkpoint(path)
             if former is not None and not body.overwrite:
                 raise UserError(f"{path} exists; give another name, or overwrite=True")
-            # The files of a checkpoint that is replaced stay until the new checkpoint is complete.
+            # If the checkpoint replaces an older one, the older one's files stay until the new files are complete.
             directory = self.folder / "runs" / run.id.replace(":", "_") / "weights" / name
             await self.trainers.save(run.id, directory)
             self._put(run, "training", name, directory, body.ttl_seconds, body.user_metadata)
@@ -286,7 +289,7 @@ class Server:
 
     def save_weights_for_sampler(self, owner: str, body: messages.SaveWeightsForSampler) -> Promise:
         if (body.path is None) == (body.sampling_session_seq_id is None):
-            raise ValueError("save_weights_for_sampler needs either path or sampling_session_seq_id")
+            raise ValueError("save_weights_for_sampler needs path or sampling_session_seq_id, but not both")
 
         async def work() -> Answer:
             run = self._run(owner, body.model_id)
@@ -325,7 +328,7 @@ class Server:
         return Answer(json={"type": "save_weights_for_sampler", "path": path})
 
     def save_weights_external(self, owner: str, body: messages.SaveWeightsExternal) -> Promise:
-        """Write a Hugging Face directory with merged adapters. Clients can download its files."""
+        """Write the weights as a Hugging Face directory, with adapters merged. Clients can download its files."""
 
         async def work() -> Answer:
             if body.age_encryption_recipients:
@@ -345,7 +348,7 @@ class Server:
         )
 
     async def _export(self, run: Run, *, is_ephemeral: bool) -> int:
-        """Write the weights of a run as a new version for samplers, and return its number.
+        """Write the weights of a run as a new version for samplers, and return the version's number.
 
         The version is an adapter if the generator can apply the run's adapter to the base model. Otherwise it is whole weights.
         """
@@ -370,9 +373,9 @@ class Server:
             link.symlink_to(directory.absolute())
 
     def _drop_old_versions(self, run: Run) -> None:
-        """Drop the weights of the run's old unnamed samplers.
+        """Drop the run's versions without a name, except the newest `samplers_kept`.
 
-        The newest save of the kind "inflight" stays, however old it is, because all samplers of this kind use it.
+        The newest version that was saved with the kind "inflight" also stays, because all the run's samplers of this kind use it.
         """
         in_use = self.store.run(run.id)
         for version in self.store.ephemeral_versions(run.id)[: -self.config.samplers_kept]:
@@ -424,11 +427,11 @@ class Server:
         return checkpoint
 
     def copy_weights(self, owner: str, body: messages.CopyWeights) -> Json:
-        """Make a new run that has this checkpoint and cannot be trained. The new files are hard links to the files of the source."""
+        """Make a new run with a copy of a checkpoint. This run cannot be trained. The copy's files are hard links to the source's files."""
         source = self.visible_checkpoint(owner, body.source_path)
         former = self.store.run(source.run_id)
         if source.kind == "external" or former is None:
-            raise UserError(f"{source.path} cannot be copied; only states of training and weights of samplers can")
+            raise UserError(f"{source.path} cannot be copied; only training states and weights for samplers can")
         session_id = body.session_id
         if session_id is None:
             fields = {"tags": ["copy"], "project_id": body.destination_project_id}
@@ -499,7 +502,7 @@ class Server:
         run = self.store.run(checkpoint.run_id)
         if checkpoint.version is None or run is None:
             raise UserError(
-                f"{body.model_path} holds no weights for a sampler; a sampler needs weights of save_weights_for_sampler"
+                f"{body.model_path} holds no weights for a sampler; give a path that save_weights_for_sampler returned"
             )
         return Sampler(
             id=sampler_id,
@@ -518,7 +521,7 @@ class Server:
         return sampler
 
     def sample(self, owner: str, body: messages.Sample) -> Promise:
-        """Raises ValueError for a request without a sampling session. SDK 0.38 always sends a sampling session."""
+        """Sample completions. Raises ValueError if the request names no sampling session. SDK 0.38 always names one."""
         if body.sampling_session_id is None or body.seq_id is None:
             raise ValueError("asample needs sampling_session_id and seq_id")
         sampler_id, seq_id = body.sampling_session_id, body.seq_id
@@ -539,7 +542,7 @@ class Server:
         )
 
     def _weights_of(self, sampler: Sampler) -> AbstractAsyncContextManager[Weights]:
-        """Context manager for the weights with which the sampler samples now. Raises UserError if they were dropped."""
+        """Context manager for the weights that the sampler uses now. Raises UserError if they were dropped."""
         version = sampler.version
         if sampler.kind == "inflight":
             run = self.store.run(sampler.run_id or "")
@@ -548,8 +551,10 @@ class Server:
         directory = self.store.directory_of(version)
         if directory is None:
             raise UserError(
-                f"the weights of sampler {sampler.id} were dropped: they were deleted, or they have no name and "
-                f"{self.config.samplers_kept} newer ones of the run were saved (samplers_kept)"
+                f"the weights of sampler {sampler.id} were dropped; weights with a name are dropped when they are "
+                "deleted or expire; weights without a name are dropped when the run has saved "
+                f"{self.config.samplers_kept} newer ones (samplers_kept), or when the session has sent no heartbeat "
+                f"for {SILENT_SECONDS / 3600:g} hours"
             )
         if adapters.is_adapter(Path(directory)):
             return self.generator.using_adapter(version, directory, base=self.base_version)
@@ -565,7 +570,7 @@ def is_abandoned(store: Store, run: Run) -> bool:
 
 
 def _key(run_id: str, seq_id: int | None) -> tuple[str, str, int] | None:
-    """The key by which a request to a run is recognised if it is sent again. None if the request has no seq_id."""
+    """The key by which a request to a run is recognised if it is sent again. None if the request has no seq_id or the seq_id 0."""
     return ("run", run_id, seq_id) if seq_id else None
 
 

@@ -12,7 +12,7 @@ MOST_ROWS = 50
 
 
 def numbers(server: Server) -> dict[str, float]:
-    """Gauges and counters by name."""
+    """Name -> value of every gauge and counter. generator_version is -1 while the generator holds no version."""
     return {
         "requests_waiting": server.futures.num_waiting,
         "promises": len(server.futures.promises),
@@ -46,8 +46,8 @@ def prometheus(server: Server, counts: Counts) -> str:
 def page_data(server: Server, owner: str) -> dict[str, Any]:
     """The data of the status page: the model, the queue, speeds, weights and training runs.
 
-    owner: the owner of an API key. The page lists only this owner's waiting requests, weights and runs, with one
-    exception: it lists the base model's weights for every owner.
+    owner: the owner of the request's API key. The page lists only this owner's waiting requests, weights and runs, with
+    one exception: it lists the base model's weights for every owner.
     """
     runs = []
     for run in server.store.runs(owner, MOST_ROWS, 0):
@@ -99,7 +99,7 @@ def _queue(server: Server, owner: str) -> list[dict[str, Any]]:
 
 
 def _versions(server: Server, owner: str) -> list[dict[str, Any]]:
-    """The weights of samplers, newest first."""
+    """The weights of samplers, newest first. is_held: True for the whole weights that the generator holds now."""
     found = []
     for row in server.store.versions(owner, MOST_ROWS):
         of = "the base model" if row["run_id"] is None else row["path"] or f"unnamed, of {row['run_id']}"

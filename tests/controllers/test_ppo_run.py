@@ -37,11 +37,12 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_run_trains_critic_and_policy_and_shows_both(folder):
+def test_a_run_trains_critic_and_policy_and_reports_both(folder):
     records = read_jsonl(folder / "metrics.jsonl")
     assert [record["phase"] for record in records] == ["start", "sft", "sft", *["ppo"] * 4]
-    warm_up, first, *_, last = records[3:]
+    warm_up, first, *_, last = records[3:]  # the warm-up step trains only the critic
     assert warm_up["grad_norm"] is None and warm_up["critic/grad_norm"] > 0
+    # 2 supervised steps and 6 updates: a PPO step has 2 epochs of 3 updates.
     assert warm_up["policy_version"] is None and first["policy_version"] == 2 + 6
     assert last["critic/explained_variance"] is not None and last["validation/accuracy"] is not None
     page = (folder / "report.html").read_text()
@@ -71,7 +72,7 @@ def test_a_run_with_stale_rollouts_and_the_reference_kl_in_the_reward_finishes(t
     assert len(records) == 4 and max(record["age/max"] for record in records) > 0
 
 
-def test_a_run_with_turns_has_the_numbers_of_a_run_without_turns(folder, tmp_path):
+def test_a_run_whose_trainer_and_generator_take_turns_in_memory_has_the_usual_metrics(folder, tmp_path):
     run("--config", "tiny_ppo", *FLAGS.split(), "--turns.enabled", "--output-dir", str(tmp_path / "run"))
     usual, turns = read_jsonl(folder / "metrics.jsonl"), read_jsonl(tmp_path / "run" / "metrics.jsonl")
     moves = ("offload/", "onload/", "sleep/", "wake/", "weights/")

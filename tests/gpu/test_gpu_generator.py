@@ -1,4 +1,4 @@
-"""A generator on a GPU: vLLM's engine core in a process of its own, pulls under CUDA graphs, replicas and ranks."""
+"""Tests of a generator on GPUs: vLLM's engine core in its own process, weight pulls, two ranks, two replicas."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ MODEL = ModelConfig(vocab_size=4096, hidden_size=512, intermediate_size=1024, nu
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11], list(range(40))]
 SAMPLED = SamplingParams(max_tokens=64, n=4, seed=7)
 BFLOAT16 = 0.15
-"""Largest difference of a logprob between the trainer and vLLM. Both compute in bfloat16, but they sum in different orders."""
+"""Largest allowed difference of a logprob between the trainer and vLLM. Both compute in bfloat16, but they sum in different orders."""
 
 
 def trainer_config() -> TrainerConfig:
@@ -51,7 +51,10 @@ def assert_logprobs_are_the_trainers(trainer: TrainerClient, groups) -> None:
 
 
 def assert_pulls_replace_the_weights(config: GeneratorConfig) -> None:
-    """Two steps, with a pull after each. The second pull comes while requests run."""
+    """Take two steps, with a pull after each, and check the completions' policy_versions and logprobs.
+
+    The second pull comes while requests run.
+    """
     with TrainerClient.spawn(trainer_config()) as trainer, trainer.spawn_generator(config) as generator:
         first = step(trainer)
         generator.pull_model_state_dict(trainer.push_model_state_dict().result()).result()
@@ -71,11 +74,11 @@ def assert_pulls_replace_the_weights(config: GeneratorConfig) -> None:
         assert_logprobs_are_the_trainers(trainer, after)
 
 
-def test_a_core_in_its_own_process_serves_what_was_pulled():
+def test_an_engine_core_in_its_own_process_samples_with_the_pulled_weights():
     assert_pulls_replace_the_weights(generator_config())
 
 
-def test_kill_9_of_the_core_is_an_error_that_names_the_core():
+def test_a_call_fails_with_an_error_that_names_the_killed_engine_core():
     from rl_actors import GeneratorClient
     from rl_actors.config import RestartPolicy
 
@@ -90,10 +93,10 @@ def test_kill_9_of_the_core_is_an_error_that_names_the_core():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_ranks_serve_what_was_pulled():
+def test_two_ranks_sample_with_the_pulled_weights():
     assert_pulls_replace_the_weights(generator_config(tensor_parallel=2))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_replicas_serve_what_was_pulled():
+def test_two_replicas_sample_with_the_pulled_weights():
     assert_pulls_replace_the_weights(generator_config(replicas=2))

@@ -13,8 +13,8 @@ import rl_actors as rl
 class Collector(Actor):
     @endpoint
     async def num_frozen(self) -> int:
-        """Number of objects that gc.freeze has taken out of garbage collection in this process. It is 0, because rl_actors freezes objects
-        only in processes that it spawned."""
+        """Number of objects that gc.freeze has taken out of garbage collection in this process. The number is 0, because rl_actors calls
+        gc.freeze only in processes that it spawned."""
         return gc.get_freeze_count()
 
 

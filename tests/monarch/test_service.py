@@ -1,4 +1,7 @@
-"""Tests of a service and of programs that attach to it. A service is a process that owns a trainer and a generator."""
+"""Tests of a service and of programs that attach to it.
+
+A service is a process that owns a trainer and usually a generator.
+"""
 
 import contextlib
 import json
@@ -44,7 +47,7 @@ class Program:
 
     def read(self) -> object:
         line = self.process.stdout.readline()
-        assert line, f"the program has ended with {self.process.wait(GUARD)}"
+        assert line, f"the program has ended with status {self.process.wait(GUARD)}"
         return json.loads(line)
 
     def ask(self, command: str):
@@ -74,8 +77,8 @@ class RunningService(Program):
         self.metrics = line.rpartition("; metrics: ")[2].strip()
 
     def numbers(self) -> dict[str, float]:
-        """The numbers that the service gives to Prometheus. A key is the name of a number without rl_actors_service_,
-        followed by the labels: clients{actor="trainer"}.
+        """The numbers that the service gives to Prometheus. A key is a number's name without the prefix
+        rl_actors_service_, followed by the labels, for example clients{actor="trainer"}.
         """
         with urllib.request.urlopen(self.metrics, timeout=GUARD) as answer:
             lines = answer.read().decode().splitlines()
@@ -83,7 +86,7 @@ class RunningService(Program):
         return {name: float(value) for name, _, value in shown}
 
     def stop(self) -> tuple[int, str]:
-        """Exit status and output after SIGTERM."""
+        """Send SIGTERM. Returns the exit status and the rest of the output."""
         self.process.send_signal(signal.SIGTERM)
         rest = self.process.stdout.read()
         return self.end(), rest
@@ -102,10 +105,10 @@ def service(tmp_path_factory):
     assert (status, rest) == (128 + signal.SIGTERM, "the service ends: SIGTERM\n")
 
 
-def test_three_clients_train_and_one_is_killed_in_an_open_step(service):
-    """Tests that a step of one client has no gradients of another client.
+def test_a_step_of_a_client_has_no_gradients_of_other_clients_even_if_one_is_killed_in_its_step(service):
+    """Three clients train. One is killed after its forward_backward and before its optim_step.
 
-    With a learning rate of 0 the weights do not change, so every step of a client must have the same gradient norm.
+    With a learning rate of 0 the weights do not change, so all steps of a client must have the same gradient norm.
     """
     programs = [client(service, seed=seed) for seed in range(3)]
     for program in programs:
@@ -145,10 +148,10 @@ def test_three_clients_train_and_one_is_killed_in_an_open_step(service):
         assert result.policy_version == trained + 1
 
 
-def test_an_attached_client_raises_errors_as_any_other_client_does(service):
+def test_an_attached_client_raises_the_same_errors_as_other_clients(service):
     sample = Sample.from_tokens([3], [4], advantages=1.0)
     with TrainerClient.attach(service.address) as trainer:
-        with pytest.raises(ValueError, match="vocab"):  # the call itself raises
+        with pytest.raises(ValueError, match="vocab"):  # raised by the call, before .result()
             trainer.forward(support.random_samples()[:1] + [Sample.from_tokens([10**6], [4])])
         with pytest.raises(RuntimeError, match="no gradients are accumulated") as caught:
             trainer.optim_step(OptimParams(learning_rate=0.0)).result()
@@ -199,7 +202,7 @@ def test_a_checkpoint_of_an_attached_client_is_written_by_the_service(service, t
 
 
 @pytest.mark.slow
-def test_a_client_generates_with_the_weights_that_it_pushed(tmp_path):
+def test_all_clients_generate_with_the_weights_that_one_client_trained(tmp_path):
     running = RunningService(tmp_path)
     one, other = client(running, seed=0), client(running, seed=1)
     assert (one.read(), other.read()) == ("attached", "attached")
@@ -249,7 +252,7 @@ def refuses_strangers(trusting: ssl.SSLContext, port: int) -> bool:
 
 
 @pytest.mark.slow
-def test_a_service_ends_by_itself_or_when_it_is_asked_to(tmp_path):
+def test_a_service_ends_after_its_idle_timeout_or_when_it_is_asked_to(tmp_path):
     idle = RunningService(tmp_path / "idle", "--without-generator", "--idle-timeout", "0.5")
     assert (idle.process.stdout.read(), idle.end()) == ("the service ends: no client for 0.5 s\n", 0)
     asked = RunningService(tmp_path / "asked", "--without-generator")
