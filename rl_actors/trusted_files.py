@@ -1,6 +1,6 @@
 """Checks whether files may be unpickled.
 
-Unpickling can run code. So a user who can write a pickle file can run code with the rights of the user who reads it.
+Unpickling can run code. So a user who can write a pickle file can run code with the rights of the user who unpickles the file.
 """
 
 import grp
@@ -12,10 +12,11 @@ from pathlib import Path
 
 
 def distrust(path: str | Path) -> str:
-    """The reason why a file, or any file in a directory, must not be unpickled. Empty if only this user and root can write the files.
+    """The reason why a file, or any file in a directory, must not be unpickled. Empty if only this user and root can write the files, or
+    if `path` does not exist.
 
-    The directory itself is checked, too, because a user who can write to it could replace its files. Its parent directories are not
-    checked.
+    The directory and its subdirectories are checked, too, because a user who can write to a directory could replace its files. The parent
+    directories of `path` are not checked.
     """
     for each in _files(Path(path)):
         try:
@@ -45,7 +46,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _is_private(group: int, user: int) -> bool:
-    """True if the group is the user's private group: it has the same name as the user, and nobody else is a member.
+    """True if the group is the user's private group: the user's primary group, which has the user's name and lists no other member.
 
     Many systems create a private group for each user, and by default let this group write the user's files.
     """

@@ -14,13 +14,13 @@ from controllers.environments.sandbox import CLOCK_FACTOR, SandboxConfig
 
 REWARDS = ("exact_match", "math_verify", "regex", "task", "judge", "python")
 LIMITS_OF_RUN = ("reward_workers", "reward_timeout", "reward_retries", "reward_concurrency")
-"""Fields that apply to all rewards of a run. Neither a task of a mixture nor a named validation set can have other values."""
+"""Fields that apply to all rewards of a run. A task of a mixture cannot set them, and neither can a named validation set."""
 
 FILE_FORMATS = (".jsonl", ".json", ".parquet", ".csv")
 
 
 def _json_field(kind: type) -> PrimitiveConstructorSpec:
-    """How tyro parses a flag whose value is JSON of this type."""
+    """The rule by which tyro, the command-line parser, reads a flag whose value is JSON of type `kind`."""
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar="JSON",
@@ -40,8 +40,10 @@ class EnvironmentConfig:
     """Arguments of the reasoning-gym task, of the user's function, or of `datasets.load_dataset` for a Hugging Face
     data set. The flag takes one JSON object, which replaces all default options."""
     mixture: Annotated[list[dict[str, object]], _json_field(list)] = field(default_factory=list)
-    """Several tasks instead of one task. The flag takes a JSON list with one object for each task. An object has fields
-    of this config. It may also have a "name", and a "weight", which is 1 by default."""
+    """Several tasks instead of one task. The flag takes a JSON list with one object for each task. An object has "task"
+    and other fields of this config. A field that an object leaves out has this config's value. But num_held_out is
+    divided among the objects by weight. An object may also have a "name", and a "weight" (default 1). The number of a
+    task's training problems is proportional to its weight."""
     prompt_column: str = "prompt"
     """Column of the prompt in a file or a data set."""
     answer_column: str = "answer"
@@ -50,18 +52,18 @@ class EnvironmentConfig:
     """Column of an answer that is worse than the answer in answer_column, in a file or a data set. controllers.dpo
     trains on pairs of these two answers."""
     messages_column: str = "messages"
-    """Column of a conversation in a file or a data set: a list of {"role": …, "content": …}. It is used if a row of the
-    data has no prompt column. The model's chat template then makes the prompt from the conversation. If the row has no
-    answer column either, and the last message has the role assistant, this message is the answer."""
+    """Column of a conversation in a file or a data set: a list of {"role": …, "content": …}. This column is used if a
+    row of the data has no prompt column. The model's chat template then makes the prompt from the conversation. If the
+    row has no answer column either, and the last message has the role assistant, this message is the answer."""
     split: str = "train"
     """Split of a Hugging Face data set."""
     held_out_task: str = ""
-    """Another file or data set, from which the held-out problems are taken, at most num_held_out. A held-out problem is
-    not trained on, even if the data of `task` also has it. Empty: the held-out problems are taken from the data of
+    """Another file or data set, from which at most num_held_out held-out problems are taken. A held-out problem is not
+    trained on, even if the data of `task` also has it. Empty: the held-out problems are taken from the data of
     `task`."""
     held_out_split: str = ""
     """Split of held_out_task from which the held-out problems are taken. If held_out_task is empty, this is a split of
-    `task`. Empty: the same as `split`."""
+    `task`. Empty: the split that `split` names."""
     prompt: str = "{question}"
     """Template of the prompt, e.g. "{expression}=". `{question}` stands for the prompt in the data. The template may
     also use the keys of the problem's metadata. If the task is a file or a data set, these keys are the other
@@ -76,18 +78,19 @@ class EnvironmentConfig:
     math_verify compares their mathematical values. regex compares the last match of reward_pattern in the completion
     with the last match in the answer. task uses the score of the reasoning-gym task. judge asks another model. python
     runs the program in the completion, and then the tests in the answer. module:function calls your function(answer,
-    completion), which returns a number."""
+    completion), which returns a number. A task that is module:function has its own reward and does not use
+    this field."""
     reward_pattern: str = ""
-    """For the reward regex: a regular expression. The reward compares its first group. If it has no group, the reward
-    compares the whole match."""
+    """For the reward regex: a regular expression. The reward compares the first group of a match. If the pattern has no
+    group, the reward compares the whole match. If the answer has no match, its whole text is compared."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     """For the reward judge: the model that judges, and its prompt."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     """For the reward python: limits of the program."""
     reward_workers: int = 0
     """Number of processes that call the reward functions. Slow functions then run at the same time in several
-    processes, and the controller goes on meanwhile. 0: the controller calls the functions itself. In both cases the
-    controller calls an `async` function itself."""
+    processes, and the controller goes on meanwhile. 0: the controller calls the functions itself. The controller always
+    calls `async` functions itself."""
     reward_timeout: float = 60.0
     """Seconds in which a reward function must return. A function that takes longer is called again. The limit holds for
     `async` functions and, if reward_workers is above 0, for all other functions, too."""
@@ -98,7 +101,7 @@ class EnvironmentConfig:
     """Largest number of calls of `async` reward functions that run at the same time."""
     num_held_out: int = 512
     """Number of distinct problems that are used for validation and never for training. If held_out_task or
-    held_out_split is set, the number may be smaller."""
+    held_out_split is set, there may be fewer. A named validation set from a file or a data set may also have fewer."""
     seed: int = 0
     """Seed of the problems, of their order, and of the choice of the held-out problems."""
 
@@ -180,11 +183,11 @@ class EnvironmentConfig:
             raise ValueError(f"reward_workers={self.reward_workers}; it must be at least 0")
         self.sandbox.validate()
         if self.reward == "python" and self.sandbox.seconds >= self.reward_timeout:
-            # A program that sleeps runs until sandbox.seconds. With a shorter reward_timeout its reward would time out,
-            # which ends the run.
+            # A program that sleeps is killed only after sandbox.seconds. With a shorter reward_timeout its reward would
+            # time out in every attempt, and the run would end.
             raise ValueError(
-                f"reward_timeout={self.reward_timeout:g}; it must be above {self.sandbox.seconds}, because a program may take "
-                f"{CLOCK_FACTOR} times sandbox.cpu_seconds={self.sandbox.cpu_seconds} by the clock"
+                f"reward_timeout={self.reward_timeout:g}; it must be above {self.sandbox.seconds}, the wall-clock seconds that "
+                f"a program may take ({CLOCK_FACTOR} times sandbox.cpu_seconds={self.sandbox.cpu_seconds})"
             )
         if self.reward == "judge":
             self.judge.validate()
@@ -201,4 +204,6 @@ class EnvironmentConfig:
         if other.is_file and not Path(other.task).is_file():
             raise ValueError(f"held_out_task={self.held_out_task!r} is not a file")
         if (other.task, other.split) == (self.task, self.split):
-            raise ValueError(f"{given}; task={self.task!r} has the same problems, so none would be left to train on")
+            raise ValueError(
+                f"{given}; these are the problems of task={self.task!r} itself; leave both fields empty to hold out num_held_out of them"
+            )

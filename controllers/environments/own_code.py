@@ -14,7 +14,7 @@ from controllers.environments.base import Problem
 def imported(field_name: str, name: str) -> Callable:
     """The function or class with this name, such as "module:function".
 
-    Raises ValueError with the field's name if the import fails, or if the imported object cannot be called.
+    Raises ValueError, naming the config field, if the import fails or if the imported object cannot be called.
     """
     module, _, function = name.partition(":")
     try:
@@ -27,7 +27,7 @@ def imported(field_name: str, name: str) -> Callable:
 
 
 def called(field_name: str, name: str, **arguments: object) -> object:
-    """The result of the function with this name. Raises ValueError with the field's name if the function raises an exception."""
+    """The result of the function with this name. Raises ValueError, naming the config field, if the function raises an exception."""
     function = imported(field_name, name)
     try:
         return function(**arguments)
@@ -53,11 +53,12 @@ def require_takes(name: str, function: object, *parameters: str) -> None:
 def require_problems(name: str, environment: object, *, trains: bool) -> None:
     """Raises ValueError if the held-out problems or the first training problem do not fit the protocol `Environment`.
 
-    trains: False if the run uses no training problems, so that the environment need not have any.
+    Also raises ValueError if two held-out problems have the same key.
+    trains: False if the environment is used only for validation. It then needs no training problems.
     """
     held_out = _asked(name, environment, "held_out")
     if not isinstance(held_out, list) or not held_out:
-        raise ValueError(f"{name}: held_out() returned {held_out!r}, not a list of problems")
+        raise ValueError(f"{name}: held_out() returned {held_out!r}, not a list of at least one problem")
     keys: set[str] = set()
     for problem in held_out:
         _require_problem(f"{name}: held_out()", problem)
@@ -69,7 +70,7 @@ def require_problems(name: str, environment: object, *, trains: bool) -> None:
 
 
 def described(error: BaseException) -> str:
-    """described(KeyError("x")) -> "KeyError: 'x' (my_task.py:12)".
+    """The type and the text of an error, with file and line: described(KeyError("x")) -> "KeyError: 'x' (my_task.py:12)".
 
     The file and line are those of the innermost frame outside this module and the import system.
     """

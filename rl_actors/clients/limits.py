@@ -1,6 +1,7 @@
 """Limits that a client checks before it sends a call to an actor.
 
-If the client spawned the actor, the limits come from the config. Otherwise the limits come from the actor's info.
+A client that spawns its actor takes the limits from the config until the actor has started. In all other cases the
+limits come from the actor's info.
 """
 
 import pkgutil
@@ -31,10 +32,10 @@ from rl_actors.validation import (
 class TrainerLimits:
     vocab_size: int
     max_sequence_length: int  # largest number of positions of a sample
-    max_call_bytes: int  # largest number of bytes of the samples of a call
+    max_call_bytes: int  # largest total size of the samples of one call
     head: str  # "logprobs", or "values" for a value model
-    optimizer: str | None  # name of the optimizer; None: the trainer only infers
-    optimizer_fields: tuple[str, ...]  # the names among beta1, beta2, eps and weight_decay that the optimizer has
+    optimizer: str | None  # name of the optimizer; None: the trainer has none and only infers
+    optimizer_fields: tuple[str, ...]  # those of beta1, beta2, eps and weight_decay that the optimizer has
     lora_rank: int  # 0: the trainer has no adapters
 
     def check_samples(self, samples: Sequence[Sample], loss: Loss | None) -> None:
@@ -61,7 +62,10 @@ class TrainerLimits:
             require_optimizer(f"{call}(optimizer=True)", self.optimizer)
 
     def check_optim_params(self, params: OptimParams) -> None:
-        """Raises ValueError or TypeError if a parameter is out of range, or if the optimizer does not have it."""
+        """Raises ValueError or TypeError if a field is out of range.
+
+        Also raises ValueError if the trainer has no optimizer, or if a field that the optimizer does not have differs from its default.
+        """
         require_optimizer("optim_step", self.optimizer)
         validate_optim_params(params, self.optimizer, self.optimizer_fields)
 

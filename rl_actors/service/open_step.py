@@ -1,7 +1,8 @@
 """`OpenStep` lets only one client of a service at a time have an open training step. This module does not depend on actors.
 
 A client opens a step with forward_backward, and closes the step with optim_step or discard_gradients. While the step is open, other
-clients' calls of the endpoints in CHANGING wait.
+clients' calls of the endpoints in CHANGING wait. save_checkpoint, load_checkpoint and profile also open a step, and close
+it when they succeed.
 """
 
 import asyncio
@@ -11,12 +12,12 @@ from dataclasses import dataclass, field
 CHANGING = frozenset(
     ("forward_backward", "optim_step", "discard_gradients", "save_checkpoint", "load_checkpoint", "profile")
 )
-"""Endpoints of a trainer that read or change the state of a step. Other endpoints do not wait for the end of a step."""
+"""Endpoints of a trainer that wait while another client has an open step. Other endpoints do not wait."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Attached:
-    """A client that is connected to the service. The object lasts as long as the connection."""
+    """A client that is connected to the service. `has_left` becomes True when the connection ends."""
 
     number: int
     name: str  # the client's text about itself, with its process and host: "trainer, pid 4242 on host-3"
@@ -36,7 +37,7 @@ class Attached:
 class OpenStep:
     """A lock on the open step of one trainer. Waiting clients get the lock in the order of their calls.
 
-    All calls of an instance must come from the same event loop.
+    All methods must be called on the same event loop.
     """
 
     def __init__(self) -> None:

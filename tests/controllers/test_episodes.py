@@ -37,7 +37,10 @@ def characters(tmp_path_factory) -> Tokenizer:
 
 @dataclass
 class Echo:
-    """An environment with given replies. `replies` has the reply to each turn of an episode, in order. `heard` has the texts of all turns."""
+    """An environment with given replies. `beginning` begins every episode. `replies` has the reply to each turn of an episode, in order.
+
+    `heard` has the texts of the turns of all episodes.
+    """
 
     replies: list[Reply]
     beginning: object = "?"
@@ -68,7 +71,10 @@ class EchoEpisode:
 
 
 def turns(*said: list[int], version: int = 0):
-    """A policy that samples the tokens said[k] in turn k of an episode. policy.seen has the tokens of the prompt of each turn."""
+    """A policy that samples the tokens said[k] in turn k of an episode, with the policy_version `version` + k.
+
+    policy.seen has, for each turn, the tokens that the policy got.
+    """
 
     async def policy(tokens: list[int], turn: int) -> Completion:
         seen.append(list(tokens))
@@ -89,7 +95,7 @@ def play(environment, policy, tokenizer: Tokenizer, limits: EpisodeLimits = LIMI
 TWO_TURNS = [Reply(observation="+-", reward=0.25), Reply(observation="=", reward=1.0, is_over=True)]
 
 
-def test_only_the_policys_own_tokens_are_trained_on_and_keep_the_logprobs_and_versions_of_their_turns(characters):
+def test_only_sampled_tokens_are_trained_on_and_each_has_the_logprob_and_version_of_its_turn(characters):
     policy = turns([2, 1], [3, 4, 1], version=7)
     episode = play(Echo(TWO_TURNS), policy, characters)
     mark, plus, minus = characters.encode("?+-")
@@ -108,7 +114,7 @@ def test_only_the_policys_own_tokens_are_trained_on_and_keep_the_logprobs_and_ve
     assert torch.equal(sample.columns["old_logprobs"], torch.tensor(episode.completion.logprobs))
 
 
-def test_sampled_tokens_stay_although_encoding_their_text_again_gives_others(tmp_path):
+def test_sampled_tokens_are_kept_even_if_encoding_their_text_gives_other_tokens(tmp_path):
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Built
     from transformers import PreTrainedTokenizerFast
@@ -121,12 +127,13 @@ def test_sampled_tokens_stay_although_encoding_their_text_again_gives_others(tmp
     policy = turns([0, 1, 3], [0, 1, 3])
     environment = Echo([Reply(observation="b"), Reply(is_over=True)], beginning="ab")
     episode = play(environment, policy, tokenizer)
-    # The tokenizer encodes "ab" as one token. The policy sampled two tokens.
+    # The tokenizer encodes "ab" as one token. The policy sampled "a" and "b" as two tokens.
     assert environment.heard == ["ab", "ab"] and tokenizer.encode("ab") == [2]
     assert policy.seen[1] == [2, 0, 1, 3, 1]
     assert episode.prompt + episode.completion.tokens == [2, 0, 1, 3, 1, 0, 1, 3]
 
 
+# ends_itself: True if the policy samples the end token of its turn. Otherwise the chat template adds it.
 @pytest.mark.parametrize("ends_itself", [True, False])
 def test_messages_go_through_the_chat_template_without_encoding_earlier_turns(tmp_path, ends_itself):
     save_tokenizer(tmp_path, chat_template=CHAT_TEMPLATE)
@@ -142,7 +149,7 @@ def test_messages_go_through_the_chat_template_without_encoding_earlier_turns(tm
     assert policy.seen[1] == rendered
     is_action = [False] * len(episode.prompt) + episode.is_action
     assert is_action[len(episode.prompt) : len(episode.prompt) + len(said)] == [True] * len(said)
-    assert sum(is_action) == 2 * len(said)  # a stop token that the template adds is not trained on
+    assert sum(is_action) == 2 * len(said)  # an end token that the template adds is not trained on
     assert episode.lines[2].text == "tool: right\nuser: 3+3"
 
 
@@ -193,14 +200,16 @@ class Hangs(Echo):
 @pytest.mark.parametrize(
     ("environment", "scorer"), [(Raises(TWO_TURNS), {}), (Hangs(TWO_TURNS), {"timeout": 0.05})], ids=["raises", "hangs"]
 )
-def test_an_episode_that_fails_is_played_again_from_its_beginning_and_counted(characters, environment, scorer):
+def test_an_episode_that_fails_is_played_again_from_its_beginning_and_counts_as_a_retry(
+    characters, environment, scorer
+):
     environment.num_episodes = 0
     episode = play(environment, turns([2, 1], [3, 1]), characters, **scorer)
     assert environment.num_episodes == 2 and episode.num_retries == 1
     assert len(episode.completion.tokens) == 6  # nothing of the failed episode is left
 
 
-def test_an_episode_that_fails_again_and_again_is_an_error_with_its_last_failure(characters):
+def test_an_episode_that_always_fails_raises_an_error_that_names_its_last_failure(characters):
     environment = Raises(TWO_TURNS)
     environment.failures = 9
     with pytest.raises(EpisodeError, match=r"the episode of '\?' failed 3 times, the last time in turn 2: IndexError"):
@@ -244,14 +253,14 @@ Answer = Callable[[list[int], int], list[int]]
 class TalkingGenerator:
     """Answers a prompt with the tokens that `answer(prompt, index)` gives.
 
-    The first `failures` calls with several prompts fail after their first prompt.
+    The first `failures` calls with several prompts give only the completion of their first prompt and then fail.
     """
 
     answer: Answer
     failures: int = 0
     calls: list[list[int]] = field(default_factory=list)  # the indices of every call
     params: list[SamplingParams] = field(default_factory=list)
-    num_open: int = 0
+    num_open: int = 0  # calls that have not ended
 
     async def generate_each(self, prompts, params, indices):
         self.calls.append(list(indices))
@@ -300,13 +309,13 @@ def test_turns_that_are_ready_together_go_in_one_call_and_have_distinct_seeds(ch
     assert len(generator.calls[0]) == 6  # 2 groups of 3 episodes
     indices = [index for call in generator.calls for index in call]
     assert len(set(indices)) == len(indices)
-    # The seed of a turn is params.seed plus the turn's index. With 3 episodes a problem and at most
-    # 4 turns an episode, the turns of episode e of problem p have the indices from (3 p + e) * 4 on.
+    # The seed of a turn is params.seed plus the turn's index. With 3 episodes per problem and at most
+    # 4 turns per episode, the turns of episode e of problem p have the indices from (3 p + e) * 4 on.
     assert sorted(generator.calls[0]) == [0, 4, 8, 12, 16, 20]  # the first turns of 2 problems with 3 episodes each
     assert {params.seed for params in generator.params} == {0}
 
 
-def test_a_slow_tool_holds_only_its_own_episode(characters):
+def test_a_slow_tool_delays_only_its_own_episode(characters):
     class Slow(Echo):
         def episode(self, problem):
             made = super().episode(problem)
@@ -341,7 +350,7 @@ def test_after_an_error_of_the_generator_a_problem_gets_fresh_episodes_and_no_pr
         drawn(TalkingGenerator(some_digit, failures=9), characters, 1)
 
 
-def test_a_resumed_queue_plays_the_same_episodes(characters):
+def test_a_resumed_queue_plays_the_episodes_that_the_first_queue_would_have_played(characters):
     async def scenario() -> None:
         generator = TalkingGenerator(some_digit)
         async with queue_of(generator, characters, max_staleness=1) as queue:
@@ -356,7 +365,7 @@ def test_a_resumed_queue_plays_the_same_episodes(characters):
     asyncio.run(scenario())
 
 
-def test_leaving_the_queue_ends_the_calls_of_its_episodes(characters):
+def test_leaving_the_block_of_a_queue_ends_its_calls_to_the_generator(characters):
     async def scenario() -> None:
         generator = TalkingGenerator(some_digit)
         async with queue_of(generator, characters) as queue:
@@ -371,7 +380,7 @@ def test_leaving_the_queue_ends_the_calls_of_its_episodes(characters):
     asyncio.run(scenario())
 
 
-def test_an_invalid_result_of_step_ends_the_run_with_its_error(characters):
+def test_the_queue_raises_the_error_of_an_invalid_result_of_step(characters):
     with pytest.raises(EpisodeError, match="returned None; it must be a Reply"):
         drawn(TalkingGenerator(some_digit), characters, 1, environment=Echo([None]))
 
@@ -434,7 +443,7 @@ def test_validation_plays_greedy_episodes_of_the_held_out_problems(characters):
     assert generator.params[0].temperature == 0 and generator.params[0].n == 1
 
 
-def test_a_demonstration_is_trained_turn_by_turn_with_the_tokens_that_end_turns(tmp_path):
+def test_a_demonstration_trains_the_policy_on_its_turns_with_their_end_tokens(tmp_path):
     build_character_tokenizer(tmp_path, "0123456789*c=?")
     tokenizer = load_tokenizer(tmp_path)
     player = Player(
@@ -443,14 +452,15 @@ def test_a_demonstration_is_trained_turn_by_turn_with_the_tokens_that_end_turns(
     environment = Products(seed=0, num_held_out=100)
     problems = [environment.problem(index) for index in range(300)]
     asks = [problem for problem in problems if len(environment.demonstration(problem)) == 2]
-    # A third of the demonstrations have two turns, and ask the calculator in the first. The others only guess a number.
+    # A third of the demonstrations have two turns, and ask the calculator in the first turn. The other demonstrations
+    # only guess a number.
     assert 60 < len(asks) < 140
     problem = asks[0]
     sample = asyncio.run(player.demonstrate(environment, problem))
     trained = sample.targets[sample.columns["loss_weights"] != 0].tolist()
     expression = problem.prompt.removesuffix("?")
     eos = [tokenizer.end_token_id]
-    assert set(sample.columns) == {"loss_weights"}  # cross entropy takes no other column
+    assert set(sample.columns) == {"loss_weights"}  # cross_entropy requires no other column
     assert trained == tokenizer.encode(f"c{expression}") + eos + tokenizer.encode(problem.answer) + eos
     game = GuessingGame(seed=0, num_held_out=10)
     with pytest.raises(
@@ -459,7 +469,7 @@ def test_a_demonstration_is_trained_turn_by_turn_with_the_tokens_that_end_turns(
         asyncio.run(player.demonstrate(game, game.problem(0)))
 
 
-def test_the_game_and_the_products_reward_only_what_is_right():
+def test_the_game_and_the_products_reward_only_right_answers():
     game = GuessingGame(seed=3, num_held_out=10)
     assert sorted(game.problem(index).answer for index in range(10)) == [str(digit) for digit in range(10)]
     one = game.episode(Problem(prompt="?", answer="7", key="7"))
@@ -481,7 +491,10 @@ def test_the_game_and_the_products_reward_only_what_is_right():
 
 @pytest.mark.parametrize("make_config", [tiny_game, tiny_tool])
 def test_random_turns_of_a_shipped_task_fit_its_alphabet_and_its_limits(tmp_path, make_config):
-    """A policy with random weights may produce any text, so this policy samples random tokens."""
+    """A policy with random weights may produce any text, so this policy samples random tokens.
+
+    In the task with a tool, many of the turns begin like a request to the calculator or like an answer.
+    """
     config, draw = make_config(), Random(0)
     config.validate()
     build_character_tokenizer(tmp_path, config.alphabet)
@@ -531,12 +544,12 @@ def test_the_calculator_computes_arithmetic(expression, value):
         "lambda: 1",
     ],
 )
-def test_the_calculator_refuses_all_else(expression):
+def test_the_calculator_refuses_everything_else(expression):
     with pytest.raises(CalculatorError):
         calculate(expression)
 
 
-def test_a_mixture_and_reward_processes_refuse_a_task_with_episodes():
+def test_a_task_with_episodes_is_refused_in_a_mixture_and_with_reward_workers():
     task = "controllers.environments.guessing:GuessingGame"
     with pytest.raises(ValueError, match="mixture, .*GuessingGame: .* is played in episodes; a mixture takes only"):
         build_environment(EnvironmentConfig(mixture=[{"task": task}], num_held_out=10))
@@ -544,7 +557,7 @@ def test_a_mixture_and_reward_processes_refuse_a_task_with_episodes():
         Scorer.of(EnvironmentConfig(reward_workers=2), {"environment": GuessingGame(seed=0, num_held_out=1)})
 
 
-def test_the_first_error_of_work_that_runs_together_ends_the_rest():
+def test_the_first_error_in_together_cancels_the_other_coroutines():
     ended = []
 
     async def wait() -> None:
@@ -561,7 +574,7 @@ def test_the_first_error_of_work_that_runs_together_ends_the_rest():
     assert ended == [True]
 
 
-def test_a_refused_turn_raises_in_its_episode():
+def test_a_turn_that_the_generator_refuses_raises_in_its_episode():
     class Refusing:
         def generate_each(self, prompts, params, indices):
             raise ValueError("prompt 0 has 0 tokens")

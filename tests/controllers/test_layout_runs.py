@@ -1,5 +1,5 @@
-"""Runs of GRPO whose trainer has several processes. If checkpoint and rollouts are the same, they report the same numbers as a run whose
-trainer is one process, except for rounding errors."""
+"""GRPO runs whose trainer has several processes. Each starts from a checkpoint of a run whose trainer is one process, and gets
+the rollouts of that run. Both runs must report equal numbers, except for rounding errors."""
 
 import asyncio
 import io
@@ -20,6 +20,7 @@ from controllers.interruption import Interruption
 from controllers.run_folder import RunFolder, read_jsonl
 
 NUM_WARMUP_STEPS, NUM_STEPS = 100, 10
+# In a name, the number after FSDP, TP or PP is the degree.
 LAYOUTS = {
     "FSDP2 x TP2": {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
     "PP2": {"pipeline_parallel_degree": 2},
@@ -32,7 +33,7 @@ FIRST, LATER, LATER_GRAD_NORM = 2e-6, 5e-4, 2e-3
 
 
 class RecordingGenerator(rl_actors.GeneratorClient):
-    """The client of the real generator. It adds its calls to `recording`."""
+    """The client of the real generator. It adds the handle of every `generate` call to `recording`."""
 
     recording: list[Any]
 
@@ -77,7 +78,10 @@ def run(folder: RunFolder, made: GRPOConfig, *, resume: str | None = None) -> li
 
 
 def resumed(recorded: Path, path: Path, **degrees: int) -> list[dict[str, Any]]:
-    """Start a run from the checkpoint after the supervised phase, with the recorded answers. Returns the records of its GRPO steps."""
+    """Resume a run from the checkpoint that the recorded run wrote after its supervised phase. Returns the records of the GRPO steps.
+
+    recorded: folder of the recorded run. path: folder of the resumed run.
+    """
     shutil.copytree(
         recorded / "checkpoints" / f"step-{NUM_WARMUP_STEPS}", path / f"checkpoints/step-{NUM_WARMUP_STEPS}"
     )
@@ -87,7 +91,7 @@ def resumed(recorded: Path, path: Path, **degrees: int) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_run_under_another_layout_follows_the_run_of_one_process(tmp_path, monkeypatch):
+def test_a_run_under_another_layout_reports_the_numbers_of_the_run_with_one_process(tmp_path, monkeypatch):
     calls: list[Any] = []
     monkeypatch.setattr(RecordingGenerator, "recording", calls, raising=False)
     monkeypatch.setattr(rl_actors, "GeneratorClient", RecordingGenerator, raising=False)

@@ -1,5 +1,5 @@
 """Rounds of benchmarks/resume.py. A round starts a run with a real trainer and a real vLLM, kills the controller or the
-trainer with signal 9, and resumes the run.
+trainer with signal 9, and resumes the run. The resumed run must report the metrics of an uninterrupted run.
 """
 
 import subprocess
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
     ("config", "victim", "moment"),
     [("tiny", "controller", "between"), ("tiny", "trainer", "writing"), ("tiny_game", "controller", "between")],
 )
-def test_a_killed_run_goes_on_as_the_uninterrupted_one(tmp_path, config, victim, moment):
+def test_a_killed_and_resumed_run_reports_the_metrics_of_an_uninterrupted_run(tmp_path, config, victim, moment):
     arguments = ["--config", config, "--rounds", "1", "--victim", victim, "--moment", moment, "--folder", str(tmp_path)]
     command = [sys.executable, "-m", "benchmarks.resume", *arguments]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550)

@@ -222,7 +222,7 @@ WRONG = {
     ),
     "less time for a reward than for a program": (
         reward("python", "--environment.sandbox.cpu-seconds", "15"),
-        "reward_timeout=60; it must be above 60, because a program may take 4 times sandbox.cpu_seconds=15",
+        "reward_timeout=60; it must be above 60, the wall-clock seconds that a program may take (4 times sandbox.cpu_seconds=15)",
     ),
     "a number of processes below 0": (
         of("good.jsonl", "--environment.reward-workers", "-1"),

@@ -72,7 +72,7 @@ def test_a_tokenizer_path_without_a_tokenizer_is_refused(make_engine):
         make_engine(tokenizer_path="nowhere")
 
 
-def test_a_saved_checkpoint_replaces_the_one_before_and_leaves_nothing_else(make_engine, tmp_path):
+def test_a_second_save_replaces_the_checkpoint_and_leaves_no_other_directory(make_engine, tmp_path):
     engine = make_engine()
     engine.save_checkpoint(str(tmp_path / "checkpoint")).result()
     train(engine, [1])
@@ -82,7 +82,7 @@ def test_a_saved_checkpoint_replaces_the_one_before_and_leaves_nothing_else(make
 
 
 @pytest.mark.parametrize("kind", ["nothing", "empty", "file", "unfinished"])
-def test_loading_from_a_path_that_is_no_checkpoint_is_refused_and_nothing_changed(make_engine, tmp_path, kind):
+def test_loading_a_path_that_is_no_checkpoint_is_refused_and_changes_nothing(make_engine, tmp_path, kind):
     path = tmp_path / "checkpoint"
     if kind == "file":
         path.write_text("weights")
@@ -100,7 +100,7 @@ def test_loading_from_a_path_that_is_no_checkpoint_is_refused_and_nothing_change
     assert_bit_equal(state(engine), before)
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_what_differs_and_nothing_changed(make_engine, tmp_path):
+def test_loading_a_checkpoint_of_another_model_names_the_difference_and_changes_nothing(make_engine, tmp_path):
     path = str(tmp_path / "checkpoint")
     engine = make_engine()
     other = replace(engine.config.model, intermediate_size=32, tie_word_embeddings=False)
@@ -176,7 +176,9 @@ def test_a_second_save_and_a_load_wait_for_the_save_that_is_under_way(make_engin
 
 
 @pytest.mark.parametrize("step", ["write_data", "finish"])
-def test_a_save_that_fails_half_way_raises_and_leaves_the_former_checkpoint(make_engine, tmp_path, monkeypatch, step):
+def test_a_save_that_fails_half_way_raises_and_does_not_change_the_former_checkpoint(
+    make_engine, tmp_path, monkeypatch, step
+):
     path = tmp_path / "checkpoint"
     engine = make_engine()
     train(engine, range(3))
@@ -205,7 +207,7 @@ def test_a_save_that_fails_half_way_raises_and_leaves_the_former_checkpoint(make
 
 
 @pytest.mark.parametrize("saved_with_optimizer", [True, False])
-def test_loading_without_the_optimizer_starts_it_anew(make_engine, tmp_path, saved_with_optimizer):
+def test_loading_without_the_optimizer_resets_the_optimizer(make_engine, tmp_path, saved_with_optimizer):
     path = str(tmp_path / "checkpoint")
     engine = make_engine()
     train(engine, range(3))
@@ -220,7 +222,7 @@ def test_loading_without_the_optimizer_starts_it_anew(make_engine, tmp_path, sav
     assert_bit_equal(state(new), state(used))
 
 
-def test_loading_an_optimizer_that_was_not_saved_is_refused_and_nothing_changed(make_engine, tmp_path):
+def test_loading_an_optimizer_that_was_not_saved_is_refused_and_changes_nothing(make_engine, tmp_path):
     path = str(tmp_path / "checkpoint")
     engine, untouched = make_engine(), make_engine()
     engine.save_checkpoint(path, optimizer=False).result()
@@ -233,7 +235,7 @@ def test_loading_an_optimizer_that_was_not_saved_is_refused_and_nothing_changed(
     assert train(engine, (5, 6)) == train(untouched, (5, 6))
 
 
-def test_a_checkpoint_without_optimizer_is_a_third_of_one_with_adam(make_engine, tmp_path):
+def test_a_checkpoint_without_optimizer_is_a_third_as_large_as_with_adam(make_engine, tmp_path):
     engine = make_engine()
     train(engine, [1])
     sizes = []
@@ -245,7 +247,7 @@ def test_a_checkpoint_without_optimizer_is_a_third_of_one_with_adam(make_engine,
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
-def test_saving_never_deletes_what_is_no_checkpoint(make_engine, tmp_path, kind):
+def test_saving_never_deletes_files_that_are_no_checkpoint(make_engine, tmp_path, kind):
     path = tmp_path / "notes"
     precious = path if kind == "file" else path / "thesis.txt"
     precious.parent.mkdir(exist_ok=True)
@@ -265,5 +267,5 @@ def test_pushed_names_and_values_are_those_that_were_loaded(make_engine, untied_
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-def test_tied_heads_appear_once(make_engine, tied_qwen3):
+def test_a_tied_lm_head_is_not_pushed_separately(make_engine, tied_qwen3):
     assert "lm_head.weight" not in make_engine(tied_qwen3).hf_state_dict()

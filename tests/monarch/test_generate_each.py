@@ -1,6 +1,6 @@
 """Tests of generate_each, which gives the completions of each prompt as soon as they have finished.
 
-They also test callers that leave the loop early, and errors in the loop.
+In some tests the caller leaves the loop early, or the generator fails during the loop.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ def test_completions_depend_on_the_indices_of_their_prompts_and_not_on_the_call(
         generator.generate_each(PROMPTS, SAMPLED, [0, 1])
 
 
-def test_a_prompt_comes_as_soon_as_it_has_finished(generator, generator_mesh, synced):
+def test_a_completion_comes_as_soon_as_it_has_finished(generator, generator_mesh, synced):
     async def first_and_rest() -> tuple:
         groups = generator.generate_each(LONG_AND_SHORT, LONG)
         first = await anext(groups)
@@ -131,7 +131,7 @@ def test_a_cancelled_anext_loses_no_prompt(generator, synced):
     assert [index for index, _ in asyncio.run(impatient())] == [1, 0, 2]
 
 
-def test_a_pull_in_between_gives_later_tokens_the_new_version(generator, trainer, synced):
+def test_tokens_that_are_sampled_after_a_pull_have_the_new_version(generator, trainer, synced):
     new = support.step(trainer, seed=1)
     trainer.push_model_state_dict().result()
     groups = generator.generate_each(LONG_AND_SHORT, LONG)
@@ -144,18 +144,18 @@ def test_a_pull_in_between_gives_later_tokens_the_new_version(generator, trainer
         assert new in versions
 
 
-def test_a_failing_step_raises_in_the_loop_and_names_the_generator(generator, generator_mesh, synced):
+def test_a_failed_forward_pass_raises_in_the_loop_and_names_the_generator(generator, generator_mesh, synced):
     groups = generator.generate_each(LONG_AND_SHORT, LONG)
     next(groups)
     generator_mesh.fail_next_forward.call_one("the kernel is broken").get(timeout=GUARD)
-    for _ in range(2):  # every further next() raises the error again
+    for _ in range(2):  # the second next() raises the error again
         with pytest.raises(RuntimeError, match="the kernel is broken") as raised:
             next(groups)
         assert any("raised in generator" in note and "generate" in note for note in raised.value.__notes__)
     assert generator.generate(PROMPTS, SAMPLED).result()
 
 
-def test_a_call_that_has_ended_is_unknown_to_the_raw_endpoint(generator_mesh, synced):
+def test_the_actor_does_not_know_a_generate_call_that_has_ended(generator_mesh, synced):
     call = generator_mesh.start_generate.call_one([[5]], SamplingParams(max_tokens=2)).get(timeout=GUARD)
     [(index, [completion])] = generator_mesh.finished_groups.call_one(call).get(timeout=GUARD)
     assert (index, len(completion.tokens)) == (0, 2)
