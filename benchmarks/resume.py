@@ -1,8 +1,9 @@
 """Kills runs at random moments and resumes them. A resumed run must report the same metrics as an uninterrupted run. No speed is measured.
 
-A round begins a short run of GRPO or PPO with real trainers and vLLM. The round kills the controller or the trainer with signal 9, either
-between checkpoints or while a checkpoint is being written. Then the round resumes the run, and compares every line of its metrics.jsonl with
-the same line of the uninterrupted run. Metrics of speed, memory and weight transfers are not compared.
+The script first makes a short run of GRPO or PPO, with real trainers and vLLM, and lets it end. This is the uninterrupted run. Then come the
+rounds. A round begins the same run again, and kills the controller or the trainer with signal 9, either up to half a second after a random
+step or while a checkpoint is being written. Then the round resumes the killed run, and compares every line of its metrics.jsonl with the same
+line of the uninterrupted run. Metrics of speed, memory and weight transfers are not compared.
 """
 
 import argparse
@@ -43,8 +44,8 @@ FLAGS = {
 }
 _PARITY = {"--environment.task": "tests.fakes:parity_reward", "--environment.options": "{}"}
 _MANY_GROUPS = {"--rollouts.groups-per-step": 64}  # more groups, because in PPO a group has one completion
-# Config -> its flags. Each run has a task in which random weights earn a reward now and then. If they never earned one, all rewards would be
-# equal, and GRPO would train nothing.
+# Config -> its flags. Each run has a task in which random weights earn a reward now and then. If no completion earned a reward, all rewards
+# would be equal, and GRPO would train nothing.
 FLAGS_OF_CONFIG: dict[str, dict[str, object]] = {
     "tiny": {"--sft-steps": SFT_STEPS, **_PARITY},
     "tiny_game": {"--sft-steps": 0, "--steps": SFT_STEPS + MAIN_STEPS},  # episodes of several turns
@@ -66,7 +67,7 @@ class Kill:
     """A process to kill and the moment to kill it."""
 
     victim: str  # one of VICTIMS
-    # "between": `delay` seconds after the metrics of `step`. "writing": while the next checkpoint is being written.
+    # "between": `delay` seconds after `step` has appeared in metrics.jsonl. "writing": while the next checkpoint after `step` is being written.
     moment: str
     step: int
     delay: float
@@ -75,7 +76,7 @@ class Kill:
 class Controller:
     """A run's controller in a new process group. `processes` finds the processes of the run by a mark in their environment.
 
-    The process of vLLM's engine core writes its title over its environment. So `processes` finds it through its parent process.
+    vLLM's engine core has no mark, because its process writes a title over the environment. `processes` finds this process by its parent.
     """
 
     def __init__(self, module: str, *arguments: object, log: Path) -> None:
@@ -95,7 +96,7 @@ class Controller:
             )
 
     def processes(self) -> list[psutil.Process]:
-        """The processes of this run that have not ended. A process that was found once still counts when its parent has ended."""
+        """The processes of this run that have not ended. A process that an earlier call found counts even if its parent has ended."""
         found = []
         parents = {process.pid for process in list(self.seen) if process.is_running()}
         for process in psutil.process_iter():
@@ -109,7 +110,7 @@ class Controller:
         return found
 
     def actors(self, name: str) -> list[psutil.Process]:
-        """The processes of all ranks of an actor, such as "trainer", and the processes that the ranks have started."""
+        """The processes of all ranks of an actor, and the processes that the ranks have started. name: the actor's name, such as "trainer"."""
         found = []
         for process in self.processes():
             try:
@@ -124,10 +125,12 @@ class Controller:
         return next(iter(self.actors("trainer")))
 
     def finish(self) -> None:
-        """Wait for the end of the run. Raises RuntimeError if it failed."""
+        """Wait for the end of the run. Raises RuntimeError if the run failed, and subprocess.TimeoutExpired after RUN_TIMEOUT."""
         status = self.process.wait(RUN_TIMEOUT)
         if status:
-            raise RuntimeError(f"exit status {status}; the end of {self.log}:\n{self.log.read_text()[-2000:]}")
+            raise RuntimeError(
+                f"the run ended with exit status {status}; the end of {self.log}:\n{self.log.read_text()[-2000:]}"
+            )
 
     def wait_until_gone(self) -> None:
         """Wait until all processes of the run have ended. Raises RuntimeError after END_TIMEOUT."""
@@ -150,7 +153,7 @@ class Controller:
 
 
 def draw_kill(draw: random.Random, victim: str | None, moment: str | None) -> Kill:
-    """A random kill. If a victim or a moment is given, the kill has it instead of a random one."""
+    """A random kill. A given victim or moment replaces the random victim or moment."""
     step = 1 + draw.randrange(SFT_STEPS + MAIN_STEPS - 5)  # early enough that the run cannot end before the kill
     drawn = Kill(victim=draw.choice(VICTIMS), moment=draw.choice(MOMENTS), step=step, delay=draw.random() / 2)
     return replace(drawn, victim=victim or drawn.victim, moment=moment or drawn.moment)
@@ -187,9 +190,9 @@ def has_partial_checkpoint(folder: RunFolder) -> bool:
 def run_round(
     kill: Kill, folder: RunFolder, expected: list[dict[str, Any]], module: str, arguments: list[object]
 ) -> str:
-    """Begin a run, kill it and resume it. Returns a text about the round.
+    """Begin a run, kill one of its processes, and resume the run. Returns a text about the round.
 
-    Raises RuntimeError if the run fails or its metrics differ. expected: the records of the uninterrupted run.
+    Raises RuntimeError if the run fails or its metrics differ. expected: the records of the uninterrupted run, one for each step.
     """
     log = folder.path.with_suffix(".log")
     with Controller(module, *arguments, "--output-dir", folder.path, log=log) as run:
@@ -204,11 +207,11 @@ def run_round(
     if differing:
         raise RuntimeError(f"{len(differing)} values differ: {'; '.join(differing[:5])}")
     state = "with a checkpoint half written, " if was_writing else ""
-    return f"killed after {num_lines} lines, {state}resumed from {newest.name if newest else 'the first step'}"
+    return f"killed after {num_lines} lines of metrics.jsonl, {state}resumed from {newest.name if newest else 'the first step'}"
 
 
 def differences(expected: list[dict[str, Any]], actual: list[dict[str, Any]]) -> list[str]:
-    """Differences between the records of two runs, as texts. Metrics of speed, memory and weight transfers are not compared."""
+    """A text for each difference between the records of two runs. Metrics of speed, memory and weight transfers are not compared."""
     expected_steps = [record["step"] for record in expected]
     actual_steps = [record["step"] for record in actual]
     if actual_steps != expected_steps:
@@ -224,7 +227,7 @@ def differences(expected: list[dict[str, Any]], actual: list[dict[str, Any]]) ->
 
 
 def close(one: Any, other: Any) -> bool:
-    """True if two values of a metric are equal, or two numbers are equal within TOLERANCE."""
+    """True if two values of a metric are equal. If `one` is a float, a number within TOLERANCE of it counts as equal, too."""
     if type(one) is float and type(other) in (int, float):
         return math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     return one == other
@@ -239,14 +242,18 @@ def flags(config: str, seed: int) -> list[object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20, help="runs that are killed and resumed")
+    parser.add_argument("--rounds", type=int, default=20, help="number of runs that are killed and resumed")
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the runs; the kill of round i is drawn with seed + i"
     )
     parser.add_argument("--config", choices=FLAGS_OF_CONFIG, default="tiny", help="config of the runs")
     parser.add_argument("--victim", choices=VICTIMS, help="kill only this process")
-    parser.add_argument("--moment", choices=MOMENTS, help="kill only at this moment")
-    parser.add_argument("--folder", type=Path, help="folder of the runs; default: a temporary one")
+    parser.add_argument(
+        "--moment",
+        choices=MOMENTS,
+        help="kill only at this moment; between: up to half a second after a random step; writing: while a checkpoint is being written",
+    )
+    parser.add_argument("--folder", type=Path, help="folder of the runs; default: a new temporary folder")
     args = parser.parse_args()
     base = args.folder or Path(tempfile.mkdtemp(prefix="rl_actors_resume_"))
     print(f"seed {args.seed}, runs in {base}", flush=True)

@@ -67,7 +67,7 @@ def estimate(
 
     Example: two actions, γ = 1, λ = 1, values 0.5 and 0.75, rewards 0 and 1. Then the advantages are 0.5 and 0.25, and the returns 1 and 1.
 
-    Raises ValueError if the lists or the tensors of a sequence differ in length, or if a sequence has no action.
+    Raises ValueError if the lists differ in length, if the tensors of a sequence differ in length, or if a sequence has no action.
     """
     _require_same_lengths(values, rewards, is_action, last_values)
     if not values:
@@ -105,7 +105,8 @@ def _advantages(
 
 
 def whiten(rows: Sequence[Tensor], is_action: Sequence[Tensor]) -> list[Tensor]:
-    """(x - mean) / (std + 1e-8) over the actions of all rows; 0 at other positions. The variance divides by the number of actions minus 1.
+    """(x - mean) / (std + 1e-8) for the number x of each action, and 0 at other positions. Mean and std are over the actions of all rows.
+    The variance divides by the number of actions minus 1.
 
     Whiten the whole batch at once: if minibatches are whitened one by one, equal advantages become unequal. If there is
     only one action, its whitened x is 0.

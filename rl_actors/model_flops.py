@@ -38,9 +38,9 @@ def flops_per_token(model: ModelConfig, document: float, *, trains_weights: bool
     token is in. Recomputation does not count.
 
     Each parameter of a matrix product costs 6 FLOPs. Each position that the token attends to costs 12 FLOPs per block,
-    per head and per dimension of the head. A token attends to itself and to the earlier positions, which on average are
-    half of its document. With trains_weights=False, as in a run that trains adapters, the gradients of the weights are
-    not computed, so a parameter costs 4 FLOPs.
+    per head and per dimension of the head. A token attends to itself and to the earlier positions of its document, on
+    average to half of the document. With trains_weights=False, as in a run that trains adapters, the gradients of the
+    weights are not computed, so a parameter costs 4 FLOPs.
     """
     heads = model.num_attention_heads * model.head_dim
     per_parameter = 6 if trains_weights else 4

@@ -1,7 +1,7 @@
-"""Tests of Python's garbage collector in processes of this package and in other processes. Also tests how a process of
-this package ends.
+"""Tests of Python's garbage collector in processes that this package spawns and in other processes. Also tests how a
+process that this package spawned ends.
 
-Every test but the last one starts a process."""
+Every test except the last starts a process."""
 
 import os
 import subprocess

@@ -35,7 +35,7 @@ SHAPE = (3, 17)
 def data(seed=0):
     """Logprobs and columns in float32. A third of the weights is 0, and the other weights lie between 0 and 1.
 
-    Some ratios are beyond the clip bounds.
+    Some ratios exp(logprob - old_logprob) are outside the default clip bounds of PPO.
     """
     generator = torch.Generator().manual_seed(seed)
     logprobs_BL = -3 * torch.rand(SHAPE, generator=generator)
@@ -58,8 +58,8 @@ def run(loss, logprobs_BL, columns):
 
 
 def expect(loss, value_of, gradient_of):
-    """Compare the loss with the sum over positions of value_of(logprob, old logprob, advantage, weight), and its
-    gradient with gradient_of.
+    """Compare the loss with the sum of value_of(logprob, old logprob, advantage, weight) over all positions. Compare
+    the gradient at each position with gradient_of of the same four numbers.
     """
     logprobs_BL, columns = data()
     flat = [x.double().flatten().tolist() for x in (logprobs_BL, *columns.values())]
@@ -82,7 +82,7 @@ def test_importance_sampling_is_the_weighted_sum_of_ratio_times_advantage():
 
 
 @pytest.mark.parametrize("low, high", [(0.8, 1.2), (0.8, 1.28), (0.0, 1.0), (1.0, 1.0)])
-def test_ppo_is_the_pessimistic_minimum_of_ratio_and_clipped_ratio(low, high):
+def test_the_ppo_objective_is_the_minimum_of_ratio_times_advantage_and_clipped_ratio_times_advantage(low, high):
     def value(p, o, a, w):
         ratio = math.exp(p - o)
         if a >= 0:
@@ -107,7 +107,7 @@ def test_ppo_reports_the_fraction_of_trained_positions_whose_gradient_is_clipped
 
 
 @pytest.mark.parametrize("loss", [PPO(), PPO(dual_clip=1.5), CISPO(ratio_low=0.7, ratio_high=1.3)])
-def test_the_clip_fraction_is_reported_by_side(loss):
+def test_the_clip_fraction_is_also_reported_for_low_and_for_high_ratios_separately(loss):
     logprobs_BL, columns = data()
     ratio_BL = (logprobs_BL - columns["old_logprobs"]).exp()
     is_trained_BL, advantages_BL = columns["loss_weights"] != 0, columns["advantages"]
@@ -125,7 +125,7 @@ def test_the_clip_fraction_is_reported_by_side(loss):
 
 
 @pytest.mark.parametrize("loss", [PPO(), ImportanceSampling(), CISPO(), DRO(), GSPO()])
-def test_policy_metrics_are_over_trained_positions(loss):
+def test_policy_metrics_count_only_trained_positions(loss):
     logprobs_BL, columns = data()
     _, _, metrics = run(loss, logprobs_BL, columns)
     flat = [x.double().flatten().tolist() for x in (logprobs_BL, *columns.values())]
@@ -157,7 +157,7 @@ def test_cross_entropy_reports_the_mean_logprob_over_trained_positions():
 
 
 @pytest.mark.parametrize("loss", [resolve(name) for name in sorted(LOSSES)])
-def test_the_columns_of_positions_without_weight_change_nothing(loss):
+def test_column_values_at_positions_of_weight_0_change_nothing(loss):
     logprobs_BL, columns = data()
     value, gradient_BL, metrics = run(loss, logprobs_BL, columns)
     untrained_BL = columns["loss_weights"] == 0
@@ -172,7 +172,7 @@ def test_the_columns_of_positions_without_weight_change_nothing(loss):
 
 
 @pytest.mark.parametrize("loss", [resolve(name) for name in sorted(LOSSES)])
-def test_a_loss_over_nothing_but_padding_is_0_with_finite_metrics(loss):
+def test_a_loss_over_only_padding_is_0_and_its_metrics_are_finite(loss):
     zeros_BL = torch.zeros(SHAPE)
     required, _ = columns_of(loss)
     value, metrics = loss(zeros_BL, **dict.fromkeys(required, zeros_BL))
@@ -201,7 +201,7 @@ def test_resolve_makes_a_named_loss_with_default_options_and_returns_a_loss_inst
 
 
 @pytest.mark.parametrize("loss", ["pppo", None, 3, PPO], ids=repr)
-def test_resolve_refuses_other_values_and_names_the_known_losses(loss):
+def test_resolve_refuses_an_unknown_loss_and_names_the_known_losses(loss):
     with pytest.raises(
         ValueError, match="unknown loss .*cispo, cross_entropy, dro, gspo, importance_sampling, ppo, reinforce"
     ):
@@ -230,7 +230,7 @@ def test_cross_entropy_takes_negative_weights():
     assert torch.equal(gradient_BL, -columns["loss_weights"])
 
 
-def test_cross_entropy_to_k_targets_multiplies_loss_weights_and_target_weights():
+def test_cross_entropy_with_k_targets_weighs_each_target_by_loss_weight_times_target_weight():
     logprobs_BL, columns = data()
     generator = torch.Generator().manual_seed(1)
     target_logprobs = (-3 * torch.rand(*SHAPE, 4, generator=generator)).requires_grad_()
@@ -286,7 +286,7 @@ def test_dual_clip_bounds_the_objective_of_negative_advantages():
 
 
 def rows_of(logprobs_BL, columns, *names):
-    """For each row, a list with a tuple (logprob, named columns …) for each position, in float64."""
+    """For each row a list of tuples (logprob, value of each named column), one tuple for each position."""
     tensors = [logprobs_BL, *(columns[name] for name in names)]
     return [list(zip(*row, strict=True)) for row in zip(*(x.double().tolist() for x in tensors), strict=True)]
 
@@ -340,8 +340,11 @@ def with_options(seed=3):
 
 
 def option_adds(base, optioned, value_of, gradient_of):
-    """`optioned` is the loss `base` with an option. Assert that this option adds to the loss the sum over positions of
-    w * value_of(d), where d = logprob - ref, and that it adds the derivative of this sum to the gradient.
+    """Assert that an option adds the sum of w * value_of(d) over positions to the loss, and w * gradient_of(d) to the
+    gradient.
+
+    w is the loss weight, and d = logprob - ref_logprob. `optioned` is the loss `base` with the option. Returns the
+    metrics of `optioned`, and (logprob, ref_logprob, loss weight) of every position.
     """
     logprobs_BL, columns = with_options()
     without, with_it = run(base, logprobs_BL, columns), run(optioned, logprobs_BL, columns)
@@ -364,7 +367,7 @@ def test_kl_to_the_reference_is_added_to_every_policy_loss(name, estimator):
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "cross_entropy"])
-def test_entropy_is_subtracted_from_every_policy_loss_with_its_gradient(name):
+def test_every_policy_loss_can_subtract_the_entropy_times_a_coefficient(name):
     logprobs_BL, columns = data()
     entropy = torch.rand(SHAPE, generator=torch.Generator().manual_seed(5)).requires_grad_()
     loss = LOSSES[name](entropy_coefficient=0.2)
@@ -419,7 +422,7 @@ def test_a_correction_multiplies_the_weights_by_a_function_of_the_trainer_to_gen
     assert (factor_BL != 1).sum() > 0 and loss.whole_sequence == (correction.level == "sequence" or name == "gspo")
 
 
-def test_without_generator_logprobs_a_correction_compares_the_current_logprobs_with_the_old():
+def test_without_generator_logprobs_a_correction_compares_the_current_logprobs_with_old_logprobs():
     expect(
         PPO(correction=IcePop(low=0.7, high=1.4), ratio_low=0.0, ratio_high=100.0),
         lambda p, o, a, w: -w * math.exp(p - o) * a * (0.7 <= math.exp(p - o) <= 1.4),
@@ -444,7 +447,7 @@ def test_a_correction_that_reweights_requires_generator_logprobs_in_a_loss_that_
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", LOSSES)
-def test_metrics_of_pieces_merge_to_those_of_the_whole(name, seed):
+def test_the_merged_metrics_of_the_rows_of_a_batch_are_the_metrics_of_the_whole_batch(name, seed):
     loss = LOSSES[name]()
     logprobs_BL, columns = data(seed)
     columns = {n: columns[n] for n in columns_of(loss)[0]}
@@ -471,7 +474,7 @@ BAD_OPTIONS = {
 
 
 @pytest.mark.parametrize("message", BAD_OPTIONS)
-def test_an_option_out_of_its_limits_is_refused_with_value_and_limit(message):
+def test_the_error_for_an_option_outside_its_limits_names_the_option_and_its_value(message):
     with pytest.raises(ValueError, match=message):
         BAD_OPTIONS[message]()
 
@@ -480,7 +483,7 @@ def own_loss(logprobs_BL, *, loss_weights):
     return -(logprobs_BL * loss_weights).sum(), {}
 
 
-def test_a_loss_of_ones_own_is_given_by_module_and_name():
+def test_resolve_imports_a_loss_that_is_named_module_colon_name():
     assert resolve(f"{__name__}:own_loss") is own_loss
     assert resolve("rl_actors.losses.policy:GSPO") == GSPO()
     for name in ("no_such_module:loss", f"{__name__}:no_such_loss", "rl_actors.losses:KL", f"{__name__}:SHAPE"):

@@ -1,4 +1,6 @@
-"""The functions that a machine with a GPU needs. cpu.py has functions of the same names. machine.py says what each function does."""
+"""The trainer's functions for a machine with a GPU. cpu.py has functions of the same names for a CPU. The class Machine in machine.py says
+what each function does.
+"""
 
 import contextlib
 import mmap
@@ -149,9 +151,9 @@ def host_buffer(num_bytes: int) -> Tensor:
     """Pinned memory of this size. torch's own function would round the size up to a power of two, which can nearly double it."""
     memory = mmap.mmap(-1, num_bytes)
     with contextlib.suppress(OSError):  # raised by an operating system without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to touch and to pin
+        memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to allocate and to pin
     buffer = torch.frombuffer(memory, dtype=torch.uint8)
-    buffer.zero_()  # touches the pages with several threads; pinning would touch one page after the other
+    buffer.zero_()  # allocates the pages, with several threads; pinning would allocate one page after the other
     error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0)
     if int(error):
         raise RuntimeError(f"{num_bytes:,} bytes of host memory could not be pinned: {error}")

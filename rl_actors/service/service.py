@@ -1,4 +1,5 @@
-"""`Service` keeps the clients that are attached to the actors of one program, and runs their calls on the actors.
+"""A service is a program that runs actors and lets other programs use them. The class `Service` has the list of the
+attached clients, and runs their calls on the actors.
 
 This module sends nothing over a network.
 """
@@ -18,9 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 class Service:
-    """Keeps the attached clients, and runs their calls. All calls to the actors must go through this object.
+    """Runs the calls of the attached clients on the actors. All calls to the actors must go through this object.
 
-    Use it only on the event loop on which this process runs the calls of its TrainerClient and GeneratorClient.
+    Use the object only on the event loop on which this process runs the calls of its TrainerClient and GeneratorClient.
     """
 
     def __init__(self, members: Mapping[str, Member]) -> None:

@@ -9,7 +9,11 @@ from serving import Api
 
 @pytest.fixture
 def api(tmp_path):
-    """api(use, **fields) runs the coroutine function `use` with the Api of a new server, whose config has these fields."""
+    """api(use, **fields) makes a server whose config has these fields, and runs the coroutine function `use` with the
+    server's Api.
+
+    Returns the result of `use`. folder: folder of the server's files.
+    """
 
     def run(use, folder: Path = tmp_path, **fields: object):
         async def main():

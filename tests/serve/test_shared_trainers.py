@@ -1,4 +1,5 @@
-"""Training runs whose adapters have the same shape share a trainer. Such a run is a tenant of the trainer.
+"""Training runs whose adapters have the same shape (LoRA rank and layers) share a trainer. Such a run is a tenant of
+the trainer.
 
 The actors are fakes. Their model has one number for each token id.
 """
@@ -23,7 +24,7 @@ def numbers(api, model: str) -> list[float]:
     return api.server.trainers.residents[model].trainer.numbers.tolist()
 
 
-def test_runs_of_one_shape_share_a_trainer_and_others_do_not(api):
+def test_runs_with_adapters_of_the_same_shape_share_a_trainer_and_other_runs_do_not(api):
     async def use(api):
         same = [await api.create_model(seq, rank=4, seed=seq) for seq in range(3)]
         for seq, lora in enumerate([{"rank": 8}, {"rank": 4, "train_mlp": False}, {"rank": 0}, {"rank": 0}], start=3):
@@ -37,7 +38,7 @@ def test_runs_of_one_shape_share_a_trainer_and_others_do_not(api):
     api(use, max_trainers=5)
 
 
-def test_runs_that_are_created_at_once_start_one_trainer(api):
+def test_runs_that_are_created_at_the_same_time_start_only_one_trainer(api):
     async def use(api):
         await asyncio.gather(*[api.create_model(seq, **LORA) for seq in range(4)])
         assert len(api.trainers) == 1 and len(api.trainers[0].tenants) == 4
@@ -45,7 +46,7 @@ def test_runs_that_are_created_at_once_start_one_trainer(api):
     api(use)
 
 
-def test_tenants_that_alternate_compute_the_same_numbers_as_each_alone(api):
+def test_tenants_that_alternate_compute_the_same_numbers_as_runs_that_train_one_after_the_other(api):
     given = [{}, {"learning_rate": 0.5, "beta1": 0.1, "eps": 0.3, "weight_decay": 0.4, "grad_clip_norm": 0.01}]
 
     async def use(api):
@@ -163,7 +164,7 @@ def test_every_call_notices_the_death_of_the_trainer(api, call):
     api(use)
 
 
-def test_a_dead_trainer_makes_room_for_another_one(api):
+def test_a_dead_trainer_makes_room_for_another_trainer(api):
     async def use(api):
         models = [await api.create_model(seq, **LORA) for seq in range(2)]
         api.trainers[0].is_dead = True
@@ -193,7 +194,7 @@ def test_a_tenant_that_fails_for_good_leaves_the_trainer_to_the_other_runs(api):
     api(use)
 
 
-def test_a_checkpoint_that_cannot_be_loaded_leaves_no_tenant(api):
+def test_a_run_whose_checkpoint_cannot_be_loaded_is_removed_from_its_trainer(api):
     async def use(api):
         model = await api.create_model(**LORA)
         path = (await api.answer(await api.post("save_weights", model_id=model, path="a", seq_id=1)))["path"]
