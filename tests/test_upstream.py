@@ -1,8 +1,10 @@
-"""The code needs some names and behaviour of torch, torchtitan, torchstore, Monarch and vLLM that are not public.
+"""The installed torch, torchtitan, torchstore, Monarch and vLLM still have the internals that our code uses, such as private names.
 
-docs/upstream.md has a table row for each of them, and this file has one check for each row. After an upgrade of these
-packages run `python tests/test_upstream.py` first. Within seconds it prints which rows no longer hold. It starts no
-engine and no actor.
+docs/upstream.md has a table row for each use of such internals, and this file has one check for each row. After an
+upgrade of these packages run `python tests/test_upstream.py` first. This program runs the checks and
+prints the rows that no longer hold, in 15 to 30 seconds of processor time. The checks start no engine and no actor.
+
+Under pytest, this file also tests that docs/upstream.md has every private name of these packages that our code uses.
 """
 
 import ast
@@ -29,12 +31,15 @@ CODE = ("rl_actors", "controllers", "configs", "benchmarks")
 FOREIGN = ("torch", "torchao", "torchtitan", "torchstore", "monarch", "vllm")
 FOREIGN_PATH = re.compile(rf"({'|'.join(FOREIGN)})([.:]\w+)+")
 VARIABLES = re.compile(r"(HF|HYPERACTOR|NCCL|TORCH|TORCHELASTIC|TORCHINDUCTOR|VLLM)_[A-Z0-9_]+")
-TIMEOUT = 300  # seconds; all checks take about fifteen
+TIMEOUT = 300  # seconds; all checks together take 15 to 30 seconds of processor time
 CHECKS: dict[str, Callable[[], None]] = {}
 
 
 def row(name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Register the check of the row of docs/upstream.md that begins with this name. A check raises an error when the row no longer holds."""
+    """Decorator of a check. `name` is the first cell of the check's row in docs/upstream.md, without backticks.
+
+    A check raises an error when its row no longer holds.
+    """
 
     def register(check: Callable[[], None]) -> Callable[[], None]:
         CHECKS[name] = check
@@ -274,7 +279,7 @@ def _() -> None:
     stage.has_backward = True
     stage.submod(torch.ones(1, 1)).sum().backward()  # gradients of an earlier call
     stage._post_metadata_inference_cleanup()
-    assert stage.submod.weight.grad is None, "torch keeps accumulated gradients: our override can go"
+    assert stage.submod.weight.grad is None, "torch now keeps accumulated gradients, so delete our override"
     stage.submod(torch.ones(1, 1)).sum().backward()
     Stage._post_metadata_inference_cleanup(stage)
     assert stage.submod.weight.grad is not None
@@ -293,7 +298,7 @@ def _() -> None:
     assert parameters(PipelineStage.get_bwd_recv_ops) == ["self", "bwd_chunk_id"]
     assert parameters(PipelineStage.backward_one_chunk)[:3] == ["self", "bwd_chunk_id", "loss"]
     assert "loss.detach" not in source(PipelineStage.backward_one_chunk), (
-        "torch frees the loss's graph: our override can go"
+        "torch now frees the loss's graph, so delete our override"
     )
     like = torch.empty(1, 1, device="meta").requires_grad_()
     shapes = dict.fromkeys(("input_args", "output_args"), like) | dict.fromkeys(
@@ -308,7 +313,9 @@ def _() -> None:
     stage._setup_backward_recv_info(2)
     for received in (stage.args_recv_info, stage.grad_recv_info):
         assert [len(received[number]) for number in range(2)] == [1, 1]
-        assert not received[1][0].buffer.is_meta, "torch allocates buffers when they are needed: our overrides can go"
+        assert not received[1][0].buffer.is_meta, (
+            "torch now allocates a buffer only when it is needed, so delete our overrides"
+        )
     operations = [*stage.get_fwd_recv_ops(0), *stage._get_recv_ops(stage.grad_recv_info[0])]
     assert [
         operation.tensor is received[0][0].buffer
@@ -513,7 +520,9 @@ def _() -> None:
         assert torch.equal(ours(x_RD.bfloat16(), counts_E), theirs(x_RD.bfloat16(), counts_E))
         exact = torch.cat([expert(theirs, e, x) for e, x in enumerate(x_RD.split([3, 5]))])
         assert torch.allclose(ours(x_RD, counts_E), exact, rtol=1e-5, atol=1e-5)
-        assert not torch.allclose(theirs(x_RD, counts_E), exact, rtol=1e-5, atol=1e-5), "Experts is not needed any more"
+        assert not torch.allclose(theirs(x_RD, counts_E), exact, rtol=1e-5, atol=1e-5), (
+            "torchtitan now computes in the dtype of the input, so delete Experts"
+        )
 
 
 def expert(experts: Any, number: int, x_RD: Any) -> Any:
@@ -665,7 +674,7 @@ def _() -> None:
         CosSinRoPE.Config(**values, scaling="llama").build()
     except NotImplementedError:
         return
-    raise AssertionError("CosSinRoPE has Llama's scaling; delete Llama3RoPE")
+    raise AssertionError("CosSinRoPE now has Llama's scaling, so delete Llama3RoPE")
 
 
 @row("torchtitan.models.qwen3.Qwen3StateDictAdapter.model_config, rows of wqkv")
@@ -692,7 +701,7 @@ def _() -> None:
     assert converter.torchao_config.emulate
     assert "self.torchao_config" in source(Float8LinearConverter.convert)
     emulated = converter.torchao_config.cast_config_weight.scaling_granularity
-    assert emulated.name == "TENSORWISE", "torchtitan emulates the requested recipe: our replacement can go"
+    assert emulated.name == "TENSORWISE", "torchtitan now emulates the requested recipe, so delete our replacement"
 
 
 # torchstore and Monarch
@@ -713,7 +722,9 @@ def _() -> None:
         return {inspect.iscoroutinefunction(value._method) for value in endpoints}
 
     importlib.import_module("rl_actors.transports.torchstore")
-    assert kinds(theirs) == {True, False}, "torchstore's endpoints are of one kind: AsyncController can go"
+    assert kinds(theirs) == {True, False}, (
+        "torchstore's endpoints are now all sync or all async, so delete AsyncController"
+    )
     assert torchstore.api.Controller is not theirs and kinds(torchstore.api.Controller) == {True}
 
 
@@ -743,11 +754,12 @@ def _() -> None:
     from monarch._src.actor import actor_mesh
 
     assert parameters(monarch.actor.unhandled_fault_hook) == ["failure"]
-    assert "from monarch.actor import unhandled_fault_hook" in source(actor_mesh)  # imported when a fault occurs
+    # actor_mesh imports the hook when a fault occurs, so it finds our hook.
+    assert "from monarch.actor import unhandled_fault_hook" in source(actor_mesh)
 
 
 def absent_from_monarchs_library(names: Iterable[str]) -> list[str]:
-    """The texts among `names` that Monarch's compiled library does not contain."""
+    """The `names` that Monarch's compiled library does not contain."""
     import mmap
 
     import monarch._rust_bindings
@@ -885,11 +897,11 @@ def _() -> None:
     assert "raise self._format_exception(outputs)" in source(SyncMPClient.get_output)
     assert "self.utility_results[call_id] = future" in source(SyncMPClient.call_utility)
     assert "self.ensure_alive()" in source(SyncMPClient._send_input)
-    # If this fails, vLLM itself wakes the callers that wait for a killed core, and wake_callers can go.
+    # The next assertion fails when vLLM itself wakes the callers that wait for a killed engine core. Then delete wake_callers.
     assert "# shutdown signal, exit thread." in made and "outputs_queue.put_nowait(EngineDeadError" not in made
     assert {"engine_dead", "engine_manager"} <= set(BackgroundResources.__annotations__)
     assert "self.processes: list[BaseProcess]" in source(CoreEngineProcManager.__init__)
-    # vllm/core.py reads the signal that killed a core from this text.
+    # rl_actors/vllm/core.py recognizes by this text that a core was killed before it was ready.
     assert '"Failed core proc(s): {finished}"' in source(wait_for_engine_startup)
     assert "spawn.get_command_line" in source(popen_spawn_posix.Popen) and callable(util.spawnv_passfds)
 
@@ -918,7 +930,7 @@ def _() -> None:
 
     assert {"method", "timeout", "args"} <= set(parameters(LLMEngine.collective_rpc))
     assert 'TimeoutError(f"RPC call to {method} timed out.")' in source(MultiprocExecutor.collective_rpc)
-    assert "method failed: {str(e)}" in source(EngineCoreProc)  # how a core in its own process sends an error
+    assert "method failed: {str(e)}" in source(EngineCoreProc)  # form in which a core process sends an error
     assert "worker_extension_cls" in parameters(EngineArgs)
     assert f"{WeightsExtension.__module__}.{WeightsExtension.__qualname__}" == WORKER_EXTENSION
     assert "self.model_runner.reload_weights(*args, **kwargs)" in source(Worker.reload_weights)
@@ -1065,7 +1077,7 @@ def _() -> None:
     from rl_actors.vllm.cpu import HEAD_DIMS
 
     if not current_platform.is_cpu():
-        return  # these kernels are in vLLM's package for CPUs
+        return  # only vLLM's package for CPUs has these kernels
     current_platform.import_kernels()
 
     def has_kernel(head_dim: int, dtype: torch.dtype) -> bool:
@@ -1115,7 +1127,8 @@ def _() -> None:
 
     from rl_actors.vllm import cpu, gpu, start
 
-    core = {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_WORKER_MULTIPROC_METHOD", "VLLM_RPC_BASE_PATH"}  # in vllm/core.py
+    # rl_actors/vllm/core.py sets these variables.
+    core = {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_WORKER_MULTIPROC_METHOD", "VLLM_RPC_BASE_PATH"}
     ours = {*core, *start.ENGINE_ENV, *start.BATCH_INVARIANT_ENV, *cpu.ENV, *gpu.ENV, "VLLM_CONFIGURE_LOGGING"}
     known = {name for name in ours if name.startswith("VLLM_")}
     assert len(known) == 8 and known <= set(vllm.envs.environment_variables)
@@ -1132,7 +1145,7 @@ def _() -> None:
 def _() -> None:
     import vllm
 
-    libraries = list(Path(vllm.__file__).parent.glob("_C*.so"))  # oneDNN is a part of them
+    libraries = list(Path(vllm.__file__).parent.glob("_C*.so"))  # they contain oneDNN
     assert any(b"PRIMITIVE_CACHE_CAPACITY" in library.read_bytes() for library in libraries)
 
 
@@ -1151,8 +1164,11 @@ def test_every_row_of_the_page_has_a_check_and_every_check_a_row():
 
 @pytest.fixture(scope="module")
 def failures() -> dict[str, str]:
-    """Maps each row that no longer holds to the reason. A new process runs the checks, because vLLM and our modules change global state of the
-    libraries, which other tests in this file use."""
+    """Maps each row that no longer holds to the reason.
+
+    A new process runs the checks, because they import vLLM and our modules. These imports change global state of torch
+    and torchtitan, which other tests of this file also use.
+    """
     program = subprocess.run([sys.executable, __file__], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
     lines = program.stdout.splitlines()
     assert lines, program.stderr
@@ -1164,7 +1180,7 @@ def test_every_row_holds_for_the_installed_packages(failures, name):
     assert failures.get(name) is None, failures[name]
 
 
-RENAMED = [  # (row, where the name is, the name)
+RENAMED = [  # (row, module or class, its attribute that the test deletes)
     ("torch._foreach_norm, torch._foreach_mul_", "torch", "_foreach_norm"),
     ("torch.optim.Adam._init_group", "torch.optim:Adam", "_init_group"),
     (
@@ -1197,7 +1213,7 @@ RENAMED = [  # (row, where the name is, the name)
 
 
 @pytest.mark.parametrize(("name", "owner", "attribute"), RENAMED)
-def test_a_check_fails_when_its_name_is_gone(monkeypatch, name, owner, attribute):
+def test_a_check_fails_when_the_attribute_that_it_checks_is_gone(monkeypatch, name, owner, attribute):
     importlib.import_module("rl_actors.engine")
     CHECKS[name]()
     monkeypatch.delattr(pkgutil.resolve_name(owner), attribute)
@@ -1249,16 +1265,20 @@ def reached_names() -> Iterator[tuple[str, str]]:
 
 
 def reached_by(node: ast.AST, own: set[str]) -> list[str]:
-    """Names that `reached_names` finds in one node of the syntax tree. own: the names that our code defines."""
+    """The private names and environment variables of other packages that one node of the syntax tree uses.
+
+    own: the names that our code defines.
+    """
     names: list[str] = []
     if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in FOREIGN:
         names = [*node.module.split("."), *(alias.name for alias in node.names)]
     elif isinstance(node, ast.Import):
         names = [part for alias in node.names for part in alias.name.split(".")]
     elif isinstance(node, ast.Attribute):
-        # Our code reaches its own private attributes only through self, cls or super(). So the same name on another object is foreign.
+        # Our code uses its own private attributes only through self, cls or super(). On any other object, an attribute with
+        # the name of one of ours belongs to another package.
         is_own = node.attr in own and ast.unparse(node.value) in ("self", "cls", "super()")
-        names = [] if is_own or node.attr == "_replace" else [node.attr]  # named tuples document _replace
+        names = [] if is_own or node.attr == "_replace" else [node.attr]  # _replace of named tuples is public
     elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
         looked_up = node.args[1]
         if isinstance(looked_up, ast.Constant) and ast.unparse(node.args[0]) not in ("self", "cls"):
@@ -1266,7 +1286,7 @@ def reached_by(node: ast.AST, own: set[str]) -> list[str]:
     elif isinstance(node, ast.Constant) and isinstance(node.value, str):
         if VARIABLES.fullmatch(node.value):
             return [node.value]
-        if FOREIGN_PATH.fullmatch(node.value):  # for import_module, resolve_name or getLogger
+        if FOREIGN_PATH.fullmatch(node.value):  # an argument of import_module, resolve_name or getLogger
             names = re.split("[.:]", node.value)
     return [name for name in names if is_private(name)]
 
@@ -1277,7 +1297,7 @@ def reached_by(node: ast.AST, own: set[str]) -> list[str]:
         ("import torch._inductor", ["_inductor"]),
         ("from torch.distributed._tools import MemTracker", ["_tools"]),
         ("schedule._stages", ["_stages"]),
-        ("schedule._stage", ["_stage"]),  # our code has the name _stage, too
+        ("schedule._stage", ["_stage"]),  # our code also defines the name _stage
         ("self._stage", []),
         ("getattr(schedule, '_stage')", ["_stage"]),
         ("hasattr(self, '_stage')", []),
@@ -1301,14 +1321,14 @@ def overridden_names() -> Iterator[tuple[str, str]]:
 
 
 def overridden_in(thing: type) -> list[str]:
-    """The private methods that this class or a base class of ours defines, and that a base class of another package defines, too."""
+    """The private methods of another package's base class that this class, or a base class of ours, overrides."""
     foreign = [base for base in thing.__mro__ if base.__module__.split(".")[0] in FOREIGN]
     ours = [base for base in thing.__mro__ if base.__module__.split(".")[0] in CODE]
     methods = {name for base in ours for name, value in vars(base).items() if inspect.isroutine(value)}
     return [name for name in methods if is_private(name) and any(name in vars(base) for base in foreign)]
 
 
-def test_every_private_name_of_others_that_the_code_reaches_is_on_the_page():
+def test_the_page_has_every_private_name_of_other_packages_that_our_code_uses():
     words = set(re.findall(r"\w+", PAGE.read_text()))
     reached = [*reached_names(), *overridden_names()]
     assert {"_step_microbatches", "_local_tensor", "_init_group", "VLLM_BATCH_INVARIANT"} <= {
@@ -1318,7 +1338,7 @@ def test_every_private_name_of_others_that_the_code_reaches_is_on_the_page():
 
 
 def main() -> None:
-    """Print the rows that no longer hold, with the reasons, as JSON. The exit status is 1 if there is at least one such row."""
+    """Print the rows that no longer hold, with the reasons, as JSON. The exit status is 1 if there is such a row."""
     sys.path.insert(0, str(ROOT))
     found = {}
     for name, check in CHECKS.items():

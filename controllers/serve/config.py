@@ -1,4 +1,4 @@
-"""Config of a Tinker server: the model that it serves, its actors, and its limits."""
+"""Config of a server for programs that use the `tinker` SDK: the base model that the server serves, its actors, and its limits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,37 +10,43 @@ from rl_actors.model_config import ModelConfig
 
 @dataclass(kw_only=True)
 class ServeConfig:
-    """A server of one base model. Runs whose adapters have the same shape share a trainer, and all samplers share one generator."""
+    """Config of a server of one base model, which clients train and sample.
+
+    A run trains LoRA adapters or all weights. A sampler generates with a saved version of a run's weights, or with the base model. Runs whose
+    adapters have the same rank and layers share a trainer, and all samplers share one generator.
+    """
 
     name: str
-    """Name of the base model for clients."""
+    """Name by which clients ask for the base model."""
     hf_path: str = ""
-    """Hugging Face directory of the base model, with its tokenizer. Empty: `write_base` writes one."""
+    """Hugging Face directory of the base model, with its tokenizer. Empty: `write_base` writes the directory."""
     write_base: Callable[[Path], None] | None = None
-    """Writes the directory of the base model, if hf_path is empty."""
+    """Function that writes the base model, with its tokenizer, into a directory. It is needed only if hf_path is empty."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    """Config of every trainer. The server sets the model and hf_path when it starts, and `lora` when it starts a trainer."""
+    """Config of every trainer. The server sets the fields `model` and `hf_path` when the server starts, and `lora` when a trainer starts."""
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
-    """Config of the generator. The model is set when the server starts."""
+    """Config of the generator. The server sets the field `model` when the server starts."""
     lora_alpha: float = 32.0
-    """Scale of the adapters of every run. The protocol has no field for it."""
+    """Alpha of the adapters of every run: an adapter's output is scaled by alpha / rank. The protocol has no field for alpha."""
     max_trainers: int = 2
     """Largest number of trainers in memory at the same time. A run that is in no trainer is kept on disk until it is used again."""
     max_tenants: int = 16
     """Largest number of runs with adapters in one trainer."""
     samplers_kept: int = 8
-    """Number of unnamed samplers of a run that keep their weights. The weights of older ones are deleted if no `inflight` sampler uses them."""
+    """Number of a run's newest samplers without a name that keep their weights. The weights of older samplers without a name are deleted. The
+    exception is the newest weights that were saved for `inflight` samplers: all `inflight` samplers of the run use these weights."""
     hold_seconds: float = 30.0
-    """If a client asks for an answer that is not ready, the server replies after at most this many seconds. The SDK gives up after 45 seconds."""
+    """If a client asks for an answer that is not ready, the server replies after at most this many seconds that the client must ask again. The SDK
+    gives up after 45 seconds without a reply."""
     max_body_bytes: int = 64 << 20
     """Largest size of a request's body in bytes. The limit holds for the body as it was sent, and for the decompressed body."""
     max_samples: int = 1024
     """Largest num_samples of one request."""
     max_waiting: int = 20_000
-    """If this many requests are unanswered, a new request for samples gets a 429, and the SDK sends it again later."""
+    """If this many requests of any kind have no answer yet, a new request for samples gets a 429. The SDK then sends the request again later."""
 
     def for_base(self, directory: Path) -> None:
-        """Set the model of trainer and generator from the directory of the base model."""
+        """Set hf_path to the directory of the base model, and read the model of trainer and generator from this directory."""
         self.hf_path = str(directory)
         self.trainer.hf_path = self.hf_path
         self.trainer.model = ModelConfig.from_hf(self.hf_path)
@@ -50,7 +56,7 @@ class ServeConfig:
         """Raises ValueError naming the value and the limit if the server cannot start from this config."""
         if ":" in self.name or not self.name:
             raise ValueError(
-                f"name={self.name!r}; it must not be empty, and must not have ':', at which the SDK cuts a name"
+                f"name={self.name!r}; it must not be empty, and must not have ':', because the SDK cuts a name there"
             )
         for name in (
             "max_trainers",
@@ -65,15 +71,16 @@ class ServeConfig:
                 raise ValueError(f"{name}={getattr(self, name)}; it must be positive")
         if self.hold_seconds > 40:
             raise ValueError(
-                f"hold_seconds={self.hold_seconds}; it must be at most 40, because the SDK gives up after 45"
+                f"hold_seconds={self.hold_seconds}; it must be at most 40, because the SDK gives up after 45 seconds"
             )
         self.trainer.validate()
         self.generator.validate()
 
 
 def tokenizer_id(directory: str) -> str:
-    """The absolute path of the directory. A path with exactly two slashes gets a third slash: /a/b becomes /a/./b. The reason is that the SDK cuts
-    a name with exactly two slashes at the second slash.
+    """The absolute path of the base model's directory, from which the SDK loads the tokenizer.
+
+    The SDK cuts a path with exactly two slashes at the second slash. So such a path gets a third slash: /a/b becomes /a/./b.
 
     Raises ValueError if the path has ':'.
     """

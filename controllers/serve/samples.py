@@ -1,7 +1,7 @@
-"""Turns a client's Datums into a trainer's Samples, and the trainer's output into the answer.
+"""Converts the Datums of a client's request to Samples for a trainer, and the trainer's output to the answer for the client.
 
-A Datum is one training sequence of a request. In a Datum and in a Sample the target with index i belongs to the token with index i, so
-nothing is shifted. K is the number of targets of one position.
+A Datum is one training sequence of a request. In a Datum and in a Sample, position i reads token i and predicts target i. So this module
+shifts nothing. With the loss cross_entropy a position may have several targets, each with a weight. K is the number of targets of a position.
 """
 
 import math
@@ -23,11 +23,15 @@ class Batch:
 
     samples: list[Sample]
     loss: Loss
-    widths: list[int] | None  # K of each datum before padding to the largest; None if target_tokens has one dimension
+    # K of each datum before it is padded to the largest K. None if target_tokens is [T] instead of [T, K].
+    widths: list[int] | None
 
 
 def read_batch(call: ForwardBackwardCall) -> Batch:
-    """Raises ValueError if the request is wrong. If an input of a datum is wrong, the error names the datum and the input."""
+    """The samples and the loss of a request. Raises ValueError if the request is wrong.
+
+    If a datum lacks an input, or has an unknown input or an input of a wrong shape or dtype, the error names the datum and the input.
+    """
     kind, loss = kind_of(call.loss_fn), make_loss(call.loss_fn, call.config)
     data = call.data()
     if not data:
@@ -37,7 +41,7 @@ def read_batch(call: ForwardBackwardCall) -> Batch:
     ranks = {datum.inputs["target_tokens"].ndim for datum in data}
     if len(ranks) > 1:
         raise ValueError(
-            "some target_tokens of the request have one dimension and others two; all datums of a request must have the same number"
+            "target_tokens has one dimension in some datums of the request and two in others; the number must be the same in all datums"
         )
     if ranks == {2}:
         if call.loss_fn != "cross_entropy":
@@ -52,21 +56,21 @@ def read_batch(call: ForwardBackwardCall) -> Batch:
 def _require_inputs(where: str, name: str, kind: LossKind, datum: Datum) -> None:
     missing = kind.required - datum.inputs.keys()
     if missing:
-        raise ValueError(f"{where} has no loss_fn_inputs[{min(missing)!r}], which {name} reads")
+        raise ValueError(f"{where} has no loss_fn_inputs[{min(missing)!r}], which the loss {name} reads")
     unknown = datum.inputs.keys() - kind.required - kind.optional
     if unknown:
         reads = ", ".join(sorted(kind.required | kind.optional))
-        raise ValueError(f"{where} has loss_fn_inputs[{min(unknown)!r}], but {name} reads {reads}")
+        raise ValueError(f"{where} has loss_fn_inputs[{min(unknown)!r}], but the loss {name} reads only {reads}")
     targets = datum.inputs["target_tokens"]
     if not np.issubdtype(targets.dtype, np.integer):
-        raise ValueError(f"{where}: target_tokens is {targets.dtype}; it must be int64")
+        raise ValueError(f"{where}: target_tokens has dtype {targets.dtype}; it must be int64 or int32")
     for key, values in datum.inputs.items():
         is_wide = key in ("target_tokens", "weights") and targets.ndim == 2
         expected = targets.shape if is_wide else (len(datum.tokens),)
         if values.shape != expected or len(values) != len(datum.tokens):
             raise ValueError(
                 f"{where}: {key} has shape {list(values.shape)}, but the model input has {len(datum.tokens)} tokens"
-                + (f" and target_tokens shape {list(targets.shape)}" if is_wide else "")
+                + (f" and target_tokens has shape {list(targets.shape)}" if is_wide else "")
             )
 
 
@@ -79,14 +83,14 @@ def _with_one_target(datum: Datum, loss_name: str) -> Sample:
         columns.setdefault("loss_weights", torch.ones(len(datum.tokens)))
     if loss_name == "stable_reinforce":
         if datum.is_sampled is None:
-            raise ValueError("stable_reinforce needs loss_fn_input_spans, which say where sampled tokens are")
+            raise ValueError("stable_reinforce needs loss_fn_input_spans, which say which tokens were sampled")
         columns["is_sampled"] = _floats(datum.is_sampled)
     targets = torch.from_numpy(datum.inputs["target_tokens"].astype(np.int64))
     return Sample(tokens=torch.from_numpy(datum.tokens), targets=targets, columns=columns)
 
 
 def _with_many_targets(datum: Datum, width: int) -> Sample:
-    """A sample with K targets for each position. They are padded to `width` targets with the id 0 and the weight 0."""
+    """A sample with `width` targets for each position: the K targets of the datum, padded with targets of id 0 and weight 0."""
     targets = datum.inputs["target_tokens"].astype(np.int64)
     weights = datum.inputs.get("weights", np.ones(targets.shape, np.float32))
     padding = ((0, 0), (0, width - targets.shape[1]))

@@ -1,4 +1,7 @@
-"""Numbers about a service and its actors, for a program that monitors them. No actor is called to get the numbers."""
+"""Numbers about a Service and its actors, for a program that monitors them. Collecting the numbers calls no actor.
+
+Clients of other programs attach to the actors of a Service. A member is one of these actors: a model or the generator.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -10,16 +13,16 @@ from typing import Literal
 from rl_actors.service.open_step import Attached
 
 Outcome = Literal["answered", "failed", "left"]
-"""How a call ended. left: the client has left before the answer came."""
+"""How a call ended. answered: the client got an answer. failed: the client got an error. left: the client left first."""
 
 
 class CallCounts:
-    """Calls of attached clients by actor and name."""
+    """Counts the calls of attached clients, for each actor and endpoint."""
 
     def __init__(self) -> None:
         self.ended: Counter[tuple[str, str, Outcome]] = Counter()
-        self.seconds: Counter[tuple[str, str]] = Counter()  # of all ended calls together, waits included
-        self.running: Counter[str] = Counter()  # by actor; calls that wait for the step of another client are included
+        self.seconds: Counter[tuple[str, str]] = Counter()  # sum over all ended calls, waits included
+        self.running: Counter[str] = Counter()  # by actor; includes calls that wait for another client's step to end
 
     @contextmanager
     def call(self, client: Attached, name: str) -> Iterator[None]:
@@ -49,7 +52,7 @@ class MemberNumbers:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceNumbers:
     up_for: float  # seconds
-    clients: Mapping[str, int]  # by actor
-    waiting: Mapping[str, int]  # calls that wait for the end of another client's step, by actor
+    clients: Mapping[str, int]  # number of attached clients, by actor
+    waiting: Mapping[str, int]  # number of calls that wait for the end of another client's step, by actor
     calls: CallCounts
     members: Mapping[str, MemberNumbers]

@@ -1,7 +1,7 @@
 """`Publisher`, which publishes versions of a trainer's weights and deletes old versions.
 
 A version is the weights of one policy_version. A stream is a sequence of versions in one dtype (see Manifest). A Publisher chooses the dtype
-and the stream. The function `publish` of base.py then puts the version into a transport.
+and the stream. The function `publish` of base.py then puts the version into a transport, from which generators pull it.
 """
 
 import time
@@ -18,9 +18,9 @@ VERSIONS_KEPT = 2
 
 
 class Publisher:
-    """Publishes each version once and keeps the newest VERSIONS_KEPT.
+    """Publishes versions into a transport, and deletes all but the VERSIONS_KEPT that were published last.
 
-    Every rank of a trainer has a Publisher, and all ranks make the same calls.
+    Every rank of a trainer has a Publisher. All ranks must make the same calls, because each call is a collective.
     """
 
     def __init__(self, transport: Transport, *, rank: int, gather: Gather) -> None:

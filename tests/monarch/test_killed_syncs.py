@@ -1,7 +1,8 @@
-"""Real actors are killed in the middle of a push or a pull. Afterwards every generator that still runs has a whole version.
+"""Real actors are killed in the middle of a push or a pull. Afterwards every generator that still runs has all weights of one version.
 
-A slot is the shared memory for one rank's part of a version. tests/transports/test_slots.py kills processes that write or read a slot, between
-any two tensors. test_served_slots.py kills them between any two pieces of a slot.
+A slot is the memory for one trainer rank's part of a version. tests/transports/test_slots.py kills processes that write or read a slot in
+shared memory, between any two tensors. test_served_slots.py, in the same folder, kills processes that send or receive the bytes of a slot,
+between any two pieces.
 """
 
 import asyncio
@@ -20,7 +21,9 @@ THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 class Actors:
-    """An index, and the actors that a test spawns. All of them end when the context ends."""
+    """Context manager that opens a transport, in which a test's actors publish and find weights. When the context ends, the actors are stopped
+    and the transport is closed.
+    """
 
     def __init__(self, path: str = "auto") -> None:
         """path: the path on which the weights travel, as in WeightsConfig."""
@@ -52,8 +55,10 @@ class Actors:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["auto", "point_to_point"])
 @pytest.mark.parametrize("rank, copied", [(1, 0), (0, NUM_TENSORS // 2), (1, NUM_TENSORS), (0, "written")])
-def test_a_rank_that_is_killed_in_a_push_leaves_generators_the_version_before(rank, copied, path):
-    """copied: number of tensors that the rank has copied when it is killed. "written": the rank has copied all and has ended its write."""
+def test_generators_keep_the_former_version_if_a_trainer_rank_is_killed_in_a_push(rank, copied, path):
+    """copied: number of tensors that the rank has copied when it is killed.
+    "written": the rank has copied all tensors and has ended its write.
+    """
     with Actors(path) as actors:
         mesh = actors.spawn("trainer", 2, support.TestTrainer, support.trainer_config(shard=2))
         trainer, generator = TrainerClient(mesh), GeneratorClient(actors.generator("generator"))
@@ -79,7 +84,8 @@ def test_a_rank_that_is_killed_in_a_push_leaves_generators_the_version_before(ra
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["auto", "point_to_point"])
 @pytest.mark.parametrize("loaded", [0, NUM_TENSORS // 2, NUM_TENSORS])
-def test_a_generator_that_is_killed_in_a_pull_holds_up_neither_the_trainer_nor_another_generator(loaded, path):
+def test_a_generator_that_is_killed_in_a_pull_blocks_neither_the_trainer_nor_another_generator(loaded, path):
+    """loaded: number of tensors that the generator has loaded when it is killed."""
     with Actors(path) as actors:
         trainer = TrainerClient(actors.spawn("trainer", 1, support.TestTrainer, support.trainer_config()))
         other = GeneratorClient(actors.generator("other"))
@@ -90,7 +96,8 @@ def test_a_generator_that_is_killed_in_a_pull_holds_up_neither_the_trainer_nor_a
         dying_mesh.die_in_load.call_one(loaded).get(timeout=GUARD)
         with pytest.raises(Exception, match="dying"):
             dying.pull_model_state_dict(version).result()
-        # There are two slots. So the second push of this loop reuses the slot that the killed generator was reading.
+        # The trainer has two slots, and pushes alternate between them. So the second push of this loop writes into the slot from which the killed
+        # generator was reading.
         for seed in range(3):
             version = support.step(trainer, seed=seed)
             other.pull_model_state_dict(trainer.push_model_state_dict().result()).result()
