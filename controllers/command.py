@@ -25,10 +25,13 @@ LOOPS = {
 """Controllers, each with a line for the help. launch.main starts a controller."""
 
 PROGRAMS = {
-    "serve": ("controllers.serve_actors", "own a trainer and a generator, to which programs attach"),
+    "serve": ("controllers.serve_actors", "run a trainer and a generator that other programs can attach to"),
     "export": ("controllers.export", "write the weights or adapters of a run as a Hugging Face directory"),
-    "compare": ("controllers.compare", "draw the curves of runs over each other"),
-    "requirements": ("controllers.command:requirements", "print a lock for pip, or overrides or excludes for uv"),
+    "compare": ("controllers.compare", "show the curves of several runs in the same charts"),
+    "requirements": (
+        "controllers.command:requirements",
+        "print a file of requirements: a lock for pip, or overrides or excludes for uv",
+    ),
 }
 """Other programs by name. Each has the pair (module or module:function, line for the help). If only a module is given,
 the program is the module's function `main`."""
@@ -37,7 +40,7 @@ COMMAND = "rl-actors"
 
 
 def main() -> None:
-    """Start the program that the first argument names. Exits with status 2 and one line if the name is unknown or the import fails."""
+    """Start the program that the first argument names. Exits with status 2 and a one-line error if the name is unknown or the import fails."""
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
@@ -53,7 +56,7 @@ def main() -> None:
         sys.exit(2)
     sys.argv = [f"{COMMAND} {name}", *arguments[1:]]
     # A user's module:function may lie in the current folder, so Python must search the current folder. Python searches
-    # it last, so a package `configs` in the current folder cannot hide the package of this project.
+    # it last, so a package `configs` in the current folder cannot hide this project's package `configs`.
     sys.path.append(os.getcwd())
     try:
         require_own_packages()
@@ -91,14 +94,14 @@ def usage() -> str:
 
 
 def require_own_packages() -> None:
-    """Raise ImportError, naming both paths, if Python finds another `controllers` or `configs` than the package beside rl_actors."""
+    """Raise ImportError if Python finds a package `controllers` or `configs` that is not beside rl_actors. The error names both paths."""
     own = Path(rl_actors.__file__).parents[1]
     for name in ("controllers", "configs"):
         spec = find_spec(name)
         found = Path(spec.origin).parent if spec and spec.origin else None
         if found != own / name:
             raise ImportError(
-                f"the package {name} of rl-actors is {own / name}, but Python finds {found} first; remove one"
+                f"the package {name} of rl-actors is {own / name}, but Python finds {found} first; remove one of them"
             )
 
 

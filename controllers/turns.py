@@ -1,9 +1,9 @@
 """Lets trainer and generator use the memory of the same GPUs, one after the other. A run chooses once, at its start, whether they take turns.
 
-While the trainer works, vLLM sleeps: it holds no memory of the GPUs. The trainer's calls bring back the state that they need:
+While the trainer works, vLLM sleeps: its weights and its cache take no GPU memory. The trainer's calls bring back the state that they need:
 forward_backward brings back weights and gradients, and optim_step also brings back the optimizer's state. While the generator works, those
-parts of the trainer's state that TurnsConfig.offload names are in the host's memory. A critic on these GPUs works in the trainer's turn,
-before the trainer. While the trainer trains and while the generator works, the critic is in the host's memory.
+parts of the trainer's state that TurnsConfig.offload names are in the host's memory. A critic on these GPUs works in the trainer's turn, and
+is trained before the trainer trains the policy. While the policy is trained, and while the generator works, the critic is in the host's memory.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ class Turns(Protocol):
         """Context manager in whose body the trainer may work during the generator's turn. Afterwards the generator has its weights again."""
 
     def metrics(self, infos: Sequence[TrainerInfo]) -> Record:
-        """Bytes and seconds of the moves of memory since the last call of this method."""
+        """Metrics of the GPU memory that generator and trainer freed and took back since the last call of this method. Empty without turns."""
 
 
 class SideBySide:
@@ -131,7 +131,7 @@ class InTurn:
             self.is_trainers = True
 
     async def trained(self) -> None:
-        # Another forward_backward may follow before the generator's turn, and it needs memory. So this method moves the parts of turns.offload
+        # If another forward_backward follows before the generator's turn, it needs memory. So this method moves the parts of turns.offload
         # to the host at once, except the weights. The weights stay on the GPU, because a push needs them.
         with self.timer("release"):
             await self.trainer.offload([part for part in self.parts if part != "weights"])
@@ -172,7 +172,7 @@ class InTurn:
         await self.to_trainer()
         yield
         await self.to_generator()
-        if version >= 0:  # the generator had pulled weights; the trainer still offers that version
+        if version >= 0:  # the generator had weights of this version, and the trainer still offers the version
             with self.timer("sync"):
                 await self.generator.pull_model_state_dict(version)
 

@@ -380,13 +380,13 @@ def test_the_table_says_what_is_met_what_misses_and_what_was_not_run(folder, row
     assert [line["meets it"] for line in cells] == ["yes", "not run", "misses ratio", "", "not run"]
     assert cells[0] == {
         "row": "`met`",
-        "what": "fake",
+        "what it measures": "fake",
         "measured": "1,200 against 1,000 tokens/s",
         "ratio": "1.200",
         "target": "≥ 0.98, tokens/s ≥ 1,000",
         "meets it": "yes",
         "device, date": "2 x NVIDIA H200, 2026-01-01",
-        "again": "`make bench ROW=met`",
+        "command": "`make bench ROW=met`",
     }
     assert cells[1]["device, date"] == "needs 1 GPU" and cells[3]["device, date"] == "2 cores of x86_64, 2026-01-01"
 

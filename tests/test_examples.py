@@ -18,7 +18,7 @@ from rl_actors import ModelConfig
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def test_the_graded_reward_falls_with_the_distance(monkeypatch):
+def test_the_graded_reward_falls_with_the_distance_from_the_answer(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     environment = build_environment(EnvironmentConfig(task="next_number:NextNumber", num_held_out=50))
     problem = environment.problem(0)

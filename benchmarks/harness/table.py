@@ -20,8 +20,8 @@ HEADLINE_MARKS = (
     "<!-- headline of benchmarks: python -m benchmarks table --write -->\n",
     "<!-- end of the headline -->\n",
 )
-HEAD = ("row", "what", "measured", "ratio", "target", "meets it", "device, date", "again")
-HEADLINE_HEAD = ("row", "what", "measured", "ratio", "device, date")
+HEAD = ("row", "what it measures", "measured", "ratio", "target", "meets it", "device, date", "command")
+HEADLINE_HEAD = ("row", "what it measures", "measured", "ratio", "device, date")
 
 
 def newest(row: TableRow, gpu: str, since: str = "") -> Line | None:

@@ -54,12 +54,12 @@ def main(handle: int) -> None:
 
 def _prepare() -> None:
     faulthandler.enable()  # if a reward crashes the process, Python prints the line that crashed
-    # Linux kills this process when the thread that started it ends. So this process also ends if the pool's process is
-    # killed while a reward hangs.
+    # prctl makes Linux kill this process when its parent thread ends. So this process also ends if the pool's
+    # process is killed while a reward hangs.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # A scheduler sends SIGTERM to all processes of a job. This process ignores the signal, because the run still needs
-    # rewards. The pool ends this process later. The code below sets a handler that does nothing, instead of SIG_IGN.
-    # Programs that a reward starts would inherit SIG_IGN, and then SIGTERM could not end these programs.
+    # A scheduler may send SIGTERM or SIGINT to all processes of a job. This process ignores both signals, because the
+    # run still needs rewards. The pool ends this process later. The code below sets a handler that does nothing,
+    # instead of SIG_IGN. Programs that a reward starts would inherit SIG_IGN, and the signals could not end them.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
 

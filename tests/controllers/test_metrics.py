@@ -60,7 +60,7 @@ def test_nan_and_infinity_become_null_and_are_named(tmp_path):
     assert to_json({"a": [float("-inf"), {"b": torch.tensor([1, 2])}]}) == '{"a": [null, {"b": [1, 2]}]}'
 
 
-def test_resuming_leaves_one_line_a_step_though_the_last_line_was_half_written(tmp_path):
+def test_a_resumed_run_has_one_line_per_step_even_if_the_last_line_was_half_written(tmp_path):
     folder = RunFolder(tmp_path)
     record_steps(folder, range(1, 6))
     with folder.metrics.open("a") as file:
@@ -71,7 +71,7 @@ def test_resuming_leaves_one_line_a_step_though_the_last_line_was_half_written(t
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_failure_while_lines_are_dropped_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+def test_the_file_is_unchanged_if_dropping_lines_fails(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path)
     record_steps(folder, range(1, 4))
     before = folder.metrics.read_bytes()
@@ -81,7 +81,7 @@ def test_a_failure_while_lines_are_dropped_leaves_the_file_as_it_was(tmp_path, m
     assert folder.metrics.read_bytes() == before
 
 
-def test_a_step_is_recorded_once_and_in_order(tmp_path):
+def test_recording_a_step_twice_raises_an_error(tmp_path):
     with logger(RunFolder(tmp_path), steps_done=3) as log:
         log.step(4, {}, phase="grpo")
         with pytest.raises(ValueError, match="step 4 after step 4: each step is recorded once"):
@@ -106,7 +106,7 @@ def test_without_a_terminal_a_step_is_one_aligned_line_under_a_header(tmp_path):
     assert "\x1b" not in out.getvalue()
 
 
-def test_the_header_comes_back_every_twenty_lines(tmp_path):
+def test_the_header_is_repeated_after_every_twenty_lines(tmp_path):
     out = io.StringIO()
     with logger(RunFolder(tmp_path), out) as log:
         for step in range(1, 42):
@@ -123,7 +123,7 @@ class Clock:
         return self.now
 
 
-def test_a_terminal_shows_a_live_panel_and_keeps_the_lines_with_a_validation(tmp_path):
+def test_a_terminal_shows_a_live_panel_and_keeps_the_lines_of_steps_with_a_validation(tmp_path):
     out, clock = io.StringIO(), Clock()
     console = Console(file=out, width=120, force_terminal=True, color_system=None, get_time=clock)
     with MetricsLogger(RunFolder(tmp_path), total_steps=4, console=console, trackers=()) as log:
@@ -182,7 +182,7 @@ def test_a_group_has_a_row_for_each_completion():
     ("error", "status"),
     [(None, "finished"), (KeyboardInterrupt(), "interrupted"), (RuntimeError("boom"), "failed")],
 )
-def test_the_outcome_is_written_down(tmp_path, error, status):
+def test_outcome_json_has_the_status_and_the_error_of_the_run(tmp_path, error, status):
     folder = RunFolder(tmp_path)
 
     def run():
@@ -202,7 +202,7 @@ def test_the_outcome_is_written_down(tmp_path, error, status):
     assert outcome["error"] == {"failed": "RuntimeError: boom", "interrupted": "KeyboardInterrupt"}.get(status)
 
 
-def test_a_run_with_fewer_steps_than_planned_is_not_finished(tmp_path):
+def test_a_run_with_fewer_steps_than_planned_has_the_status_stopped_early(tmp_path):
     folder = RunFolder(tmp_path)
     record_steps(folder, range(1, 3), total_steps=3)
     outcome = json.loads(folder.outcome.read_text())
@@ -222,7 +222,7 @@ def test_a_timer_adds_up_the_times_of_a_name_and_starts_again_on_reset():
     assert timer.seconds == {} and timer.reset()["time/step"] <= times["time/step"] + 1
 
 
-def test_a_folder_with_a_config_or_records_holds_a_run(tmp_path):
+def test_a_folder_with_a_config_holds_a_run_and_its_logs_are_in_the_folder_logs(tmp_path):
     folder = RunFolder(tmp_path)
     assert not folder.holds_run
     folder.config.write_text("{}")

@@ -8,6 +8,7 @@ def lines(steps: list[list[float | None]]) -> list[str]:
     return [comparison.step(seconds)[1] for seconds in steps]
 
 
+# Seconds of each of four ranks in one step.
 SLOW, EVEN = [1.0, 1.2, 0.9, 2.1], [1.0, 1.0, 1.1, 1.2]
 
 
@@ -18,14 +19,14 @@ def test_the_slowest_rank_is_compared_with_the_median_of_the_others():
     assert metrics == {"ranks/slowest": 1, "ranks/slowest_ratio": 2.0}
 
 
-def test_a_slow_rank_is_named_after_three_slow_steps_in_a_row_and_its_recovery_after_three_steps_without_a_slow_rank():
+def test_a_slow_rank_is_named_after_three_slow_steps_in_a_row_and_its_recovery_is_printed_after_three_even_steps():
     slow = "rank 3 of the trainer is slow: 2.1 times the median of the other ranks, which wait for it"
     assert lines([SLOW, SLOW, EVEN, SLOW, SLOW, SLOW, SLOW]) == ["", "", "", "", "", slow, ""]
     over = "rank 3 of the trainer is no longer slow"
     assert lines([SLOW, SLOW, SLOW, EVEN, EVEN, EVEN, EVEN]) == ["", "", slow, "", "", over, ""]
 
 
-def test_another_slow_rank_is_named_in_its_turn():
+def test_a_second_slow_rank_is_named_after_three_slow_steps_of_its_own():
     first = [2.0, 1.0, 1.0]
     found = lines([first] * 3 + [[1.0, 2.0, 1.0]] * 3)
     assert [line[:6] for line in found] == ["", "", "rank 0", "", "", "rank 1"]

@@ -1,6 +1,6 @@
 """Tests the norm and the scaling of a step's gradients with plain tensors.
 
-The tests of parallel layouts test sharded gradients.
+test_parallel_layouts.py tests sharded gradients.
 """
 
 import math
@@ -25,7 +25,7 @@ def make(gradients: dict[str, torch.Tensor | None]) -> Gradients:
     return Gradients(by_layout(parameters_with(gradients)), None, torch.device("cpu"), cpu.norms)
 
 
-def test_the_norm_equals_that_of_torch_and_scaling_multiplies_every_gradient():
+def test_the_norm_equals_torchs_norm_and_scaling_multiplies_every_gradient():
     draw = torch.Generator().manual_seed(0)
     named = {str(n): torch.randn(n, 7, generator=draw) for n in (3, 50, 400)}
     gradients = make({**named, "frozen": None})
@@ -38,7 +38,7 @@ def test_the_norm_equals_that_of_torch_and_scaling_multiplies_every_gradient():
 
 @pytest.mark.parametrize("sizes", [[1000], [640_000], [16_000_000], [7, 640_000, 16_000_000]], ids=str)
 @pytest.mark.parametrize("kind", ["random", "equal"])
-def test_the_norm_is_that_of_float64_at_every_size(sizes, kind):
+def test_the_norm_equals_a_norm_in_float64_at_every_size(sizes, kind):
     draw = torch.Generator().manual_seed(0)
     named, squares = {"an empty shard": torch.zeros(0)}, 0.0
     for size in sizes:
@@ -58,5 +58,5 @@ def test_large_gradients_that_are_finite_have_a_finite_norm():
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_a_gradient_that_is_not_finite_shows_in_the_norm(value):
+def test_the_norm_is_not_finite_if_a_gradient_is_not_finite(value):
     assert not make({"a": torch.ones(3), "b": torch.tensor([0.0, value])}).norm() < float("inf")

@@ -1,5 +1,5 @@
-"""The estimate of a rank's memory, compared with an engine. Parameters, gradients and optimizer state are exact. Activations
-are right within a factor of 1.5.
+"""The estimate of a rank's memory, compared with the memory that an engine holds. The estimate is exact for parameters,
+gradients and optimizer state. For activations it is right within a factor of 1.5.
 """
 
 import math
@@ -104,7 +104,7 @@ def of_layout(**degrees) -> TrainerConfig:
 
 
 @pytest.mark.parametrize(("num_ranks", "of_rank"), [(2, 1), (2, 2), (4, 1), (4, 2), (2, 4)])
-def test_the_first_rank_of_a_pipeline_holds_as_many_microbatches_as_torch_starts(num_ranks, of_rank):
+def test_the_first_rank_of_a_pipeline_holds_torchs_warm_up_forwards_and_one_more(num_ranks, of_rank):
     config = of_layout(pipeline_parallel=num_ranks)
     if of_rank > 1:
         config.parallelism.pipeline_parallel_schedule = "Interleaved1F1B"
@@ -124,7 +124,7 @@ def test_context_parallelism_holds_the_keys_and_values_of_whole_rows():
     assert memory(two).activations - memory(one).activations == int(_gathered(two, 4)) + others
 
 
-def test_a_pipeline_keeps_gathered_weights_and_whole_gradients_until_the_call_ends():
+def test_a_pipeline_keeps_gathered_weights_and_unsharded_gradients_until_the_call_ends():
     config = of_layout(pipeline_parallel=2, data_parallel_shard=2)
     held = sum(weight.count * math.prod(weight.shape) for _, part in _held_parts(config) for weight in part)
     assert _gathered(config, 4) == 8 * held
@@ -135,7 +135,7 @@ def test_a_pipeline_keeps_gathered_weights_and_whole_gradients_until_the_call_en
 
 
 def peak_of(call) -> int:
-    """Bytes by which the allocator's total rises above its value at the start of the call."""
+    """The most bytes that the call holds at once, beyond the bytes that were allocated before the call."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -148,8 +148,8 @@ def peak_of(call) -> int:
 
 @pytest.mark.parametrize("recomputed", ["none", "products", "selective", "full"])
 @pytest.mark.parametrize("name", ["tied", "experts"])
-def test_activations_are_estimated_within_a_factor(make_engine, name, recomputed):
-    """The factor is 1.5. For the two models the estimate was 1.01 and 1.02 times the measured peak with "none", 1.05 and 1.09 times with
+def test_activations_are_estimated_within_a_factor_of_1_5(make_engine, name, recomputed):
+    """For the models "tied" and "experts" the estimate was 1.01 and 1.02 times the measured peak with "none", 1.05 and 1.09 times with
     "selective", 1.02 and 1.14 times with "products", and 0.77 and 0.84 times with "full".
     """
     engine = make_engine("", model=MODELS[name], rows_per_microbatch=32, activation_checkpointing=recomputed)
@@ -167,5 +167,5 @@ def test_expert_parallelism_reduces_only_what_fsdp_gathers():
         config.parallelism.data_parallel_shard_degree, config.parallelism.expert_parallel_degree = 4, expert
         held.append(memory(config))
     assert held[0].parameters == held[1].parameters == held[2].parameters
-    # Without expert parallelism FSDP gathers all experts of a block. With expert parallelism it gathers only the experts of the rank.
+    # Without expert parallelism FSDP gathers all experts of a block. With expert parallelism FSDP gathers only the rank's own experts.
     assert held[0].activations > held[1].activations > held[2].activations

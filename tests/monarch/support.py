@@ -1,6 +1,7 @@
 """Helpers of the tests with real processes: a small model, reference logprobs, and actors that fail or wait on request.
 
-In shapes, T is the number of tokens of a sequence, C the number of tokens of a completion, and V the size of the vocabulary.
+In names of tensors, T is the number of tokens of a sequence, C the number of tokens of a completion, V the size of the vocabulary,
+B the number of rows of a batch, and L the length of a row.
 """
 
 import asyncio
@@ -107,7 +108,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def process_of(name: str) -> psutil.Process:
-    """The process that this process has spawned under a name, such as "generator-0"."""
+    """The process with this name, such as "generator-0", among the processes that this test has started."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if process.environ().get("RL_ACTORS_PROCESS") == name:
@@ -196,7 +197,7 @@ def forward_logprobs(trainer, sequences: list[list[int]]) -> list[Tensor]:
 
 
 def with_prompts(prompts: list[list[int]], groups: list[list[Completion]]) -> list[tuple[list[int], Completion]]:
-    """(prompt, completion) of all completions, in the order of the groups."""
+    """Pairs (prompt, completion) for all completions, in the order of the groups."""
     pairs = []
     for prompt, group in zip(prompts, groups, strict=True):
         pairs += [(prompt, completion) for completion in group]
@@ -227,7 +228,7 @@ def publish_from_here(transport: Transport, weights: dict[str, Tensor], *, strea
 
 
 class DyingTensors(dict):
-    """Tensors of a push. They kill the process after a number of them has been copied. `copied` is this number."""
+    """Tensors of a push that kill the process. The kill comes after `copied` of these tensors have been copied."""
 
     def __init__(self, tensors: dict[str, Tensor], copied: int) -> None:
         super().__init__(tensors)
@@ -253,7 +254,7 @@ class TestTrainer(PolicyTrainer):
 
     @endpoint
     async def fail_puts(self, failing_rank: int | None) -> None:
-        """From now on, let every put of the rank `failing_rank` fail when half of it is done. None: puts work again."""
+        """Make every later put of the rank `failing_rank` fail after half of its tensors. None: puts work again."""
         transport = self.publisher.transport
         inner = transport.inner if isinstance(transport, FailingTransport) else transport
         failing = None if failing_rank is None else FailingTransport(inner=inner, failing_rank=failing_rank)
@@ -287,7 +288,7 @@ class TestTrainer(PolicyTrainer):
 
     @endpoint
     async def pack(self, limits: dict[str, int]) -> None:
-        """Change the packing limits for later calls."""
+        """Change limits of the packing for later calls. limits: fields of TrainerConfig, with their new values."""
         self.engine.config = replace(self.engine.config, **limits)
         self.engine.head.chunk_tokens = self.engine.config.logprob_chunk_tokens
 
@@ -326,9 +327,9 @@ class TestTrainer(PolicyTrainer):
 
     @endpoint
     async def hold_saves(self, folder: Path, error: str = "") -> None:
-        """Make the next save wait, before it writes its last file, until the folder has a file named `open`.
+        """Make the next save wait after it has written all tensors. The wait ends when `folder` has a file named `open`.
 
-        If `error` is not empty, the save then fails.
+        Then the save finishes. If `error` is not empty, the save fails instead, with this text.
         """
         finish = checkpoint._WholeDirectoryWriter.finish
 
@@ -343,7 +344,7 @@ class TestTrainer(PolicyTrainer):
 
     @endpoint
     async def fail_next_write(self, rank: int, error: str) -> None:
-        """Make the next save fail on this rank before its tensors are on disk."""
+        """Make the next save fail on the rank `rank`, before this rank's tensors are on disk."""
 
         def fail(*_, **__):
             del checkpoint._WholeDirectoryWriter.write_data
@@ -358,6 +359,7 @@ class TestGenerator(Generator):
 
     @concurrent_endpoint
     async def num_tokens_under_way(self) -> list[int]:
+        """For each unfinished request, the number of tokens that it has generated so far."""
         states = self.engine.engine.output_processor.request_states
         return [len(state.detokenizer.output_token_ids) for state in list(states.values())]
 
@@ -377,7 +379,7 @@ class TestGenerator(Generator):
 
     @concurrent_endpoint
     async def num_waiting_pulls(self) -> int:
-        """Number of pulls that wait for the end of the running requests."""
+        """Number of pulls and sleeps that wait for the end of the running requests."""
         return len(self.engine.waiting)
 
     @concurrent_endpoint
@@ -411,7 +413,8 @@ class TestGenerator(Generator):
     async def _held_weights(self) -> dict[str, Tensor]:
         """The weights that `held_weights` returns.
 
-        On a CPU vLLM holds a weight W only in packed form. So this method gives the unit vectors to a layer: its output is exactly W^T.
+        On a CPU vLLM holds a weight W only in packed form. So this method gives the identity matrix to each
+        layer. The output of the layer is exactly W^T.
         """
 
         def read(model) -> dict[str, Tensor]:
@@ -534,7 +537,7 @@ class UnreadableTensors(LoadedTensors):
 class WorkersFail(MemoryTransport):
     """A transport with versions that one of vLLM's workers cannot open.
 
-    The object "failing_worker" or "hanging_worker" in the transport has the number of this worker. None: all workers can open versions.
+    The object "failing_worker" or "hanging_worker" in the transport is the number of this worker. None: no worker fails or hangs.
     """
 
     async def source(self, manifest):
@@ -559,7 +562,7 @@ class DeadlyTensors(LoadedTensors):
 class ReadersDie(MemoryTransport):
     """A transport that kills a process in the middle of a load.
 
-    The object "victim" in the transport has the name of this process.
+    The object "victim" in the transport is the name of this process.
     """
 
     async def source(self, manifest):
@@ -601,7 +604,7 @@ class UnpicklableError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class UnpicklableLoss:
-    """A loss that fails with an exception that cannot be pickled. So the exception cannot be sent to the caller."""
+    """A loss that raises an exception that cannot be pickled. So only the text of the exception can be sent to the caller."""
 
     def __call__(self, logprobs_BL, *, loss_weights):
         raise UnpicklableError("it holds a lock", threading.Lock())
