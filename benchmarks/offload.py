@@ -1,10 +1,11 @@
-"""Speed of a trainer's offload and onload, compared with plain copies of the same number of bytes through pinned memory in the same run.
+"""Speed at which a trainer moves its state from the GPU to the host (offload) and back (onload), compared with plain copies.
 
-The trainer is one rank in this process, with the weights, gradients and Adam's state of a model in float32. The
-gradients are zeros, made without a forward pass. The measurement is repeated --rounds times. Each round moves
-everything to the host and back, and then makes the plain copies in blocks of at most 1 GiB. For the moves and for the
-plain copies the shortest time of all rounds counts, separately for each direction. On a CPU no memory is pinned, and
-all copies are from memory to memory.
+The plain copies move the same number of bytes between the GPU and pinned host memory, in the same run. The trainer is
+one rank in this process, with the weights, gradients and Adam's state of a model in float32. The gradients are zeros,
+made without a forward pass. The measurement is repeated --rounds times. Each round moves everything to the host and
+back, and then makes the plain copies in blocks of at most 1 GiB. The shortest time of all rounds counts, separately for
+offload, onload and the plain copies in each direction. On a CPU no memory is pinned, and all copies stay within host
+memory.
 """
 
 import argparse
@@ -29,7 +30,7 @@ def model_of(name: str) -> ModelConfig:
 
 
 def make_engine(model: ModelConfig) -> TrainEngine:
-    """A trainer that has taken a step and has gradients again. All gradients are 0, so the weights do not change."""
+    """A trainer that has taken an optimizer step and has gradients again. The learning rate is 0, so the weights do not change."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     engine = TrainEngine(TrainerConfig(model=model, max_sequence_length=128, tokens_per_row=128))
     for _ in range(2):
@@ -42,7 +43,7 @@ def make_engine(model: ModelConfig) -> TrainEngine:
 
 
 def plain_copies(num_bytes: int) -> tuple[float, float]:
-    """(seconds of plain copies of num_bytes to the host, seconds of the copies back)."""
+    """(seconds of plain copies of num_bytes bytes to the host, seconds of the copies back)."""
     on_gpu = torch.cuda.is_available()
     block = min(BLOCK, num_bytes)
     host = torch.empty(block, dtype=torch.uint8, pin_memory=on_gpu)
@@ -66,7 +67,7 @@ def measure(name: str, *, rounds: int) -> None:
     expected = held.parameters + held.buffers + held.gradients + held.optimizer
     first = engine.offload()
     if abs(first.num_bytes - expected) > 0.05 * expected:
-        raise SystemExit(f"{first.num_bytes:,} bytes moved, but memory_estimate expects {expected:,}")
+        raise SystemExit(f"{first.num_bytes:,} bytes moved to the host, but memory_estimate expects {expected:,}")
     engine.onload()
     times: dict[str, list[float]] = defaultdict(list)
     for _ in range(rounds):

@@ -24,8 +24,8 @@ def validate_trackers(names: Sequence[str]) -> None:
     """
     for name in names:
         found = importlib.util.find_spec(name)
-        # wandb and mlflow write output folders named `wandb` and `mlflow`. find_spec takes an output folder for a
-        # package, but the result has no origin.
+        # Some trackers, such as wandb and dvclive, write to a folder that has the tracker's name. find_spec takes this
+        # folder for a package, but the result has no origin.
         if found is None or found.origin is None:
             raise ValueError(f"trackers has {name!r}, whose package is not installed: pip install {name}")
 
@@ -98,7 +98,7 @@ class Trackers:
 
 def _arguments(name: str, folder: RunFolder, project: str, steps_done: int) -> dict[str, object]:
     """Arguments for the constructor of accelerate's tracker. TensorBoard gets its folder. Every other tracker gets the
-    project, and some also get the run's name or folder.
+    project, and some also get the run's name or folder. Most constructors take the project as `run_name`.
     """
     run_name = folder.path.resolve().name
     match name:

@@ -21,7 +21,7 @@ PROMPTS = [[1], [2], [3], [4]]
 
 
 class Generators:
-    """The fake generators that a test has spawned, in order, and the calls that they got."""
+    """The fake generators that a test has spawned, in order, and their events, such as spawns, calls and kills, in order."""
 
     def __init__(self) -> None:
         self.spawned: list[FakeGenerator] = []
@@ -52,7 +52,8 @@ class FakeGenerator:
         self.last_pull: Transfer | None = None
         self.version = -1
         self.signs_every = 0.0  # seconds between its signs of life
-        self.seeds: list[list[int]] = []  # of each call
+        # For each generate call: the numbers from which the seeds of the call's prompts are computed.
+        self.seeds: list[list[int]] = []
         self.released: asyncio.Queue[int] = asyncio.Queue()  # indices (in the call) of prompts that may finish
         self.waits = False  # False: all prompts finish at once
         self.is_up: Callable[[], Awaitable[None]] = self.nothing
@@ -156,7 +157,7 @@ class FakeGenerator:
 
 
 class Started:
-    """A started fleet of fake generators, in an `async with` block."""
+    """Starts a fleet of `count` fake generators for an `async with` block, and closes it at the end. `lines` has the fleet's lines of text."""
 
     def __init__(self, count: int = 1, policy: RestartPolicy = NO_PAUSE, **options) -> None:
         self.count, self.policy, self.options = count, policy, options
@@ -201,7 +202,7 @@ async def generate(fleet: Fleet, prompts=PROMPTS, params=ONE) -> dict[int, list[
 
 
 def makers(groups: dict[int, list[Completion]]) -> list[int]:
-    """For each prompt the number of the generator that completed it."""
+    """For each prompt: the number of the generator that completed the prompt."""
     return [groups[index][0].tokens[0] for index in range(len(groups))]
 
 
@@ -209,7 +210,7 @@ def makers(groups: dict[int, list[Completion]]) -> list[int]:
 
 
 @in_loop
-async def test_a_call_is_divided_among_the_generators_and_comes_back_by_index():
+async def test_a_call_is_divided_among_the_generators_and_every_prompt_gets_its_own_results():
     async with Started(2) as (fleet, generators):
         assert makers(await generate(fleet, [[1], [2], [3], [4], [5]])) == [0, 1, 0, 1, 0]
         left, right = generators.spawned
@@ -220,7 +221,7 @@ async def test_a_call_is_divided_among_the_generators_and_comes_back_by_index():
 
 
 @in_loop
-async def test_an_aborted_call_ends_in_all_generators():
+async def test_no_generator_has_a_load_after_a_call_is_aborted():
     async with Started(2) as (fleet, generators):
         for generator in generators.spawned:
             generator.waits = True
@@ -291,7 +292,7 @@ async def test_an_adapter_that_one_generator_refuses_is_loaded_in_none():
 
 
 @in_loop
-async def test_an_adapter_is_unloaded_when_the_calls_with_it_have_ended():
+async def test_an_adapter_is_unloaded_when_the_calls_that_use_it_have_ended():
     async with Started(1) as (fleet, generators):
         generators.spawned[0].waits = True
         await fleet.load_adapter("a", "/a")
@@ -325,7 +326,7 @@ async def test_a_generator_that_is_started_again_loads_the_adapters_before_it_ge
 
 
 @in_loop
-async def test_an_adapter_that_is_loaded_while_a_generator_starts_again_is_loaded_there_too():
+async def test_a_restarting_generator_also_loads_an_adapter_that_the_fleet_loads_meanwhile():
     async with Started(2) as (fleet, generators):
         await fleet.load_adapter("a", "/a")
         allowed = asyncio.Event()
@@ -346,7 +347,7 @@ async def test_an_adapter_that_is_loaded_while_a_generator_starts_again_is_loade
 
 
 @in_loop
-async def test_prompts_of_a_dead_generator_go_to_another_with_their_seeds_and_finished_ones_do_not():
+async def test_only_the_unfinished_prompts_of_a_dead_generator_go_to_another_and_they_keep_their_seeds():
     async with Started(2) as (fleet, generators):
         dying, other = generators.spawned
         dying.waits = True
@@ -392,7 +393,7 @@ async def test_logprobs_of_a_dead_generator_come_from_another():
 
 
 @in_loop
-async def test_the_states_of_a_generator_that_dies_twice_and_returns():
+async def test_a_generator_that_dies_twice_is_dead_then_restarting_then_stale_then_healthy():
     gate, seen = asyncio.Event(), []
     started = Started(1)
     started.generators.plans = [
@@ -432,7 +433,7 @@ async def test_a_restarted_generator_that_dies_in_its_pull_is_restarted_again_an
 
 
 @in_loop
-async def test_beyond_the_limit_every_call_raises_the_first_error():
+async def test_beyond_the_limit_of_restarts_every_call_raises_the_error_of_the_first_death():
     started = Started(1, RestartPolicy(max_per_hour=2, backoff=0.0))
     async with started as (fleet, generators):
         generators.spawned[0].waits = True
@@ -450,7 +451,7 @@ async def test_beyond_the_limit_every_call_raises_the_first_error():
 
 
 @in_loop
-async def test_a_fleet_goes_on_with_the_generators_that_are_left():
+async def test_a_fleet_goes_on_with_its_other_generators_if_one_is_retired():
     async with Started(2, RestartPolicy(max_per_hour=0)) as (fleet, generators):
         generators.spawned[0].die()
         await until(lambda: states(fleet) == ["retired", "healthy"])
@@ -460,7 +461,7 @@ async def test_a_fleet_goes_on_with_the_generators_that_are_left():
 
 
 @in_loop
-async def test_a_first_start_that_fails_is_an_error_and_one_that_is_killed_is_tried_again():
+async def test_an_error_of_the_first_start_is_raised_but_a_generator_that_dies_or_is_silent_is_started_again():
     started = Started(1)
 
     async def fail() -> None:
@@ -486,7 +487,7 @@ async def test_a_first_start_that_fails_is_an_error_and_one_that_is_killed_is_tr
 
 
 @in_loop
-async def test_a_closed_fleet_starts_nothing_and_its_calls_end():
+async def test_a_closed_fleet_starts_no_generator_and_its_calls_raise():
     async with Started(1) as (fleet, generators):
         generators.spawned[0].waits = True
         call = asyncio.ensure_future(generate(fleet))
@@ -502,7 +503,7 @@ async def test_a_closed_fleet_starts_nothing_and_its_calls_end():
 
 
 @in_loop
-async def test_a_pull_succeeds_without_a_generator_that_dies_in_it_and_the_successor_pulls_the_same_version():
+async def test_a_pull_succeeds_although_a_generator_dies_in_it_and_the_successor_pulls_the_same_version():
     async with Started(2) as (fleet, generators):
         await fleet.pull(1, 1.0, True)
         generators.spawned[0].on_pull.append(generators.spawned[0].die_now)
@@ -522,7 +523,7 @@ async def test_a_pull_in_which_every_generator_dies_ends_when_a_restarted_genera
 
 
 @in_loop
-async def test_a_generator_that_returns_during_a_pull_takes_the_newer_version():
+async def test_a_restarted_generator_also_pulls_a_version_that_the_others_pull_during_its_own_pull():
     in_pull, go_on = asyncio.Event(), asyncio.Event()
 
     async def hold() -> None:
@@ -542,7 +543,7 @@ async def test_a_generator_that_returns_during_a_pull_takes_the_newer_version():
 
 
 @in_loop
-async def test_a_restarted_generator_repeats_its_pull_until_the_version_is_there(monkeypatch):
+async def test_a_restarted_generator_repeats_a_failed_pull_until_a_pull_succeeds(monkeypatch):
     monkeypatch.setattr("rl_actors.clients.fleet.REFIT_PAUSE", 0.0)
 
     async def fail() -> None:
@@ -576,7 +577,7 @@ async def test_a_generator_whose_pull_fails_is_stale_until_a_repeated_pull_succe
 
 
 @in_loop
-async def test_a_pull_that_fails_everywhere_is_an_error_and_the_generators_keep_their_version():
+async def test_a_pull_that_fails_on_all_generators_raises_and_the_generators_keep_their_version():
     async def fail() -> None:
         raise TimeoutError("version 9 was not published")
 
@@ -593,7 +594,7 @@ async def test_a_pull_that_fails_everywhere_is_an_error_and_the_generators_keep_
 
 
 @in_loop
-async def test_a_generator_that_dies_in_its_sleep_is_started_again_at_the_wake():
+async def test_a_generator_that_dies_while_the_fleet_sleeps_is_started_again_at_the_wake():
     async with Started(1) as (fleet, generators):
         await fleet.pull(1, 1.0, True)
         await fleet.sleep(1)
@@ -647,11 +648,11 @@ def test_the_time_given_to_a_clients_death_method_limits_the_silence_of_its_gene
         wait_until(lambda: silences == [120.0, 20.0], "a watch with the shorter time")
 
 
-def test_a_client_has_the_states_and_restarts_of_its_generators(monkeypatch):
+def test_a_client_has_the_version_the_logs_and_the_number_of_restarts_of_its_generators(monkeypatch):
     generators = Generators()
 
     class LateFake(FakeGenerator):
-        """A fake that is made outside of the clients' event loop, and initialised inside it by `ready`."""
+        """A fake that is made outside of the clients' event loop. `ready` runs in the loop, and calls FakeGenerator's constructor, which needs a loop."""
 
         def __init__(self, name: str) -> None:
             self.name, self.generators, self.number = name, generators, 0
@@ -672,7 +673,7 @@ def test_a_client_has_the_states_and_restarts_of_its_generators(monkeypatch):
         assert [completion.tokens for [completion] in groups] == [[0], [0]]
 
 
-def test_restarts_pause_longer_and_longer_and_end_with_the_first_error():
+def test_the_pauses_before_restarts_grow_and_too_many_deaths_raise_the_first_error():
     now = 0.0
     restarts = Restarts(RestartPolicy(max_per_hour=9, backoff=2.0), clock=lambda: now)
     assert [restarts.pause_after(RuntimeError(str(index))) for index in range(9)] == [
@@ -692,7 +693,7 @@ def test_restarts_pause_longer_and_longer_and_end_with_the_first_error():
 @pytest.mark.parametrize(
     ("field", "value"), [("max_per_hour", -1), ("backoff", -0.5), ("backoff", float("inf")), ("silent_after", 0.5)]
 )
-def test_limits_of_restarts_that_make_no_sense_are_refused_by_name(field, value):
+def test_limits_of_restarts_that_are_out_of_range_are_refused_by_name(field, value):
     with pytest.raises(ValueError, match=rf"generator.restarts.{field}={value}; it must be finite and at least"):
         GeneratorClient.spawn(GeneratorConfig(restarts=RestartPolicy(**{field: value})))
 
@@ -714,12 +715,12 @@ def test_a_generator_is_silent_if_it_does_not_answer_or_if_its_engine_stands_sti
 
 
 @in_loop
-async def test_a_silent_generator_is_killed_and_another_answers():
+async def test_a_silent_generator_is_killed_and_its_successor_answers():
     async with Started(1) as (fleet, generators):
         generators.spawned[0].waits = True
         call = asyncio.ensure_future(generate(fleet))
         await until(lambda: generators.spawned[0].seeds)
         silent = ActorSilentError("g0: no sign of life for 5 s during generate", "g0")
-        fleet.replicas[0].lose(fleet.replicas[0].client, silent)  # as the fleet does when it finds a silent generator
+        fleet.replicas[0].lose(fleet.replicas[0].client, silent)  # as the fleet does with a silent generator
         assert makers(await call) == [1, 1, 1, 1]
         assert "0: kill" in generators.events

@@ -1,19 +1,19 @@
-"""gloo listens on the network interface that leads to the other ranks.
+"""Tests of the environment variable that makes gloo listen on the network interface that leads to the other ranks.
 
-By default gloo would take the interface of the address to which the machine's name resolves.
+Without the variable gloo takes the interface of the address to which the machine's name resolves.
 """
 
 from rl_actors.processes import network
 
 
-def test_loopback_leads_to_loopback():
+def test_the_interface_that_leads_to_a_loopback_address_is_lo():
     assert network.address_towards("127.0.0.1", 1) == "127.0.0.1"
     assert network.lead_gloo_to("127.0.0.1", 1, {}) == {"GLOO_SOCKET_IFNAME": "lo"}
 
 
-def test_a_choice_of_the_user_is_kept():
+def test_an_interface_that_the_user_has_chosen_is_kept():
     assert network.lead_gloo_to("127.0.0.1", 1, {"GLOO_SOCKET_IFNAME": "ib0"}) == {}
 
 
-def test_no_name_is_found_for_an_address_that_no_interface_has():
+def test_an_address_that_no_interface_has_gives_an_empty_name():
     assert network.interface_of("192.0.2.1") == ""

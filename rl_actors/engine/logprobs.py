@@ -2,12 +2,13 @@
 
 heads.py has two heads. One computes the logprobs of the targets, and the other the values of a value model. In the
 rest of this file "values" means the numbers that either head computes (the type Values). The logits are computed for
-one chunk of positions at a time, so all logits never exist together. torchtitan's ChunkedLossWrapper splits the rows
-into chunks. For each chunk it applies the output projection, calls a loss with the logits, and runs the backward pass
-of the loss down to the hidden states. From one chunk to the next it keeps the weights that FSDP has gathered.
+one chunk of positions at a time, so the logits of all positions never exist at once. torchtitan's ChunkedLossWrapper
+splits the rows into chunks. For each chunk it applies the output projection, calls a loss with the logits, and runs the
+backward pass of the loss down to the hidden states. The projection's weights, which FSDP gathers, stay gathered from
+one chunk to the next.
 
 In shapes, B is the number of rows, L the row length, D the hidden size, V the size of the vocabulary, and K the number
-of targets of one position.
+of ids that the column target_ids has for one position.
 """
 
 from collections.abc import Callable
@@ -28,10 +29,10 @@ ChunkInputs = dict[str, Tensor]
 
 
 class SteadyLoss:
-    """Wraps a loss and catches its errors. After an error all gradients are zero, and `failure` has the error.
+    """Wraps a loss and catches its first error. From then on all gradients are zero, and `failure` has the error.
 
     The loss may have failed only on this rank. This rank must go on, because the other ranks wait for it in their collectives. The runner
-    raises `failure` after the last microbatch.
+    (single_runner.py or pipeline.py) raises `failure` after the last microbatch.
     """
 
     def __init__(self, loss: Loss) -> None:
@@ -42,7 +43,7 @@ class SteadyLoss:
 
     def gradients(self, values: Values, columns_BL: ChunkInputs) -> tuple[Values, Partials]:
         """(gradients, metrics). The gradients are with respect to the first entry of `values`, which every loss reads, and to the other entries
-        that this loss reads. The metrics include "loss:sum".
+        that this loss reads. The metrics include "loss:sum". After an error there are no metrics.
         """
         output, *others = values
         names = [output, *sorted(self.reads & set(others))]
@@ -68,11 +69,11 @@ class SteadyLoss:
 
 
 ChunkLoss = Callable[[Values, ChunkInputs], tuple[Tensor, Partials]]
-"""Takes the values and the inputs of a chunk. Returns a scalar to back-propagate, and metrics."""
+"""A function of the values and the inputs of a chunk. It returns a scalar to back-propagate, and metrics."""
 
 
 class ChunkedHead:
-    """Takes the output projection off the model and applies it to at most `chunk_tokens` positions at a time.
+    """Applies the output projection of a model to at most `chunk_tokens` positions at a time. The model itself returns hidden states.
 
     In a pipeline only the last stage can use a ChunkedHead, because only this stage has the output projection.
     """
@@ -100,14 +101,14 @@ class ChunkedHead:
         self.head = head
 
     def forward(self, hidden_BLD: Tensor, batch: PackedBatch, *, with_entropy: bool = False) -> Values:
-        """The values of whole rows, without gradients."""
+        """The values of whole rows. The caller must turn gradients off."""
         values, _, _ = self._run(hidden_BLD, batch, _no_loss, {}, with_entropy)
         return batch.gather(values)
 
     def evaluate(
         self, hidden_BLD: Tensor, batch: PackedBatch, loss: SteadyLoss | None, *, with_entropy: bool = False
     ) -> tuple[Values, Partials]:
-        """The values and, if a loss is given, its metrics. The caller must turn gradients off."""
+        """The values and, if a loss is given, the loss's metrics. The caller must turn gradients off."""
         if loss is None:
             return self.forward(hidden_BLD, batch, with_entropy=with_entropy), {}
         return self.loss(hidden_BLD, batch, loss, with_entropy=with_entropy)[:2]
@@ -118,8 +119,8 @@ class ChunkedHead:
         """(values of whole rows, metrics, a scalar).
 
         When this method returns, the gradient of the loss has been back-propagated to the hidden states. The scalar's
-        `backward` back-propagates it from the hidden states through the model. If torch's gradients are turned off,
-        nothing is back-propagated.
+        `backward` continues from the hidden states through the model. If torch's gradients are turned off, nothing is
+        back-propagated.
 
         If the loss reads single positions, it gets one chunk after another. The gradient of each chunk is
         back-propagated immediately. If the loss is `whole_sequence`, there are two passes. The first pass computes the
@@ -163,17 +164,17 @@ class ChunkedHead:
             named["top_k"] = batch.columns["target_ids"]
         total, _ = wrapper(hidden_BLD, batch.targets_BL, temperatures_BL=batch.temperatures_BL, **named)
         if self.keep_head and isinstance(self.lm_head, FSDPModule):
-            # At its end the wrapper sets reshard_after_forward to True. In the next microbatch FSDP would then free the
-            # weights as soon as the last norm has run, and gather them again for the projection. So this code sets the
-            # option back to False.
+            # Before it returns, the wrapper sets reshard_after_forward to True. In the next microbatch FSDP would then
+            # free the weights as soon as the last norm has run, and gather them again for the projection. So this code
+            # sets the option back to False.
             self.lm_head.set_reshard_after_forward(False, recurse=False)
         return chunks.joined(), merge(chunks.metrics), total
 
     def _num_chunks(self, num_rows: int, row_length: int) -> int:
-        """The smallest number of chunks that is at least min_chunks and leaves at most chunk_tokens positions in a chunk.
+        """The smallest possible number of chunks. It is at least min_chunks, and a chunk has at most chunk_tokens positions.
 
-        Each row is split into as many equal parts as there are chunks. A chunk consists of one part of every row. If
-        even row_length chunks are too few, the result is row_length.
+        Each row is split into as many equal parts as there are chunks, so the number divides row_length. A chunk
+        consists of one part of every row. If even row_length chunks are too few, the result is row_length.
         """
         at_least = max(self.min_chunks, -(-num_rows * row_length // self.chunk_tokens))
         return next(n for n in range(min(at_least, row_length), row_length + 1) if row_length % n == 0)
@@ -201,8 +202,8 @@ class _Chunks:
     ) -> tuple[Tensor, Partials]:
         """(a scalar to back-propagate, {}). The second value is empty, because the wrapper would merge metrics by rules of its own.
 
-        outputs: the outputs of the projection, [B, L, V], where L is the length of the chunk. top_k: ids [B, L, K]. inputs: the ChunkInputs,
-        whose names have the prefix `input_`.
+        outputs: the outputs of the projection, [B, L, V], or [B, L, 1] in a value model. L is the length of the chunk. top_k: ids [B, L, K].
+        inputs: the ChunkInputs, whose names have the prefix `input_`.
         """
         values = self.head(outputs, targets_BL, temperatures_BL, with_entropy=self.with_entropy, top_k=top_k)
         self.values.append({name: value.detach() for name, value in values.items()})

@@ -1,7 +1,7 @@
-"""The server of one rank of a trainer. It sends published weights to readers that cannot open the rank's slots.
+"""The server of one rank of a trainer. It sends published weights to readers that do not open the rank's slots themselves.
 
-A slot is shared memory in which the rank keeps its part of one version of the weights. A reader is a process that loads the weights. It must
-know the secret of the transport.
+A slot is the memory in which the rank keeps its part of one version of the weights. A reader is a process that loads the weights. A reader
+must know the secret of the transport.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ SENDERS: dict[str, Callable[[socket.socket, float], Sender]] = {
     "tcp": tcp.Sender,
     "point_to_point": point_to_point.Sender,
 }
-"""For each value of Request.path: the function that makes a sender. Its arguments are the connection, and the seconds that a request may take."""
+"""For each value of Request.path: the function that makes a sender. Its arguments are the connection, and the timeout of SlotServer."""
 
 
 class Connections:
@@ -84,7 +84,7 @@ class SlotServer:
 
     def __init__(self, find: Callable[[bytes], Slot | None], *, host: str, secret: bytes, timeout: float) -> None:
         """find: function of a token (the bytes that identify a slot). It returns the slot, or None if there is no such slot.
-        host: address to bind to. timeout: seconds that a request may take.
+        host: address to bind to. timeout: the longest wait in seconds for the lock of a slot, and for the reader during a request.
         """
         self.socket = socket.create_server((host, 0))
         self.address: tuple[str, int] = self.socket.getsockname()[:2]
@@ -96,7 +96,7 @@ class SlotServer:
 
 def _close(server: socket.socket, served: Served) -> None:
     with contextlib.suppress(OSError):
-        server.shutdown(socket.SHUT_RDWR)  # ends the accept that waits in another thread
+        server.shutdown(socket.SHUT_RDWR)  # ends the call of `accept` that waits in another thread
     server.close()
     served.connections.end()
 
@@ -132,7 +132,7 @@ def _serve(connection: socket.socket, served: Served) -> None:
                 sender = SENDERS[request.path](connection, served.timeout)
                 stack.callback(sender.end)
             _answer(connection, served, sender, request)
-            connection.settimeout(None)  # no limit, because the next request comes only with the next version
+            connection.settimeout(None)  # no time limit, because the next request comes only with the next version
 
 
 def _answer(connection: socket.socket, served: Served, sender: Sender, request: Request) -> None:

@@ -12,12 +12,12 @@ def test_constant_is_constant_after_its_warmup():
     assert [rate(step) for step in range(1, 7)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
 
 
-def test_linear_decay_reaches_the_minimum_after_total_steps_and_stays():
+def test_linear_decay_reaches_the_minimum_after_total_steps_and_stays_there():
     rate = Schedule(kind="linear_warmup_linear", learning_rate=1.0, warmup_steps=2, total_steps=6, min_ratio=0.2)
     assert [rate(step) for step in range(1, 9)] == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
 
 
-def test_cosine_has_the_middle_rate_at_half_of_the_decay():
+def test_halfway_through_a_cosine_decay_the_rate_is_the_mean_of_the_highest_and_the_lowest():
     rate = Schedule(kind="linear_warmup_cosine", learning_rate=3.0, warmup_steps=10, total_steps=110, min_ratio=0.1)
     assert [rate(step) for step in (1, 10, 11, 61, 111, 501)] == pytest.approx([0.3, 3.0, 3.0, 1.65, 0.3, 0.3])
     assert rate(36) == pytest.approx(3 * (0.1 + 0.9 * (1 + 2**-0.5) / 2))

@@ -163,7 +163,7 @@ def test_an_absent_package_is_refused_with_the_command_that_installs_it(name, mo
 
 
 def test_a_folder_that_has_the_name_of_a_tracker_is_not_its_package(tmp_path, monkeypatch):
-    # Some trackers, such as wandb and mlflow, make a folder with their own name where a program runs.
+    # Some trackers, such as wandb and dvclive, make a folder with their own name where a program runs.
     (tmp_path / "comet_ml").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match="pip install comet_ml"):

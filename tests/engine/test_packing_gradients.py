@@ -1,4 +1,4 @@
-"""Tests that packing does not change gradients and logprobs, however the samples share rows and whatever their order is.
+"""Tests that neither the packing nor the order of the samples changes gradients and logprobs.
 
 The expected values come from calls with one sample each. hypothesis draws new lengths, orders and limits in every run. If a case fails,
 hypothesis prints how to repeat the case.
@@ -31,7 +31,7 @@ def calls(draw):
     return lengths, draw(st.integers(0, 1000)), draw(st.permutations(range(len(lengths)))), limits
 
 
-def test_packed_unpacked_and_permuted_samples_give_one_gradient(make_engine):
+def test_packing_and_the_order_of_samples_change_neither_gradients_nor_logprobs(make_engine):
     engine = make_engine()
     usual = engine.config
 
@@ -58,6 +58,8 @@ def test_packed_unpacked_and_permuted_samples_give_one_gradient(make_engine):
         norm = torch.stack([grad.norm() for grad in expected.values()]).norm()
         for name, grad in gradients().items():
             difference, allowed = (grad - expected[name]).norm(), 1e-5 * expected[name].norm() + 1e-7 * norm
-            assert difference <= allowed, f"{name}: {difference} of {expected[name].norm()}"
+            assert difference <= allowed, (
+                f"{name}: the difference has norm {difference}, the gradient {expected[name].norm()}"
+            )
 
     check()

@@ -1,8 +1,10 @@
 """Transfers of weights from a trainer on a GPU to a generator on a GPU: by CUDA IPC, through pinned memory, over TCP, and by NCCL.
 
-NCCL needs two GPUs. With `NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 pytest -m gpu tests/gpu/test_weights.py -k point_to_point` NCCL uses only the
-network, as between hosts, in every case. Without the two variables it does so only in the cases "only the network", which set the variables
-themselves. A slot is the memory in which a rank keeps one version of its weights.
+A slot is the memory in which a rank keeps its part of one version of the weights.
+
+The tests with NCCL need two GPUs. If NCCL_P2P_DISABLE and NCCL_SHM_DISABLE are 1, NCCL uses only the network, as between two hosts. The cases
+"only the network" set both variables. This command sets them for all tests with NCCL:
+`NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 pytest -m gpu tests/gpu/test_weights.py -k point_to_point`
 """
 
 import multiprocessing
@@ -45,7 +47,7 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
 
 
 def write_versions(pipe, place: Place) -> None:
-    """Whenever the pipe brings True, write a new version to a slot and send the version's manifest. A server serves the slots."""
+    """Whenever the pipe brings True, write a new version to a slot, and send the version's manifest through the pipe. A server serves the slots."""
     snapshot = Snapshot(rank=0, timeout=TIMEOUT, choose_place=lambda num_bytes, device: place)
     server = SlotServer(snapshot.find, host="127.0.0.1", secret=SECRET, timeout=TIMEOUT)
     version = 0
@@ -66,7 +68,7 @@ def write_versions(pipe, place: Place) -> None:
     ],
     ids=["two slots on the GPU", "one slot on the GPU", "pinned"],
 )
-def test_a_process_reads_the_slots_of_another_process_and_nothing_is_left_behind(place, path):
+def test_a_process_reads_the_slots_of_another_process_and_nothing_is_left_in_dev_shm(place, path):
     torch.zeros(1, device="cuda")  # starts CUDA, so that this reader pins the memory that it maps
     before = set(os.listdir("/dev/shm"))
     context = multiprocessing.get_context("spawn")
@@ -102,7 +104,7 @@ def test_a_process_reads_the_slots_of_another_process_and_nothing_is_left_behind
 @two_gpus
 @pytest.mark.parametrize("network", [False, True], ids=["all of NCCL's paths", "only the network"])
 @pytest.mark.parametrize("place", [Place(on_gpu=True), Place(pinned=True)], ids=["slots on the GPU", "pinned"])
-def test_point_to_point_sends_versions_by_nccl_and_the_death_of_the_trainer_is_an_error(place, network, monkeypatch):
+def test_point_to_point_sends_versions_by_nccl_and_raises_an_error_if_the_trainer_dies(place, network, monkeypatch):
     """The reader is this process, on another GPU. The trainer is killed while it sends, and this process must survive."""
     for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE") if network else ():
         monkeypatch.setenv(name, "1")
