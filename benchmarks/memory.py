@@ -1,7 +1,8 @@
 """Measure how the peak memory of forward_backward grows with the tokens of a call. The vocabulary has 151,936 tokens, ModelConfig's default.
 
 One series of measurements computes the logits in chunks, and the other series computes all logits at once. Every measurement runs in a new
-process, so that it does not start with the memory of an earlier measurement. For each series the slope of the least-squares line is printed.
+process, so that it does not start with the memory of an earlier measurement. A least-squares line of memory over tokens is fitted to each
+series, and the slope of each line is printed.
 """
 
 import argparse
@@ -18,10 +19,10 @@ CHUNKED, WHOLE = (4096, 8192, 16384), (1024, 2048, 4096)  # tokens of the measur
 
 
 def peak(num_tokens: int, chunk_tokens: int, answer: Connection) -> None:
-    """Make an engine and train one step. Then make one more call, with num_tokens positions in one microbatch, and send the call's peak memory
-    minus the memory in use before it.
+    """Make an engine and train one step. Then call forward_backward with num_tokens positions in one microbatch. Send the peak memory during
+    this call minus the memory before this call, in bytes.
 
-    The unit is bytes. answer: the end of the pipe to which the number is sent.
+    answer: the end of a pipe into which the number is sent.
     """
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     from rl_actors.engine.train_engine import TrainEngine
@@ -72,7 +73,7 @@ def _status(name: str) -> int:
 
 
 def measure(num_tokens: int, chunk_tokens: int) -> int:
-    """The peak memory of a call minus the memory in use before it, in bytes, in a new process. Exits if the process fails."""
+    """Run `peak` in a new process, and return the number that it sends. Exits if the process fails."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=peak, args=(num_tokens, chunk_tokens, sender))
@@ -82,13 +83,15 @@ def measure(num_tokens: int, chunk_tokens: int) -> int:
         value = receiver.recv()
     except EOFError:
         child.join()
-        raise SystemExit(f"{num_tokens} tokens in chunks of {chunk_tokens}: exit status {child.exitcode}") from None
+        raise SystemExit(
+            f"the measurement of {num_tokens} tokens in chunks of {chunk_tokens} has failed: exit status {child.exitcode}"
+        ) from None
     child.join()
     return value
 
 
 def slope(points: dict[int, int]) -> float:
-    """Bytes per token: the slope of the least-squares line through the points. points: tokens of a call -> bytes."""
+    """Bytes per token: the slope of the least-squares line through the points. points: number of tokens of a call -> bytes."""
     x = torch.tensor(list(points.keys()), dtype=torch.float64)
     y = torch.tensor(list(points.values()), dtype=torch.float64)
     x, y = x - x.mean(), y - y.mean()
@@ -97,7 +100,9 @@ def slope(points: dict[int, int]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--chunk-tokens", type=int, default=1024, help="positions whose logits exist at the same time")
+    parser.add_argument(
+        "--chunk-tokens", type=int, default=1024, help="number of positions in a chunk, for the series with chunks"
+    )
     chunk = parser.parse_args().chunk_tokens
     slopes = []
     for name, sizes in (("chunked", CHUNKED), ("whole", WHOLE)):

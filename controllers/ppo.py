@@ -32,7 +32,7 @@ def _rollouts() -> RolloutConfig:
 class PPOConfig(GRPOConfig):
     rollouts: RolloutConfig = field(default_factory=_rollouts)
     gae: GAEConfig = field(default_factory=GAEConfig)
-    """Advantages and returns from rewards and values."""
+    """How advantages and returns are computed from rewards and values."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The value model and its training."""
 
@@ -54,7 +54,7 @@ class PPOConfig(GRPOConfig):
         if self.rollouts.advantage != "gae":
             raise ValueError(
                 f"rollouts.advantage={self.rollouts.advantage!r}; PPO needs 'gae'. A preset of --algorithm sets another "
-                "rule; --advantage gae beside the preset sets it back"
+                "rule; add --advantage gae, which replaces the preset's rule"
             )
         super().validate()
         self.gae.validate()
@@ -62,16 +62,18 @@ class PPOConfig(GRPOConfig):
         if self.generator.max_model_len > self.trainer.max_sequence_length:
             raise ValueError(
                 f"generator.max_model_len={self.generator.max_model_len} exceeds "
-                f"trainer.max_sequence_length={self.trainer.max_sequence_length}: the critic also reads the last token of a completion, "
-                "which the policy's samples leave out"
+                f"trainer.max_sequence_length={self.trainer.max_sequence_length}: the critic reads all tokens of a sequence, also the "
+                "last one, which the policy predicts but does not read"
             )
         if self.trainer.lora.rank:
             raise ValueError(f"trainer.lora.rank={self.trainer.lora.rank}; PPO needs 0: a value model has no adapters")
 
 
 async def train(run: Run[PPOConfig]) -> None:
-    """Take the supervised steps, if there are any, then the PPO steps. The first critic.warmup_steps of the PPO steps
-    train only the critic.
+    """Take the supervised steps, if there are any, and then the PPO steps.
+
+    The first critic.warmup_steps PPO steps train only the critic. The config.steps PPO steps after them train critic
+    and policy.
     """
     config = run.config
     if config.validate_first and not run.state:  # a resumed run has a state
@@ -116,7 +118,7 @@ async def train(run: Run[PPOConfig]) -> None:
                 values |= await run.validate(step)
             await run.record(step, values, phase="ppo")
             run.log.rollouts(step, batch.shown())
-            # The checkpoint follows the step's record. `train` in grpo.py has the reason for this order.
+            # The checkpoint follows the step's record. A comment in `train` of grpo.py gives the reason for this order.
             state = {"step": step, **rollouts.state(), "sft_steps": sft_steps, "kl_coefficient": kl.coefficient}
             await run.end_step(state, phase_step=ppo_step, is_last=is_last)
 
@@ -151,10 +153,11 @@ async def train_policy(
 
 
 def minibatches(config: PPOConfig, samples: Sequence[Sample], step: int) -> Iterator[list[Sample]]:
-    """The minibatch of each optimizer step. There are epochs_per_step passes. In each pass all samples are shuffled and
-    divided into at most updates_per_step minibatches.
+    """The minibatches of a step, one for each optimizer step. The step makes epochs_per_step passes over the samples.
+    Each pass shuffles all samples and divides them into at most updates_per_step minibatches.
 
-    The order depends only on the run's seed and the step. So policy and critic get the same minibatches, and a resumed run repeats them.
+    The order depends only on the run's seed and the step. So policy and critic get the same minibatches, and a resumed
+    run repeats them.
     """
     draw = Random(f"{config.seed} {step}")
     part_size = math.ceil(len(samples) / config.updates_per_step)
@@ -167,7 +170,9 @@ def minibatches(config: PPOConfig, samples: Sequence[Sample], step: int) -> Iter
 async def with_rewards(
     run: Run[PPOConfig], batch: RolloutBatch, reference: Reference | None, kl: KL
 ) -> tuple[Sequence[Sample], list[Tensor], dict[str, float]]:
-    """(the samples of the batch, with the columns that the policy's loss reads; the rewards of the samples' tokens; metrics)."""
+    """(samples, rewards, metrics). The samples of the batch get the columns that the policy's loss reads. The rewards are
+    those of `token_rewards`.
+    """
     samples = await with_columns_of_loss(run, batch.samples, reference)
     rewards, measured = await token_rewards(run.config, batch, samples, reference, kl)
     return samples, rewards, measured
@@ -176,12 +181,14 @@ async def with_rewards(
 async def token_rewards(
     config: PPOConfig, batch: RolloutBatch, samples: Sequence[Sample], reference: Reference | None, kl: KL
 ) -> tuple[list[Tensor], dict[str, float]]:
-    """(rewards, metrics). The rewards of a sample with T tokens are a float64 tensor [T], with one reward for every token.
+    """(rewards, metrics). The rewards of a sample with T positions are a float64 tensor [T], with one reward for every
+    position. They are 0 at the positions of the prompt.
 
-    The completion of a sample has the tokens of all turns and of the replies between them. A turn's reward is at the
-    turn's last token. The penalty on a long completion is subtracted at the completion's last token. If
-    reference_kl_in is "reward", another penalty is subtracted from each sampled token's reward. This penalty is
-    kl.coefficient times the token's estimated KL divergence from the reference.
+    A completion's reward is at the completion's last token. In a task of several turns, the completion of a sample has
+    the tokens of all turns and of the replies between them, and a turn's reward is at the turn's last token. The
+    penalty on a long completion is subtracted at the completion's last token. If reference_kl_in is "reward", another
+    penalty is subtracted from each sampled token's reward. This penalty is kl.coefficient times the token's estimated
+    KL divergence from the reference.
     """
     of_completions = [row for group in batch.groups for row in group.rewards_per_token]
     rows = []

@@ -1,6 +1,6 @@
-"""Tables of the newest results of the benchmarks. A row is one measurement that register.py defines. docs/speed.md shows every row with its target,
-and README.md shows the headline rows.
+"""Print or write the tables with the newest results of the benchmarks.
 
+A row is one measurement that register.py defines. docs/speed.md shows every row with its target, and README.md shows the headline rows.
 This module measures nothing.
 """
 
@@ -27,14 +27,14 @@ HEADLINE_HEAD = ("row", "what it measures", "measured", "ratio", "device, date")
 def newest(row: TableRow, gpu: str, since: str = "") -> Line | None:
     """The row's newest result, as a line of a results file. None if the row has no result. Lines with an error are ignored.
 
-    gpu: the kind of GPU whose lines are used for a row with GPUs. A row without GPUs uses the lines of CPUs. since: a moment in UTC, in the
-    format of a line's date; older lines are ignored.
+    gpu: a kind of GPU, such as "NVIDIA H200". For a row that needs GPUs, lines of other devices are ignored. For a row that needs no GPU, only
+    lines of CPUs count. since: a moment in UTC, in the format of a line's date; older lines are ignored.
 
     The returned line has one more field, "file", because some rows also show figures of other results. The field maps every name in the same
     results file to the newest line with this name. Lines with an error, and lines that `gpu` or `since` excludes, do not count.
 
-    A row that is the quotient of two other rows is an exception: the returned line has no "file". Instead it has the fields "over" and
-    "under", which are the newest lines of these two rows.
+    A row that is the quotient of two other rows is an exception: the returned line has no "file". Instead it has the field "ratio" and the
+    fields "over" and "under", which are the newest lines of these two rows.
     """
     if row.quotient_of:
         # Only the speeds of our own trainer in the two rows are divided. `compared_fields` describe the program that a row compares with our
@@ -57,14 +57,16 @@ def newest(row: TableRow, gpu: str, since: str = "") -> Line | None:
 
 
 def misses(row: TableRow, line: Line) -> list[str]:
-    """Fields that are beyond their limit. The comparisons are negated, because NaN must count as beyond every limit."""
+    """Names of the fields that miss their limit. The comparisons are negated, so that NaN misses every limit."""
     too_low = [name for name, limit in row.at_least.items() if not line[name] >= limit]
     too_high = [name for name, limit in row.at_most.items() if not line[name] <= limit]
     return too_low + too_high
 
 
 def target(row: TableRow) -> str:
-    """The limits of a row as text: "≥ 0.98, tokens/s ≥ 40,000". A limit without a name is a limit on the ratio."""
+    """The limits of a row as text: "≥ 0.98, tokens/s ≥ 40,000". A limit without a name is a limit on the ratio. A name without a limit is a
+    field that must be true.
+    """
     limits = [(name, "≥", limit) for name, limit in row.at_least.items()]
     limits += [(name, "≤", limit) for name, limit in row.at_most.items()]
     texts = []
@@ -154,10 +156,12 @@ def write(page: Path, marks: tuple[str, str], table: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", default=H200, help="the kind of GPU whose results count")
+    parser.add_argument("--gpu", default=H200, help="kind of GPU; rows that need a GPU show only results of this kind")
     parser.add_argument("--headline", action="store_true", help="print only the rows that the README shows")
     parser.add_argument(
-        "--write", action="store_true", help=f"write the results of an {H200} into docs/speed.md and the README"
+        "--write",
+        action="store_true",
+        help=f"write the tables for {H200} into docs/speed.md and README.md, and print nothing",
     )
     arguments = parser.parse_args()
     if arguments.write:

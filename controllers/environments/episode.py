@@ -1,4 +1,4 @@
-"""The protocol of a task in which the policy takes several turns, such as a conversation. The task makes one object for every episode."""
+"""The protocol of a task in which the policy takes several turns, such as a conversation. The task makes one Episode object for every episode."""
 
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ class Reply:
 
     observation: Observation = ""  # the policy reads it before its next turn; after the last turn, only reports show it
     reward: float = 0.0  # reward of the turn
-    is_over: bool = False
+    is_over: bool = False  # True: the episode ends with this reply
 
 
 class Episode(Protocol):
-    """One conversation with the policy. Both methods may return an awaitable, so that a slow tool does not hold up other episodes."""
+    """One conversation with the policy. `reset` and `step` may return an awaitable, so that a slow tool does not hold up other episodes."""
 
     def reset(self) -> Observation | Awaitable[Observation]:
         """The beginning of the conversation. Called once, before the first turn."""
@@ -32,9 +32,9 @@ class Episode(Protocol):
 @runtime_checkable
 class EpisodeEnvironment(Protocol):
     def problem(self, index: int) -> Problem:
-        """Training problem number `index`, as in Environment. Its prompt should be the text that `reset` returns.
+        """Training problem number `index`, as in Environment. The problem's prompt should be the text that `reset` returns.
 
-        Reports show the prompt, and the controller checks its length before a run.
+        Reports show the prompt, and the controller checks the prompt's length before a run.
         """
 
     def held_out(self) -> list[Problem]:

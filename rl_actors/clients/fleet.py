@@ -4,7 +4,8 @@ The fleet divides calls among the generators. It sends the unfinished prompts of
 generators. It gives all generators the same version of the weights.
 
 In this file `place` is the index of a generator in the fleet's list of generators. A `part` is those prompts of
-a call that go to one generator.
+a call that go to one generator. A `Replica` has a generator and restarts it; replicas.py explains its states, such as
+healthy, stale and retired.
 """
 
 import asyncio
@@ -27,13 +28,13 @@ from rl_actors.config import RestartPolicy
 from rl_actors.types import DeviceMemory, GeneratorInfo, GeneratorReturn, SamplingParams, Transfer
 
 FIRST_PULL_TIMEOUT = 60.0
-"""The first pull waits at most this many seconds until its version of the weights is published. Usually it need not
-wait, because it begins after the push of the version has returned."""
+"""Largest number of seconds for which the first pull waits until its version of the weights is published. Usually the
+version is published already, because the first pull begins after the push of the version has returned."""
 REFIT_TIMEOUT = 5.0
-"""The same limit for all other pulls of `Fleet._refit`. Usually they need not wait, because another generator has pulled
-the version before."""
+"""The same limit for all other pulls of `Fleet._refit`, the method that gives a generator the weights before it becomes
+healthy. Usually the version is published already, because a generator has pulled it before."""
 REFIT_PAUSE = 0.5
-"""Seconds between a failed pull of a restarted generator and its next try."""
+"""Seconds between a failed try of `Fleet._refit` and the next try."""
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -106,19 +107,19 @@ class Fleet:
         self.told: int | None = None
         # The slowest transfer of the last call of `pull`. Before the first such call: the first transfer into a generator.
         self.last_pull: Transfer | None = None
-        self.returns: list[GeneratorReturn] = []
+        self.returns: list[GeneratorReturn] = []  # one record each time that a generator is healthy again after a death
         self._first_version = first_version
         self._router = Router(len(spawns))
         self._routed: dict[int, RoutedCall] = {}
         self._numbers = itertools.count()
-        self._num_changes = 0  # number of pulls and of adapters loaded
+        self._num_changes = 0  # number of calls of `pull` and `load_adapter` that have begun
         self._adapters: dict[str, str] = {}  # name -> directory
         self._uses: Counter[str] = Counter()  # name of an adapter -> number of calls that run with it
         # `_notify` sets this event at each change of a state, and replaces it by a new event.
         self._change = asyncio.Event()
-        self._awake = asyncio.Event()
+        self._awake = asyncio.Event()  # not set while the generators sleep; then no dead generator is restarted
         self._awake.set()
-        self._lives: list[asyncio.Task[None]] = []
+        self._lives: list[asyncio.Task[None]] = []  # for each replica the task that runs Replica.live
         self._closed = False
         watcher = Watcher(
             changed=self._on_change, returned=self.returns.append, refit=self._refit, may_restart=self._awake.wait
@@ -139,7 +140,8 @@ class Fleet:
         for replica in self.replicas:
             if not replica.was_ready and replica.cause is not None:
                 raise replica.cause
-        known = self.replicas[0].client.known or await self.info()  # the first generator may have died since
+        # `known` is None if the first generator has died meanwhile and its replacement is not set up yet.
+        known = self.replicas[0].client.known or await self.info()
         return known if self.told is None else replace(known, policy_version=self.told)
 
     def expect_signs(self, silent_after: float) -> None:
@@ -162,7 +164,7 @@ class Fleet:
         await asyncio.gather(*(replica.client.close() for replica in self.replicas))
 
     async def kill(self) -> None:
-        """End all processes at once."""
+        """Kill the processes of all generators."""
         await self._stop_lives()
         await asyncio.gather(*(replica.client.kill() for replica in self.replicas))
 
@@ -182,7 +184,8 @@ class Fleet:
     async def info(self) -> GeneratorInfo:
         """The info of the healthy generator with the oldest weights.
 
-        If the fleet has several generators, the field `replicas` has the infos of all.
+        If the fleet has several generators, the field `replicas` has the last info of each generator. A generator that
+        has not been set up since its last start is left out.
         """
         await self._ask_all(lambda client: client.info())
         infos = {}
@@ -277,7 +280,7 @@ class Fleet:
 
         If the generator dies, send the unfinished prompts to healthy generators.
         """
-        left, n = set(range(len(indices))), call.params.n
+        left, n = set(range(len(indices))), call.params.n  # left: positions in `indices` of the unfinished prompts
         try:
             try:
                 while left:
@@ -288,7 +291,7 @@ class Fleet:
             except BaseException as error:
                 self._router.finish(place, n * len(left))
                 self._lose_or_raise(self.replicas[place], client, error)
-                logger.info("%s prompts of %s are sent again", len(left), client.name)
+                logger.info("%s has died; its %s unfinished prompts are sent again", client.name, len(left))
                 await self._send(call, [indices[member] for member in sorted(left)])
         except Exception as error:
             call.fail(error)
@@ -346,6 +349,7 @@ class Fleet:
         If the pull fails on some generators, these generators are stale until they have pulled the version. If the pull
         fails on all generators, raises the first error, and the fleet keeps its former version. Generators that die
         during the pull do not count here. If all die, waits until one has been started again and is healthy.
+        timeout, in_flight: see GeneratorClient.pull_model_state_dict.
         """
         self._num_changes += 1
         former, self.told = self.told, version
@@ -422,7 +426,7 @@ class Fleet:
                     raise
                 # The trainer may have died, too, so that this version is lost. Then the fleet soon pulls another
                 # version.
-                logger.info("%s tries again to pull version %s: %r", replica.name, self.told, error)
+                logger.info("%s could not load version %s, and tries again: %r", replica.name, self.told, error)
                 await asyncio.sleep(REFIT_PAUSE)
                 continue
             if number == self._num_changes:  # otherwise a pull or the load of an adapter has begun meanwhile, so repeat
@@ -433,12 +437,13 @@ class Fleet:
             try:
                 await replica.client.load_adapter(name, directory)
             except ValueError as error:
-                # The generator still serves requests without this adapter. Requests with this adapter fail.
+                # On this generator, requests with this adapter fail. It serves all other requests.
                 logger.warning("%s cannot load the adapter %r again: %s", replica.name, name, error)
 
     async def sleep(self, level: int) -> DeviceMemory:
-        """Put all generators to sleep.
+        """Wait until every generator is healthy, dead or retired, and then put the healthy generators to sleep.
 
+        level: see GeneratorClient.sleep.
         If a generator dies while the fleet sleeps, it is not started again before `wake`, because a start needs memory
         of the device.
         """
@@ -541,6 +546,7 @@ async def gather_all(work: Sequence[Awaitable[T]]) -> list[T]:
 
 
 def _of_all(answers: Sequence[DeviceMemory]) -> DeviceMemory:
+    """The bytes of all generators together, and the seconds of the slowest generator."""
     return DeviceMemory(
         num_bytes=sum(answer.num_bytes for answer in answers), seconds=max(answer.seconds for answer in answers)
     )

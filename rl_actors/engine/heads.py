@@ -36,8 +36,8 @@ class Head(Protocol):
     ) -> Values:
         """The numbers of a chunk in float32. They are 0 where the target is IGNORE_TARGET.
 
-        outputs: [B, L, V] in a language model, [B, L, 1] in a value model. top_k: ids [B, L, K] of tokens whose
-        logprobs the head computes, too.
+        outputs: [B, L, V] in a language model, [B, L, 1] in a value model. with_entropy: whether to compute the
+        entropy, too. top_k: ids [B, L, K] of tokens whose logprobs the head computes, too; None: no such tokens.
         """
 
 
@@ -47,7 +47,9 @@ class LogprobHead:
     output: ClassVar[str] = "logprobs"
 
     def __init__(self, fuse: Callable[[Callable], Callable]) -> None:
-        """fuse: a function that compiles a function of tensors into one kernel, if the machine can."""
+        """fuse: the function Machine.fuse. It compiles a function of tensors into few kernels on a GPU, and returns the
+        function unchanged on a CPU.
+        """
         self.target_logprobs = TargetLogprobs(fuse)
 
     def __call__(
@@ -69,7 +71,7 @@ class LogprobHead:
 
 
 class ValueHead:
-    """Computes V(tokens[:i + 1]) at every position i. This is the value of the state before targets[i]."""
+    """Computes V(tokens[:i + 1]), the value of the state before targets[i], at every position i."""
 
     output: ClassVar[str] = "values"
 
@@ -82,10 +84,9 @@ class ValueHead:
         with_entropy: bool,
         top_k: Tensor | None,
     ) -> Values:
-        """The values.
+        """The values. Temperatures have no effect.
 
-        Temperatures have no effect. Raises ValueError if the caller asks for the entropy or for logprobs of ids
-        (top_k).
+        Raises ValueError if the caller asks for the entropy or for logprobs of ids (top_k).
         """
         if with_entropy or top_k is not None:
             raise ValueError(
@@ -94,7 +95,7 @@ class ValueHead:
         if isinstance(outputs, DTensor):
             # Every tensor-parallel rank has the whole head and computes all values.
             if outputs.placements != (Replicate(),):
-                raise ValueError(f"values are laid out as {outputs.placements}; expected whole on every rank")
+                raise ValueError(f"values are laid out as {outputs.placements}; expected all values on every rank")
             outputs = outputs.to_local()
         values_BL = outputs.squeeze(-1).float()
         return {"values": torch.where(targets_BL != IGNORE_TARGET, values_BL, 0.0)}

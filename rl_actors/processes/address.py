@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Host and port at which a service or a worker listens: tcp://127.0.0.1:4400, or tls://host:4400 with certificates."""
+    """Host and port at which a service or a worker listens. As text: tcp://127.0.0.1:4400, or tls://host:4400 with certificates."""
 
     host: str
     port: int  # 0: the system chooses a free port
@@ -40,8 +40,8 @@ class Address:
     def numeric(self) -> "Address":
         """This address with an IP address instead of the name of the host.
 
-        If a name has several IP addresses, Monarch does not try one after the other. So this method chooses the first IPv4 address, or the
-        first address if the host has no IPv4 address. Raises ValueError if the host has no address.
+        A host may have several IP addresses, and Monarch would not try them one after the other. So this method chooses one: the first IPv4
+        address, or the first address if the host has no IPv4 address. Raises ValueError if the host has no address.
         """
         found = resolve(self.host)
         return replace(self, host=next((each for each in found if ":" not in each), found[0]))

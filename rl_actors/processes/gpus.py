@@ -9,12 +9,13 @@ import torch
 
 
 def environment(gpus: range) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES of processes that use these GPUs. On a machine without GPUs the dict is empty.
+    """The environment variable CUDA_VISIBLE_DEVICES for processes that use these GPUs. On a machine without GPUs the
+    dict is empty.
 
     gpus: indices of the GPUs that the processes use, among the GPUs that this program sees. The variable lists these
     GPUs first, and then the other GPUs. The processes must see the other GPUs, too, because a process that pulls
     weights opens memory of the GPUs that hold the weights. If this program sees two GPUs, environment(range(1, 2))
-    gives "1,0", so that device 0 of the process is GPU 1.
+    gives the value "1,0", so that device 0 of the process is GPU 1.
     """
     if not torch.cuda.is_available():
         return {}

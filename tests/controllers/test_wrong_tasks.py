@@ -1,6 +1,6 @@
 """Command lines, data files and rewards that a run cannot use.
 
-The controller refuses each of them before a process starts. Its message names the fault and the place of the fault.
+The controller refuses each of them before a process starts. The message names the fault and its place.
 """
 
 import json
@@ -15,6 +15,7 @@ GOOD = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
 LONG = [{"prompt": "1" * 300 + f"{n}=", "answer": "1"} for n in range(40)]
 
 
+# The text of wrong_tasks.py, a module with tasks and rewards such as users write.
 OWN_TASKS = """
 from controllers.environments import Problem
 
@@ -111,36 +112,45 @@ def refusal(folder, monkeypatch, capsys):
 
 
 def of(task: str, *flags: str) -> list[str]:
+    """The flags of a run with this task."""
     return ["--task", task, *flags]
 
 
 def reward(name: str, *flags: str) -> list[str]:
+    """The flags of a run with good data and this reward."""
     return of("good.jsonl", "--environment.reward", name, *flags)
 
 
+# What is wrong -> (the flags, a part of the message).
 WRONG = {
     "no task": ([], "environment.task is empty: --task takes"),
-    "no file": (of("none.jsonl"), "task='none.jsonl' is not a file"),
-    "no prompt column": (
+    "a file that does not exist": (of("none.jsonl"), "task='none.jsonl' is not a file"),
+    "a file without the prompt column": (
         of("good.jsonl", "--environment.prompt-column", "question"),
         "good.jsonl:1 has no column 'question'; it has prompt, answer",
     ),
-    "no answer column": (
+    "a file without the answer column": (
         of("whole.parquet", "--environment.answer-column", "solution"),
         "whole.parquet, row 0 has no column 'solution'; it has prompt, answer",
     ),
-    "mixed types": (of("mixed.jsonl"), "mixed.jsonl:2: column 'answer' holds int 4, but it holds str at mixed.jsonl:1"),
+    "a column with two types": (
+        of("mixed.jsonl"),
+        "mixed.jsonl:2: column 'answer' holds int 4, but it holds str at mixed.jsonl:1",
+    ),
     "a list as an answer": (of("nested.jsonl"), "nested.jsonl:1: column 'answer' holds '[1]', which is neither"),
-    "a row that is no object": (of("rows.jsonl"), "rows.jsonl:1 is '[1, 2]', not an object with columns"),
+    "a row that is not an object": (of("rows.jsonl"), "rows.jsonl:1 is '[1, 2]', not an object with columns"),
     "a line that is cut off": (of("broken.jsonl"), "broken.jsonl:3 is not JSON"),
     "an empty file": (of("empty.jsonl"), "empty.jsonl has no rows"),
     "a table without rows": (of("nothing.csv"), "nothing.csv has no rows"),
     "a table that is cut off": (of("cut.csv"), "cut.csv cannot be read; it may be cut off"),
     "a text that is not UTF-8": (of("latin.jsonl"), "latin.jsonl:2 is not UTF-8 text"),
-    "JSON that is no list": (of("object.json"), "object.json holds dict, not a list of objects"),
+    "JSON that is not a list": (of("object.json"), "object.json holds dict, not a list of objects"),
     "a Parquet file that is cut off": (of("cut.parquet"), "cut.parquet cannot be read; it may be cut off"),
-    "no conversation": (of("chats.jsonl"), "chats.jsonl:1: column 'messages' holds 'hello', not a list of messages"),
-    "no data set": (of("no/where"), "task='no/where', split='train': "),
+    "a conversation that is not a list": (
+        of("chats.jsonl"),
+        "chats.jsonl:1: column 'messages' holds 'hello', not a list of messages",
+    ),
+    "a data set that does not exist": (of("no/where"), "task='no/where', split='train': "),
     "a field that the rows lack": (
         of("good.jsonl", "--environment.prompt", "[{level}] {question}"),
         "uses the unknown field 'level'; the problems of task='good.jsonl' have question",
@@ -158,11 +168,11 @@ WRONG = {
         "num_held_out=8 is more than half of the 0 distinct problems found in task='good.jsonl'",
     ),
     "a prompt that is too long": (of("long.jsonl"), "has 303 tokens, but only 240 fit beside max_tokens=16"),
-    "too many held out": (
+    "more than half of the problems held out": (
         of("good.jsonl", "--environment.num-held-out", "30"),
         "num_held_out=30 is more than half of the 40 distinct problems",
     ),
-    "no file of held-out problems": (
+    "a held-out file that does not exist": (
         of("good.jsonl", "--environment.held-out-task", "none.jsonl"),
         "held_out_task='none.jsonl' is not a file",
     ),
@@ -172,8 +182,11 @@ WRONG = {
     ),
     "an unknown task": (of("count_bit"), "task='count_bit' is not a reasoning-gym task; did you mean count_bits"),
     "an unknown option": (of("count_bits", "--environment.options", '{"size_n": 3}'), "known options: "),
-    "options that are no JSON": (of("count_bits", "--environment.options", "{"), "--environment.options"),
-    "no module": (of("nowhere:Task"), "task='nowhere:Task' cannot be imported: ModuleNotFoundError: No module"),
+    "options that are not JSON": (of("count_bits", "--environment.options", "{"), "--environment.options"),
+    "a module that does not exist": (
+        of("nowhere:Task"),
+        "task='nowhere:Task' cannot be imported: ModuleNotFoundError: No module",
+    ),
     "a module that cannot be imported": (of("wrong_import:make"), "No module named 'nowhere' ("),
     "a module that is not Python": (of("wrong_syntax:make"), "invalid syntax (wrong_syntax.py, line 1)"),
     "a number as a task": (of("wrong_tasks:NUMBER"), "task='wrong_tasks:NUMBER' is int 3, not a function or a class"),
@@ -182,8 +195,8 @@ WRONG = {
     "an object without methods": (of("wrong_tasks:Incomplete"), "returned Incomplete without problem, reward"),
     "a task that holds nothing out": (of("wrong_tasks:NothingHeldOut"), "held_out() returned [], not a list of"),
     "a problem that is held out twice": (of("wrong_tasks:HeldOutTwice"), "returned two problems with the key '1'"),
-    "a problem of another type": (of("wrong_tasks:Pairs"), "held_out() gave ('1=', '1'), not a Problem"),
-    "an answer that is no text": (
+    "a held-out problem that is not a Problem": (of("wrong_tasks:Pairs"), "held_out() gave ('1=', '1'), not a Problem"),
+    "an answer that is not text": (
         of("wrong_tasks:NumberAsAnswer"),
         "problem(0) gave a problem whose answer is int 1, not text",
     ),
@@ -193,15 +206,21 @@ WRONG = {
         "reward must take (problem, completion): too many",
     ),
     "an unknown reward": (reward("exact"), "reward='exact'; it must be one of exact_match"),
-    "no reward function": (reward("wrong_tasks:none"), "reward='wrong_tasks:none' cannot be imported"),
+    "a reward function that does not exist": (
+        reward("wrong_tasks:none"),
+        "reward='wrong_tasks:none' cannot be imported",
+    ),
     "a number as a reward": (reward("wrong_tasks:NUMBER"), "reward='wrong_tasks:NUMBER' is int 3, not a function"),
     "a reward function with other arguments": (
         reward("wrong_tasks:one"),
         "reward='wrong_tasks:one' must take (answer, completion): too many positional arguments",
     ),
-    "no pattern": (reward("regex"), "the reward regex needs a pattern"),
-    "a wrong pattern": (reward("regex", "--environment.reward-pattern", "("), "is not a regular expression"),
-    "no judge": (reward("judge"), "the reward judge needs both"),
+    "the reward regex without a pattern": (reward("regex"), "the reward regex needs a pattern"),
+    "a pattern that is not a regular expression": (
+        reward("regex", "--environment.reward-pattern", "("),
+        "is not a regular expression",
+    ),
+    "the reward judge without a URL and a model": (reward("judge"), "the reward judge needs both"),
     "a judge's prompt with an attribute": (
         reward(
             *("judge", "--environment.judge.url", "http://localhost:1/v1", "--environment.judge.model", "m"),
@@ -209,14 +228,14 @@ WRONG = {
         ),
         "it may use question, answer, completion",
     ),
-    "no score in the judge's answer": (
+    "a judge's pattern without a group for the score": (
         reward(
             *("judge", "--environment.judge.url", "http://localhost:1/v1", "--environment.judge.model", "m"),
             *("--environment.judge.pattern", "score"),
         ),
         "judge.pattern='score' has no group",
     ),
-    "no time for the tests of code": (
+    "no CPU time for a program": (
         reward("python", "--environment.sandbox.cpu-seconds", "0"),
         "sandbox.cpu_seconds=0",
     ),
@@ -224,7 +243,7 @@ WRONG = {
         reward("python", "--environment.sandbox.cpu-seconds", "15"),
         "reward_timeout=60; it must be above 60, the wall-clock seconds that a program may take (4 times sandbox.cpu_seconds=15)",
     ),
-    "a number of processes below 0": (
+    "a number of reward processes below 0": (
         of("good.jsonl", "--environment.reward-workers", "-1"),
         "reward_workers=-1; it must be at least 0",
     ),

@@ -28,7 +28,7 @@ SPARSE = replace(
 )
 CASES = {
     "one process": (EXPERTS, {}),
-    "padded experts in every second block, tied, under TP2 and EP2": (
+    "padded experts in every second block, tied embeddings, TP2 and EP2": (
         SPARSE,
         {"tensor_parallel_degree": 2, "expert_parallel_degree": 2},
     ),
@@ -52,6 +52,7 @@ def test_every_pull_gives_the_generator_the_trainers_logprobs(tmp_path, case):
         known = [torch.zeros(len(tokens) - 1) for tokens in SEQUENCES]
         for version in range(4):
             expected = forward_logprobs(trainer, SEQUENCES)
+            # The logprobs differ from those of the last version, so the test would notice stale weights.
             assert worst(expected, known) > 0.1
             known = expected
             assert worst(generator.compute_logprobs(SEQUENCES).result(), expected) < 1e-4
@@ -66,7 +67,7 @@ def test_every_pull_gives_the_generator_the_trainers_logprobs(tmp_path, case):
 
 
 @pytest.mark.parametrize("model", [support.model_config(), EXPERTS, SPARSE], ids=["dense", "experts", "sparse"])
-def test_a_generator_expects_the_tensors_of_a_directory(tmp_path, model: ModelConfig):
+def test_a_generator_expects_the_tensors_that_a_saved_model_has(tmp_path, model: ModelConfig):
     path = save_random(tmp_path / "base", model)
     saved = {name: tuple(tensor.shape) for name, tensor in load_file(f"{path}/model.safetensors").items()}
     assert expected_tensors(path) == saved
