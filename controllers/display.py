@@ -1,6 +1,7 @@
-"""Shows a run on the terminal as a live panel. With --verbose, or if the output is no terminal, it prints one line per step instead.
+"""Shows a run on the terminal as a live panel. With --verbose, or if the output is not a terminal, prints one line per step instead.
 
-metrics.py computes the numbers that this module shows.
+This module computes no metrics. MetricsLogger (metrics.py) gives a display the record of every step. A record is the line of one step in
+metrics.jsonl.
 """
 
 import sys
@@ -31,7 +32,8 @@ COLUMNS = (  # title, width, key of the record, format
     ("loss", 9, "loss", ".3g"),
     ("grad_norm", 9, "grad_norm", ".3g"),
     ("lr", 8, "learning_rate", ".2e"),
-    ("tokens/s", 8, "tokens/s", ",.0f"),  # positions of the trained samples divided by the step's seconds
+    # Positions of the trained samples, counted once per epoch, divided by the step's seconds.
+    ("tokens/s", 8, "tokens/s", ",.0f"),
     ("generate", 8, "time/generate", ".2f"),
     ("train", 5, "time/train", ".2f"),
     ("sync", 5, "time/sync", ".2f"),
@@ -91,8 +93,8 @@ class LineDisplay:
         self.row()
 
     def _start_phase(self, phase: str) -> None:
-        """Estimate the remaining time only from steps of the new phase, because they may take longer than the steps of
-        earlier phases.
+        """Estimate the remaining time only from steps of the new phase, because steps of different phases take different
+        times.
         """
         began = self._task.start_time
         self.steps.remove_task(self._task.id)

@@ -1,4 +1,4 @@
-"""RunConfig, the config that all training loops share, and Run, which holds the clients and the state of an open run."""
+"""RunConfig, the base class of the configs of all training loops, and Run, which holds the clients and the state of an open run."""
 
 import asyncio
 import contextlib
@@ -66,7 +66,7 @@ class AdamConfig:
 @dataclass(kw_only=True)
 class ReferenceConfig:
     gpu: int | None = None
-    """Index of the first GPU of the reference's ranks. None: the trainer's GPUs. On a CPU this field has no effect."""
+    """Index of the first GPU that the reference model uses. None: the trainer's GPUs. On a CPU this field has no effect."""
 
 
 @dataclass(kw_only=True)
@@ -74,15 +74,15 @@ class RunConfig:
     """Fields that all runs share."""
 
     steps: int = 100
-    """Training steps of the main phase."""
+    """Training steps. The supervised steps before GRPO or PPO (sft_steps) and PPO's critic.warmup_steps come in addition."""
     seed: int = 0
     """Seed of weights, problems and sampling. The seeds in the configs of trainer, generator and environments are added to it."""
     max_tokens: int = 128
     """Longest completion in tokens, in training and in validation."""
     alphabet: str = ""
-    """Characters of a character-level tokenizer that is made for the run. Empty: the run uses the tokenizer of trainer.hf_path. The value "auto"
-    depends on trainer.hf_path. If trainer.hf_path is empty, "auto" means the characters of the problems, and their number also gives the size of
-    the vocabulary. If trainer.hf_path is set, "auto" means the tokenizer and the size of the model in trainer.hf_path."""
+    """Characters of a character-level tokenizer that is made for the run. Empty: the run uses the tokenizer of trainer.hf_path. The meaning
+    of "auto" depends on trainer.hf_path. If trainer.hf_path is empty, "auto" means the characters of the problems, and
+    trainer.model.vocab_size is set to fit them. If trainer.hf_path is set, "auto" means the tokenizer and the dimensions of the model there."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     episodes: EpisodeConfig = field(default_factory=EpisodeConfig)
     """Limits of the episodes of a task that takes several turns."""
@@ -90,7 +90,7 @@ class RunConfig:
     """Says whether and how prompts go through the model's chat template."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
-    """Config of the generators. Its model and its adapters are replaced by those of the trainer's config."""
+    """Config of the generators. The trainer's fields model and lora replace the fields model and lora of this config."""
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     """The GPUs of the reference policy, if the run has a reference policy."""
     optimizer: AdamConfig = field(default_factory=AdamConfig)
@@ -109,15 +109,15 @@ class RunConfig:
     samples_per_forward_backward: int = 1024
     """Largest number of samples in one forward_backward call. A step makes as many calls as its batch needs."""
     validate_every: int = 10
-    """Steps between two validations on the held-out problems."""
+    """Steps between two validations on the held-out problems. The run also validates after its last step."""
     validate_first: bool = True
     """Validate before the first step, too."""
     validation: Annotated[dict[str, EnvironmentConfig], SETS_AS_JSON] = field(default_factory=dict)
     """Further validation sets, by name. Each set is an environment, and the run validates on the environment's held-out problems. The flag takes
     one JSON object, such as {"hard": {"task": "hard.jsonl"}}. The metrics of the set in this example are validation/hard/accuracy and so on."""
     gate: str = ""
-    """STEP:REWARD, such as 40:0.9. If the first validation at or after that step has a lower held-out reward, the run ends there with exit
-    status 3. Empty: no gate."""
+    """STEP:REWARD, such as 40:0.9. If the first validation at or after STEP has a held-out reward below REWARD, the run ends at once with
+    exit status 3. If no validation comes at or after STEP, the run ends with this status after its last step. Empty: no gate."""
     pass_at_k: PassAtKConfig = field(default_factory=PassAtKConfig)
     """Says whether and how pass@k is measured on every validation set, in addition to the greedy accuracy."""
     checkpoint_every: int = 25
@@ -125,13 +125,13 @@ class RunConfig:
     keep_checkpoints: int = 2
     """Number of newest checkpoints that are kept."""
     keep_checkpoint_every: int = 0
-    """Steps between two checkpoints that are kept for good. 0: none is kept for good."""
+    """Smallest number of steps between two checkpoints that are kept for good. 0: no checkpoint is kept for good."""
     trackers: tuple[TrackerName, ...] = ("tensorboard",)
     """Services and files that get the metrics, in addition to metrics.jsonl. A tracker needs the Python package that has its name."""
     tracker_project: str = "rl-actors"
     """Project or experiment of the run in trackers that have projects."""
     wandb_project: str | None = None
-    """Project of the run in trackers, instead of tracker_project. If it is set, wandb is one of the trackers, too. None: the fields
+    """If this field is set, it replaces tracker_project for all trackers, and wandb is added to the trackers. None: the fields
     tracker_project and trackers are used as they are."""
 
     presets: ClassVar[Mapping[str, Algorithm]] = {}
@@ -182,7 +182,7 @@ class RunConfig:
     def critic_takes_turns(self) -> bool:
         """True if turns are enabled and a critic shares GPUs with the trainer or the generator.
 
-        The critic's memory is then on the host while trainer or generator work.
+        In this case the critic's state is in the host's memory while the policy is trained and while the generator works.
         """
         critic = self.models().get("critic")
         if critic is None or not self.turns.enabled:
@@ -190,12 +190,12 @@ class RunConfig:
         return overlap(critic.gpus(), self.trainer.gpus()) or overlap(critic.gpus(), self.generator.gpus())
 
     def or_trainers(self, gpu: int | None) -> int | None:
-        """The index `gpu`, or the index of the trainer's GPU if `gpu` is None."""
+        """The index `gpu`, or the index of the trainer's first GPU if `gpu` is None."""
         return self.trainer.gpu if gpu is None else gpu
 
     @property
     def versions_per_step(self) -> int:
-        """Largest number of versions by which one step advances the policy."""
+        """Largest number by which one step can raise policy_version: 1 for each optimizer step on the policy."""
         return 1
 
     def described(self) -> list[str]:
@@ -216,8 +216,11 @@ class RunConfig:
         return [problem]
 
     def with_local_models(self) -> Self:
-        """This config with directories in the place of the ids of models on the Hugging Face Hub. If alphabet is "auto" and trainer.hf_path is set,
-        the trainer also gets the dimensions of that model, and alphabet becomes "". Raises ValueError as find_model does."""
+        """A copy of this config in which each id of a model on the Hugging Face Hub is replaced by the model's local directory.
+
+        If alphabet is "auto" and trainer.hf_path is set, the trainer also gets the dimensions of the model in trainer.hf_path, and alphabet
+        becomes "". Raises ValueError as find_model does.
+        """
         trainer = replace(self.trainer, hf_path=find_model(self.trainer.hf_path))
         generator = replace(self.generator, hf_path=find_model(self.generator.hf_path))
         if self.alphabet == "auto" and trainer.hf_path:
@@ -252,7 +255,7 @@ class RunConfig:
         self._validate_models()
 
     def _validate_tokens(self) -> None:
-        """Check that there is a tokenizer, that max_tokens leaves room for a prompt, and that the generator has the base model of the adapters."""
+        """Check that there is one tokenizer, that max_tokens leaves room for a prompt, and that the generator loads the base model of the adapters."""
         if not self.alphabet and not self.trainer.hf_path:
             raise ValueError(
                 "alphabet and trainer.hf_path are both empty; one of them must give a tokenizer: --trainer.hf-path takes a directory or "
@@ -260,8 +263,8 @@ class RunConfig:
             )
         if self.trainer.tokenizer_path:
             raise ValueError(
-                f"trainer.tokenizer_path={self.trainer.tokenizer_path!r}; a run has the tokenizer of trainer.hf_path, or the one that it "
-                "makes from an alphabet, so this field must be empty"
+                f"trainer.tokenizer_path={self.trainer.tokenizer_path!r}; a run uses the tokenizer of trainer.hf_path, or "
+                "makes its own from alphabet, so this field must be empty"
             )
         longest = {"generator.max_model_len": self.generator.max_model_len}
         longest["trainer.max_sequence_length"] = self.trainer.max_sequence_length
@@ -310,11 +313,11 @@ class Run(Generic[Config]):
     generator: GeneratorClient
     checkpoints: Checkpoints
     spawn_reference: Callable[[], ReferenceClient]
-    """Spawns a model that has the trainer's config and is never trained. The model is closed at the end of the run."""
+    """Spawns the reference model, which has the trainer's config and is never trained. The model is closed at the end of the run."""
     spawn_critic: Callable[[], ValueTrainerClient]
-    """Spawns a value model that has the trainer's config. The model is closed at the end of the run."""
+    """Spawns the critic, a value model that has the trainer's config. The model is closed at the end of the run."""
     actors: Actors | None = None
-    """The actors, which can be replaced while the run is open. None: a death of an actor ends the run."""
+    """Holds the actors of the run, and replaces those that die. None: the death of an actor ends the run."""
     partners: dict[str, TrainerClient] = field(default_factory=dict)
     """Other trainers whose state belongs to the run's checkpoints, by the name of their folder in a checkpoint."""
     interruption: Interruption = field(default_factory=Interruption)
@@ -323,15 +326,15 @@ class Run(Generic[Config]):
     timer: Timer = field(default_factory=Timer)
     turns: Turns = field(default_factory=SideBySide)
     state: State = field(default_factory=dict)
-    """The controller's state in the checkpoint from which the run is resumed. Empty in a new run."""
+    """State of the controller, which is the process of the training loop, in the checkpoint from which the run goes on. Empty in a new run."""
     last_state: State = field(default_factory=dict)
-    """Controller's state after the last step. Empty before the first step."""
+    """State of the controller after the newest finished step. Empty before the first step, and after a death until the next step has ended."""
     gate: Gate | None = None
     recording: Recording = field(default_factory=Recording)
     recoveries: Recoveries = field(default_factory=Recoveries)
     slow_rank: SlowRank = field(default_factory=SlowRank)
     saved_step: int = 0  # step of the last checkpoint
-    # The newest push and the newest pull that are in a record already.
+    # The newest push and the newest pull whose metrics are in a record. A record is the line of one step in metrics.jsonl.
     transfers: tuple[Transfer | None, Transfer | None] = (None, None)
 
     async def measure(self) -> Scores:
@@ -343,7 +346,7 @@ class Run(Generic[Config]):
         return Player(tokenizer=self.tokenizer, limits=self.config.episode_limits(), scorer=self.scorer)
 
     async def validate(self, step: int) -> dict[str, float]:
-        """Score the generator's current weights, and write some completions to validation.jsonl. Returns the metrics of the step."""
+        """Score the generator's current weights, and write some completions to validation.jsonl. Returns the metrics of the validation."""
         with self.timer("validate"):
             scores = await self.measure()
         self.log.validation(step, scores.samples)
@@ -351,10 +354,10 @@ class Run(Generic[Config]):
 
     @contextlib.asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """Context manager in whose body the trainer works. It measures time/train.
+        """Context manager in whose body the trainer works. The seconds of the body count as time/train.
 
-        If turns are enabled, the generator goes to sleep and may lose its weights. It must then pull weights before it
-        generates again.
+        If turns are enabled, the generator goes to sleep before the body and may lose its weights. In this case the
+        generator must pull weights before it generates again.
         """
         await self.turns.to_trainer()
         with self.timer("train"):
@@ -402,11 +405,12 @@ class Run(Generic[Config]):
         return transfers(push if push != former[0] else None, pull if pull != former[1] else None)
 
     async def end_step(self, state: State, *, phase_step: int, is_last: bool) -> None:
-        """Keep the state after a step, and begin to write a checkpoint if one is due.
+        """Keep the controller's state after a step. If a checkpoint is due, begin to write it in the background.
 
-        phase_step: number of the step in its phase. The checkpoint is written in the background. If a signal has asked for the
-        end of the run, raises Interrupted, except after the last step of a phase. Raises RuntimeError or OSError if the previous checkpoint could
-        not be written.
+        phase_step: number of the step in its phase.
+
+        If a signal has asked for the end of the run, raises Interrupted, except after the last step of a phase. If a checkpoint is due and
+        the previous checkpoint could not be written, raises RuntimeError or OSError.
         """
         # Rollouts of the next steps may draw random numbers before the checkpoint is written, and a resumed run repeats these rollouts. So the
         # random states are copied here.

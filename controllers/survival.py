@@ -31,14 +31,15 @@ class SurvivalConfig:
     After the first death there is no pause."""
     silent_after: float = 30.0
     """Seconds in which every process of an actor must answer a probe, also while the process runs a call. A process that does not answer is
-    killed. In addition, while a call runs, Monarch itself counts a process as dead if it has been silent for about thirty seconds."""
+    killed. While a call runs, Monarch itself counts a process as dead after about thirty seconds of silence, even if this value is larger. A
+    generator is also killed if a single step or command of its engine takes longer than this value."""
     recorded_gigabytes: float = 4.0
-    """Largest memory, in GB, of the rollouts since the last checkpoint. They are kept, because a recovered run repeats the steps since that
-    checkpoint and trains on the same rollouts again. If the rollouts take more memory, the oldest are dropped. If this drops the rollouts of the
-    first repeated step, a recovered run generates new completions for every repeated step."""
+    """Largest memory, in GB, of the rollouts since the last checkpoint. The rollouts are kept, because a recovered run repeats the steps since
+    that checkpoint and trains on the same rollouts again. If the rollouts take more memory, the oldest are dropped. Until the next
+    checkpoint a recovered run then generates new completions for every repeated step."""
 
     def policy(self) -> RestartPolicy:
-        """The limits of the run's restarts. Each generator has its own limits with the same values, because the generator's client restarts it."""
+        """The limits of the run's restarts. The same limits also hold for each generator on its own, because GeneratorClient restarts generators."""
         return RestartPolicy(
             max_per_hour=self.max_restarts_per_hour, backoff=self.backoff, silent_after=self.silent_after
         )
@@ -92,7 +93,7 @@ class Recording:
 
 
 class RecordedQueue:
-    """A RolloutQueue that first gives the recorded batches. Then it gives new ones, and records each of them."""
+    """Gives the recorded batches first, and then new batches of a RolloutQueue. Records every new batch."""
 
     def __init__(self, queue: RolloutQueue, recording: Recording, checkpoints: Checkpoints, *, steps_done: int) -> None:
         """queue: a queue in the state that the newest checkpoint holds. steps_done: the step of this checkpoint."""
@@ -111,7 +112,7 @@ class RecordedQueue:
         await self.queue.__aexit__(*error)
 
     async def next_batch(self, version: int) -> RolloutBatch:
-        """The recorded batch of the next step. If no batch is recorded for it, a new batch of the queue."""
+        """The recorded batch of the next step. If this step has no recorded batch, a new batch of the queue."""
         self.step += 1
         self.recording.forget(self.checkpoints.saved_step)
         self.repeated = self.left.pop(self.step, None)

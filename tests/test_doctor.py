@@ -9,7 +9,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts/doctor.py"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_every_package_of_the_lock_is_missing_in_an_empty_environment(device, tmp_path, monkeypatch, capsys):
+def test_in_an_empty_venv_the_packages_of_the_lock_file_are_reported_as_missing(device, tmp_path, monkeypatch, capsys):
     spec = importlib.util.spec_from_file_location("doctor", SCRIPT)
     doctor = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(doctor)

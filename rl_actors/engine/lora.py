@@ -29,7 +29,7 @@ ToHF = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
 def convert(model_config: Qwen3Model.Config, config: LoRAConfig) -> Qwen3Model.Config:
-    """The model's config with adapters. All other parameters are frozen. If config.rank is 0, the model's config is returned unchanged."""
+    """The model's config with adapters. All parameters but the adapters are frozen. If config.rank is 0, the model's config is returned unchanged."""
     if not config.rank:
         return model_config
     converter = LoRAConverter.Config(
@@ -50,13 +50,13 @@ def require_found(model: nn.Module, config: LoRAConfig) -> None:
     found = {f"{name}.{part}.weight" for name, _ in _layers(model) for part in ("lora_a", "lora_b")}
     if trained != found:
         raise RuntimeError(
-            f"the parameters that torchtitan trains are not the adapters; they differ in {sorted(trained ^ found)}"
+            f"the trained parameters of the model are not the adapters; only one of the two sets has {sorted(trained ^ found)}"
         )
 
 
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int) -> None:
-    """Draw A uniformly as peft does (kaiming, a = sqrt(5)), and set B to zero. The values are the same in every layout."""
+    """Draw A uniformly as peft does (kaiming, a = sqrt(5)), and set B to zero. The values are the same in every parallel layout."""
     for name, layer in _layers(model):
         # Each layer has a random generator of its own, seeded with `seed` and the layer's name. So a pipeline stage that draws only for its own
         # layers gets the same values as a process that draws for all layers.

@@ -1,4 +1,4 @@
-"""A transport that keeps its index of versions in a small actor, for programs without torchstore. No tensor passes through the actor."""
+"""A transport that keeps its index of the weights' versions in a small actor. It needs no torchstore. No tensor passes through the actor."""
 
 import uuid
 
@@ -37,7 +37,7 @@ class IndexTransport(IndexedTransport):
 
     def __init__(self, weights: WeightsConfig | None = None) -> None:
         super().__init__(weights)
-        self._is_open_here = False  # True if this process holds the index
+        self._is_open_here = False  # True only in the process in which `open` started the actor
 
     def __getstate__(self) -> dict:
         return {**super().__getstate__(), "_is_open_here": False}

@@ -120,7 +120,7 @@ def test_flags_that_do_not_fit_the_model_are_refused_and_the_model_itself_is_acc
     assert "the model Qwen/Qwen9 is not on this machine" in refusal(model="Qwen/Qwen9")
     assert "hf download Qwen/Qwen9" in refusal(model="Qwen/Qwen9")
     assert "alphabet and trainer.hf_path are both empty" in refusal("--trainer.hf-path", "")
-    assert "trainer.tokenizer_path='elsewhere'; a run has the tokenizer of" in refusal(
+    assert "trainer.tokenizer_path='elsewhere'; a run uses the tokenizer of" in refusal(
         "--trainer.tokenizer-path", "elsewhere"
     )
     assert "num_hidden_layers=3 but 2 in its config.json" in refusal("--trainer.model.num-hidden-layers", "3")

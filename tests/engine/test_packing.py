@@ -1,4 +1,4 @@
-"""Tests of `plan`, which packs the samples of a call into rows, and the rows into microbatches for every rank.
+"""Tests of `plan`, which packs the samples of a training call into rows, and the rows into microbatches for every rank.
 
 Most tests check a property of the plan for generated sample lengths and limits. The last two tests check the padding, and the balance of the
 ranks, for lengths of a long-tailed distribution.
@@ -51,7 +51,7 @@ def test_every_sample_appears_exactly_once(call):
 
 @plans
 @given(calls())
-def test_no_row_holds_more_than_its_length_nor_is_longer_than_tokens_per_row(call):
+def test_the_samples_fit_into_their_rows_and_the_rows_into_tokens_per_row(call):
     lengths, limits = call
     for rank in plan(lengths, **limits):
         for batch in rank:
@@ -83,7 +83,7 @@ def test_microbatches_keep_to_the_limit_of_the_policy(call):
 
 @plans
 @given(calls())
-def test_only_the_packed_policy_puts_samples_together(call):
+def test_only_the_packed_policy_puts_several_samples_into_one_row(call):
     lengths, limits = call
     most_in_a_row = max(len(row) for row in rows_of(plan(lengths, **limits)))
     assert limits["policy"] == "packed" or most_in_a_row == 1
@@ -91,7 +91,7 @@ def test_only_the_packed_policy_puts_samples_together(call):
 
 @plans
 @given(calls())
-def test_the_order_of_the_samples_changes_neither_shapes_nor_costs(call):
+def test_the_order_of_the_samples_changes_neither_shapes_nor_the_sample_lengths_in_a_row(call):
     lengths, limits = call
 
     def shapes_and_lengths(lengths: list[int]) -> list[list[tuple]]:
@@ -110,7 +110,7 @@ def test_the_order_of_the_samples_changes_neither_shapes_nor_costs(call):
 
 @plans
 @given(calls())
-def test_row_lengths_are_multiples(call):
+def test_row_lengths_are_multiples_of_row_multiple(call):
     lengths, limits = call
     assert all(batch.row_length % limits["row_multiple"] == 0 for batch in plan(lengths, **limits)[0])
 
@@ -135,7 +135,7 @@ def test_row_lengths_exceed_the_need_of_the_fullest_row_by_less_than_a_quarter(c
         assert limits["uniform"] or batches[0].row_length < 1.25 * needed
 
 
-def test_row_lengths_are_few():
+def test_there_are_only_a_few_possible_row_lengths():
     assert len({bucket(length, 64, 4096) for length in range(4097)}) == 20
     assert len({bucket(length, 256, 32_768) for length in range(32_769)}) == 24
 
@@ -164,13 +164,13 @@ def test_rows_are_those_of_the_naive_first_fit_decreasing(call):
     assert sorted(found) == sorted(tuple(row) for row in naive)
 
 
-def test_worked_example_of_the_docstring():
+def test_the_example_in_the_docstring_of_plan_is_true():
     rank0, rank1 = plan([3, 2, 4], tokens_per_row=5, row_multiple=1, rows_per_microbatch=1, num_ranks=2)
     assert rank0 == [Microbatch(rows=((2,),), row_length=5)]
     assert rank1 == [Microbatch(rows=((0, 1),), row_length=5)]
 
 
-def test_policies_of_one_call():
+def test_the_three_policies_make_different_microbatches_of_the_same_samples():
     limits = {"tokens_per_row": 128, "rows_per_microbatch": 2, "num_ranks": 1}
     lengths = [10, 100, 20, 60, 128]
     shapes = {}
@@ -184,7 +184,7 @@ def test_policies_of_one_call():
     }
 
 
-def test_ranks_share_the_samples_rather_than_get_padding():
+def test_the_samples_are_spread_over_the_ranks_so_that_no_rank_gets_only_padding():
     # One row could hold all three samples, but the other rank would then compute only padding.
     ranks = plan([100, 40, 30], tokens_per_row=192, rows_per_microbatch=4, num_ranks=2)
     assert ranks == [
@@ -216,7 +216,7 @@ def test_a_rank_without_samples_gets_rows_of_padding():
     assert [rank[0].rows for rank in ranks] == [((0,),), ((),), ((),)]
 
 
-def test_tokens_per_row_is_rounded_down_to_the_multiple():
+def test_tokens_per_row_is_rounded_down_to_a_multiple_of_row_multiple():
     limits = {"tokens_per_row": 200, "rows_per_microbatch": 1, "num_ranks": 1}
     assert [batch.row_length for batch in plan([70, 64], row_multiple=64, **limits)[0]] == [192]
     message = "sample 1 has 193 positions but tokens_per_row=200, rounded down to 192, a multiple of 64"
@@ -224,7 +224,7 @@ def test_tokens_per_row_is_rounded_down_to_the_multiple():
         plan([8, 193], row_multiple=64, **limits)
 
 
-def test_a_sample_longer_than_a_row_is_refused_by_name():
+def test_a_sample_longer_than_a_row_is_refused_with_its_index():
     with pytest.raises(ValueError, match="sample 1 has 9 positions but tokens_per_row=8"):
         plan([8, 9], tokens_per_row=8, row_multiple=8, rows_per_microbatch=1, num_ranks=1)
 
@@ -248,20 +248,20 @@ def test_ten_thousand_long_tailed_samples_are_planned_fast_and_with_little_paddi
         counting.append(time.process_time() - start)
     # Measured: 0.05 to 0.11 s for the plan and 0.012 s for the loop. A busy machine slows plan and loop alike.
     assert min(planning) < 25 * min(counting)
-    # Measured waste: 0.02 % on one rank and 0.2 % on eight. With the options of a pipeline the waste is up to 1.9 %: on
-    # eight ranks a rank gets 288 rows instead of 283, because its microbatches have four rows and their number must be
-    # a multiple of four.
+    # The waste is the share of positions that are padding. Measured: 0.02 % on one rank and 0.2 % on eight. With the
+    # options of a pipeline the waste is up to 1.9 %. In this case each of eight ranks gets 288 rows instead of 283,
+    # because its microbatches have four rows and the number of its microbatches must be a multiple of four.
     assert waste(lengths, ranks) < (0.025 if uniform else 0.01)
     assert len({(len(batch.rows), batch.row_length) for batch in ranks[0]}) <= 3
 
 
 @pytest.mark.parametrize(("num_samples", "allowed"), [(256, 0.30), (1000, 0.05), (10_000, 0.01)])
-def test_the_slowest_of_eight_ranks_is_little_above_the_mean(num_samples, allowed):
+def test_the_attention_cost_of_the_slowest_of_eight_ranks_is_little_above_the_mean(num_samples, allowed):
     """For each microbatch the test takes the attention cost of the slowest rank. The sum over the microbatches is compared
     with the mean cost of a rank.
 
-    Measured excess: 23 %, 2.6 % and 0.3 %. Samples of 4,096 positions cause the excess: one such sample costs more than
-    any row of several samples.
+    Measured: the sum exceeds the mean by 23 %, 2.6 % and 0.3 % for the three numbers of samples. Samples of 4,096
+    positions cause the excess: one such sample costs more than any row of several samples.
     """
     lengths = long_tailed(num_samples)
     limits = {"tokens_per_row": 4096, "rows_per_microbatch": 1, "num_ranks": 8}

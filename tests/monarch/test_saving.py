@@ -14,7 +14,7 @@ STEP = OptimParams(learning_rate=0.01)
 
 @pytest.fixture
 def hold(trainer_mesh, tmp_path):
-    """A function: hold(error) stops the next save half way, and hold.open() lets the save go on.
+    """A function: hold(error) stops the next save before its end, and hold.open() lets the save go on.
 
     If `error` is not empty, the save then fails with this text.
     """
@@ -79,7 +79,7 @@ def test_a_failed_write_is_raised_once_with_path_and_rank(trainer, hold, tmp_pat
     trainer.save_checkpoint(str(tmp_path / "other")).result().wait().result()
 
 
-def test_the_one_of_two_ranks_that_cannot_write_is_named_and_both_ranks_go_on(ranks, tmp_path):
+def test_if_one_of_two_ranks_cannot_write_the_error_names_it_and_both_ranks_go_on(ranks, tmp_path):
     mesh = ranks(2).spawn("saving", support.TestTrainer, support.trainer_config(shard=2), None)
     trainer = TrainerClient(mesh)
     version = support.step(trainer)
@@ -89,7 +89,7 @@ def test_the_one_of_two_ranks_that_cannot_write_is_named_and_both_ranks_go_on(ra
         failed.wait().result()
     assert not (tmp_path / "checkpoint").exists()
     saved = trainer.save_checkpoint(str(tmp_path / "checkpoint")).result()
-    # The collectives of a step do not mix with the collectives of the writing.
+    # This step may run during the save. Its collectives do not mix with the collectives of the save.
     assert support.step(trainer) == version + 1
     saved.wait().result()
     assert trainer.load_checkpoint(saved.path).result() == version

@@ -1,5 +1,6 @@
-"""Tests of the server's promises (futures of answers): answers, errors, repeated requests, and answers that are
-dropped.
+"""Tests of the Tinker server's promises: answers, errors, repeated requests, and dropped answers.
+
+The server accepts a request at once and returns a promise. The client fetches the answer later.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ async def answers(number: int) -> Answer:
     return Answer(json={"number": number})
 
 
-def test_a_repeated_key_gets_the_first_promise_and_its_work_is_done_once():
+def test_a_request_with_a_repeated_key_gets_the_first_promise_and_the_work_is_done_once():
     async def main():
         futures, done = Futures(), []
 
@@ -75,7 +76,7 @@ def test_an_error_is_an_answer_with_a_category(error, category):
     run(main())
 
 
-def test_a_fetched_answer_is_dropped_after_a_while_and_its_key_later():
+def test_a_fetched_answer_is_dropped_after_a_while_and_its_key_is_forgotten_later():
     async def main():
         clock = Clock()
         futures = Futures(keep_fetched=10, keep_keys=100, now=clock)
@@ -96,7 +97,7 @@ def test_a_fetched_answer_is_dropped_after_a_while_and_its_key_later():
     run(main())
 
 
-def test_an_answer_that_is_not_fetched_is_kept_longer_than_its_key():
+def test_an_unfetched_answer_is_kept_for_keep_unfetched_seconds_even_if_keep_keys_is_shorter():
     async def main():
         clock = Clock()
         futures = Futures(keep_unfetched=100, keep_keys=10, now=clock)
@@ -113,7 +114,7 @@ def test_an_answer_that_is_not_fetched_is_kept_longer_than_its_key():
     run(main())
 
 
-def test_at_most_one_promise_more_than_the_limit_is_kept():
+def test_the_number_of_kept_promises_exceeds_the_limit_by_at_most_one():
     async def main():
         futures = Futures(max_answers=10)
         for number in range(50):

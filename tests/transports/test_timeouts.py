@@ -1,4 +1,4 @@
-"""Every phase of a push and a pull of weights has a time limit. After the limit there is an error that names the phase.
+"""Every phase of a push or a pull of weights has a time limit. A phase that takes longer raises an error that names the phase.
 
 test_slots.py tests the phases lock and write.
 """
@@ -51,8 +51,8 @@ def test_if_the_index_does_not_answer_the_error_names_the_phase(monkeypatch):
 class Workers:
     """A fake of a vLLM engine with two workers. Worker 0 raises `error` in the call that `failing` names.
 
-    If the error's text contains TIMED_OUT, worker 0 raises nothing. Then collective_rpc raises the error, as vLLM does if a worker does
-    not answer.
+    If the error's text contains TIMED_OUT, worker 0 raises nothing. Instead collective_rpc raises the error, as vLLM does if a
+    worker does not answer.
     """
 
     def __init__(self, failing: str, error: Exception) -> None:
@@ -81,8 +81,8 @@ SOURCE = LoadedTensors({"w": torch.ones(3)}, key="run/3", timeout=5.0)
 @pytest.mark.parametrize(
     "failing, phase", [("open_version", "read"), ("load_version", "load"), ("close_version", "close")]
 )
-# vLLM raises TimeoutError if its core is in the caller's process. A core in its own process sends only the error's text, and vLLM raises it as
-# an Exception.
+# vLLM raises TimeoutError if its engine core is in the caller's process. An engine core in its own process sends only the text of the error,
+# and vLLM raises an Exception with this text.
 @pytest.mark.parametrize("error", [TimeoutError, Exception])
 def test_after_a_silent_worker_the_engine_gets_no_further_call_and_the_error_names_the_phase(failing, phase, error):
     engine = Workers(failing, error(f"Call to collective_rpc method failed: {pull.TIMED_OUT}"))
