@@ -1,9 +1,11 @@
-"""Measures the loss over 100 training steps in float8, bfloat16 and float32, and the differences between these loss curves.
+"""Measures the loss of each training step in float8, bfloat16 and float32, and how far the float8 and float32 losses are from those in bfloat16.
 
-All curves start from the same weights and train on the same samples. The corpus comes from benchmarks/chains.py. Two curves are in float8.
-The first has a scale for each tensor, which is the default of TrainerConfig(float8=True). The second has a scale for each row.
+There are four loss curves over --steps steps (default 100). All curves start from the same weights and train on the same samples, which
+come from benchmarks/chains.py. Two curves are in float8. The first has a scale for each tensor, which is the default of
+TrainerConfig(float8=True). The second has a scale for each row.
 On GPUs all four curves are computed at the same time, each on one GPU. If there are fewer than four GPUs, several curves share a GPU.
-On a CPU, torchao emulates float8, the model is tiny, and two curves are computed at a time. A picture is written beside the results.
+On a CPU, torchao emulates float8, the model is tiny, and two curves are computed at a time. float8.png in the folder of the results shows
+the curves.
 """
 
 import argparse
@@ -26,6 +28,7 @@ CURVES = {
     "float8": {"compute_dtype": "bfloat16", "float8": True},
     "float8 rowwise": {"compute_dtype": "bfloat16", "float8": True, "float8_recipe": "rowwise"},
 }
+"""Name of a curve -> fields of its TrainerConfig."""
 WARMUP_STEPS = 10
 TAIL = 20  # number of last steps over which the difference of two curves is averaged
 
@@ -77,7 +80,7 @@ def curve(name: str, directory: str, num_steps: int, learning_rate: float) -> di
 
 
 def draw(curves: dict[str, list[float]], path: Path) -> None:
-    """Write a picture of the losses and of their differences to bfloat16."""
+    """Write a picture of the losses, and of their differences from the losses in bfloat16."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -149,7 +152,7 @@ def main() -> None:
                 curves[job.name] = answer["losses"]
                 record_curve(job.name, answer)
     if "bfloat16" not in curves or "float8" not in curves:
-        raise SystemExit("a curve is missing")
+        raise SystemExit("the curve of bfloat16 or of float8 is missing, so there is nothing to compare")
     for name in curves.keys() - {"bfloat16"}:
         record_difference(name, curves[name], curves["bfloat16"])
     draw(curves, results.FOLDER / "float8.png")

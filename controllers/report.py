@@ -19,7 +19,7 @@ from controllers.charts import DARK, LIGHT, TRAINED_PHASES, Records, of_phases, 
 from controllers.run_folder import Record, RunFolder, read_jsonl
 
 COMPLETIONS_SHOWN = 3000
-"""If a run has more completions than this number, the page leaves out steps, so that a browser opens it at once. rollouts.jsonl has all steps."""
+"""If rollouts.jsonl has more completions than this number, the page leaves out some steps, so that a browser opens the page at once."""
 
 UNITS = {
     "step": "steps",
@@ -49,7 +49,7 @@ UNITS = {
     "updates": "optimizer steps",
     "reward": "reward",
 }
-"""Units of metrics. A key is the whole name of a metric, or the part before the first slash."""
+"""Units of metrics. A key is the whole name of a metric, or the part before the first slash. If both are keys, the whole name counts."""
 
 
 def number(value: float | None) -> str:
@@ -106,6 +106,7 @@ class RunFiles:
 
     @property
     def status(self) -> str:
+        """Outcome of the run for the page. A killed run cannot write its outcome, so outcome.json still says "running"."""
         return str(self.outcome.get("status", "not recorded")).replace("running", "running or killed")
 
 
@@ -136,7 +137,7 @@ def tiles(run: RunFiles) -> list[tuple[str, str, str]]:
     _, peaks = series(records, "memory/trainer_peak")
     if peaks:
         _, shares = series(records, "mfu")
-        remark = f"MFU {fmean(shares):.1%} on average" if shares else "peak of its fullest process"
+        remark = f"MFU {fmean(shares):.1%} on average" if shares else "peak of the rank with the most memory"
         shown.append(("trainer memory", f"{max(peaks):.2f} GiB", remark))
     shown.append(("outcome", run.status, str(run.outcome.get("error") or planned)))
     return shown

@@ -16,8 +16,8 @@ MAX_VLLM_RANK = 512
 """Largest rank of an adapter in vLLM 0.32."""
 
 DEGREES = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel")
-"""The number of processes is the product of the degrees of these kinds of parallelism. Expert parallelism is not in the list, because it
-uses the ranks of other kinds."""
+"""Kinds of parallelism. The number of processes is the product of their degrees. Expert parallelism is not in the list, because it uses the
+ranks of other kinds."""
 
 PackingPolicy = Literal["packed", "token_budget", "fixed"]
 HeadName = Literal["logprobs", "values"]
@@ -119,8 +119,8 @@ class LoRAConfig:
             )
         if self.train_unembed and model.tie_word_embeddings:
             raise ValueError(
-                "lora.train_unembed=True with model.tie_word_embeddings=True: the merged head would not be tied to the "
-                "embedding"
+                "lora.train_unembed=True with model.tie_word_embeddings=True: the adapter would change the head but not the "
+                "embedding, so they would not be tied any more"
             )
         if self.train_mlp and model.num_experts:
             raise ValueError(
@@ -143,10 +143,11 @@ class TrainerConfig:
     """Hugging Face directory to load weights from; on the command line also the id of a model on the Hub. Empty: random weights from
     `seed`."""
     tokenizer_path: str = ""
-    """Directory of tokenizer files. They are copied into checkpoints and exports. Empty: hf_path."""
+    """Directory of tokenizer files. They are copied into checkpoints and exports. Empty: hf_path. In a run this field must be empty, because
+    the run chooses the tokenizer."""
     head: HeadName = "logprobs"
-    """Output of the model at each position. logprobs: log probabilities of tokens. The model is a language model. values: one number, the
-    value of the tokens up to the position. The model is a value model. Its head starts at zero and is never tied to the embedding."""
+    """Output of the model at each position. logprobs: log probabilities of tokens; the model is a language model. values: one number, the
+    value of the tokens up to the position; the model is a value model, whose head starts at zero and is never tied to the embedding."""
     parallelism: ParallelismConfig = field(default_factory=_parallelism)
     attention: Literal["flex", "flash4"] = "flex"
     """Attention kernel on a GPU: torch's flex attention, or FlashAttention 4 in bfloat16 (the package flash-attn-4, for Hopper and
@@ -157,7 +158,7 @@ class TrainerConfig:
     input and the results of attention and of every second matrix product, but not the results of experts. full: a block stores only its
     input."""
     compile: CompileConfig = field(default_factory=CompileConfig)
-    """torch.compile of the blocks, if it is enabled and "model" is among its components."""
+    """Options of torch.compile. The blocks are compiled if `enable` is True and "model" is among `components`."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of the forward and backward pass. Parameters, gradients and optimizer state stay float32."""
     float8: bool = False
@@ -167,10 +168,11 @@ class TrainerConfig:
     """Scales of float8. tensorwise: one scale per tensor, with the fastest kernels. rowwise: one scale per row. rowwise_with_gw_hp: one
     scale per row, but the gradients of the weights are computed in compute_dtype."""
     max_sequence_length: int = 4096
-    """Largest number of positions of a sample. Longer samples are refused."""
+    """Largest number of positions of a sample. A text of T + 1 tokens makes a sample of T positions. Longer samples are refused."""
     tokens_per_row: int = 4096
-    """Largest number of positions in a row. It is rounded down to a multiple of 64. Under context or expert parallelism it is rounded
-    down to a multiple of the number that layouts.row_multiple gives."""
+    """Largest number of positions in a row. A row is one sequence of the model's input, and holds one sample or several samples (see
+    `packing`). This number is rounded down to a multiple of 64, or, under context or expert parallelism, to a multiple of the number that
+    layouts.row_multiple gives."""
     rows_per_microbatch: int = 1
     """Largest number of rows of a microbatch. A microbatch is the input of one forward and backward pass on a data-parallel rank. With
     packing="token_budget" a microbatch may have more rows, up to tokens_per_row * rows_per_microbatch positions in total."""
@@ -182,7 +184,7 @@ class TrainerConfig:
     max_call_bytes: int = 1 << 30
     """Largest total size of the samples of one call, in bytes."""
     optimizer: Annotated[OptimizerConfig | None, tyro.conf.AvoidSubcommands] = field(default_factory=OptimizerConfig)
-    """None: the trainer only infers and has neither gradients nor optimizer state."""
+    """Config of the optimizer. None: the trainer only infers and has neither gradients nor optimizer state."""
     fsdp_cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in pinned host memory, and step the optimizer there. The GPU holds the weights of a few
     blocks at a time. This is slow, and meant for a model whose training state does not fit into the GPUs. It is possible only for dense
@@ -284,7 +286,9 @@ class TrainerConfig:
         layouts.validate(self)
 
     def require_hf(self, call: str) -> None:
-        """Raises ValueError naming the call, the value and the reason if Hugging Face's format, which vLLM reads, cannot express this model."""
+        """Raises ValueError if Hugging Face's format, which vLLM reads, cannot express this model. The error names the call, the value and the
+        reason.
+        """
         if self.head == "values":
             raise ValueError(
                 f"{call} is not possible with head='values': a generator samples from a language model, not from values"
@@ -309,8 +313,8 @@ class RestartPolicy:
     """Seconds between the second death of an hour and the restart after it. The pause doubles with every further death, up to a minute.
     After the first death there is no pause."""
     silent_after: float = 120.0
-    """Seconds without a sign of life after which an actor is killed. There is no sign of life while its process does not answer, or while
-    its engine runs a single step of vLLM or a single command, such as loading a version of the weights."""
+    """Seconds without a sign of life after which an actor is killed. An actor gives no sign of life while its process does not answer. A
+    generator also gives none while its engine runs a single step of vLLM or a single command, such as loading a version of the weights."""
 
     def validate(self, name: str) -> None:
         """Raises ValueError naming the field, its value and the limit. name: the name of the field that holds this policy."""
@@ -369,8 +373,9 @@ class GeneratorConfig:
     max_num_seqs: int = 256
     """Largest number of sequences that run at the same time. Others wait in a queue."""
     kv_cache_bytes: int | None = None
-    """Bytes of the key-value cache. None: 256 MiB on a CPU. On a GPU, None is the part of gpu_memory_utilization that weights and
-    activations do not need. vLLM measures this part while it starts. Meanwhile nothing else may take or free memory of the GPU."""
+    """Bytes of the key-value cache. None: 256 MiB on a CPU. On a GPU, None gives the cache the memory that gpu_memory_utilization allows and
+    that weights and activations do not need. vLLM measures this memory while it starts. Meanwhile nothing else may take or free memory of
+    the GPU."""
     gpu: int | None = None
     """Index of the GPU among the GPUs that the program sees. None: 0. A trainer with gpu=None also uses GPU 0, so both then
     share this GPU."""
@@ -380,7 +385,7 @@ class GeneratorConfig:
     """Run without CUDA graphs."""
     batch_invariant: bool = False
     """vLLM's batch-invariant mode, for GPUs of compute capability 9 and later. In this mode the answer to a request with its own seed does
-    not depend on the other requests in the batch. It is slower."""
+    not depend on the other requests in the batch. The mode is slower."""
     own_process: bool | None = None
     """Run vLLM's engine core in a process of its own, with asynchronous scheduling on a GPU. None: True on a GPU or with tensor_parallel
     above 1, otherwise False. On a CPU a process of its own is not faster, and the start takes 10 s longer."""
@@ -398,14 +403,15 @@ class GeneratorConfig:
     False: running requests keep the keys and values of the old weights, so nothing is computed again. New requests never use old keys and
     values."""
     num_threads: int | None = None
-    """CPU threads of the process. None: the value of OMP_NUM_THREADS. If this variable is not set, four on a machine with a GPU, and one per
-    core on other machines."""
+    """CPU threads of the process. None: the value of OMP_NUM_THREADS. If this variable is not set: four on a machine with a GPU, one per core
+    on other machines."""
     seed: int = 0
     """Seed of requests that have no seed of their own."""
     setup_timeout: float = 300.0
     """Seconds in which the engine must start."""
     call_timeout: float = 600.0
-    """Seconds in which every call after the setup must answer. A `generate` answers prompt by prompt, and each prompt has this time."""
+    """Seconds in which every call after the setup must answer. A `generate` may take longer: the limit is on each wait for the next finished
+    prompt."""
     restarts: Annotated[RestartPolicy, tyro.conf.Suppress] = field(default_factory=RestartPolicy)
     """Rules for the restarts of every generator that the client has spawned. In a run the config field `survival` sets them."""
 

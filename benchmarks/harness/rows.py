@@ -61,6 +61,7 @@ ROWS = {
         model="tiny", row_length=512, document=128, num_gpus=0, microbatches=2, checkpointing="none", attention="flex"
     ),
 }
+"""Rows by their names. In a row whose name ends in "-kept", all activations are kept, so nothing is recomputed."""
 
 RUNS = {
     "qwen3_0_6b": 2,
@@ -73,4 +74,4 @@ RUNS = {
     "qwen3_8b_one_gpu": 1,
     "tiny": 0,
 }
-"""Name of a config -> number of GPUs in its short run (runs.py)."""
+"""Name of a config -> number of GPUs that runs.py uses for a short run of the config. 0: the run is on a CPU."""

@@ -1,4 +1,4 @@
-"""vLLM's options on a GPU, such as CUDA graphs, and the limits of its GPU kernels. cpu.py has functions and constants of the same names for a CPU."""
+"""vLLM's options on a GPU, such as CUDA graphs, and the limits of its GPU kernels. This module and cpu.py implement `Machine` in start.py."""
 
 import contextlib
 from typing import TYPE_CHECKING
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 # FlashInfer's sampler is off, because its first use compiles it for minutes and needs nvcc.
 ENV = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 BATCHED_TOKENS = 8192
-"""Largest number of tokens in one step of vLLM, unless max_num_seqs is larger. In larger steps more tokens of prompts are processed
-at once, so running requests would wait longer for their next token."""
+"""Largest number of tokens in one step of vLLM, unless max_num_seqs is larger. In a larger step vLLM would process more tokens
+of new prompts, and running requests would wait longer for their next token."""
 BATCH_INVARIANT_CAPABILITY = (9, 0)
+"""Lowest compute capability of a GPU on which vLLM's batch-invariant kernels run."""
 
 
 def require_possible(config: GeneratorConfig) -> None:
@@ -63,8 +64,8 @@ def options(config: GeneratorConfig) -> dict[str, object]:
 def batched_tokens(config: GeneratorConfig) -> int:
     """Largest number of tokens in one step of vLLM.
 
-    It is never more than max_num_seqs * max_model_len. vLLM warns of a larger number, and its engine core can fail with one: on an H200, with
-    max_num_seqs=4, max_model_len=130 and the number 8,192, the core ended at its start with "illegal memory access".
+    The number is at most max_num_seqs * max_model_len. vLLM warns of a larger number, which can also make its engine core fail. An example
+    on an H200: with max_num_seqs=4, max_model_len=130 and the number 8,192, the core ended at its start with "illegal memory access".
     """
     return min(max(config.max_num_seqs, BATCHED_TOKENS), config.max_num_seqs * config.max_model_len)
 

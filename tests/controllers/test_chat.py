@@ -1,4 +1,4 @@
-"""Chat templates: the prompt of a conversation, the tokens that supervised training trains on, and the tokens that end a text."""
+"""Tests of chat templates: the prompt of a conversation, the tokens that supervised training trains on, and the tokens that end a text."""
 
 import asyncio
 import json
@@ -15,6 +15,8 @@ from controllers.tokenizer import load_tokenizer
 from controllers.validation import PassAtKConfig, ValidationSet, Validator
 
 UNMARKED = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+"""CHAT_TEMPLATE without transformers' marks around the assistant's text."""
+
 CONVERSATION = [
     Message(role="user", content="2+2"),
     Message(role="assistant", content="four"),
@@ -51,7 +53,7 @@ def test_the_prompt_of_a_problem_without_messages_is_plain_text_unless_chat_is_e
     assert written(chat, chat.encode_prompt(problem())) == expected
 
 
-def test_messages_go_through_the_template_with_system_and_without_thinking(make):
+def test_messages_go_through_the_template_with_the_system_message_and_without_thinking(make):
     tokenizer = make(chat=ChatConfig(system="Be brief.", thinking=False))
     prompt = tokenizer.encode_prompt(problem(*CONVERSATION[:3]))
     assert written(tokenizer, prompt) == (
@@ -106,31 +108,35 @@ def test_an_answer_becomes_the_assistants_last_turn(make):
         (None, (258,), 258),
     ],
 )
-def test_stop_tokens_are_those_of_generation_config(make, generation, stops, end):
+def test_stop_tokens_come_from_generation_config_or_else_from_the_tokenizer(make, generation, stops, end):
     tokenizer = make(generation=generation)
     assert tokenizer.stop_token_ids == stops and tokenizer.end_token_id == end
 
 
-REFUSED = {
+REFUSED = {  # template, ChatConfig, pattern of the error text
     "no template": (None, ChatConfig(enabled=True), "has no chat template; give it one"),
-    "no thinking in it": ("{{ messages[0].content }}", ChatConfig(thinking=False), "does not read enable_thinking"),
-    "it fails": (
+    "template reads no enable_thinking": (
+        "{{ messages[0].content }}",
+        ChatConfig(thinking=False),
+        "does not read enable_thinking",
+    ),
+    "template raises": (
         "{{ raise_exception('only users') }}",
         ChatConfig(),
         "does not take the conversation user: '2\\+2'.*only users",
     ),
-    "it is no template": ("{% if %}", ChatConfig(), "does not take the conversation"),
-    "no stop token": (
+    "template has a syntax error": ("{% if %}", ChatConfig(), "does not take the conversation"),
+    "turn has no stop token": (
         "{% for m in messages %}{{ m.content }}{% endfor %}",
         ChatConfig(),
         "with none of the stop tokens \\[258\\]",
     ),
-    "it counts turns": (
+    "text depends on the number of messages": (
         "{{ messages | length }}" + UNMARKED,
         ChatConfig(),
         "are not the beginning of the whole conversation",
     ),
-    "it marks nothing": (
+    "template marks nothing": (
         "{% if false %}{% generation %}{% endgeneration %}{% endif %}a",
         ChatConfig(),
         "no turn of the assistant to train on",
@@ -153,7 +159,7 @@ def test_a_stop_token_that_the_tokenizer_lacks_is_refused(make, ids):
         make(generation={"eos_token_id": ids})
 
 
-def test_rollouts_and_validation_generate_from_the_template_and_stop_at_every_stop_token(make):
+def test_rollouts_and_validation_send_prompts_from_the_template_and_all_stop_tokens(make):
     tokenizer = make(chat=ChatConfig(enabled=True), generation={"eos_token_id": [258, 256]})
     environment, generator = ParityReward(0.0, 3), RandomGenerator()
     config = RolloutConfig(groups_per_step=2, group_size=2, max_refills=0)

@@ -1,5 +1,5 @@
-"""A whole GRPO run: its calls to the actors, and the metrics that it records. The real controller runs in one process with fake actors, which
-have no model.
+"""Tests of a whole GRPO run: its calls to the actors, and the metrics that it records. The real controller runs in one process with fake
+actors, which have no model.
 """
 
 import asyncio
@@ -38,9 +38,9 @@ class FinishedRun:
     tokenizer: object
     records: list[dict]  # of metrics.jsonl
     steps: list[Step]
-    training: list[Generation]
-    validation: list[Generation]
-    attempts: list[Generation]  # for pass@k
+    training: list[Generation]  # calls of `generate` for training problems
+    validation: list[Generation]  # greedy calls for held-out problems
+    attempts: list[Generation]  # calls for pass@k
     samples: list[dict]  # of validation.jsonl
 
     def rewards(self, generation: Generation, problems: list[Problem]) -> list[list[float]]:
@@ -112,7 +112,7 @@ def test_the_gradient_of_every_step_is_divided_by_the_loss_tokens_of_its_samples
         assert step.params.grad_divisor == num_loss_tokens(step.samples) > 1
 
 
-def test_the_schedule_begins_with_the_first_grpo_step(finished):
+def test_the_learning_rate_schedule_of_grpo_begins_with_the_first_grpo_step(finished):
     rates = [step.params.learning_rate for step in finished.steps]
     assert rates == pytest.approx([0.7, 0.7, 0.3, 0.2, 0.1])
     assert [record["learning_rate"] for record in finished.records if record["step"] > 0] == rates
@@ -124,7 +124,7 @@ def test_the_reported_difference_of_logprobs_is_between_trainer_and_generator(fi
     assert [record["logprob_diff/max"] for record in records] == pytest.approx([NearTrainer.difference] * NUM_STEPS)
 
 
-def test_no_two_completions_of_a_run_are_sampled_with_one_seed(finished):
+def test_no_two_training_completions_of_a_run_are_sampled_with_the_same_seed(finished):
     seeds: list[int] = []
     for generation in finished.training:  # the seed of the k-th completion of a call is the call's seed + k
         first = generation.params.seed
@@ -140,7 +140,7 @@ def test_training_problems_are_sampled_at_the_temperature_of_the_config(finished
     assert asked == finished.prompts(problems)
 
 
-def test_accuracies_are_those_of_greedy_completions_of_every_held_out_set(finished):
+def test_the_accuracy_of_each_held_out_set_is_the_mean_reward_of_its_greedy_completions(finished):
     expected = {"validation/accuracy": NUM_HELD_OUT, "validation/even/accuracy": NUM_HARDER}
     validated = [record for record in finished.records if "validation/accuracy" in record]
     # The run validates before the first step, once after the supervised steps, and after every GRPO step.
@@ -166,7 +166,7 @@ def test_pass_at_k_is_estimated_from_the_completions_of_every_problem(finished):
         assert record["validation/even/pass@2"] >= record["validation/even/pass@1"]
 
 
-def test_some_completions_of_every_validation_are_kept(finished):
+def test_validation_jsonl_has_some_completions_of_every_validation(finished):
     assert {sample["step"] for sample in finished.samples} == {0, NUM_SFT_STEPS, 3, 4, 5}
     first = [sample for sample in finished.samples if sample["step"] == 0]
     assert [sample["set"] for sample in first] == [""] * NUM_HELD_OUT + ["even"] * 8
@@ -188,7 +188,7 @@ def test_every_name_of_a_record_is_explained_in_the_docs(finished):
     assert sorted(name for name in names if f"`{name}`" not in explained) == []
 
 
-def test_lengths_are_those_of_all_completions_of_a_step(finished):
+def test_the_records_count_the_tokens_of_all_completions(finished):
     records = [record for record in finished.records if record["phase"] == "grpo"]
     num_tokens = 0
     for generation in finished.training:
@@ -200,11 +200,11 @@ def test_lengths_are_those_of_all_completions_of_a_step(finished):
         assert record["completion/truncated"] == 0.0  # the fake generator ends every completion with a stop token
 
 
-def test_a_step_has_its_speed_and_the_memory_of_the_trainer(finished):
+def test_a_record_has_the_speed_of_its_step_and_the_memory_peak_of_the_trainer(finished):
     for record in finished.records:
         assert record["memory/trainer_peak"] == 1.0
         if record["step"] == 0:
             assert record["tokens/s"] is None
             continue
         assert record["tokens/s"] == pytest.approx(record["tokens/trained"] / record["time/step"])
-        assert record["tflops/trained"] > 0 and "mfu" not in record  # a CPU has no known peak
+        assert record["tflops/trained"] > 0 and "mfu" not in record  # the peak speed of a CPU is not known

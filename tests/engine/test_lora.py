@@ -137,7 +137,11 @@ def test_without_adapters_there_is_nothing_to_export(make_engine, base, tmp_path
         (BASE, {"alpha": 0.0}, "lora.alpha=0.0"),
         (BASE, {"train_attn": False, "train_mlp": False}, "are all False"),
         (BASE, {"rank": 513, "sync": "adapter"}, 'lora.rank=513 with lora.sync="adapter"; vLLM takes at most 512'),
-        (replace(BASE, tie_word_embeddings=True), {"train_unembed": True}, "the merged head would not be tied"),
+        (
+            replace(BASE, tie_word_embeddings=True),
+            {"train_unembed": True},
+            "would change the head but not the embedding",
+        ),
         (MOE, {}, "model.num_experts=4: torchtitan has no adapters for experts"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",

@@ -1,4 +1,4 @@
-"""Tests that a trainer on a GPU starts with the same random weights as a trainer on a CPU."""
+"""Tests that a trainer on a GPU starts with the random weights that torchtitan draws on a CPU from the same seed."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gpu
 MODEL = ModelConfig(vocab_size=4096, hidden_size=256, intermediate_size=512, num_hidden_layers=2, head_dim=64)
 
 
-def test_a_gpu_starts_with_the_weights_that_torchtitan_draws_on_a_cpu(monkeypatch):
+def test_a_trainer_on_a_gpu_starts_with_the_weights_that_torchtitan_draws_on_a_cpu(monkeypatch):
     from rl_actors.engine.build import qwen3_config
     from rl_actors.engine.train_engine import TrainEngine
 

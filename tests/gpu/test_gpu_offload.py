@@ -1,7 +1,7 @@
-"""Tests of offload, which moves a trainer's tensors from the GPU to host memory, at the shape of Qwen3-0.6B.
+"""Tests of offload, which moves a trainer's tensors from the GPU to host memory. The model has the shape of Qwen3-0.6B.
 
-They check the freed memory, the speed compared with a plain copy to pinned memory, and that the next step has the same
-bits as without an offload.
+The tests check the freed memory, the speed compared with a plain copy to pinned memory, and that the next step has the
+same bits as without an offload.
 """
 
 import time
@@ -97,7 +97,7 @@ def assert_memory_is_freed(engine) -> None:
     assert engine.info().memory_bytes < 0.05 * expected
 
 
-def test_offload_and_onload_reach_six_tenths_of_a_pinned_copy(engine):
+def test_offload_and_onload_reach_six_tenths_of_the_speed_of_a_pinned_copy(engine):
     step(engine)
     engine.offload()  # allocates the buffers on the host
     engine.onload()

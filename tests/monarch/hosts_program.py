@@ -1,9 +1,14 @@
 """A program for the tests of hosts. It trains two steps on two ranks, moves the weights to a generator, and samples
 greedily.
 
-Arguments: the addresses of the hosts, separated by commas, or ""; a folder for the logs; a folder of certificates, or
-""; the fields of JobConfig as JSON. Prints one line of JSON: loss and gradient norm of each step, the tokens of the
-completion, and for every rank the ids of its process's ancestors.
+The program has four arguments:
+1. the addresses for hosts.connect, separated by commas; "": all actors run on this machine, without hosts
+2. a folder for the logs
+3. a folder of TLS certificates; "": no TLS
+4. the fields of JobConfig as JSON
+
+It prints one line of JSON. "steps" has the loss and the gradient norm of each step, "tokens" the tokens of the
+completion, and "above" for each rank a list of the process ids of its process's ancestors.
 """
 
 import json
