@@ -1,14 +1,16 @@
-"""Compares rollouts that run ahead of the trainer with rollouts that wait for the trainer. Each reward takes some seconds.
+"""Compares rollouts that run ahead of the trainer with rollouts that wait for the trainer, in runs with slow rewards.
 
 python -m benchmarks async_loop --staleness 0 2 --steps 60 --seconds 1
 
-The runs are whole runs of controllers.grpo, one after another on the same machine. They have the task, model and seed of the config `tiny`,
-and one optimizer step in a GRPO step. They differ only in rollouts.max_staleness.
-The reward of a group comes after a random time and costs no computation, like the reward of a judge or a sandbox on another machine. The time
-is exponentially distributed with the mean `--seconds`, and at most four times the mean. No group waits until another group is scored.
-The age of a group is the number of versions between the weights that sampled it and the weights that train on it. A run fails if an age is
-above max_staleness. For each run the program prints the rollouts per second, the final held-out accuracy and the largest age. It also prints the
-rollouts per second divided by those of the first run.
+The runs are whole runs of controllers.grpo, one after another on the same machine. Each run has the task, model and
+seed of the config `tiny`, and one optimizer step in a GRPO step. The runs differ only in rollouts.max_staleness.
+The rewards of a group come after a waiting time and need almost no computation, like the rewards of a judge or a
+sandbox on another machine. The waiting time is random: exponentially distributed with the mean `--seconds`, but at most
+four times the mean. A problem has the same waiting time in every run. Groups do not wait for the rewards of others.
+The age of a group is the trainer's policy_version at the beginning of the step that trains on the group, minus the
+version that sampled the group's oldest token. The program fails if an age is above max_staleness.
+For each run the program prints the rollouts per second, the median times of a step, of generating and of training, the
+final held-out accuracy, the largest and the mean age, and the rollouts per second divided by those of the first run.
 """
 
 import argparse
@@ -32,12 +34,14 @@ from controllers.run_folder import RunFolder, read_jsonl
 from controllers.schedules import ScheduleConfig
 
 SCORED_AT_ONCE = 4096
+"""Largest number of groups that wait for their rewards at the same time. It is so large that groups do not wait for
+each other."""
 LONGEST = 4.0
-"""Largest time of a reward, as a multiple of the mean time."""
+"""Longest waiting time of the rewards of a group, as a multiple of the mean."""
 
 
 class SlowAddition:
-    """The additions of the config `tiny`. The rewards of a group come together, after a random time."""
+    """The additions of the config `tiny`. All rewards of a group come together, after the group's waiting time."""
 
     def __init__(self, environment: Any, seconds: float) -> None:
         self.environment, self.seconds = environment, seconds
@@ -58,7 +62,7 @@ class SlowAddition:
 
 
 def slow_addition(*, seed: int, num_held_out: int, seconds: float) -> SlowAddition:
-    """The environment of a run. Rewards of held-out problems take as long as those of other problems, so a validation takes a few seconds."""
+    """The environment of a run. Held-out problems have waiting times, too, so a validation takes a few seconds."""
     config = replace(tiny().environment, seed=seed, num_held_out=num_held_out)
     return SlowAddition(build_environment(config), seconds)
 
@@ -85,12 +89,12 @@ def make_config(staleness: int, steps: int, seconds: float) -> GRPOConfig:
 
 
 def figures(folder: RunFolder, config: GRPOConfig) -> dict[str, Any]:
-    """The figures of a finished run. Raises RuntimeError if a step trained on a group that is too old."""
+    """The figures of a finished run. Raises RuntimeError if a step trained on a group of an age above max_staleness."""
     steps = [record for record in read_jsonl(folder.metrics) if record["phase"] == "grpo"]
     ages = [record["age/max"] for record in steps if "age/max" in record]
     bound = config.rollouts.max_staleness
     if max(ages) > bound:
-        raise RuntimeError(f"a group was {max(ages)} versions old, but max_staleness={bound}")
+        raise RuntimeError(f"a step trained on a group of age {max(ages)}, but max_staleness={bound}")
     # The first steps do not count, because they fill the queue. The last step does not count, because it validates.
     counted = steps[bound + 1 : -1]
     seconds = [record["time/step"] for record in counted]
@@ -113,12 +117,13 @@ def main() -> None:
         "--staleness", type=int, nargs="+", default=[0, 2], help="values of max_staleness, one run each"
     )
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--seconds", type=float, default=1.0, help="mean time of a reward")
+    parser.add_argument("--seconds", type=float, default=1.0, help="mean waiting time of the rewards of a group")
     parser.add_argument("--limit", type=float, default=900.0, help="stop a run after this many seconds")
     options = parser.parse_args()
     if options.steps < max(options.staleness) + 4:
         parser.error(
-            f"--steps {options.steps}: the first {max(options.staleness) + 1} steps and the last one are not counted, so give more"
+            f"--steps {options.steps}; it must be at least {max(options.staleness) + 4}, because the first "
+            f"{max(options.staleness) + 1} steps and the last step are not counted"
         )
     first: float | None = None
     for staleness in options.staleness:

@@ -1,11 +1,15 @@
 """Measures the cost of the Tinker server.
 
-The same training steps and sampling requests run once through the official SDK and the server, and once through the
-actors' clients. The server runs as a separate program, the one that `make serve` runs. The server and the clients each have their own actors,
-with the same config. Their calls are timed alternately, so that the load of the machine is the same for both. The
-measurement `together` does not use the actors' clients. It times sampling requests to the server twice: while another
-client of the SDK trains, and while no client trains.
-By default the config of the server is `tiny_chat`. With `--model 0_6b` it is `qwen3`, with random weights in the shape of Qwen3 0.6B.
+The parts `sampling` and `training` compare two sides: calls through the official SDK and the server, and the same calls
+through the actors' clients (GeneratorClient and TrainerClient). The server runs as a separate program, the one that
+`make serve` runs. Each side has its own actors, with the same config. The calls of the two sides are timed alternately,
+so that the load of the machine is the same for both. The ratio of training steps compares times (SDK / client), so
+lower is better. The ratio of sampling compares tokens/s (SDK / client), so higher is better.
+The part `together` does not use the actors' clients. It times sampling requests to the server twice: while another
+client of the SDK trains, and while no client trains. Its ratio is the time without training divided by the time with
+training.
+By default the config of the server is `tiny_chat`. With `--model tiny` it is `qwen3`, with the model of `tiny_chat`.
+With `--model 0_6b` it is `qwen3`, with random weights in the shape of Qwen3 0.6B.
 This benchmark needs the SDK `tinker`.
 """
 
@@ -36,22 +40,22 @@ from configs.tiny_chat import tiny_chat, write_chat_tokenizer, write_tiny_chat
 from controllers.serve.config import ServeConfig
 from rl_actors import PPO, GeneratorClient, OptimParams, Sample, SamplingParams, TrainerClient
 
-START_SECONDS = 600.0
-END_SECONDS = 120.0
+START_SECONDS = 600.0  # limit of the server's start
+END_SECONDS = 120.0  # limit of the server's end
 LEARNING_RATE = 1e-4
-NUM_BYTES = 256  # the model's tokens below this number are bytes
+NUM_BYTES = 256  # token ids below this number are bytes, and special tokens have larger ids
 CALL_SECONDS = 600.0  # limit of one call through the SDK
-TRAINED_TOGETHER = 64  # samples of a training step in the measurement `together`
+TRAINED_TOGETHER = 64  # samples of a training step in the part `together`
 TINY = "tiny_chat"
 compare_sides = partial(compare, benchmark="serve_overhead", sides=("sdk", "client"))
 
 
 def served(model: str, folder: Path) -> tuple[ServeConfig, list[str]]:
-    """The config of a model, and the arguments with which the server serves it. If the model is not TINY, writes its directory.
+    """The server's config and its command-line arguments. Writes the model's directory, unless the model is TINY.
 
-    model: TINY (which is "tiny_chat"), "tiny", or a key of MODELS. For TINY the server has the config `tiny_chat` and the
-    model of tiny_chat. For "tiny" it has the config `qwen3` and the model of tiny_chat. For a key of MODELS it has the
-    config `qwen3` and a model of random weights.
+    model: TINY, "tiny", or a key of MODELS, such as "0_6b". TINY: the config `tiny_chat` with its own model. "tiny":
+    the config `qwen3` with the model of tiny_chat. A key of MODELS: the config `qwen3` with random weights in that
+    shape.
     """
     if model == TINY:
         config = tiny_chat()
@@ -61,7 +65,7 @@ def served(model: str, folder: Path) -> tuple[ServeConfig, list[str]]:
     if model == "tiny":
         write_tiny_chat(directory)
     else:
-        # Another process writes the weights, because a CUDA context of this process would take memory of the GPU.
+        # Another process writes the weights. If this process wrote them, its CUDA context would take memory of the GPU.
         subprocess.run([sys.executable, "-m", "benchmarks", "random_weights", model, str(directory)], check=True)
         write_chat_tokenizer(directory)
     return config, ["--config", "qwen3", "--serve-as", f"{model}={directory}", "--state", str(folder)]
@@ -69,7 +73,7 @@ def served(model: str, folder: Path) -> tuple[ServeConfig, list[str]]:
 
 @contextlib.contextmanager
 def serving(arguments: list[str]) -> Iterator[str]:
-    """Start a server, and yield its address. The server ends with the `with` block."""
+    """Start a server, and yield its address. At the end of the `with` block the server is stopped."""
     command = [sys.executable, "-m", "controllers.serve", "--address", "127.0.0.1:0", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -82,7 +86,8 @@ def serving(arguments: list[str]) -> Iterator[str]:
         too_late.cancel()
         if address is None:
             raise RuntimeError(
-                f"the server ended with status {process.wait(END_SECONDS)} or did not start in {START_SECONDS:g} s"
+                f"the server ended with status {process.wait(END_SECONDS)} before it had started "
+                f"(after {START_SECONDS:g} s it is killed, which gives status -9)"
             )
         yield address
     finally:
@@ -96,7 +101,10 @@ def tokens_of(count: int, draw: random.Random) -> list[int]:
 
 
 def both_forms(count: int, length: int, draw: random.Random) -> tuple[list[types.Datum], list[Sample]]:
-    """Random data for a step of PPO, as datums of the SDK and as samples of a client. Both lists have `count` entries of `length` positions."""
+    """The same random data for a step of PPO in two forms: as datums of the SDK and as samples of a client.
+
+    Both lists have `count` entries of `length` positions.
+    """
     data, samples = [], []
     for _ in range(count):
         ids = tokens_of(length + 1, draw)
@@ -115,7 +123,7 @@ def train(trainer: tinker.TrainingClient, data: list[types.Datum], adam: types.A
 
 
 def sample(sampler: tinker.SamplingClient, inputs: list[types.ModelInput], wanted: types.SamplingParams) -> None:
-    """Send a request for each input at once through the SDK, and wait for all answers."""
+    """Send one request for each input through the SDK, all at once, and wait for all answers."""
     futures = [sampler.sample(each, 1, wanted) for each in inputs]
     for future in futures:
         future.result(CALL_SECONDS)
@@ -123,8 +131,8 @@ def sample(sampler: tinker.SamplingClient, inputs: list[types.ModelInput], wante
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    repeats: int  # timed calls of each side; the call with one sample or request is timed ten times as often
-    samples: int  # samples of the large step
+    repeats: int  # timed calls on each side; a call with only one sample or request is timed ten times as often
+    samples: int  # number of samples of the large step
     requests: int  # number of requests that are sent at once
     prefix: str  # prefix of the names of results
 
@@ -140,8 +148,8 @@ def training(service: tinker.ServiceClient, config: ServeConfig, sizes: Sizes) -
     with TrainerClient.spawn(config.trainer) as trainer:
         trainer.ready().result()
         client = creating.result()
-        # The small step comes first and warms up server and client. On a CPU the large step takes most of a minute, so it has no warm-up of
-        # its own.
+        # The small step comes first and warms up server and client. On a CPU the large step takes most of a minute, so
+        # there it has no warm-up of its own.
         for count, length, times in ((1, 9, 10 * sizes.repeats), (sizes.samples, 256, sizes.repeats)):
             data, samples = both_forms(count, length, draw)
 
@@ -207,7 +215,10 @@ def in_background(call: Callable[[], None]) -> Iterator[None]:
 
 
 def together(service: tinker.ServiceClient, config: ServeConfig, sizes: Sizes) -> None:
-    """Time many requests, once while no client trains, and once while a client takes steps on 64 samples of 256 tokens."""
+    """Compare the time of many requests while no client trains with their time while a client trains.
+
+    A training step has 64 samples of 256 tokens.
+    """
     draw = random.Random(0)
     adam = types.AdamParams(learning_rate=LEARNING_RATE)
     trainer = service.create_lora_training_client(config.name, rank=0).result()
@@ -237,7 +248,7 @@ def together(service: tinker.ServiceClient, config: ServeConfig, sizes: Sizes) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    # Sampling is first: on a GPU a generator must start while no trainer takes or frees memory.
+    # Sampling comes first, because on a GPU a generator must start while no trainer takes or frees memory.
     parts = {"sampling": sampling, "training": training, "together": together}
     parser.add_argument("parts", nargs="*", default=list(parts), help=", ".join(parts), metavar="PART")
     parser.add_argument("--model", choices=[TINY, "tiny", *MODELS], default=TINY)
@@ -245,10 +256,10 @@ def main() -> None:
         "--repeats",
         type=int,
         default=3,
-        help="timed calls of each side; the call with one sample or request is timed ten times as often",
+        help="timed calls on each side; a call with only one sample or request is timed ten times as often",
     )
-    parser.add_argument("--samples", type=int, default=1024, help="samples of the large step")
-    parser.add_argument("--requests", type=int, default=256, help="requests that are sent at once")
+    parser.add_argument("--samples", type=int, default=1024, help="number of samples of the large step")
+    parser.add_argument("--requests", type=int, default=256, help="number of requests that are sent at once")
     arguments = parser.parse_args()
     unknown = set(arguments.parts) - parts.keys()
     if unknown:

@@ -15,7 +15,10 @@ NUM_SFT_STEPS = 300
 
 
 def blank() -> GRPOConfig:
-    """Supervised steps on the answers until half of the sampled answers are right, and then GRPO."""
+    """Supervised steps on the answers, and then GRPO.
+
+    The supervised steps end when the mean probability of a right answer is above 0.5, or after NUM_SFT_STEPS steps.
+    """
     return GRPOConfig(
         environment=_no_task(),
         trainer=_trainer(),
@@ -49,9 +52,9 @@ def _no_task() -> EnvironmentConfig:
 
 
 def _model() -> ModelConfig:
-    # A run replaces vocab_size by the size of the problems' alphabet. rope_theta, the base of the rotary embedding, is
-    # small because the texts have only some tens of tokens. With a base of 10,000 most angles of the embedding would
-    # hardly change over so few tokens.
+    # A run replaces vocab_size by the number of characters in the problems plus the number of special tokens.
+    # rope_theta, the base of the rotary embedding, is small because the texts have only some tens of tokens. With a
+    # base of 10,000 most angles of the embedding would hardly change over so few tokens.
     return tiny_model(vocab_size=128, max_position_embeddings=256, rope_theta=100.0)
 
 

@@ -1,4 +1,5 @@
-"""Write the data of two tasks: boolean expressions (booleans.jsonl) and short conversations (conversations.jsonl).
+"""Write the rows of two tasks: boolean expressions with their values (booleans.jsonl), and conversations that ask for
+the next number (conversations.jsonl).
 
 Usage: python examples/make_rows.py DIRECTORY
 """
@@ -10,7 +11,7 @@ from random import Random
 
 
 def expression(random: Random, depth: int) -> str:
-    """A random boolean expression. For depth 2 it may be "(!T&(F|T))"."""
+    """A random boolean expression in which `depth` operators are nested. For depth 2 it may be "(!T&(F|T))"."""
     if depth == 0:
         return random.choice(["T", "F"])
     if random.random() < 0.2:

@@ -26,8 +26,9 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 PROGRAM = re.compile(r"<!-- test: (\w+) -->\n```python\n(.*?)```", re.DOTALL)
 PROGRAMS = dict(PROGRAM.findall("\n".join([README, *DOCS.values()])))
-# The program "task" is not run as a program. It is a module, and a test runs the command of README.md that imports it.
+# The program "task" is a module, so it is not run by itself. A test runs the command of README.md that imports it.
 TASK = "task"
+# test_a_program_of_a_page_runs_as_printed adds these lines to the end of each program.
 AFTER = """
 import sys
 loaded = {"torchao", "torchtitan.models", "vllm"} & set(sys.modules)
@@ -42,12 +43,12 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess:
     return finished
 
 
-def test_the_pages_have_the_programs_that_are_run_here():
+def test_the_pages_have_exactly_the_programs_that_are_run_here():
     assert set(PROGRAMS) == {"repl", "embedding", "trainer", TASK, "letters", "episode", "distillation"}
 
 
-# The program of docs/embedding.md is slow, so it is run only with the slow tests. It spawns actors on meshes that it
-# starts itself. Most tests in tests/monarch do the same, so the fast tests check such actors, too.
+# The program of docs/embedding.md is slow, so only the slow tests run it. The program starts processes itself and
+# spawns actors on them. Most tests in tests/monarch do the same, so the fast tests cover such actors, too.
 @pytest.mark.parametrize("name", ["repl", "trainer", pytest.param("embedding", marks=pytest.mark.slow)])
 def test_a_program_of_a_page_runs_as_printed(name, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAMS[name] + AFTER)
@@ -157,14 +158,14 @@ def test_every_make_target_of_a_page_exists():
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(f"docs/{name}" for name in DOCS)])
-def test_every_link_of_a_page_leads_to_a_file(page):
+def test_every_relative_link_of_a_page_leads_to_an_existing_path(page):
     folder = (ROOT / page).parent
     for target in re.findall(r"\]\(([^)#]+)", (ROOT / page).read_text()):
         assert target.startswith("https://") or (folder / target).exists(), target
 
 
 def mapped_files(tree: str) -> set[str]:
-    """The paths in a map of files.
+    """The paths of the Python files that a map of files lists.
 
     In a map the name of a folder ends with "/", and the folder's files are indented below it.
     """
@@ -198,7 +199,7 @@ def test_the_maps_name_every_module_by_its_path_and_nothing_else():
     assert mapped_files("\n".join(maps)) == modules
 
 
-def test_the_tour_leads_through_code_that_is_there():
+def test_each_stop_of_the_tour_quotes_only_code_of_its_file():
     tour = CONTRIBUTING.split("## A tour")[1].split("\n## ")[0]
     stops = re.split(r"^\d\. `([\w/.]+\.py)`: ", tour.split("On the way back")[0], flags=re.MULTILINE)[1:]
     assert len(stops) == 2 * 5

@@ -1,7 +1,7 @@
 """The client of one or several generators with the same weights.
 
-Unless a method says otherwise, it returns a Call: `await` it in a program, or use `.result()` in a REPL.
-This file has the calls and the checks of their input. fleet.py runs the calls.
+Most methods return a Call: `await` the Call in an asynchronous program, or use its `.result()` in a REPL.
+This file has the methods and the checks of their arguments. fleet.py sends the calls to the generators.
 """
 
 import sys
@@ -52,9 +52,11 @@ class GeneratorClient(Client):
     """The client of one or several generators. Any number of calls can run at the same time. Each call waits until the
     generators are ready.
 
-    If a generator that the client spawned dies, the client starts it again. Calls that run meanwhile only take longer.
-    A method refuses bad input at once, in the caller's thread. Some checks need the limits of the generator. If the caller spawned
-    the mesh, the client learns the limits only in the setup. Until then, a call gets these checks only when the client sends it.
+    If a generator that the client spawned dies, the client starts it again, as often as config.restarts allows. Running
+    calls then only take longer.
+    For bad input the method itself raises the error, before it returns a Call. Some checks need the generator's limits.
+    If the caller spawned the mesh, the client does not know the limits before the setup. If a method is called earlier,
+    these checks come after the setup, and the Call raises their errors.
     """
 
     def __init__(
@@ -71,15 +73,16 @@ class GeneratorClient(Client):
         limits: GeneratorLimits | None = None,
         hosts: "Hosts | None" = None,
     ) -> None:
-        """Make a client of a Generator mesh of one process. The caller spawned the mesh and will stop it.
+        """mesh: a Generator mesh of one process, which the caller spawned and will stop. `spawn` passes None instead.
 
-        `spawn` passes config, transport, first_version, logs and hosts, and no mesh. `attach` passes limits.
+        `spawn` also passes config, transport, first_version, logs and hosts. `attach` passes limits.
         """
         super().__init__(mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs)
         self.config = config
         self._limits = GeneratorLimits.of_config(config) if config is not None else limits
         self._transport = transport
-        self._loads: dict[str, Call[None]] = {}  # the adapters of this client by name, also those that are being loaded
+        # Name of an adapter -> the Call of its load_adapter, which may still run or may have failed.
+        self._loads: dict[str, Call[None]] = {}
         num_generators = 1 if config is None else config.replicas
         spawns: dict[str, Callable[[], OneGenerator]] = {}
         for index in range(num_generators):
@@ -95,7 +98,8 @@ class GeneratorClient(Client):
                 logs=self._logs,
                 hosts=_host_of(index, hosts),
             )
-        # The fleet has no reference to this client, so Python can collect the client as soon as the user drops it.
+        # The fleet must have no reference to this client. Otherwise the client would not be garbage-collected when the
+        # user drops it.
         self._fleet = Fleet(
             spawns,
             RestartPolicy() if config is None else config.restarts,
@@ -118,12 +122,12 @@ class GeneratorClient(Client):
         first_version: Call[int] | None = None,
         hosts: "Hosts | None" = None,
     ) -> "GeneratorClient":
-        """Spawn a process for each replica, and start vLLM in it. Returns at once; the answer to the first call waits for the start.
+        """Spawn a process for each replica, and start vLLM in each process. Returns at once. Calls wait for the start.
 
         hosts: hosts that `rl_actors.processes.hosts.connect` returned. The replicas are spread over them round-robin.
         None: this host.
-        transport: an open transport, or the call that opens it. first_version: the trainer's call that pushes its
-        weights. Its result is the version that the generator pulls first.
+        transport: an open transport, or the Call that opens it. first_version: the Call of the trainer's
+        push_model_state_dict. The result of this Call is the version that the generators pull first.
         Raises ValueError if no generator can be started from the config on this machine, and TypeError if `config` is
         not a GeneratorConfig.
         """
@@ -149,10 +153,10 @@ class GeneratorClient(Client):
         timeout: float = ATTACH_TIMEOUT,
         call_timeout: float = GeneratorConfig.call_timeout,
     ) -> "GeneratorClient":
-        """A client of the generator that a running service owns. The calls of all clients run at the same time.
+        """A client of the generator that a running service owns. Calls of different clients can run at the same time.
 
-        Waits for the service, and raises the errors that TrainerClient.attach raises. If this program ends, the service
-        aborts the program's generate calls.
+        Waits until the service answers. Raises the errors that TrainerClient.attach raises. When this program ends, the
+        service aborts the program's generate calls.
         certificates: folder of certificates for a tls:// address.
         """
         from rl_actors.service import remote
@@ -173,25 +177,28 @@ class GeneratorClient(Client):
 
     @property
     def num_restarts(self) -> int:
-        """Number of times that one of the generators was started again."""
+        """Number of restarts, summed over all generators."""
         return self._fleet.num_restarts
 
     @property
     def returns(self) -> tuple[GeneratorReturn, ...]:
-        """The GeneratorReturn of every generator that came back after a death, the newest last."""
+        """One GeneratorReturn for each time that a generator was healthy again after a death, the newest last."""
         return tuple(self._fleet.returns)
 
     @property
     def last_pull(self) -> Transfer | None:
-        """The last pull of this client, with the figures of the slowest generator. num_bytes is 0 if this generator had
-        the version already.
+        """Transfer of the slowest generator in the last pull_model_state_dict of this client. num_bytes is 0 if that
+        generator had the version already.
+
+        Before the first pull_model_state_dict: the transfer with which a generator first got first_version. None if no
+        generator has pulled.
         """
         return self._fleet.last_pull
 
     def on_news(self, tell: Callable[[str], None]) -> None:
-        """Call `tell` with a line of text when a generator dies, is back, or is not started again. Returns nothing.
+        """Call `tell` with a line of text whenever a generator has died, is healthy again, or is not started again.
 
-        `tell` is called on the thread that all clients share.
+        Returns None. `tell` is called on the thread that all clients share.
         """
         self._fleet.tell = tell
 
@@ -199,10 +206,11 @@ class GeneratorClient(Client):
         return not self._closed and await self._fleet.answers_within(timeout)
 
     def seconds_silent(self) -> dict[str, float]:
-        """Seconds since the last sign of life of each generator that this client spawned.
+        """For each generator that this client spawned, the seconds since its last sign of life: {"generator-0": 1.2}
 
-        Until a generator has given a sign of life, the seconds count from its last start.
-        A sign of life says that the engine waits for requests, or that it has done something.
+        The client regularly asks each generator. The answer is a sign of life if the engine waits for requests, or if
+        the engine has done some work since its last answer. Before the first sign of life, the seconds count from the
+        generator's last start.
         """
         found: dict[str, float] = {}
         for replica in self._fleet.replicas:
@@ -214,8 +222,8 @@ class GeneratorClient(Client):
         with index 0.
 
         Returns None if the start has failed, if the client was closed, or if the error is neither ActorDiedError nor ActorSilentError.
-        A generator without a sign of life for silent_after seconds counts as dead. The client starts it again if the config's
-        restarts allow it. If the config's restarts.silent_after is smaller, it replaces silent_after.
+        A generator without a sign of life for silent_after seconds counts as dead. If config.restarts.silent_after is
+        smaller, it replaces silent_after. The client starts a dead generator again if config.restarts allows it.
         """
         self._fleet.expect_signs(silent_after)
         try:
@@ -233,20 +241,26 @@ class GeneratorClient(Client):
         await self._fleet.kill()
 
     def info(self) -> Call[GeneratorInfo]:
-        """Version and limits of the generator, and the file of its output."""
+        """Version and limits of the generator, and the path of the file with its output.
+
+        With several generators these are of the generator with the oldest weights. The field `replicas` has the infos
+        of all generators.
+        """
         return self._call("info", self._info)
 
     async def _info(self) -> GeneratorInfo:
         return await self._fleet.info()
 
     def load_adapter(self, name: str, directory: str) -> Call[None]:
-        """Load an adapter from a directory of peft's format, such as `TrainerClient.export_lora` writes. Calls can then name it.
+        """Load an adapter (LoRA) from a directory in peft's format, such as one that `TrainerClient.export_lora` wrote.
+        Later calls can name the adapter.
 
         Requests with different adapters, and requests without an adapter, run at the same time. The directory must stay
-        unchanged until `unload_adapter` has answered, because vLLM may read it again. Generators on other hosts read a
-        directory of the same path.
-        Raises ValueError if the directory has no adapter, if the adapter's rank is above max_adapter_rank, if the config has max_adapters=0, or
-        if an adapter of this name is loaded.
+        unchanged until `unload_adapter` has answered, because vLLM may read it again. A generator on another host reads
+        the directory of the same path on that host.
+        Raises ValueError if the directory has no adapter, if the adapter's rank is above max_adapter_rank, if the
+        config has max_adapters=0, or if an adapter of this name is loaded or being loaded. The Call fails with a
+        ValueError if the adapter does not fit the model, or if this client is attached to a service.
         """
         if not isinstance(name, str) or not name:
             raise ValueError(f"load_adapter: name={name!r}; it must be a string that is not empty")
@@ -263,7 +277,7 @@ class GeneratorClient(Client):
         await self._fleet.load_adapter(name, directory)
 
     def unload_adapter(self, name: str) -> Call[None]:
-        """Unload an adapter. New calls cannot name it. The answer comes when all calls that run with it have ended.
+        """Wait until all running calls that use the adapter have ended, and unload it. New calls cannot name it.
 
         Raises ValueError if this client has loaded no adapter of this name.
         """
@@ -292,13 +306,14 @@ class GeneratorClient(Client):
         *,
         adapter: str | None = None,
     ) -> Call[list[list[Completion]]]:
-        """params.n completions of each prompt, in the order of the prompts.
+        """params.n completions of each prompt, in the order of the prompts. A prompt is a list of token ids.
 
-        adapter: name of an adapter, as given to `load_adapter`. None: the adapter of the last pull if pulls bring adapters, otherwise no adapter.
+        adapter: name of an adapter, as given to `load_adapter`. None: no adapter, or with lora.sync="adapter" the
+        adapter of the last pull.
         Raises ValueError (TypeError for a wrong type) if a prompt or a parameter is out of its limits, or if the adapter is not loaded.
         """
         copies, chosen = _as_lists(prompts), SamplingParams() if params is None else params
-        validate_sampling_params(chosen)  # needs no limits of the generator
+        validate_sampling_params(chosen)  # this check does not need the generator's limits
         self._require_adapter(adapter)
         return self._call(
             "generate",
@@ -362,12 +377,15 @@ class GeneratorClient(Client):
         indices: list[int] | None = None,
         adapter: str | None = None,
     ) -> int:
-        """Start a call of `generate` and return its number. indices: as in generate_each. Does not check its arguments."""
+        """Coroutine: start to generate. Returns the number of this call, for `finished_groups` and `abort_generate`.
+
+        Does not check its arguments. indices: as in generate_each.
+        """
         await self._loaded(adapter)
         return await self._fleet.start_generate(prompts, params, indices, adapter)
 
     async def _loaded(self, adapter: str | None) -> None:
-        """Wait until the adapter is loaded. Raises the error of its load."""
+        """Wait until the adapter is loaded. If its load has failed, raises the error of the load."""
         if adapter is not None and (load := self._loads.get(adapter)) is not None:
             await load
 
@@ -378,7 +396,7 @@ class GeneratorClient(Client):
         await self._fleet.abort_generate(call)
 
     def compute_logprobs(self, sequences: Sequence[Sequence[int]], *, adapter: str | None = None) -> Call[list[Tensor]]:
-        """Log probability of every token after the first, at temperature 1: float32 [T - 1] for each sequence of T tokens.
+        """Logprob of every token after the first, at temperature 1: float32 [T - 1] for each sequence of T token ids.
 
         A sequence has at most max_model_len tokens. adapter: as in `generate`.
         """
@@ -397,11 +415,13 @@ class GeneratorClient(Client):
         return await self._fleet.compute_logprobs(sequences, adapter)
 
     def pull_model_state_dict(self, version: int, timeout: float = 60.0, *, in_flight: bool = True) -> Call[int]:
-        """Replace the weights by the weights that the trainer publishes under `version`. Waits up to `timeout` seconds
-        until they are published.
+        """Wait until the trainer has published `version` (see TrainerClient.push_model_state_dict), and replace the
+        weights by this version. The answer is `version`.
 
-        in_flight=True: running requests go on and get their later tokens from the new weights. False: running requests end first, and
-        requests that come meanwhile wait for the new weights.
+        With lora.sync="adapter" the pull replaces only the adapter. If the version is not published within `timeout`
+        seconds, the Call fails with a TimeoutError.
+        in_flight=True: running requests go on and get their later tokens from the new weights. False: running requests
+        end first, and requests that come meanwhile wait for the new weights.
         """
         validate_pull(version, timeout)
         return self._call("pull_model_state_dict", self._pull, version, timeout, in_flight)
@@ -413,10 +433,13 @@ class GeneratorClient(Client):
 
     def sleep(self, level: Literal[1, 2] = 1) -> Call[DeviceMemory]:
         """Wait until the running requests have ended. Then let vLLM release the device memory of its weights and its
-        cache.
+        key-value cache.
 
-        Calls are refused until `wake`. level: 1 keeps the weights on the host; 2 drops them, and the generator refuses to generate after
-        `wake` until a pull. On a CPU no memory is released. Raises ValueError if the config has sleep_mode=False.
+        Until `wake`, the generator refuses to generate, to compute logprobs, to pull and to load adapters. On a CPU no
+        memory is released.
+        level: 1 keeps the weights in the host's memory. 2 drops the weights: after `wake` the generator refuses to
+        generate until a pull.
+        Raises ValueError if the config has sleep_mode=False, or if level is 2 and no pull can bring all the weights.
         """
         if self.config is not None:
             sleeping.require_possible(self.config, level, has_transport=self._transport is not None)
@@ -426,7 +449,7 @@ class GeneratorClient(Client):
         return await self._fleet.sleep(level)
 
     def wake(self) -> Call[DeviceMemory]:
-        """Take back the memory that `sleep` released. Does nothing if the generator is awake."""
+        """Allocate the memory again that `sleep` released. Does nothing if the generator is awake."""
         return self._call("wake", self._wake)
 
     async def _wake(self) -> DeviceMemory:
@@ -435,8 +458,8 @@ class GeneratorClient(Client):
     def _call(
         self, what: str, send: Callable[..., Coroutine[object, None, T]], *arguments: object, check: Check | None = None
     ) -> Call[T]:
-        """Send the call when the generator is ready. Check it now if the limits are known, and otherwise before it is
-        sent.
+        """Send the call when the generator is ready. Check the call now if the limits are known, otherwise just before
+        it is sent.
         """
         self._require_open(what)
         self._show_start()
@@ -483,7 +506,9 @@ def _host_of(replica: int, hosts: "Hosts | None") -> "Hosts | None":
 
 
 def check_config(config: GeneratorConfig) -> None:
-    """Raises ValueError if no generator can be started from the config on this machine, and TypeError if it is not a GeneratorConfig."""
+    """Raises ValueError if no generator can be started from the config on this machine, and TypeError if `config` is
+    not a GeneratorConfig.
+    """
     require_config("GeneratorClient.spawn", config, GeneratorConfig)
     config.validate()
     require_gpu(config)
@@ -491,8 +516,8 @@ def check_config(config: GeneratorConfig) -> None:
 
 
 def config_of_replica(config: GeneratorConfig, index: int) -> GeneratorConfig:
-    """The config of one replica. Its GPUs follow the GPUs of the replica before it. Each replica has its own seed for
-    requests without a seed.
+    """The config of one replica. Its GPUs follow the GPUs of the replica before it. Its seed, for requests without a
+    seed of their own, differs from the seeds of the other replicas.
     """
     if config.replicas == 1:
         return config

@@ -1,8 +1,8 @@
-"""A loss that the caller computes in its own process.
+"""The loss of `forward_backward_custom`, which the calling process computes instead of the trainer.
 
-The caller's autograd computes the gradient of the loss with respect to the logprobs (in a value model: with respect to
-the values). The caller sends this gradient to the trainer as a column of the samples. The trainer's loss is then
-LogprobGradient or ValueGradient.
+Autograd of the calling process computes the gradient of the loss with respect to the logprobs (for a value model: with
+respect to the values). The client sends this gradient to the trainer as a column of the samples. The trainer then runs
+forward_backward with the loss LogprobGradient or ValueGradient, which reads this column.
 
 In shapes, T is the number of positions of a sample, B the number of rows of a batch and L the length of a row.
 """
@@ -18,15 +18,18 @@ from rl_actors.metrics import Partial, Partials, Scalar, merge
 from rl_actors.types import IGNORE_TARGET, Sample
 
 CustomLoss = Callable[[list[Sample], list[Tensor]], tuple[Tensor, Partials]]
-"""A function loss(samples, outputs) that returns (scalar, metrics). outputs: for each sample its logprobs or values,
-[T].
+"""A function loss(samples, outputs) that returns (scalar, metrics). outputs: for each sample the logprobs or the values
+of its T positions, [T].
 
-A metric named `x:mean` is a number or a pair (numerator, denominator)."""
+metrics: dict of numbers. A metric named `x:mean` may also be a pair (numerator, denominator)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobGradient:
-    """sum_i g_i logprob_i, where g is the column logprob_grads. The gradient of this sum with respect to logprob_i is g_i."""
+    """The loss sum_i g_i logprob_i, where g is the column logprob_grads.
+
+    The gradient of this loss with respect to logprob_i is g_i.
+    """
 
     column: ClassVar[str] = "logprob_grads"
 
@@ -37,9 +40,9 @@ class LogprobGradient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueGradient:
-    """sum_i g_i V_i, where V_i is the value at position i, and g is the column value_grads.
+    """The loss sum_i g_i V_i, where V_i is the value at position i, and g is the column value_grads.
 
-    The gradient of this sum with respect to V_i is g_i.
+    The gradient of this loss with respect to V_i is g_i.
     """
 
     column: ClassVar[str] = "value_grads"
@@ -53,13 +56,15 @@ class ValueGradient:
 def output_gradients(
     loss: CustomLoss, samples: Sequence[Sample], outputs: Sequence[Tensor]
 ) -> tuple[list[Tensor], Partials]:
-    """Run the caller's loss. Returns its gradient with respect to the outputs, [T] for each sample, and its metrics.
+    """Run the caller's loss. Returns the gradient of the loss with respect to the outputs, [T] for each sample, and the
+    metrics.
 
-    The metric loss:sum is added to the metrics that the loss returns.
+    The metrics are those that the loss returns, and loss:sum, the value of the loss.
 
     outputs: for each sample its logprobs, or the values of a value model. The loss gets samples whose columns are 0
-    where the target is IGNORE_TARGET, like every loss in the trainer. Raises TypeError if the loss does not return
-    (scalar, dict), and ValueError if the scalar does not depend on the outputs.
+    where the target is IGNORE_TARGET, like every loss in the trainer.
+    Raises TypeError if the loss does not return (Tensor, dict), and ValueError if the tensor is not a scalar or does
+    not depend on the outputs.
     """
     leaves = [x.detach().clone().requires_grad_() for x in outputs]
     with torch.enable_grad():
@@ -80,7 +85,9 @@ def output_gradients(
 
 
 def _without_padded_columns(sample: Sample) -> Sample:
-    """Set the columns to 0 where the target is IGNORE_TARGET. Returns the given sample if it has no such target."""
+    """A copy of the sample whose columns are 0 where the target is IGNORE_TARGET. The sample itself if it has no such
+    target.
+    """
     is_padded_T = torch.as_tensor(sample.targets) == IGNORE_TARGET
     if not is_padded_T.any():
         return sample

@@ -1,4 +1,4 @@
-"""A whole run with each preset of --algorithm, in real processes, from the command line to the report."""
+"""Tests of a whole run with each preset of --algorithm, in real processes, from the command line to the report."""
 
 import json
 import os

@@ -1,8 +1,8 @@
-"""The gradient of a batch is the gradient that plain PyTorch computes, under every layout.
+"""Tests that the trainer's gradient of a batch is that of plain PyTorch, under each layout of LAYOUTS.
 
-It does not depend on the order of the samples, or on how they are split into calls, microbatches, rows and chunks. The
-reference is transformers' Qwen3, one sample at a time, with PPO's formula written out. Trainer and reference compute in
-float32.
+The gradient does not depend on the order of the samples, or on how they are split into calls, microbatches, rows and
+chunks. The reference is transformers' Qwen3, one sample at a time, with PPO's formula written out. Trainer and
+reference compute in float32.
 """
 
 from itertools import pairwise
@@ -19,12 +19,15 @@ from waiting import GUARD
 from rl_actors import PPO, MemoryTransport, ModelConfig, OptimParams, TrainerClient, TrainerConfig
 
 LAYOUTS = {"1": (1, 1), "FSDP2": (2, 1), "TP2": (1, 2), "FSDP2 x TP2": (2, 2)}  # (data_parallel_shard, tensor_parallel)
-LOW, HIGH, LONGEST = 0.8, 1.28, 64
+LOW, HIGH, LONGEST = 0.8, 1.28, 64  # PPO's clipping of the ratio, and the length of the longest sample
 
 
 @st.composite
 def calls(draw):
-    """(sample lengths, the seed of their content, their order, where the calls end, the limits of the packing, grad_divisor)."""
+    """(lengths of the samples, seed of their content, their order, ends, limits of the packing, grad_divisor).
+
+    ends: each call gets a slice of the ordered samples, and these are the indices at which the slices end.
+    """
     lengths = draw(st.lists(st.integers(1, LONGEST), min_size=1, max_size=8))
     order = draw(st.permutations(range(len(lengths))))
     ends = draw(st.sets(st.integers(1, len(lengths)), max_size=3)) | {len(lengths)}
@@ -59,7 +62,7 @@ def reference_model(tied_qwen3):
     ],
 )
 def sharded(request, tied_qwen3, ranks):
-    """(client, mesh) of one long-lived trainer under a layout."""
+    """(client, mesh) of a trainer under a layout. All examples of a layout use the same trainer."""
     shard, tensor = request.param
     limits = {"max_sequence_length": LONGEST, "tokens_per_row": LONGEST}
     config = TrainerConfig(model=ModelConfig.from_hf(tied_qwen3), hf_path=tied_qwen3, **limits)
@@ -73,7 +76,7 @@ def sharded(request, tied_qwen3, ranks):
 
 @settings(max_examples=25, derandomize=True, deadline=None)
 @given(call=calls())
-def test_the_gradient_does_not_depend_on_how_the_samples_are_split(sharded, reference_model, call):
+def test_every_order_and_split_of_the_samples_gives_the_gradient_of_plain_pytorch(sharded, reference_model, call):
     trainer, mesh = sharded
     lengths, seed, order, ends, limits, divisor = call
     samples = ppo_samples(lengths, seed=seed)
@@ -88,7 +91,9 @@ def test_the_gradient_does_not_depend_on_how_the_samples_are_split(sharded, refe
     assert actual.keys() == expected.keys()
     for name, grad in expected.items():
         allowed = 1e-5 * grad.norm() + 1e-7 * norm
-        assert (actual[name] - grad).norm() <= allowed, f"{name}: {(actual[name] - grad).norm()} of {grad.norm()}"
-    # A learning rate of 0 leaves the weights as they are for the next example.
+        assert (actual[name] - grad).norm() <= allowed, (
+            f"{name}: off by {(actual[name] - grad).norm()}, norm {grad.norm()}"
+        )
+    # This step clears the gradients for the next example. Its learning rate is 0, so it does not change the weights.
     result = trainer.optim_step(OptimParams(learning_rate=0.0, grad_divisor=divisor)).result()
     assert result.grad_norm == pytest.approx(float(norm) / divisor, rel=1e-5)

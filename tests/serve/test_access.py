@@ -1,4 +1,6 @@
-"""Keys, rate limits, the access log, the options of the command, metrics, and signed addresses of exported weights."""
+"""Tests of the Tinker server: keys, rate limits, access log, arguments of its command, metrics, and signed URLs of
+exported weights.
+"""
 
 import asyncio
 import io
@@ -68,7 +70,7 @@ def test_a_call_above_the_rate_limit_gets_a_429_and_a_heartbeat_does_not(tmp_pat
     asyncio.run(main())
 
 
-def test_the_rate_limit_holds_for_every_call_that_computes_or_writes_weights(tmp_path):
+def test_the_rate_limit_applies_to_every_request_that_computes_or_that_writes_weights(tmp_path):
     async def main():
         async with Api(tmp_path) as api:
             paths = [path for path, methods in api.app.openapi()["paths"].items() if "post" in methods]
@@ -81,7 +83,7 @@ def test_the_rate_limit_holds_for_every_call_that_computes_or_writes_weights(tmp
     asyncio.run(main())
 
 
-def test_a_file_of_keys(tmp_path):
+def test_read_keys_gives_the_owner_of_each_hash_and_refuses_a_wrong_file(tmp_path):
     file = tmp_path / "keys"
     file.write_text(f"# people\nalice {hash_of('tml-a')}\n\nalice {hash_of('tml-b')}\n")
     assert read_keys(file) == {hash_of("tml-a"): "alice", hash_of("tml-b"): "alice"}
@@ -103,7 +105,7 @@ def test_without_keys_only_loopback_addresses_are_served(address, capsys):
     assert "unencrypted" in capsys.readouterr().err
 
 
-def test_the_arguments_of_the_command(tmp_path):
+def test_the_command_parses_its_arguments_and_refuses_wrong_ones(tmp_path):
     assert read_address("[::1]:80", has_keys=False) == ("::1", 80)
     found = read_arguments("serve", ["--serve-as", "Qwen/Qwen3-8B=/models/x", "--state", str(tmp_path), "--rate", "5"])
     assert (found.config.name, found.config.hf_path, found.rate) == ("Qwen/Qwen3-8B", "/models/x", 5.0)
@@ -130,7 +132,7 @@ def test_a_connection_to_the_server_sends_small_answers_at_once():
     assert asyncio.run(accepted()) != 0
 
 
-def test_the_numbers_of_the_server(api):
+def test_the_server_reports_its_metrics_and_the_status_of_its_runs(api):
     async def use(api):
         model = await api.create_model()
         await api.forward_backward(model, 1, [([1, 2], {"target_tokens": [2, 3]})])
@@ -150,7 +152,7 @@ def test_the_numbers_of_the_server(api):
     api(use)
 
 
-def test_exported_weights_are_fetched_by_signed_addresses(api):
+def test_a_signed_url_fetches_exported_weights_without_a_key(api):
     async def use(api):
         model = await api.create_model()
         promise = await api.post("save_weights_external", model_id=model, path="out", seq_id=1)

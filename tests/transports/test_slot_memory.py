@@ -1,9 +1,10 @@
 """Tests of the memory that a push and a pull of weights need.
 
-A slot is the memory of one rank for its shards of one version. The slots hold two versions. A writer needs no other
-memory. Every reader joins the shards of one tensor at a time, so it needs memory for one tensor. A reader of shared
-memory maps the slots, so it needs memory only for this tensor. A reader that receives a version from a server also
-needs memory for this version, but not for a second copy of it.
+A slot is the memory of one rank for its shards of one version of the weights. The slots of a rank hold two versions.
+The writer, which pushes, needs memory only for its slots. A reader, which pulls, joins the shards of one tensor at a
+time, so it needs memory for one whole tensor. A reader on the same host maps the slots. The mapped slots count as its
+memory, but it makes no copy of them. A reader that receives a version from a server also needs memory for one copy of
+this version.
 """
 
 import os
@@ -25,7 +26,7 @@ from rl_actors.transports.slots import Layout, Shard, Slot
 NUM_TENSORS, ROWS, COLUMNS = 6, 2048, 1024  # a tensor has 4 MiB in bfloat16
 TENSOR = ROWS * COLUMNS * 2
 VERSION = NUM_TENSORS * TENSOR
-SLACK = TENSOR // 2  # memory that Python and the allocator may need besides
+SLACK = TENSOR // 2  # allowance for Python and the allocator
 
 PEAK = """
 import os, pickle, sys
@@ -51,7 +52,7 @@ from rl_actors.transports.snapshot import Snapshot
 from test_slot_memory import COLUMNS, NUM_TENSORS, ROWS
 weights = {f"w{i}": torch.ones(ROWS, COLUMNS) for i in range(NUM_TENSORS)}
 snapshot = Snapshot(rank=0, timeout=60.0)
-snapshot.write("s/0", {"w": torch.ones(8)}, torch.bfloat16)  # loads what a write needs
+snapshot.write("s/0", {"w": torch.ones(8)}, torch.bfloat16)  # the warm-up: loads what a write needs
 before = reset_peak()
 for version in range(1, 5):
     snapshot.write(f"s/{version}", weights, torch.bfloat16)
@@ -83,7 +84,9 @@ print(peak() - before)
 
 
 def growth(program: str, *arguments: object) -> int:
-    """Run a program, and return the number that it prints: the most bytes by which it grew after its warm-up."""
+    """Run a program, and return the number that it prints: the growth of its peak resident memory after its warm-up, in
+    bytes.
+    """
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path])
     # With this setting malloc returns the memory of a freed tensor to the system at once. So the peak counts only
     # tensors that existed at the same time.
@@ -121,7 +124,7 @@ def test_pushes_take_the_memory_of_two_versions():
     assert 2 * VERSION - SLACK <= taken <= 2 * VERSION + SLACK
 
 
-def test_pulls_take_the_memory_of_one_tensor_beside_the_slots(tmp_path):
+def test_pulls_through_shared_memory_take_the_memory_of_the_slots_and_of_one_tensor(tmp_path):
     warm_up, two_versions = halves(0, 1), [halves(version, NUM_TENSORS) for version in (1, 2)]
     manifests = [manifest for manifest, _ in (warm_up, *two_versions)]
     (tmp_path / "manifests").write_bytes(pickle.dumps(manifests))
