@@ -1,10 +1,13 @@
 """Times of the phases of a synchronous GRPO step, and how busy each GPU is in each phase.
 
-The phases are generate, reward, samples, plan, forward_backward, optim_step, push and pull. With two or more GPUs the
-trainer has the first GPU and the generator has the second. With one GPU or none, trainer and generator share one
-device. With the model tiny they always share one device. The weights are random, and the policy has nothing to learn.
-The reward is therefore arbitrary: it is the parity of the sum of a completion's token ids. nvidia-smi reports how busy
-a GPU is. A reading is the share of nvidia-smi's last sampling period in which the GPU was busy.
+The phases are generate, reward, samples, plan, forward_backward, optim_step, push and pull. In the phase samples the
+completions become Samples, and in the phase plan the Samples are divided into microbatches. The phase step is the whole
+step. With two or more GPUs the trainer has the first GPU and the generator has the second. With one GPU or none, trainer
+and generator share one device. With the model tiny they always share one device.
+
+The weights are random. The policy need not learn anything, so the reward is arbitrary: it is the parity of the sum of a
+completion's token ids. nvidia-smi reports how busy a GPU is. A reading is the share of nvidia-smi's last sampling period
+in which the GPU was busy.
 """
 
 import argparse
@@ -58,7 +61,7 @@ def busy_shares(readings_of_spans: list[dict[int, list[float]]]) -> dict[str, fl
     """The busy share of each GPU in a phase, as {"gpu0_busy": 0.96, …}.
 
     readings_of_spans: {GPU: [percent, …]} for every run of the phase. The readings of each run are averaged, and then these means are
-    averaged. A long run of the phase has more readings than a short run, but counts as much.
+    averaged. A long run of the phase has more readings than a short run, but counts no more.
     """
     means: dict[int, list[float]] = {}
     for readings in readings_of_spans:
@@ -68,7 +71,7 @@ def busy_shares(readings_of_spans: list[dict[int, list[float]]]) -> dict[str, fl
 
 
 def configs_of(name: str, num_gpus: int) -> tuple[TrainerConfig, GeneratorConfig, int, int]:
-    """(config of the trainer, config of the generator, tokens of a prompt, new tokens of a completion)."""
+    """(config of the trainer, config of the generator, number of tokens of a prompt, number of tokens of a completion)."""
     if name == "tiny":
         model = replace(tiny().trainer.model, max_position_embeddings=512)
         trainer = TrainerConfig(model=model, max_sequence_length=256, tokens_per_row=512)
@@ -129,7 +132,12 @@ def main() -> None:
     num_gpus = torch.cuda.device_count()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="0_6b" if num_gpus else "tiny", choices=["tiny", *MODELS])
-    parser.add_argument("--groups", type=int, default=32 if num_gpus else 2, help=f"groups of {GROUP} completions")
+    parser.add_argument(
+        "--groups",
+        type=int,
+        default=32 if num_gpus else 2,
+        help=f"number of groups in a step; a group is {GROUP} completions of one prompt",
+    )
     parser.add_argument("--steps", type=int, default=3, help="timed steps; one step of warm-up runs before them")
     arguments = parser.parse_args()
     trainer_options, generator_options, prompt_tokens, new_tokens = configs_of(arguments.model, num_gpus)

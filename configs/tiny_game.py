@@ -1,6 +1,6 @@
 """Two configs that train the tiny model on two CPU cores: a guessing game, and multiplication with a calculator.
 
-Both tasks have several turns. A turn is one completion. The environment replies to a turn.
+In both tasks a problem takes several turns. A turn is one completion, to which the environment replies.
 """
 
 from dataclasses import replace

@@ -1,6 +1,7 @@
-"""The timeline of a step: the spans of time in which an actor works on a call of the controller.
+"""The timeline of a step: the spans of time in which the actors work on calls of the controller.
 
-The controller measures the spans. A span begins when the controller begins a call, and ends when the call has ended.
+The controller measures the spans. A span begins when the controller begins a call, and ends when the call has ended. It belongs to one actor
+and to one phase of the step, such as "train".
 """
 
 import itertools

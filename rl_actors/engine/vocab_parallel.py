@@ -37,7 +37,7 @@ class Logits:
         if isinstance(logits_BLV, DTensor):
             if logits_BLV.placements != (Shard(2),):
                 raise ValueError(
-                    f"logits are laid out as {logits_BLV.placements}; expected whole or sharded over the vocabulary"
+                    f"logits are a DTensor with placements {logits_BLV.placements}; expected a plain tensor, or a DTensor sharded over the vocabulary"
                 )
             local_BLV, group = logits_BLV.to_local(), logits_BLV.device_mesh.get_group("tp")
         raw_NV, temperatures_N = local_BLV.flatten(0, 1), temperatures_BL.flatten()
@@ -90,11 +90,11 @@ class _TargetLogprobs(torch.autograd.Function):
     """The logprob is log p_t = z_t - log sum_v exp z_v. Its gradient is d log p_t / d logits_v = ([v = t] - p_v) / T.
 
     Here t is the target, T is the temperature, z = logits / T, p = softmax(z), and [v = t] is 1 if v = t and 0 otherwise.
-    Each rank computes log sum_v exp z_v over its own vocabulary, and z_t if its vocabulary has t.
+    Each rank computes log sum_v exp z_v over its own part of the vocabulary, and z_t if its part has t.
     One maximum and two sums over the ranks combine these values.
-    If n_r is log sum_v exp z_v over the vocabulary of rank r, and m is the largest n_r, the value over the whole vocabulary is
+    If n_r is log sum_v exp z_v over the part of rank r, and m is the largest n_r, the value over the whole vocabulary is
     m + log sum_r exp(n_r - m).
-    The second sum over the ranks gives z_t: the target is in the vocabulary of one rank, and all other ranks add 0.
+    The second sum over the ranks gives z_t: the target is in the part of one rank, and all other ranks add 0.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Code that runs at the start and at the end of each process that this package spawns. This module does not depend on actors."""
+"""Code that runs at the start and at the end of each process that this package spawns. This module imports nothing."""
 
 BOOTSTRAP = """
 import atexit, gc, os, runpy, sys
@@ -24,8 +24,9 @@ except SystemExit as error:
 """
 """Code for `python -c CODE -m MODULE`. It runs the module as `python -m MODULE` does, but starts and ends the process faster.
 
-The process collects no garbage until `collector.keep` is called. Python runs exit handlers in reverse order. `end` is registered first, so it
-runs after the threads have ended and all other exit handlers have run. If `end` did not exit the process, Python would delete the objects of
-the thousands of modules that torch and vLLM import, one by one. This would be of no use. It would take one second of processor time in a
-trainer, and two seconds in a generator.
+The process collects no garbage until `collector.keep` is called.
+
+The exit handler `end` ends the process at once. Without `end`, Python would delete the objects of the thousands of modules that torch and vLLM
+import, one by one. This would be of no use, and would take one second of processor time in a trainer, and two seconds in a generator. At the
+end Python waits for all non-daemon threads, and then runs the exit handlers in reverse order. `end` is registered first, so it runs last.
 """

@@ -1,7 +1,7 @@
-"""Sends slots over TCP to a reader that cannot open the memory of a trainer's rank.
+"""Sends slots over TCP from a rank of a trainer to a reader, for example to a reader that cannot open the rank's memory.
 
-A slot is the memory in which a rank keeps its part of one version of the weights. The bytes of a slot are divided into ranges. Each range
-comes over its own connection, which is called a stream. All streams run at the same time.
+A slot is the memory in which a rank keeps its part of one version of the weights. A reader is a process that loads the weights. The bytes of a
+slot are divided into ranges. Each range comes over its own connection, which is called a stream. All streams run at the same time.
 Requests are signed, but the bytes of the weights are not encrypted, so the network must be private.
 """
 

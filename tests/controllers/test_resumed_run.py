@@ -1,6 +1,7 @@
-"""A GRPO run that is killed or interrupted and then resumed writes the lines of an uninterrupted run.
+"""A GRPO run that is killed or interrupted and then resumed writes the same lines as an uninterrupted run.
 
-The real controller and engine run in one process, with recorded rollouts.
+The real controller and the real engine run in one process. The generator is a fake, whose completions depend on
+the seed and not on the weights.
 """
 
 import asyncio
@@ -47,19 +48,19 @@ class Killed(Exception):
 
 
 BeforeCall = Callable[[str, Interruption], Awaitable[None]]
-"""A hook that is awaited before each training pass and each generation of rollouts. It gets the call's name:
-forward_backward, generate, refill or turns. A refill generates for fewer prompts than a step has. In a run
-of episodes, turns generates the next turns."""
+"""A hook that EngineTrainer and RecordedGenerator await before a call. Its first argument is the name of the call:
+"forward_backward", "generate", "refill" or "turns". A refill is a generate call for fewer prompts than a step has. In a
+run of episodes, "turns" is the call that generates the next turns."""
 
 
 @dataclass
 class SignalAt:
-    """A hook that sends SIGTERM to this process before one call of an actor."""
+    """A hook that sends SIGTERM to this process before one call of the trainer or the generator."""
 
     call: str  # name of the call
-    number: int  # which of the calls with this name it is; 1 for the first
-    times: int = 1  # how often the signal is sent
-    answers: bool = True  # False: this call never ends
+    number: int  # which of the calls with this name; 1 is the first
+    times: int = 1  # number of signals
+    answers: bool = True  # False: the call never ends
     calls: list[str] = field(default_factory=list)
 
     async def __call__(self, call: str, interruption: Interruption) -> None:
@@ -95,7 +96,7 @@ class LateCheckpoints(Checkpoints):
 
 
 class EngineTrainer:
-    """The calls of a TrainerClient on an engine in this process. After `last` optimizer steps, the next optim_step
+    """Runs the calls of a TrainerClient on an engine in this process. After `last` optimizer steps, the next optim_step
     raises Killed.
     """
 
@@ -369,7 +370,7 @@ def test_a_run_of_episodes_that_was_killed_plays_the_same_episodes_and_goes_on_b
     assert [record["phase"] for record in expected] == ["start"] + ["sft"] * 5 + ["grpo"] * 6
     assert all(record["episode/turns_mean"] > 1 for record in expected if record["phase"] == "grpo")
     # The runs are killed after these numbers of optimizer steps. There are 5 supervised steps of one optimizer step each,
-    # and then 6 GRPO steps of two.
+    # and then 6 GRPO steps of two optimizer steps each.
     moments = random.Random(0).sample(range(1, 17), 3)
     for last in moments:
         folder = RunFolder(tmp_path / f"killed-{last}")
@@ -386,8 +387,8 @@ def test_a_run_of_episodes_that_was_killed_plays_the_same_episodes_and_goes_on_b
     [
         ("forward_backward", 5, 3),  # calls 5 and 6 are the third supervised step, which is finished
         ("generate", 1, 5),  # the rollouts of the first GRPO step are dropped
-        # The rollouts of the ninth step are dropped. The rewards of some of them have drawn random numbers before. The
-        # resumed run must draw the same numbers.
+        # The rollouts of step 9 are dropped after some of their rewards have drawn random numbers. The resumed run must
+        # draw the same numbers again.
         ("refill", 2, 8),
         ("forward_backward", 14, 6),  # the first GRPO step is finished
     ],
@@ -411,7 +412,7 @@ def test_a_run_that_a_signal_ends_has_a_checkpoint_of_its_last_step_and_goes_on_
     assert json.loads(folder.outcome.read_text())["status"] == "finished"
 
 
-def test_a_second_signal_ends_a_run_within_a_step_and_without_a_checkpoint(run, tmp_path, monkeypatch):
+def test_a_second_signal_ends_a_run_within_a_step_and_writes_no_checkpoint(run, tmp_path, monkeypatch):
     monkeypatch.setattr(interruption, "REPEATED_WITHIN", 0.0)
     folder, config = RunFolder(tmp_path / "run"), replace(grpo_config(), checkpoint_every=100)
     status = run(folder, config=config, before=SignalAt("forward_backward", 18, times=2, answers=False))
@@ -420,14 +421,14 @@ def test_a_second_signal_ends_a_run_within_a_step_and_without_a_checkpoint(run, 
     assert json.loads(folder.outcome.read_text())["status"] == "interrupted"
 
 
-def test_a_signal_that_is_sent_twice_at_once_is_one_signal(run, tmp_path):
+def test_a_signal_that_is_sent_twice_at_once_counts_as_one(run, tmp_path):
     """The command `timeout` signals the process and then the process's group, so the process gets two signals."""
     folder, config = RunFolder(tmp_path / "run"), replace(grpo_config(), checkpoint_every=100)
     assert run(folder, config=config, before=SignalAt("forward_backward", 14, times=2)) == 128 + signal.SIGTERM
     assert checkpoints.read(checkpoints.newest(folder.checkpoints))["step"] == 6
 
 
-def test_a_signal_writes_no_checkpoint_in_a_run_without_checkpoints(run, tmp_path):
+def test_a_run_with_checkpoint_every_0_writes_no_checkpoint_after_a_signal(run, tmp_path):
     folder, config = RunFolder(tmp_path / "run"), replace(grpo_config(), checkpoint_every=0)
     assert run(folder, config=config, before=SignalAt("forward_backward", 5)) == 128 + signal.SIGTERM
     assert [record["step"] for record in lines(folder)] == [0, 1, 2, 3] and not folder.checkpoints.exists()
@@ -486,9 +487,7 @@ def test_a_reward_that_is_not_a_finite_number_is_named_with_step_environment_pro
 
 
 @pytest.mark.parametrize(("every", "command"), [(0, ""), (2, "to continue this run from step 6: grpo --resume {}\n")])
-def test_a_failed_run_gives_the_command_that_continues_it_only_if_it_can_have_a_checkpoint(
-    run, tmp_path, every, command
-):
+def test_a_failed_run_gives_the_command_to_resume_only_if_the_run_writes_checkpoints(run, tmp_path, every, command):
     folder, config = RunFolder(tmp_path / "run"), replace(grpo_config(), checkpoint_every=every)
     with pytest.raises(Killed):
         run(folder, config=config, last=5)

@@ -1,4 +1,7 @@
-"""FlashAttention 4 without a GPU: the document boundaries that its kernel gets, and when it is refused. tests/gpu runs the kernel."""
+"""FlashAttention 4 without a GPU: the document boundaries that its kernel gets, and when it is refused.
+
+A document is a sample, or the padding of a row. tests/gpu runs the kernel.
+"""
 
 import sys
 from types import SimpleNamespace
@@ -48,7 +51,7 @@ def hopper(monkeypatch):
 
 
 def test_flash_attention_4_replaces_torchs_attention_and_returns_the_outputs_that_torch_expects(hopper, monkeypatch):
-    """A fake module replaces the package, because the kernels of the package need a GPU. tests/gpu runs them."""
+    """A fake module replaces the package, because the package's kernels need a GPU. tests/gpu runs the real kernels."""
     interface = SimpleNamespace(
         _flash_attn_fwd=lambda *_, **__: tuple("abcde"), _flash_attn_bwd=lambda *_, **__: tuple("abc")
     )

@@ -1,4 +1,7 @@
-"""Adapters get from a trainer to vLLM, either merged into the weights or as a separate adapter. Trainer and generator have equal logprobs."""
+"""A trainer pushes LoRA adapters to vLLM, either merged into the weights (lora.sync="merged") or unmerged ("adapter").
+
+After a pull, trainer and generator compute the same logprobs.
+"""
 
 import asyncio
 import os
@@ -64,8 +67,8 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("merged", "adapt
 def pair(request, base):
     """Trainer and generator of one process each.
 
-    `before` has the generator's logprobs of SEQUENCES before its first pull. `first_pull` is what pull_under_way
-    returned for that pull.
+    `before` has the generator's logprobs of SEQUENCES before its first pull. `first_pull` is the result of
+    pull_under_way for that pull.
     """
     lora = replace(LORA, sync=request.param)
     transport = MemoryTransport()
@@ -97,7 +100,7 @@ def sync(trainer, generator) -> int:
 
 
 def pull_under_way(pair) -> tuple[int, list]:
-    """Take a step and pull its weights while requests run.
+    """Take a step of training, and pull the new weights while requests run.
 
     Returns the new version, and every completion with its logprobs under the new weights.
     """
@@ -151,7 +154,7 @@ def test_during_a_pull_running_completions_change_from_the_old_to_the_new_policy
         assert difference[:num_old].max() > 0.1
 
 
-def test_a_pull_serves_no_cached_prefix(pair):
+def test_a_request_after_a_pull_uses_no_prefix_that_was_cached_before(pair):
     sync(pair.trainer, pair.generator)
     block_size = pair.mesh.cache_block_size.call_one().get(timeout=GUARD)
     # vLLM caches only whole blocks. This prompt fills two blocks.
@@ -240,7 +243,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_without_our_check_vllm_fails_with_adapters_and_experts_on_a_cpu(tmp_path):
+def test_without_require_possible_vllm_fails_with_adapters_and_experts_on_a_cpu(tmp_path):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     base = save_random(tmp_path / "base", replace(support.model_config(tied=False), **experts))
     (tmp_path / "program.py").write_text(BARE_VLLM)
@@ -264,7 +267,7 @@ def test_without_our_check_vllm_fails_with_adapters_and_experts_on_a_cpu(tmp_pat
         ({"dtype": "float32"}, gpu, cpu, 'generator.dtype="float32" with lora.sync="adapter" on a GPU'),
     ],
 )
-def test_adapters_that_vllm_cannot_apply_on_this_machine_are_refused(fields, machine, other, message, tmp_path):
+def test_a_machine_refuses_adapters_that_vllm_cannot_apply_there(fields, machine, other, message, tmp_path):
     config = GeneratorConfig(lora=replace(LORA, sync="adapter"), hf_path=str(tmp_path), **fields)
     config.model.save(tmp_path)
     with pytest.raises(ValueError, match=message):

@@ -1,6 +1,7 @@
-"""Losses give the same numbers with two ranks of FSDP, tensor parallelism or context parallelism (FSDP2, TP2, CP2) as in one process.
+"""Losses give the same numbers with two ranks of FSDP, tensor parallelism or context parallelism as in one process.
 
-The tests have losses that combine all tokens of a sample, losses of top-K targets and losses that the caller computes. They also compare entropies.
+In the test ids FSDP2, TP2 and CP2, 2 is the number of ranks. The losses include those that combine all tokens of a sample, losses of top-K
+targets and losses that the caller computes. The tests also compare entropies.
 """
 
 from dataclasses import replace
@@ -34,7 +35,10 @@ WIDE = GSPO(ratio_low=0.5, ratio_high=2.0)
 
 
 def with_columns(samples: list[Sample], **makers) -> list[Sample]:
-    """Copies of the samples with more columns. makers: for each new column a function that makes it from (random generator, number of positions)."""
+    """Copies of the samples with more columns.
+
+    makers: for each new column, a function that returns the column. Its arguments are a random generator and the number of positions.
+    """
     draw = torch.Generator().manual_seed(7)
     made = []
     for sample in samples:
@@ -64,7 +68,10 @@ def own_gspo(samples: list[Sample], logprobs: list[torch.Tensor]):
 
 
 def train(trainer: TrainerClient) -> dict:
-    """Take a step with each kind of loss. Returns {name: (output, gradient norm)}. Also asserts that a refused loss opens no step."""
+    """Take a step with each kind of loss. Returns {name: (output, grad_norm)}.
+
+    Also asserts that a refused loss raises an error and leaves the trainer idle, with no open step.
+    """
     numbers = {}
     near = with_columns(ppo_samples(LENGTHS), ref_logprobs=lambda draw, n: -4 * torch.rand(n, generator=draw))
     for name, samples, loss in [
@@ -93,7 +100,10 @@ def train(trainer: TrainerClient) -> dict:
 
 @pytest.fixture(scope="module")
 def numbers_of(tied_qwen3):
-    """numbers_of(shard, tensor, context) returns the result of `train` under this layout. A layout is trained only once."""
+    """numbers_of(shard, tensor, context) returns the result of `train` with these degrees of FSDP, tensor and context parallelism.
+
+    `train` runs only once for each layout.
+    """
 
     @cache
     def run(shard: int = 1, tensor: int = 1, context: int = 1) -> dict:
@@ -111,7 +121,7 @@ def numbers_of(tied_qwen3):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=["FSDP2", "TP2", "CP2"])
-def test_every_kind_of_loss_gives_the_numbers_of_one_process(numbers_of, layout):
+def test_every_kind_of_loss_gives_the_same_numbers_on_two_ranks_as_in_one_process(numbers_of, layout):
     one, actual = numbers_of(), numbers_of(*layout)
     for name, (output, grad_norm) in actual.items():
         expected, expected_norm = one[name]
