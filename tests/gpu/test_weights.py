@@ -2,9 +2,8 @@
 
 A slot is the memory in which a rank keeps its part of one version of the weights.
 
-The tests with NCCL need two GPUs. If NCCL_P2P_DISABLE and NCCL_SHM_DISABLE are 1, NCCL uses only the network, as between two hosts. The cases
-"only the network" set both variables. This command sets them for all tests with NCCL:
-`NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 pytest -m gpu tests/gpu/test_weights.py -k point_to_point`
+The tests with NCCL need two GPUs. In the cases "only the network" NCCL may use neither direct access between the GPUs nor shared memory. So it
+sends the bytes over the network, as between two hosts.
 """
 
 import multiprocessing
@@ -105,13 +104,27 @@ def test_a_process_reads_the_slots_of_another_process_and_nothing_is_left_in_dev
 @pytest.mark.parametrize("network", [False, True], ids=["all of NCCL's paths", "only the network"])
 @pytest.mark.parametrize("place", [Place(on_gpu=True), Place(pinned=True)], ids=["slots on the GPU", "pinned"])
 def test_point_to_point_sends_versions_by_nccl_and_raises_an_error_if_the_trainer_dies(place, network, monkeypatch):
-    """The reader is this process, on another GPU. The trainer is killed while it sends, and this process must survive."""
+    """Every case has a new reader process, because NCCL reads its variables only once in a process."""
     for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE") if network else ():
         monkeypatch.setenv(name, "1")
-    monkeypatch.setattr(communicator, "PIECE_BYTES", 100_000)  # several pieces
+    reader = multiprocessing.get_context("spawn").Process(target=read_from_trainers_that_are_killed, args=(place,))
+    reader.start()
+    try:
+        reader.join()
+    finally:
+        reader.kill()
+    assert reader.exitcode == 0  # the reader prints the assertion that failed
+
+
+def read_from_trainers_that_are_killed(place: Place) -> None:
+    """Read versions of two trainers, one after the other, on another GPU. Each trainer is killed while it sends.
+
+    The reader must survive the death of the trainer.
+    """
+    communicator.PIECE_BYTES = 100_000  # several pieces
     torch.zeros(1, device="cuda:1")
     context = multiprocessing.get_context("spawn")
-    for _ in range(2):  # the second trainer replaces the trainer that was killed
+    for _ in range(2):
         here, there = context.Pipe()
         writer = context.Process(target=send_small_pieces, args=(there, place), daemon=True)
         writer.start()
