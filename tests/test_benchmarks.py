@@ -391,6 +391,18 @@ def test_the_table_says_what_is_met_what_misses_and_what_was_not_run(folder, row
     assert cells[1]["device, date"] == "needs 1 GPU" and cells[3]["device, date"] == "2 cores of x86_64, 2026-01-01"
 
 
+def test_the_table_shows_another_kind_of_gpu_only_if_there_is_no_result_of_the_usual_kind(folder, rows):
+    rows(fake_rows("a", "b", "c", num_gpus=1))
+    speeds = {"tokens_per_second": 1200.0, "engine_tokens_per_second": 1000.0}
+    keep(folder, "fake", "a", "1 x NVIDIA H200", "2026-01-01T00:00:00+00:00", ratio=1.2, **speeds)
+    for name in ("a", "b"):
+        keep(folder, "fake", name, "1 x NVIDIA H100", "2026-01-02T00:00:00+00:00", ratio=1.1, **speeds)
+    keep(folder, "fake", "c", "2 cores of x86_64", "2026-01-02T00:00:00+00:00", ratio=1.1, **speeds)
+    _, _, *lines = table.markdown().splitlines()
+    a, b, c = lines
+    assert "1 x NVIDIA H200, 2026-01-01" in a and "1 x NVIDIA H100, 2026-01-02" in b and "not run" in c
+
+
 def test_the_headline_has_only_rows_that_were_run(folder, rows, monkeypatch):
     rows(fake_rows("a", "b", "c"))
     monkeypatch.setattr(table, "HEADLINE", ("c", "b", "a"))

@@ -56,6 +56,16 @@ def newest(row: TableRow, gpu: str, since: str = "") -> Line | None:
     return found | {"file": by_name} if found else None
 
 
+def shown(row: TableRow, gpu: str) -> Line | None:
+    """The row's newest result from this kind of GPU. If there is none, the newest result from another kind of GPU."""
+    line = newest(row, gpu)
+    if line is None and row.num_gpus and row.command:
+        kinds = {results.kind(other) for other in results.lines(row.command[0])} - {results.CPU}
+        found = [other for kind in kinds if (other := newest(row, kind)) is not None]
+        line = max(found, key=lambda other: other["date"], default=None)
+    return line
+
+
 def misses(row: TableRow, line: Line) -> list[str]:
     """Names of the fields that miss their limit. The comparisons are negated, so that NaN misses every limit."""
     too_low = [name for name, limit in row.at_least.items() if not line[name] >= limit]
@@ -89,10 +99,13 @@ def verdict(row: TableRow, line: Line) -> str:
 
 
 def markdown(gpu: str = H200) -> str:
-    """The table of all rows, in Markdown. The table includes rows that were not run."""
+    """The table of all rows, in Markdown. The table includes rows that were not run.
+
+    gpu: the kind of GPU whose results are shown. A row without such a result shows a result from another kind.
+    """
     rows: list[tuple[str, ...]] = []
     for name, row in TABLE.items():
-        line = newest(row, gpu)
+        line = shown(row, gpu)
         if line is None:
             cells = ["not run", "", target(row), "not run", f"needs {row.needs}"]
         else:
@@ -105,7 +118,7 @@ def headline(gpu: str = H200) -> str:
     """The table of the headline rows, in Markdown. Rows that were not run are left out."""
     rows: list[tuple[str, ...]] = []
     for name in HEADLINE:
-        line = newest(TABLE[name], gpu)
+        line = shown(TABLE[name], gpu)
         if line is not None:
             cells = (TABLE[name].what, TABLE[name].measured(line), ratio(line), _device_and_date(line))
             rows.append((f"`{name}`", *cells))

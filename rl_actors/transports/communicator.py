@@ -19,8 +19,8 @@ NCCL sends and receives only in the memory of a GPU. So if the bytes are in the 
 When a rank writes its next version into a slot, the rank waits for all work of its GPU, also for a piece that NCCL is
 sending. So a reader that hangs in the middle of a piece can delay this write until the deadline of the pull.
 
-The tests of NCCL are in tests/gpu/test_weights.py and need two GPUs. On one host with two GPUs, the cases in which NCCL may use all its paths
-passed. The cases in which NCCL may use only the network failed. The host had no network, but it is not known whether this was the cause.
+The tests of NCCL are in tests/gpu/test_weights.py and need two GPUs. They passed on one host with two GPUs, with all of NCCL's paths and with
+only the loopback network. NCCL has not run between two hosts.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The memory of a model is on the GPU that its config names. Needs two GPUs. This test has not been run yet."""
+"""The memory of a model is on the GPU that its config names. Needs two GPUs. This test has not been run to its end yet."""
 
 import pytest
 import torch

@@ -66,7 +66,6 @@ def test_steps_are_those_of_a_trainer_on_the_gpu_and_the_state_is_on_the_host(mo
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_weights_of_two_ranks_reach_a_generator_and_a_directory_and_come_back(tmp_path):
-    """This test has not been run to its end yet."""
     transport = IndexTransport(WeightsConfig(path="tcp"))
     in_background(transport.open(), "transport").result()
     config = TrainerConfig(
