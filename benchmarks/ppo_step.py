@@ -1,19 +1,22 @@
-"""Times each part of a PPO step by itself. Adds up the parts of each GPU, and compares the largest sum with the time of a whole step.
+"""Times each part of a PPO step by itself. Adds up the seconds of the parts that each GPU runs, and compares the largest sum with the
+seconds of a whole step.
 
 python -m benchmarks ppo_step --config qwen3_0_6b_ppo
 
 First controllers.ppo trains for some steps, with the actors on the GPUs that the config gives them. Then the same
-processes run each part of a step by itself, on new completions, and the program times the part. The new
-completions are as many as in a step, and have the same limit of length. The parts are
+actors run each part of a step by itself, and the program times the part. The parts work on new completions, as many as
+in a step and with the same limit of length. The parts are
   generate: the completions
   logprobs: the logprobs of the trainer's policy, if the loss corrects for the difference between generator and trainer
-  reference, values: the outputs of the reference and of the value model
+  reference: the logprobs of the reference model
+  values: the values of the value model
   policy, critic: the training of the policy and of the value model
-  push, pull: the transfer of the weights to the generator
-The seconds of a GPU are the sum of the parts that run on it. The slowest GPU has the largest sum. A step takes at least
-the seconds of the slowest GPU, and exactly these if this GPU never waits. On a CPU all parts share one device, and may
-overlap on its cores.
-The weights are random and there is nothing to learn. The reward of a completion is the parity of its length.
+  push: the trainer publishes its weights
+  pull: the generator loads the published weights
+The slowest GPU is the GPU with the largest sum. A step takes at least as long as this sum, and exactly as long if the
+slowest GPU never waits. On a CPU all parts share one device. They may overlap on its cores, so a step can take less
+time than the sum.
+The weights are random, and only the times matter. The reward of a completion is the parity of its length.
 """
 
 import argparse
@@ -85,9 +88,9 @@ class Digits:
 
 
 def make_config(name: str, *, samples: int, prompt_tokens: int, new_tokens: int, steps: int) -> PPOConfig:
-    """The config of this name, with `samples` problems in each step and without supervised steps.
+    """The config of this name with the task `Digits`, `samples` problems in each step, and no supervised steps.
 
-    A problem has `prompt_tokens` digits.
+    A prompt has `prompt_tokens` digits, and each digit is a token.
     """
     config = CONFIGS[name]()
     return replace(
@@ -229,7 +232,8 @@ async def measure(config: PPOConfig, folder: RunFolder, *, repeats: int) -> dict
             await train(run)
             busy = watch.between(began, time.perf_counter())
             for repeat in range(repeats):
-                first = (config.steps + 2 + repeat) * config.rollouts.groups_per_step  # problems that no step had
+                # No step has used the problem with this index, or a later problem.
+                first = (config.steps + 2 + repeat) * config.rollouts.groups_per_step
                 await parts_alone(run, spawned, first=first, timed=timed)
     watch.stop()
     steps = [record for record in read_jsonl(folder.metrics) if record["phase"] == "ppo"][WARM_UP:-1]
@@ -239,7 +243,10 @@ async def measure(config: PPOConfig, folder: RunFolder, *, repeats: int) -> dict
 
 
 def figures(config: PPOConfig, steps: list[dict[str, Any]], parts: dict[str, float]) -> dict[str, Any]:
-    """The figures of a line of results. ratio: seconds of the slowest device divided by the seconds of the step; 1 if that device never waits."""
+    """The figures of a line of results.
+
+    ratio: seconds of the slowest device divided by the seconds of a step. The ratio is 1 if that device never waits.
+    """
     seconds = statistics.median(step["time/step"] for step in steps)
     of_devices = seconds_by_device(parts, devices(config))
     slowest = max(of_devices.values())
@@ -265,7 +272,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128 if has_gpus else 16)
     parser.add_argument("--new-tokens", type=int, default=256 if has_gpus else 24, help="longest completion")
     parser.add_argument("--steps", type=int, default=WARM_UP + 4, help="steps; the first two and the last do not count")
-    parser.add_argument("--repeats", type=int, default=3, help="times that every part is timed alone")
+    parser.add_argument("--repeats", type=int, default=3, help="number of times that every part is timed")
     given = parser.parse_args()
     if given.steps < WARM_UP + 2 or given.repeats < 1:
         parser.error(f"--steps must be at least {WARM_UP + 2}, --repeats at least 1")

@@ -29,35 +29,37 @@ SEEDS_PER_RUN = 1 << 20
 @dataclass(kw_only=True)
 class RolloutConfig:
     groups_per_step: int = 64
-    """Number of problems of a step. The step trains on the completions of these problems."""
+    """Number of groups that a step trains on. A group is one problem with its completions. A step trains on fewer groups if groups whose
+    rewards are all equal remain after the last refill (see max_refills)."""
     group_size: int = 16
     """Number of completions of each problem."""
     temperature: float = 1.0
     """Sampling temperature. The trainer computes its logprobs at the same temperature."""
     top_p: float = 1.0
-    """Share of the probability mass from which tokens are sampled. Below 1 the trainer's logprobs cannot match the generator's, because the
-    trainer normalises its probabilities over all tokens."""
+    """Share of the probability mass from which tokens are sampled. With a value below 1 the trainer's logprobs cannot match the generator's:
+    the trainer normalises its probabilities over all tokens, and the generator only over the tokens of this share."""
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae"] = "grpo"
-    """Rule that makes advantages from the rewards of a group. Only PPO takes the rule gae. With gae a value model makes the
-    advantages, every group is trained on, and a group may have only one completion."""
+    """Rule that makes advantages from the rewards of a group. PPO needs the rule gae, and only PPO takes it. With gae the
+    values of a value model also go into the advantages, every group is trained on, and a group may have only one completion."""
     max_refills: int = 1
-    """Largest number of times that groups whose rewards are all equal are replaced with groups of new problems. The limit
-    applies to each set of problems that are started together. In the synchronous loop such a set is all problems of a step."""
+    """Largest number of refills. A refill replaces the groups whose rewards are all equal with groups of new problems. The limit
+    applies to each set of problems that are started together. If max_staleness is 0, such a set is all problems of a step."""
     max_staleness: int = 0
     """Largest age of a group on which a step trains. The age is the trainer's version minus the version that sampled the group's oldest token.
-    The generator runs ahead of the trainer as far as this age allows. 0: generation, training and weight sync come one after the other."""
+    The version counts optimizer steps, and a step of the loop may have several. The generator runs ahead of the trainer as far as this age
+    allows. 0: generation, training and weight sync come one after the other."""
     in_flight_updates: bool = True
     """True: running requests continue with the new weights when the generator gets them, and each token is recorded with the version that sampled
     it. False: the generator gets new weights only when no request is running."""
     max_retries: int = 2
-    """Largest number of times that a problem's completions are requested again after the generator has failed. If the last attempt fails, too, the
-    run ends with the generator's error."""
+    """Largest number of times that a problem's completions are requested again after the generator has failed. If the last attempt also fails,
+    the run ends with the generator's error."""
     overlong_buffer: int = 0
-    """Number of the last tokens that the limit max_tokens allows. A completion that reaches one of them gets a penalty on its reward. The
-    penalty grows from 0 to overlong_penalty at the limit (DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13). In a task with
-    episodes, the limit is episodes.max_tokens, and all tokens of an episode count. 0: no penalty."""
+    """Number of tokens before the limit max_tokens over which a penalty on the reward grows. The penalty is 0 for a completion of up to
+    max_tokens - overlong_buffer tokens, and overlong_penalty at max_tokens (DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13). In a
+    task with episodes, the limit is episodes.max_tokens, and all tokens of an episode count, also its prompt. 0: no penalty."""
     overlong_penalty: float = 1.0
-    """Penalty on the reward of a completion that is as long as its limit allows. It needs an overlong_buffer above 0."""
+    """Penalty on the reward of a completion that is as long as its limit allows. Has no effect if overlong_buffer is 0."""
 
     def validate(self) -> None:
         limits = {"groups_per_step": 1, "max_refills": 0, "max_staleness": 0, "max_retries": 0}
@@ -75,7 +77,7 @@ class RolloutConfig:
             raise ValueError(f"rollouts.top_p={self.top_p}; it must be in (0, 1]")
 
     def overlong(self, num_tokens: int, max_tokens: int) -> float:
-        """The penalty on the reward of a completion of num_tokens tokens.
+        """The penalty on the reward of a completion of num_tokens tokens. overlong_buffer must be above 0.
 
         Example: if overlong_buffer=4, overlong_penalty=1 and max_tokens=20, the penalty is 0 up to 16 tokens, 0.25 at 17 and 1 at 20.
         """
@@ -118,14 +120,15 @@ class Group:
 
     @property
     def truncated(self) -> list[bool]:
-        """For each completion: True if it was cut off."""
+        """For each completion: True if a limit of tokens or turns has ended the completion."""
         return [completion.finish_reason == "length" for completion in self.completions]
 
     @property
     def rewards_per_token(self) -> list[list[float]]:
         """For each completion and each of its tokens: the token's part of `rewards`.
 
-        A turn's reward is at the turn's last token. The penalties are at the last token of the completion.
+        Without episodes, the whole reward is at the last token of the completion. With episodes, a turn's reward is at the turn's last token, and
+        the penalties are at the last token of the completion.
         """
         rows = []
         for place, completion in enumerate(self.completions):
@@ -155,13 +158,14 @@ class Group:
     def has_signal(self) -> bool:
         """True if the group can be trained on.
 
-        A group whose rewards are all equal can be trained on only with the rule gae. Every other rule gives all its completions the advantage 0.
+        A group whose rewards are all equal can be trained on only with the rule gae. Every other rule gives all completions of such a group the
+        advantage 0.
         """
         return not self.needs_difference or len(set(self.rewards)) > 1
 
 
 Penalty = Callable[[Sequence[Group]], Awaitable[list[Group]]]
-"""Function from groups to the same groups with reduced rewards."""
+"""Function from groups to the same groups, with a penalty subtracted from each reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +175,7 @@ class RolloutBatch:
     samples: list[Sample]  # the completions of the groups that have a signal
     groups: list[Group]  # all groups, also those that have no signal
     advantages: list[list[float]]  # one list for each group, one number for each completion
-    num_refills: int
+    num_refills: int  # one refill may replace several groups
     num_retries: int  # times that a group's completions were requested again
     version: int  # the trainer's policy_version when the step begins
 
@@ -275,7 +279,7 @@ class GenerationError(Exception):
 
 
 class Generating:
-    """Counts the running calls of the generator, and can keep new calls from beginning."""
+    """Counts the calls to the generator that are running, and can keep new calls from beginning."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
@@ -297,7 +301,10 @@ class Generating:
 
     @contextlib.asynccontextmanager
     async def paused(self, *, wait: bool) -> AsyncIterator[None]:
-        """Context manager. If `wait` is True, no call runs while its body runs. If `wait` is False, it does nothing."""
+        """Context manager. If `wait` is True, the body begins when no call is running, and new calls begin only after the body.
+
+        If `wait` is False, the context manager does nothing.
+        """
         if not wait:
             yield
             return
@@ -338,7 +345,7 @@ class Rollouts:
         self.generating = Generating(timeline or Timeline())
 
     async def complete(self, indices: Sequence[int], deliver: Deliver) -> None:
-        """Give `deliver` the groups of these problems, in the order in which the groups finish.
+        """Give `deliver` the groups of the problems with these indices, in the order in which the groups finish.
 
         If these rollouts have a `penalty` function, `deliver` gets all groups at the end instead. If the generator fails, `deliver` first
         gets the groups that have finished, and then this method raises GenerationError. If a reward function fails, this method raises the
@@ -366,7 +373,8 @@ class Rollouts:
             raise failure
 
     async def _complete_run(self, indices: Sequence[int], first: int, tasks: asyncio.TaskGroup, keep: Deliver) -> None:
-        """Complete problems with consecutive indices, in one call of the generator. Each group is scored in a task of its own.
+        """Complete problems with consecutive indices, in one call to the generator. For each group, a task in `tasks` computes the rewards
+        and gives the group to `keep`.
 
         first: position of the first of these problems in the list that `complete` got.
         """
@@ -400,7 +408,10 @@ class Rollouts:
     def penalised(
         self, totals: list[float], lengths: Sequence[int], max_tokens: int
     ) -> tuple[list[float], list[float]]:
-        """Two lists: the rewards minus the penalties on long completions, and the penalties. If overlong_buffer is 0, the second list is empty."""
+        """Two lists: the rewards `totals` minus the penalties on long completions, and these penalties.
+
+        If overlong_buffer is 0, the second list is empty.
+        """
         if not self.config.overlong_buffer:
             return totals, []
         overlong = [self.config.overlong(length, max_tokens) for length in lengths]

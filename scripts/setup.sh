@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Make .venv from the lock, the list of pinned packages, for this machine's device (CPU or CUDA). If .venv is finished and belongs to this lock
-# and this folder, do nothing. Otherwise say why, and replace .venv. A .venv with packages that the user has added is renamed and not deleted.
+# Make .venv for this machine's device (CPU or CUDA). The lock, a list of pinned packages, says which packages to install. If .venv is finished
+# and was made in this folder from this lock, do nothing. Otherwise say why, and replace .venv. A .venv with packages that the user has added is
+# renamed and not deleted.
 #
 #   scripts/setup.sh            DEVICE=cpu|cuda and PYTHON=PATH override the detected device and Python
-#   scripts/setup.sh --stamp    only print the content that .venv/stamp must have if .venv is finished: device, hash of the lock, folder
+#   scripts/setup.sh --stamp    only print what .venv/stamp must contain so that .venv is not replaced: device, hash of the lock, folder
 set -euo pipefail
 cd "$(dirname "$0")/.."
 started=$SECONDS
@@ -27,7 +28,7 @@ exec 9< scripts/setup.sh
 flock 9
 if [[ -x .venv/bin/python && $(cat .venv/stamp 2>/dev/null) == "$stamp" ]]; then exit; fi
 
-[[ $(uname -sm) == "Linux x86_64" ]] || die "the locks are for Linux x86_64, this is $(uname -sm)"
+[[ $(uname -sm) == "Linux x86_64" ]] || die "the pinned packages are for Linux x86_64, but this machine is $(uname -sm)"
 
 choose_python() {
     local candidate
@@ -67,7 +68,7 @@ if [[ -d .venv/lib ]]; then
         kept=.venv-$(date +%Y%m%d-%H%M%S)
         mv .venv "$kept"
         say "the old .venv holds packages that are not in the lock: $added"
-        say "so it was renamed $kept; install those packages again, and delete $kept when you need nothing from it"
+        say "so it was renamed $kept; install those packages in the new .venv, and delete $kept when you need nothing from it"
     fi
 fi
 rm -rf .venv
@@ -77,11 +78,11 @@ uv_version=uv==0.13.9
 pip() { .venv/bin/python -m pip --disable-pip-version-check --no-input install --no-deps --no-compile "$@" >> "$log" 2>&1; }
 failed() { tail -n 15 "$log" >&2; die "$1 (whole output: $log); remove the cause and run make setup again"; }
 
-say "$("$python" -V), $device, $(grep -c == "$lock") packages of $lock into .venv (some minutes; output: $log)"
+say "installing the $(grep -c == "$lock") packages of $lock into .venv for $device, with $("$python" -V) (some minutes; output: $log)"
 if [[ $device == cpu ]]; then
     torch=$(grep '^torch==' "$lock")
     if ! pip "$torch"; then
-        say "$torch is in none of pip's configured sources, asking PyTorch's CPU index"
+        say "pip cannot install $torch from its configured sources, so it tries PyTorch's CPU index"
         pip --index-url https://download.pytorch.org/whl/cpu "$torch" || failed "cannot install $torch"
     fi
     say "$torch installed after $((SECONDS - started)) s"
@@ -102,7 +103,7 @@ rm -rf "$uv_folder"
 pip --no-build-isolation --editable . || failed "cannot install the project into .venv"
 say "packages installed after $((SECONDS - started)) s, compiling and importing them"
 # Compile on all cores; pip would use one core. If the compiled files were missing and PYTHONDONTWRITEBYTECODE were set, every process would
-# compile all packages again, which takes 30 s of each run.
+# compile the modules that it imports, which takes 30 s of each run.
 .venv/bin/python -m compileall -q -j 0 .venv/lib >> "$log" 2>&1 || true     # some packages ship templates that are not Python
 .venv/bin/python -c 'import torch, transformers, vllm, monarch.actor, torchtitan, torchstore, reasoning_gym' >> "$log" 2>&1 ||
     failed "the installed packages do not import"

@@ -1,4 +1,7 @@
-"""Summary of a torch.profiler trace: how long the GPU was busy, and which kernels took the time. Records no trace itself."""
+"""Summary of a torch.profiler trace: how long the GPU was busy, and which kernels took the time. Records no trace itself.
+
+python -m benchmarks.harness.trace FILE …
+"""
 
 import json
 import sys
@@ -35,11 +38,14 @@ KINDS = {
 
 
 def summary(path: str | Path, steps: int = 1) -> str:
-    """Text about a trace of `steps` steps: its length, the GPU's busy share, time by kind of kernel, the longest gaps and the slowest kernels."""
+    """Text about a trace of `steps` steps: length, busy share of the GPU, time by kind of kernel, longest gaps, and slowest kernels.
+
+    Copies and memory sets count as kernels.
+    """
     events = json.loads(Path(path).read_text())["traceEvents"]
     kernels = [event for event in events if event.get("cat") in GPU_CATEGORIES and "dur" in event]
     if not kernels:
-        return f"{path}: no GPU events among {len(events)}"
+        return f"{path}: no GPU events among its {len(events):,} events"
     whole, busy, gaps = _spans(kernels)
     by_name: dict[str, list[float]] = defaultdict(list)
     by_kind: dict[str, float] = defaultdict(float)
@@ -47,14 +53,15 @@ def summary(path: str | Path, steps: int = 1) -> str:
         by_name[event["name"]].append(event["dur"])
         by_kind[_kind(event["name"])] += event["dur"]
     lines = [
-        f"{path}: {steps} steps in {whole / 1e3:.1f} ms, busy {busy / whole:.1%}, {len(kernels):,} kernels, {len(gaps):,} gaps"
+        f"{path}: {steps} steps in {whole / 1e3:.1f} ms, busy {busy / whole:.1%}, {len(kernels):,} kernels, {len(gaps):,} gaps\n"
+        "kinds of kernels (ms per step, share of the whole time):"
     ]
     for kind, total in sorted(by_kind.items(), key=lambda item: -item[1]):
         lines.append(f"  {total / steps / 1e3:9.1f} ms {total / whole:6.1%}  {kind}")
     lines.append("longest gaps, each with the kernel after it:")
     for gap, name in sorted(gaps, reverse=True)[:NUM_GAPS]:
         lines.append(f"  {gap / 1e3:9.2f} ms  {name[:100]}")
-    lines.append("kernels:")
+    lines.append("kernels that took the most time (ms per step, share of the whole time, calls per step):")
     for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:NUM_KERNELS]:
         total = sum(times)
         lines.append(f"  {total / steps / 1e3:9.1f} ms {total / whole:6.1%} {len(times) // steps:6}  {name[:110]}")

@@ -1,4 +1,7 @@
-"""Tasks. A task gives problems, and the reward of a completion. This package contains nothing about tokens, groups of completions or actors."""
+"""Tasks. A task gives problems. It also gives the reward of a completion, or episodes that answer the policy's turns.
+
+This package imports neither the tokenizer nor the actors.
+"""
 
 from controllers.environments.base import Environment, Message, Problem, RewardError
 from controllers.environments.build import build_environment

@@ -17,17 +17,19 @@ EXPERTS, FUSED = ".inner_experts.", ".wqkv."
 
 
 def is_joined(name: str) -> bool:
-    """True if this is torchtitan's name of the experts of a block, or of fused query, key and value."""
+    """True if `name` is torchtitan's name of a block's experts, or of fused query, key and value."""
     return EXPERTS in name or FUSED in name
 
 
 def _split_placements(joined: DTensor) -> list[Placement]:
     """Placements under which every rank holds a piece of every expert or attention head.
 
-    FSDP and expert parallelism shard the first dimension, so each rank has only some of the experts or heads. But every rank must publish a
-    shard of every tensor of Hugging Face. So these placements shard another dimension. Every expert and head is then split over all ranks, and each rank
-    needs as much memory as before. torchtitan's own adapter is not used to split a sharded tensor, because it
-    gives each rank only the names of that rank's experts, and does not support replicas.
+    FSDP and expert parallelism shard the first dimension, so each rank has only some of the experts or heads. But hf.py needs, on every rank,
+    a shard of each Hugging Face tensor in `joined`. So these placements shard another dimension. Every expert and head is then split over all
+    ranks, and each rank needs as much memory as before.
+
+    torchtitan's own adapter is not used to split a sharded tensor, because it gives each rank only the names of that rank's experts, and does
+    not support replicas.
     """
     sharded_dims = {placement.dim for placement in joined.placements if not placement.is_replicate()}
     free_dim = next(dim for dim in range(1, joined.ndim) if dim not in sharded_dims)
@@ -113,6 +115,6 @@ def join_qkv(adapter: Qwen3StateDictAdapter, split: list[Tensor]) -> Tensor:
 
 
 def _heads(adapter: Qwen3StateDictAdapter) -> tuple[int, int, int]:
-    """(G, R, W). For each group, torchtitan's fused weight has the rows of the group's queries, then of its key and then of its value."""
+    """(G, R, W). For each group, torchtitan's fused weight has the rows of the group's queries, then of the key and then of the value."""
     attention = adapter.model_config.layers[0].attention
     return attention.n_kv_heads, attention.n_heads // attention.n_kv_heads, attention.head_dim

@@ -1,9 +1,8 @@
 """Move weights, gradients and optimizer state of one rank from its device to host memory and back, bit for bit.
 
 `offload` copies each tensor's storage to the host, and resizes the storage to 0 bytes. `onload` resizes the same storage again, and copies
-the bytes back. So every view of the storage stays valid, such as the local tensors of DTensors, and the views that FSDP keeps of its shards.
-The parameters stay the same objects. They are the keys of the optimizer's state, so this state stays valid, too. Nothing in the model's
-modules changes.
+the bytes back. So every view of the storage is valid again, such as the local tensors of DTensors, and the views that FSDP keeps of its
+shards. The parameters stay the same objects. They are the keys of the optimizer's state, so this state stays valid, too.
 """
 
 import time
@@ -65,14 +64,14 @@ class Offload:
     def onload(self, parts: Collection[Part] = PARTS) -> HostMove:
         """Bring the parts back to the device. Does nothing for a part that is on the device already.
 
-        If the device has too little memory, this method raises torch's error. The storages that have come back by then stay on the device,
+        If the device has too little memory, this method raises torch's error. Storages that were already brought back stay on the device,
         and another call brings back the remaining storages.
         """
         if not any(part in self.away for part in parts):
             return HostMove()
         begin = time.perf_counter()
         num_bytes = 0
-        this_machine().release_memory()  # torch caches freed blocks of memory, whose sizes may not fit the storages
+        this_machine().release_memory()  # torch caches freed blocks of memory, but their sizes may not fit the storages
         try:
             for part in [part for part in PARTS if part in parts and part in self.away]:
                 places = self.away[part]
@@ -148,7 +147,7 @@ def _aligned(size: int) -> int:
 
 
 def _to_host(places: Sequence[Place]) -> int:
-    """Copy the storages to the host, and then empty them. Returns the number of bytes."""
+    """Copy the storages to the host, and then resize them to 0 bytes. Returns the number of copied bytes."""
     for place in places:
         place.host.copy_(_bytes_of(place.storage), non_blocking=True)
     this_machine().wait()
@@ -158,7 +157,7 @@ def _to_host(places: Sequence[Place]) -> int:
 
 
 def _to_device(place: Place) -> int:
-    """Begin to copy a storage back. Returns the number of bytes."""
+    """Begin to copy a storage back to the device. Returns the number of bytes."""
     place.storage.resize_(place.host.numel())
     _bytes_of(place.storage).copy_(place.host, non_blocking=True)
     return place.host.numel()

@@ -16,14 +16,14 @@ from torch import Tensor
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 Group = tuple[int, Tensor | slice]
-"""(place of an adapter, indices of the rows that use it). The indices are slice(None) if all rows use it."""
+"""(place of an adapter, indices of the rows that use it). The indices are slice(None) if all rows use the adapter."""
 
 
 class GroupedAdapters(PunicaWrapperCPU):
     """Applies each adapter to the rows that use it."""
 
-    tokens: list[Group] = []
-    samples: list[Group] = []
+    tokens: list[Group] = []  # groups of the rows of the layers' inputs
+    samples: list[Group] = []  # groups of the rows of the logits
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
         super().update_metadata(*args, **kwargs)
@@ -41,7 +41,7 @@ class GroupedAdapters(PunicaWrapperCPU):
     ) -> None:
         """Add the adapters' outputs to the outputs of a layer.
 
-        A layer can have several slices: query, key and value, or gate and up. An adapter has matrices A and B for each slice.
+        A layer's output can consist of several slices: query, key and value, or gate and up. An adapter has matrices A and B for each slice.
         """
         y_TO, x_TI = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
         for slot, rows in self.tokens:

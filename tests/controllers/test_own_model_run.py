@@ -1,5 +1,5 @@
-"""A run of a user's own model starts from the model's Hub id. It needs no network, because the model is in the Hub's cache. vLLM's server then
-serves the export of the run."""
+"""A run of a user's own model starts from the model's Hugging Face Hub id. The run needs no network, because the model is in the local Hub
+cache. vLLM's server then serves the export of the run."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def start(environment: dict[str, str], controller: str, *arguments: object) -> s
 
 @pytest.fixture(scope="module")
 def offline(tmp_path_factory) -> dict[str, str]:
-    """Environment variables that forbid requests to the Hub and name a cache that has the model."""
+    """Environment variables that forbid requests to the Hub, and that name a cache with the model."""
     cache = tmp_path_factory.mktemp("hub")
     save_model(put_in_hub_cache(cache, ID))
     return {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cache)}
@@ -130,7 +130,7 @@ def test_vllms_server_with_the_export_generates_the_same_tokens_as_the_generator
 def answers_of_the_generator(
     run: Path, config: GRPOConfig, prompts: list[list[int]], stop_token_ids: tuple[int, ...], logs: Path
 ) -> list[list[int]]:
-    """Greedy completions by new actors with the run's config and the weights of its last step."""
+    """Greedy completions by new actors with the run's config and the weights of the run's last step."""
     with TrainerClient.spawn(config.trainer, logs=LogRoute(directory=logs)) as trainer:
         trainer.load_checkpoint(str(run / "checkpoints/step-3/trainer")).result()
         with trainer.spawn_generator(config.generator, logs=LogRoute(directory=logs)) as generator:
@@ -140,7 +140,7 @@ def answers_of_the_generator(
 
 @contextmanager
 def server(model: Path, log: Path) -> Iterator[str]:
-    """Start vLLM's server on a directory and yield its address. All of its processes end with the context."""
+    """Start vLLM's server for the model in a directory, and yield the server's address. All processes of the server end with the context."""
     port = portpicker.pick_unused_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     command += ["--dtype", "float32", "--max-model-len", "128", "--enforce-eager"]
@@ -166,7 +166,7 @@ def server(model: Path, log: Path) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(GUARD)
-        with suppress(ProcessLookupError):  # raised when the group has ended with the server
+        with suppress(ProcessLookupError):  # raised if all processes of the group have ended
             os.killpg(process.pid, signal.SIGKILL)
 
 

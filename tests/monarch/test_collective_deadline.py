@@ -1,5 +1,5 @@
-"""If a rank hangs, another rank waits for it in a collective. The call then ends at the collective_timeout of the
-process groups, before the caller's call_timeout.
+"""If a rank hangs during a call, another rank waits for it in a collective. The call then fails after collective_timeout,
+the limit of the process groups, and not only after the client's longer call_timeout.
 """
 
 import os
@@ -16,7 +16,7 @@ from rl_actors import TrainerClient
 from rl_actors.clients.base import ActorSilentError
 from rl_actors.losses import CrossEntropy
 
-DEADLINE = 3.0  # seconds
+DEADLINE = 3.0  # seconds of collective_timeout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

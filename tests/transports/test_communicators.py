@@ -1,8 +1,8 @@
 """A trainer's rank and a reader of its weights exchange tensors in a communicator, which is a process group of these
 two processes.
 
-They keep the communicator until a call fails or hangs, or one of the two processes ends. The next pull then makes
-another communicator.
+They keep the communicator until a call fails or hangs, or one of the two processes ends. The next pull of the weights
+then makes another communicator.
 """
 
 import os
@@ -56,14 +56,14 @@ def test_a_communicator_is_made_once_for_each_rank_and_stays_when_a_version_is_g
     assert sorted(made) == [0, 0, 1, 1]
 
 
-def test_a_trainer_that_was_started_again_gets_another_communicator(made):
+def test_a_restarted_trainer_gets_another_communicator(made):
     for version in (1, 2):
         served = Served()
         assert versions_in(receive(served.write(version), PATH)[0]) == {float(version)}
     assert sorted(made) == [0, 0, 1, 1]
 
 
-def test_a_trainer_that_hangs_is_a_timeout_and_the_next_pull_makes_another_communicator(made, monkeypatch):
+def test_a_pull_from_a_trainer_that_hangs_times_out_and_the_next_pull_makes_another_communicator(made, monkeypatch):
     served, goes_on = Served(), threading.Event()
     manifest = served.write(1)
     assert versions_in(receive(manifest, PATH)[0]) == {1.0}
@@ -119,7 +119,7 @@ def test_a_reader_that_hangs_holds_a_slot_no_longer_than_the_timeout_of_the_trai
 
 
 class SilentGroup:
-    """A process group whose calls wait without a limit until `abort`."""
+    """A process group whose calls wait, without a time limit, until `abort` is called."""
 
     def __init__(self) -> None:
         self.aborted = threading.Event()
@@ -139,7 +139,7 @@ class SilentGroup:
 
 @pytest.fixture
 def silent_pair():
-    """A pair with a SilentGroup, and the other end of the pair's control connection."""
+    """A reader's Pair with a SilentGroup, and the other end of the Pair's control connection."""
     PAIRS.end()
     here, there = socket.socketpair()
     pair = Pair(here, member=READER, backend="gloo", piece_bytes=2, device=torch.device("cpu"))
@@ -149,7 +149,7 @@ def silent_pair():
     there.close()
 
 
-def test_run_raises_at_the_deadline_and_end_aborts_a_call_that_waits_without_a_limit(silent_pair):
+def test_pair_run_raises_at_the_deadline_and_pair_end_aborts_a_call_that_waits_without_a_limit(silent_pair):
     left = Left()
     pair, _ = silent_pair
     group = pair.group
@@ -161,7 +161,7 @@ def test_run_raises_at_the_deadline_and_end_aborts_a_call_that_waits_without_a_l
     left.wait_for_none()
 
 
-def test_a_call_that_waits_without_a_limit_ends_when_the_other_process_does(silent_pair):
+def test_a_call_that_waits_without_a_limit_fails_when_the_other_process_ends(silent_pair):
     pair, other = silent_pair
 
     def end_in_the_middle() -> None:
@@ -184,7 +184,8 @@ def test_a_failed_write_to_the_other_process_says_that_the_other_process_closed_
 def test_nccl_blocks_in_wait_and_has_no_watchdog_that_would_end_the_trainer(monkeypatch):
     """The test needs no GPU: a fake ProcessGroupNCCL records its arguments and the value of BLOCKING_WAIT.
 
-    With the value "1", `wait` blocks until the timeout, and the group has no watchdog.
+    If BLOCKING_WAIT is "1" when torch makes a group, `wait` blocks until the timeout, and the group has no watchdog. Afterwards BLOCKING_WAIT
+    must have its former value again.
     """
     seen = []
 
