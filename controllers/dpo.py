@@ -1,4 +1,6 @@
-"""Direct preference optimisation on pairs of a chosen and a rejected answer: the training loop and its command line.
+"""The training loop and the command line of direct preference optimization (DPO).
+
+DPO trains on pairs of a chosen and a rejected answer.
 
 python -m controllers.dpo --config tiny --data pairs.jsonl
 """
@@ -28,7 +30,8 @@ class DPOConfig(RunConfig):
     """The pairs. answer_column names the column of the chosen answers, and rejected_column the column of the rejected answers."""
     beta: float = 0.1
     """The reward of a completion is beta times log(p_policy / p_reference), where p is a model's probability of the
-    completion. A larger beta keeps the policy nearer to the reference."""
+    completion. The reference is the policy that the run began with. A larger beta keeps the policy nearer to the
+    reference."""
     pairs_per_step: int = 64
     """Number of pairs in one optimizer step."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -74,12 +77,13 @@ class DPOConfig(RunConfig):
         has_begun = checkpoints.newest(folder.checkpoints) is not None
         if has_begun and not self.trainer.hf_path and not folder.reference.is_dir():
             raise ValueError(
-                f"{folder.reference} is missing, so this run cannot be resumed; the folder held the reference: the weights that the run began with"
+                f"{folder.reference} is missing, so this run cannot be resumed; it held the weights that the run began with, and DPO needs them as "
+                "the reference"
             )
 
 
 async def train(run: Run[DPOConfig]) -> None:
-    """Take all steps of the run. Validates and writes checkpoints as often as the config says."""
+    """Take all remaining steps of the run. Validates and writes checkpoints as often as the config says."""
     config, loss = run.config, DPO(beta=run.config.beta)
     run.log.display.total_steps = config.steps
     reference = await start_frozen(run, has_begun=bool(run.state), is_saved=not config.trainer.hf_path)
@@ -126,7 +130,7 @@ def _samples(run: Run[DPOConfig], problems: list[Problem]) -> list[Sample]:
 async def _held_out(run: Run[DPOConfig], reference: FrozenPolicy) -> dict[str, list[Sample]]:
     """The pairs of every validation set, as {prefix of the set's metrics: samples}.
 
-    The reference's logprobs never change. So the samples get these logprobs here, once.
+    The reference never changes. So its logprobs of these samples are computed only once, in this function.
     """
     found = {}
     for one in run.validation_sets:

@@ -16,7 +16,11 @@ from rl_actors import Completion, GeneratorClient
 
 
 class EpisodeRollouts(Rollouts):
-    """Plays group_size episodes of every problem at the same time. The seeds depend only on the run's seed and the problem's index."""
+    """Plays group_size episodes of every problem, all at the same time.
+
+    The sampling seed of a turn depends only on the config, the problem's index, the episode's place in its group, and the
+    turn's index. So it does not depend on the order in which episodes finish.
+    """
 
     def __init__(
         self,
@@ -43,9 +47,9 @@ class EpisodeRollouts(Rollouts):
         self.episodes, self.player = environment, player
 
     async def _complete_run(self, indices: Sequence[int], first: int, tasks: asyncio.TaskGroup, keep: Deliver) -> None:
-        """Play the episodes of these problems. `keep` gets first + k and the group of the problem with index indices[k].
+        """Play the episodes of these problems. `keep` is called with first + k and the group of the problem with index indices[k].
 
-        `tasks` is not used. The base class computes rewards in these tasks. An episode already has its rewards when it ends.
+        `tasks` is not used here. The base class uses it for tasks that compute rewards, but an episode that has ended already has its rewards.
         """
 
         async def play(place: int, index: int) -> None:
@@ -78,19 +82,22 @@ class EpisodeRollouts(Rollouts):
 
 @dataclass(frozen=True, kw_only=True)
 class _Policy(Sampled):
-    """The policy of one episode. An error of the generator becomes a GenerationError, so that the queue generates the group again."""
+    """The policy of one episode.
+
+    An error of the generator becomes a GenerationError. The queue of rollouts then requests the group again.
+    """
 
     async def __call__(self, tokens: list[int], turn: int) -> Completion:
         try:
             return await super().__call__(tokens, turn)
         except (ValueError, TypeError):
-            raise  # the generator refuses the input, and would refuse it again
+            raise  # the generator has refused the input, and would refuse it again
         except Exception as error:
             raise GenerationError(error) from error
 
 
 def make_rollouts(run: Run[Config], config: RolloutConfig, *, penalty: Penalty | None = None) -> Rollouts:
-    """The rollouts of the run's task."""
+    """EpisodeRollouts if the run's task has episodes, otherwise Rollouts."""
     seed, timeline = run.config.seed, run.timer.timeline
     if isinstance(run.environment, EpisodeEnvironment):
         return EpisodeRollouts(

@@ -1,4 +1,4 @@
-"""Access control of the Tinker server: keys, rate limits, the access log, and counts of requests. `Access` wraps the ASGI application."""
+"""Access control of the Tinker server: API keys, rate limits, the access log, and counts of requests. `Access` wraps the ASGI application."""
 
 import hashlib
 import hmac
@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 OPEN_PATHS = frozenset({"/healthz", "/api/v1/healthz"})
 """Paths that need no key."""
 SIGNED = "/download/"
-"""Beginning of the paths of downloads. A signature in the URL protects these paths, so they need no key either."""
+"""Every path of a download begins with this text. A signature in the URL protects a download, so it needs no key."""
 WORK = frozenset(
     {
         "asample",
@@ -33,9 +33,9 @@ WORK = frozenset(
         "copy_weights",
     }
 )
-"""Last parts of the paths of requests for work, such as sampling and training. The rate limit concerns only these
-requests. The SDK sends many of the other requests by itself, again and again. The user's program cannot send fewer of them, so they are not
-limited."""
+"""Requests for work, such as sampling and training. Each request is named by the last part of its path. The rate limit
+applies only to these requests. The SDK sends many other requests by itself, such as heartbeats. A user's program cannot
+send fewer of them, so they have no limit."""
 KEY_LINE = re.compile(r"([A-Za-z0-9_.@-]+)\s+([0-9a-f]{64})")
 LONGEST_WAIT = 60.0  # largest number of seconds in the header Retry-After
 
@@ -43,8 +43,9 @@ LONGEST_WAIT = 60.0  # largest number of seconds in the header Retry-After
 def read_keys(file: Path) -> dict[str, str]:
     """Read the owner of each key, as {SHA-256 of the key: owner}.
 
-    A line of the file has the owner and then the hash: "alice 9f86d0…". Lines that are empty or begin with # are left out. An owner may have
-    several keys. Raises ValueError naming the line if a line is wrong, and ValueError if the file has no key.
+    A line of the file has the owner and then the hash: "alice 9f86d0…". Empty lines and lines that begin with # are
+    skipped. An owner may have several keys. Raises ValueError naming the line if a line is wrong, and ValueError if the
+    file has no key.
     """
     owners: dict[str, str] = {}
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
@@ -54,7 +55,7 @@ def read_keys(file: Path) -> dict[str, str]:
         found = KEY_LINE.fullmatch(text)
         if found is None:
             raise ValueError(
-                f"{file}, line {number}: it must have a name and the SHA-256 of a key in hexadecimal digits"
+                f"{file}, line {number}: a line must have an owner and the SHA-256 of a key, in 64 lowercase hexadecimal digits"
             )
         owner, digest = found.groups()
         if owners.setdefault(digest, owner) != owner:
@@ -94,7 +95,11 @@ class Counts:
 
 
 class Access:
-    """Wraps the application, and checks the key and the rate of each request. If there is a log, it gets a line of JSON per request."""
+    """Wraps the application, and checks the key and the rate of each request.
+
+    A request without a known key gets status 401, and a request for work above the rate limit gets status 429. If there
+    is a log, every request adds a line of JSON to the log.
+    """
 
     def __init__(
         self,
@@ -120,7 +125,7 @@ class Access:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        begin, status = time.perf_counter(), 499  # 499 stays if the client goes away before it gets a status
+        begin, status = time.perf_counter(), 499  # 499 stays if no answer begins, because the client has gone away
 
         async def note_status(message: Message) -> None:
             nonlocal status
@@ -140,7 +145,7 @@ class Access:
             self._note(scope, owner, status, time.perf_counter() - begin)
 
     def _owner(self, scope: Scope) -> str | None:
-        """The owner of the key of a request; None if the server does not know the key."""
+        """The owner of a request's key, or None if the server does not know the key."""
         if self.owners is None:
             return self.anyone
         digest = hash_of(Headers(scope=scope).get("x-api-key", ""))

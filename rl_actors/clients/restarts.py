@@ -1,4 +1,4 @@
-"""`Restarts` counts and limits the restarts of an actor. It does not start the actor."""
+"""`Restarts` counts and limits the restarts of one actor, or of all actors of a run. The caller restarts the actors."""
 
 import time
 from collections import deque
@@ -10,12 +10,12 @@ HOUR = 3600.0  # seconds
 LONGEST_PAUSE = 60.0
 """Largest number of seconds between a death and the restart after it."""
 FIRST_RESTARTS = 2
-"""Largest number of restarts of an actor that has never been ready. If the actor dies in every start, more restarts do
+"""Largest number of restarts of an actor that has never been ready. If the actor dies at every start, more restarts do
 not help."""
 
 
 class Restarts:
-    """Counts the restarts of an actor, and refuses a restart above the limit of the policy."""
+    """Counts restarts, and refuses a restart above the limit of the policy."""
 
     def __init__(
         self,
@@ -25,14 +25,17 @@ class Restarts:
         note: str = "this is the first of {num_deaths} deaths in the last hour, and at most {limit} restarts are allowed in that time; "
         "the last death: {last}",
     ) -> None:
-        """note: text that is added to the error of the first death, if this error is raised after several deaths."""
+        """note: text that is added to the error of `pause_after` if there were several deaths.
+
+        The text may have the fields {num_deaths}, {limit} and {last}.
+        """
         self.policy, self.clock, self.note = policy, clock, note
         self.total = 0
         self._deaths: deque[tuple[float, Exception]] = deque()  # in the last hour: (time on `clock`, error)
 
     def pause_after(self, death: Exception, *, was_ready: bool = True) -> float:
-        """Seconds to wait before the restart. If there were too many deaths in the last hour, raises the error of the
-        first of them.
+        """Count this death, and return the seconds to wait before the restart. If the last hour had too many deaths,
+        raise the error of the first of these deaths instead.
 
         was_ready: whether the actor has ever been ready.
         """

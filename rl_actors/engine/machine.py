@@ -15,7 +15,7 @@ from rl_actors.engine.batch import AttentionMasks, PackedBatch
 
 
 class Machine(Protocol):
-    """A module, cpu.py or gpu.py."""
+    """The type of the modules cpu.py and gpu.py."""
 
     @property
     def HostCopy(self) -> type[metrics.HostCopy]:
@@ -40,11 +40,11 @@ class Machine(Protocol):
     def local_masks(self, masks: BlockMask) -> AttentionMasks:
         """Turn flex attention's masks into the form that this machine's attention layers take.
 
-        masks: the masks of the part of the rows that a context-parallel rank holds.
+        masks: masks for the part of each row that a context-parallel rank holds.
         """
 
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """A copy of a host tensor on the device."""
+        """A copy of a host tensor on the GPU. On a CPU, the tensor itself."""
 
     def require_cpu_offload(self) -> None:
         """Raises ValueError if FSDP cannot keep its shards in pinned host memory."""
@@ -53,12 +53,12 @@ class Machine(Protocol):
         """The 2-norm of each tensor, as a scalar tensor (shape [])."""
 
     def fuse(self, function: Callable) -> Callable:
-        """On a GPU, the given function of tensors, compiled into few kernels. On a CPU, the function itself, because
+        """The given function of tensors. On a GPU it is compiled into few kernels. On a CPU it is not compiled, because
         compiling would take more time than it saves.
         """
 
     def after_parallelize(self, model: nn.Module) -> None:
-        """Make FSDP use only reductions that the machine's collectives have."""
+        """Make FSDP use only reductions that the machine's collective library (gloo or NCCL) has."""
 
     def has_float8(self) -> bool:
         """True if the machine computes in float8. Otherwise float8 is emulated."""
@@ -66,7 +66,7 @@ class Machine(Protocol):
     def device_name(self) -> str: ...
 
     def memory_bytes(self) -> int:
-        """On a CPU the resident memory of the process, on a GPU the memory of the tensors."""
+        """Bytes of memory in use: on a CPU the resident memory of the process, on a GPU the memory of the tensors."""
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         """A uint8 tensor in host memory, for copies from and to the device. gpu.py pins this memory."""

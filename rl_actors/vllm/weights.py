@@ -1,9 +1,10 @@
-"""The work of a vLLM worker during a pull of weights.
+"""The code of this project that runs in vLLM's workers. Most of it serves a pull, which loads new weights.
 
 vLLM adds the methods of WeightsExtension to its worker class. They run in the worker's process, which is not always
-the generator actor's process. In a pull the worker first opens a version of the weights. A Source says where the
-tensors of the version are. Then the worker loads the tensors one at a time. The model changes only during the load. A
-worker returns its error instead of raising it, so that the pull can read the answers of all workers.
+the generator actor's process. In a pull the worker first opens a version, which is the weights of one policy_version.
+A Source says where the tensors of the version are. Then the worker loads the tensors one at a time. The model changes
+only during the load. During a pull a worker returns its error instead of raising it, so that the generator actor gets
+an answer from every worker.
 """
 
 import contextlib
@@ -31,9 +32,9 @@ logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 NO_WEIGHTS_TO_LOAD = {
-    "RotaryEmbedding: Failed to load weights",  # a table of cosines, which no checkpoint holds
-    # The layer can only be a tied head, which has the weights of the embedding. A pull refuses a version that lacks the
-    # weights of a head that is not tied.
+    "RotaryEmbedding: Failed to load weights",  # a table of cosines and sines, which no checkpoint holds
+    # This layer can only be a tied head, which shares the weights of the embedding. If the head is not tied and a
+    # version lacks the head's weights, the pull refuses the version before the reload.
     "ParallelLMHead: Failed to load weights",
 }
 """Warnings that vLLM logs during a reload, and that this module drops. The layers that the warnings name never have weights
@@ -41,7 +42,7 @@ of their own to load."""
 
 
 class WeightsExtension:
-    """Methods that vLLM adds to its worker. `collective_rpc` calls them by name."""
+    """Methods that vLLM adds to its worker. vLLM's `collective_rpc` calls a method by its name in every worker."""
 
     opened: contextlib.ExitStack | None = None
     version: OpenVersion | None = None
@@ -57,8 +58,9 @@ class WeightsExtension:
     def remove_shared_names(self) -> int:
         """Remove the names of the memory that vLLM's ranks share on a CPU. Returns the pid of this process.
 
-        vLLM itself would not remove the names if its process were killed. When this method runs, all ranks have opened
-        the memory, so no process needs the names. The kernel frees the memory when the processes end.
+        The names are files in /dev/shm. vLLM itself would not remove the names if its process were killed. When this
+        method runs, all ranks have opened the memory, so no process needs the names. The kernel frees the memory when
+        the processes end.
         """
         if ident := os.environ.get("VLLM_DIST_IDENT"):
             for segment in SHARED_MEMORY.glob(f"{ident}-*-cpushm_*"):
@@ -66,7 +68,7 @@ class WeightsExtension:
         return os.getpid()
 
     def releasable_bytes(self) -> int:
-        """Bytes of device memory that a sleep releases. They are the bytes of vLLM's own allocator. 0 on a CPU."""
+        """Bytes of device memory that vLLM's sleep mode can release: all bytes of vLLM's own allocator. 0 on a CPU."""
         if not torch.cuda.is_available():
             return 0
         from vllm.device_allocator import get_mem_allocator_instance
@@ -85,7 +87,7 @@ class WeightsExtension:
             return None, pickled(error)
 
     def open_version(self, payload: bytes) -> tuple[str, str, int, float]:
-        """Open the version of a pickled Source, and keep it open. The model does not change.
+        """Open the version that a pickled Source describes, and keep it open. The model does not change.
 
         Returns the path that the bytes take (such as "tcp"), the reason for this path, the number of bytes of the version
         and the seconds that the call took.
@@ -124,9 +126,9 @@ class WeightsExtension:
         return time.perf_counter() - begin
 
     def _plan_for(self, version: OpenVersion, model: nn.Module) -> Plan:
-        """The plan of a copy in place: for each tensor of a version the slice of a parameter to which it is copied.
+        """The slice of a parameter into which each tensor of a version is copied.
 
-        Empty if vLLM's own reload must load the weights. The first pull makes the plan.
+        The plan is empty if vLLM's own reload must load the weights. The first pull makes the plan for all pulls.
         """
         if self.plan is None:
             self.plan = {}
@@ -134,7 +136,9 @@ class WeightsExtension:
                 try:
                     self.plan = make_plan(model, version.shapes)
                 except ValueError as error:
-                    logger.warning("vLLM's own reload loads the weights, which takes longer: %s", error)
+                    logger.warning(
+                        "pulls use vLLM's own reload, which is slower than a direct copy of the weights: %s", error
+                    )
         return self.plan
 
     def _reload(self, version: OpenVersion, model: nn.Module) -> None:
@@ -147,10 +151,10 @@ class WeightsExtension:
                 raise
 
     def apply_to_prompts(self) -> None:
-        """Apply adapters of the output projection to the logits of prompts, too.
+        """Make vLLM apply adapters of the output projection to the logits of prompts, too.
 
-        vLLM itself knows only the adapters of the sampled positions. Without this method vLLM would fail or compute wrong
-        logprobs of prompts.
+        vLLM itself applies these adapters only at the positions after which it samples. Without this method vLLM would
+        fail, or compute wrong logprobs of prompts.
         """
         from vllm.lora.layers import LogitsProcessorWithLoRA
 
@@ -164,6 +168,7 @@ class WeightsExtension:
         """Replace the adapter by the tensors of the open version. Returns the number of seconds that the load took.
 
         vLLM's own call reads an adapter from a directory. This method makes vLLM's adapter object from tensors.
+        modules: names of the layers that the adapter changes.
         """
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
@@ -190,21 +195,22 @@ class WeightsExtension:
 
 
 class PromptLogprobs:
-    """vLLM's computation of prompt logprobs. Every row (position) of a prompt gets the adapter of the prompt's request.
+    """vLLM's computation of prompt logprobs. It applies a request's adapter to every row (position) of the prompt.
 
     In shapes, T is the number of positions, D the hidden size and V the size of the vocabulary.
     """
 
     def __init__(self, head: Any, compute: Callable[[Tensor, dict[str, int]], Any]) -> None:
-        """head: the output projection with adapters."""
+        """head: vLLM's output projection with adapters. compute: vLLM's own computation of prompt logprobs."""
         self.head, self.compute = head, compute
         self.hidden_TD = torch.empty(0)
 
     def __call__(self, hidden_TD: Tensor, num_scheduled_tokens: dict[str, int]) -> Any:
         """Run vLLM's computation.
 
-        The head applies adapters with its punica_wrapper. During the computation this object replaces the
-        punica_wrapper, so that vLLM calls `add_lora_logits` below.
+        The head applies adapters by calling its punica_wrapper. During the computation this object replaces the
+        punica_wrapper, so that the head calls `add_lora_logits` below.
+        hidden_TD: the last hidden states of all positions of the engine's step.
         """
         self.hidden_TD, self.punica = hidden_TD, self.head.punica_wrapper
         self.head.punica_wrapper = self
@@ -214,10 +220,11 @@ class PromptLogprobs:
             self.head.punica_wrapper, self.hidden_TD = self.punica, torch.empty(0)
 
     def add_lora_logits(self, logits_TV: Tensor, x_TD: Tensor, a_S1RD: Tensor, b_S1VR: Tensor, scale: float) -> Tensor:
-        """Add the adapter's term to the logits of one prompt. S is the number of adapters that vLLM can hold, and R is
-        their LoRA rank.
+        """Add the adapter's term to the logits of one prompt, if the prompt's request has an adapter.
 
+        S is the number of adapters that one step of the engine may use, and R is the largest allowed LoRA rank.
         x_TD: a view of rows of `hidden_TD`. All rows belong to one request.
+        a_S1RD, b_S1VR: the matrices A and B of the S adapters.
         """
         row = (x_TD.storage_offset() - self.hidden_TD.storage_offset()) // self.hidden_TD.stride(0)
         slot = int(self.punica.token_lora_indices[row])

@@ -1,5 +1,5 @@
-"""Rewards for the tests of RewardPool, whose processes call rewards. This module imports little, because every process
-imports it."""
+"""Rewards for the tests of RewardPool, which computes rewards in worker processes. This module imports little, because
+every worker process imports it."""
 
 import os
 import signal
@@ -12,7 +12,11 @@ from controllers.environments import Problem
 
 
 class OneReward:
-    """Base of environments that have only a reward. `mark` makes a file whose name holds the id of the process."""
+    """Base of environments that have only a reward.
+
+    `mark` makes a file whose name has the id of the calling process. `pids` reads these ids, so that a test sees which
+    processes computed a reward.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -25,7 +29,7 @@ class OneReward:
 
 
 class Waiting(OneReward):
-    """The reward is the length of the completion. The function returns it when the file `go` exists."""
+    """The reward is the length of the completion. The reward function waits until the file `go` exists."""
 
     def reward(self, problem, completion):
         self.mark("begun")
@@ -35,7 +39,7 @@ class Waiting(OneReward):
 
 
 class FailingOnce(OneReward):
-    """The first process that computes this reward does not answer. It hangs, crashes, or ends."""
+    """The first process that computes this reward starts a child process, and then hangs, crashes or ends."""
 
     def __init__(self, folder: Path, failure: str) -> None:
         super().__init__(folder)
@@ -58,6 +62,8 @@ class FailingOnce(OneReward):
 
 
 class Group:
+    """The reward of every completion is the id of the process that computes the reward."""
+
     def rewards(self, problem, completions):
         return [float(os.getpid()) for _ in completions]
 
@@ -81,6 +87,8 @@ class Parity:
 
 
 class Locked(Parity):
+    """An environment that cannot be pickled, because it has a lock."""
+
     def __init__(self) -> None:
         self.lock = threading.Lock()
 

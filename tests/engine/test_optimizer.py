@@ -1,4 +1,7 @@
-"""The optimizer compared with plain PyTorch: its class, its parameter groups, and the OptimParams of each step."""
+"""The optimizer compared with plain PyTorch: its class, its parameter groups, and the OptimParams of each step.
+
+Other tests cover configs that are refused, and gradients that are not finite.
+"""
 
 from dataclasses import replace
 
@@ -58,7 +61,8 @@ def test_each_step_uses_every_field_of_its_own_optim_params(make_engine, field):
     varied = replace(PARAMS, **{field: VARIED[field]})
     step_by_step(make_engine(), lambda mirror: torch.optim.AdamW(mirror.values()), [PARAMS, varied, PARAMS])
     one, other = make_engine(), make_engine()
-    for params in (PARAMS, varied):  # the weights differ after the second step, so the field has an effect
+    # In the second step only `other` gets the varied field. The weights then differ, so the field has an effect.
+    for params in (PARAMS, varied):
         for engine, given in ((one, PARAMS), (other, params)):
             engine.forward_backward(SAMPLES, "cross_entropy")
             engine.optim_step(given)
@@ -67,7 +71,7 @@ def test_each_step_uses_every_field_of_its_own_optim_params(make_engine, field):
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
 @pytest.mark.parametrize("name", ["AdamW", "Adam"])
-def test_every_implementation_of_adam_steps_as_pytorchs_does(make_engine, name, implementation):
+def test_every_implementation_of_adam_and_adamw_takes_the_same_steps_as_pytorch(make_engine, name, implementation):
     engine = make_engine(optimizer=OptimizerConfig(name=name, implementation=implementation))
     step_by_step(engine, lambda mirror: getattr(torch.optim, name)(mirror.values()), [PARAMS] * 3)
 
@@ -82,7 +86,9 @@ def test_every_implementation_of_adam_steps_as_pytorchs_does(make_engine, name, 
     ],
     ids=str,
 )
-def test_an_optimizer_by_import_path_is_that_class_with_those_arguments(make_engine, tmp_path, name, arguments):
+def test_an_optimizer_named_by_import_path_gets_its_arguments_and_continues_from_a_checkpoint(
+    make_engine, tmp_path, name, arguments
+):
     make = getattr(torch.optim, name.partition(":")[2])
     config = OptimizerConfig(name=name, arguments=arguments)
     engine = make_engine(optimizer=config)
@@ -98,7 +104,7 @@ def test_an_optimizer_by_import_path_is_that_class_with_those_arguments(make_eng
     assert all(torch.equal(a, b) for a, b in zip(weights(engine).values(), weights(other).values(), strict=True))
 
 
-def test_a_field_that_the_optimizer_does_not_have_is_refused_and_nothing_changed(make_engine):
+def test_an_optim_params_field_that_the_optimizer_lacks_is_refused_and_changes_nothing(make_engine):
     engine = make_engine(optimizer=OptimizerConfig(name="torch.optim:SGD"))
     engine.forward_backward(SAMPLES, "cross_entropy")
     before = weights(engine)
@@ -129,7 +135,7 @@ def test_parameter_groups_multiply_the_learning_rate_and_weight_decay_of_each_ca
     step_by_step(engine, make, [PARAMS, replace(PARAMS, learning_rate=3e-3, weight_decay=0.5)])
 
 
-def test_groups_may_hold_every_parameter(make_engine):
+def test_one_group_may_hold_every_parameter(make_engine):
     groups = {".": (0.5, 1.0)}
     engine = make_engine(optimizer=OptimizerConfig(groups=groups))
 
@@ -157,7 +163,7 @@ def test_activation_checkpointing_changes_no_parameter_name_in_groups_and_result
     assert broken == [("layers.0.feed_forward.w1.weight",)] * 2
 
 
-def test_a_pattern_that_no_parameter_matches_is_refused(make_engine):
+def test_a_pattern_that_matches_only_parameters_of_earlier_patterns_is_refused(make_engine):
     groups = {"norm": (1.0, 0.0), "attention_norm": (2.0, 0.0)}
     with pytest.raises(ValueError, match="the pattern 'attention_norm' matches no name that earlier patterns left"):
         make_engine(optimizer=OptimizerConfig(groups=groups))
@@ -191,12 +197,12 @@ def test_a_pattern_that_no_parameter_matches_is_refused(make_engine):
     ],
     ids=str,
 )
-def test_an_optimizer_that_cannot_be_made_is_refused_by_the_config(fields, message):
+def test_a_wrong_optimizer_config_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         TrainerConfig(optimizer=OptimizerConfig(**fields)).validate()
 
 
-def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted_and_named(make_engine):
+def test_a_nonfinite_gradient_skips_the_step_counts_the_skip_and_names_the_parameter(make_engine):
     engine = make_engine()
     for skipped in (1, 2):
         engine.forward_backward(SAMPLES, "cross_entropy")

@@ -1,5 +1,5 @@
-"""Pulls that fail. If a version cannot be read, the generator keeps its weights. If a pull fails while it replaces the weights, the generator
-refuses requests until a pull succeeds.
+"""Tests of pulls that fail, and of the reports of pushes and pulls. If a version cannot be read, the generator keeps its weights. If a pull
+fails while it replaces the weights, the generator refuses requests until a pull succeeds.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ SEQUENCES = [[5, 6], list(range(30)), [7, 3] * 20]
 NUM_TENSORS = 24  # the model has 11 tensors in each of 2 blocks, plus the embedding and the last norm
 
 
+# loaded: number of tensors that vLLM gets before the pull fails
 @pytest.mark.parametrize(
     "loaded", [pytest.param(at, marks=[] if at == 5 else pytest.mark.slow) for at in range(NUM_TENSORS + 1)]
 )
@@ -42,9 +43,7 @@ def test_if_a_pull_fails_while_it_replaces_the_weights_the_generator_refuses_req
     assert completion.policy_versions == [new] * 4
 
 
-def test_a_version_that_cannot_be_read_leaves_the_generator_the_weights_that_it_has(
-    generator, trainer, synced, transport
-):
+def test_if_a_version_cannot_be_read_the_generator_keeps_its_weights(generator, trainer, synced, transport):
     before = generator.compute_logprobs(SEQUENCES).result()
     manifest = asyncio.run(find(transport, synced, 0.0))
     gone = replace(manifest, stream="gone", version=900, parts=(replace(manifest.parts[0], token=b"x" * 16),))
@@ -60,7 +59,7 @@ def test_a_version_that_cannot_be_read_leaves_the_generator_the_weights_that_it_
     assert worst(generator.compute_logprobs(SEQUENCES).result(), before) == 0
     last = generator.info().result().last_pull
     assert generator.pull_model_state_dict(synced).result() == synced
-    assert generator.info().result().last_pull == last  # the generator has this version already, and pulls nothing
+    assert generator.info().result().last_pull == last  # the second pull of a version copies nothing
 
 
 def test_a_push_and_a_pull_report_their_bytes_path_and_seconds(generator, trainer, synced):

@@ -1,6 +1,6 @@
-"""Runs Tinker's official SDK against our server with real trainers and a real vLLM.
+"""Tests of our server with Tinker's official SDK, real trainers and a real vLLM.
 
-The tests cover losses, states, samplers, and a server that is killed.
+The tests cover losses, saved states of training runs, samplers, lost connections, and a server that is killed.
 """
 
 import math
@@ -52,7 +52,7 @@ def datum(tokens, targets, **inputs):
 
 
 def policy_data(seed: int = 0) -> list:
-    """Three datums of different lengths. Their logprobs are near those of an untrained model."""
+    """Three random datums of different lengths. Their input logprobs are near the logprobs of an untrained model."""
     draw = np.random.default_rng(seed)
     data = []
     for length in (5, 17, 40):
@@ -102,7 +102,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("loss", CONFIGS)
-def test_the_loss_is_its_closed_form_over_the_returned_logprobs(client, loss):
+def test_each_loss_equals_its_formula_on_the_returned_logprobs(client, loss):
     data = policy_data()
     if loss == "gspo":
         for each in data:
@@ -122,7 +122,7 @@ def with_provenance(each):
     return each.with_provenance(model_input=[span], loss_fn_inputs=[span])
 
 
-def test_cross_entropy_takes_weights_and_several_targets_of_a_position_and_sparse_tensors(client):
+def test_cross_entropy_takes_weights_several_targets_per_position_and_sparse_tensors(client):
     weights = [0.0, 1.0, -0.5, 2.0]
     one = datum([1, 2, 3, 4], [2, 3, 4, 5], weights=weights)
     output = client.forward([one], "cross_entropy").result()
@@ -177,7 +177,7 @@ def test_split_calls_and_a_custom_loss_have_the_gradient_of_one_call(client):
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-4) and losses == pytest.approx([losses[0]] * 3, rel=1e-4)
 
 
-def test_a_supervised_loop_lowers_its_loss_and_the_sampler_says_what_it_learned(service, client):
+def test_supervised_training_lowers_the_loss_and_the_sampler_then_writes_the_trained_text(service, client):
     tokenizer = client.get_tokenizer()
     tokens = tokenizer.encode("the cat drinks milk<|im_end|>")
     data = [datum(tokens[:-1], tokens[1:])] * 4
@@ -198,11 +198,11 @@ def test_a_supervised_loop_lowers_its_loss_and_the_sampler_says_what_it_learned(
     base = service.create_sampling_client(base_model="tiny_chat").result()
     untrained = base.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
     assert -sum(untrained[1:]) > 50
-    # The sampler still has its weights.
+    # The sampler of the base model has not changed the weights of the first sampler.
     assert sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result() == scores
 
 
-def test_a_state_with_optimizer_continues_bit_for_bit(service):
+def test_a_run_continues_bit_for_bit_from_a_state_with_optimizer(service):
     client = service.create_lora_training_client("tiny_chat", rank=RANK, seed=5).result()
     other = service.create_lora_training_client("tiny_chat", rank=RANK, seed=5).result()
 
@@ -212,7 +212,7 @@ def test_a_state_with_optimizer_continues_bit_for_bit(service):
             each.optim_step(ADAM).result()
         return logprobs_of(each)
 
-    # Two tenants with equal seeds take the same steps alternately, and stay equal.
+    # Two training runs with equal seeds take the same steps in turn, and their logprobs stay equal.
     for seed in range(3):
         assert steps(client, [seed]) == steps(other, [seed])
     path = client.save_state("middle").result().path
@@ -222,7 +222,7 @@ def test_a_state_with_optimizer_continues_bit_for_bit(service):
 
 
 def queue_run(client, seed: int, adam) -> list:
-    """Send the calls of three steps without waiting."""
+    """Send the calls of three training steps without waiting for the results. Returns the futures."""
     futures = []
     for number in range(3):
         futures.append(client.forward_backward(policy_data(10 * seed + number), "importance_sampling"))
@@ -232,7 +232,7 @@ def queue_run(client, seed: int, adam) -> list:
 
 
 def results_of(client, futures: list) -> list:
-    """The loss or the gradient norm of each call, and then the logprobs at the end."""
+    """The loss or the gradient norm of each call. The last entry is the logprobs after all calls."""
     answers = [future.result().metrics for future in futures]
     losses = [metrics.get("loss:sum", metrics.get("unclipped_grad_l2:mean")) for metrics in answers]
     return [*losses, logprobs_of(client)]
@@ -292,8 +292,10 @@ before the end."""
 
 
 def run_program(url: str, num_steps: int, *, path: str = "", end: str = "normal") -> bytes:
-    """Run STEPS_OF_A_PROGRAM, and return the logprobs that it prints. path: the saved state with which the program
-    begins; "" for a new run.
+    """Run STEPS_OF_A_PROGRAM, and return the logprobs that the program prints.
+
+    path: the saved state with which the program begins; "" for a new run.
+    end: "killed" makes the program kill itself. This function then returns b"".
     """
     command = [sys.executable, "-c", STEPS_OF_A_PROGRAM, url, path, str(num_steps), end]
     done = subprocess.run(
@@ -305,13 +307,13 @@ def run_program(url: str, num_steps: int, *, path: str = "", end: str = "normal"
 
 
 def chain_step(client) -> None:
-    """Take the same step as STEPS_OF_A_PROGRAM."""
+    """Take one training step, the same as a step of STEPS_OF_A_PROGRAM."""
     tokens = list(range(1, 31))
     client.forward_backward([datum(tokens[:-1], tokens[1:])], "cross_entropy")
     client.optim_step(ADAM).result()
 
 
-def test_a_state_continues_bit_for_bit_in_another_program(server, service):
+def test_another_program_continues_bit_for_bit_from_a_saved_state(server, service):
     client = service.create_lora_training_client("tiny_chat", rank=RANK, seed=5).result()
     for _ in range(3):
         chain_step(client)
@@ -323,7 +325,7 @@ def test_a_state_continues_bit_for_bit_in_another_program(server, service):
     assert logprobs_of(client) == continued == run_program(server.url, 6)
 
 
-def test_a_killed_client_disturbs_no_other(server, service):
+def test_a_killed_client_does_not_disturb_other_clients(server, service):
     alone = run_program(server.url, 4)
     assert run_program(server.url, 40, end="killed") == b""
     client = service.create_lora_training_client("tiny_chat", rank=RANK, seed=5).result()
@@ -348,7 +350,7 @@ def test_lost_answers_and_lost_connections_add_no_gradient_twice(server, service
         proxy.close()
 
 
-def test_a_call_of_2500_datums_has_the_gradient_of_its_parts(client):
+def test_one_call_of_2500_datums_has_the_gradient_of_three_smaller_calls(client):
     draw = np.random.default_rng(0)
     data = []
     for _ in range(2500):
@@ -373,7 +375,7 @@ def test_a_call_of_2500_datums_has_the_gradient_of_its_parts(client):
         assert one["logprobs"].to_numpy() == pytest.approx(other["logprobs"].to_numpy(), abs=1e-4)
 
 
-def test_an_unknown_loss_is_an_error_of_its_call_and_the_run_goes_on(client):
+def test_an_unknown_loss_fails_only_its_own_call_and_the_run_goes_on(client):
     before = logprobs_of(client)
     with pytest.raises(tinker.RequestFailedError, match="unknown loss 'entropy'"):
         client.forward_backward(policy_data(), "entropy").result()
@@ -382,7 +384,7 @@ def test_an_unknown_loss_is_an_error_of_its_call_and_the_run_goes_on(client):
     client.optim_step(types.AdamParams(learning_rate=0.0)).result()
 
 
-def test_logprobs_of_samples_are_those_of_the_scaled_distribution(service):
+def test_logprobs_of_samples_match_the_distribution_at_the_sampling_temperature(service):
     sampler = service.create_sampling_client(base_model="tiny_chat").result()
     prompt = types.ModelInput.from_ints(PROMPT)
     every = [sampler.compute_logprobs(types.ModelInput.from_ints([*PROMPT, token])) for token in range(261)]
