@@ -2,8 +2,8 @@
 
 This module starts no process. The only files that it writes are the models that it downloads.
 
-A config is any dataclass with `steps: int`, `seed: int`, `presets`, `short_flags` and two methods.
-`with_local_models()` returns a copy of the config in which each id of a model is replaced by the model's directory.
+A config is a RunConfig (run.py), or another dataclass with `presets`, `short_flags` and two methods.
+`with_local_models()` returns a copy of the config in which a local directory replaces the Hub id of each model.
 `validate()` checks the config. Both methods raise ValueError for a config that cannot run.
 """
 
@@ -49,7 +49,10 @@ class Invocation:
 
 
 class _Flags(Protocol):
-    """Fields of the class that `_flags` makes. `config_name`, `resume` and `eval_only` are left out, because `_chosen` has read them already."""
+    """The parsed flags, as tyro returns them for the class that `_flags` makes.
+
+    The fields `config_name`, `resume` and `eval_only` are left out here, because `_chosen` has read their flags already.
+    """
 
     config: "RunConfig"
     output_dir: Path | None
@@ -70,6 +73,7 @@ def parse(
 
     `--config` names one of `configs` (default: the first) or a file of JSON, YAML or TOML. Flags with dotted names edit
     the config's fields.
+    fixed_on_resume: dotted names of the fields that a resumed run cannot change.
     configs_by_controller: the configs of all controllers. If --config names a config of another controller, the error
     names that controller.
     Exits with status 2 and a message on stderr if the run is not possible, and with status 0 after `--help`.
@@ -102,15 +106,18 @@ def _parse(
     config = flags.config.with_local_models()
     if chosen.resume:
         if flags.output_dir and flags.output_dir.resolve() != chosen.resume.resolve():
-            raise ValueError(f"--output-dir {flags.output_dir}: --resume {chosen.resume} continues in its own folder")
+            raise ValueError(
+                f"--output-dir {flags.output_dir} is another folder, but --resume {chosen.resume} continues the run in its own folder; "
+                "leave out --output-dir"
+            )
         _require_same(before, config_file.leaves_of(config), fixed_on_resume)
     config.validate()
     if flags.save_config:
         config_file.require_format("--save-config", flags.save_config)
 
     output_dir = chosen.resume or flags.output_dir or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    # --plan and --eval-only write nothing to the folder of the run, so the folder is not checked for them. For --dry-run
-    # the folder is checked only if the user has named it.
+    # With --plan or --eval-only nothing is written to output_dir, so it is not checked. With --dry-run output_dir is
+    # checked only if the user has named a folder.
     is_named = bool(flags.output_dir or chosen.resume)
     if not (flags.plan or chosen.eval_only) and (is_named or not flags.dry_run):
         require_writable("--output-dir", output_dir)
@@ -153,7 +160,8 @@ def _chosen(prog: str, argv: list[str]) -> Namespace:
 def _about(short_flags: Mapping[str, str]) -> str:
     """The text at the top of the help."""
     about = (
-        "Any field of the config can be set by its dotted name, with - or _. The defaults below are those of --config."
+        "Every field of the config is a flag with the dotted name of the field, such as --trainer.hf-path or --trainer.hf_path. "
+        "The defaults below are the values of the chosen config."
     )
     for short, whole in short_flags.items():
         about += f" {short} is short for {whole}."
@@ -161,13 +169,13 @@ def _about(short_flags: Mapping[str, str]) -> str:
 
 
 def _apply_preset(config: "RunConfig", name: str) -> None:
-    """Set the fields of a preset, and print the fields and the preset's paper.
+    """Set the fields of a preset, and print these fields and the paper of the preset's algorithm.
 
-    Prints to stderr, because stdout must have only JSON under --dry-run.
+    The lines go to stderr, because stdout must have only JSON under --dry-run.
     """
     if name not in config.presets:
         near = difflib.get_close_matches(name, config.presets) or list(config.presets)
-        known = f"did you mean {' or '.join(near)}?" if near else "this controller has none"
+        known = f"did you mean {' or '.join(near)}?" if near else "this controller has no presets"
         raise ValueError(f"--algorithm {name} is not a preset; {known}")
     algorithm = config.presets[name]
     values = algorithm.apply(config)
@@ -196,7 +204,7 @@ def _require_own(config: str | None, configs: Configs, configs_by_controller: Ma
 
 
 def _base(configs: Configs, config: str | None, resume: Path | None, eval_only: Path | None) -> tuple[str, "RunConfig"]:
-    """Name and value of the config that the flags edit."""
+    """The name of the chosen config, and the config before the flags edit it."""
     default = next(iter(configs))
     file = Path(config) if config and config_file.is_file_name(config) else None
     if resume:
@@ -216,20 +224,26 @@ def _base(configs: Configs, config: str | None, resume: Path | None, eval_only: 
     if file.is_dir():
         raise ValueError(f"{file} is a folder; --config takes the name of a config or a file")
     if not file.is_file():
-        remedy = ", so no run can be resumed from there" if resume else "; name a config with --config"
+        remedy = (
+            ", so no run can be resumed from there"
+            if resume
+            else "; give --config the name of a config, or an existing file"
+        )
         raise ValueError(f"{file} does not exist{remedy}")
     loaded = config_file.read(type(configs[default]()), file)
     return (file.resolve().parent.name if file.name == "config.json" else file.stem), loaded
 
 
 def _flags(configs: Configs, name: str, base: "RunConfig") -> type:
-    """A dataclass for tyro. It has one field for the config, and one field for each flag that belongs to no field of the config.
+    """A dataclass for tyro: one field for the config, and one field for each flag that is not a field of the config, such as --resume.
 
-    The flags of the config are the dotted names of its fields.
+    tyro makes the flags of the config from the dotted names of its fields.
     """
     names = ", ".join(configs)
     flags = [
-        _flag("config_name", str, name, f"One of {names}, or a .json, .yaml or .toml file.", shown="config"),
+        _flag(
+            "config_name", str, name, f"Name of a config ({names}), or a .json, .yaml or .toml file.", shown="config"
+        ),
         _flag("output_dir", Path | None, None, "Folder of the run; None: runs/<config>-<time>."),
         _flag("resume", Path | None, None, "Continue the run of this folder from its newest complete checkpoint."),
         _flag(
@@ -241,8 +255,13 @@ def _flags(configs: Configs, name: str, base: "RunConfig") -> type:
         ),
         _flag("save_config", Path | None, None, "Write the config to this .json, .yaml or .toml file before the run."),
         _flag("dry_run", bool, False, "Check everything, print the config and stop."),
-        _flag("plan", bool, False, "Print the layout, the memory of a rank and which process runs where, and stop."),
-        _flag("verbose", bool, False, "Show the logs of libraries and actors on the terminal, too, not only in files."),
+        _flag(
+            "plan",
+            bool,
+            False,
+            "Print the parallel layout, the memory of a rank and where each process runs, and stop.",
+        ),
+        _flag("verbose", bool, False, "Show the logs of libraries and actors also on the terminal, not only in files."),
         ("config", Annotated[type(base), tyro.conf.arg(name="")], field(default_factory=lambda: base)),
     ]
     return make_dataclass("Flags", flags)
@@ -251,24 +270,27 @@ def _flags(configs: Configs, name: str, base: "RunConfig") -> type:
 def _flag(
     name: str, kind: Annotation, default: object, meaning: str, shown: str | None = None
 ) -> tuple[str, Annotation, object]:
-    """A field for make_dataclass. shown: the name on the command line, if it is not `name`."""
+    """A field for make_dataclass. meaning: the help text. shown: the name on the command line; None: `name`."""
     shape = tyro.conf.arg(help=meaning, name=shown)
     return name, Annotated[kind, shape, tyro.conf.FlagCreatePairsOff], field(default=default)
 
 
 def _require_same(before: Mapping[str, object], after: Mapping[str, object], fixed: Sequence[str]) -> None:
-    """Raise ValueError if a value has changed and its dotted name is one of `fixed` or lies under one of them."""
+    """Raise ValueError if a fixed value has changed. A name in `fixed` also fixes the fields under it: trainer.model fixes trainer.model.head_dim.
+
+    before, after: the values of the config by dotted name.
+    """
     for name in sorted(before.keys() | after.keys()):
         is_fixed = any(f"{name}.".startswith(f"{prefix}.") for prefix in fixed)
         if is_fixed and before.get(name) != after.get(name):
             change = f"from {before.get(name)!r} to {after.get(name)!r}"
-            raise ValueError(f"{name} cannot change {change} in a resumed run; start a new one")
+            raise ValueError(f"{name} cannot change {change} in a resumed run; start a new run")
 
 
 def require_writable(flag: str, folder: Path) -> None:
     """Raise ValueError if the folder cannot be made, or if nothing can be written to it."""
     existing = folder
-    # In a folder that this user may not search, Path.exists would raise an error. os.path.exists returns False.
+    # If this user may not enter the parent folder, Path.exists would raise an error. os.path.exists returns False.
     while not os.path.exists(existing) and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir():

@@ -15,16 +15,19 @@ process's group, so the process gets two signals instead of one."""
 
 
 class Interrupted(BaseException):
-    """Raised between two steps to end the run, because a signal has come. It is a BaseException, so `except Exception` does not catch it."""
+    """Raised after a signal, at a point where the run can end without losing a trained step.
+
+    It is a BaseException, so `except Exception` does not catch it.
+    """
 
 
 class Interruption:
     """Handles the signals that a run gets.
 
-    A first signal that comes while the run trains asks for the end of the run between two steps. Rollouts that are being made are dropped. A
-    step that is being trained is finished, and then `raise_if_asked` raises Interrupted. A first signal that comes while the run does not
-    train cancels the run's task. After the first signal, all signals are ignored for REPEATED_WITHIN seconds. Every later signal cancels the
-    run's task.
+    If the first signal comes inside the context `training`, the run ends between two steps. A step that is being trained is finished, and then
+    `raise_if_asked` raises Interrupted. Rollouts that are being made are dropped, and `drop_if_asked` raises Interrupted.
+    If the first signal comes outside of this context, it cancels the run's task, so the run ends at once.
+    Signals within REPEATED_WITHIN seconds after the first signal are ignored. Every later signal cancels the run's task.
     """
 
     def __init__(self, tell: Callable[[str], None] = print) -> None:
@@ -51,7 +54,9 @@ class Interruption:
             self.tell(f"{number.name}: the run ends at once")
             task.cancel(number.name)
             return
-        self.tell(f"{number.name}: the run ends after this step; a second signal ends it at once, without a checkpoint")
+        self.tell(
+            f"{number.name}: the run ends after the step that is being trained; a second signal ends it at once, without a checkpoint"
+        )
         if self._droppable is not None:
             self._droppable.cancel()
 
@@ -70,7 +75,10 @@ class Interruption:
             raise Interrupted(self.received.name)
 
     async def drop_if_asked(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await work that a signal may cancel, because a resumed run does the work again. Raises Interrupted if a signal has cancelled the work."""
+        """Await work that the first signal may cancel. Nothing is lost, because a resumed run does the work again.
+
+        Raises Interrupted if the signal cancels the work, or if it came before the work began.
+        """
         if self.received is not None:
             work.close()
             raise Interrupted(self.received.name)
@@ -80,7 +88,7 @@ class Interruption:
         except asyncio.CancelledError:
             running = asyncio.current_task()
             if self.received is None or (running is not None and running.cancelling()):
-                raise  # the run's own task was cancelled
+                raise  # the run's task was cancelled, or the work was cancelled without a signal
             raise Interrupted(self.received.name) from None
         finally:
             self._droppable = None

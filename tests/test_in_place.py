@@ -1,7 +1,7 @@
-"""load_in_place copies weights into the parameters of a running model. The parameters then equal those of vLLM's own loader.
+"""load_in_place copies weights into the parameters of a vLLM model. The parameters then have the values that vLLM's own loader gives them.
 
-The tests have several tensor-parallel workers and pieces of unequal sizes. The model is vLLM's. It is built on a CPU. Its weights
-are not packed for CPU kernels, so they have the same form as on a GPU.
+The tests run one or more tensor-parallel workers, and give the weights in pieces of unequal sizes. They build vLLM's model on a CPU. The
+model's weights are not packed for CPU kernels, so they have the same form as on a GPU.
 """
 
 import os
@@ -33,7 +33,8 @@ from pathlib import Path
 rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 from rl_actors.vllm import cpu
 os.environ.update(cpu.ENV, VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", RANK=str(rank), LOCAL_RANK=str(rank))
-# This program ends without a cleanup, so segments of shared memory would stay. vLLM makes none if VLLM_DIST_IDENT differs between ranks.
+# This program ends without a cleanup, so vLLM's segments of shared memory would remain. vLLM makes no segments if VLLM_DIST_IDENT differs
+# between ranks.
 os.environ["VLLM_DIST_IDENT"] = f"rank{rank}"
 import torch
 from safetensors.torch import load_file
@@ -46,7 +47,8 @@ from rl_actors.vllm.in_place import load_in_place, make_plan
 
 
 class InQuarters(LoadedTensors):
-    # The pieces are unequal, as under FSDP and tensor parallelism if rows and columns do not divide evenly.
+    # A matrix comes in four pieces, a vector in two. The pieces are unequal, as under FSDP and tensor parallelism if the number of ranks does
+    # not divide the number of rows or columns.
     def pieces(self):
         for name, tensor in self.loaded.items():
             rows = len(tensor) // 3
@@ -84,7 +86,7 @@ with set_current_vllm_config(config):
     except ValueError as error:
         assert "does not fill 1 parameters, such as model.layers.1.self_attn.qkv_proj.weight" in str(error), error
     else:
-        raise AssertionError("a plan with a hole was made")
+        raise AssertionError("make_plan accepted weights that do not fill all parameters")
 print("equal", len(expected), flush=True)
 os._exit(0)
 """
@@ -93,7 +95,7 @@ os._exit(0)
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("num_workers", [1, 2, 4])
-def test_live_parameters_get_what_vllms_loader_gives_them(tmp_path, num_workers, tied):
+def test_load_in_place_gives_parameters_the_same_values_as_vllms_loader(tmp_path, num_workers, tied):
     """With four workers, each of the two key-value heads is on two workers."""
     save_random(tmp_path, replace(MODEL, tie_word_embeddings=tied))
     path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parent)])

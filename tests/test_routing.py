@@ -20,18 +20,18 @@ def test_a_prompt_goes_to_the_replica_that_got_the_same_prompt_or_an_earlier_tur
     assert router.assign([1, 2], 1, BOTH) == 0
     assert router.assign([1, 3], 1, BOTH) == 1  # no earlier prompt is a prefix of this one
     assert router.assign([1, 2, 3, 4, 5], 1, BOTH) == 0
-    router.forget()
+    router.forget()  # from now on only the loads decide
     assert router.assign([1, 2, 3, 4, 5], 1, BOTH) == 1
 
 
-def test_a_prompt_leaves_its_replica_if_that_has_much_more_work_than_another():
+def test_a_known_prompt_goes_to_another_replica_if_its_own_replica_has_much_more_work():
     router = Router(2)
     replicas = [router.assign([7], 2, BOTH) for _ in range(SLACK + 3)]
     assert replicas == [0] * (SLACK + 1) + [1] * 2
     assert router.loads == [2 * (SLACK + 1), 4]
 
 
-def test_only_replicas_that_take_requests_get_prompts_and_a_single_replica_gets_all():
+def test_only_replicas_that_take_requests_get_prompts_and_a_single_replica_gets_all_prompts():
     router = Router(3)
     router.assign([7], 1, [0, 1, 2])
     assert [router.assign([7], 1, [1, 2]) for _ in range(4)] == [1, 1, 1, 1]

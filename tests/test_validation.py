@@ -1,4 +1,6 @@
-"""Tables of bad inputs. Each input has words that its error must contain: the name, the value and the limit."""
+"""The checks of a caller's arguments. Tables list bad arguments, with texts that each error must contain, such as the name, the value and
+the limit.
+"""
 
 import math
 import subprocess
@@ -57,22 +59,28 @@ EMPTY = Sample(tokens=ids(), targets=ids(), columns={"loss_weights": torch.zeros
 # 1120 bytes: 7 samples of 8 positions. A position has 16 bytes of ids and 4 bytes of loss_weights.
 MANY = [positions(8)] * 7
 
-# name of the case -> (samples, loss, type of the error, words of its message in their order)
+# name of the case -> (samples, loss, type of the error, texts that the message contains in this order). The loss is None for a call of
+# forward without a loss.
 BAD_SAMPLES = {
     "empty list": ([], CE, ValueError, ["samples is []", "at least 1"]),
-    "None for a list": (None, CE, ValueError, ["samples is None", "at least 1"]),
+    "None instead of a list": (None, CE, ValueError, ["samples is None", "at least 1"]),
     "an iterator": (iter([good()]), CE, ValueError, ["samples is <list_iterator", "give a list"]),
     "one sample without a list": (good(), CE, ValueError, ["samples is Sample(", "give a list"]),
-    "a dict for a sample": ([good(), {"tokens": [1]}], CE, TypeError, ["sample 1 is a dict", "Sample"]),
+    "a dict instead of a sample": ([good(), {"tokens": [1]}], CE, TypeError, ["sample 1 is a dict", "Sample"]),
     "no positions": ([good(), EMPTY], CE, ValueError, ["sample 1 has 0 positions", "at least 1"]),
-    "too long": ([good(), positions(9)], CE, ValueError, ["sample 1 has 9 positions", "max_sequence_length=8"]),
+    "too many positions": (
+        [good(), positions(9)],
+        CE,
+        ValueError,
+        ["sample 1 has 9 positions", "max_sequence_length=8"],
+    ),
     "a list of tokens": ([replace(good(), tokens=[1, 2])], CE, TypeError, ["tokens is a list", "[T] int64"]),
     "a list of targets": ([replace(good(), targets=[1, 2])], CE, TypeError, ["targets is a list", "[T] int64"]),
     "a scalar of tokens": ([replace(good(), tokens=torch.tensor(3))], CE, ValueError, ["tokens has shape ()", "[T]"]),
     "a matrix of tokens": ([replace(good(), tokens=ids([1, 2]))], CE, ValueError, ["shape (1, 2)", "[T] int64"]),
     "int32 tokens": ([replace(good(), tokens=ids(1, 2).int())], CE, ValueError, ["dtype torch.int32", "[T] int64"]),
     "float targets": ([replace(good(), targets=ids(1).float())], CE, ValueError, ["targets", "torch.float32", "int64"]),
-    "fewer targets": (
+    "fewer targets than tokens": (
         [replace(good(), targets=ids(2, 3))],
         CE,
         ValueError,
@@ -85,7 +93,7 @@ BAD_SAMPLES = {
         ["sample 1: tokens[1]=50", "0 to 49", "vocab_size=50"],
     ),
     "negative token": ([replace(good(), tokens=ids(1, 2, 3, -1))], CE, ValueError, ["tokens[3]=-1", "0 to 49"]),
-    "padding as a token": ([replace(good(), tokens=ids(-100, 2, 3, 4))], CE, ValueError, ["tokens[0]=-100", "0 to 49"]),
+    "-100 as a token": ([replace(good(), tokens=ids(-100, 2, 3, 4))], CE, ValueError, ["tokens[0]=-100", "0 to 49"]),
     "target above vocab_size": (
         [replace(good(), targets=ids(1, 2, 3, 99))],
         CE,
@@ -97,7 +105,7 @@ BAD_SAMPLES = {
     "negative temperature": ([replace(good(), temperature=-1.0)], CE, ValueError, ["temperature=-1.0", "positive"]),
     "nan temperature": ([replace(good(), temperature=nan)], CE, ValueError, ["temperature=nan", "positive"]),
     "infinite temperature": ([replace(good(), temperature=inf)], CE, ValueError, ["temperature=inf", "finite"]),
-    "temperature of text": ([replace(good(), temperature="1")], CE, TypeError, ["temperature='1'", "positive"]),
+    "temperature as text": ([replace(good(), temperature="1")], CE, TypeError, ["temperature='1'", "positive"]),
     "temperature True": (
         [replace(good(), temperature=True)],
         CE,
@@ -105,7 +113,7 @@ BAD_SAMPLES = {
         ["temperature=True", "a positive, finite number"],
     ),
     "columns in a list": ([replace(good(), columns=[1.0])], CE, TypeError, ["columns is a list", "names to tensors"]),
-    "no columns": ([replace(good(), columns=None)], CE, TypeError, ["columns is a NoneType", "names to tensors"]),
+    "columns None": ([replace(good(), columns=None)], CE, TypeError, ["columns is a NoneType", "names to tensors"]),
     "a list as column": (
         [replace(good(), columns={"loss_weights": [1.0] * 4})],
         CE,
@@ -123,7 +131,7 @@ BAD_SAMPLES = {
         ["dtype torch.float64", "[4] float32"],
     ),
     "missing column": ([good(advantages=1.0)], PPO(), ValueError, ["no column 'old_logprobs'", "PPO reads"]),
-    "column missing in one": (
+    "column missing in one sample": (
         [good(**ALL_COLUMNS), good(advantages=1.0)],
         PPO(),
         ValueError,
@@ -147,7 +155,7 @@ BAD_SAMPLES = {
         ValueError,
         ["column 'advantages' holds inf at position 3", "finite"],
     ),
-    "-inf in a column that one sample has": (
+    "-inf in a column that only one sample has": (
         [good(), column("values", [0.0, -inf, 0.0, 0.0])],
         None,
         ValueError,
@@ -160,7 +168,12 @@ BAD_SAMPLES = {
         ["'target_ids' has shape (4,)", "[4, K] int64"],
     ),
     "float target ids": ([top_k(target_ids=torch.zeros(4, 2))], CE, ValueError, ["torch.float32", "[4, K] int64"]),
-    "no targets": ([top_k(torch.zeros(4, 0).long(), torch.zeros(4, 0))], CE, ValueError, ["shape (4, 0)", "[4, K]"]),
+    "top-K columns with K=0": (
+        [top_k(torch.zeros(4, 0).long(), torch.zeros(4, 0))],
+        CE,
+        ValueError,
+        ["shape (4, 0)", "[4, K]"],
+    ),
     "target ids without weights": (
         [good(target_ids=[[1, 2]] * 3)],
         CE,
@@ -197,7 +210,7 @@ BAD_SAMPLES = {
         ValueError,
         ["'target_weights' holds nan at position 0", "finite"],
     ),
-    "an optional column of one sample": (
+    "an optional column in only one sample": (
         [good(**ALL_COLUMNS), good(**ALL_COLUMNS, generator_logprobs=-1.0)],
         PPO(),
         ValueError,
@@ -206,7 +219,7 @@ BAD_SAMPLES = {
             "all samples of a call must have it, or none",
         ],
     ),
-    "top-K targets of one sample in forward": (
+    "target_ids in only one sample of a forward call": (
         [top_k(), good()],
         None,
         ValueError,
@@ -236,7 +249,12 @@ BAD_SAMPLES = {
         ValueError,
         ["column 'entropy'", "PPO reads"],
     ),
-    "a loss of one's own": ([good()], own_loss, ValueError, ["no column 'values'", "own_loss reads"]),
+    "a loss that the caller wrote, without its column": (
+        [good()],
+        own_loss,
+        ValueError,
+        ["no column 'values'", "own_loss reads"],
+    ),
     "too many bytes": (MANY, CE, ValueError, ["hold 1120 bytes", "max_call_bytes=1000", "split the call"]),
 }
 
@@ -308,7 +326,7 @@ BAD_SAMPLING_PARAMS = [
     ("ignore_stop", "no", TypeError, "True or False"),
 ]
 
-# (version, timeout, type of the error, words of its message in their order)
+# (version, timeout, type of the error, texts that the message contains in this order)
 BAD_PULLS = [
     (None, 1.0, TypeError, ["version=None", "an integer of at least 0"]),
     ("0", 1.0, TypeError, ["version='0'", "an integer of at least 0"]),
@@ -333,14 +351,14 @@ def assert_in_order(message: str, words: list[str]):
 
 
 @pytest.mark.parametrize("samples, loss, error, words", BAD_SAMPLES.values(), ids=BAD_SAMPLES)
-def test_bad_samples_are_refused_with_the_value_and_the_limit(samples, loss, error, words):
+def test_the_error_for_bad_samples_names_the_value_and_the_limit(samples, loss, error, words):
     with pytest.raises(error) as caught:
         validate_samples(samples, loss, **LIMITS)
     assert_in_order(str(caught.value), words)
 
 
 @pytest.mark.parametrize("field, value, error, limit", BAD_OPTIM_PARAMS)
-def test_bad_optim_params_are_refused_with_the_value_and_the_limit(field, value, error, limit):
+def test_the_error_for_bad_optim_params_names_the_value_and_the_limit(field, value, error, limit):
     with pytest.raises(error) as caught:
         validate_optim_params(OptimParams(**{"learning_rate": 1e-3, field: value}))
     assert_in_order(str(caught.value), [f"{field}={value!r}", limit])
@@ -352,7 +370,7 @@ def test_optim_params_of_another_type_are_refused():
 
 
 @pytest.mark.parametrize("field, value, error, limit", BAD_SAMPLING_PARAMS)
-def test_bad_sampling_params_are_refused_with_the_value_and_the_limit(field, value, error, limit):
+def test_the_error_for_bad_sampling_params_names_the_value_and_the_limit(field, value, error, limit):
     with pytest.raises(error) as caught:
         validate_sampling_params(SamplingParams(**{field: value}), vocab_size=48)
     assert_in_order(str(caught.value), [f"{field}={value!r}", limit])
@@ -371,13 +389,13 @@ def test_a_bad_version_or_timeout_of_a_pull_is_refused(version, timeout, error, 
     assert_in_order(str(caught.value), words)
 
 
-def test_booleans_are_no_tokens():
+def test_a_boolean_is_refused_as_a_token_id():
     for validate, name in ((validate_prompts, "prompt"), (validate_sequences, "sequence")):
         with pytest.raises(TypeError, match=rf"{name} 1 is \[7, True\]; it must be a list of token ids"):
             validate([[5], [7, True]], max_model_len=8, vocab_size=48)
 
 
-def test_a_sequence_may_be_as_long_as_the_model_allows_and_a_prompt_leaves_room_for_a_token():
+def test_a_sequence_may_have_max_model_len_tokens_and_a_prompt_one_less():
     limits = {"max_model_len": 8, "vocab_size": 48}
     validate_prompts([[5] * 7], **limits)
     validate_sequences([[5] * 8], **limits)
@@ -387,7 +405,7 @@ def test_a_sequence_may_be_as_long_as_the_model_allows_and_a_prompt_leaves_room_
         validate_sequences([[5] * 9], **limits)
 
 
-def test_requests_at_their_limits_are_accepted():
+def test_sampling_params_and_pulls_at_their_limits_are_accepted():
     greedy = SamplingParams(temperature=0, top_p=1, top_k=0, seed=0, stop_token_ids=(0, 47))
     hottest = SamplingParams(temperature=2, top_p=1e-3, seed=(1 << 62) - 1, stop_token_ids=[5], max_tokens=1, n=1)
     for params in (greedy, hottest, SamplingParams(temperature=0.01)):
@@ -451,8 +469,8 @@ print(len(behind - before), len(running() - behind))
 """
 
 
-def test_a_large_call_wakes_none_of_torchs_threads_in_the_callers_process():
-    """torch has as many threads as the host has cores. To wake them can take longer than a training step."""
+def test_a_large_call_starts_none_of_torchs_threads_in_the_callers_process():
+    """For a large tensor torch uses a thread for every core of the host. Waking these threads can take longer than a training step."""
     done = subprocess.run([sys.executable, "-c", WAKES], capture_output=True, text=True, timeout=GUARD, check=True)
     # The calls started 0 threads. Then `logprobs + 1` started 2, which shows that the program notices new threads.
     assert done.stdout.split() == ["0", "2"]

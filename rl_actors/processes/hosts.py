@@ -1,7 +1,7 @@
 """Connect a program to Monarch's workers on other machines, so that the program's actors can run on these machines.
 
-A worker is a process that starts actors on its machine. A user starts each worker by `make worker`, or a job of Monarch starts all workers
-(jobs.py).
+A worker is a process that starts the program's actors on its machine. Either a user starts each worker with `make worker`, or a Monarch job
+starts all workers (jobs.py), for example over SSH.
 """
 
 import contextlib
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT = 10.0
 """Seconds in which a worker must accept a connection."""
 SHUTDOWN_TIMEOUT = 5.0
-"""Seconds in which the workers of a job must end. After this time the job is killed."""
+"""Longest wait in seconds for the end of a job's workers. After the wait the job is killed."""
 PAUSE = 0.2
 """Seconds between two attempts to connect to a worker that does not listen yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosts:
-    """Hosts in a fixed order, and the address at which their processes reach this program."""
+    """The connected hosts in a fixed order, and the address at which their processes reach this program."""
 
     names: tuple[str, ...]
     mesh: "HostMesh"
     own_address: str
-    workers: tuple[Address, ...] = ()  # where the workers listen; empty for a job whose workers Monarch finds
-    job: "JobTrait | None" = None  # Monarch's job that has started the workers; `close` ends them
+    workers: tuple[Address, ...] = ()  # where the workers listen; empty if only Monarch knows these addresses
+    job: "JobTrait | None" = None  # Monarch's job that started the workers; None: a user started them
 
     def __len__(self) -> int:
         return len(self.names)
@@ -51,7 +51,7 @@ class Hosts:
     def part(self, start: int, stop: int) -> "Hosts":
         """The hosts from index `start` to index `stop` - 1, as another Hosts.
 
-        The `lost` of the returned object is always empty, and its `close` does nothing.
+        The returned object has neither `workers` nor `job`. So its `lost` returns an empty list, and its `close` does nothing.
         """
         part = self.mesh.slice(hosts=slice(start, stop))
         return Hosts(names=self.names[start:stop], mesh=part, own_address=self.own_address)
@@ -59,8 +59,8 @@ class Hosts:
     def lost(self) -> list[str]:
         """The names of the hosts whose workers are gone.
 
-        For some jobs only Monarch knows the addresses of the workers. For such a job Monarch says only whether the job
-        still has all its hosts. If a host is missing, the names of all hosts are returned.
+        For some jobs only Monarch knows the addresses of the workers. For such a job Monarch tells only whether all hosts
+        are still there. If one of them is gone, this method returns the names of all hosts.
         """
         if self.workers:
             return [name for name, worker in zip(self.names, self.workers, strict=True) if refusal(worker)]
@@ -69,7 +69,7 @@ class Hosts:
         return []
 
     def close(self) -> None:
-        """End the workers that a job has started. Workers that a user has started go on, and wait for the next program."""
+        """End the workers that a job has started. Workers that a user has started keep running, and wait for the next program."""
         if self.job is not None:
             # SSHJob.kill ends only the ssh processes on this machine, and a worker on another host might outlive them. So the workers are
             # shut down first.
@@ -79,8 +79,9 @@ class Hosts:
 
 
 def parse(addresses: Sequence[str]) -> list[Address]:
-    """Parse the addresses of workers. Raises ValueError for a text that is not an address, a repeated address, and a
-    mixture of TCP and TLS.
+    """Parse the addresses of workers.
+
+    Raises ValueError for a text that is not an address, for a repeated address, and for a mixture of TCP and TLS.
     """
     parsed = [Address.parse(address) for address in addresses]
     for address in parsed:
@@ -96,11 +97,11 @@ def connect(
 ) -> Hosts:
     """Connect to the workers. Call this function before other code in this program uses Monarch.
 
-    addresses: tcp://HOST:PORT or tls://HOST:PORT of each worker. Or the name of a job that starts the workers:
-    process://N for N workers on this machine, ssh://HOST for each host, slurm://N, or kubernetes://N.
+    addresses: either the address of each running worker, tcp://HOST:PORT or tls://HOST:PORT, or a job that starts the workers:
+    process://N (N workers on this machine), ssh://HOST for each host, slurm://N or kubernetes://N (N hosts).
     certificates: folder of the certificates for tls:// addresses. job: the options of the job. logs: folder for the output of a Slurm job.
     Raises ValueError for wrong addresses or options, and RuntimeError if Monarch is in use already or if a scheduler does not start the job.
-    Raises ConnectionError if a worker does not listen. For a job, also raises ConnectionError if ssh cannot start a worker, if the
+    Raises ConnectionError if a worker does not listen. For a job, also raises ConnectionError if ssh fails or a host lacks this Python, if the
     port of a worker is in use, or if the name of this machine has no address that the workers can reach.
     """
     started_by = jobs.parse(addresses)
@@ -134,7 +135,7 @@ def _of_job(started_by: Job, config: JobConfig, logs: Path | None) -> Hosts:
         workers = [Address(name, jobs.port(started_by, config)).numeric() for name in started_by.names]
         _require_free(workers)
         jobs.require_ssh(started_by, config)
-    name = f"hosts{uuid.uuid4().hex[:8]}"  # on Kubernetes another run must not have the same name
+    name = f"hosts{uuid.uuid4().hex[:8]}"  # a new name for each run, because two runs on Kubernetes must not share one
     job = jobs.build(started_by, config, mesh=name, logs=logs)
     own_address = _listen_for(started_by, workers)
     try:
@@ -148,7 +149,7 @@ def _of_job(started_by: Job, config: JobConfig, logs: Path | None) -> Hosts:
 
 
 def _listen_for(started_by: Job, workers: Sequence[Address]) -> str:
-    """Let Monarch listen at an address at which the job's workers reach this program, and return the address.
+    """Let Monarch listen at an address that the job's workers can reach, and return the address.
 
     The ranks of a trainer must reach the address, too, because this program serves their rendezvous there.
     """
@@ -164,7 +165,10 @@ def _listen_for(started_by: Job, workers: Sequence[Address]) -> str:
 
 
 def _address_of_name() -> str:
-    """The first address of this machine's name that the hosts of a scheduler can reach. Raises ConnectionError if there is none."""
+    """The first address of this machine's name that is neither loopback nor link-local. Raises ConnectionError if there is none.
+
+    The hosts of a scheduler cannot reach a loopback or link-local address of this machine.
+    """
     name = socket.gethostname()
     for address in resolve(name):
         parsed = ipaddress.ip_address(address)
@@ -177,25 +181,25 @@ def _address_of_name() -> str:
 
 
 def _require_free(workers: Sequence[Address]) -> None:
-    """Raises ConnectionError if a program listens at the address of a worker before the worker is started."""
+    """Raises ConnectionError if another program already listens at the address of a worker. The workers are not started yet."""
     for worker in workers:
         if refusal(worker) is None:
             end = shlex.quote(f"run_worker_loop_forever.*:{worker.port}")
             raise ConnectionError(
-                f"a program listens at {worker} already, perhaps the worker of a run that was killed; end it there (pkill -f {end}), or "
-                "choose another port by hosts.job.port"
+                f"a program listens at {worker} already, perhaps the worker of a run that was killed; end that program on its host "
+                f"(pkill -f {end}), or choose another port with hosts.job.port"
             )
 
 
 def _wait_until_listening(workers: Sequence[Address], config: JobConfig) -> None:
-    """Raises ConnectionError naming the first worker that does not listen after start_timeout seconds."""
+    """Wait until all workers listen. Raises ConnectionError naming the first worker that does not listen after start_timeout seconds."""
     deadline = time.monotonic() + config.start_timeout
     for worker in workers:
         while refusal(worker) is not None:
             if time.monotonic() > deadline:
                 raise ConnectionError(
-                    f"no worker listens at {worker} after hosts.job.start_timeout={config.start_timeout} s; ssh has started the "
-                    "worker, whose output is in the output of this program"
+                    f"no worker listens at {worker} after hosts.job.start_timeout={config.start_timeout} s; errors of ssh "
+                    "and of the worker are in this program's output"
                 )
             time.sleep(PAUSE)
 

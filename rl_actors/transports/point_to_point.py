@@ -1,13 +1,13 @@
 """Send slots to readers over NCCL or gloo. A slot is the memory in which a rank of the trainer keeps its part of one version of the
-weights. A reader is a process that pulls the weights. Every rank has one communicator with every reader, and uses it for one version after
-another.
+weights. A reader is a process that pulls the weights. A communicator is a torch process group of one rank and one reader (communicator.py).
 
-The first request of a reader makes the communicator. If a call of the communicator fails or hangs, or if one of the two processes ends, the
-rank and the reader give up the communicator, and the next pull makes a new one. The bytes arrive in the reader's host memory. The rank sends
-them in pieces. A piece is a range of the slot's bytes that may begin and end in the middle of a tensor, so a tensor of any size can be sent.
+The reader's first request to a rank makes the communicator, and later pulls use it again. If a call of the communicator fails or hangs, or
+if one of the two processes ends, the communicator is given up, and the next pull makes a new one. The bytes arrive in the reader's host
+memory. The rank sends them in pieces. A piece is a range of the slot's bytes that may begin and end in the middle of a tensor, so a tensor of
+any size can be sent.
 
-The secret of the transport guards only the control connection, over which a reader asks for slots. torch's rendezvous, NCCL and gloo open
-ports that ask for no secret, and nothing is encrypted. So the network must be private.
+A reader asks for slots over a control connection. The secret of the transport guards only this connection. torch's rendezvous, NCCL and gloo
+open ports that ask for no secret, and nothing is encrypted. So the network must be private.
 """
 
 import atexit
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Sender:
-    """Sends slots to the reader at the other end of a connection. The first request makes the communicator."""
+    """Sends slots of this rank to one reader, which asks for them over a control connection. The first request makes the communicator."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         self.connection, self.timeout = connection, timeout
@@ -44,7 +44,8 @@ class Sender:
         try:
             if request.num_bytes != len(slot.data) or request.piece_bytes <= 0:
                 raise ValueError(
-                    f"the request is for {request.num_bytes} bytes in pieces of {request.piece_bytes}, but the slot has {len(slot.data)}"
+                    f"the request is for {request.num_bytes} bytes in pieces of {request.piece_bytes} bytes, but the slot has "
+                    f"{len(slot.data)} bytes, and a piece must have at least 1 byte"
                 )
             if self.pair is None:
                 self.pair = Pair(
@@ -68,7 +69,7 @@ class Sender:
 
 
 class Pairs:
-    """The pairs of this reader that no pull is using. A pair is a connection to a rank and the communicator with that rank.
+    """The pairs of this reader that no pull is using. A pair is a control connection to a rank, and the communicator with that rank.
 
     At most one pair is kept for each rank. A pull takes the pairs that it needs, and gives them back.
     """
@@ -79,7 +80,9 @@ class Pairs:
         atexit.register(self.end)
 
     def take(self, address: SlotAddress, request: Request) -> Pair | None:
-        """Take the pair of a rank. Returns None if no free pair fits the address and the request, or if the rank has closed the connection."""
+        """Take the free pair of a rank. Returns None if there is none, if it does not fit the address and the request, or if its connection is
+        closed. In the last two cases the pair is ended.
+        """
         with self.guard:
             if address.rank not in self.free:
                 return None
@@ -111,7 +114,7 @@ PAIRS = Pairs()
 
 
 def backend_for(addresses: tuple[SlotAddress, ...]) -> str:
-    """nccl if these ranks have their weights on GPUs and this process uses a GPU, otherwise gloo."""
+    """nccl if these ranks have their weights on GPUs, this process uses a GPU, and torch has NCCL. Otherwise gloo."""
     on_gpus = torch.cuda.is_initialized() and all(address.weights_on_gpu for address in addresses)
     return "nccl" if on_gpus and torch.distributed.is_nccl_available() else "gloo"
 
@@ -120,10 +123,10 @@ def backend_for(addresses: tuple[SlotAddress, ...]) -> str:
 def received(
     addresses: tuple[SlotAddress, ...], key: str, *, secret: bytes, timeout: float
 ) -> Iterator[list[ReceivedSlot]]:
-    """Receive the slots of all ranks at the same time. The received bytes stay valid for as long as the context lasts.
+    """Context manager that receives the slots of all ranks at the same time. The received bytes are valid only inside the context.
 
-    Raises VersionGoneError if a slot holds another version. If a transfer fails or takes too long, raises ConnectionError or TimeoutError
-    naming the rank and its address.
+    key: the version's key. Raises VersionGoneError if a slot holds another version. If a transfer fails or takes too long, raises ConnectionError
+    or TimeoutError naming the rank and its address.
     """
     backend = backend_for(addresses)
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
@@ -155,7 +158,7 @@ def received(
 def _fetch(
     address: SlotAddress, request: Request, into: Tensor, secret: bytes, deadline: float, device: torch.device
 ) -> Layout:
-    """Receive a slot. Returns its layout."""
+    """Receive a slot's bytes into the tensor `into`. Returns the slot's layout."""
     with control.failures(address, request.key, request.path):
         pair = PAIRS.take(address, request) or _connected(address, request, deadline, device)
         try:

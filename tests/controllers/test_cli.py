@@ -248,7 +248,7 @@ def test_resume_refuses_changes_that_would_make_it_another_run(capsys):
     assert "seed cannot change from 0 to 1" in refusal(capsys, "--resume", folder, "--seed", "1")
     message = refusal(capsys, "--resume", folder, "--environment.options", '{"max_digits": 3}')
     assert "environment.options.max_digits cannot change from 2 to 3" in message
-    assert "continues in its own folder" in refusal(capsys, "--resume", folder, "--output-dir", "other")
+    assert "continues the run in its own folder" in refusal(capsys, "--resume", folder, "--output-dir", "other")
     assert parse("--resume", folder, "--trainer.seed", "1", "--seed", "0").config.trainer.seed == 1
 
 

@@ -1,4 +1,6 @@
-"""Runs recipes of tinker-cookbook in a separate Python environment (`make cookbook` makes it), and reads their results."""
+"""Starts our Tinker server, runs recipes of tinker-cookbook against it, and reads their results. A recipe is a training program of the
+cookbook. The recipes run in a Python environment of their own, which `make cookbook` makes.
+"""
 
 import contextlib
 import json
@@ -17,28 +19,30 @@ from data_sets import write_data_sets
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("COOKBOOK_PYTHON", ROOT / ".venv-cookbook" / "bin" / "python"))
 MODEL = "Qwen/Qwen3-8B"
-"""A model name that the cookbook knows. Under this name the server serves the tiny model, or the `base` of `serving`."""
+"""A model name that the cookbook knows. Under this name the server serves its tiny model, or the model that `serving` gets as `base`."""
 START_SECONDS = 600
+"""The server must be ready within this number of seconds."""
 RECIPE_SECONDS = 1800
+"""A recipe must end within this number of seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cookbook:
     """A folder in which recipes run.
 
-    `environment` has the environment variables with which the recipes find the server.
+    environment: the environment variables of the recipes, with the server's address and its API key.
     """
 
     folder: Path
     environment: dict[str, str]
 
     def run(self, module: str, *arguments: str, log: str) -> "Outcome":
-        """Run a recipe to its end. log: name of the recipe's log folder."""
+        """Run a recipe to its end. module: the recipe's module in tinker_cookbook. log: name of the recipe's log folder."""
         folder = self.folder / "logs" / log
         return self._run(["-m", f"tinker_cookbook.{module}", *arguments, f"log_path={folder}"], folder)
 
     def run_program(self, name: str, *arguments: str) -> "Outcome":
-        """Run a program to its end. The program is in the folder of the cookbook's own tests."""
+        """Run one of the cookbook's own test programs to its end. name: the program's file."""
         return self._run([str(PYTHON.parents[1] / "tests" / name), *arguments], self.folder)
 
     def _run(self, command: list[str], folder: Path) -> "Outcome":
@@ -59,9 +63,11 @@ class Cookbook:
 
 @dataclass(frozen=True)
 class Outcome:
+    """The result of a recipe or of a program."""
+
     returncode: int
-    output: str
-    folder: Path
+    output: str  # stdout, then stderr
+    folder: Path  # the recipe's log folder; for run_program the folder of the Cookbook
 
     def require_success(self) -> "Outcome":
         assert self.returncode == 0, self.output[-6000:]
@@ -75,7 +81,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def serving(folder: Path, base: Path | None = None) -> Iterator[Cookbook]:
-    """Start a server with its state in this folder, and yield a Cookbook that runs recipes in the same folder.
+    """Context manager that starts a server with its state in this folder, and yields a Cookbook that runs recipes in this folder.
 
     base: directory of the base model; None: the tiny model.
     """
@@ -94,8 +100,8 @@ def serving(folder: Path, base: Path | None = None) -> Iterator[Cookbook]:
         )
     try:
         exports = read_exports(server, folder / "server.log")
-        # The cookbook loads the tokenizer by the name of the model. The loader first looks for a local folder of this
-        # name, so this code makes a link of this name.
+        # The cookbook loads the tokenizer by the name of the model. transformers first looks for a folder of this name in
+        # the working directory. So this code makes a link of this name to the model's folder.
         (folder / MODEL).parent.mkdir(parents=True, exist_ok=True)
         (folder / MODEL).symlink_to(base or state / "base" / MODEL)
         offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}
@@ -108,7 +114,7 @@ def serving(folder: Path, base: Path | None = None) -> Iterator[Cookbook]:
 def read_exports(server: subprocess.Popen, log: Path) -> dict[str, str]:
     """The two environment variables that the server prints when it is ready.
 
-    Raises RuntimeError if the server does not start.
+    Raises RuntimeError if the server ends early, or is not ready within START_SECONDS.
     """
     exports: dict[str, str] = {}
     too_late = threading.Timer(START_SECONDS, server.kill)

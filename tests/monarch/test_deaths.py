@@ -1,4 +1,7 @@
-"""A client notices that one of its processes is dead or stopped. The tests kill or stop real processes, which have no model."""
+"""A client notices that one of its processes is dead or stopped, and so does a transport.
+
+The tests kill or stop real processes, which have no model.
+"""
 
 import os
 import re
@@ -52,7 +55,7 @@ def test_a_client_notices_a_dead_or_stopped_process_between_calls_and_can_kill_a
         (signal.SIGSTOP, r"store: rank 0 \(pid {pid}\) did not answer for 2 s"),
     ],
 )
-def test_the_store_of_weights_has_died_when_its_process_has_ended_or_is_silent(sent, text):
+def test_a_memory_transport_reports_that_the_process_of_its_store_has_ended_or_is_silent(sent, text):
     transport = MemoryTransport()
     in_background(transport.open(), "open").result(GUARD)
     death = in_background(transport.death(silent_after=2.0), "death")
@@ -71,7 +74,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_client_that_is_closed_reports_no_death():
+def test_a_closed_client_reports_no_death():
     client = Bare("closed")
     death = client.death(silent_after=60.0)
     client.ready().result(GUARD)

@@ -1,5 +1,5 @@
-"""Tests of a value model, called through its client. The model runs in processes that the tests have started, or in the
-processes of a policy. It starts from checkpoints, trains and is saved.
+"""A value model, called through its client: training, checkpoints and refused calls. A value model gives one number for each position
+instead of logprobs, as the critic of PPO does. It runs in processes that the tests have started, or in the processes of a policy.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ def value_samples(seed: int = 0) -> list[Sample]:
 
 
 def fit(critic: TrainerClient, steps: int) -> Tensor:
-    """The values after `steps` steps of training."""
+    """Train the critic for this many steps, and return its values."""
     for _ in range(steps):
         critic.forward_backward(value_samples(), ValueLoss()).result()
         critic.optim_step(STEP).result()
@@ -46,7 +46,7 @@ def critic(trainer, ranks):
         yield client
 
 
-def test_a_value_model_has_one_value_for_each_target_and_learns_the_returns(critic):
+def test_a_value_model_gives_one_value_for_each_target_and_learns_the_returns(critic):
     samples = value_samples()
     output = critic.forward(samples, ValueLoss()).result()
     assert [len(row) for row in output.values] == [len(sample) for sample in samples]
@@ -56,7 +56,7 @@ def test_a_value_model_has_one_value_for_each_target_and_learns_the_returns(crit
     assert [(info.head, info.policy_version) for info in critic.info().result()] == [("values", 15)]
 
 
-def test_a_value_depends_on_the_tokens_up_to_its_position_and_on_no_later_one(critic):
+def test_a_value_depends_on_the_tokens_up_to_its_position_and_on_no_later_tokens(critic):
     fit(critic, 3)
     tokens = list(range(10))
     changed = [*tokens[:6], 20, *tokens[7:]]
@@ -68,13 +68,13 @@ def test_a_value_depends_on_the_tokens_up_to_its_position_and_on_no_later_one(cr
     assert (first[6:] != second[6:]).all()
 
 
-def test_a_value_model_starts_from_a_policys_checkpoint_and_from_its_own(trainer, ranks, tmp_path):
+def test_a_value_model_starts_from_the_checkpoint_of_a_policy_or_of_a_value_model(trainer, ranks, tmp_path):
     support.step(trainer)
     saved = trainer.save_checkpoint(str(tmp_path / "policy")).result()
     saved.wait().result()
     config = support.trainer_config(seed=7)
     with trainer.spawn_value_trainer(config, ranks(1), checkpoint=saved.path) as critic:
-        assert not values_of(critic).any()  # the head is new
+        assert not values_of(critic).any()  # a policy's checkpoint has no value head, so the head starts at zero
         trained = fit(critic, 2)
         assert trained.any()
         critic.save_checkpoint(str(tmp_path / "critic")).result().wait().result()
@@ -83,7 +83,7 @@ def test_a_value_model_starts_from_a_policys_checkpoint_and_from_its_own(trainer
         assert torch.equal(values_of(again), trained)
     with ValueTrainerClient.spawn(config, processes=ranks(1)) as resumed:
         assert resumed.load_checkpoint(str(tmp_path / "critic")).result() == saved.policy_version + 2
-        # The values are equal, because the checkpoint also has the optimizer's state.
+        # The next step gives the same values as before, because the checkpoint also has the optimizer's state.
         assert_close(fit(resumed, 1), following, rtol=0, atol=0)
 
 
@@ -103,7 +103,7 @@ def test_a_loss_that_the_caller_writes_trains_a_value_model_like_the_librarys_lo
     assert critic.optim_step(OptimParams(learning_rate=0.0)).result().grad_norm == pytest.approx(norm, rel=1e-5)
 
 
-def test_a_value_model_refuses_what_needs_a_language_model(critic, tmp_path):
+def test_a_value_model_refuses_calls_that_need_a_language_model(critic, tmp_path):
     critic.ready().result()
     samples = support.random_samples()
     for call in (
@@ -148,7 +148,7 @@ def test_policy_and_value_model_of_two_ranks_share_processes_and_take_turns(rank
     orphan.close().result()
 
 
-def test_processes_that_do_not_fit_are_refused_before_anything_starts(trainer, ranks, tmp_path):
+def test_wrong_arguments_of_spawn_value_trainer_are_refused_before_anything_starts(trainer, ranks, tmp_path):
     with pytest.raises(ValueError, match="processes has 1 processes, but the layout of the config needs 2"):
         trainer.spawn_value_trainer(support.trainer_config(shard=2), ranks(1))
     with pytest.raises(ValueError, match="that client did not spawn its mesh"):
