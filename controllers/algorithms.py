@@ -1,11 +1,12 @@
 """Presets of a GRPO config. Each preset has the name of an algorithm. `--algorithm dapo` sets config fields to the
 values of the DAPO paper.
 
-The controller applies the other flags of the command line after the preset, so these flags can change the values of the
+The controller applies the other flags of the command line after the preset, so these flags override the values of the
 preset.
 
-A preset sets the loss and its bounds, the aggregation, the advantages, the KL divergence, rollouts.max_refills and the penalty on long completions.
-A preset leaves all other fields as they are, such as the correction, loss.dual_clip, loss.beta, the entropy bonus and the learning rate.
+A preset sets the loss and its ratio bounds, the aggregation, the rule for advantages, the weight of the KL divergence from the reference,
+rollouts.max_refills and the penalty on long completions. A preset leaves all other fields as they are, such as the correction for the
+difference between generator and trainer, loss.dual_clip, loss.beta, the entropy bonus and the learning rate.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,9 +43,9 @@ def _objective(
     advantage: str = "grpo",
     reference_kl: float = 0.0,
 ) -> dict[str, object]:
-    """The fields that every preset sets.
+    """Values of fields that every preset sets.
 
-    For a loss without bounds, ratio_low and ratio_high become None, whatever the config had before.
+    A loss without ratio bounds gets None for both bounds, so the bounds that the config had before are removed.
     """
     return {
         "loss.name": loss,
@@ -68,7 +69,7 @@ def _grpo(config: "RunConfig") -> Mapping[str, object]:
 def _dapo(config: "RunConfig") -> Mapping[str, object]:
     return _objective(ratio_low=0.8, ratio_high=1.28, aggregation="token_mean") | {
         "rollouts.max_refills": 3,
-        "rollouts.overlong_buffer": config.max_tokens // 5,  # the paper's 4,096 of 20,480 tokens
+        "rollouts.overlong_buffer": config.max_tokens // 5,  # as in the paper: 4,096 of 20,480 tokens
         "rollouts.overlong_penalty": 1.0,
     }
 

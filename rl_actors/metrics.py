@@ -46,7 +46,7 @@ class Stopwatch:
         self._seconds, self._began = 0.0, 0.0
 
     def start(self) -> None:
-        """Begin to measure. A measurement without a `stop` is dropped."""
+        """Begin a measurement. An earlier measurement without a `stop` is dropped."""
         self._began = time.perf_counter()
 
     def stop(self) -> None:
@@ -84,7 +84,9 @@ class PartialsCopy:
 
 
 def merge(parts: Iterable[Mapping[str, Partial]]) -> Partials:
-    """merge([{"a:sum": 1, "b:mean": (2, 4)}, {"a:sum": 2, "b:mean": (1, 1)}]) -> {"a:sum": 3, "b:mean": (3, 5)}
+    """Merge the partials of each name, by the reduction in the name.
+
+    merge([{"a:sum": 1, "b:mean": (2, 4)}, {"a:sum": 2, "b:mean": (1, 1)}]) -> {"a:sum": 3, "b:mean": (3, 5)}
 
     Raises ValueError naming the metric if its reduction is not one of REDUCTIONS.
     """
@@ -102,7 +104,10 @@ def to_numbers(partials: Mapping[str, Partial]) -> Partials:
 
 
 def finish(partials: Mapping[str, Partial]) -> dict[str, float]:
-    """finish({"a:sum": 3, "b:mean": (3, 5)}) -> {"a:sum": 3.0, "b:mean": 0.6}. A mean, maximum or minimum of no values is 0."""
+    """Turn partials into metrics. A mean, maximum or minimum of no values is 0.
+
+    finish({"a:sum": 3, "b:mean": (3, 5)}) -> {"a:sum": 3.0, "b:mean": 0.6}
+    """
     finished: dict[str, float] = {}
     for name, value in partials.items():
         if isinstance(value, tuple):
@@ -143,6 +148,4 @@ def _reduction(name: str) -> str:
 def _require_reduction(name: str) -> None:
     reduction = _reduction(name)
     if reduction not in REDUCTIONS:
-        raise ValueError(
-            f"metric {name!r} ends in {reduction!r}; a metric is named name:sum, name:mean, name:max or name:min"
-        )
+        raise ValueError(f"metric {name!r}: the name must end in :sum, :mean, :max or :min")

@@ -520,7 +520,7 @@ def test_ppo_written_by_the_caller_has_the_gradients_of_the_built_in_ppo():
         (lambda s, p: (p[0].sum(), None), TypeError, "metrics of type NoneType"),
         (lambda s, p: (p[0], {}), ValueError, r"shape \(3,\).* must be a scalar"),
         (lambda s, p: (p[0].detach().sum(), {}), ValueError, "requires_grad=False"),
-        (lambda s, p: (p[0].sum(), {"mine": 1.0}), ValueError, "metric 'mine' ends in"),
+        (lambda s, p: (p[0].sum(), {"mine": 1.0}), ValueError, "metric 'mine': the name must end in"),
     ],
 )
 def test_a_loss_of_the_caller_must_return_a_scalar_and_named_metrics(loss, error, words):

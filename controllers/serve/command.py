@@ -1,4 +1,4 @@
-"""The command line of the Tinker server. It serves until SIGINT or SIGTERM."""
+"""Run the Tinker server, to which programs with the SDK `tinker` send their calls. The server runs until SIGINT or SIGTERM."""
 
 import argparse
 import asyncio
@@ -26,7 +26,7 @@ API_KEY = "tml-local"
 The SDK does not start without a key, and it accepts this key.
 """
 SHUTDOWN_SECONDS = 5
-"""Seconds in which open connections must end when the server stops."""
+"""Seconds that open connections get to finish when the server stops."""
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def read_arguments(prog: str, argv: Sequence[str] | None = None) -> Arguments:
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("--config", choices=sorted(configs), default=next(iter(configs)), help="name of the config")
     parser.add_argument("--address", default="127.0.0.1:8000", help="HOST:PORT to listen at; port 0: any free port")
-    parser.add_argument("--state", type=Path, help="folder of the state; default runs/serve-CONFIG")
+    parser.add_argument("--state", type=Path, help="folder for the server's state; default runs/serve-CONFIG")
     parser.add_argument(
         "--serve-as",
         metavar="NAME=DIRECTORY",
@@ -69,11 +69,23 @@ def read_arguments(prog: str, argv: Sequence[str] | None = None) -> Arguments:
     )
     parser.add_argument("--max-trainers", type=int, help="largest number of trainers in memory")
     parser.add_argument("--max-tenants", type=int, help="largest number of runs with adapters in one trainer")
-    parser.add_argument("--max-adapters", type=int, help="adapters that vLLM serves at once; 0: only whole weights")
-    parser.add_argument("--max-adapter-rank", type=int, help="largest rank of an adapter that vLLM serves")
-    parser.add_argument("--keys", type=Path, help="file with a name and the SHA-256 of a key in each line")
     parser.add_argument(
-        "--rate", type=float, help="training and sampling requests that one owner of keys may send in a second"
+        "--max-adapters",
+        type=int,
+        help="largest number of different adapters in a step of vLLM; 0: vLLM gets whole weights with adapters merged",
+    )
+    parser.add_argument(
+        "--max-adapter-rank",
+        type=int,
+        help="largest rank of an adapter that vLLM applies; adapters of larger ranks are merged",
+    )
+    parser.add_argument(
+        "--keys", type=Path, help="file of the allowed keys; each line has an owner and the SHA-256 of a key"
+    )
+    parser.add_argument(
+        "--rate",
+        type=float,
+        help="training and sampling requests that one owner may send per second, in addition to a burst of 100",
     )
     arguments = parser.parse_args(argv)
     config: ServeConfig = configs[arguments.config]()
@@ -102,7 +114,7 @@ def read_arguments(prog: str, argv: Sequence[str] | None = None) -> Arguments:
 def read_address(text: str, *, has_keys: bool) -> tuple[str, int]:
     """Host and port: ("127.0.0.1", 8000) for "127.0.0.1:8000".
 
-    Raises ValueError for an address that is not loopback if there are no keys.
+    Raises ValueError if the text is not HOST:PORT, or if there are no keys and the address is not loopback.
     """
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
@@ -154,7 +166,7 @@ class HttpServer(uvicorn.Server):
 
 
 async def serve(arguments: Arguments, listener: socket.socket) -> None:
-    """Start the server, print the environment variables that a client needs, and serve until a signal."""
+    """Start the server, print the environment variables that a client needs, and serve until SIGINT or SIGTERM."""
     config, folder = arguments.config, arguments.folder
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()

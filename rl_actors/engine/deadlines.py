@@ -1,8 +1,8 @@
 """Sets the deadline of collectives, which is how long a rank waits in a collective for another rank.
 
 Process groups of gloo and of NCCL get the same deadline. After the deadline gloo raises an error in the waiting rank, and `late`
-recognises this error. In an NCCL group the watchdog ends the waiting process. Without this deadline the trainer's caller would learn
-of a hang only after call_timeout, the longer timeout of a whole call.
+recognises this error. In an NCCL group torch's watchdog kills the waiting process. Without this deadline the trainer's caller would
+learn of a hang only after call_timeout, the longer timeout of a whole call.
 """
 
 import contextlib
@@ -43,8 +43,10 @@ def made_with(seconds: float) -> Iterator[None]:
 
 
 def set_together(parallel_dims: ParallelDims, seconds: float) -> None:
-    """Wait until all ranks have called this function, and then set the deadline of every group. The point-to-point
-    sends and receives of a gloo group are an exception: they keep the deadline that the group got at its creation.
+    """Wait until all ranks have called this function, and then set the deadline of every group.
+
+    The point-to-point sends and receives of a gloo group are an exception: they keep the deadline that the group got at
+    its creation.
 
     If the ranks did not wait, one rank could already use a new, shorter deadline while a slower rank is still busy with
     its setup. Then the slower rank could miss the deadline.
@@ -58,7 +60,7 @@ def set_together(parallel_dims: ParallelDims, seconds: float) -> None:
 
 
 def late(error: BaseException) -> bool:
-    """True if a collective has raised the error because another rank did not join it before the deadline."""
+    """True if the error, or one of its causes, is gloo's error about a rank that did not join a collective in time."""
     causes = []
     cause: BaseException | None = error
     while cause is not None and cause not in causes:

@@ -42,7 +42,8 @@ class TrainEngine:
     def __init__(self, config: TrainerConfig) -> None:
         """Build, shard and initialise the model.
 
-        Raises ValueError if the config is wrong or if config.hf_path holds tensors of another model.
+        Raises ValueError if the config is wrong, if config.hf_path holds tensors of another model, or if
+        config.tokenizer_path holds no tokenizer.
         """
         config.validate()
         if config.hf_path:
@@ -81,31 +82,32 @@ class TrainEngine:
         return self.tenants.in_use.policy_version
 
     def use(self, tenant: str) -> None:
-        """Let the following calls work on this tenant. A tenant is a run that trains its own adapters on the shared base model.
+        """Make later calls work on this tenant. A tenant is a run that trains its own adapters on the shared base model.
 
-        A new trainer has one tenant, whose name is empty. tenants.py says more.
+        A new trainer has one tenant, whose name is the empty string. tenants.py says more.
 
         Raises ValueError for an unknown name.
         """
         self.tenants.use(tenant)
 
     def new_tenant(self, name: str, seed: int = 0) -> None:
-        """Add a tenant on the same base model, and use it. The seed sets the initial values of the tenant's adapters.
+        """Add a tenant on the same base model, and make later calls work on it. The seed sets the initial values of its adapters.
 
-        The tenant's version is 0. It has no gradients and no optimizer state.
+        The new tenant has policy_version 0, no gradients and no optimizer state.
 
-        Calls for this tenant do not change other tenants. Raises ValueError if the trainer has no adapters or the name is taken.
+        Calls for this tenant do not change other tenants. Raises ValueError if the trainer has no adapters, if the name
+        is taken, or if the model has experts and load_balance_coeff is not 0.
         """
         require_tenant(name, seed, self.config.lora.rank)
         if self.config.model.num_experts and self.config.load_balance_coeff:
             raise ValueError(
                 f"new_tenant is not possible with load_balance_coeff={self.config.load_balance_coeff}: every step changes the expert "
-                "bias, which belongs to the base"
+                "bias, which belongs to the base model that all tenants share"
             )
         self.tenants.add(name, seed)
 
     def drop_tenant(self, name: str) -> None:
-        """Forget a tenant, whatever the state of its step is. Raises ValueError for an unknown name and for the first tenant."""
+        """Delete a tenant, even in the middle of its step. Raises ValueError for an unknown name and for the first tenant."""
         self.tenants.drop(name)
 
     def validate(self, samples: Sequence[Sample], loss: Loss | None) -> None:
@@ -125,15 +127,15 @@ class TrainEngine:
         """Logprobs of the targets, or the values of a value model, in float32. Accumulated gradients, weights and version do not change.
 
         If a loss is given, the output also has the metrics that forward_backward would report. If the samples have the
-        column target_ids, which lists K token ids for each position, the output has the logprobs of these ids. If
-        `entropy` is True, the output has the entropy of the whole distribution.
+        column target_ids, which lists K token ids for each position, the output also has the logprobs of these ids. If
+        `entropy` is True, the output also has the entropy of the distribution over the vocabulary at each position.
         """
         loss = None if loss is None else resolve(loss)
         self.step.require("forward")
         self.validate(samples, loss)
         self.memory.onload(["weights"])
-        # With a loss all columns are needed: `validate` has checked that all samples have the same columns, and that the loss reads them.
-        # Without a loss only the column target_ids is needed.
+        # A loss reads all columns of the samples, and all samples have the same columns. `validate` has checked both. Without a loss only
+        # the column target_ids is needed.
         columns = samples[0].columns if loss is not None else {"target_ids"} & set(samples[0].columns)
         with torch.no_grad(), self._evaluation():
             return self._output(self.runner.forward(self._batches(samples, columns), loss, with_entropy=entropy))
@@ -153,7 +155,7 @@ class TrainEngine:
         self.validate(samples, loss)
         self.memory.onload(["weights", "gradients"])
         with self._broken_on_failure():
-            # `validate` has checked that all samples have the same columns, and that the loss reads them.
+            # `validate` has checked that all samples have the same columns, and that the loss reads all of them.
             batches = self._batches(samples, samples[0].columns)
             outputs = self.runner.forward_backward(batches, loss, with_entropy=entropy)
         self.step.open()
@@ -162,7 +164,8 @@ class TrainEngine:
     def optim_step(self, params: OptimParams) -> OptimResult:
         """Divide the gradients by params.grad_divisor, clip them, step the optimizer, and clear the gradients.
 
-        If the gradient is finite, policy_version grows by one. If not, the optimizer makes no step, and policy_version stays.
+        If the gradient norm is finite, policy_version grows by one. If not, the optimizer makes no step, and
+        policy_version does not change.
         """
         require_optimizer("optim_step", self.config.optimizer)
         self.step.require("optim_step")
@@ -205,9 +208,10 @@ class TrainEngine:
         )
 
     def discard_gradients(self) -> None:
-        """Drop the accumulated gradients and close the step, also if the step is broken (call_order.py).
+        """Drop the accumulated gradients and close the step, even if a failed call has left the gradients incomplete.
 
-        Does nothing if no gradients are accumulated.
+        Does nothing if no gradients are accumulated. Raises RuntimeError if a failed call may have changed weights
+        (the state "inconsistent" in call_order.py).
         """
         self.step.require("discard_gradients")
         self.own_time.take()
@@ -217,9 +221,12 @@ class TrainEngine:
     def save_checkpoint(self, path: str, *, optimizer: bool = True) -> "Future[None]":
         """Copy model, optimizer and version, and write them as a DCP directory while training goes on.
 
-        The directory also gets the tokenizer's files, if there are any. The future is done when the directory is complete on disk. A
-        second save waits until the first is done. Raises ValueError if `path` holds something other than a checkpoint.
-        If a rank cannot write, the future raises RuntimeError with path and rank. Raises RuntimeError in an open step.
+        If `optimizer` is False, the directory has no optimizer state. The directory also gets the tokenizer's files, if
+        there are any. The future is done when the directory is complete on disk. A second save waits until the first is
+        done.
+
+        Raises ValueError if `path` holds something other than a checkpoint. Raises RuntimeError in an open step. If a
+        rank cannot write, the future raises RuntimeError with path and rank.
         """
         self.step.require("save_checkpoint")
         if optimizer:
@@ -236,8 +243,9 @@ class TrainEngine:
         """Read a directory that save_checkpoint wrote under any layout, and return its policy_version.
 
         If `optimizer` is False, only the weights are read, and the optimizer gets the state that it has in a new trainer.
-        Raises ValueError, and changes nothing, if `path` is not a checkpoint of this model or has no optimizer state
-        although `optimizer` is True. Raises RuntimeError in an open step.
+        Raises ValueError, and changes nothing, if `path` is not a checkpoint of this model, if other users can write
+        its files, or if `optimizer` is True and the checkpoint has no optimizer state. Raises RuntimeError in an open
+        step.
         """
         self.step.require("load_checkpoint")
         if optimizer:
@@ -254,15 +262,16 @@ class TrainEngine:
         """Copy the weights of a published version into this model, set policy_version to `number`, and return it.
 
         Only a language model without an optimizer and without adapters can load a published version. No training step
-        changes the weights of such a model, so they stay equal to the weights of the version.
-        Raises ValueError, and changes nothing, if the version holds other tensors than this model.
+        changes the weights of such a model, so its weights stay equal to those of the version.
+
+        Raises ValueError, and changes nothing, for any other model, and if the version's tensors do not fit this model.
         """
         self.step.require("pull_model_state_dict")
         if self.config.optimizer is not None or self.config.lora.rank or self.config.head != "logprobs":
             raise ValueError(
                 f"pull_model_state_dict is not possible with optimizer={self.config.optimizer and self.config.optimizer.name}, "
                 f"lora.rank={self.config.lora.rank} and head={self.config.head!r}: only a language model "
-                "without an optimizer and without adapters takes weights"
+                "without an optimizer and without adapters can load published weights"
             )
         self.memory.onload(["weights"])
         hf.require_same_shapes(self.config.model, version.shapes, f"version {number}", "this model")
@@ -275,7 +284,9 @@ class TrainEngine:
         """The tensors that a push publishes, sharded over the ranks.
 
         If lora.sync is "adapter", these tensors are only the adapters, under peft's names, converted to `dtype`.
-        Otherwise they are the weights under their Hugging Face names, with adapters merged. A tied head appears once.
+        Otherwise they are the weights under their Hugging Face names, with adapters merged. If the head is tied to the
+        embeddings, only the embeddings are included.
+
         Some of torchtitan's tensors are joined: each holds several of Hugging Face's tensors (hf_names.py). This method
         copies the joined tensors and converts the copies to `dtype`. The other weights keep their own dtype, and the
         push converts them.
@@ -287,10 +298,10 @@ class TrainEngine:
         return hf.state_dict(self.built, dtype)
 
     def export_hf(self, path: str, dtype: str = "float32") -> None:
-        """Write config.json, safetensors and, if there are any, tokenizer files. The trainer does not change.
+        """Write config.json, safetensors and, if there are any, tokenizer files. Adapters are merged into the weights.
 
-        `path` never holds a partial export. Raises ValueError on every rank if `path` is taken, or if dtype is neither
-        float32 nor bfloat16.
+        The trainer does not change. `path` never holds a partial export. Raises ValueError on every rank if `path`
+        exists and is not an empty directory, or if dtype is neither float32 nor bfloat16.
         """
         self.step.require("export_hf")
         self.config.require_hf("export_hf")
@@ -302,7 +313,7 @@ class TrainEngine:
     def export_lora(self, path: str) -> None:
         """Write the adapters in the form that peft reads. `path` never holds a partial export.
 
-        Raises ValueError if the model has no adapters or `path` is taken.
+        Raises ValueError if the model has no adapters, or if `path` exists and is not an empty directory.
         """
         self.step.require("export_lora")
         if not self.config.lora.rank:
@@ -312,9 +323,9 @@ class TrainEngine:
         hf.export_lora(self.built, self.config.lora, path, base=self.config.hf_path)
 
     def profile(self, directory: str, steps: int) -> None:
-        """Trace the next `steps` steps into <directory>/rank-N.json.
+        """Trace the next `steps` optimizer steps with torch.profiler, and write the trace to <directory>/rank-N.json.
 
-        Raises RuntimeError in an open step, because a trace holds whole steps.
+        Raises RuntimeError in an open step, because a trace holds whole steps, and while an earlier trace is not done.
         """
         require_optimizer("profile", self.config.optimizer)
         self.step.require("profile")
@@ -325,22 +336,23 @@ class TrainEngine:
 
         Every later call first brings back the parts that the call needs. forward, pushes, pulls and exports need the weights.
         forward_backward needs the weights and the gradients. save_checkpoint needs the weights and, unless optimizer=False, the optimizer's
-        state. optim_step and load_checkpoint need all parts. On a machine with a GPU the host memory is pinned. On a
-        machine without a GPU the copy is in the same memory as the original, so nothing is gained.
-        Raises ValueError for an unknown part.
+        state. optim_step, load_checkpoint and a change of the tenant need all parts.
+
+        On a machine with a GPU the host memory is pinned. On a machine without a GPU the copy is in the same memory as
+        the original, so nothing is gained. Raises ValueError for an unknown part.
         """
         require_parts("offload", parts)
         self.step.require("offload")
         return self.memory.offload(parts)
 
     def onload(self, parts: Collection[Part] = PARTS) -> HostMove:
-        """Move the parts back to the device, bit for bit. Does nothing for a part that is on the device already."""
+        """Move the parts back to the device, with the same bytes. Does nothing for a part that is there already."""
         require_parts("onload", parts)
         self.step.require("onload")
         return self.memory.onload(parts)
 
     def info(self, tenant: str | None = None) -> TrainerInfo:
-        """A description of the trainer, with the version and state of `tenant`. If `tenant` is None, it is the tenant in use."""
+        """A description of the trainer. Its version and state are those of `tenant`, or of the tenant in use if `tenant` is None."""
         config = self.config
         asked = self.tenants.in_use if tenant is None else self.tenants.find(tenant)
         return TrainerInfo(
@@ -380,16 +392,14 @@ class TrainEngine:
             self.config.logprob_chunk_tokens,
             ValueHead() if self.config.head == "values" else LogprobHead(this_machine().fuse),
             keep_head=self.config.parallelism.fsdp_reshard_after_forward != "always",
-            # FSDP reduces the gradients of the last norm and of the head together, so the two need the same dtype. In a pipeline the norm's
-            # gradient is float32. If there are two or more chunks, the head's gradient is accumulated in float32, too. So a
-            # pipeline has at least two chunks.
+            # The head computes logprobs or values for one chunk of positions at a time. FSDP reduces the gradients of the last norm and of
+            # the head together, so these two gradients need the same dtype. In a pipeline the norm's gradient is float32. If there are two
+            # or more chunks, the head's gradient is accumulated in float32, too. So with a pipeline there are at least two chunks.
             min_chunks=2 if stages else 1,
         )
 
     def _rank_and_size(self, dimension: str) -> tuple[int, int]:
-        """(this rank's index in a dimension of the layout, the size of the dimension), or (0, 1) without this
-        dimension.
-        """
+        """(this rank's index in a dimension of the layout, the dimension's size), or (0, 1) without this dimension."""
         mesh = self.built.parallel_dims.get_optional_mesh(dimension)
         return (mesh.get_local_rank(), mesh.size()) if mesh is not None else (0, 1)
 
@@ -432,7 +442,8 @@ class TrainEngine:
     def _broken_on_failure(self, *, weights: bool = False) -> Iterator[None]:
         """If the body raises an error, mark the step broken, because the body may have added only some of the gradients.
 
-        weights: True if the body may have changed some of the weights.
+        weights: True if the body changes weights. After an error some weights may then be new and others old, so the
+        state of the step is "inconsistent" instead of "broken" (call_order.py).
         """
         try:
             yield
@@ -442,7 +453,7 @@ class TrainEngine:
 
     @contextmanager
     def _evaluation(self) -> Iterator[None]:
-        """Run the body in eval mode. torchtitan's routers count tokens only in training mode, so the body adds nothing to the counts."""
+        """Run the body in eval mode. torchtitan counts the tokens of each expert only in training mode, so these counts do not change."""
         self.built.model.eval()
         try:
             yield

@@ -1,12 +1,15 @@
-"""The default transport of weights from a trainer to generators. It keeps its index of versions in a torchstore.
+"""The default transport of weights from a trainer to generators, if torchstore is installed. It keeps the index of the published
+versions in a torchstore.
 
 By default the store runs in the process that opens the transport. If the caller has initialized a store and passes its name, the transport
 uses that store instead.
 
-No tensor passes through the store, because torchstore 0.1.2 sends every tensor as an actor's message, at 0.3 to 0.5 GB/s.
+No tensor passes through the store, because torchstore 0.1.2 sends every tensor as an actor's message, at 0.3 to 0.5 GB/s. The index says
+where each tensor is. Readers, such as generators, copy the tensors from there (indexed.py).
 
-Monarch 0.7 refuses the controller of torchstore 0.1.2. Therefore this module replaces `torchstore.api.Controller`. Remove the replacement
-when a release of torchstore has a controller that Monarch accepts.
+Monarch 0.7 refuses the controller of torchstore 0.1.2, because the controller mixes synchronous and asynchronous endpoints in one
+actor. Therefore this module replaces `torchstore.api.Controller`. Remove the replacement when a release of torchstore has a controller
+that Monarch accepts.
 """
 
 import asyncio
@@ -48,7 +51,6 @@ def _asynchronous_endpoints() -> dict[str, EndpointProperty]:
     return found
 
 
-# torchstore 0.1.2 mixes synchronous and asynchronous endpoints in one actor, which Monarch 0.7 refuses.
 AsyncController = type(
     "AsyncController", (torchstore.controller.Controller,), {"__module__": __name__, **_asynchronous_endpoints()}
 )
@@ -72,7 +74,7 @@ class TorchStoreTransport(IndexedTransport):
     async def open(self) -> None:
         if self.owns_store and not self._is_open_here:
             prepare_this_process()
-            # The index is small, so the store can share this process. Starting another process would take two seconds of a core.
+            # The index is small, so the store can share this process. Starting another process would take two seconds of CPU time.
             await torchstore.initialize(store_name=self.store_name, mesh=this_proc())
             self._is_open_here = True
 
@@ -82,7 +84,7 @@ class TorchStoreTransport(IndexedTransport):
             try:
                 await asyncio.wait_for(torchstore.shutdown(self.store_name), SHUTDOWN_TIMEOUT)
             except Exception as error:  # after a failure of Monarch the store may not answer
-                logger.info("shutting down torchstore: %r", error)
+                logger.info("torchstore did not shut down: %r", error)
 
     async def put_object(self, key: str, value: object) -> None:
         await torchstore.put(key, value, self.store_name)

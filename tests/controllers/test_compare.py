@@ -15,7 +15,7 @@ from controllers.charts import COLORS
 
 @pytest.fixture(scope="module")
 def two_runs(tmp_path_factory) -> list[Path]:
-    """The folders of a finished run, and of a running run with another learning rate and no validation."""
+    """The folders of two runs. The first run has ended. The second still runs, has no validation and another config."""
     tmp_path = tmp_path_factory.mktemp("runs")
     first = whole_run(tmp_path / "first")
     records = [{**grpo_record(step), "reward/mean": 0.9, "validation/accuracy": None} for step in (1, 2)]
@@ -61,10 +61,10 @@ def test_runs_of_dpo_are_compared_by_their_pairs(tmp_path):
     compare.write_comparison(folders, tmp_path / "compare.html")
     page = Tags((tmp_path / "compare.html").read_text())
     assert page.text.count("Pairs with a positive margin\n") == 1 and page.text.count("Loss, DPO\n") == 1
-    assert "Validation" not in page.text  # this chart would show held-out completions, and these runs have none
+    assert "Validation" not in page.text  # a chart with this title shows held-out completions, and these runs have none
 
 
-def test_the_page_has_the_results_and_the_fields_that_differ(html):
+def test_the_page_has_the_results_and_the_config_fields_that_differ(html):
     shown = " ".join(Tags(html).words)
     for text in (
         "outcome finished running or killed",
@@ -93,7 +93,7 @@ def test_the_command_prints_a_table_and_names_the_page(tmp_path, monkeypatch, ca
     assert shown.endswith("page: compare.html\n") and (tmp_path / "compare.html").stat().st_size > 10_000
 
 
-def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+def test_runs_with_the_same_name_are_told_apart_by_their_parent_folders(tmp_path):
     for parent in ("a", "b"):
         (tmp_path / parent).mkdir()
         write_run(tmp_path / parent / "run", [grpo_record(1)])
@@ -110,6 +110,7 @@ def test_runs_without_a_step_can_be_compared(tmp_path):
     assert "no steps recorded" in Tags((tmp_path / "compare.html").read_text()).text
 
 
+# {expected error text: the command's arguments that cause the error}
 WRONG = {
     "is the only run; a comparison needs at least two": ["run"],
     "empty holds no run: it has neither config.json nor metrics.jsonl": ["run", "empty"],
@@ -122,7 +123,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_what_cannot_be_compared_is_refused_in_one_line(message, tmp_path, monkeypatch, capsys):
+def test_wrong_arguments_are_refused_with_an_error_of_one_line(message, tmp_path, monkeypatch, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "cut_off").mkdir()
     (tmp_path / "cut_off" / "config.json").write_text('{"steps": 5')

@@ -1,5 +1,5 @@
-"""Tests of rewards that worker processes compute. The event loop goes on meanwhile, failed processes are replaced, and
-all processes end."""
+"""Tests of rewards that worker processes compute. The event loop runs meanwhile, failed processes are replaced, and no
+process stays behind."""
 
 import asyncio
 import json
@@ -44,14 +44,14 @@ def has_ended(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_two_slow_rewards_are_computed_at_once_while_the_event_loop_answers(tmp_path):
+def test_two_slow_rewards_are_computed_at_the_same_time_while_the_event_loop_runs(tmp_path):
     environment = pooled_rewards.Waiting(tmp_path)
 
     async def ask(scorer: Scorer):
         asked = asyncio.ensure_future(scorer.score(environment, PROBLEM, ["a", "bcd", "ef"]))
         num_turns = 0
         while len(environment.pids("begun")) < 2:
-            await asyncio.sleep(0.01)  # the loop goes on, although no reward has come
+            await asyncio.sleep(0.01)  # this returns, so the event loop runs while no reward is done
             num_turns += 1
             assert num_turns < 100 * GUARD and not asked.done()
         (tmp_path / "go").touch()
@@ -68,9 +68,10 @@ def test_two_slow_rewards_are_computed_at_once_while_the_event_loop_answers(tmp_
     "failure, told",
     [("hang", "no answer within 1 s"), ("crash", "the process ended with SIGSEGV"), ("end", "with exit status 3")],
 )
-def test_a_process_that_hangs_or_ends_is_replaced_counted_and_gone(tmp_path, caplog, failure, told):
+def test_a_process_that_hangs_crashes_or_exits_is_replaced_and_its_child_is_killed(tmp_path, caplog, failure, told):
     environment = pooled_rewards.FailingOnce(tmp_path, failure)
-    # The reward usually comes at once. A busy machine may take longer than the limit, so many retries are allowed.
+    # Only the first process fails. On a busy machine a later process may be slower than reward_timeout, so many retries
+    # are allowed.
     with pooled(environment, num_workers=1, reward_timeout=1.0, reward_retries=GUARD_RETRIES) as scorer:
         found = score(scorer, environment, "a", "b")
         assert found.totals == [1.0, 1.0]
@@ -82,7 +83,7 @@ def test_a_process_that_hangs_or_ends_is_replaced_counted_and_gone(tmp_path, cap
     assert told in caplog.messages[0] and f"pid {failed} is replaced" in caplog.messages[0]
 
 
-def test_a_reward_that_raises_is_asked_for_again_and_then_named():
+def test_a_reward_that_raises_is_asked_for_again_and_the_error_has_its_exception():
     environment = pooled_rewards.Raising()
     with pooled(environment, reward_retries=1) as scorer:
         with pytest.raises(
@@ -120,7 +121,7 @@ def test_async_rewards_come_from_this_process_and_all_other_kinds_from_the_worke
     assert all(map(has_ended, pids))
 
 
-def test_the_parts_of_a_mixture_are_scored_in_the_processes(tmp_path):
+def test_the_parts_of_a_mixture_are_scored_in_the_workers(tmp_path):
     (tmp_path / "rows.csv").write_text("prompt,answer\n" + "".join(f"{n}+1,{n + 1}\n" for n in range(8)))
     part = {"task": str(tmp_path / "rows.csv"), "reward": f"{REWARDS}:here", "name": "rows"}
     mixed = build_environment(EnvironmentConfig(mixture=[part, {"task": "spell_backward"}], num_held_out=4))
@@ -130,14 +131,14 @@ def test_the_parts_of_a_mixture_are_scored_in_the_processes(tmp_path):
         assert pid in {worker.pid for worker in scorer.pool._workers}
 
 
-def test_a_reward_that_cannot_be_sent_is_refused_and_named():
+def test_a_reward_that_cannot_be_pickled_and_a_negative_number_of_workers_are_refused():
     with pytest.raises(ValueError, match=r"e0: reward_workers=2, but the reward .*:Locked cannot be sent"):
         Scorer.of(EnvironmentConfig(reward_workers=2), {"e0": pooled_rewards.Locked()})
     with pytest.raises(ValueError, match="reward_workers=-1; it must be at least 0"):
         build_environment(EnvironmentConfig(reward_workers=-1))
 
 
-def test_a_run_with_a_reward_that_cannot_be_sent_ends_before_it_begins(tmp_path, monkeypatch, capsys):
+def test_a_run_with_a_reward_that_cannot_be_pickled_is_refused_before_it_begins(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(launch, "_run", lambda *_: pytest.fail("the run began"))
     flags = ["--config", "tiny", "--environment.reward-workers", "2", "--environment.task", f"{REWARDS}:unpicklable"]
     flags += ["--environment.options", "{}", "--output-dir", str(tmp_path / "run")]
@@ -149,7 +150,7 @@ def test_a_run_with_a_reward_that_cannot_be_sent_ends_before_it_begins(tmp_path,
 
 
 @pytest.mark.slow
-def test_a_run_takes_its_rewards_from_processes_and_ctrl_c_ends_the_run_and_the_processes(tmp_path):
+def test_a_run_takes_its_rewards_from_workers_and_ctrl_c_ends_the_run_and_the_workers(tmp_path):
     folder, marker = RunFolder(tmp_path / "run"), str(tmp_path)
     flags = ["--config", "tiny", "--steps", 3, "--sft-steps", 0, "--validate-every", 100, "--checkpoint-every", 0]
     flags += ["--rollouts.groups-per-step", 2, *PARITY, "--environment.reward-workers", 2, "--no-validate-first"]
@@ -172,7 +173,7 @@ def test_a_reward_that_cannot_be_loaded_in_a_worker_is_refused_at_the_start_and_
     before = set(psutil.Process().children())
     message = r"load the rewards .*:Unloadable: ImportError: the module needs a thing"
     with pytest.raises(ValueError, match=message), pooled(pooled_rewards.Unloadable()):
-        pytest.fail("it began")
+        pytest.fail("the pool started")
     assert set(psutil.Process().children()) <= before
 
 
@@ -193,7 +194,7 @@ def test_after_a_cancelled_wait_no_further_reward_begins_and_no_process_stays(tm
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_processes_end_with_a_controller_that_is_killed_while_a_reward_hangs(tmp_path, number):
+def test_workers_end_when_the_controller_is_killed_while_a_reward_hangs(tmp_path, number):
     program = f"""
     import asyncio
     from pathlib import Path

@@ -28,7 +28,10 @@ PROBLEM = Problem(prompt="2+3=", answer="5", key="2 3", metadata={"question": "2
 
 
 class Later:
-    """Rewards that are awaited. A reward is the length of the completion. The first `failures` calls fail."""
+    """Rewards that are awaited. A reward is the length of the completion.
+
+    The first `failures` calls fail. Every later call takes `seconds`.
+    """
 
     def __init__(self, failures: int = 0, seconds: float = 0.0) -> None:
         self.failures, self.seconds, self.calls = failures, seconds, 0
@@ -60,7 +63,7 @@ def score(environment, *texts: str, **limits):
     return asyncio.run(Scorer(**limits).score(environment, PROBLEM, texts))
 
 
-def test_rewards_of_every_form():
+def test_rewards_of_every_form_become_totals_and_components():
     assert score(Later(), "a", "bcd").totals == [1.0, 3.0]
     assert score(Group(), "a", "b").totals == [0.0, 0.5]
     found = score(Components(), "5", "6")
@@ -69,7 +72,7 @@ def test_rewards_of_every_form():
     assert found.totals == [7.0] and found.components == {"length": [3.0]}
 
 
-def test_a_reward_that_fails_is_asked_for_again_and_counted():
+def test_a_reward_that_fails_is_asked_for_again_and_the_retries_are_counted():
     found = score(Later(failures=2), "a", "bcd", max_retries=2)
     assert found.totals == [1.0, 3.0] and found.num_retries == 2
     environment = Later(failures=9)
@@ -78,7 +81,7 @@ def test_a_reward_that_fails_is_asked_for_again_and_counted():
     assert environment.calls == 2
 
 
-def test_pauses_before_new_attempts_double(monkeypatch):
+def test_pauses_between_attempts_double_up_to_thirty_seconds(monkeypatch):
     pauses: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -141,7 +144,7 @@ def server() -> Iterator[tuple[str, list[dict], list[str]]]:
     """Starts an OpenAI-compatible server on this machine.
 
     Gives its address, the list of its requests, and the list of its answers. A test puts texts into the list of
-    answers, and each request takes the first text.
+    answers, and each request takes the first text. A request that takes the text "busy" gets status 503.
     """
     requests: list[dict] = []
     answers: list[str] = []
@@ -201,7 +204,7 @@ def test_the_error_about_a_judge_that_does_not_answer_has_the_prompt_and_the_num
         ({"url": "http://a", "model": "m", "best_score": 0.0}, "judge.best_score=0.0; it must be above 0"),
     ],
 )
-def test_a_wrong_judge_is_refused_before_a_run(fields, message):
+def test_a_wrong_judge_config_is_refused_when_the_environment_is_built(fields, message):
     with pytest.raises(ValueError, match=message):
         build_environment(EnvironmentConfig(reward="judge", judge=JudgeConfig(**fields)))
 
@@ -236,12 +239,12 @@ def test_code_is_rewarded_if_it_passes_the_tests():
     assert run_code(DOUBLE, fenced, wrong, "def double(", "", f"{DOUBLE}exit(1)") == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
 
 
-def test_code_that_ends_itself_before_the_tests_gets_nothing():
+def test_code_that_exits_before_the_tests_gets_reward_zero():
     ends = ("exit()", "raise SystemExit", "import os\nos._exit(0)", "import sys\nsys.exit(int(sys.argv[-1]))")
     assert run_code(*ends) == [0.0] * len(ends)
 
 
-def test_code_that_sleeps_ends_with_the_process_that_asked_for_its_reward(tmp_path):
+def test_code_that_sleeps_is_killed_when_the_process_that_asked_for_its_reward_is_killed(tmp_path):
     mark = tmp_path / "pid"
     text = f"import os, time\nopen({str(mark)!r}, 'w').write(f'{{os.getpid()}} ')\ntime.sleep(100000)"
     program = (
@@ -269,7 +272,7 @@ def test_a_bug_in_a_reward_is_raised_with_a_note_that_names_the_completion():
     assert raised.value.__notes__ == ["The reward of completion 'a' of prompt '2+3=' raised this."]
 
 
-def test_code_that_goes_past_a_limit_gets_nothing_and_no_process_of_code_stays_behind(tmp_path):
+def test_code_that_exceeds_a_limit_gets_reward_zero_and_no_process_of_the_code_stays_behind(tmp_path):
     memory = f"{DOUBLE}block = bytearray(2 << 30)"
     file = f"{DOUBLE}open('big', 'wb').write(bytes(2 << 20))"
     assert run_code(memory, file) == [0.0, 0.0]

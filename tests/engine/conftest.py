@@ -1,4 +1,4 @@
-"""Fixtures for tests that run layouts in processes of their own."""
+"""Fixtures for tests of parallel layouts. Each rank of a layout is a process of its own."""
 
 from functools import cache, partial
 
@@ -18,7 +18,8 @@ def directory_of(tmp_path_factory):
     """directory_of(name) returns the path of a directory with random weights of the model MODELS[name].
 
     The first call for a name makes the directory, and later calls return the same path.
-    If the trainer draws the weights of this model from a seed, directory_of makes no directory and returns "".
+    If MODELS[name] has a seed, the trainer draws the weights from the seed. directory_of then makes no directory and
+    returns "".
     """
 
     @cache

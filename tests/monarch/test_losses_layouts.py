@@ -84,7 +84,7 @@ def train(trainer: TrainerClient) -> dict:
         numbers[name] = output, trainer.optim_step(PARAMS).result().grad_norm
     refused = {
         "it must be a scalar": lambda samples, logprobs: (logprobs[0], {}),
-        "metric 'mine' ends in": lambda samples, logprobs: (logprobs[0].sum(), {"mine": 1.0}),
+        "metric 'mine': the name must end in": lambda samples, logprobs: (logprobs[0].sum(), {"mine": 1.0}),
         "'logprob_grads' holds nan at position 0": lambda samples, logprobs: (logprobs[0].sum() * torch.nan, {}),
     }
     for message, loss in refused.items():
