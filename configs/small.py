@@ -22,12 +22,14 @@ def small() -> GRPOConfig:
             num_key_value_heads=8,
             head_dim=64,
             max_position_embeddings=128,
-            rope_theta=10.0,  # a small base as in configs/tiny.py, because a text has at most twelve tokens
+            # The base of the rotary embedding is small, as in configs/tiny.py, because a text has at most twelve tokens.
+            rope_theta=10.0,
             tie_word_embeddings=False,
         ),
         compute_dtype="bfloat16",
         max_sequence_length=64,
-        # A microbatch is one row, so only the length of the row varies. torch then compiles twice: for the first length and for any length.
+        # A microbatch is one row, so only the length of the row varies. torch then compiles twice: for the first length, and then once for
+        # all other lengths.
         tokens_per_row=4096,
         logprob_chunk_tokens=1 << 13,
         setup_timeout=600.0,

@@ -30,7 +30,7 @@ def to_json(config: "DataclassInstance") -> str:
 
 
 def from_json(cls: type[Config], text: str) -> Config:
-    """A config from a text of JSON. A missing field takes its default. Raises ValueError, naming an unknown or ill-typed field."""
+    """The config in a JSON text. A missing field takes its default. Raises ValueError naming a field that is unknown or of a wrong type."""
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
@@ -43,8 +43,8 @@ def from_values(cls: type[Config], values: object) -> Config:
 
     Raises ValueError with a line for each wrong field.
     """
-    # A config is a plain dataclass without settings for pydantic. So this function makes it the field `config` of a pydantic model
-    # that has the settings. pydantic applies them to the fields of the config, too.
+    # A config is a plain dataclass without settings for pydantic. So the settings belong to a pydantic model whose only field is the config.
+    # The settings forbid unknown fields and conversions of types. pydantic applies them to the fields of the config, too.
     around = create_model("ConfigFile", __config__=ConfigDict(extra="forbid", strict=True), config=(cls, ...))
     try:
         # The values go through JSON, because pydantic's strict mode accepts a list for a tuple, or a string for a path, only in JSON.
@@ -55,7 +55,7 @@ def from_values(cls: type[Config], values: object) -> Config:
 
 
 def read(cls: type[Config], file: Path) -> Config:
-    """The config of a file that ends in .json, .yaml, .yml or .toml. Raises ValueError, naming the file, the field and the fault."""
+    """The config in a file whose name ends in .json, .yaml, .yml or .toml. Raises ValueError, naming the file, the field and the fault."""
     try:
         values = _FORMATS[file.suffix].load(file.read_text(encoding="utf-8"))
         return from_values(cls, values)
@@ -64,7 +64,10 @@ def read(cls: type[Config], file: Path) -> Config:
 
 
 def write(config: "DataclassInstance", file: Path) -> None:
-    """Write the config to a file in the format of the file's ending. `read` can read the file."""
+    """Write the config to a file that `read` can read. The ending of the file's name gives the format.
+
+    Raises ValueError if the format cannot hold the config.
+    """
     values = json.loads(to_json(config))
     if file.suffix == ".toml":
         values = _without_none(config, values)
@@ -73,9 +76,9 @@ def write(config: "DataclassInstance", file: Path) -> None:
 
 
 def require_format(flag: str, file: Path) -> None:
-    """Raise ValueError, naming the flag, for an ending that `read` and `write` do not know."""
+    """Raises ValueError naming the flag if `read` and `write` do not know the ending of the file's name."""
     if file.suffix not in _FORMATS:
-        raise ValueError(f"{flag} {file} does not end in {', '.join(_FORMATS)}")
+        raise ValueError(f"{flag} {file} does not end in one of {', '.join(_FORMATS)}")
 
 
 def is_file_name(name: str) -> bool:
@@ -83,7 +86,7 @@ def is_file_name(name: str) -> bool:
 
 
 def leaves_of(config: "DataclassInstance") -> dict[str, object]:
-    """The values of the config by dotted name. A value that is a non-empty object in JSON is replaced by the values in it."""
+    """The values of the config by dotted name, such as {"steps": 72, "trainer.compute_dtype": "float32"}. A list or an empty dict is one value."""
     return dict(leaves(json.loads(to_json(config))))
 
 
@@ -110,14 +113,14 @@ class _StrictYaml(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice", key_node.start_mark
+                    None, None, f"the key {key!r} appears twice", key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
 
 
 # In YAML 1.1 a number with an exponent needs a dot, as in 1.0e-3. Learning rates are usually written without a dot, as
-# in 1e-3, which YAML 1.1 takes for a text. With this pattern `_StrictYaml` takes it for a number.
+# in 1e-3, which YAML 1.1 takes for a text. With this pattern `_StrictYaml` takes 1e-3 for a number.
 _EXPONENT = re.compile(r"^[-+]?[0-9]+[eE][-+]?[0-9]+$")
 _StrictYaml.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 
@@ -150,13 +153,13 @@ def _refuse_date(value: object) -> str:
 def _path_to_str(value: object) -> str:
     if isinstance(value, Path):
         return str(value)
-    raise ValueError(f"{value!r} of the config has no JSON form")
+    raise ValueError(f"the config has the value {value!r}, which has no JSON form")
 
 
 def _without_none(config: "DataclassInstance", values: dict[str, object], prefix: str = "") -> dict[str, object]:
-    """The values that are not null, because TOML has no null.
+    """The values for a TOML file. Fields that are None are left out, because TOML has no null.
 
-    Raises ValueError for a null inside a list or a mapping. Also raises ValueError for a field that is None while its default is not,
+    Raises ValueError for a null inside a list or a mapping. Also raises ValueError for a field that is None although its default is not None,
     because `read` would give the missing field its default.
     """
     kept: dict[str, object] = {}
@@ -185,7 +188,7 @@ def _holds_null(value: object) -> bool:
 
 def _message(cls: Any, error: "ErrorDetails") -> str:
     """One line for an error of pydantic, with the dotted name of the field."""
-    path = error["loc"][1:]  # without `config`, the field of the model in from_values
+    path = error["loc"][1:]  # without the first part, `config`, which is the field of the pydantic model in from_values
     name = ""
     for part in path:
         name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part

@@ -1,4 +1,4 @@
-"""Fakes for tests: environments, generators and trainers without a model."""
+"""Fakes for tests: environments, generators and trainers. No fake has a neural network."""
 
 import asyncio
 import math
@@ -31,7 +31,7 @@ from rl_actors.metrics import to_numbers
 
 
 class ConstantReward:
-    """Additions whose reward does not depend on the completion."""
+    """An environment of additions. Every completion gets the same reward."""
 
     def __init__(self, reward: float, num_held_out: int):
         self.value, self.num_held_out = reward, num_held_out
@@ -48,14 +48,14 @@ class ConstantReward:
 
 
 class ParityReward(ConstantReward):
-    """Additions whose reward is the parity of the sum of the completion's characters. It is 1 for about half of all completions."""
+    """An environment of additions. The reward is 1 if the sum of the completion's character codes is odd, as for about half of all completions."""
 
     def reward(self, problem: Problem, completion: str) -> float:
         return float(sum(map(ord, completion)) % 2)
 
 
 class Conversations(ConstantReward):
-    """Problems that all have the same conversation: a message of the user, one of the assistant and another of the user."""
+    """An environment whose problems all have the same conversation: a user's message, an assistant's message, and a second user's message."""
 
     def __init__(self, num_held_out: int):
         super().__init__(0.0, num_held_out)
@@ -78,6 +78,9 @@ class Conversations(ConstantReward):
         return Problem(prompt=str(number), answer="it!", key=str(number), messages=messages)
 
 
+# The next three functions make environments. Tests name them in --environment.task, such as tests.fakes:parity_reward.
+
+
 def conversations(*, seed: int, num_held_out: int) -> Conversations:
     return Conversations(min(num_held_out, 3))
 
@@ -91,7 +94,7 @@ def constant_reward(*, seed: int, num_held_out: int, reward: float) -> ConstantR
 
 
 def trainer_info(**values: object) -> TrainerInfo:
-    """The TrainerInfo of one rank on a CPU, with a memory peak of 1 GiB. `values` replace fields of it."""
+    """The TrainerInfo of one rank on a CPU, with a memory peak of 1 GiB. values: fields with other values."""
     fields = {
         "policy_version": 0,
         "steps_skipped": 0,
@@ -119,7 +122,10 @@ def trainer_info(**values: object) -> TrainerInfo:
 
 
 class AnswersEach:
-    """Adds generate_each to a fake that has generate. All prompts finish at the same time. The fake never dies."""
+    """A mixin that adds `generate_each` to a fake that has `generate`. All prompts finish at the same time.
+
+    The fake never dies. So `returns` is empty, and `on_news` never calls `tell`.
+    """
 
     returns = ()
 
@@ -133,13 +139,13 @@ class AnswersEach:
 
 
 class ReplayingGenerator(AnswersEach):
-    """A generator that gives recorded answers of another generator, one for each call, whatever the weights are.
+    """A generator whose `generate` returns recorded answers of a real generator, one for each call. The weights do not matter.
 
-    `recording` holds the answers that have not been given yet.
+    `recording` has the answers that have not been returned yet. Tests set it.
     """
 
     recording: list[Any]
-    last_pull = None  # it moves no bytes
+    last_pull = None  # a pull of this generator moves no bytes
 
     @classmethod
     def spawn(cls, config, **_):
@@ -159,7 +165,7 @@ class ReplayingGenerator(AnswersEach):
 
 
 class ActorOfNothing:
-    """The calls that start and end an actor, for fakes without a process."""
+    """A mixin with the calls that start, close and watch an actor, for fakes without a process."""
 
     @classmethod
     def spawn(cls, config, **_):
@@ -170,12 +176,12 @@ class ActorOfNothing:
     async def close(self) -> None: ...
 
     async def death(self, silent_after: float) -> None:
-        """It never dies."""
+        """Returns None at once, which stands for no death."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A call of optim_step, with the samples of the forward_backward calls before it."""
+    """A call of optim_step, with all samples that forward_backward got since the previous optim_step."""
 
     params: OptimParams
     samples: list[Sample]
@@ -184,14 +190,15 @@ class Step:
 class NearTrainer(ActorOfNothing):
     """A trainer without a model, which computes real losses from made-up logprobs.
 
-    A logprob is the generator's logprob plus `difference`. For a sample without the generator's logprobs it is -1 plus `difference`.
+    Each logprob is the generator's logprob (column old_logprobs) plus `difference`. In a sample without old_logprobs, each logprob is -1 plus
+    `difference`.
     """
 
     difference = 0.25
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
-        self.samples: list[Sample] = []  # since the last step
+        self.samples: list[Sample] = []  # that forward_backward got since the last optim_step
 
     async def forward_backward(self, samples: Sequence[Sample], loss) -> ForwardBackwardOutput:
         self.samples += samples
@@ -231,10 +238,10 @@ class Generation:
 class RandomGenerator(AnswersEach, ActorOfNothing):
     """A generator without a model.
 
-    It draws tokens from 2 to 11. They depend on the seed of the call, the prompt and the number of the completion.
+    Token ids are drawn from 2 to 11. The seed of a draw consists of the call's seed, the prompt and the index of the completion.
     """
 
-    last_pull = None  # it moves no bytes
+    last_pull = None  # a pull of this generator moves no bytes
 
     def __init__(self) -> None:
         self.version = -1
@@ -260,13 +267,14 @@ class RandomGenerator(AnswersEach, ActorOfNothing):
 
 
 class UnigramTrainer:
-    """A trainer of a model that has one number for each token and ignores the text: logprobs are log_softmax(numbers). Its gradients are real.
+    """A trainer of a model with one number for each token id. The model ignores the text: at every position the logprobs of all ids are
+    log_softmax(numbers). Gradients and optimizer steps are real.
 
-    A tenant is another object of this class, and adds its calls to `trainer.calls`.
+    A tenant is one of several runs in one trainer. Here a tenant is another object of this class, and adds its calls to `trainer.calls`.
     """
 
     def __init__(self, config: TrainerConfig, *, trainer: "UnigramTrainer | None" = None, name: str = "") -> None:
-        """trainer, name: for a tenant, its trainer and its own name."""
+        """trainer, name: only for a tenant: the trainer to which the tenant belongs, and the name of the tenant."""
         self.config, self.name = config, name
         self.numbers = torch.zeros(config.model.vocab_size, requires_grad=True)
         self.optimizer = torch.optim.AdamW([self.numbers], lr=0.0)
@@ -276,7 +284,7 @@ class UnigramTrainer:
         self.calls: list[str] = []
         self.version = 0
         self.is_closed = self.is_dead = False
-        self.gate = asyncio.Event()  # forward_backward waits for it
+        self.gate = asyncio.Event()  # forward_backward waits until this event is set
         self.gate.set()
         if trainer is not None:
             self.calls, self.gate = trainer.calls, trainer.gate
@@ -297,7 +305,7 @@ class UnigramTrainer:
         return self.tenants[name]
 
     def _begin(self, call: str) -> None:
-        """Note a call. Raises ActorDiedError if the trainer is dead."""
+        """Add a call to `calls`. Raises ActorDiedError if the trainer is dead."""
         if self.trainer.is_dead:
             raise ActorDiedError("trainer: the process of rank 0 ended", "trainer")
         self.calls.append(f"{self.name} {call}".strip())
@@ -390,9 +398,10 @@ class UnigramTrainer:
 
 
 class UnigramGenerator:
-    """A generator of the UnigramTrainer's model.
+    """A generator that samples from the UnigramTrainer's model.
 
-    Each version of the weights is a directory in `folder`. A directory without numbers.pt stands for the untrained model.
+    Each version of the weights is a directory in `folder`. A directory without numbers.pt stands for the untrained model, whose numbers are
+    all 0.
     """
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
@@ -401,9 +410,9 @@ class UnigramGenerator:
         self.version = -1
         self.pulls: list[int] = []
         self.adapters: dict[str, torch.Tensor] = {}  # the numbers of each loaded adapter, by name
-        self.loads: list[str] = []  # the name of the adapter of each load_adapter, in order
+        self.loads: list[str] = []  # the adapter name of each load_adapter call, in order
         self.calls: list[list[list[int]]] = []  # prompts of each call of generate_each
-        self.gate = asyncio.Event()  # generate_each waits for it
+        self.gate = asyncio.Event()  # generate_each waits until this event is set
         self.gate.set()
 
     async def ready(self) -> None: ...

@@ -1,8 +1,10 @@
-"""The levels of modules, from high to low: configs, controllers, clients, actors, engine and vllm, transports and processes, values. The
-values are the modules of level 0 in LEVELS, such as rl_actors.types. No module imports a module of a higher level.
+"""Tests of which modules import which. No module imports a module of a higher level.
 
-The tests read the imports from the source. An import inside a function or under TYPE_CHECKING counts, too. A name that is looked up at run time,
-such as `tiny` in `--config tiny`, does not count as an import.
+The levels, from high to low, are: configs, controllers, clients, actors, engine and vllm, transports and processes, values. The values are the
+modules of level 0 in LEVELS, such as rl_actors.types.
+
+The function `violations` reads the imports from the source. An import inside a function or under TYPE_CHECKING counts, too. A name that is
+looked up at run time, such as `tiny` in `--config tiny`, does not count as an import.
 """
 
 import ast
@@ -17,7 +19,7 @@ from waiting import GUARD
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rl_actors", "controllers", "configs")
-# A module may import modules of its own level and of lower levels. The longest prefix of its name that is listed here gives its level.
+# Prefix of a module's name -> level. If several prefixes fit a module, the longest one counts.
 LEVELS = {
     "configs": 6,
     "controllers": 5,
@@ -48,7 +50,7 @@ LEVELS = {
 
 
 def level(module: str) -> int | None:
-    """The level of a module: 2 for "rl_actors.engine.packing". None for a module of another project."""
+    """The level of a module: 2 for "rl_actors.engine.packing". None for a module outside PACKAGES."""
     parts = module.split(".")
     prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
     return next((LEVELS[prefix] for prefix in prefixes if prefix in LEVELS), None)
@@ -89,11 +91,11 @@ def violations(root: Path) -> list[str]:
             there = level(imported)
             broken = {
                 "imports go downwards": here is not None and there is not None and there > here,
-                "the engine, vllm and the values know no Monarch": (here == 0 or in_engine or in_vllm)
+                "the engine, vllm and the values do not import Monarch": (here == 0 or in_engine or in_vllm)
                 and is_within(imported, "monarch"),
-                "the engine and the values below it know no vLLM": (here == 0 or in_engine)
+                "the engine and the values do not import vLLM": (here == 0 or in_engine)
                 and is_within(imported, "vllm", "rl_actors.vllm"),
-                "nobody imports torchtitan.experiments": is_within(imported, "torchtitan.experiments"),
+                "no module imports torchtitan.experiments": is_within(imported, "torchtitan.experiments"),
             }
             where = f"{path.relative_to(root)}:{line} imports {imported}"
             found += [f"{where}: {rule}" for rule, is_broken in broken.items() if is_broken]
@@ -109,11 +111,11 @@ def loaded_after(code: str) -> dict:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def test_imports_go_downwards():
+def test_no_module_breaks_a_rule_about_imports():
     assert violations(ROOT) == []
 
 
-def test_importing_rl_actors_is_light():
+def test_importing_rl_actors_loads_neither_vllm_nor_torchtitans_trainer_and_does_not_initialise_cuda():
     state = loaded_after("import rl_actors")
     heavy = [
         name for name in state["modules"] if is_within(name, "vllm", "torchtitan.trainer", "torchtitan.experiments")
@@ -127,6 +129,7 @@ def test_the_engine_and_what_it_imports_load_neither_monarch_nor_vllm():
     assert [name for name in state["modules"] if is_within(name, "monarch", "vllm")] == []
 
 
+# Path -> source of each file of a small project that keeps all rules.
 TREE = {
     "configs/tiny.py": "from controllers.grpo import train\nfrom rl_actors.config import C\n",
     "controllers/grpo.py": "import rl_actors\nfrom rl_actors.losses import PPO\nfrom . import rollouts\n",
@@ -143,6 +146,7 @@ TREE = {
 
 
 @pytest.mark.parametrize(
+    # `line` is added to the file `path`. `imported` is the module whose import breaks a rule, or "" if no rule is broken.
     ("path", "line", "imported"),
     [
         (None, "", ""),
@@ -169,7 +173,7 @@ TREE = {
         ("benchmarks/overhead.py", "from torchtitan import experiments", "torchtitan.experiments"),
     ],
 )
-def test_the_checker_finds_a_broken_rule(tmp_path, path, line, imported):
+def test_violations_finds_exactly_the_imports_that_break_a_rule(tmp_path, path, line, imported):
     tree = dict(TREE)
     if path:
         tree[path] = tree.get(path, "") + line + "\n"

@@ -1,4 +1,4 @@
-"""A task that needs a tool. The task is to find products, and the tool is a calculator that computes only arithmetic."""
+"""A task with a tool: the policy multiplies two numbers, and can ask a calculator for the product."""
 
 import ast
 import operator
@@ -51,9 +51,9 @@ def _value(node: ast.expr) -> int:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
             found = OPERATORS[type(op)](_value(left), _value(right))
         case _:
-            raise CalculatorError(f"{type(node).__name__} is no arithmetic")
+            raise CalculatorError(f"only integers, + - * // % and parentheses are allowed, not {type(node).__name__}")
     if abs(found) > LARGEST_NUMBER:
-        raise CalculatorError(f"a number is larger than {LARGEST_NUMBER:.0e}")
+        raise CalculatorError(f"the absolute value of a number is larger than {LARGEST_NUMBER:.0e}")
     return found
 
 
@@ -80,8 +80,11 @@ class Calculation:
 
 
 class Products:
-    """Products of two numbers of two digits, such as "47*83?". The reward of the right number is 1. num_held_out products are kept
-    for validation."""
+    """An environment whose problems are products of two two-digit numbers, such as "47*83?". The right answer gets the reward 1, any other
+    answer 0.
+
+    num_held_out: number of products that are held out for validation. a*b and b*a count as one product.
+    """
 
     def __init__(self, *, seed: int, num_held_out: int) -> None:
         self.seed = seed
@@ -91,7 +94,9 @@ class Products:
         # a*b and b*a have the same key. So a run never trains on a*b and validates on b*a.
         kept = sorted({problem.key for problem in self._all}, key=lambda key: fraction(key, seed))
         if not 1 <= num_held_out <= len(kept) // 2:
-            raise ValueError(f"num_held_out={num_held_out}; it must be in [1, {len(kept) // 2}], half of all products")
+            raise ValueError(
+                f"num_held_out={num_held_out}; it must be in [1, {len(kept) // 2}], at most half of all products"
+            )
         held_out = set(kept[:num_held_out])
         self._held_out = list({problem.key: problem for problem in self._all if problem.key in held_out}.values())
         self._training = [problem for problem in self._all if problem.key not in held_out]
@@ -106,10 +111,11 @@ class Products:
         return Calculation(problem)
 
     def demonstration(self, problem: Problem) -> Sequence[str]:
-        """Completions for the supervised phase before RL. One third of the demonstrations ask the calculator and then repeat its answer.
+        """The policy's completions in one episode, for the supervised phase before RL.
 
-        The other demonstrations have only one completion: a guess from 1000 to 1999. So the demonstrations show the form of a completion,
-        but not that asking the calculator is better. After the supervised phase a greedy policy guesses. The rewards then teach it to ask.
+        One third of the demonstrations ask the calculator and then repeat its answer. The other demonstrations have only one completion: a
+        guess from 1000 to 1999. So the demonstrations show the form of a completion, but not that asking the calculator is better. After the
+        supervised phase a greedy policy guesses. The rewards then teach it to ask.
         """
         draw = Random(f"{self.seed}/{problem.prompt}")
         if draw.randrange(3):

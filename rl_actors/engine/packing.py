@@ -13,7 +13,7 @@ from rl_actors.config import PackingPolicy
 from rl_actors.layouts import ROW_MULTIPLE, in_multiples
 
 BUCKETS_PER_OCTAVE = 4
-"""Number of possible row lengths between one power of two and the next. It is small, because every new shape must be compiled."""
+"""Largest number of row lengths between one power of two and the next. It is small, because every new shape must be compiled."""
 
 Row = tuple[int, ...]  # sample indices; an empty row is padding
 
@@ -49,17 +49,19 @@ def plan(
 ) -> Plan:
     """The microbatches of every rank. All ranks get the same number of microbatches, and the n-th microbatch has the same shape on all ranks.
 
+    lengths: number of positions of each sample. tokens_per_row: largest number of positions of a row, rounded down to a multiple of
+    row_multiple.
+
     policy: one of these three.
     "packed": samples share rows, and a microbatch has at most rows_per_microbatch rows.
     "token_budget": a row has one sample, and a microbatch has at most tokens_per_row * rows_per_microbatch positions.
     "fixed": a row has one sample, and a microbatch has at most rows_per_microbatch rows.
 
-    The rows of a microbatch are similar in length and attention cost. Every row of a microbatch is padded to the length of its longest row,
-    and `bucket` rounds this length up. tokens_per_row is rounded down to a multiple of row_multiple.
+    The n-th microbatches of all ranks get rows that are similar in length and in attention_cost. All these rows are padded to one length: the
+    length of the longest of them, which `bucket` rounds up. Rows without a sample, which are only padding, are added where rows are missing.
 
     uniform: True gives all microbatches of the call the same number of rows and the same row length, as a pipeline needs. The number of
-    microbatches is then a multiple of microbatch_multiple and at least min_microbatches. If there are too few samples, rows of padding are
-    added.
+    microbatches of a rank is then a multiple of microbatch_multiple and at least min_microbatches.
 
     plan([3, 2, 4], tokens_per_row=5, row_multiple=1, rows_per_microbatch=1, num_ranks=2)
         -> rank 0 has the row (2,), rank 1 the row (0, 1)
@@ -98,14 +100,13 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[Row]:
     """Rows of at most `capacity` positions.
 
     Samples are placed from the longest to the shortest, each into the first row with enough free space. Among samples of equal length the
-    earlier one is placed first. A segment tree of the rows' free space finds the row, and the number of its steps grows only
-    with the logarithm of the number of samples.
+    earlier one is placed first. A segment tree over the rows' free space finds the row in O(log n) steps for n samples.
     """
     size = 1
     while size < len(lengths):
         size *= 2
-    # free[size + r] is the free space of row r, and free[n] is the larger of free[2 n] and free[2 n + 1]. So free[1] is the largest free
-    # space of all rows.
+    # free[size + r] is the free space of row r. For n < size, free[n] is the larger of free[2 * n] and free[2 * n + 1]. So free[1] is the
+    # largest free space of all rows.
     free = [capacity] * (2 * size)
     rows: list[list[int]] = [[] for _ in lengths]
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -157,18 +158,18 @@ def bucket(length: int, multiple: int, capacity: int) -> int:
 
 
 def attention_cost(lengths: Sequence[int], row: Row) -> int:
-    """The sum of T² over the samples of a row.
+    """A measure of the work of attention in a row: the sum of T² over the row's samples.
 
-    Two rows of the same length differ only in this cost, because all other work is the same at every position, also at padding.
+    Rows of the same length differ only in this work. All other work is the same at every position, also at padding.
     """
     return sum(lengths[index] ** 2 for index in row)
 
 
 def time_of(lengths: Sequence[int], ranks: Plan) -> tuple[int, int]:
-    """A key by which plans are compared: (positions of one rank, attention cost).
+    """A key by which plans are compared: (positions of one rank, attention cost). A faster plan has a smaller key.
 
-    The attention cost is a sum over the microbatches. For each microbatch the cost of the slowest rank is added, because the other ranks
-    wait for this rank.
+    Positions of padding count. The attention cost is a sum over the microbatches. For each microbatch the cost of the slowest rank is added,
+    because the other ranks wait for this rank.
     """
     slowest = 0
     for batches in zip(*ranks, strict=True):
@@ -182,7 +183,10 @@ def _cost_of(lengths: Sequence[int], batch: Microbatch) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Dealer:
-    """Deals rows into the microbatches of all ranks. The fields are the arguments of one call of `plan`."""
+    """Deals rows into the microbatches of all ranks. The fields are the arguments of one call of `plan`.
+
+    capacity: tokens_per_row, rounded down to a multiple of row_multiple.
+    """
 
     lengths: Sequence[int]
     capacity: int
@@ -195,7 +199,9 @@ class _Dealer:
     microbatch_multiple: int
 
     def deal_packed(self) -> Plan:
-        """The plan for the rows of first_fit_decreasing, or a plan with more rows if that plan takes less time."""
+        """Plan the rows of first_fit_decreasing. If the plan has rows that are only padding, plan again with the samples spread over these rows,
+        too, and return the faster plan.
+        """
         rows = first_fit_decreasing(self.lengths, self.capacity)
         packed = self.deal(rows)
         num_rows = sum(len(batch.rows) for batch in packed[0]) * self.num_ranks
@@ -211,7 +217,7 @@ class _Dealer:
     def deal(self, rows: list[Row]) -> Plan:
         """Put the rows into microbatches.
 
-        Rows of similar length and attention cost go into the same microbatch of all ranks, so that all ranks take about the same time.
+        The n-th microbatches of all ranks get rows of similar length and attention cost, so that all ranks take about the same time for them.
         """
         row_lengths = [self._row_length(row) for row in rows]
         costs = [attention_cost(self.lengths, row) for row in rows]
@@ -227,7 +233,7 @@ class _Dealer:
         return ranks
 
     def _shapes(self, row_lengths: list[int]) -> Iterator[tuple[int, int]]:
-        """(number of rows, row length) of each microbatch of one rank. row_lengths: the lengths of all rows, longest first."""
+        """(number of rows, row length) of each microbatch of one rank. row_lengths: the lengths of the rows of all ranks, longest first."""
         if self.uniform:
             yield from self._equal_shapes(row_lengths)
             return
@@ -241,7 +247,7 @@ class _Dealer:
     def _equal_shapes(self, row_lengths: list[int]) -> list[tuple[int, int]]:
         """(number of rows, row length) of each microbatch of one rank, if all must have the same shape.
 
-        The number of microbatches is the smallest that is allowed. Each has as few rows as this number of microbatches permits. The last
+        The number of microbatches is the smallest that is allowed. Each microbatch has as few rows as this number permits. The last
         microbatches may be only padding.
         """
         longest, num_of_rank = row_lengths[0], _divide_up(len(row_lengths), self.num_ranks)

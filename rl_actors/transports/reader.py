@@ -21,6 +21,7 @@ from rl_actors.transports.slots import MAPPINGS, Layout, MappedSlot, actor_name,
 RECEIVED = {"tcp": tcp.received, "point_to_point": point_to_point.received}
 """The functions that receive slots from the ranks' servers, by path."""
 CONFIG = "the config says so"
+"""Reason for a path that the config names."""
 
 
 class ReadableSlot(Protocol):
@@ -32,7 +33,7 @@ class ReadableSlot(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotSource(Source):
-    """The slots of one version. path: the value of WeightsConfig.path."""
+    """The Source of a version whose tensors are in slots. path: the value of WeightsConfig.path. secret: the key that signs requests to the ranks' servers."""
 
     manifest: Manifest
     path: str
@@ -68,9 +69,9 @@ class SlotSource(Source):
             yield OpenSlots(self, slots, path, reason)
 
     def _map(self) -> tuple[list[MappedSlot], str]:
-        """(the slots, mapped into this process; the reason for the path).
+        """(the slots, mapped into this process; the reason why they are mapped or not).
 
-        The list of slots is empty if they cannot be mapped, or if the config asks for a path over a network. Raises ValueError if the config
+        The list of slots is empty if the slots cannot be mapped, or if the config asks for tcp or point_to_point. Raises ValueError if the config
         asks for shared_memory or cuda_ipc and the slots cannot be mapped.
         """
         if self.path in RECEIVED:
@@ -105,13 +106,13 @@ class SlotSource(Source):
         for address in self.manifest.parts:
             if address.address is None:
                 raise ValueError(
-                    f"{reason}, and {address} serves no weights over TCP: set weights.address to an address of the trainer's host "
-                    "that the generators reach"
+                    f"{reason}, and no server of the trainer sends {address}: set weights.address to an address of the "
+                    "trainer's host that the generators reach"
                 )
 
 
 class OpenSlots(OpenVersion):
-    """A version whose slots do not change while it is open."""
+    """An open version whose tensors are in slots. The slots do not change while the version is open."""
 
     def __init__(self, source: SlotSource, slots: Sequence[ReadableSlot], path: str, reason: str) -> None:
         self.manifest, self.timeout = source.manifest, source.timeout

@@ -206,7 +206,7 @@ def test_help_names_every_field_with_meaning_and_default(capsys):
         (["--config", "nowhere.json"], "nowhere.json does not exist"),
         (["--config", "nowhere.toml"], "nowhere.toml does not exist"),
         (["--config", "folder.json"], "folder.json is a folder; --config takes the name of a config or a file"),
-        (["--save-config", "here.ini"], "--save-config here.ini does not end in .json, .yaml, .yml, .toml"),
+        (["--save-config", "here.ini"], "--save-config here.ini does not end in one of .json, .yaml, .yml, .toml"),
         (["--resume", "a", "--config", "tiny"], "--resume uses the config of its run"),
     ],
 )
@@ -337,7 +337,7 @@ def test_a_config_with_a_null_that_toml_cannot_hold_is_refused():
     "file, text, message",
     [
         ("a.yaml", "steps: [1, 2", "line 1, column 13"),
-        ("a.yaml", "steps: 1\nsteps: 2", "the key 'steps' stands twice.*line 2"),
+        ("a.yaml", "steps: 1\nsteps: 2", "the key 'steps' appears twice.*line 2"),
         ("a.yaml", "schedule: {learning_rate: fast}", "schedule.learning_rate='fast': it should be a valid number"),
         ("a.yaml", "", "the config=None: it should be an object"),
         ("a.toml", "steps = 1\nsteps = 2", "Cannot overwrite a value"),

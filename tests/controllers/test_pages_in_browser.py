@@ -1,5 +1,5 @@
-"""The pages of runs in a real browser: headless Chromium opens them in a frame as wide as a phone, and in a frame as wide as a large
-screen."""
+"""Tests of the report of a run and of the comparison of runs in a real browser. Headless Chromium opens each page in a frame as wide as a
+phone, and in a frame as wide as a large screen."""
 
 import json
 import re
@@ -15,8 +15,8 @@ from waiting import GUARD
 from controllers.compare import write_comparison
 from controllers.report import write_report
 
-# The page is in a frame, because a browser's window is never as narrow as a phone. The script filters the groups as a user does, and writes
-# its findings into the element `found` beside the frame.
+# The page is in a frame, because a browser's window is never as narrow as a phone. A group is a prompt with its completions. The script filters
+# the page's groups as a user does, and writes its findings into the element `found`, which is outside the frame.
 FRAME = """<!doctype html><iframe src="{page}" style="border:0;width:{width}px;height:3000px"></iframe><pre id="found"></pre>
 <script>
 addEventListener("load", () => {{
@@ -73,8 +73,8 @@ def test_a_report_fits_a_phone_and_a_wide_screen_and_its_groups_can_be_filtered(
     write_report(folder.path)
     found = open_page(folder.report, width, tmp_path)
     assert found["width"] == width and found["needed"] <= width, "the page is wider than the screen"
-    # At first the page shows the groups of the last step. The filters then choose all groups, the groups with equal rewards, all groups again,
-    # and the groups with the text "D5".
+    # Each list has the steps of the groups that the page shows. At first these are the groups of the last step. The script then chooses all
+    # groups, the groups with equal rewards, all groups again, and the groups with the text "d5" in small or capital letters.
     assert found["groups"] == [["6"], ["3", "4", "5", "6"], ["4"], ["3", "4", "5", "6"], ["5"]]
     assert len(found["charts"]) > 100 and min(found["charts"]) >= 8, (
         "a text in a chart is missing or less than 8 pixels high"
@@ -83,7 +83,7 @@ def test_a_report_fits_a_phone_and_a_wide_screen_and_its_groups_can_be_filtered(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [420, 1400])
-def test_an_episode_is_drawn_as_a_conversation_with_the_rewards_beside_the_turns(tmp_path, width):
+def test_an_episode_is_drawn_as_a_conversation_with_the_rewarded_turns_of_the_policy_at_the_right(tmp_path, width):
     folder = whole_run(tmp_path / "run")
     folder.rollouts.write_text(json.dumps(episodes(6)) + "\n")
     write_report(folder.path)
@@ -92,12 +92,12 @@ def test_an_episode_is_drawn_as_a_conversation_with_the_rewards_beside_the_turns
     texts = [(name, text) for name, text, _, _ in found["turns"]]
     assert texts[:4] == [
         ("turn environment", "?"),
-        ("turn policy", "05"),  # reward 0, and the turn "5"
+        ("turn policy", "05"),  # the reward 0, and then the text "5" of the turn
         ("turn environment", "+"),
         ("turn policy", "1<7>"),
     ]
     for name, _, to_left, to_right in found["turns"]:
-        assert (to_right < to_left) == (name == "turn policy"), "the policy's turns stand at the right"
+        assert (to_right < to_left) == (name == "turn policy"), "only the policy's turns stand at the right"
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ ALPHABET = "0123456789+-*= \n"
 def directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("tokenizer")
     build_character_tokenizer(directory, ALPHABET)
-    # An exported model has its config in the folder of the tokenizer, and transformers can choose the tokenizer's class by
-    # this config. So the tests have a config, too.
+    # The folder of an exported model also has the model's config, and transformers can choose the tokenizer's class by this
+    # config. So this folder has a config, too.
     ModelConfig(vocab_size=32).save(directory)
     return directory
 
@@ -24,7 +24,7 @@ def tokenizer(directory):
     return load_tokenizer(directory)
 
 
-def test_the_ids_of_the_alphabet_follow_those_of_the_two_special_tokens(tokenizer):
+def test_the_ids_of_the_alphabet_follow_the_ids_of_the_two_special_tokens(tokenizer):
     assert (tokenizer.hf.pad_token_id, tokenizer.stop_token_ids, tokenizer.end_token_id, len(tokenizer)) == (
         0,
         (1,),
@@ -48,7 +48,7 @@ def test_streamed_decoding_gives_the_text_back_exactly(directory):
     assert [stream.step(fast, token) for token in [3, 16, 16, 4, 1]] == ["1", " ", " ", "2", None]
 
 
-def test_a_character_outside_the_alphabet_is_an_error_that_names_it(tokenizer):
+def test_encode_refuses_and_names_characters_outside_the_alphabet(tokenizer):
     with pytest.raises(ValueError, match=r"\['a', 'b'\] of '1b\+a' .* alphabet '0123456789\+"):
         tokenizer.encode("1b+a")
     with pytest.raises(ValueError, match="<"):
@@ -63,7 +63,7 @@ def test_a_saved_copy_is_the_same_tokenizer(tokenizer, tmp_path):
         copy.encode("x")
 
 
-def test_bad_alphabets_and_folders_are_refused(tmp_path):
+def test_an_empty_alphabet_a_repeated_character_and_a_folder_without_a_tokenizer_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"repeats \['1'\]"):
         build_character_tokenizer(tmp_path, "101")
     with pytest.raises(ValueError, match="empty"):

@@ -1,24 +1,26 @@
-"""The data of the Tinker server's status page."""
+"""Tests of the data that the Tinker server's status page shows."""
 
 from controllers.serve import status
 from controllers.serve.curves import POINTS, Rates
 
 
-def test_each_reading_after_the_first_adds_a_point_to_a_rate_and_the_oldest_points_are_dropped():
+def test_each_add_after_the_first_gives_a_rate_one_more_point_and_only_the_newest_points_are_kept():
     rates = Rates()
     for second in range(POINTS + 2):
         rates.add(2.0 * second, {"tokens": 10.0 * second * second})
     curve = rates.per_second["tokens"]
+    # The point of add number `second` is 5 * (2 * second - 1). The first point, 5, was dropped.
     assert len(curve) == POINTS and curve[0] == 5.0 * 3 and curve[-1] == 5.0 * (2 * POINTS + 1)
 
 
-def test_the_page_shows_an_owner_only_its_own_requests_and_weights_and_runs(api):
+def test_the_page_shows_an_owner_only_its_own_requests_weights_and_runs_and_the_base_model(api):
     async def use(api):
         model = await api.create_model()
         promise = await api.post("save_weights_for_sampler", model_id=model, path="seven", seq_id=1)
         await api.answer(promise)
-        api.trainers[0].gate.clear()
+        api.trainers[0].gate.clear()  # forward_backward now waits, so its request stays in the queue
         waiting = await api.send_forward_backward(model, 2, [([1, 2], {"target_tokens": [2, 3]})])
+        # "anyone" is the owner of all requests without an API key.
         own, other = status.page_data(api.server, "anyone"), status.page_data(api.server, "bob")
         api.trainers[0].gate.set()
         await api.output(waiting)
