@@ -1,6 +1,7 @@
-"""Adapters for `load_adapter`: whether they fit the model, the checks in the caller's thread, and the matrix products on a CPU.
+"""LoRA adapters that a generator loads with `load_adapter`.
 
-These tests start no process.
+The tests check which adapters fit a model, which errors `load_adapter` raises before it returns, and the matrix products
+on a CPU. They start no process.
 """
 
 import json
@@ -25,7 +26,10 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
 def write(directory: Path, *, rank: int = 2, **changed) -> Path:
-    """An adapter on all linear layers of WEIGHTS. changed: maps the name of a tensor to its new value, or to None if the tensor is left out."""
+    """Write an adapter for all linear layers of WEIGHTS, and return its directory.
+
+    changed: maps the name of a tensor to its new value, or to None if the tensor is left out.
+    """
     directory.mkdir()
     config = LoRAConfig(rank=rank, train_unembed=True)
     tensors = {name: torch.ones(shape) for name, shape in adapters.shapes(config, WEIGHTS).items()} | changed
@@ -34,7 +38,7 @@ def write(directory: Path, *, rank: int = 2, **changed) -> Path:
     return directory
 
 
-def test_adapters_are_served_on_all_layers_that_can_be_trained():
+def test_all_linear_layers_except_experts_and_a_tied_head_may_have_adapters():
     attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
     assert adapters.served(MODEL) == [*attention, "gate_proj", "down_proj", "up_proj", "lm_head"]
     assert adapters.served(replace(MODEL, num_experts=4, tie_word_embeddings=True)) == attention
@@ -61,7 +65,7 @@ def test_an_adapter_that_does_not_fit_the_model_is_refused(tmp_path, changed, me
 
 
 class Loading:
-    """A fake client of a generator. It only loads and unloads adapters."""
+    """A fake client of one generator. Its only work is to load and unload adapters."""
 
     is_owned = False
     last_pull = None
@@ -96,7 +100,7 @@ def client(monkeypatch):
     return client_of(monkeypatch, max_adapters=1, max_adapter_rank=2)
 
 
-def test_wrong_adapters_are_refused_in_the_callers_thread(client, tmp_path):
+def test_wrong_adapters_are_refused_by_the_call_itself_and_not_by_its_result(client, tmp_path):
     good, bare = write(tmp_path / "good"), tmp_path / "bare"
     bare.mkdir()
     config = json.loads((good / "adapter_config.json").read_text())
@@ -136,7 +140,7 @@ def test_a_name_is_free_again_after_the_adapter_was_unloaded_or_refused(client, 
         client.generate([[1]], adapter="torn")
 
 
-def test_without_max_adapters_no_adapter_can_be_loaded(monkeypatch, tmp_path):
+def test_with_max_adapters_0_no_adapter_can_be_loaded(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="generator.max_adapters=0, so no adapters can be loaded"):
         client_of(monkeypatch).load_adapter("a", write(tmp_path / "good"))
 
@@ -169,7 +173,10 @@ def test_adapters_that_vllm_cannot_apply_on_this_machine_are_refused():
 
 
 def test_on_a_cpu_each_row_gets_its_own_adapter_and_a_row_without_one_gets_none():
-    """Letters in shapes: S adapters, R their rank, I inputs, O outputs, T rows of the input."""
+    """In shapes, S is the number of adapters, R their rank, I and O are the numbers of inputs and outputs, and T is the number of rows.
+
+    `places` has the index of each row's adapter, or -1 for a row without an adapter.
+    """
     cpu_adapters = pytest.importorskip("rl_actors.vllm.cpu_adapters")
     draw = torch.Generator().manual_seed(0)
     a_S1RI, b_S1OR = torch.randn(3, 1, 2, 8, generator=draw), torch.randn(3, 1, 5, 2, generator=draw)

@@ -200,7 +200,7 @@ HEAD_DIMS = "32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512"
 def test_heads_that_vllm_has_no_attention_for_on_a_cpu_are_refused_before_a_process_starts(head_dim, monkeypatch):
     monkeypatch.setattr(GeneratorClient, "_start", None)  # a start would fail the test
     config = GeneratorConfig(model=ModelConfig(head_dim=head_dim))
-    message = f"model.head_dim={head_dim} on a CPU: vLLM's attention there supports only widths of {HEAD_DIMS}"
+    message = f"model.head_dim={head_dim} on a CPU: vLLM's attention on CPUs supports only head_dim {HEAD_DIMS}"
     with pytest.raises(ValueError, match=re.escape(message)):
         GeneratorClient.spawn(config)
     for possible in (32, 48, 128):

@@ -19,9 +19,10 @@ def hold_out(
 ) -> tuple[list[Problem], float]:
     """The held-out problems, and the highest hash of their keys.
 
-    Reads problems until `number` keys with hashes below `share` are found, or until all problems are read. Of the
-    keys read, the `number` keys with the lowest hashes are then held out. If several problems have the same key, only
-    the first one counts. Raises ValueError, naming the source, if `number` is more than half of the keys read.
+    Reads problems until `number` keys with hashes below `share` are found, or until all problems are read. With share=0
+    all problems are read. Of the keys read, the `number` keys with the lowest hashes are then held out. If several
+    problems have the same key, only the first one counts. Raises ValueError, naming the source, if `number` is more than
+    half of the keys read.
 
     If may_be_all is True, `number` has no limit, and ValueError is raised only if the source has no problem. If
     `number` is larger than the number of keys, all keys are held out.

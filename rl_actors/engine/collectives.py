@@ -19,8 +19,7 @@ Value = TypeVar("Value")
 def by_rank(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
     """The values that the ranks of the group passed, in the order of the ranks.
 
-    torch.distributed sends objects over the group's CPU backend, so this function also works if the group's tensors on
-    GPUs go over NCCL.
+    The values must be picklable. They go over the group's CPU backend, even if the group's GPU tensors go over NCCL.
     """
     values: list[Value] = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
@@ -28,18 +27,20 @@ def by_rank(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]
 
 
 def on_all_ranks(holds: bool) -> bool:
-    """True if `holds` is true on all ranks. This function sends a CPU tensor, so it also works if tensors on GPUs go over NCCL."""
+    """True if `holds` is true on all ranks. The flag goes over the CPU backend, even if GPU tensors go over NCCL."""
     flag = torch.tensor(int(holds))
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag)
 
 
 def raise_together(failure: Exception | None) -> None:
-    """Raises on every rank if any rank passes a failure.
+    """Raises on every rank if any rank has failed. All ranks must call this function.
 
-    A rank that failed raises its own failure. The other ranks raise the failure of the lowest rank that failed.
-    The attribute `rank` of the exception is the rank that failed. If the exception comes from another rank, a note in it has the traceback
-    of that rank. If an exception cannot be pickled, the other ranks raise a RuntimeError with the repr of the exception instead.
+    failure: the exception of this rank, or None if this rank has not failed.
+    A rank that failed raises its own exception. The other ranks raise the exception of the lowest rank that failed, with
+    that rank's traceback in a note. If this exception cannot be pickled, the other ranks raise a RuntimeError with the repr
+    of the exception instead.
+    The attribute `rank` of the raised exception is the rank that failed.
     """
     if on_all_ranks(failure is None):
         return

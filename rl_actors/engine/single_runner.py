@@ -26,22 +26,22 @@ from rl_actors.losses import Loss
 class SingleRunner:
     """Runs one microbatch after another through the whole model."""
 
-    planned: PlanOptions = {}
-    reports_metrics = True
+    planned: PlanOptions = {}  # only a pipeline needs options for the plan
+    reports_metrics = True  # in a pipeline only the last stage has metrics
 
     def __init__(self, built: BuiltModel, head: ChunkedHead, config: TrainerConfig) -> None:
         self.built, self.head = built, head
         self.reshard_policy = config.parallelism.fsdp_reshard_after_forward
         model = built.model
         # The head (logprobs.py) decides how long the output projection stays gathered. If the embedding is tied, FSDP
-        # gathers it together with the output projection. So the list has the embedding only if it is not tied.
+        # gathers it together with the output projection. So `gathered` has the embedding only if it is not tied.
         outer = [] if config.ties_head else [model.tok_embeddings]
         self.gathered: list[FSDPModule] = [*outer, *model.layers.values()]
 
     def forward(
         self, batches: Iterable[PackedBatch], loss: Loss | None, *, with_entropy: bool
     ) -> list[MicrobatchOutput]:
-        """The values of each position, such as logprobs, and, if a loss is given, the loss's metrics. Computes no gradients.
+        """The values of each position, such as logprobs, and, if a loss is given, the loss's metrics. The caller must turn gradients off.
 
         If the loss fails on one rank, all ranks raise its error.
         """
@@ -102,8 +102,8 @@ class SingleRunner:
         If `keep` is True, the parameters that FSDP gathers for the first microbatch stay gathered until the last
         microbatch is done.
 
-        At the end all parameters are sharded again. An optimizer changes only the shards, so gathered parameters would
-        be out of date.
+        At the end these parameters are sharded again. The next optimizer step changes only the shards, so parameters
+        that stayed gathered would be out of date.
         """
         for module in self.gathered:
             module.set_reshard_after_forward(not keep)

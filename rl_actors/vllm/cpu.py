@@ -1,4 +1,4 @@
-"""vLLM's options on a CPU, the set-up of its process, and repairs after a reload of weights.
+"""Support for vLLM on a CPU: its options, the setup of its process, and a context manager for a reload of weights.
 
 gpu.py has functions of the same names for a GPU.
 """
@@ -24,8 +24,8 @@ ENV = {
 }
 KV_CACHE_BYTES = 256 << 20
 BATCHED_TOKENS = 4096
-"""Largest number of tokens in one step of vLLM, unless the config needs more. In a larger step vLLM would process more
-tokens of new prompts, and running requests would wait longer for their next token."""
+"""Largest number of tokens in one step of vLLM, unless max_model_len or max_num_seqs is larger. In a larger step vLLM would
+process more tokens of new prompts, and running requests would wait longer for their next token."""
 
 ADAPTERS = "rl_actors.vllm.cpu_adapters.GroupedAdapters"
 """Class that applies LoRA adapters. It replaces vLLM's PunicaWrapperCPU."""
@@ -43,11 +43,11 @@ def require_possible(config: GeneratorConfig) -> None:
     if config.has_adapters and model.num_experts:
         raise ValueError(
             f"model.num_experts={model.num_experts} with {config.adapters_field()} on a CPU: "
-            "vLLM then runs experts in a Triton kernel, which needs a GPU"
+            "with adapters vLLM runs the experts in a Triton kernel, which needs a GPU"
         )
     if model.head_dim not in HEAD_DIMS:
         raise ValueError(
-            f"model.head_dim={model.head_dim} on a CPU: vLLM's attention there supports only widths of {', '.join(map(str, HEAD_DIMS))}"
+            f"model.head_dim={model.head_dim} on a CPU: vLLM's attention on CPUs supports only head_dim {', '.join(map(str, HEAD_DIMS))}"
         )
     if config.batch_invariant:
         raise ValueError(
@@ -56,7 +56,11 @@ def require_possible(config: GeneratorConfig) -> None:
 
 
 def options(config: GeneratorConfig) -> dict[str, object]:
-    """vLLM's arguments. Also sets up the process. Call this function on the thread that will run the engine."""
+    """vLLM's arguments.
+
+    This function also sets up the process. Call it on the thread that will run the engine, because afterwards only the
+    calling thread computes with several threads.
+    """
     from vllm.platforms import current_platform
 
     threads.prepare_cpu_process()
@@ -84,7 +88,8 @@ def prepare_worker() -> None:
 def reloading(model: "nn.Module") -> Iterator[None]:
     """Context manager for a reload of all weights.
 
-    vLLM's CPU kernels compute with packed weights. The context manager makes vLLM pack the new weights, too.
+    vLLM's CPU kernels compute with packed weights, which means that the weights are in the kernel's own memory layout.
+    The context manager makes vLLM pack the new weights, too.
     """
     _forget_packed_experts(model)
     yield

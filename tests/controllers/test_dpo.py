@@ -1,4 +1,8 @@
-"""Tests DPO: its loss, compared with a closed form in float64 and with autograd; its pairs; and the errors for wrong data."""
+"""Tests of direct preference optimization (DPO).
+
+The loss is compared with a closed form in float64 and with autograd. Other tests check the pairs, the errors for wrong
+data and the start of a run.
+"""
 
 import json
 import math
@@ -43,7 +47,10 @@ def pairs(seed: int = 0) -> tuple[list[Sample], list[torch.Tensor]]:
 
 
 def rewards(samples: list[Sample], logprobs: list[torch.Tensor]) -> list[float]:
-    """beta * (log pi - log ref) of every completion, computed with plain sums of floats."""
+    """The reward beta * (log pi - log ref) of every completion, computed with plain sums of floats.
+
+    log pi and log ref are the sums of the completion's logprobs under the policy and under the reference.
+    """
     found = []
     for sample, row in zip(samples, logprobs, strict=True):
         first = len(PROMPT) - 1
@@ -74,7 +81,8 @@ def test_loss_and_gradient_are_those_of_the_closed_form():
 def test_the_gradient_of_a_models_weights_is_that_of_plain_autograd():
     """The model is one matrix.
 
-    Its gradient is computed in two ways: through the gradients of the logprobs, and from the formula of the DPO paper.
+    Its gradient is computed in two ways: from the gradients with respect to the logprobs, which `output_gradients`
+    returns, and by autograd through the formula of the DPO paper.
     """
     samples, _ = pairs()
     draw = torch.Generator().manual_seed(1)
@@ -103,7 +111,7 @@ def test_the_gradient_of_a_models_weights_is_that_of_plain_autograd():
     assert_close(through_columns, plain, rtol=1e-11, atol=1e-13)
 
 
-def test_metrics_of_parts_merge_to_those_of_all_pairs_and_half_a_pair_is_refused():
+def test_merged_metrics_of_two_parts_are_those_of_all_pairs_and_half_a_pair_is_refused():
     samples, logprobs = pairs()
     loss = DPO(beta=BETA)
     _, whole = loss(samples, logprobs)
@@ -156,7 +164,11 @@ WRONG = {
         [],
         "pairs.jsonl:10: column 'rejected' holds int 3, but it holds str at",
     ),
-    "a list": (FEW + "\n" + line(rejected=["3"]), [], "column 'rejected' holds \"['3']\", which is neither text nor"),
+    "a list as the rejected answer": (
+        FEW + "\n" + line(rejected=["3"]),
+        [],
+        "column 'rejected' holds \"['3']\", which is neither text nor",
+    ),
     "a long prompt": (FEW + "\n" + line(prompt="1+" * 50), [], "tokens, but trainer.max_sequence_length=64"),
     "a long rejected answer": (FEW + "\n" + line(prompt="7", rejected="9" * 99), [], "and the answer '999"),
     "a conversation": (
@@ -166,10 +178,14 @@ WRONG = {
     ),
     "too few pairs": (FEW, ["--environment.num-held-out", "5"], "num_held_out=5 is more than half of the 9"),
     "a beta of 0": (FEW, ["--beta", "0"], "beta=0.0; it must be above 0"),
-    "half pairs": (FEW, ["--samples-per-forward-backward", "7"], "samples_per_forward_backward=7; it must be even"),
+    "an odd number of samples in a call": (
+        FEW,
+        ["--samples-per-forward-backward", "7"],
+        "samples_per_forward_backward=7; it must be even",
+    ),
     "an unknown rejected column": (FEW, ["--environment.rejected-column", "worse"], "has no column 'worse'"),
     "no rejected column": (FEW, ["--environment.rejected-column", ""], "environment.rejected_column=''"),
-    "a set without pairs": (FEW, ["--validation", '{"x": {"task": "chain_sum"}}'], "x.rejected_column=''"),
+    "a validation set without pairs": (FEW, ["--validation", '{"x": {"task": "chain_sum"}}'], "x.rejected_column=''"),
     "no pairs in a step": (FEW, ["--pairs-per-step", "0"], "pairs_per_step=0; it must be at least 1"),
 }
 
@@ -190,7 +206,7 @@ def test_wrong_pairs_and_options_end_the_command_with_status_2_before_anything_s
     assert not (tmp_path / "run").exists()
 
 
-def test_an_evaluation_is_refused_because_no_generator_can_make_completions(tmp_path, monkeypatch, capsys):
+def test_eval_only_is_refused_because_dpo_has_no_generator(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.json").write_text(config_file.to_json(tiny_dpo()))
     monkeypatch.setattr(sys, "argv", ["dpo", "--eval-only", str(tmp_path)])
     with pytest.raises(SystemExit):
@@ -199,7 +215,9 @@ def test_an_evaluation_is_refused_because_no_generator_can_make_completions(tmp_
 
 
 @pytest.mark.parametrize("has_reference", [True, False])
-def test_a_run_is_resumed_only_with_the_weights_that_it_began_with(tmp_path, monkeypatch, capsys, has_reference):
+def test_a_run_is_resumed_only_if_its_folder_has_the_weights_of_the_reference(
+    tmp_path, monkeypatch, capsys, has_reference
+):
     folder = RunFolder(tmp_path)
     checkpoint = folder.checkpoints / "step-9"
     checkpoint.mkdir(parents=True)

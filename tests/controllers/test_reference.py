@@ -1,7 +1,7 @@
 """The KL divergence from the reference, which is the policy with which GRPO began.
 
-Some tests compare the divergence in the reward with a closed form in float64. Other tests check which resumed runs can
-have a reference. test_grpo.py tests the reference of a real run.
+Some tests compare the KL penalty on rewards with a closed form in float64. Other tests check which resumed runs can have
+a reference. test_grpo.py tests the reference of a real run.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ from controllers.run_folder import RunFolder
 from rl_actors import KL, Completion
 from rl_actors.validation import validate_samples
 
+# Keys are the names of estimators. d is the generator's logprob of a token minus the reference's logprob of this token.
 ESTIMATES = {
     "k1": lambda d: d,
     "k2": lambda d: d * d / 2,
@@ -57,7 +58,7 @@ def group_of(prompt: list[int], completions: list[Completion], rewards: list[flo
 
 @pytest.fixture
 def groups() -> list[Group]:
-    """Three groups with completions of one to four tokens. The task rewards of the middle group are equal, those of the other groups differ."""
+    """Three groups with completions of one to four tokens. The task rewards are equal in the middle group, but not in the other two."""
     draw = torch.Generator().manual_seed(0)
     return [
         group(REWARDS[0], [2, 1, 4], draw),
@@ -67,7 +68,7 @@ def groups() -> list[Group]:
 
 
 class ReferenceClient:
-    """A client whose `forward` returns random logprobs of prompts and completions. It keeps the logprobs of the completions."""
+    """A fake client whose `forward` returns random logprobs. `completions` keeps the logprobs at the tokens of the completions."""
 
     def __init__(self):
         self.completions: list[list[float]] = []
@@ -81,7 +82,7 @@ class ReferenceClient:
 
 
 class KnownReference:
-    """A client whose `forward` returns given logprobs of the completions."""
+    """A fake client whose `forward` returns given logprobs for the completions, and 0 for the prompts."""
 
     def __init__(self, completions: list[torch.Tensor]):
         self.completions = iter(completions)
@@ -104,7 +105,7 @@ def penalised(groups: list[Group], client, **kl) -> list[Group]:
 
 
 @pytest.mark.parametrize("estimator", ESTIMATES)
-def test_kl_in_the_reward_is_the_closed_form_in_float64(groups, estimator):
+def test_the_kl_penalty_on_rewards_equals_its_closed_form(groups, estimator):
     client = ReferenceClient()
     found = penalised(groups, client, coefficient=0.3, estimator=estimator)
 
@@ -130,7 +131,7 @@ def test_kl_in_the_reward_is_the_closed_form_in_float64(groups, estimator):
 
 def test_advantages_and_the_choice_of_groups_use_the_penalised_rewards(groups):
     config = RolloutConfig(advantage="dr_grpo", group_size=3)
-    assert len(to_samples(groups, config)) == 6  # the middle group has equal task rewards
+    assert len(to_samples(groups, config)) == 6  # without the middle group, whose task rewards are equal
     found = penalised(groups, ReferenceClient(), coefficient=0.3, estimator="k1")
     assert [group.has_signal() for group in found] == [True, True, True]
     samples = to_samples(found, config)
@@ -162,14 +163,14 @@ def test_kl_in_the_reward_is_not_in_the_loss_and_its_default_estimator_is_k1():
     assert replace(config, reference_kl=0.0, reference_kl_in="loss").make_loss().kl is None
 
 
-def test_the_example_in_the_docstring_of_penalise():
+def test_the_example_in_the_docstring_of_penalise_is_true():
     completions = [Completion(tokens=[1, 2], logprobs=[-0.5, -0.5], policy_versions=[0, 0], finish_reason="length")] * 2
     client = KnownReference([torch.tensor([-1.0, -1.0]), torch.tensor([-0.5, -0.5])])
     [found] = penalised([group_of([3], completions, [1.0, 0.0])], client, coefficient=0.1, estimator="k1")
     assert found.rewards == pytest.approx([0.9, 0.0])
 
 
-def test_with_k1_in_the_reward_the_gradient_is_that_of_the_expected_reward_minus_the_kl():
+def test_with_k1_in_the_reward_the_policy_gradient_is_the_gradient_of_expected_reward_minus_kl():
     """Completions have two tokens, and the vocabulary has three tokens. The expectation is a sum over all nine completions, in float64.
 
     In shapes, S is the number of completions, and T is the number of tokens of a completion.
@@ -225,6 +226,7 @@ def test_a_coefficient_that_kl_control_has_changed_is_used_in_the_reward_and_in_
 
 
 def past_run(path, *, step: int, has_reference: bool, config, **state) -> RunFolder:
+    """The folder of a run whose only checkpoint is that of `step`. state: further entries of the checkpoint's state.json."""
     folder = RunFolder(path)
     checkpoint = folder.checkpoints / f"step-{step}"
     checkpoint.mkdir(parents=True)
@@ -246,7 +248,7 @@ def resume(monkeypatch, capsys, folder: RunFolder, *flags: str) -> tuple[int | N
 
 
 @pytest.mark.parametrize(("kind", "sft_steps"), [("loss", 600), ("reward", 600), ("reward", 0)])
-def test_a_reference_whose_weights_were_not_kept_is_refused_at_resume(tmp_path, monkeypatch, capsys, kind, sft_steps):
+def test_a_reference_whose_weights_were_not_saved_is_refused_at_resume(tmp_path, monkeypatch, capsys, kind, sft_steps):
     config = replace(tiny(), sft_steps=sft_steps)
     warmup_steps = 5 if sft_steps else 0
     folder = past_run(tmp_path / "run", step=9, has_reference=False, config=config, sft_steps=warmup_steps)
@@ -265,7 +267,7 @@ def test_a_reference_whose_weights_were_not_kept_is_refused_at_resume(tmp_path, 
     [
         (9, {"sft_steps": 5}, True),  # the run had a reference
         (5, {"sft_steps": 5}, False),  # the supervised phase is just over
-        (3, {"recent": []}, False),  # in the supervised phase
+        (3, {"recent": []}, False),  # the run is in the supervised phase
     ],
 )
 def test_a_resumed_run_takes_a_reference_that_exists_or_is_still_to_be_made(

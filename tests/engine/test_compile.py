@@ -31,13 +31,13 @@ def two_steps(engine) -> list[float]:
     return numbers
 
 
-def test_blocks_are_compiled_when_compile_is_enabled_and_give_the_same_numbers(make_engine, num_graphs):
+def test_enabled_compile_compiles_the_blocks_and_does_not_change_the_numbers(make_engine, num_graphs):
     expected = two_steps(make_engine())
     assert num_graphs() == 0
     assert two_steps(make_engine(compile=TRACED)) == pytest.approx(expected, rel=1e-6)
     assert num_graphs() == 1  # all blocks have the same structure, so they share one graph
 
 
-def test_components_without_the_model_leave_the_blocks_as_they_are(make_engine, num_graphs):
+def test_the_blocks_are_not_compiled_if_compile_components_lacks_model(make_engine, num_graphs):
     make_engine(compile=CompileConfig(enable=True, components=["loss"])).forward(random_samples([7]))
     assert num_graphs() == 0

@@ -85,7 +85,7 @@ def test_images_are_refused_and_so_are_bytes_that_are_no_message():
         codec.read_forward_backward(b"\xff\xff\xff\xff")
 
 
-# The official SDK
+# These tests need the official SDK.
 
 
 @pytest.fixture
@@ -96,9 +96,10 @@ def sdk():
     return request_conv, response_conv
 
 
-def test_the_fields_are_those_of_the_sdk(sdk):
+def test_every_field_of_our_messages_is_also_in_the_messages_of_the_sdk(sdk):
     from tinker.proto import tinker_public_pb2
 
+    # Our message Span stands for two messages of the SDK. Every other message has the same name in the SDK.
     ours = {"Span": ("PromptProvenanceSpan", "SampledProvenanceSpan")}
     for name, cls in codec.CLASSES.items():
         for theirs in ours.get(name, (name,)):

@@ -1,6 +1,7 @@
 """Tests of what the SDK `tinker` expects from a server.
 
-Fake actors replace the real ones. Their model has one logit for each token of the vocabulary, and ignores the text.
+Fake actors replace the real ones. Their model has one logit for each token of the vocabulary, so every position has the
+same distribution.
 """
 
 import asyncio
@@ -11,10 +12,10 @@ import pytest
 from serving import LONGEST, forward_backward_body
 
 TEXT = [([1, 2, 3], {"target_tokens": [2, 3, 4], "weights": [1.0, 1.0, 1.0]})]
-LOG_16 = float(np.log(16))
+LOG_16 = float(np.log(16))  # a new model gives each of its 16 tokens the probability 1/16
 
 
-def test_a_step_of_training_and_its_numbers(api):
+def test_a_training_step_returns_logprobs_and_metrics_and_lowers_the_loss(api):
     async def use(api):
         model = await api.create_model()
         [row], metrics = await api.forward_backward(model, 1, TEXT)
@@ -45,7 +46,7 @@ def test_a_request_that_is_sent_again_adds_no_gradient(api):
     api(use)
 
 
-def test_chunks_of_a_call_may_come_in_any_order_and_forty_steps_need_not_be_awaited(api):
+def test_chunks_of_a_call_may_arrive_in_any_order_and_a_client_may_send_forty_steps_before_it_reads_an_answer(api):
     async def use(api):
         model = await api.create_model()
         promises = [await api.send_forward_backward(model, seq, TEXT) for seq in (2, 3, 1)]
@@ -90,7 +91,7 @@ def test_a_client_that_asks_for_an_answer_too_early_gets_a_408(api):
         ([([1] * (LONGEST + 1), {"target_tokens": [2] * (LONGEST + 1)})], "cross_entropy", {}, "positions"),
     ],
 )
-def test_a_wrong_request_is_a_failed_future_and_the_run_goes_on(api, data, loss, more, error):
+def test_a_wrong_request_gets_a_failed_future_and_the_run_goes_on(api, data, loss, more, error):
     async def use(api):
         model = await api.create_model()
         assert error in await api.error(await api.send_forward_backward(model, 1, data, loss, **more))
@@ -129,7 +130,7 @@ def test_other_wrong_requests_get_failed_futures_or_a_4xx_status_that_the_sdk_do
     api(use)
 
 
-def test_a_trainer_that_fails_loses_the_gradients_and_not_the_run(api):
+def test_an_error_in_the_trainer_drops_the_gradients_and_the_run_goes_on(api):
     async def use(api):
         model = await api.create_model()
         await api.forward_backward(model, 1, TEXT)
@@ -151,7 +152,7 @@ def test_a_trainer_that_fails_loses_the_gradients_and_not_the_run(api):
     api(use)
 
 
-def test_a_trainer_that_has_died_is_given_up_and_the_error_names_the_last_state(api):
+def test_a_dead_trainer_is_closed_and_the_error_names_the_last_saved_state(api):
     async def use(api):
         model = await api.create_model()
         await api.answer(await api.post("save_weights", model_id=model, path="a", seq_id=1))
@@ -166,7 +167,7 @@ def test_a_trainer_that_has_died_is_given_up_and_the_error_names_the_last_state(
     api(use)
 
 
-def test_a_server_that_stops_in_the_middle_of_a_call_writes_the_run(api, tmp_path):
+def test_a_server_that_stops_in_the_middle_of_a_call_saves_the_run(api, tmp_path):
     async def before(api):
         model = await api.create_model()
         await api.forward_backward(model, 1, TEXT)
@@ -184,7 +185,7 @@ def test_a_server_that_stops_in_the_middle_of_a_call_writes_the_run(api, tmp_pat
     api(after, tmp_path)
 
 
-def test_several_targets_of_a_position_and_different_widths(api):
+def test_a_position_may_have_several_targets_and_each_datum_its_own_number_of_them(api):
     async def use(api):
         model = await api.create_model()
         data = [
@@ -214,7 +215,7 @@ def test_a_client_may_get_the_size_of_a_large_answer_before_the_answer(api, monk
     api(use)
 
 
-def test_zstd_bodies_are_read_and_bombs_are_not(api):
+def test_zstd_bodies_are_read_and_bodies_that_are_too_large_are_refused(api):
     zstandard = pytest.importorskip("zstandard")
 
     async def use(api):
@@ -236,7 +237,7 @@ def test_zstd_bodies_are_read_and_bombs_are_not(api):
     api(use, max_body_bytes=1 << 20)
 
 
-def test_save_load_and_a_new_run_from_a_state(api):
+def test_a_new_run_continues_from_a_saved_state_with_or_without_the_optimizer_state(api):
     async def use(api):
         model = await api.create_model(rank=4, seed=3)
         await api.forward_backward(model, 1, TEXT)
@@ -269,7 +270,7 @@ def test_save_load_and_a_new_run_from_a_state(api):
     api(use, max_trainers=4)
 
 
-def test_adam_params_are_honoured_in_full(api):
+def test_an_optim_step_uses_the_adam_params_of_its_request(api):
     async def use(api):
         model = await api.create_model()
         await api.forward_backward(model, 1, TEXT)
@@ -285,7 +286,7 @@ def test_adam_params_are_honoured_in_full(api):
     api(use)
 
 
-def test_a_run_that_makes_room_goes_on_where_it_was(api):
+def test_a_run_that_went_to_disk_to_make_room_goes_on_where_it_was(api):
     async def use(api):
         first = await api.create_model(0)
         await api.forward_backward(first, 1, TEXT)
@@ -303,6 +304,7 @@ def test_a_run_that_makes_room_goes_on_where_it_was(api):
         for seq in (1, 3):
             await api.forward_backward(alone, seq, TEXT)
             await api.optim_step(alone, seq + 1)
+        # The first run has the weights of a run that made the same two steps and was never on disk.
         assert torch_equal(api.trainers[-1], api.trainers[-2])
 
     def torch_equal(one, other):
@@ -311,7 +313,7 @@ def test_a_run_that_makes_room_goes_on_where_it_was(api):
     api(use, max_trainers=1)
 
 
-def test_a_server_that_starts_again_knows_runs_checkpoints_and_samplers(api, tmp_path):
+def test_a_restarted_server_still_has_its_runs_and_samplers(api, tmp_path):
     async def before(api):
         model = await api.create_model()
         await api.forward_backward(model, 1, TEXT)
@@ -329,7 +331,7 @@ def test_a_server_that_starts_again_knows_runs_checkpoints_and_samplers(api, tmp
     api(after, tmp_path)
 
 
-def test_a_killed_server_says_what_it_lost_and_where_the_last_state_is(api, tmp_path):
+def test_after_a_kill_the_error_names_the_last_saved_state_and_this_state_can_be_loaded(api, tmp_path):
     async def before(api):
         model = await api.create_model()
         await api.forward_backward(model, 1, TEXT)
@@ -350,7 +352,7 @@ def test_a_killed_server_says_what_it_lost_and_where_the_last_state_is(api, tmp_
     api(after, tmp_path)
 
 
-def test_lists_of_runs_and_checkpoints(api):
+def test_runs_and_checkpoints_are_listed_and_a_deleted_checkpoint_cannot_be_loaded(api):
     async def use(api):
         model = await api.create_model(rank=2)
         for seq, name in enumerate(("a", "b"), start=1):
@@ -378,7 +380,7 @@ def test_lists_of_runs_and_checkpoints(api):
     api(use)
 
 
-def test_weights_are_copied_to_a_run_of_their_own(api):
+def test_copied_weights_can_be_used_after_the_originals_are_deleted(api):
     async def use(api):
         model = await api.create_model()
         await api.forward_backward(model, 1, TEXT)
@@ -400,7 +402,7 @@ def test_weights_are_copied_to_a_run_of_their_own(api):
     api(use)
 
 
-def test_old_checkpoints_and_the_weights_of_silent_sessions_are_deleted(api):
+def test_expired_checkpoints_and_the_unnamed_weights_of_silent_sessions_are_deleted(api):
     async def use(api):
         model = await api.create_model()
         await api.answer(await api.post("save_weights", model_id=model, path="a", seq_id=1, ttl_seconds=60))
@@ -430,7 +432,7 @@ def test_concurrent_runs_do_not_wait_for_each_other(api):
     api(use)
 
 
-def test_the_server_answers_for_its_health_and_its_model(api):
+def test_the_server_reports_its_health_and_its_model(api):
     async def use(api):
         assert (await api.http.get("/healthz")).json() == {"status": "ok"}
         [model] = (await api.http.get("/get_server_capabilities")).json()["supported_models"]
