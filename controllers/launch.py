@@ -120,7 +120,8 @@ def _require_devices(invocation: cli.Invocation, controller: str) -> None:
         for name, model in config.models().items():
             validation.require_gpus(model, name)
     if config.has_generator:
-        validation.require_gpu(config.generator)
+        num_hosts = len(config.hosts.of_generators()) if config.hosts.addresses else 1
+        validation.require_gpu(config.generator, num_hosts)
         require_machine(config.generator)
     elif invocation.eval_only:
         raise ValueError(f"--eval-only scores completions, but {controller} has no generator that makes them")

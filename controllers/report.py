@@ -29,9 +29,9 @@ UNITS = {
     "age/max": "versions",
     "age": "groups",
     "busy": "share",
-    "loss": "a token",
     "logprob_diff": "nats",
     "kl": "nats a token",
+    "kl/coefficient": "reward for each nat",
     "entropy": "nats a token",
     "groups/filtered": "groups",
     "completion/length_mean": "tokens",
@@ -48,6 +48,8 @@ UNITS = {
     "time": "seconds",
     "updates": "optimizer steps",
     "reward": "reward",
+    "reward/retries": "retries",
+    "reward/processes_replaced": "processes",
 }
 """Units of metrics. A key is the whole name of a metric, or the part before the first slash. If both are keys, the whole name counts."""
 
@@ -123,10 +125,11 @@ def _read_json(file: Path) -> dict[str, object]:
 def tiles(run: RunFiles) -> list[tuple[str, str, str]]:
     """The tiles of the summary, each as (name, value, remark)."""
     records = run.records
-    num_supervised, num_steps = len(of_phases(records, "sft")), len(of_phases(records, *TRAINED_PHASES))
+    training = of_phases(records, *TRAINED_PHASES)
+    num_supervised, num_steps = len(of_phases(records, "sft")), len(training)
     num_skipped = sum(bool(record.get("skipped")) for record in records)
     trained, generated = total(records, "tokens/trained"), total(records, "tokens/generated")
-    seconds = total(records, "time/step")
+    seconds = total(training, "time/step")
     planned = f"{run.outcome['total_steps']:,} steps planned" if run.outcome.get("total_steps") else ""
     shown = [
         _accuracy_tile(records),

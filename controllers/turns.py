@@ -46,11 +46,16 @@ class TurnsConfig:
         if self.enabled and not has_generator:
             raise ValueError("turns.enabled=True, but this run has no generator")
         if self.enabled and not overlap(trainer, generator):
-            first = f", from trainer.gpu={trainer.start} on" if trainer.start else ""
             raise ValueError(
                 f"turns.enabled=True, but trainer and generator share no GPU, so both can keep their memory: the generator uses "
-                f"{len(generator)} GPUs from generator.gpu={generator.start} on, and the trainer uses {len(trainer)}{first}"
+                f"{_gpus('generator', generator)}, and the trainer uses {_gpus('trainer', trainer)}"
             )
+
+
+def _gpus(name: str, gpus: range) -> str:
+    """_gpus("generator", range(1, 3)) -> "2 GPUs from generator.gpu=1 on" """
+    plural = "s" if len(gpus) > 1 else ""
+    return f"{len(gpus)} GPU{plural} from {name}.gpu={gpus.start} on"
 
 
 def overlap(one: range, other: range) -> bool:

@@ -1,6 +1,7 @@
 """Configs of the trainer and the generator: plain dataclasses that can be imported without Monarch, vLLM or a GPU."""
 
 import contextlib
+import math
 import pkgutil
 import re
 from dataclasses import dataclass, field, replace
@@ -415,10 +416,13 @@ class GeneratorConfig:
     restarts: Annotated[RestartPolicy, tyro.conf.Suppress] = field(default_factory=RestartPolicy)
     """Rules for the restarts of every generator that the client has spawned. In a run the config field `survival` sets them."""
 
-    def gpus(self) -> range:
-        """Indices of the GPUs of all replicas, on a machine that has GPUs."""
-        first = self.gpu or 0
-        return range(first, first + self.replicas * self.tensor_parallel)
+    def gpus(self, num_hosts: int = 1) -> range:
+        """Indices of the GPUs of all replicas, on a machine that has GPUs.
+
+        num_hosts: number of hosts over which the replicas are spread. With several hosts these are the GPUs of the host with the most replicas.
+        """
+        first, num_replicas = self.gpu or 0, math.ceil(self.replicas / num_hosts)
+        return range(first, first + num_replicas * self.tensor_parallel)
 
     @property
     def has_adapters(self) -> bool:

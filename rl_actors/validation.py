@@ -262,8 +262,11 @@ def require_gpus(config: "TrainerConfig", name: str = "") -> None:
         )
 
 
-def require_gpu(config: "GeneratorConfig") -> None:
-    """Raises ValueError if this program does not see the generator's GPUs. Does nothing on a machine without GPUs."""
+def require_gpu(config: "GeneratorConfig", num_hosts: int = 1) -> None:
+    """Raises ValueError if this program does not see the generator's GPUs. Does nothing on a machine without GPUs.
+
+    num_hosts: number of hosts over which the replicas are spread. Every host must have as many GPUs as this machine.
+    """
     count = torch.cuda.device_count()
     if not torch.cuda.is_available():
         return
@@ -272,11 +275,12 @@ def require_gpu(config: "GeneratorConfig") -> None:
             f"generator.gpu={config.gpu}, but this program sees {count} GPUs, numbered from 0. Choose a lower generator.gpu. "
             "If the trainer uses that GPU too, also lower generator.gpu_memory_utilization"
         )
-    first, taken = config.gpu or 0, config.replicas * config.tensor_parallel
-    if first + taken > count:
+    gpus = config.gpus(num_hosts)
+    if gpus.stop > count:
+        of_hosts = f" of each of {num_hosts} hosts," if num_hosts > 1 else ""
         raise ValueError(
-            f"generator.replicas={config.replicas} with generator.tensor_parallel={config.tensor_parallel} takes {taken} GPUs from "
-            f"generator.gpu={first} on, but this program sees {count}"
+            f"generator.replicas={config.replicas} with generator.tensor_parallel={config.tensor_parallel} takes {len(gpus)} GPUs{of_hosts} from "
+            f"generator.gpu={gpus.start} on, but this program sees {count}"
         )
 
 

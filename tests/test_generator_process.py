@@ -84,6 +84,15 @@ def test_replicas_and_tensor_parallel_ranks_have_gpus_of_their_own(monkeypatch):
             GeneratorClient.spawn(too_many)
 
 
+def test_replicas_on_different_hosts_have_the_same_gpus(monkeypatch):
+    on_gpus(monkeypatch, 4, "0,1,2,3")
+    config = GeneratorConfig(replicas=5, tensor_parallel=2)
+    assert [config_of_replica(config, index, num_hosts=3).gpu for index in range(5)] == [0, 0, 0, 2, 2]
+    validation.require_gpu(config, num_hosts=3)
+    with pytest.raises(ValueError, match=r"takes 6 GPUs of each of 2 hosts, from generator.gpu=0 on, but .* sees 4"):
+        validation.require_gpu(config, num_hosts=2)
+
+
 def test_replicas_on_a_cpu_share_the_cores():
     assert config_of_replica(GeneratorConfig(replicas=2), 1).gpu is None
 

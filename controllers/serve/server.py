@@ -240,7 +240,8 @@ class Server:
             self._run(owner, body.model_id)
             result = await self.trainers.optim_step(body.model_id, _optim_params(body))
             if result.skipped:
-                names = ", ".join(result.nonfinite_parameters)
+                # If only the sum over all parameters overflows, no parameter has a name here.
+                names = ", ".join(result.nonfinite_parameters) or "none by itself, only their norm"
                 raise UserError(
                     f"the gradient is not finite (parameters: {names}); it was dropped, and no weight has changed"
                 )
@@ -442,13 +443,17 @@ class Server:
         run = replace(run, parked=None, inflight_version=None)
         if self.store.run(run.id) is not None:
             raise UserError(f"the training run {run.id} exists already")
-        self.store.add_run(run)
         version = None
         directory = self.folder / "runs" / run.id.replace(":", "_") / "weights" / source.name
         if source.kind == "sampler":
             version = self.store.add_version(run.id, is_ephemeral=False)
             directory = self._directory(version)
-        shutil.copytree(source.directory, directory, copy_function=os.link)
+        try:
+            shutil.copytree(source.directory, directory, copy_function=os.link)
+        except OSError:
+            shutil.rmtree(directory, ignore_errors=True)  # so that the request can be sent again
+            raise
+        self.store.add_run(run)
         if version is not None:
             self.store.finish_version(version, str(directory))
         self._put(run, source.kind, source.name, directory, body.ttl_seconds, source.user_metadata, version=version)

@@ -426,7 +426,8 @@ class Fleet:
                     raise
                 # The trainer may have died, too, so that this version is lost. Then the fleet soon pulls another
                 # version.
-                logger.info("%s could not load version %s, and tries again: %r", replica.name, self.told, error)
+                what = "its adapters" if self.told is None else f"version {self.told} and its adapters"
+                logger.info("%s could not load %s, and tries again: %r", replica.name, what, error)
                 await asyncio.sleep(REFIT_PAUSE)
                 continue
             if number == self._num_changes:  # otherwise a pull or the load of an adapter has begun meanwhile, so repeat

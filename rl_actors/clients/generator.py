@@ -84,6 +84,7 @@ class GeneratorClient(Client):
         # Name of an adapter -> the Call of its load_adapter, which may still run or may have failed.
         self._loads: dict[str, Call[None]] = {}
         num_generators = 1 if config is None else config.replicas
+        num_hosts = 1 if hosts is None else len(hosts)
         spawns: dict[str, Callable[[], OneGenerator]] = {}
         for index in range(num_generators):
             each = name if num_generators == 1 else f"{name}-{index}"
@@ -91,7 +92,7 @@ class GeneratorClient(Client):
                 self._spawn_one,
                 mesh,
                 name=each,
-                config=None if config is None else config_of_replica(config, index),
+                config=None if config is None else config_of_replica(config, index, num_hosts),
                 transport=transport,
                 call_timeout=call_timeout,
                 setup_timeout=setup_timeout,
@@ -131,7 +132,7 @@ class GeneratorClient(Client):
         Raises ValueError if no generator can be started from the config on this machine, and TypeError if `config` is
         not a GeneratorConfig.
         """
-        check_config(config)
+        check_config(config, num_hosts=1 if hosts is None else len(hosts))
         return cls(
             None,
             name=name,
@@ -505,23 +506,25 @@ def _host_of(replica: int, hosts: "Hosts | None") -> "Hosts | None":
     return hosts.part(host, host + 1)
 
 
-def check_config(config: GeneratorConfig) -> None:
+def check_config(config: GeneratorConfig, num_hosts: int = 1) -> None:
     """Raises ValueError if no generator can be started from the config on this machine, and TypeError if `config` is
     not a GeneratorConfig.
     """
     require_config("GeneratorClient.spawn", config, GeneratorConfig)
     config.validate()
-    require_gpu(config)
+    require_gpu(config, num_hosts)
     require_machine(config)
 
 
-def config_of_replica(config: GeneratorConfig, index: int) -> GeneratorConfig:
-    """The config of one replica. Its GPUs follow the GPUs of the replica before it. Its seed, for requests without a
-    seed of their own, differs from the seeds of the other replicas.
+def config_of_replica(config: GeneratorConfig, index: int, num_hosts: int = 1) -> GeneratorConfig:
+    """The config of one replica. Its GPUs follow the GPUs of the replica before it on the same host. Its seed, for
+    requests without a seed of their own, differs from the seeds of the other replicas.
+
+    num_hosts: number of hosts. Replica i runs on host i % num_hosts.
     """
     if config.replicas == 1:
         return config
     gpu = config.gpu
     if torch.cuda.is_available():
-        gpu = (config.gpu or 0) + index * config.tensor_parallel
+        gpu = (config.gpu or 0) + index // num_hosts * config.tensor_parallel
     return replace(config, replicas=1, gpu=gpu, seed=config.seed + index)

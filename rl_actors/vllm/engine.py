@@ -97,15 +97,17 @@ class EngineThread:
         make_params: Callable[[int], list["VLLMParams"]],
         read: Callable[["RequestOutput"], T],
         adapter: str | None = None,
+        *,
+        name: str = "generate",
     ) -> EngineCall[T]:
         """Start all requests of a call in the same step of the engine.
 
         The returned EngineCall gives their results, or the first error.
 
         adapter: name of the loaded adapter with which the requests run. None: the adapter of the last pull if pulls
-        bring adapters, or no adapter if pulls bring whole weights.
+        bring adapters, or no adapter if pulls bring whole weights. name: the call's name in error texts.
         """
-        call = EngineCall(prompts, make_params, read, adapter)
+        call = EngineCall(prompts, make_params, read, adapter, name)
         self.commands.put(Command(partial(self._add_requests, call), call.fail))
         return call
 
@@ -262,7 +264,7 @@ class EngineThread:
             self.held.append(call)
             return
         if self.asleep or self.broken:
-            call.fail(asleep("generate") if self.asleep else self._no_weights())
+            call.fail(asleep(call.name) if self.asleep else self._no_weights())
             return
         try:
             adapter = self._adapter_of(call)

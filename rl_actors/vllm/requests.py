@@ -38,13 +38,14 @@ class EngineCall(Generic[T]):
         make_params: Callable[[int], list["VLLMParams"]],
         read: Callable[["RequestOutput"], T],
         adapter: str | None = None,
+        name: str = "generate",
     ) -> None:
         """make_params: function that takes the index of a prompt and returns the parameters of the prompt's requests.
 
         read: function that turns vLLM's output of a request into the result of the request. adapter: name of the loaded
-        adapter with which the requests run.
+        adapter with which the requests run. name: the call's name in error texts.
         """
-        self.prompts, self.make_params, self.read, self.adapter = prompts, make_params, read, adapter
+        self.prompts, self.make_params, self.read, self.adapter, self.name = prompts, make_params, read, adapter, name
         self._results: dict[int, dict[int, T]] = {index: {} for index in range(len(prompts))}  # of unfinished prompts
         self._finished: list[tuple[int, list[T]]] = []  # finished prompts that no `take` has returned
         self._failure: BaseException | None = None

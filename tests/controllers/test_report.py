@@ -228,7 +228,7 @@ def test_the_table_has_every_metric_with_its_unit():
         {"step": 2, "loss": 1.0, "time/step": 0.5, "kl/reference": 1e-3},
     ]
     assert metric_rows(records) == [
-        {"name": "loss", "unit": "a token", "first": 2.0, "last": 1.0, "lowest": 1.0, "highest": 2.0},
+        {"name": "loss", "unit": "", "first": 2.0, "last": 1.0, "lowest": 1.0, "highest": 2.0},
         {"name": "time/step", "unit": "seconds", "first": 0.5, "last": 0.5, "lowest": 0.5, "highest": 0.5},
         {"name": "kl/reference", "unit": "nats a token", "first": 1e-3, "last": 1e-3, "lowest": 1e-3, "highest": 1e-3},
     ]

@@ -362,7 +362,8 @@ def test_impossible_turns_are_refused_with_the_name_of_the_setting():
         ahead.validate()
     apart = replace(config, generator=replace(config.generator, gpu=1))
     with pytest.raises(
-        ValueError, match=r"share no GPU, .* the generator uses 1 GPUs from generator.gpu=1 on, and the trainer uses 1"
+        ValueError,
+        match=r"share no GPU, .* the generator uses 1 GPU from generator.gpu=1 on, and the trainer uses 1 GPU from trainer.gpu=0 on",
     ):
         apart.validate()
     with pytest.raises(ValueError, match="turns.enabled=True, but this run has no generator"):

@@ -17,7 +17,6 @@ from rl_actors.vllm import sleeping
 from rl_actors.vllm.requests import NO_VERSION
 
 SEQUENCES = [[5, 6], list(range(30)), [7, 3] * 20]
-ASLEEP = "generate is not possible while the generator sleeps: call wake first"
 
 
 def test_a_generator_falls_asleep_after_its_requests_and_wakes_with_its_weights(generator, trainer, synced):
@@ -28,8 +27,10 @@ def test_a_generator_falls_asleep_after_its_requests_and_wakes_with_its_weights(
     [[completion]] = running.result()
     assert len(completion.tokens) == 100
     assert generator.info().result().asleep == 1
-    for call in (held, generator.generate([[5, 6, 7]]), generator.compute_logprobs(SEQUENCES)):
-        with pytest.raises(RuntimeError, match=ASLEEP):
+    refused = [("generate", held), ("generate", generator.generate([[5, 6, 7]]))]
+    refused.append(("compute_logprobs", generator.compute_logprobs(SEQUENCES)))
+    for name, call in refused:
+        with pytest.raises(RuntimeError, match=f"{name} is not possible while the generator sleeps: call wake first"):
             call.result()
     assert generator.sleep(2).result() == DeviceMemory()  # the generator sleeps already
     generator.wake().result()

@@ -5,11 +5,15 @@ same distribution.
 """
 
 import asyncio
+import os
+import shutil
 import time
 
 import numpy as np
 import pytest
 from serving import LONGEST, forward_backward_body
+
+from controllers.serve.messages import CopyWeights
 
 TEXT = [([1, 2, 3], {"target_tokens": [2, 3, 4], "weights": [1.0, 1.0, 1.0]})]
 LOG_16 = float(np.log(16))  # a new model gives each of its 16 tokens the probability 1/16
@@ -398,6 +402,24 @@ def test_copied_weights_can_be_used_after_the_originals_are_deleted(api):
         await api.sample(await api.sampler(model_path=copies[1]), 1)
         copied = copies[0].removeprefix("tinker://").partition("/")[0]
         assert "ended" in await api.error(await api.send_forward_backward(copied, 1, TEXT))
+
+    api(use)
+
+
+def test_a_copy_of_weights_that_failed_can_be_sent_again(api, monkeypatch):
+    async def use(api):
+        model = await api.create_model()
+        saved = await api.answer(await api.post("save_weights", model_id=model, path="a", seq_id=1))
+        fields = {"source_path": saved["path"], "session_id": api.session, "model_seq_id": 8}
+
+        def fail(source: str, target: str) -> None:
+            raise OSError("the disk is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "link", fail)
+            with pytest.raises((OSError, shutil.Error), match="the disk is full"):
+                api.server.copy_weights(api.store.run(model).owner, CopyWeights(**fields))
+        await api.post("copy_weights", **fields)
 
     api(use)
 
