@@ -1,7 +1,7 @@
 """Tests of the rows of the benchmarks. A row is one measurement that benchmarks/harness/register.py defines.
 
-The tests are about the list of the rows, the command that measures missing rows, and the tables of rows in
-docs/speed.md and the README. No engine starts here."""
+The tests are about the list of the rows, the command that measures missing rows, the tables of rows in docs/speed.md
+and the README, and the figures that some benchmarks compute from their measurements. No engine starts here."""
 
 import json
 import os
@@ -27,11 +27,12 @@ from configs import CONFIGS
 
 ROOT = Path(__file__).parents[1]
 # A program that replaces `python -m benchmarks NAME …`. For each name it appends the name to the file "ran", and a
-# result to the results. A few names make the program hang, fail or give no result.
+# result to the results. The name "stubborn" makes the program hang and ignore SIGINT. "slow" makes it hang while
+# there is no file "quick", and "broken" makes it fail while there is no file "mended". "silent" gives no result.
 FAKE = """
 import signal, subprocess, sys, time
 from benchmarks.harness import results
-results.gpus = tuple  # results are those of a CPU, even on a machine with GPUs
+results.gpus = tuple  # every result names a CPU as its device, even on a machine with GPUs
 _, *names = sys.argv[1:]
 for name in names:
     with (results.FOLDER / "ran").open("a") as file:
@@ -48,7 +49,8 @@ for name in names:
     if name != "silent":
         results.add("fake", name, {"ratio": 0.5, "tokens_per_second": 50.0, "engine_tokens_per_second": 100.0})
 """
-# A program that runs `missing` over fake rows. Its arguments are a folder, missing.GRACE and the names of the rows.
+# A program that runs missing.main() with fake rows. Its arguments are the folder of fake.py, a value for missing.GRACE,
+# and the names of the rows.
 DRIVER = """
 import sys
 from benchmarks.harness import missing, register, results
@@ -205,7 +207,7 @@ def test_a_row_that_fails_does_not_stop_the_others_and_is_run_again(folder, rows
     assert missing.missing(table.TABLE) == []
 
 
-def test_rows_with_one_command_share_a_process_that_runs_only_the_missing_ones(folder, rows):
+def test_rows_with_the_same_command_share_a_process_that_measures_only_the_missing_rows(folder, rows):
     rows(fake_rows("a+b+c", "d"))
     keep(folder, "fake", "b", "2 cores of x86_64", ratio=0.25)
     assert missing.run(missing.missing(table.TABLE)) == 0
@@ -218,7 +220,7 @@ def test_a_row_that_takes_longer_than_its_timeout_is_stopped(folder, rows, capsy
     assert "stopped after 2 s" in capsys.readouterr().out
 
 
-def test_no_row_begins_after_the_given_time(folder, rows, capsys):
+def test_no_process_begins_after_the_given_time(folder, rows, capsys):
     rows(fake_rows("a", "b"))
     assert missing.run(["a", "b"], until=time.monotonic() - 1) == 0
     assert "not begun: a, b" in capsys.readouterr().out
@@ -243,7 +245,7 @@ def test_an_interrupted_run_leaves_no_process_and_the_same_command_continues_it(
     broken.send_signal(sent)
     out, _ = broken.communicate(timeout=GUARD)
     ended = (-signal.SIGKILL, False) if sent == signal.SIGKILL else (130, True)
-    assert (broken.returncode, "continues from there" in out) == ended
+    assert (broken.returncode, "rows that are still missing" in out) == ended
     wait_until(lambda: not any(str(folder / "fake.py") in command for command in commands()))
     (folder / "quick").touch()
     again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=GUARD)
@@ -264,7 +266,7 @@ def test_a_row_that_ignores_an_interrupt_is_killed_after_a_while_or_at_a_second_
             broken.wait(2)
         broken.send_signal(signal.SIGINT)
     out, _ = broken.communicate(timeout=GUARD)
-    assert broken.returncode == 130 and "continues from there" in out
+    assert broken.returncode == 130 and "rows that are still missing" in out
     wait_until(lambda: not any(str(folder) in command for command in commands()))
 
 
@@ -302,7 +304,7 @@ def test_rows_that_compare_two_kernels_differ_only_in_the_kernel():
         assert ROWS[name].attention == "flash4"
 
 
-def test_a_row_with_changed_fields_has_a_name_that_says_so():
+def test_the_name_of_a_changed_row_lists_the_changed_fields():
     from benchmarks import trainer_speed
 
     changed = replace(ROWS["0_6b-packed"], attention="flex")
@@ -315,7 +317,9 @@ def test_mfu_is_a_share_of_the_peak_in_the_dtype_of_the_matrix_products(monkeypa
     from benchmarks import trainer_speed
 
     row = ROWS["4b-packed"]
-    most = 989e12 / trainer_speed.flops_per_token(trainer_speed.model_of(row), row.document)  # tokens/s
+    most = 989e12 / trainer_speed.flops_per_token(
+        trainer_speed.model_of(row), row.document
+    )  # tokens/s at the bf16 peak
     monkeypatch.setattr(results, "gpus", lambda: (H200,))
     assert trainer_speed.mfu(row, most) == pytest.approx(1)
     assert trainer_speed.mfu(replace(row, num_gpus=4), most) == pytest.approx(1 / 4)
@@ -349,7 +353,7 @@ def test_a_quotient_runs_its_two_rows_and_divides_their_speeds(folder, rows, cap
     assert "q: ratio 1.000; target ≥ 1.2: misses ratio" in capsys.readouterr().out
 
 
-def test_a_target_may_be_a_flag():
+def test_a_target_may_require_that_a_field_is_true():
     row = TableRow(what="", num_gpus=0, command=("fake",), line="a", measured=str, at_least={"bit_equal": True})
     assert table.target(row) == "bit equal"
     assert table.verdict(row, {"bit_equal": True}) == "yes"
@@ -358,12 +362,12 @@ def test_a_target_may_be_a_flag():
 
 def test_a_row_that_this_machine_cannot_run_is_refused_by_name(folder, rows):
     rows({**fake_rows("a"), **fake_rows("g", num_gpus=2)})
-    with pytest.raises(SystemExit, match="g needs 2 GPUs; here is no GPU"):
+    with pytest.raises(SystemExit, match="g needs 2 GPUs; this machine has no GPU"):
         missing.run(["a", "g"])
     assert ran(folder) == []
 
 
-def test_the_table_says_what_is_met_what_misses_and_what_was_not_run(folder, rows):
+def test_the_table_says_which_rows_meet_their_target_which_miss_it_and_which_were_not_run(folder, rows):
     met, missed, nan = (fake_rows(name, num_gpus=1)[name] for name in ("met", "missed", "nan"))
     for row in (met, missed, nan):
         row.at_least["ratio"] = 0.98
@@ -372,7 +376,7 @@ def test_the_table_says_what_is_met_what_misses_and_what_was_not_run(folder, row
     speeds = {"tokens_per_second": 1200.0, "reference_tokens_per_second": 1000.0}
     keep(folder, "fake", "met", "2 x NVIDIA H200", ratio=0.5, **speeds)
     keep(folder, "fake", "met", "2 x NVIDIA H200", ratio=1.2, **speeds)  # the newest result counts
-    keep(folder, "fake", "met", "2 cores of x86_64", ratio=0.1, **speeds)  # a result of a CPU
+    keep(folder, "fake", "met", "2 cores of x86_64", ratio=0.1, **speeds)  # a result of a CPU does not count
     keep(folder, "fake", "nan", "1 x NVIDIA H200", ratio=float("nan"), **speeds)
     keep(folder, "fake", "cpu", "2 cores of x86_64", ratio=0.3, **speeds)
     head, _, *lines = ([cell.strip() for cell in row.split("|")[1:-1]] for row in table.markdown().splitlines())
@@ -424,10 +428,10 @@ def test_the_headline_has_only_rows_that_were_run(folder, rows, monkeypatch):
 def test_a_page_has_the_table_that_the_results_give(monkeypatch, page, marks, made):
     monkeypatch.setattr(results, "FOLDER", ROOT / "benchmarks" / "results")
     shown = table.between(page.read_text(), marks)
-    assert shown == made(), "python -m benchmarks table --write puts it there"
+    assert shown == made(), f"{page.name} has an old table; `python -m benchmarks table --write` updates it"
 
 
-def test_lines_of_results_say_how_to_repeat_them_and_no_mfu_exceeds_1():
+def test_every_result_says_how_to_repeat_its_measurement_and_no_mfu_exceeds_1():
     files = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
     assert files
     for file in files:
@@ -447,7 +451,7 @@ def test_a_table_is_written_between_its_marks_and_nowhere_else(tmp_path):
     assert page.read_text() == "no marks"
 
 
-def test_the_seconds_of_a_ppo_steps_parts_are_added_up_for_each_device():
+def test_the_seconds_of_the_parts_of_a_ppo_step_are_added_up_for_each_device():
     places = {"trainer": ["GPU 0"], "reference": ["GPU 0"], "critic": ["GPU 1"], "generator": ["GPU 1"]}
     parts = {"generate": 4.0, "reference": 1.0, "values": 1.5, "policy": 3.0, "critic": 2.5, "push": 0.25, "pull": 0.5}
     assert ppo_step.seconds_by_device(parts, places) == {"GPU 0": 4.25, "GPU 1": 8.5}
@@ -455,7 +459,7 @@ def test_the_seconds_of_a_ppo_steps_parts_are_added_up_for_each_device():
     assert ppo_step.seconds_by_device({"policy": 3.0}, both) == {"GPU 0": 3.0, "GPU 1": 3.0}
 
 
-def test_the_line_of_a_ppo_step_says_what_its_slowest_device_takes(monkeypatch):
+def test_the_result_of_a_ppo_step_has_the_seconds_of_its_slowest_device(monkeypatch):
     monkeypatch.setattr(ppo_step.torch.cuda, "is_available", lambda: True)
     config = ppo_step.make_config("qwen3_0_6b_ppo", samples=8, prompt_tokens=16, new_tokens=8, steps=4)
     config.validate()

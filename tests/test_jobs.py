@@ -1,4 +1,6 @@
-"""Jobs that start workers. The tests check which options are refused, and what Monarch sends to Slurm and to Kubernetes for our config.
+"""Tests of Monarch's jobs, which start a run's workers on other machines or on this machine.
+
+The tests check which options are refused, and what Monarch sends to Slurm and to Kubernetes for our config.
 
 There is no cluster here. A stub replaces `sbatch` and records the script that it gets. A fixture records the calls to Kubernetes.
 """
@@ -129,9 +131,9 @@ def test_ssh_on_loopback_does_not_need_the_option_insecure():
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """A folder on PATH with stubs of sbatch and scancel. The stubs record what they get in files of this folder.
+    """A folder on PATH with stubs of sbatch and scancel. The stubs write these files into the folder:
 
-    sbatch.in: the script. sbatch.arguments: how many arguments sbatch gets. scancel.arguments: the arguments of scancel.
+    sbatch.in: the script. sbatch.arguments: the number of arguments of sbatch. scancel.arguments: the arguments of scancel.
     """
     for name, script in {
         "sbatch": f"cat > {tmp_path}/sbatch.in; echo $# > {tmp_path}/sbatch.arguments; echo Submitted batch job 4711",
@@ -190,7 +192,7 @@ def test_the_worker_of_the_sbatch_script_is_a_python_program(slurm):
     assert (ran.returncode, ran.stdout) == (0, "good\n"), ran.stderr
 
 
-def test_without_options_sbatch_gets_none(slurm):
+def test_an_option_that_is_not_set_is_not_in_the_sbatch_script(slurm):
     built(["slurm://1"], JobConfig(insecure=True), slurm).apply()
     script = (slurm / "sbatch.in").read_text()
     assert "--nodes=1" in script and ":22222" in script
@@ -244,7 +246,7 @@ def test_kubernetes_gets_a_mesh_of_pods_with_our_options(cluster):
     assert cluster[-1][0] == "delete" and cluster[-1][1]["name"] == "hosts1"
 
 
-def test_pods_without_gpus_and_claim_ask_for_none(cluster):
+def test_pods_request_no_gpus_and_no_claim_if_the_config_has_none(cluster):
     built(["kubernetes://1"], replace(KUBERNETES, gpus_per_host=0, claim="", port=4444)).apply()
     pod = cluster[0][1]["body"]["spec"]["podTemplate"]["spec"]
     assert [volume["name"] for volume in pod["volumes"]] == ["shm"]
@@ -262,8 +264,8 @@ def test_the_plan_names_the_hosts_of_a_job():
     assert re.search(r"^  generator-0 +node 2 of the Slurm job, ", plan, re.MULTILINE)
 
 
-def test_a_host_that_ssh_does_not_reach_is_named_with_the_message_of_ssh(tmp_path, monkeypatch):
-    """A stub replaces ssh and fails as ssh does."""
+def test_the_error_says_why_a_host_cannot_be_used_over_ssh(tmp_path, monkeypatch):
+    """A stub replaces ssh. Status 255 is a failure of ssh itself, and status 1 means that the host lacks this Python."""
     for status, said, error in (
         (255, "Permission denied", "failed with status 255: Permission denied"),
         (1, "", "has no /"),

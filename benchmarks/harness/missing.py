@@ -3,7 +3,7 @@
 A row is missing if this machine can run it and it has no result from this kind of device. Rows with the same command run
 together in one process. These processes run one after another. A result is written as soon as its row is done. After an
 interrupt `make bench ROW=missing` therefore continues without repeating finished rows. If a process fails, the other
-processes still run. At the end the failed rows are named, and the exit status is 1.
+processes still run. If rows failed, the command prints their names at the end, and exits with status 1.
 """
 
 import argparse
@@ -27,9 +27,10 @@ from benchmarks.harness.table import H200, newest, sentence
 ROOT = Path(__file__).parents[2]
 PYTHON = [sys.executable, "-m", "benchmarks"]
 TIMEOUT = 600.0  # seconds
-# Seconds between the interrupt of a process and its kill. GRACE is longer than 60 s, because a row gives its controller 60 s to close.
+# An interrupted process is killed if it still runs after this number of seconds. GRACE is longer than 60 s,
+# because some benchmarks give a run 60 s to close.
 GRACE = 75.0
-PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent ends
+PR_SET_PDEATHSIG = 1  # option of prctl(2); it chooses the signal that a process gets when its parent ends
 
 
 def gpu_here() -> str:
@@ -39,7 +40,9 @@ def gpu_here() -> str:
 
 
 def missing(names: Iterable[str], since: str = "") -> list[str]:
-    """Names of the rows that this machine can run and that have no result of the date `since` or later. since: "" for any date.
+    """The names of the missing rows: this machine can run them, and they have no result from this kind of device.
+
+    since: older results do not count. If it is "", results of any date count.
 
     Some rows are the quotient of two other rows. Such a row is never missing, because it is computed from the results of the two rows.
     """
@@ -54,7 +57,11 @@ def missing(names: Iterable[str], since: str = "") -> list[str]:
 def measure(
     names: Sequence[str], extra: Sequence[str] = (), *, timeout: float = TIMEOUT, until: float = inf
 ) -> list[str]:
-    """Run these rows, and return the names of the rows that failed. No row begins after `until`, a value of time.monotonic()."""
+    """Run these rows, and return the names of the rows that failed.
+
+    One process runs all rows with the same command. timeout: seconds after which a process is stopped. until: a value of
+    time.monotonic() after which no process begins. extra: further arguments for every process.
+    """
     waiting = _rows_by_command(names)
     failed: list[str] = []
     for command in list(waiting):
@@ -68,7 +75,7 @@ def measure(
 
 
 def _rows_by_command(names: Sequence[str]) -> dict[tuple[str, ...], list[str]]:
-    """Rows grouped by their command, because one process measures all rows of a command. A quotient is replaced by its two rows.
+    """Rows grouped by their command, because one process measures all rows of a command. A row that is a quotient is replaced by its two rows.
 
     Returns {command: [names of rows]}.
     """
@@ -84,7 +91,8 @@ def _rows_by_command(names: Sequence[str]) -> dict[tuple[str, ...], list[str]]:
 def _measure_together(rows: Sequence[str], extra: Sequence[str], timeout: float) -> list[str]:
     """Measure the rows of one command in a new process group, and return the names of the rows that failed.
 
-    If the leader of the group fails, the failed rows are all rows of the command. Otherwise the failed rows are the rows without a result.
+    The leader of the group runs the command. If its exit status is not 0, all rows count as failed. Otherwise the rows without a new result
+    count as failed.
 
     No process of the group outlives this call. But if this program is killed during the call, the kernel kills only the leader.
     """
@@ -109,7 +117,7 @@ def _end(child: subprocess.Popen) -> int:
     """End a process group and return the exit status of its leader.
 
     child: the leader of the group. If the leader still runs, the group gets SIGINT, and the leader has GRACE seconds to end. An interrupt of
-    this program cuts the wait for the leader short. At last all processes of the group that remain are killed.
+    this program cuts the wait for the leader short. At last all remaining processes of the group are killed.
     """
     try:
         if child.poll() is None:
@@ -129,18 +137,21 @@ def _die_with_parent() -> None:
 
 
 def run(names: Sequence[str], extra: Sequence[str] = (), *, timeout: float = TIMEOUT, until: float = inf) -> int:
-    """Measure these rows, print a line for each, and return the exit status. Exits this program if the machine cannot
-    run one of the rows.
+    """Measure these rows, print a line for each, and return the exit status for this program: 0, 1 if a row failed, or
+    130 after an interrupt. Exits at once if the machine cannot run one of the rows.
     """
     refused = [f"{name} needs {TABLE[name].needs}" for name in names if not TABLE[name].runs_here()]
     if refused:
         here = f"{len(results.gpus())} x {gpu_here()}" if results.gpus() else "no GPU"
-        sys.exit(f"{'; '.join(refused)}; here is {here}")
+        sys.exit(f"{'; '.join(refused)}; this machine has {here}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         failed = measure(names, extra, timeout=timeout, until=until)
     except KeyboardInterrupt:
-        print("interrupted; finished rows are kept, and `make bench ROW=missing` continues from there", flush=True)
+        print(
+            "interrupted; finished rows keep their results, and `make bench ROW=missing` runs the rows that are still missing",
+            flush=True,
+        )
         return 130
     for name in names:
         print(sentence(name, gpu_here()))
@@ -157,11 +168,11 @@ def _date(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help="run only these rows, in this order")
+    parser.add_argument("rows", nargs="*", metavar="ROW", help="run only those of these rows that are missing")
     parser.add_argument(
-        "--since", type=_date, help="date and time, such as 2026-11-23T08:00 in UTC; ignore older results"
+        "--since", type=_date, help="ignore results before this date and time, such as 2026-11-23T08:00 in UTC"
     )
-    parser.add_argument("--minutes", type=float, default=inf, help="begin no row after this many minutes")
+    parser.add_argument("--minutes", type=float, default=inf, help="begin no process after this many minutes")
     parser.add_argument("--timeout", type=float, default=TIMEOUT, help="stop a process after this many seconds")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.rows if name not in TABLE]

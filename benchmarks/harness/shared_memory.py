@@ -1,4 +1,4 @@
-"""Finds the segments of shared memory (files in /dev/shm) that a run's processes use, and those that are left after the run.
+"""Finds the segments of shared memory (files in /dev/shm) that a run's processes use, and the segments that are left after the run.
 
 A segment is identified by its inode and not by its name, because /proc/PID/maps may show an old name. For example, a
 process maps a new POSIX semaphore while the file still has a temporary name. Then the file gets another name in
@@ -15,11 +15,11 @@ import psutil
 FOLDER = "/dev/shm"
 
 Inode = tuple[int, int]
-"""Device and number of the inode of a file."""
+"""Device number and inode number of a file."""
 
 
 def segments() -> dict[str, Inode]:
-    """The segments that have a name now."""
+    """The segments that have a name in /dev/shm now: {name: inode}."""
     found = {}
     for entry in os.scandir(FOLDER):
         with contextlib.suppress(FileNotFoundError):

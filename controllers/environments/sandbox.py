@@ -1,4 +1,4 @@
-"""A reward for Python code. The reward is 1 if the program in a completion passes the tests of its problem, and 0 if not.
+"""A reward for Python code. The reward is 1 if the program in a completion passes the problem's tests, and 0 if not.
 
 The program runs in a process with limits on time, memory and file size. If the system allows it, the process has no
 network. The limits keep mistakes from harming the run. They do not protect against code that is meant to do harm.
@@ -46,8 +46,8 @@ runpy.run_path(program, run_name="__main__")
 sys.exit(passed)
 """
 PASSED_STATUSES = [*range(100, 120), *range(121, 256)]
-"""Exit statuses that an error in Python does not give. (Python exits with 120 if the last output cannot be written.) For each program one of
-them is drawn. The process exits with this status if the program's tests have passed."""
+"""Exit statuses that an error in Python does not give. (Python exits with 120 if the last output cannot be written.) For each program one
+of these statuses is drawn at random. The process exits with this status if the program's tests have passed."""
 
 
 @dataclass(kw_only=True)
@@ -75,7 +75,7 @@ class Sandbox:
     async def __call__(self, problem: Problem, completion: str) -> float:
         """1.0 if the program and then the tests run to their end without an error, else 0.0.
 
-        The problem's answer holds the tests, such as assertions.
+        The problem's answer is the code of the tests, such as assert statements.
         """
         with tempfile.TemporaryDirectory() as folder:
             program = Path(folder) / "program.py"
@@ -106,6 +106,6 @@ class Sandbox:
 
 
 def program_of(completion: str) -> str:
-    """The last block of code between lines of three backticks. If there is no such block, the whole completion."""
+    """The code in the completion's last block of ```, ```python or ```py. If there is no such block, the whole completion."""
     blocks = CODE_BLOCK.findall(completion)
     return blocks[-1] if blocks else completion

@@ -1,6 +1,6 @@
 """Calls reward functions to score completions.
 
-A reward function scores one completion or a whole group. Its answer is a reward, or a list of rewards for the group.
+A reward function scores one completion, or all completions of a problem. Its answer is a reward, or a list of rewards.
 The function returns the answer, or an awaitable of the answer. A reward is a number, or a mapping from names of
 components to numbers.
 """
@@ -39,7 +39,10 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scorer:
-    """Calls the reward functions of environments. An awaited answer has a time limit. If the answer fails, the scorer calls the function again."""
+    """Calls the reward functions of environments.
+
+    An awaited answer has a time limit. If the await fails or takes too long, the scorer calls the function again.
+    """
 
     timeout: float = 60.0  # seconds
     max_retries: int = 2
@@ -51,7 +54,8 @@ class Scorer:
     def of(config: EnvironmentConfig, environments: Mapping[str, AnyEnvironment] | None = None) -> "Scorer":
         """A scorer with the limits of a config. If reward_workers is above 0, a pool calls the reward functions that are not `async`.
 
-        environments: the environments by name. Error texts show these names. Raises ValueError for a reward function that cannot be sent to a process.
+        environments: the environments by name. Error texts show these names. If reward_workers is above 0, raises ValueError for a
+        reward function that cannot be sent to a process, and for an environment with episodes.
         """
         with_reward: dict[str, Environment] = {}
         for name, environment in (environments or {}).items():
@@ -90,13 +94,14 @@ class Scorer:
         If an environment has a method `rewards(problem, completions)`, it is called once for all completions. Otherwise `reward` is called
         for each completion. Both methods may be `async`. A reward is a number or a mapping from names of components to numbers.
         Raises RewardError, naming prompt and completion, for a reward that is not a finite number, and for a reward whose last retry failed.
+        Also raises RewardError if `rewards` does not give one reward for each completion.
         """
         owner = environment.environments[problem.source] if isinstance(environment, MixedEnvironment) else environment
         if getattr(owner, "rewards", None) is not None:
             answers, num_retries = await self._ask(owner, problem, list(texts))
             if not isinstance(answers, Sequence) or len(answers) != len(texts):
                 raise RewardError(
-                    f"rewards of {problem.prompt!r} gave {answers!r} for {len(texts)} completions; it must give one reward for each"
+                    f"the method rewards gave {answers!r} for {len(texts)} completions of prompt {problem.prompt!r}; it must give one reward for each"
                 )
         else:
             asked = [self._ask(owner, problem, text) for text in texts]
@@ -118,7 +123,8 @@ class Scorer:
         if self.pool is not None and self.pool.calls(environment):
             ask = partial(self.pool.ask, environment, problem, completion, timeout=self.timeout)
             limits = contextlib.nullcontext  # the pool measures the time itself, from the moment when a process is free
-            pauses = False  # a retry needs no pause, because a process that failed has been replaced
+            # A retry needs no pause, because the pool has replaced a process that ended or did not answer.
+            pauses = False
         for attempt in range(self.max_retries + 1):
             if attempt and pauses:
                 await asyncio.sleep(min(2.0 ** (attempt - 1), LONGEST_PAUSE))
@@ -127,7 +133,9 @@ class Scorer:
             except Exception as error:
                 # Only a function that is not `async` can raise here. The scorer takes the error for a bug, so it does
                 # not retry.
-                error.add_note(f"The reward of completion {completion!r} of prompt {problem.prompt!r} raised this.")
+                error.add_note(
+                    f"The reward function raised this for completion {completion!r} of prompt {problem.prompt!r}."
+                )
                 raise
             if not inspect.isawaitable(answer):
                 return answer, 0
@@ -141,7 +149,7 @@ class Scorer:
 
     @contextlib.asynccontextmanager
     async def limits(self) -> AsyncIterator[None]:
-        """Context manager for an awaited answer. Cancels its body after `timeout` seconds, and then raises TimeoutError."""
+        """Context manager in which an answer is awaited. Waits for a free slot. After `timeout` more seconds it cancels its body and raises TimeoutError."""
         async with self.slots, asyncio.timeout(self.timeout):
             yield
 
@@ -156,7 +164,10 @@ def _without_mixtures(environments: Mapping[str, Environment]) -> dict[str, Envi
 
 
 def _parts(answer: Any, problem: Problem, text: str) -> dict[str, float]:
-    """The components of a reward with their total. Raises RewardError for a number that is not finite, because it would spoil the advantages of its group."""
+    """The components of a reward, and their total under the name TOTAL.
+
+    Raises RewardError for a reward that is not a finite number, because it would spoil the advantages of its group.
+    """
     found = dict(answer) if isinstance(answer, Mapping) else {TOTAL: answer}
     try:
         parts = {str(name): float(value) for name, value in found.items()}

@@ -1,4 +1,4 @@
-"""Functions that score a completion by a comparison with the right answer. They use no model."""
+"""Functions that score a completion by comparing it with the right answer. They use no model."""
 
 import re
 import threading
@@ -21,7 +21,7 @@ def math_verify(answer: str, completion: str) -> float:
 def last_match(pattern: str, answer: str, completion: str) -> float:
     """1.0 when the last match of the pattern in the completion equals the last match in the answer; else 0.0.
 
-    If the answer has no match, the whole answer is compared. If the pattern has groups, only the first group of a match is compared.
+    If the answer has no match, the whole answer is used instead. If the pattern has groups, only the first group of a match is compared.
     last_match(r"#### (-?\\d+)", "72", "so 70 + 2\\n#### 72") -> 1.0
     """
     found = _last_found(pattern, completion)

@@ -1,7 +1,8 @@
 """Export a trainer's checkpoint as a Hugging Face directory, in one process without a trainer. hf.py exports from a running trainer.
 
 A checkpoint of whole weights is read one transformer block at a time. So the process holds only one block, and the tensors of one file of
-the export, in memory. If the checkpoint has adapters, the process holds all adapters, and reads the weights one tensor at a time.
+the export, in memory. If the checkpoint holds adapters instead, the process holds all adapters in memory, and reads the base model's weights
+one tensor at a time.
 """
 
 import re
@@ -36,15 +37,15 @@ def export_checkpoint(
     dtype: str = "float32",
     texts: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the directory that TrainEngine.export_hf would write with the checkpoint's weights. It gets the name `path`
-    only when it is complete.
+    """Write the directory that TrainEngine.export_hf would write with the checkpoint's weights. The directory
+    gets the name `path` only when it is complete.
 
-    If the trainer has adapters, its checkpoint holds only the adapters. In this case they are merged into the weights
-    of config.hf_path.
+    If the trainer has adapters, its checkpoint holds only the adapters. The export then has the weights of
+    config.hf_path, with the adapters merged into them.
     texts: contents of further files, by file name. The tokenizer files of the checkpoint are copied into the export. A
     further file replaces the copy of the same name.
-    Raises ValueError if `checkpoint` is not a checkpoint of this model, if `path` exists and is not an empty directory,
-    or if the dtype is unknown.
+    Raises ValueError if `checkpoint` is not a checkpoint of this model, if other users can write its files, if `path`
+    exists and is not an empty directory, if the dtype is unknown, or if Hugging Face's format cannot express the model.
     """
     config.require_hf("export")
     shapes = _require_checkpoint(checkpoint, config)
@@ -98,8 +99,8 @@ def _write_texts(directory: Path, texts: Mapping[str, str] | None) -> None:
 def _require_checkpoint(checkpoint: str, config: TrainerConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of the model's tensors in the checkpoint, by torchtitan's names.
 
-    Raises ValueError if `checkpoint` is not a checkpoint of a trainer, or if the model of the config has other tensors
-    or shapes.
+    Raises ValueError if `checkpoint` is not a checkpoint of a trainer, if other users can write its files, or if the
+    model of the config has other tensors or shapes.
     """
     if not is_checkpoint(checkpoint):
         raise ValueError(f"{checkpoint} is not a checkpoint of a trainer")
@@ -139,8 +140,8 @@ def _expected(config: TrainerConfig) -> dict[str, tuple[int, ...]]:
 def _hf_names(names: Mapping[str, object], model: ModelConfig) -> dict[str, str]:
     """Hugging Face's names of tensors, by torchtitan's names.
 
-    Experts are left out. A tensor of torchtitan holds the weights of all experts of a block, so Hugging Face has several
-    names for it.
+    Experts are left out. A tensor of torchtitan holds the weights of all experts of a block, but Hugging Face has a
+    tensor for each expert. So the tensor has no single name there.
     """
     adapter = hf.hf_adapter(model)
     found = {}
@@ -174,7 +175,7 @@ def _whole(checkpoint: str, shapes: Mapping[str, tuple[int, ...]], model: ModelC
 
 
 def _blocks(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The tensors, grouped by the number of their transformer block. A tensor outside the blocks has a group of its own."""
+    """The shapes of the tensors, grouped by transformer block. A tensor outside the blocks has a group of its own."""
     blocks: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         layer = LAYER.search(name)
@@ -211,9 +212,9 @@ def _adapters(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Te
 
 
 def _tensors_of(path: str, wanted: Mapping[str, object]) -> Iterator[tuple[str, Tensor]]:
-    """The wanted tensors of a directory of safetensors, one at a time."""
+    """Read the tensors that `wanted` names from a directory of safetensors files, one at a time."""
     for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - it is not a dict
+            for name in tensors.keys():  # noqa: SIM118 - `tensors` is not a dict
                 if name in wanted:
                     yield name, tensors.get_tensor(name)

@@ -269,7 +269,7 @@ def test_a_bug_in_a_reward_is_raised_with_a_note_that_names_the_completion():
 
     with pytest.raises(KeyError, match="no such answer") as raised:
         score(Raising(), "a")
-    assert raised.value.__notes__ == ["The reward of completion 'a' of prompt '2+3=' raised this."]
+    assert raised.value.__notes__ == ["The reward function raised this for completion 'a' of prompt '2+3='."]
 
 
 def test_code_that_exceeds_a_limit_gets_reward_zero_and_no_process_of_the_code_stays_behind(tmp_path):

@@ -1,6 +1,7 @@
-"""Tests of own_seconds_per_token, the seconds that a rank computes for one token, without waits for other ranks.
+"""Tests of own_seconds_per_token: the mean seconds that one measured module of a rank takes for one token.
 
-The engine measures only modules without a collective, because in a collective a rank waits for other ranks.
+These seconds must not contain waits for other ranks. So the engine measures only modules without a collective, because
+a rank waits for other ranks in a collective.
 """
 
 import time
@@ -15,8 +16,8 @@ from controllers.slow_rank import STEPS, SlowRank
 from rl_actors.engine.collectives import by_rank
 from rl_actors.engine.own_time import local_modules
 
-NUM_TOKENS = 2 * 256  # number of tokens of a microbatch
-SHORTEST_DELAY = 0.05  # seconds
+NUM_TOKENS = 2 * 256  # positions of a microbatch: two rows of 256
+SHORTEST_DELAY = 0.05  # seconds; a slowed module waits at least this long
 
 
 def slow_down(engine, seconds: float) -> None:

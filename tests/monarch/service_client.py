@@ -1,9 +1,12 @@
-"""A program that is a client of a service. It prints "attached". Then it reads commands from stdin, and prints one line of
-JSON for each command.
+"""A client of a service, which is a process that owns a trainer and usually a generator.
 
-"open" calls forward_backward but not optim_step, so the step stays open. It prints the loss. "steps N RATE" takes N whole steps with the
-learning rate RATE, or with 0 if RATE is missing. It prints version and gradient norm of each step. "forward" prints the version and the sum of
-the logprobs. "generate" pushes the weights, and prints the tokens and versions of a completion.
+The arguments are the service's address, the folder of certificates (or ""), and the seed of the samples.
+
+The program prints "attached". Then it reads commands from stdin, and prints one line of JSON for each command:
+  open: calls forward_backward but not optim_step, so the step stays open; prints the loss
+  steps N RATE: takes N whole steps with the learning rate RATE (default: 0); prints [policy_version, grad_norm] of each step
+  forward: prints the policy_version and the sum of the logprobs
+  generate: syncs the weights to the generator; prints the tokens and the policy_versions of a completion
 """
 
 import json
