@@ -4,7 +4,7 @@ The controller's program cannot continue the run itself, because Monarch 0.7 can
 So the controller's program replaces itself, by exec, with a new program that resumes the run.
 
 A worker is the program that starts the run's processes on a host. If the user has started the workers, the user must start the lost workers
-again. If a job of Monarch has started the workers, the new program starts the job again.
+again. If a job, such as a Slurm job, has started the workers, the new program starts the job again.
 """
 
 import os
@@ -26,9 +26,10 @@ PROGRAM = "program"
 def wait(config: RunConfig, folder: RunFolder, death: StartAgainError, tell: Callable[[str], None]) -> bool:
     """Wait until the run can be resumed. Returns False if it cannot be resumed. tell: function that shows a line to the user.
 
-    If the run cannot be resumed, `wait` shows the reason. It shows no reason if the config turns new programs off. `wait` adds a line
-    for the new program to restarts.jsonl before it waits for lost workers. So the line stays if a worker does not come
-    back. survival.max_restarts_per_hour limits the number of these lines in an hour.
+    If the run cannot be resumed, `wait` shows the reason. It shows no reason if the config allows no new program: hosts.return_timeout,
+    survival.max_restarts_per_hour or checkpoint_every is 0.
+    `wait` adds a line for the new program to restarts.jsonl before it waits for lost workers. So the line is there even if a worker does not
+    come back. survival.max_restarts_per_hour limits the number of these lines in an hour.
     """
     limit = config.survival.max_restarts_per_hour
     if not (config.hosts.return_timeout and limit and config.checkpoint_every):
@@ -70,7 +71,9 @@ def command(flags: Sequence[str]) -> list[str]:
 
 
 def start_again(folder: RunFolder, *, verbose: bool) -> None:
-    """Replace this program by one that resumes the run. Never returns. Raises OSError, or the ValueError of `command`."""
+    """Replace this program by a new one that resumes the run. If the program cannot be replaced, raises OSError or the ValueError of
+    `command`. Otherwise this function never returns.
+    """
     words = command(["--resume", str(folder.path), *(["--verbose"] if verbose else [])])
     sys.stdout.flush()
     sys.stderr.flush()

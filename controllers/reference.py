@@ -31,7 +31,7 @@ class FrozenPolicy:
     timer: Timer
 
     async def logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """Logprobs of the targets under the reference policy, [T] for each sample."""
+        """Logprobs of the targets under the frozen policy, [T] for each sample."""
         rows: list[Tensor] = []
         with self.timer("reference"):
             for chunk in split(samples, self.samples_per_forward):
@@ -50,23 +50,23 @@ class FrozenPolicy:
 
 @dataclass(slots=True, kw_only=True)
 class Reference(FrozenPolicy):
-    """A frozen policy. The KL divergence of the trained policy from it is a penalty on rewards or a term of the loss."""
+    """The reference policy. The KL divergence of the trained policy from the reference is a penalty on rewards or a term of the loss."""
 
-    kl: KL  # its coefficient may change from step to step
+    kl: KL  # the estimator and its coefficient, which may change from step to step
     temperature: float  # temperature at which the completions were sampled
 
     async def penalise(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with rewards R = r - kl.coefficient * sum_t kl_t, where r is the reward before this penalty.
 
         r is the task's reward, minus the penalty on long completions if there is one.
-        kl_t is `kl` at token t, computed from the logprobs of the generator and the reference. The penalty is one
-        number for the whole completion. This is the method of RLOO (arXiv 2402.14740), of TRL's RLOOTrainer and, for
-        GRPO, of verl's use_kl_in_reward. If the reward is later divided by a standard deviation, the penalty is divided
-        with it.
+        kl_t is the estimate that `kl` gives at token t from the logprobs of the generator and the reference. The
+        penalty is one number for the whole completion. This is the method of RLOO (arXiv 2402.14740), of TRL's
+        RLOOTrainer and, for GRPO, of verl's use_kl_in_reward. If R is later divided by a standard deviation, the penalty
+        in R is divided, too.
 
-        KL defines the estimators k1, k2 and k3. With k1 the sum of kl_t is the log of the ratio p_generator /
-        p_reference of the whole completion, and the expected policy gradient of this sum is the gradient of the KL
-        divergence. With k2 or k3 the expected policy gradient of the sum differs from the gradient of the KL divergence.
+        The class KL defines the estimators k1, k2 and k3. With k1 the sum of kl_t is the log of the ratio p_generator /
+        p_reference of the whole completion. If this sum is the reward, the expected policy gradient is the gradient of
+        the KL divergence. With k2 or k3 the expected policy gradient differs from the gradient of the KL divergence.
 
         Example: one group, two completions of two tokens, rewards 1 and 0, estimator k1, coefficient 0.1. At each token the generator's logprob
         minus the reference's logprob is 0.5 in the first completion and 0 in the second. Then R = 0.9 and 0.
@@ -131,7 +131,7 @@ async def start_reference(run: "Run[Any]", *, has_begun: bool, sft_steps: int) -
 def require_reference(config: "GRPOConfig", folder: RunFolder) -> None:
     """Raises ValueError if the reference cannot get the weights with which the run in this folder began GRPO or PPO.
 
-    It can get them if the run saved them, or if they are the weights of hf_path.
+    The reference can get these weights if the run saved them, or if they are the weights of hf_path.
     """
     newest = checkpoints.newest(folder.checkpoints)
     state = checkpoints.read(newest) if newest else {}
@@ -139,7 +139,7 @@ def require_reference(config: "GRPOConfig", folder: RunFolder) -> None:
         return  # GRPO or PPO has not begun. The weights are saved when it begins.
     if _is_saved(config, state["sft_steps"]) and not folder.reference.is_dir():
         raise ValueError(
-            f"reference_kl={config.reference_kl} needs the weights that GRPO or PPO began with, but {folder.reference} is not there: "
+            f"reference_kl={config.reference_kl} needs the weights that GRPO or PPO began with, but {folder.reference} does not exist: "
             "this run began with reference_kl=0; resume it with reference_kl=0, or start a new run"
         )
 

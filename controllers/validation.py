@@ -29,7 +29,7 @@ from controllers.tokenizer import Tokenizer
 from rl_actors import GeneratorClient, SamplingParams
 
 SAMPLES_KEPT = 8
-"""Number of problems of a set whose completions are written to validation.jsonl. They are the same problems at every validation."""
+"""Largest number of problems of a set whose completions are written to validation.jsonl. They are the same problems at every validation."""
 
 Sets = dict[str, EnvironmentConfig]
 
@@ -40,7 +40,7 @@ SETS_AS_JSON = PrimitiveConstructorSpec(
     is_instance=lambda value: isinstance(value, dict),
     str_from_instance=lambda value: [json.dumps({name: asdict(config) for name, config in value.items()})],
 )
-"""Makes the command line take and show the named sets as one JSON object."""
+"""The rule by which tyro, the command-line parser, reads and shows the named validation sets: as one JSON object."""
 
 
 @dataclass(kw_only=True)
@@ -58,7 +58,7 @@ class PassAtKConfig:
         if self.num_samples < 0:
             raise ValueError(f"pass_at_k.num_samples={self.num_samples}; it must be at least 0")
         if not self.k or min(self.k) < 1:
-            raise ValueError(f"pass_at_k.k={self.k}; it must hold numbers of at least 1")
+            raise ValueError(f"pass_at_k.k={self.k}; give one or more integers, each at least 1")
         if self.num_samples and max(self.k) > self.num_samples:
             raise ValueError(
                 f"pass_at_k.k={self.k} needs {max(self.k)} completions, but pass_at_k.num_samples={self.num_samples}"
@@ -94,7 +94,9 @@ def validate_sets(sets: Mapping[str, EnvironmentConfig]) -> None:
     """Raises ValueError if a set's name cannot be part of a metric's name, or if the set's config is wrong. The error names the set."""
     for name, config in sets.items():
         if not re.fullmatch(r"[\w.-]+", name):
-            raise ValueError(f"validation has the name {name!r}; a name may have letters, digits, '_', '-' and '.'")
+            raise ValueError(
+                f"validation has a set named {name!r}; a name consists of letters, digits, '_', '-' and '.'"
+            )
         try:
             _require_no_limits(config)
             config.validate()
@@ -103,12 +105,13 @@ def validate_sets(sets: Mapping[str, EnvironmentConfig]) -> None:
 
 
 def _require_no_limits(config: EnvironmentConfig) -> None:
+    """Raises ValueError if a set changes a field of LIMITS_OF_RUN, because these fields apply to the whole run."""
     default = EnvironmentConfig()
     for name in LIMITS_OF_RUN:
         if getattr(config, name) != getattr(default, name):
             given = f"{name}={getattr(config, name)}"
             raise ValueError(
-                f"{given}: a set cannot have its own {name}; set environment.{name}, which holds for all rewards of a run"
+                f"{given}: a set cannot have its own {name}; set environment.{name}, which applies to all rewards of a run"
             )
 
 
@@ -134,7 +137,7 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     models trained on code", arXiv 2107.03374, eq. 1). pass_at_k(4, 1, 2) -> 0.5
     """
     if not 1 <= k <= num_samples:
-        raise ValueError(f"k={k}; it must be in [1, {num_samples}], the number of samples")
+        raise ValueError(f"k={k}; it must be in [1, {num_samples}], because there are {num_samples} completions")
     return 1 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
 
 
@@ -152,7 +155,9 @@ class Validator:
     scorer: Scorer = field(default_factory=Scorer)
 
     async def __call__(self) -> Scores:
-        """The scores on all sets. Raises RewardError for a reward that is not a finite number."""
+        """The scores on all sets. Raises RewardError if a reward is not a finite number or its last retry fails, and EpisodeError if an episode
+        fails.
+        """
         metrics: dict[str, float] = {}
         samples: list[Record] = []
         for one in self.sets:
@@ -168,7 +173,7 @@ class Validator:
         return Scores(metrics=metrics, samples=samples)
 
     async def _answers(self, one: ValidationSet, params: SamplingParams) -> tuple[list[list[str]], list[list[float]]]:
-        """(texts, rewards) of the completions. In both, entry i is the list for problem i."""
+        """(texts, rewards). Entry i of each list has the texts, or the rewards, of all completions of problem i."""
         environment = one.environment
         if isinstance(environment, EpisodeEnvironment):
             return await self._played(environment, one.problems, params)
@@ -181,7 +186,7 @@ class Validator:
     async def _played(
         self, environment: EpisodeEnvironment, problems: Sequence[Problem], params: SamplingParams
     ) -> tuple[list[list[str]], list[list[float]]]:
-        """(texts, rewards) of params.n episodes of every problem. In both, entry i is the list for problem i."""
+        """(texts, rewards) of params.n episodes of every problem. Entry i of each list has the texts, or the rewards, of problem i."""
         async with TurnSender(self.generator, replace(params, n=1)) as sender:
             games = []
             for place in range(len(problems) * params.n):

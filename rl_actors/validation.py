@@ -1,8 +1,8 @@
-"""Checks of a caller's arguments, which run before any rank works. Client and ranks run the same checks, so they refuse
-the same calls.
+"""Checks of the arguments of a call to a trainer or a generator. The client runs these checks before it sends the call.
+The trainer's ranks and the generator run the same functions, so they refuse the same calls as the client.
 
-T is the number of positions of one sample. K is the number of ids at each position in the columns target_ids and
-target_weights.
+A column of a sample is a named tensor with values for each position, such as advantages. T is the number of positions
+of a sample. K is the number of ids at each position in the column target_ids, and of weights in target_weights.
 """
 
 import math
@@ -32,7 +32,12 @@ def validate_samples(
     max_call_bytes: int,
     head: str = "logprobs",
 ) -> None:
-    """Raises ValueError (TypeError for a wrong type) naming the sample, the value and the limit."""
+    """Raises ValueError (TypeError for a wrong type) if a trainer cannot take the samples or the loss. The error names
+    the sample, the value and the limit.
+
+    loss: None for a call without a loss of the trainer. The samples may then have any columns.
+    head: what the trainer's model computes: "logprobs", or "values" for a value model.
+    """
     if loss is not None and output_of(loss) != head:
         raise ValueError(f"{name_of(loss)} reads {output_of(loss)}, but head={head!r}: the model computes {head}")
     if not isinstance(samples, Sequence) or len(samples) == 0:
@@ -55,8 +60,10 @@ def validate_samples(
 def _validate_names(
     where: str, names: set[str], loss: Loss | None, required: frozenset[str], optional: frozenset[str] | None
 ) -> None:
-    """Compare the columns of a sample with the columns that the loss reads. If `optional` is None, any other column is
-    allowed.
+    """Raises ValueError if a sample lacks a column that the loss needs, or has a column that the loss does not read.
+
+    where: the name of the sample in error texts. names: the names of its columns.
+    required, optional: the columns of the loss. If `optional` is None, the sample may have any other columns.
     """
     missing = required - names
     if missing:
@@ -70,7 +77,10 @@ def _validate_names(
 
 
 def _validate_shared(samples: Sequence[Sample], optional: frozenset[str]) -> None:
-    """Raises ValueError unless all samples of a call have the same optional columns and the same K."""
+    """Raises ValueError unless all samples of a call have the same optional columns and the same K.
+
+    optional: the optional columns of the loss. The columns in TOP_K_COLUMNS are always checked.
+    """
     first, shared = samples[0].columns, optional | set(TOP_K_COLUMNS)
     for index, sample in enumerate(samples):
         if sample.columns.keys() == first.keys() and first.keys().isdisjoint(TOP_K_COLUMNS):
@@ -86,10 +96,11 @@ def _validate_shared(samples: Sequence[Sample], optional: frozenset[str]) -> Non
 
 
 def _validate_top_k(index: int, sample: Sample, first: Mapping[str, Tensor], *, needs_weights: bool) -> None:
-    """Raises ValueError unless the sample's target_ids and target_weights have the same second dimension K as in the
-    first sample.
+    """Raises ValueError if target_ids and target_weights of a sample have different K, if their K is not that of the
+    first sample, or if the sample has target_weights without target_ids.
 
-    needs_weights: True if the loss reads target_weights, so that a sample with target_ids must have both columns.
+    first: the columns of the first sample.
+    needs_weights: True if the loss reads target_weights. A sample with target_ids must then have target_weights, too.
     """
     sizes = {name: sample.columns[name].shape[1] for name in TOP_K_COLUMNS if name in sample.columns}
     if len(set(sizes.values())) > 1:
@@ -134,7 +145,8 @@ def _validate_shapes(where: str, sample: Sample, max_sequence_length: int) -> No
 
 def _validate_column(where: str, name: str, column: Tensor, length: int) -> None:
     if not isinstance(column, Tensor):
-        raise TypeError(f"{where} is a {type(column).__name__}; it must be a Tensor, [T] float32")
+        shape, dtype = "[T, K]" if name in TOP_K_COLUMNS else "[T]", str(column_dtype(name)).removeprefix("torch.")
+        raise TypeError(f"{where} is a {type(column).__name__}; it must be a Tensor, {shape} {dtype}")
     has_k = name in TOP_K_COLUMNS
     fits = column.ndim == (2 if has_k else 1) and column.shape[0] == length and column.numel() > 0
     if column.dtype != column_dtype(name) or not fits:
@@ -146,7 +158,7 @@ def _validate_column(where: str, name: str, column: Tensor, length: int) -> None
 
 
 class _BadValue(NamedTuple):
-    """The first bad value of a list of tensors."""
+    """The first bad value in the samples of a call, with the index of its sample and its position there."""
 
     sample: int
     position: int
@@ -154,8 +166,8 @@ class _BadValue(NamedTuple):
 
 
 def _validate_values(samples: Sequence[Sample], vocab_size: int) -> None:
-    """Raises ValueError unless all tokens and target_ids are ids of the vocabulary, all targets are such ids or
-    IGNORE_TARGET, and all columns are finite.
+    """Raises ValueError unless all tokens and target_ids are ids of the vocabulary, all targets are ids of the
+    vocabulary or IGNORE_TARGET, and all columns are finite.
     """
     limit = f"ids are 0 to {vocab_size - 1} (vocab_size={vocab_size})"
 
@@ -183,7 +195,7 @@ def _validate_values(samples: Sequence[Sample], vocab_size: int) -> None:
 
 
 def _tensors_of(column: str, samples: Sequence[Sample]) -> dict[int, Tensor]:
-    """The column of this name, by the index of the sample. Samples without the column are left out."""
+    """{index of a sample: its column of this name}, for the samples that have such a column."""
     return {index: sample.columns[column] for index, sample in enumerate(samples) if column in sample.columns}
 
 
@@ -208,13 +220,20 @@ def _first_bad(is_bad: Callable[[np.ndarray], np.ndarray], tensors: Mapping[int,
 
 
 def require_optimizer(call: str, optimizer: object | None) -> None:
-    """Raises ValueError if the trainer has no optimizer. `call` names a call that trains, or that reads or writes the optimizer's state."""
+    """Raises ValueError if the trainer has no optimizer.
+
+    call: name of a call that needs one, because it trains, or because it reads or writes the optimizer's state.
+    """
     if optimizer is None:
         raise ValueError(f"{call} is not possible with optimizer=None: this trainer only infers")
 
 
 def require_tenant(name: str, seed: int, lora_rank: int) -> None:
-    """Raises ValueError or TypeError if a trainer with adapters of this rank cannot have a new tenant of this name and seed."""
+    """Raises ValueError or TypeError if a trainer cannot have a new tenant of this name and seed.
+
+    A tenant is one of several training runs that share a trainer. Each tenant has adapters of its own.
+    lora_rank: LoRA rank of the trainer's adapters. 0: the trainer has no adapters.
+    """
     if not isinstance(name, str) or not _is_integer(seed):
         raise TypeError(f"new_tenant({name!r}, seed={seed!r}); name must be a str, seed an integer")
     if not name:
@@ -223,17 +242,17 @@ def require_tenant(name: str, seed: int, lora_rank: int) -> None:
         )
     if not lora_rank:
         raise ValueError(
-            f"new_tenant({name!r}) is not possible with lora.rank=0: tenants share the frozen weights under their adapters"
+            f"new_tenant({name!r}) is not possible with lora.rank=0: a new tenant trains adapters, and this trainer has none"
         )
 
 
 def validate_optimizer_arguments(config: "OptimizerConfig") -> None:
-    """Build the optimizer of a 2 x 2 parameter. Raises ValueError with the constructor's message if the constructor
-    refuses the arguments.
+    """Try to build the config's optimizer, for a 2 x 2 parameter. Raises ValueError with the constructor's message if
+    the constructor refuses the arguments. Also raises ValueError if the constructor makes no torch.optim.Optimizer.
     """
     if config.name in ("AdamW", "Adam") and not config.arguments:
-        # Without arguments there is nothing to check. For the first optimizer of a process torch imports its compiler,
-        # which takes 1 s. The early return saves this second.
+        # Without arguments there is nothing to check. When a process makes its first optimizer, torch imports its
+        # compiler, which takes 1 s. The early return saves this second.
         return
     make = pkgutil.resolve_name(config.name) if ":" in config.name else getattr(torch.optim, config.name)
     try:
@@ -290,7 +309,7 @@ HYPERPARAMETERS = {"beta1": "betas", "beta2": "betas", "eps": "eps", "weight_dec
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """The type and the range of a value."""
+    """The type and the range that a value must have."""
 
     has_type: Callable[[object], bool]
     is_in_range: Callable[[Any], bool]  # called only with a value of that type
@@ -374,9 +393,10 @@ def supported_hyperparameters(param_group: Mapping[str, Any]) -> tuple[str, ...]
 def validate_optim_params(
     params: OptimParams, optimizer: str | None = None, supported: Collection[str] = tuple(HYPERPARAMETERS)
 ) -> None:
-    """Raises ValueError (TypeError for a wrong type) naming the field, its value and the limit.
+    """Raises ValueError (TypeError for a wrong type) if a field is out of range, or if a field that the optimizer does
+    not have differs from its default. The error names the field, its value and the limit.
 
-    supported: the fields of HYPERPARAMETERS that the optimizer has.
+    optimizer: name of the optimizer, for error texts. supported: the fields of HYPERPARAMETERS that it has.
     """
     if not isinstance(params, OptimParams):
         raise TypeError(f"params is a {type(params).__name__}; it must be OptimParams")
@@ -386,19 +406,25 @@ def validate_optim_params(
     for name in HYPERPARAMETERS:
         value, default = getattr(params, name), getattr(defaults, name)
         if name not in supported and value != default:
-            raise ValueError(f"{name}={value}, but {optimizer} has no {HYPERPARAMETERS[name]}; leave it at {default}")
+            raise ValueError(
+                f"{name}={value}, but {optimizer} has no {HYPERPARAMETERS[name]}; leave {name} at {default}"
+            )
 
 
 def validate_prompts(prompts: Sequence[Sequence[int]], *, max_model_len: int, vocab_size: int) -> None:
-    """Raises ValueError (TypeError for a wrong type) naming the prompt, the value and the limit.
+    """Raises ValueError (TypeError for a wrong type) if the generator cannot take a prompt. The error names the prompt,
+    the value and the limit.
 
-    A prompt must be shorter than max_model_len, because its completion has at least one token.
+    A prompt must be shorter than max_model_len, which is the limit of a prompt with its completion. A completion has at
+    least one token.
     """
     _validate_ids("prompt", prompts, max_model_len - 1, max_model_len, vocab_size)
 
 
 def validate_sequences(sequences: Sequence[Sequence[int]], *, max_model_len: int, vocab_size: int) -> None:
-    """Raises ValueError (TypeError for a wrong type) naming the sequence, the value and the limit."""
+    """Raises ValueError (TypeError for a wrong type) if the generator cannot compute the logprobs of a sequence. The
+    error names the sequence, the value and the limit.
+    """
     _validate_ids("sequence", sequences, max_model_len, max_model_len, vocab_size)
 
 
@@ -418,14 +444,15 @@ def _validate_ids(what: str, lists: Sequence[Sequence[int]], longest: int, max_m
 
 
 def _are_integers(ids: Iterable[object]) -> bool:
-    # A prompt has thousands of tokens but few types, so each type is checked only once.
+    # A prompt has thousands of tokens, but they have few types. So each type is checked only once.
     return all(issubclass(kind, int) and kind is not bool for kind in set(map(type, ids)))
 
 
 def validate_sampling_params(params: SamplingParams, *, vocab_size: int | None = None) -> None:
-    """Raises ValueError (TypeError for a wrong type) naming the parameter, its value and the limit.
+    """Raises ValueError (TypeError for a wrong type) if a parameter is out of range. The error names the parameter, its
+    value and the limit.
 
-    vocab_size: None if it is not known yet.
+    vocab_size: None if the size is not known yet. Ids are then not compared with it.
     """
     if not isinstance(params, SamplingParams):
         raise TypeError(f"params is a {type(params).__name__}; it must be SamplingParams")
@@ -444,7 +471,9 @@ def validate_sampling_params(params: SamplingParams, *, vocab_size: int | None =
 
 
 def validate_pull(version: int, timeout: float) -> None:
-    """Raises ValueError (TypeError for a wrong type) naming the argument of a pull, its value and the limit."""
+    """Raises ValueError (TypeError for a wrong type) if an argument of a pull is out of range. The error names the
+    argument, its value and the limit.
+    """
     _INDEX.require("version", version)
     _TIMEOUT.require("timeout", timeout)
 

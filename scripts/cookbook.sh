@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Make .venv-cookbook, which has the packages of tests/cookbook/requirements.txt and those of .venv. Do nothing if .venv-cookbook is up to date.
+# Make .venv-cookbook, the Python environment for the recipes of tinker-cookbook. It has the packages of tests/cookbook/requirements.txt and sees
+# those of .venv. If .venv-cookbook is up to date, do nothing.
 #
 # The tests of tinker-cookbook are only in the source archive of the package. This script copies the test
 # validate_temperature_logprobs.py from the archive to .venv-cookbook/tests.
-# pip needs a package index the first time. Later runs need no network.
+# To make .venv-cookbook, pip needs a package index. A run that does nothing needs no network.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 requirements=tests/cookbook/requirements.txt

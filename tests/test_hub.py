@@ -1,6 +1,6 @@
-"""Models that are named by their ids on the Hugging Face Hub. The tests use a prepared cache and no network.
+"""Models that are named by their ids on the Hugging Face Hub, and the errors for a missing model.
 
-They also check the errors if a model is missing.
+The tests use a prepared cache and no network.
 """
 
 import shutil
@@ -56,7 +56,7 @@ def test_the_path_of_a_directory_is_not_an_id_even_if_it_looks_like_an_id(cache,
     assert TrainerConfig(hf_path="models/mine").model == ModelConfig.from_hf(tied_qwen3)
 
 
-def test_an_id_without_a_cache_is_refused_with_the_command_that_downloads_it(cache):
+def test_the_error_for_an_id_that_is_not_in_the_cache_has_the_command_that_downloads_it(cache):
     with pytest.raises(ValueError) as caught:
         find_model(ID)
     assert str(caught.value) == (
@@ -65,7 +65,7 @@ def test_an_id_without_a_cache_is_refused_with_the_command_that_downloads_it(cac
     )
 
 
-def test_a_download_that_fails_is_refused_with_the_reason(cache, monkeypatch):
+def test_the_error_after_a_failed_download_has_the_reason(cache, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -74,7 +74,7 @@ def test_a_download_that_fails_is_refused_with_the_reason(cache, monkeypatch):
         find_model(ID)
 
 
-def test_a_cache_without_the_weights_is_refused_with_what_it_lacks(cached):
+def test_a_cached_model_without_weights_is_refused_and_the_error_names_the_missing_files(cached):
     (cached / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"the cache has it without \*.safetensors .*to download it: hf download"):
         find_model(ID)

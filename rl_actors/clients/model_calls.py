@@ -4,9 +4,9 @@ and save.
 The clients of a trainer and of a tenant inherit both. A tenant is one of several training runs that share a trainer.
 Each tenant has adapters of its own.
 
-A method checks its arguments in the caller's thread, so that the traceback of an error shows the caller's line. It also copies lists,
-because the caller may change them before they are sent. A tensor or an array is copied only if its dtype or device must change. A queue then
-sends the calls in order. The subclasses implement the queue.
+A method checks its arguments in the caller's thread, so that the traceback of an error shows the caller's line. The method also copies
+lists, because the caller may change them before they are sent. A tensor or an array is copied only if its dtype or device must change. Then
+the method puts the call into a queue, which sends the calls in order. The subclasses implement the queue.
 """
 
 import asyncio
@@ -26,11 +26,14 @@ from rl_actors.types import ForwardBackwardOutput, OptimParams, OptimResult, Sam
 
 T = TypeVar("T")
 Check = Callable[[TrainerLimits], None]
-"""A function that raises ValueError or TypeError for a call that the trainer would refuse."""
+"""A function of the trainer's limits. It raises ValueError or TypeError if the trainer would refuse the call."""
 
 
 def as_sent(given: str | Loss | None, resolved: Loss | None) -> str | Loss | None:
-    """The loss in the form in which it is sent. A name is sent as a name, and the ranks look it up or import it."""
+    """The loss as it is sent to the ranks. A name is sent as a name, and the ranks look up the name or import the loss.
+
+    given: the caller's argument. resolved: the result of resolve(given).
+    """
     return given if isinstance(given, str) else resolved
 
 
@@ -46,7 +49,7 @@ class SavedCheckpoint:
 
 
 class ModelCalls:
-    """The calls that every model has, also a model that does not train."""
+    """The calls that every model has, even a model that is not trained."""
 
     name: str  # name of the client
     _limits: TrainerLimits | None
@@ -60,14 +63,20 @@ class ModelCalls:
         check: Check | None = None,
         mends: bool = False,
     ) -> Call[T]:
-        """Check the call now, and send it when all earlier calls have been answered.
+        """Check a call and queue it. The call is sent when all earlier calls have been answered.
 
-        mends: True for a call that repairs a broken client. This call is sent even if the client is broken.
+        what: name of the call, for error texts.
+        send: function that sends the call and returns the answer. It is called with `arguments`.
+        check: runs at once if the client knows the limits of the model, otherwise just before the call is sent.
+        mends: True for a call that is sent even if the client is broken, such as discard_gradients, which repairs the client. A timeout breaks
+        the client, and a broken client refuses all other calls.
         """
         raise NotImplementedError
 
     def _mend(self) -> None:
-        """Record that the ranks answer again, and that this client's tenant has no gradients. A trainer's own client is its first tenant."""
+        """Record that the ranks answer again and that this client's tenant has no gradients, so that the client is no longer broken. The
+        trainer's own client works on the first tenant.
+        """
         raise NotImplementedError
 
     async def _ordered(self, endpoint: str, *args: object) -> list[Any]:
@@ -123,9 +132,9 @@ class ModelCalls:
 class TrainingCalls(ModelCalls):
     """The calls by which a trainer trains, saves and exports."""
 
-    _writing: Call[None] | None  # the writing of the trainer's last checkpoint, whichever tenant saved it
-    # The writing of this tenant's last save_checkpoint, until `wait` of its SavedCheckpoint is called. If the writing fails before that,
-    # the next optim_step or save_checkpoint raises the error.
+    _writing: Call[None] | None  # the call that writes the trainer's last checkpoint, whichever tenant saved it
+    # The call that writes this tenant's last checkpoint, until the caller calls `wait` of the SavedCheckpoint. If the writing fails before
+    # that, the next optim_step or save_checkpoint raises the error.
     _unwaited: Call[None] | None = None
     # The calls that added gradients since the last optim_step or discard_gradients.
     _gradient_calls: Sequence[Call[ForwardBackwardOutput]] = ()
@@ -140,6 +149,7 @@ class TrainingCalls(ModelCalls):
         """Add the gradient of the summed loss. Gradients accumulate over any number of calls, until optim_step or discard_gradients.
 
         loss: a name, an instance such as PPO(), or the "module:name" of your own loss, which client and ranks import.
+        entropy: see `forward`.
         """
         resolved = resolve(loss)
         copies = as_tensors(samples)
@@ -154,7 +164,7 @@ class TrainingCalls(ModelCalls):
         )
 
     def forward_backward_custom(self, samples: Sequence[Sample], loss: CustomLoss) -> Call[ForwardBackwardOutput]:
-        """Add the gradient of a loss that this process computes from the logprobs. It costs one more forward pass.
+        """Add the gradient of a loss that this process computes from the logprobs. The call needs one forward pass more than forward_backward.
 
         loss: function of (samples, logprobs) that returns (scalar, metrics). logprobs has one differentiable tensor for each sample, with
         one logprob for each position. For a value model these tensors hold values instead. Samples may have any columns, because columns
@@ -178,7 +188,7 @@ class TrainingCalls(ModelCalls):
     def _with_gradients(
         self, what: str, send: Callable[..., Awaitable[ForwardBackwardOutput]], *arguments: object, check: Check
     ) -> Call[ForwardBackwardOutput]:
-        """`_in_turn` for a call that adds gradients. If the call fails and its answer is never awaited, the next optim_step raises the error."""
+        """`_in_turn` for a call that adds gradients. If the call fails and nobody asks for its answer, the next optim_step raises the error."""
         call = self._in_turn(what, send, *arguments, check=check)
         unasked = [earlier for earlier in self._gradient_calls if earlier.may_fail_unasked()]
         self._gradient_calls = [*unasked, call]
@@ -202,9 +212,9 @@ class TrainingCalls(ModelCalls):
     def optim_step(self, params: OptimParams) -> Call[OptimResult]:
         """Divide the gradients by params.grad_divisor, clip them, step the optimizer, and clear the gradients.
 
-        optim_step raises the error of an earlier forward_backward that failed, if the caller has not asked for its answer. It raises the
-        error of a checkpoint's writing that failed, if `.wait()` of the SavedCheckpoint was not called. In both cases the optimizer does
-        not step.
+        If an earlier forward_backward failed and the caller has not asked for the answer of that call, optim_step raises the error. If a
+        checkpoint could not be written and `.wait()` of its SavedCheckpoint was not called, optim_step raises that error. In both cases the
+        optimizer does not step.
         """
         call = self._in_turn(
             "optim_step",
@@ -223,14 +233,14 @@ class TrainingCalls(ModelCalls):
             failure = await call.unasked_failure()
             if failure is not None:
                 failure.add_note(
-                    f"{call!r}: nobody asked for its answer, so optim_step raises its error and has not stepped"
+                    f"{call!r}: nobody asked for the answer of this call, so optim_step raises its error; the optimizer has not stepped"
                 )
                 raise failure
         self._raise_failed_save()
         return await self._first("optim_step", params)
 
     def discard_gradients(self) -> Call[None]:
-        """Drop the accumulated gradients. If a timeout broke the client, this call repairs it as soon as the ranks answer again."""
+        """Drop the accumulated gradients. If a timeout broke the client, this call repairs the client as soon as the ranks answer again."""
         call = self._in_turn("discard_gradients", self._discard_gradients, mends=True)
         self._gradient_calls = ()
         return call
@@ -244,6 +254,7 @@ class TrainingCalls(ModelCalls):
 
         The answer comes when the state is copied. `.wait()` of the answer returns a call that is done when the directory is complete on
         disk. If the writing fails and `.wait()` was not called, the next optim_step or save_checkpoint raises the error and does nothing else.
+        optimizer=False: the checkpoint has no optimizer state.
         """
         return self._in_turn(
             "save_checkpoint",
@@ -254,7 +265,8 @@ class TrainingCalls(ModelCalls):
         )
 
     async def _save_checkpoint(self, path: str, optimizer: bool) -> SavedCheckpoint:
-        # The ranks' wait_for_checkpoint waits only for the newest checkpoint. So a save begins after the writing of the last one has ended.
+        # The ranks' wait_for_checkpoint waits only for the newest checkpoint. So a save begins only when the last
+        # checkpoint has been written or its writing has failed.
         if self._writing is not None:
             with contextlib.suppress(Exception):
                 await self._writing
@@ -275,14 +287,14 @@ class TrainingCalls(ModelCalls):
             ended.result()
 
     def load_checkpoint(self, path: str, *, optimizer: bool = True) -> Call[int]:
-        """Read a directory that save_checkpoint wrote under any layout, and return its policy_version.
+        """Load a checkpoint that save_checkpoint wrote, even under another parallel layout. Returns the policy_version of the checkpoint.
 
         optimizer=False: load only the weights, and reset the optimizer to the state that it has in a new trainer.
         """
         return self._load_checkpoint(path, optimizer=optimizer)
 
     def export_hf(self, path: str, dtype: Literal["float32", "bfloat16"] = "float32") -> Call[None]:
-        """Write a new directory that transformers and vLLM load: config.json, safetensors, and the trainer's tokenizer if it has one."""
+        """Write a new directory that transformers and vLLM can load: config.json, safetensors, and the trainer's tokenizer if it has one."""
         return self._in_turn("export_hf", self._first, "export_hf", os.path.abspath(path), dtype)
 
     def export_lora(self, path: str) -> Call[None]:

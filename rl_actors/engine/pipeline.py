@@ -42,7 +42,7 @@ class PipelineCall:
 
 
 def plan_options(schedule_class: type, num_ranks: int) -> PlanOptions:
-    """The arguments of packing.plan that a pipeline of `num_ranks` ranks needs. schedule_class: torch's schedule.
+    """The arguments of packing.plan that a pipeline of `num_ranks` ranks needs. schedule_class: torch's class of the schedule.
 
     1F1B needs at least as many microbatches as ranks. For Interleaved1F1B the number of microbatches must be a multiple
     of the number of ranks.
@@ -57,7 +57,8 @@ def _is_single(schedule_class: type) -> bool:
 
 
 class PipelineRunner:
-    """Sends all microbatches of a call through the stages by torch's schedule. Only the last stage has values and metrics.
+    """Sends all microbatches of a call through the stages in the order of torch's schedule. Only the last stage has metrics
+    and values, such as logprobs.
 
     A schedule of torch passes only tensors to the stages and to the loss. So the runner gives the schedule the number
     of each microbatch as a tensor. By this number, the stages and the loss look up the inputs of the microbatch in the
@@ -80,14 +81,16 @@ class PipelineRunner:
     def forward(
         self, batches: Iterable[PackedBatch], loss: Loss | None, *, with_entropy: bool
     ) -> list[MicrobatchOutput]:
-        """The values and, if a loss is given, its metrics. Computes no gradients. If the loss fails on one rank, all ranks raise its error."""
+        """The values and, if a loss is given, the metrics of the loss. Computes no gradients. If the loss fails on one rank, all ranks raise the
+        error after the last microbatch.
+        """
         steady = None if loss is None else SteadyLoss(loss)
         return self._run(batches, steady, with_entropy=with_entropy, training=False)
 
     def forward_backward(
         self, batches: Iterable[PackedBatch], loss: Loss, *, with_entropy: bool
     ) -> list[MicrobatchOutput]:
-        """Add the gradient of the loss, and return values and metrics. If the loss fails on one rank, all ranks raise its error after the
+        """Add the gradient of the loss, and return values and metrics. If the loss fails on one rank, all ranks raise the error after the
         last microbatch.
         """
         return self._run(batches, SteadyLoss(loss), with_entropy=with_entropy, training=True)
@@ -101,8 +104,8 @@ class PipelineRunner:
             return self.built.shard_rows(whole[number])
 
         # A shard has attention masks, and a call should not hold the masks of all its microbatches at once. So a shard is made when the
-        # first stage of this rank runs the microbatch. If this rank has a second stage, that stage runs the microbatch num_ranks forward
-        # passes after the first stage. So the cache keeps num_ranks + 1 shards.
+        # first stage of this rank runs the microbatch. If this rank has a second stage, that stage runs the same microbatch later: this
+        # rank's next num_ranks - 1 forward passes come in between. So the cache keeps num_ranks + 1 shards.
         batch = lru_cache(self.num_ranks + 1)(shard)
         call = self._call = PipelineCall(batch=batch, loss=loss, with_entropy=with_entropy, training=training)
         numbers = [torch.tensor(number) for number in range(len(whole))]
@@ -123,7 +126,7 @@ class PipelineRunner:
                     return_outputs=False,
                 )
         except BaseException:
-            # The schedule still holds the losses of the microbatches that were done before the error, so it cannot be used again.
+            # The schedule still holds the losses of the microbatches that were done before the error, so this schedule cannot be used again.
             self._schedule.cache_clear()
             raise
         finally:

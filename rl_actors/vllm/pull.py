@@ -1,7 +1,7 @@
 """The part of a pull that runs in the generator's actor. weights.py has the part that runs in vLLM's workers.
 
-A pull loads one version of the trainer's weights into vLLM. It has two phases. First all workers open the version. This changes nothing in the
-model. Then all workers load the version.
+A pull loads one version of the trainer's weights into vLLM. It has two phases. First all workers open the version: they get access to its
+tensors, or receive the tensors over the network. This changes nothing in the model. Then all workers load the version into the model.
 """
 
 import contextlib
@@ -25,7 +25,8 @@ ADAPTER_ID = 1
 """vLLM's number of the adapter that every pull replaces. A generator that pulls an adapter has no other adapters."""
 TIMED_OUT = "RPC call to answer timed out."
 """Text of vLLM's error when a worker does not answer. In the text, "answer" is the name of the worker's method that `_ask` calls. If
-vLLM's engine core has its own process, it sends only the text of an error and not its type. So `_ask` recognises the error by this text."""
+vLLM's engine core has its own process, that process sends only the text of an error, not the error's type. So `_ask` recognizes the error by
+this text."""
 ANSWER_SECONDS = 10.0
 """Seconds that a worker may take beyond the time limit of its work. A worker whose trainer hangs can then still answer with its own error."""
 
@@ -35,21 +36,21 @@ class Opened:
     """A version that all workers have open."""
 
     path: str  # the way by which the bytes come, such as "shared_memory" or "tcp"
-    reason: str  # why they come by this way
+    reason: str  # why this path was chosen
     num_bytes: int
-    seconds: float  # of the slowest worker
+    seconds: float  # seconds that the slowest worker took to open the version
 
 
 class WholeWeights:
-    """A pull replaces every parameter of the model."""
+    """The kind of pull that replaces every parameter of the model."""
 
-    request: "LoRARequest | None" = None
+    request: "LoRARequest | None" = None  # adapter of requests that name no adapter; here they use none
 
     def begin(self, engine: "LLMEngine") -> None:
         """Does nothing. Until the first pull the engine computes with the weights that it was started with."""
 
     def load(self, engine: "LLMEngine", source: Source) -> float:
-        """Replace the weights by those of the open version. Returns the seconds of the slowest worker.
+        """Replace the weights by those of the open version. Returns the number of seconds that the slowest worker took.
 
         If the load fails, the model may hold weights of two versions.
         """
@@ -57,9 +58,9 @@ class WholeWeights:
 
 
 class OneAdapter:
-    """A pull replaces the adapter that every request uses. The model's own weights stay."""
+    """The kind of pull that replaces the adapter that every request uses. The model's own weights stay."""
 
-    request: "LoRARequest | None" = None
+    request: "LoRARequest | None" = None  # this adapter, for vLLM; None before `begin`
 
     def __init__(self, config: GeneratorConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """shapes: name and shape of every tensor of the adapter."""
@@ -67,8 +68,8 @@ class OneAdapter:
         self.shapes = shapes
 
     def begin(self, engine: "LLMEngine") -> None:
-        """Load an adapter of zeros. A pull replaces this adapter. So requests that began before the first pull continue with the
-        pulled adapter."""
+        """Load an adapter of zeros. The first pull replaces this adapter. So requests that began before the first pull continue with
+        the pulled adapter."""
         from vllm.lora.request import LoRARequest
 
         source = LoadedTensors({name: torch.zeros(shape) for name, shape in self.shapes.items()})
@@ -78,7 +79,7 @@ class OneAdapter:
         self.request = LoRARequest("adapter", ADAPTER_ID, "in memory")
 
     def load(self, engine: "LLMEngine", source: Source) -> float:
-        """Replace the adapter by the tensors of the open version. Returns the seconds of the slowest worker."""
+        """Replace the adapter by the tensors of the open version. Returns the number of seconds that the slowest worker took."""
         lora = self.config.lora
         return max(
             _ask(engine, source, "load", "load_adapter", ADAPTER_ID, lora.rank, lora.alpha, adapters.modules(lora))
@@ -100,7 +101,7 @@ def opened(engine: "LLMEngine", source: Source) -> Iterator[Opened]:
     """Open the version in all workers for as long as the context lasts. The model does not change."""
     silent = False
     try:
-        # vLLM sends bytes to a worker in another process, but refuses objects of classes that it does not know.
+        # vLLM sends bytes to a worker in another process, but refuses objects of classes that it does not know. So the source is pickled here.
         answers = _ask(engine, source, "read", "open_version", pickle.dumps(source))
         path, reason, num_bytes, _ = answers[0]
         yield Opened(path=path, reason=reason, num_bytes=num_bytes, seconds=max(answer[-1] for answer in answers))
@@ -113,8 +114,8 @@ def opened(engine: "LLMEngine", source: Source) -> Iterator[Opened]:
 
 
 def _ask(engine: "LLMEngine", source: Source, phase: str, method: str, *arguments: object) -> list[Any]:
-    """The results of a method of WeightsExtension in all workers. Raises the first error of a worker, and SilentWorkerError
-    naming the phase if a worker does not answer."""
+    """Call a method of WeightsExtension in all workers, and return their results. If the method fails in workers, raises the error
+    of the first of these workers. Raises SilentWorkerError naming the phase if a worker does not answer."""
     timeout = source.timeout + ANSWER_SECONDS
     try:
         answers = engine.collective_rpc("answer", timeout=timeout, args=(method, *arguments))

@@ -61,11 +61,11 @@ def test_a_named_set_may_be_a_whole_file(tmp_path):
 
 
 WRONG = {
-    "validation has the name 'a/b'": ["--validation", '{"a/b": {"task": "chain_sum"}}'],
-    "validation has the name ''": ["--validation", '{"": {"task": "chain_sum"}}'],
+    "validation has a set named 'a/b'": ["--validation", '{"a/b": {"task": "chain_sum"}}'],
+    "validation has a set named ''": ["--validation", '{"": {"task": "chain_sum"}}'],
     "validation.hard: task='hard.jsonl' is not a file": ["--validation", '{"hard": {"task": "hard.jsonl"}}'],
     "validation.hard: num_held_out=0; it must be at least 1": ["--validation", '{"hard": {"num_held_out": 0}}'],
-    "validation.hard: reward_workers=2: a set cannot have its own reward_workers; set environment.reward_workers, which holds for all rewards of a run": [
+    "validation.hard: reward_workers=2: a set cannot have its own reward_workers; set environment.reward_workers, which applies to all rewards of a run": [
         *("--validation", '{"hard": {"task": "chain_sum", "reward_workers": 2}}')
     ],
     "hard.tusk is not a field; did you mean task?": ["--validation", '{"hard": {"tusk": "chain_sum"}}'],
@@ -73,7 +73,7 @@ WRONG = {
     "pass_at_k.k=(1, 8) needs 8 completions, but pass_at_k.num_samples=4": [
         *("--pass-at-k.num-samples", "4", "--pass-at-k.k", "1", "8")
     ],
-    "pass_at_k.k=(0,); it must hold numbers of at least 1": ["--pass-at-k.k", "0"],
+    "pass_at_k.k=(0,); give one or more integers, each at least 1": ["--pass-at-k.k", "0"],
     "pass_at_k.temperature=3.0; it must be in [0.01, 2]": ["--pass-at-k.temperature", "3"],
     "pass_at_k.threshold=inf; it must be finite": ["--pass-at-k.threshold", "inf"],
 }

@@ -255,7 +255,7 @@ def test_a_reference_whose_weights_were_not_saved_is_refused_at_resume(tmp_path,
     status, error = resume(monkeypatch, capsys, folder, "--reference-kl", "0.05", "--reference-kl-in", kind)
     assert status == 2
     assert (
-        f"error: reference_kl=0.05 needs the weights that GRPO or PPO began with, but {folder.reference} is not there"
+        f"error: reference_kl=0.05 needs the weights that GRPO or PPO began with, but {folder.reference} does not exist"
         in error
     )
     assert "this run began with reference_kl=0; resume it with reference_kl=0, or start a new run" in error

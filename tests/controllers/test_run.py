@@ -1,4 +1,4 @@
-"""RunConfig: the fields that a generator takes from the trainer, and configs of trainer and generator that do not fit together."""
+"""RunConfig: the fields that a generator takes from the trainer, and the refusal of trainer and generator configs that do not fit together."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,12 +35,12 @@ def test_a_generator_that_pulls_adapters_takes_lora_and_hf_path_from_the_trainer
     assert replace(unmerged, trainer=merged.trainer).generator.lora == merged.trainer.lora
 
 
-def test_adapters_over_other_weights_than_the_trainers_are_refused():
+def test_a_generator_that_pulls_adapters_is_refused_if_its_hf_path_is_not_the_trainers():
     with pytest.raises(ValueError, match="generator.hf_path='other' is not trainer.hf_path='base'"):
         config("adapter", GeneratorConfig(hf_path="other")).validate()
 
 
-def test_a_directory_without_the_trainers_model_is_refused():
+def test_an_hf_path_without_the_trainers_model_is_refused():
     with pytest.raises(ValueError, match="nowhere holds no config.json"):
         TrainerConfig(model=MODEL, hf_path="nowhere").validate()
     with pytest.raises(ValueError, match="base holds another model: hidden_size=128 but 64 in its config.json$"):

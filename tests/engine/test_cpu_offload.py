@@ -27,7 +27,7 @@ def steps(engine, samples) -> list:
 
 
 def without_pinning(patch) -> list[CPUOffloadPolicy]:
-    """Remove the refusal and the pinning of memory. Returns a list. Every offload policy that is made later is added to the list."""
+    """Remove the refusal and the pinning of memory. Returns a list, to which each offload policy is added when it is made."""
     made = []
 
     def unpinned() -> CPUOffloadPolicy:
@@ -94,7 +94,7 @@ def test_an_untested_combination_with_the_offload_is_refused(degrees, fields, me
         config.validate()
 
 
-def test_the_estimate_leaves_the_state_out_of_the_devices_memory():
+def test_the_memory_estimate_of_the_device_leaves_out_what_the_offload_keeps_on_the_host():
     usual = memory_estimate.memory(TrainerConfig(compute_dtype="bfloat16"))
     held = memory_estimate.memory(TrainerConfig(compute_dtype="bfloat16", fsdp_cpu_offload=True))
     assert held.parameters == usual.parameters and held.optimizer == usual.optimizer
@@ -102,7 +102,7 @@ def test_the_estimate_leaves_the_state_out_of_the_devices_memory():
     assert held.total == held.buffers + held.activations == usual.total - on_host
 
 
-def test_adapters_may_be_trained_with_the_offload(make_engine, monkeypatch):
+def test_steps_that_train_adapters_equal_those_without_the_offload(make_engine, monkeypatch):
     samples, lora = ppo_samples([31, 7]), LoRAConfig(rank=2)
     expected = steps(make_engine(lora=lora), samples)
     without_pinning(monkeypatch)

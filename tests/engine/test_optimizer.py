@@ -108,7 +108,7 @@ def test_an_optim_params_field_that_the_optimizer_lacks_is_refused_and_changes_n
     engine = make_engine(optimizer=OptimizerConfig(name="torch.optim:SGD"))
     engine.forward_backward(SAMPLES, "cross_entropy")
     before = weights(engine)
-    with pytest.raises(ValueError, match="beta1=0.5, but torch.optim:SGD has no betas; leave it at 0.9"):
+    with pytest.raises(ValueError, match="beta1=0.5, but torch.optim:SGD has no betas; leave beta1 at 0.9"):
         engine.optim_step(replace(PARAMS, beta1=0.5))
     assert engine.info().state == "open" and engine.policy_version == 0
     assert all(torch.equal(x, before[name]) for name, x in weights(engine).items())

@@ -167,9 +167,8 @@ def test_optim_step_raises_a_failure_that_nobody_asked_for_and_steps_nothing(tra
     trainer.forward_backward(random_samples(), loss=FailingLoss(rank=0))
     with pytest.raises(ArithmeticError, match="the loss is broken") as raised:
         trainer.optim_step(STEP).result()
-    assert (
-        "nobody asked for its answer, so optim_step raises its error and has not stepped" in raised.value.__notes__[-1]
-    )
+    note = "nobody asked for the answer of this call, so optim_step raises its error; the optimizer has not stepped"
+    assert note in raised.value.__notes__[-1]
     trainer.discard_gradients().result()
     assert trainer.info().result()[0].policy_version == version
     failed = trainer.forward_backward(random_samples(), loss=FailingLoss(rank=0))

@@ -81,7 +81,9 @@ def test_a_field_that_the_optimizer_lacks_is_refused_before_any_rank_works(train
         trainer.forward_backward(random_samples(), loss="cross_entropy").result()
         if params is not None:
             sent = trainer._number
-            with pytest.raises(ValueError, match=f"{field}={value}, but torch.optim:SGD has no {key}; leave it at"):
+            with pytest.raises(
+                ValueError, match=f"{field}={value}, but torch.optim:SGD has no {key}; leave {field} at"
+            ):
                 trainer.optim_step(params).result()
             assert trainer._number == sent
             assert [info.state for info in trainer.info().result()] == ["open", "open"]
