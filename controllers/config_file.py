@@ -48,7 +48,7 @@ def from_values(cls: type[Config], values: object) -> Config:
     around = create_model("ConfigFile", __config__=ConfigDict(extra="forbid", strict=True), config=(cls, ...))
     try:
         # The values go through JSON, because pydantic's strict mode accepts a list for a tuple, or a string for a path, only in JSON.
-        text = json.dumps({"config": values}, default=_refuse_date)
+        text = json.dumps({"config": values}, default=_refuse)
         return around.model_validate_json(text).config  # type: ignore[attr-defined]
     except ValidationError as error:
         raise ValueError("\n".join(_message(cls, each) for each in error.errors())) from None
@@ -146,8 +146,9 @@ _FORMATS = {
 }
 
 
-def _refuse_date(value: object) -> str:
-    raise ValueError(f"{value} is a date or a time, which no field takes")
+def _refuse(value: object) -> str:
+    """The error for the values of YAML and TOML that JSON does not have: dates, times, bytes and sets."""
+    raise ValueError(f"{value!r} is a {type(value).__name__}, which no field takes")
 
 
 def _path_to_str(value: object) -> str:

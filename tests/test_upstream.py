@@ -1344,7 +1344,7 @@ def main() -> None:
     for name, check in CHECKS.items():
         try:
             check()
-        except Exception as error:
+        except (Exception, pytest.fail.Exception) as error:  # pytest.raises raises the second one
             failed = traceback.extract_tb(error.__traceback__)[-1]
             found[name] = f"{type(error).__name__}: {error} at {failed.filename}:{failed.lineno}: {failed.line}"
     print(json.dumps(found))

@@ -70,7 +70,7 @@ def _require_inputs(where: str, name: str, kind: LossKind, datum: Datum) -> None
         if values.shape != expected or len(values) != len(datum.tokens):
             raise ValueError(
                 f"{where}: {key} has shape {list(values.shape)}, but the model input has {len(datum.tokens)} tokens"
-                + (f" and target_tokens has shape {list(targets.shape)}" if is_wide else "")
+                + (f" and target_tokens has shape {list(targets.shape)}" if is_wide and key == "weights" else "")
             )
 
 

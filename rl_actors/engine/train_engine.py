@@ -277,6 +277,7 @@ class TrainEngine:
         hf.require_same_shapes(self.config.model, version.shapes, f"version {number}", "this model")
         with self._broken_on_failure(weights=True):
             hf.load_whole(self.built, version.tensors())
+        self.step.close()
         self.tenants.in_use.policy_version = number
         return number
 

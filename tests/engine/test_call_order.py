@@ -8,6 +8,7 @@ from references import ppo_samples, random_samples
 
 from rl_actors.engine.call_order import BROKEN, IDLE, INCONSISTENT, LEGAL, OPEN, StepState
 from rl_actors.losses import GSPO, PPO
+from rl_actors.transports.base import LoadedTensors
 from rl_actors.types import OptimParams
 
 LENGTHS = [7, 31, 1, 13]
@@ -101,6 +102,26 @@ def test_checkpoints_are_refused_in_an_open_step(make_engine, tmp_path):
     with pytest.raises(RuntimeError, match="pull_model_state_dict .* open: gradients are accumulated"):
         engine.load_published(None, 1)
     assert engine.step.state == OPEN and not (tmp_path / "checkpoint").exists()
+
+
+class LostTensors(LoadedTensors):
+    """A version whose reader loses the connection after three tensors."""
+
+    def tensors(self):
+        yield from list(self.loaded.items())[:3]
+        raise ConnectionError
+
+
+def test_a_pull_after_a_pull_that_failed_makes_the_model_usable_again(make_engine):
+    tensors = make_engine(seed=1).hf_state_dict()
+    published = LoadedTensors({name: tensor.full_tensor() for name, tensor in tensors.items()})
+    engine = make_engine(optimizer=None)
+    with pytest.raises(ConnectionError):
+        engine.load_published(LostTensors(published.loaded), 1)
+    assert engine.step.state == INCONSISTENT
+    assert engine.load_published(published, 2) == 2
+    assert engine.step.state == IDLE
+    assert len(engine.forward(random_samples([40, 3])).logprobs) == 43
 
 
 def test_discarded_gradients_leave_no_trace(make_engine):
