@@ -1,4 +1,4 @@
-"""A generator's config is made from the trainer's config, and shares no object with it."""
+"""Tests of GeneratorConfig.of, which makes a generator's config from the trainer's, and of the check of head_dim."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -26,7 +26,7 @@ def test_a_generators_sequences_are_no_longer_than_the_model_allows():
     assert GeneratorConfig.of(TrainerConfig(model=MODEL, max_sequence_length=512)).max_model_len == 512
 
 
-def test_a_generator_that_pulls_only_adapters_starts_from_the_trainers_directory(tied_qwen3):
+def test_a_generator_that_pulls_only_adapters_has_the_hf_path_of_the_trainer(tied_qwen3):
     trainer = TrainerConfig(hf_path=tied_qwen3, lora=LoRAConfig(rank=4, sync="adapter"), max_sequence_length=64)
     assert GeneratorConfig.of(trainer).hf_path == tied_qwen3
     assert GeneratorConfig.of(replace(trainer, lora=LoRAConfig(rank=4))).hf_path == ""
@@ -45,6 +45,6 @@ def test_a_runs_generator_config_has_copies_of_the_trainers_model_and_adapters()
     "made", [TrainerConfig(model=replace(MODEL, head_dim=33)), GeneratorConfig(model=replace(MODEL, head_dim=33))]
 )
 def test_heads_of_an_odd_width_are_refused(made):
-    """The rotary embedding rotates pairs of dimensions."""
+    """The rotary embedding rotates pairs of dimensions, so head_dim must be even."""
     with pytest.raises(ValueError, match="model.head_dim=33; it must be even"):
         made.validate()

@@ -1,8 +1,8 @@
 """Sample from many versions of the weights with one generator. This module contains no HTTP.
 
-A version is either whole weights, or an adapter over the weights of the base model. The generator holds one version of whole weights at a time.
-Requests for these weights, and requests for adapters over them, run at the same time. Requests for other whole weights wait until the running
-requests have ended. Then the generator pulls the other version.
+A version is either whole weights, or a LoRA adapter over the weights of the base model. The generator holds one version of whole weights at a
+time. Requests for the held weights, and requests for adapters over them, run at the same time. Requests for other whole weights wait until the
+running requests have ended and the generator has pulled those other weights.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ Key = TypeVar("Key", bound=Hashable)
 
 PATIENCE = 1.0
 """New requests for the version that the generator holds start at once, until a request for another version has waited this number of
-seconds. From then on they wait, too, so that the running requests end and the generator can pull the other version."""
+seconds. From then on new requests for the held version wait, too. So the running requests end, and the generator can pull the other version."""
 GATHER_SECONDS = 0.003
-"""Requests are gathered into one call of the generator until no request has come for this number of seconds."""
+"""Requests are gathered into one call of the generator until no further request has come for this number of seconds."""
 LONGEST_GATHER_SECONDS = 0.06
 """Largest number of seconds for which requests are gathered into one call."""
 LOADED_ADAPTERS = 64
-"""Largest number of loaded adapters, unless more adapters are in use. The number is limited, because a restarted generator loads all these
-adapters before its first request."""
+"""Largest number of loaded adapters. If more adapters are in use, all adapters in use stay loaded. There is a limit, because a restarted
+generator loads all these adapters before its first request."""
 
 
 class Generator(Protocol):
@@ -55,19 +55,21 @@ class Generator(Protocol):
 
 @dataclass(slots=True)
 class _Waiter:
-    since: float
+    """A request that waits until the generator holds the request's version."""
+
+    since: float  # time.monotonic() when the wait began
     admitted: asyncio.Future[None]
 
 
 @dataclass(slots=True)
 class _Adapter:
-    """A version that is an adapter, and its requests."""
+    """The adapter of one version, and the number of requests that use the adapter."""
 
     name: str  # the adapter's name in the generator
     directory: str
     num_users: int = 0
     loading: asyncio.Future[None] | None = None  # None before the first request, and after a load that failed
-    unused: asyncio.Event = field(default_factory=asyncio.Event)
+    unused: asyncio.Event = field(default_factory=asyncio.Event)  # set when no request uses the adapter any more
 
 
 class VersionedGenerator:
@@ -85,7 +87,8 @@ class VersionedGenerator:
         # Version -> the requests that wait for it. The versions are in the order of their first waiting request.
         self._waiting: OrderedDict[int, list[_Waiter]] = OrderedDict()
         self._switching: asyncio.Task[None] | None = None
-        # All requests in one call of the generator have the same adapter. In a call for completions they also have equal parameters.
+        # All requests in one call of the generator have the same adapter, or all have none. In a call for completions all requests also have
+        # equal SamplingParams.
         self.completions: _Gatherer[tuple[str | None, SamplingParams], list[int], list[Completion]] = _Gatherer(
             self._generate_batch
         )
@@ -108,7 +111,7 @@ class VersionedGenerator:
 
     @contextlib.asynccontextmanager
     async def using_adapter(self, version: int, directory: str, *, base: int) -> "AsyncIterator[Weights]":
-        """The adapter of version `version`, which is in the directory, over the whole weights of version `base`.
+        """The adapter of `version`, over the whole weights of version `base`. directory: the folder with the adapter's files.
 
         In the `with` block the generator holds the adapter and the weights. Raises RuntimeError if the adapter cannot be loaded, or if the
         weights cannot be pulled.
@@ -142,9 +145,9 @@ class VersionedGenerator:
             raise RuntimeError(f"the adapter of version {version} cannot be loaded: {error}") from error
 
     async def unload(self, version: int) -> None:
-        """Unload the adapter of this version when its requests have ended. Does nothing for a version that is not loaded.
+        """Wait until the requests for this version have ended, and unload its adapter. Does nothing if its adapter is not loaded.
 
-        No request for the version may come later.
+        After the call of `unload` no new request for the version may come.
         """
         adapter = self._adapters.pop(version, None)
         if adapter is not None:
@@ -158,7 +161,7 @@ class VersionedGenerator:
         try:
             await self.generator.unload_adapter(adapter.name)
         except Exception:
-            logger.exception("%s was not unloaded", adapter.name)
+            logger.exception("the adapter %r was not unloaded", adapter.name)
 
     def _unload_oldest(self) -> None:
         """Unload the least recently used adapters until at most LOADED_ADAPTERS are left. An adapter in use is not unloaded.
@@ -198,7 +201,10 @@ class VersionedGenerator:
             self._switching = asyncio.create_task(self._switch())
 
     async def _switch(self) -> None:
-        """Pull the version of the request that has waited longest, and let the requests for this version start."""
+        """Pull the version of the request that has waited longest, and let the requests for this version start.
+
+        If the generator holds this version already, nothing is pulled. If the pull fails, the requests for this version fail.
+        """
         version = next(iter(self._waiting))
         error: Exception | None = None
         try:
@@ -242,7 +248,11 @@ class Weights:
     adapter: str | None  # the adapter's name in the generator; None: whole weights
 
     async def sample(self, prompt: list[int], params: SamplingParams) -> list[Completion]:
-        """params.n completions of the prompt. Requests with the same weights, equal parameters and no seed share a call of the generator."""
+        """params.n completions of the prompt.
+
+        Requests without a seed share a call of the generator if they come at nearly the same time, and have the same weights and equal `params`.
+        A request with a seed gets a call of its own, because the seed of a completion depends on the prompt's index in the call.
+        """
         if params.seed is None:
             return await self.versions.completions.add((self.adapter, params), prompt)
         async for _, completions in self.versions.generator.generate_each([prompt], params, adapter=self.adapter):
@@ -250,7 +260,7 @@ class Weights:
         raise RuntimeError("the generator ended the call without completions")
 
     async def score(self, sequence: list[int]) -> Tensor:
-        """Log probability of every token after the first: [N - 1] for a sequence of N tokens."""
+        """Logprobs of all tokens after the first: [N - 1] for a sequence of N tokens."""
         return await self.versions.logprobs.add(self.adapter, sequence)
 
 
@@ -259,7 +269,7 @@ class _Batch(Generic[Item, Result]):
     closes: float  # latest time on the loop's clock at which the call for the batch begins
     items: list[Item] = field(default_factory=list)
     results: list[asyncio.Future[Result]] = field(default_factory=list)
-    beginning: asyncio.TimerHandle | None = None
+    beginning: asyncio.TimerHandle | None = None  # the timer that begins the call
 
 
 class _Gatherer(Generic[Key, Item, Result]):

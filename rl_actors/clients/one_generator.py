@@ -1,6 +1,6 @@
 """`OneGenerator`, the client of a generator that has one actor process.
 
-A GeneratorClient has one or several such clients.
+A GeneratorClient has one OneGenerator for each replica of its generator.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from rl_actors.processes.hosts import Hosts
 
 NEWS_TIMEOUT = 1.0
-"""A heartbeat may fail because the process has ended. So after a failed heartbeat the client waits up to this number of
-seconds for the news that the process has ended."""
+"""Largest number of seconds that the client waits, after a failed heartbeat, for the news that the process has ended.
+A heartbeat may fail shortly before this news comes."""
 Groups = list[tuple[int, list[Completion]]]
 """A list with one pair for each finished prompt: the index of the prompt in its call, and the completions of the
 prompt."""
@@ -62,8 +62,9 @@ class OneGenerator(Client):
             mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs, hosts=hosts
         )
         self.config, self._transport = config, transport
-        self.last_pull: Transfer | None = None  # of this client; num_bytes is 0 if the pull transferred nothing
-        self.known: GeneratorInfo | None = None  # the last info that came; None before the setup
+        # None before the first `pull`. num_bytes is 0 if the last pull transferred nothing.
+        self.last_pull: Transfer | None = None
+        self.known: GeneratorInfo | None = None  # the newest info that this client has got; None before the setup
         self._spawned = asyncio.Event()  # set when the spawn has succeeded or failed
         # This client is not added to _open_clients, because the GeneratorClient closes it at the end of the program.
         self._started = in_background(self._set_up(), f"{self.name}: setup")
@@ -86,7 +87,7 @@ class OneGenerator(Client):
 
     @property
     def is_owned(self) -> bool:
-        """True if this client spawned the process of the generator."""
+        """True if this client spawns the process of the generator. False if the caller has spawned the process."""
         return self.config is not None
 
     async def info(self) -> GeneratorInfo:
@@ -94,20 +95,23 @@ class OneGenerator(Client):
         return self.known
 
     async def answers_within(self, timeout: float) -> bool:
-        """True if the process of the generator answers in time."""
+        """True if the process of the generator answers within `timeout` seconds."""
         return await self._is_alive(timeout)
 
     async def start_generate(
         self, prompts: list[list[int]], params: SamplingParams, indices: list[int], adapter: str | None = None
     ) -> int:
-        """Start a generate call, and return its number.
+        """Start a generate call. Returns the number of the call, for finished_groups and abort_generate.
 
         indices: for each prompt its number p. If params.seed is set, completion i of the prompt is sampled with the
-        seed params.seed + p * params.n + i. adapter: name of a loaded adapter.
+        seed params.seed + p * params.n + i. adapter: name of a loaded adapter; None: no adapter.
         """
         return await self._one("start_generate", prompts, params, indices, adapter, phase="generate")
 
     async def finished_groups(self, call: int, at_least: int = 1) -> Groups:
+        """The prompts that have finished since the last answer. Waits until there are `at_least`, or until all prompts
+        of the call have finished. If the wait fails or is cancelled, this method aborts the generate call.
+        """
         try:
             return await self._one("finished_groups", call, at_least, phase="generate")
         except BaseException:
@@ -140,7 +144,7 @@ class OneGenerator(Client):
     async def _one(self, endpoint: str, *args: object, phase: str = "") -> Any:
         """Call an endpoint, and return its answer.
 
-        phase: name of the call in error texts; empty: the name of the endpoint.
+        phase: name of the call in error texts. If it is empty, error texts have the name of the endpoint.
         """
         answers: list[Any] = await self._ask(
             getattr(self._mesh, endpoint), phase or endpoint, self.call_timeout, *args, breaks=False
@@ -148,9 +152,9 @@ class OneGenerator(Client):
         return answers[0]
 
     async def _ask(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Overrides the base class.
+        """Does the same as the base class's method, but changes one error.
 
-        If the client spawned the generator and its engine has failed for good, raises ActorDiedError.
+        If the client spawned the generator and the generator's engine has failed for good, raises ActorDiedError.
         """
         try:
             return await super()._ask(*args, **kwargs)
@@ -163,8 +167,9 @@ class OneGenerator(Client):
         """Wait until the generator counts as dead, and return an error that says why. None if the client was closed or
         spawned no process.
 
-        Overrides the base class. A generator that has requests also counts as dead if its engine has done nothing for
-        silent_after seconds.
+        As in the base class, a generator counts as dead if its process has ended, or has not answered for silent_after
+        seconds. Here a generator that has requests also counts as dead if its engine has done nothing for silent_after
+        seconds.
         """
         await self._spawned.wait()
         if self._mesh is None or self._processes is None:
@@ -189,7 +194,7 @@ class OneGenerator(Client):
                         return ActorDiedError(f"{self.name}: {getattr(error, 'exception', error)}", self.name)
                     [answer], beat = beat.result(), None
                 # The two waits of this iteration take at most twice the pause. If the iteration took longer, the
-                # client's own process was suspended meanwhile. Then only twice the pause counts as silence.
+                # client's own process was suspended or busy. Then only twice the pause counts as silence.
                 silence.saw(answer, min(time.monotonic() - begin, 2 * pause))
                 if silence.seconds == 0:
                     self._heard[0] = time.monotonic()

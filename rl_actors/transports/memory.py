@@ -16,7 +16,7 @@ from rl_actors.transports.base import LoadedTensors, Manifest, Source, Transport
 
 
 class MemoryStore(Actor):
-    """An actor that stores objects by key, and shards by key and offset."""
+    """An actor that stores objects by their key, and shards of tensors by the tensor's key and the shard's offset in the tensor."""
 
     def __init__(self) -> None:
         self.objects: dict[str, object] = {}

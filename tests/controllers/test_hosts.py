@@ -1,4 +1,4 @@
-"""Tests of the config's hosts: which host gets which ranks, and which settings are refused."""
+"""Tests of a run's hosts: which host runs which processes, and the errors for wrong settings and unusable hosts."""
 
 import asyncio
 import re
@@ -28,7 +28,9 @@ THREE = "tcp://10.0.0.1:4444, tcp://10.0.0.2:4444,tcp://[fd00::3]:4444"
         ("process://4", 2, [0, 1], [2, 3]),
     ],
 )
-def test_the_first_hosts_have_the_trainer_and_the_others_the_generators(addresses, trainer, of_trainer, of_generators):
+def test_the_first_hosts_run_the_trainer_and_the_last_hosts_run_the_generators(
+    addresses, trainer, of_trainer, of_generators
+):
     config = HostsConfig(addresses=addresses, trainer=trainer)
     assert (list(config.of_trainer()), list(config.of_generators())) == (of_trainer, of_generators)
     config.validate(6)

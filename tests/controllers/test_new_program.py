@@ -1,5 +1,6 @@
-"""What the controller does after a process on a host has died: it starts a new program that resumes the run, or it ends
-the run.
+"""Tests of the controller after a process on a host has died.
+
+The controller either starts a new program that resumes the run, or ends the run.
 
 Here the death is simulated. tests/monarch/test_worker_hosts.py kills real workers.
 """
@@ -41,6 +42,7 @@ def config(addresses: str = "process://2", *, max_restarts: int = 2, **of_hosts:
 
 
 def lost_before(folder: RunFolder, ago: timedelta) -> None:
+    """Add a line to restarts.jsonl: a new program was started `ago` before now."""
     time = (datetime.now(UTC) - ago).isoformat()
     with folder.restarts.open("a") as file:
         file.write(json.dumps({"restart": new_program.PROGRAM, "time": time}) + "\n")
@@ -145,7 +147,7 @@ def test_the_program_either_starts_a_program_that_resumes_the_run_or_fails(folde
     monkeypatch.setattr(launch, "_run", lose)
     monkeypatch.setattr(launch.cli, "parse", lambda *_, **__: invocation)
     monkeypatch.setattr(os, "execv", replace_program)
-    monkeypatch.setattr(launch, "shutdown_context", Future)  # this program does not use Monarch
+    monkeypatch.setattr(launch, "shutdown_context", Future)  # this test does not start Monarch
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "controllers.grpo"])
     monkeypatch.setattr(sys, "argv", ["controllers/grpo.py"])
     with pytest.raises(SystemExit) as ended:

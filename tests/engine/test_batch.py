@@ -1,4 +1,7 @@
-"""Where make_batch puts the tokens, targets and column values of samples. A batch has B rows of L positions."""
+"""Tests that make_batch puts the tokens, targets and columns of samples at the right positions.
+
+A batch has B rows of L positions.
+"""
 
 import pytest
 import torch
@@ -43,15 +46,15 @@ def test_padding_has_ignored_targets_and_zeros_in_every_column(batch):
     assert all((column[padding_BL] == 0).all() for column in batch.columns.values())
 
 
-def test_positions_restart_with_every_sample_and_stay_0_in_the_padding(batch):
+def test_position_ids_start_at_0_in_every_sample_and_are_0_at_padding(batch):
     assert batch.positions_BL.tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 0, 0]]
 
 
-def test_every_position_holds_its_samples_temperature(batch):
+def test_every_position_has_its_samples_temperature_and_padding_has_1(batch):
     assert torch.equal(batch.temperatures_BL, torch.tensor([[1.0] * 6, [0.7, 0.7, 1, 1, 1, 1]]))
 
 
-def test_a_whole_number_is_a_temperature_too():
+def test_a_temperature_may_be_an_int():
     samples = [Sample.from_tokens([10], [11, 12], temperature=2)]
     batch = make_batch(samples, Microbatch(rows=((0,),), row_length=3), [])
     assert torch.equal(batch.temperatures_BL, torch.tensor([[2.0, 2.0, 1.0]]))
@@ -68,12 +71,12 @@ def test_a_row_without_samples_is_all_padding():
     assert batch.columns["loss_weights"][1].tolist() == [0.0] * 3
 
 
-def test_only_the_columns_asked_for_are_laid_out():
+def test_a_batch_has_only_the_requested_columns():
     sample = Sample.from_tokens([1], [2], advantages=1.0)
     assert make_batch([sample], Microbatch(rows=((0,),), row_length=2), ()).columns == {}
 
 
-def test_a_position_sees_only_earlier_positions_of_its_own_sample(batch):
+def test_a_position_attends_only_to_itself_and_to_earlier_positions_of_its_sample(batch):
     row = dense_mask(batch.positions_BL)[0, 0].int().tolist()
     assert row == [
         [1, 0, 0, 0, 0, 0],

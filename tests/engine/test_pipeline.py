@@ -79,10 +79,10 @@ def make_config(path: str, **fields) -> TrainerConfig:
 
 
 def record(engine, directory: Path) -> dict:
-    """Results of two steps, and of a forward after them.
+    """Results of two steps, and of a `forward` call after them. Also writes a checkpoint and, if possible, exports.
 
-    The steps contain a loss that reads single positions, a loss that reads whole samples, batches of several shapes,
-    and `forward` calls between the calls that train.
+    The steps use a loss that reads single positions, a loss that reads whole samples, batches of several shapes, and
+    `forward` calls between the calls that train.
     """
     outputs = [
         engine.forward_backward(MANY, PPO(), entropy=True),
@@ -114,7 +114,7 @@ def going_on(engine, checkpoint: Path) -> dict:
 
 
 class FailsHalfWay(PPO):
-    """PPO that raises at its third microbatch."""
+    """PPO that raises an error when it is called the third time. It is called once for each chunk of a microbatch."""
 
     def __call__(self, logprobs_BL, **columns):
         self.calls.append(1)
@@ -129,8 +129,8 @@ class FailsHalfWay(PPO):
 def refusing(engine) -> dict:
     """Results of a call after a failed call, and of a step that is skipped.
 
-    The failed call's loss fails at a middle microbatch, on the last stage. The skipped step has a gradient that is not finite on one stage.
-    The failed call and the skipped step do not change the weights.
+    In the failed call the loss raises an error at its third chunk, on the last stage. In the skipped step one stage has a gradient that is
+    not finite. The failed call and the skipped step do not change the weights.
     """
     with pytest.raises(ArithmeticError, match="the loss is broken"):
         engine.forward_backward(MANY, FailsHalfWay())
@@ -152,7 +152,8 @@ def refusing(engine) -> dict:
 
 
 def interrupted(engine, directory: Path) -> None:
-    """Check that the trainer works again after a call that fails inside torch's schedule.
+    """Make a call fail inside torch's schedule, and discard its gradients. Later calls of `child` check that the engine
+    still works.
 
     Also check that all ranks refuse a checkpoint if only the last stage cannot load it.
     """
@@ -166,10 +167,10 @@ def interrupted(engine, directory: Path) -> None:
 
 
 def num_received(engine) -> list[int]:
-    """Number of tensors that a stage holds before each microbatch of two long calls.
+    """Number of tensors that a stage holds, counted before each forward pass of a microbatch in two long calls.
 
     The held tensors are received tensors, and the outputs of microbatches for which backward_one_chunk has not run
-    yet. After the calls the stage must hold no tensors.
+    yet. Also check that the stage holds no tensors after the calls.
     """
     counts: list[int] = []
     stages = set()
@@ -222,9 +223,10 @@ def pushed(engine, directory: Path) -> None:
 
 
 def in_one_chunk(engine, expected: dict) -> None:
-    """Check that calls give the expected numbers even if the logits of a microbatch fit into one chunk.
+    """Check that calls give the expected numbers even if the logits of a microbatch would fit into one chunk.
 
-    FSDP would raise an error if the gradients of the last norm and of the head had different dtypes.
+    In a pipeline the engine always makes at least two chunks. With one chunk the gradients of the last norm and of the
+    head would have different dtypes, and FSDP would raise an error.
     """
     outputs = [engine.forward_backward(MANY, PPO(), entropy=True), engine.forward_backward(FEW, GSPO())]
     assert torch.equal(outputs[0].logprobs, expected["outputs"][0].logprobs)
@@ -232,8 +234,9 @@ def in_one_chunk(engine, expected: dict) -> None:
 
 
 def any_number_of_microbatches(engine, interleaved) -> None:
-    """Check that calls of one to five microbatches run under both schedules. torch's own interleaved schedule refuses
-    five microbatches over two ranks.
+    """Check that 1F1B and Interleaved1F1B give the same logprobs if the samples fill one to five microbatches.
+
+    torch's interleaved schedule refuses five microbatches over two ranks. So the engine adds a microbatch of padding.
     """
     for count in range(1, 6):
         samples = random_samples([64] * count, seed=count)  # each sample fills a microbatch

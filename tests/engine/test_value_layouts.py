@@ -24,7 +24,7 @@ COLUMNS = ("loss_weights", "returns", "old_values")
 LOSS = ValueLoss(clip=0.2)
 STEP = OptimParams(learning_rate=1e-2, eps=1e-2, grad_divisor=100.0, grad_clip_norm=1.0)
 WITH_VALUES = {"tied", "experts", "balanced experts", "four blocks", "Llama"}
-"""Models of the layout table that these tests use.
+"""Names of the models in the layout table with which these tests run.
 
 Models with adapters are left out, because they cannot have values. A value head is never tied, so with a value head
 "tied" and "untied" are the same model, and "untied" is left out.
@@ -34,7 +34,7 @@ QUICK = {("FSDP2", "tied"), ("TP2", "tied")}
 
 
 def value_samples() -> list[Sample]:
-    """Samples with returns. At positions that are not trained the returns are huge, so that a wrong mask is noticed."""
+    """Samples with returns. At positions with loss weight 0 the returns are huge, so that a wrong mask is noticed."""
     draw = torch.Generator().manual_seed(11)
     samples = []
     for sample in samples_with("loss_weights"):
@@ -49,7 +49,8 @@ def value_samples() -> list[Sample]:
 def train(path: str, parallelism: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     """Take two steps, and return their numbers.
 
-    The head is zero before the first step, so only the second step has gradients in the trunk.
+    The head is zero before the first step, so only the second step has gradients in the trunk. The trunk is
+    the model without its head.
     """
     engine = make_engine(path, parallelism, {**fields, "head": "values"})
     samples = value_samples()
@@ -101,7 +102,7 @@ def test_a_value_model_in_a_layout_gives_the_numbers_of_one_process(
 
 
 def evaluate(path: str, samples: list[Sample], head: Tensor) -> list[Tensor]:
-    """The values of an engine whose value head is `head`. All its other weights are from `path`."""
+    """The values of an engine whose value head is `head`. Its other weights are those of the model in `path`."""
     from rl_actors.engine.initial_weights import assign
 
     engine = make_engine(path, layout(), {"head": "values"})
@@ -125,7 +126,7 @@ def test_values_are_those_of_transformers_with_the_same_head(run, directory_of):
 
 
 def from_policy(path: str, folder: str) -> dict[str, Any]:
-    """The results of a value model that starts from a policy's checkpoint, and the errors of refused calls."""
+    """The results of a value model that starts from a policy's checkpoint, and the error texts of refused calls."""
     policy = make_engine(path, layout(), {})
     policy.forward_backward(samples_with("loss_weights"), "cross_entropy")
     policy.optim_step(STEP)

@@ -1,4 +1,7 @@
-"""One trainer of one process, one vLLM generator and one torchstore, shared by all tests in this folder."""
+"""Fixtures for the tests in this folder.
+
+All tests share one trainer with one process, one vLLM generator and one torchstore.
+"""
 
 import asyncio
 
@@ -51,7 +54,9 @@ def generator_mesh(transport):
 
 @pytest.fixture
 def trainer(trainer_mesh):
-    """A new client for each test. No step is open. Weights and version are as the last test left them."""
+    """A new client for each test, of the shared trainer. The trainer has no accumulated gradients. Its weights and its
+    policy_version are as the last test left them.
+    """
     client = TrainerClient(trainer_mesh)
     client.discard_gradients().result()
     yield client
@@ -75,5 +80,5 @@ def synced(trainer, generator):
 
 @pytest.fixture
 def policy(synced, transport):
-    """transformers' model with the synced weights."""
+    """A transformers model with the synced weights."""
     return support.hf_model(support.published_weights(transport, synced))

@@ -1,4 +1,7 @@
-"""Offload and onload through the client: totals over the ranks, errors that the call raises at once, and pushes of an offloaded trainer."""
+"""Tests of a TrainerClient's `offload`, which moves parts of the trainer's memory to the host, and `onload`, which moves them back.
+
+The tests cover the sums over the ranks, the errors for wrong arguments, and a push of an offloaded trainer.
+"""
 
 import pytest
 import support
@@ -8,7 +11,7 @@ from rl_actors import TrainerClient
 from rl_actors.parts import PARTS
 
 
-def test_a_move_answers_with_bytes_and_seconds_and_an_offloaded_trainer_pushes_its_weights(trainer, generator):
+def test_offload_returns_bytes_and_seconds_and_an_offloaded_trainer_can_push_its_weights(trainer, generator):
     support.step(trainer)
     moved = trainer.offload().result()
     [info] = trainer.info().result()
@@ -22,7 +25,7 @@ def test_a_move_answers_with_bytes_and_seconds_and_an_offloaded_trainer_pushes_i
     assert trainer.onload().result().num_bytes == info.on_host["optimizer"]
 
 
-def test_a_wrong_part_is_refused_where_the_call_is_made(trainer):
+def test_offload_and_onload_raise_at_once_for_wrong_parts(trainer):
     with pytest.raises(ValueError, match="offload: 'cache' is not a part; the parts are weights, gradients, optimizer"):
         trainer.offload(["cache"])
     with pytest.raises(TypeError, match="onload: parts is 'weights'; it must be a list of names"):
@@ -30,7 +33,7 @@ def test_a_wrong_part_is_refused_where_the_call_is_made(trainer):
 
 
 @pytest.mark.slow
-def test_the_bytes_of_a_move_are_those_of_all_ranks(ranks, transport):
+def test_num_bytes_is_the_sum_over_all_ranks(ranks, transport):
     mesh = ranks(2).spawn("offloaded", support.TestTrainer, support.trainer_config(shard=2), transport)
     with TrainerClient(mesh) as trainer:
         support.step(trainer)
