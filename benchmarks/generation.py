@@ -4,8 +4,11 @@ One side is the client. The other side is vLLM in a process of its own. vLLM is 
 one after the other, and the fastest way counts. All requests are submitted at once. A request has 128 prompt tokens and
 256 new tokens on a GPU. It has 16 prompt tokens and 64 new tokens on a CPU. Both sides return the logprobs of the
 sampled tokens. The runs of the two sides alternate, so that a slow moment of the machine affects both sides. On a GPU
-each side may use two fifths of the memory. With --replicas N the second side is not vLLM. It is a client with one
-replica, which gets one N-th of the requests.
+each side may use two fifths of the memory.
+
+With --replicas N the first side is a client with N replicas of the engine. The second side is then not vLLM, but a
+client with one replica. --requests is the number of requests for each replica, so the second side gets one N-th of the
+first side's requests.
 """
 
 import argparse
@@ -31,15 +34,15 @@ if TYPE_CHECKING:
 
 Prompts = list[list[int]]
 Measure = Callable[[Prompts, SamplingParams], float]
-"""A function that completes these prompts on one side of the comparison, and returns the seconds that this took."""
+"""A function that completes prompts on one side of the comparison, and returns the seconds that the completions took."""
 Run = Callable[[Prompts, SamplingParams], None]
 Shutdown = Callable[[], None]
 
 WARM_UP = 1 if torch.cuda.is_available() else 3
-"""Number of rounds at the beginning that are not counted. In a round each side runs once. This number is larger on a
-CPU than on a GPU, because oneDNN compiles kernels for every new size of a batch, in the second round too."""
+"""Number of rounds at the beginning that are not counted. In a round each side runs once. A CPU needs more of these
+rounds than a GPU, because oneDNN compiles kernels for every new size of a batch, in the second round too."""
 FIRST_TOKEN = 2
-"""The smallest id of a prompt's token. Smaller ids are special tokens of the tiny model."""
+"""The smallest token id in a prompt. Smaller ids are special tokens of the tiny model."""
 WAYS = {
     "stepped": "vLLM's LLMEngine, which computes in the process that calls it",
     "llm": "vLLM's LLMEngine with its core in a process of its own, as LLM.generate uses it",
@@ -153,14 +156,14 @@ def bare(way: str, config: GeneratorConfig) -> Iterator[Measure]:
         try:
             return pipe.recv()
         except EOFError:
-            raise SystemExit(f"{WAYS[way]} failed") from None
+            raise SystemExit(f"vLLM's process ended before it answered ({way}: {WAYS[way]})") from None
 
     def measure(prompts: Prompts, params: SamplingParams) -> float:
         pipe.send((prompts, params))
         return answer()
 
     try:
-        print(f"{WAYS[way]}: up after {answer():.0f} s", flush=True)
+        print(f"{WAYS[way]}: started in {answer():.0f} s", flush=True)
         yield measure
     finally:
         pipe.close()
@@ -184,7 +187,7 @@ def through_client(config: GeneratorConfig) -> Iterator[Measure]:
     start = time.perf_counter()
     with GeneratorClient.spawn(config, name=f"generator_of_{config.replicas}") as client:
         client.ready().result()
-        print(f"client with replicas={config.replicas}: up after {time.perf_counter() - start:.0f} s", flush=True)
+        print(f"client with replicas={config.replicas}: started in {time.perf_counter() - start:.0f} s", flush=True)
         yield measure
 
 
@@ -202,9 +205,9 @@ class Rounds:
         self.num_drawn = 0
 
     def fresh_prompts(self, count: int) -> Prompts:
-        """`count` prompts. They all begin with the same pair of tokens, which no earlier call has used.
+        """`count` prompts that are not in the prefix cache. They all begin with the same pair of tokens, which no earlier call has used.
 
-        One token would not be enough, because the tiny model has fewer tokens than there are rounds.
+        One token instead of a pair would not be enough, because the tiny model has fewer tokens than there are rounds.
         """
         num_tokens = self.vocab_size - FIRST_TOKEN
         first, second = divmod(self.num_drawn, num_tokens)
@@ -212,7 +215,9 @@ class Rounds:
         return [[FIRST_TOKEN + first, FIRST_TOKEN + second, *prompt[2:]] for prompt in self.prompts[:count]]
 
     def compare(self, ours: Measure, theirs: Measure) -> dict[int, tuple[list[float], list[float]]]:
-        """Returns {number of requests: (seconds of our rounds, seconds of their rounds)}. The first WARM_UP rounds are left out."""
+        """Run all rounds. Returns {number of requests: (seconds of our side's rounds, seconds of their side's rounds)}, without the first
+        WARM_UP rounds.
+        """
         params = SamplingParams(max_tokens=self.new_tokens, ignore_stop=True)
         answers = {}
         for count in self.arguments.requests:

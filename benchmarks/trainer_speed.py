@@ -1,8 +1,8 @@
 """Speed of training through TrainerClient, compared with the reference: torchtitan's own components, without our actors.
 
-A row of the table in rows.py is one model, batch shape and number of GPUs. A run of a row measures both sides: our trainer and the
-reference. Speeds come from the median time of the steps after warm-up. The reference runs first and ends before our trainer starts, so each
-side has the GPUs for itself.
+A row of the table in harness/rows.py is one model, batch shape and number of GPUs, with its settings. A run of a row measures
+both sides: our trainer and the reference. Speeds come from the median time of the steps after warm-up. The reference runs first
+and ends before our trainer starts, so each side has the GPUs for itself.
 """
 
 import argparse
@@ -93,12 +93,12 @@ def ours(row: Row, warmup: int, steps: int, trace: str) -> dict[str, Any]:
                 for _ in range(TRACED_STEPS):
                     step()
             except RuntimeError as error:  # the figures are recorded even without a trace
-                print(f"no trace: {error}", flush=True)
+                print(f"our trainer wrote no trace: {error}", flush=True)
     return found
 
 
 def reference(row: Row, warmup: int, steps: int, trace: str) -> dict[str, Any]:
-    """Measure the reference. The seconds of a step are those of its slowest rank. The peak memory is the largest of all ranks.
+    """Measure the reference. The seconds of a step are those of the slowest rank. The peak memory is the largest of all ranks.
 
     trace: a file for a trace of a few more steps; "" for no trace.
     """
@@ -122,7 +122,7 @@ def reference(row: Row, warmup: int, steps: int, trace: str) -> dict[str, Any]:
     except EOFError:
         for child in children:
             child.terminate()
-        raise SystemExit("the reference failed") from None
+        raise SystemExit("a process of the reference (torchtitan) ended before it sent its figures") from None
     for child in children:
         child.join()
     seconds_of_ranks = [answer["seconds"] for answer in answers]
@@ -147,7 +147,7 @@ def mfu(row: Row, tokens_per_second: float) -> float | None:
 
 
 def run_row(name: str, row: Row, *, warmup: int, steps: int, profile: Path | None) -> None:
-    """Measure both sides and record the result. profile: a folder for traces of both sides."""
+    """Measure both sides and record the result. profile: a folder for traces of both sides and their summary."""
     if row.num_gpus > torch.cuda.device_count():
         raise SystemExit(f"{name} needs {row.num_gpus} GPUs; there are {torch.cuda.device_count()}")
     if profile:
@@ -167,7 +167,7 @@ def run_row(name: str, row: Row, *, warmup: int, steps: int, profile: Path | Non
         "peak_gib": own["peak_bytes"] / 2**30,
         "reference_peak_gib": theirs["peak_bytes"] / 2**30,
         **asdict(row),
-        # A comparison counts only if both sides have the same kernel. In older results the reference could have another one.
+        # A comparison counts only if both sides use the same attention kernel. In older results the kernels could differ.
         "reference_attention": row.attention,
         "steps": steps,
         "seconds": [round(x, 4) for x in own["seconds"]],
@@ -201,7 +201,7 @@ def changed(name: str, **values: str | None) -> tuple[str, Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="+", help="; ".join(ROWS), metavar="ROW")
-    parser.add_argument("--warmup", type=int, default=3, help="steps of each side before the timed ones")
+    parser.add_argument("--warmup", type=int, default=3, help="untimed steps of each side before the timed steps")
     parser.add_argument("--steps", type=int, default=7, help="timed steps of each side")
     parser.add_argument("--profile", type=Path, help="a folder for traces of two more steps of each side")
     kinds = get_type_hints(Row)

@@ -1,11 +1,11 @@
-"""GRPO with models of Qwen3's shapes, for H200 GPUs, which have 139 GiB of memory. Trainer and generator have separate GPUs or share them.
+"""Configs of GRPO, supervised training and a Tinker server, with models of Qwen3's shapes. They are for H200 GPUs, which have 139 GiB of memory.
 
 A run of a config with a size in its name, such as `qwen3_4b`, needs no download by default, because its weights are
 random. Its task is two-digit addition, as in the config `tiny`. `--trainer.hf-path DIR` reads the weights from a
 Hugging Face directory.
 `python -m benchmarks random_weights 4b DIR` makes such a directory with random weights. A real run needs a task of your
-own, `--trainer.hf-path DIR`, and `--alphabet ""`, which selects the tokenizer of DIR. The config `qwen3` takes a model
-of any size.
+own, `--trainer.hf-path DIR`, and `--alphabet ""`, which selects the tokenizer of DIR. The configs without a size in
+their names, such as `qwen3`, take a model of any size.
 """
 
 from dataclasses import replace
@@ -122,11 +122,11 @@ def qwen3_4b_one_gpu() -> GRPOConfig:
 
 
 def qwen3_8b() -> GRPOConfig:
-    """Two GPUs: the trainer is on both, and the generator shares the first with it. vLLM takes 0.25 of the first GPU's
-    memory.
+    """Two GPUs: the trainer uses both, and the generator shares the first GPU with the trainer. vLLM takes 0.25 of the
+    first GPU's memory.
 
     Weights, gradients and Adam's moments take 122 GiB. If they were all on one GPU, too little of its memory would be left for
-    activations and vLLM. These flags run the generator on a third GPU:
+    activations and vLLM. These flags run the generator on a third GPU, and let the trainer have longer rows:
     `--generator.gpu 2 --generator.gpu-memory-utilization 0.85 --trainer.tokens-per-row 16384`.
     """
     config = _shared("8b", tokens_per_row=8192, share=0.25)
@@ -151,7 +151,10 @@ def qwen3_8b_one_gpu() -> GRPOConfig:
 
 
 def trainer(model: str, *, tokens_per_row: int) -> TrainerConfig:
-    """The fastest settings on a Hopper GPU: bfloat16 with master weights in float32, compiled blocks, logits in chunks, FlashAttention 4."""
+    """Fast settings for a Hopper GPU: bfloat16 with master weights in float32, compiled blocks, logits in chunks, FlashAttention 4.
+
+    The backward pass recomputes some activations (activation_checkpointing="selective").
+    """
     config = TrainerConfig(
         model=replace(MODELS[model]),
         attention="flash4",

@@ -1,8 +1,9 @@
-"""Draws the metrics of runs as charts, in SVG for a page. PLANS lists the charts and their curves. This module reads no file.
+"""Draws the metrics of runs: charts in SVG for the HTML pages of report.py and compare.py, and the picture reward.png. PLANS lists the charts
+that are drawn as curves. This module reads no file.
 
-A record is a line of metrics.jsonl. It has the step, the phase of the run and the metrics of the step.
+A record is a line of metrics.jsonl. It has the step, the phase of the run (such as "sft" or "grpo") and the metrics of the step.
 
-A chart is drawn in the colours LIGHT. Then each colour is replaced by a CSS variable, because the page has other colours in dark mode.
+A chart is drawn in the colors LIGHT. Then each color is replaced by a CSS variable, because the page has other colors in dark mode.
 """
 
 import io
@@ -28,8 +29,8 @@ DARK |= {"blue": "#6ea8fe", "orange": "#ff9f4a", "green": "#4fce7d", "gray": "#5
 DARK |= {"red": "#ff7d88", "purple": "#bd94f5", "brown": "#cf9f6d"}
 COLORS = ("blue", "orange", "green", "purple", "red", "brown", "gray")
 SIZE = (5.2, 2.9)
-"""Width and height in inches. In an SVG by matplotlib an inch is 72 units, so a chart is 374 units wide. A page shows it about
-420 pixels wide. So the text is only a little larger than "font.size" says."""
+"""Width and height in inches. In an SVG by matplotlib an inch is 72 units, so a chart is 374 units wide. A page shows the chart
+about 420 pixels wide. So the text is only a little larger than "font.size" says."""
 STYLE = {
     "svg.fonttype": "none",  # text elements instead of outlines, so that the page sets the font
     "svg.hashsalt": "report",
@@ -74,10 +75,10 @@ class Plan:
 
     title: str
     unit: str
-    # Each key is a name in metrics.jsonl, and its value is the name in the chart. A comparison of runs draws only the first metric.
+    # {name of a metric in metrics.jsonl: name of its curve}. A comparison of runs draws only the first metric.
     # Exception: validation/accuracy stands for all validation metrics of completions.
     metrics: dict[str, str]
-    phases: tuple[str, ...] = ROLLOUT_PHASES
+    phases: tuple[str, ...] = ROLLOUT_PHASES  # the chart shows the steps of these phases of the run
     is_log: bool = False
     has_markers: bool = False
     starts_at_zero: bool = False
@@ -91,7 +92,7 @@ class Curve:
     values: list[float]
 
 
-ALL = ("start", "sft", *ROLLOUT_PHASES, "dpo")
+ALL = ("start", "sft", *ROLLOUT_PHASES, "dpo")  # "start" is step 0, the validation before the first step
 PLANS = (
     Plan(title="Reward, mean and standard deviation", unit="reward", metrics={"reward/mean": "reward"}),
     Plan(
@@ -165,7 +166,7 @@ PLANS = (
         starts_at_zero=True,
     ),
     Plan(title="Speed", unit="trained tokens a second", metrics={"tokens/s": "tokens a second"}, phases=ALL),
-    Plan(title="Model FLOPs utilisation", unit="share", metrics={"mfu": "MFU"}, phases=ALL),
+    Plan(title="Model FLOPs utilization", unit="share", metrics={"mfu": "MFU"}, phases=ALL),
 )
 
 
@@ -199,7 +200,7 @@ def metrics_of_completions(records: Records) -> dict[str, str]:
 
 
 def curves(plan: Plan, records: Records) -> list[Curve]:
-    """The curves of a chart. A metric without a number has no curve."""
+    """The curves of a chart. A metric has a curve if at least one step has a finite number for it."""
     chosen = of_phases(records, *plan.phases)
     metrics = metrics_of_completions(records) if "validation/accuracy" in plan.metrics else plan.metrics
     colors, found = itertools.cycle(COLORS), []
@@ -211,7 +212,7 @@ def curves(plan: Plan, records: Records) -> list[Curve]:
 
 
 def draw_curves(axes: Axes, drawn: Sequence[Curve], plan: Plan) -> None:
-    """Plot the curves. The axis of values is logarithmic if `plan.is_log` is True and all values are positive."""
+    """Plot the curves. The vertical axis is logarithmic if `plan.is_log` is True and all values are positive."""
     shown = [value for curve in drawn for value in curve.values]
     for curve in drawn:
         marker = "o" if plan.has_markers or len(curve.steps) == 1 else None
@@ -239,11 +240,11 @@ def draw_spread(axes: Axes, records: Records) -> None:
     axes.fill_between(steps, low, high, color=LIGHT["blue"], alpha=0.13, linewidth=0)
     rewards = series(records, "reward/mean")[1]
     if rewards and min(rewards) >= 0 and max(rewards) <= 1:
-        axes.set_ylim(-0.03, 1.05)  # rewards are in [0, 1] here, but mean ± standard deviation goes beyond [0, 1]
+        axes.set_ylim(-0.03, 1.05)  # the mean rewards are in [0, 1]; mean ± standard deviation may go beyond
 
 
 def draw_times(axes: Axes, records: Records) -> None:
-    """Draw the seconds of each step as stacked areas. The topmost area, `other`, ends at the step's wall time."""
+    """Draw the seconds of each step as stacked areas. The topmost area, `other`, is the rest of the step's wall time."""
     edges = [record["step"] - 0.5 for record in records] + [records[-1]["step"] + 0.5]
     below = [0.0] * len(records)
     for name, color in {"generate": "blue", "train": "orange", "sync": "green", "other": "gray"}.items():
@@ -257,10 +258,10 @@ def draw_times(axes: Axes, records: Records) -> None:
 
 
 def timeline_chart(lines: Records) -> str:
-    """The spans of one step as a chart in SVG; "" if there are no spans. A span is (actor, phase, start, end). Start and
-    end are seconds since the beginning of the step.
+    """The spans of one step as a chart in SVG; "" if there are no spans. lines: the lines of timeline.jsonl.
 
-    The chart shows the step of median duration in the second half of the run. lines: the lines of timeline.jsonl.
+    A span is (actor, phase, start, end): the time in which an actor works on a phase of the step, such as "train". Start and end are
+    seconds since the beginning of the step. The chart shows the step of median duration in the second half of the run.
     """
     later = sorted((line for line in lines[len(lines) // 2 :] if line["spans"]), key=lambda line: line["seconds"])
     if not later:
@@ -288,7 +289,8 @@ def timeline_chart(lines: Records) -> str:
 def ages_chart(records: Records) -> str:
     """The number of groups of each age in every step, as a chart in SVG; "" if all groups have the age 0.
 
-    A group's age is the number of versions by which the trained policy is newer than the policy that sampled the group.
+    A group is all completions of one prompt. Its age is the trainer's version when the step begins, minus the version that sampled the
+    group's oldest token.
     """
     steps = [record for record in of_phases(records, *ROLLOUT_PHASES) if record.get("age/max") is not None]
     oldest = int(max((record["age/max"] for record in steps), default=0))
@@ -320,7 +322,7 @@ def new_chart(title: str, unit: str, size: tuple[float, float] = SIZE) -> tuple[
 
 
 def add_legend(axes: Axes, *, at_least: int = 2) -> None:
-    """Add a legend under the chart, if at least `at_least` curves have a name."""
+    """Add a legend under the chart, if at least `at_least` curves or areas have a name."""
     labels = axes.get_legend_handles_labels()[1]
     if len(labels) >= at_least:
         columns = 2 if max(map(len, labels)) > 16 else 4
@@ -328,7 +330,7 @@ def add_legend(axes: Axes, *, at_least: int = 2) -> None:
 
 
 def inline_svg(figure: Figure) -> str:
-    """The figure as an SVG element whose colours are CSS variables of the page."""
+    """The figure as an SVG element whose colors are CSS variables of the page."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", facecolor="none", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()[buffer.getvalue().index("<svg") :]
@@ -342,8 +344,8 @@ def chart(plan: Plan, drawn: Sequence[Curve], records: Records = ()) -> str:
     """One chart as SVG.
 
     records: the records of one run, if all curves belong to that run; empty if each curve belongs to a run of its own.
-    With records the chart of the reward also shows the reward's spread, and a chart of all phases marks the supervised
-    phase.
+    With records, the chart of the reward also shows the standard deviation of the rewards, and a chart of all phases shades the
+    supervised steps.
     """
     figure, axes = new_chart(plan.title, plan.unit)
     if "reward/mean" in plan.metrics and records:
@@ -370,7 +372,7 @@ def times_chart(records: Records) -> str:
 
 @matplotlib.rc_context(STYLE)
 def run_charts(records: Records, timeline: Records = ()) -> list[str]:
-    """All charts of one run. A chart is left out if the run has no number for it. timeline: the lines of timeline.jsonl."""
+    """All charts of one run. A chart with nothing to draw is left out. timeline: the lines of timeline.jsonl."""
     charts = []
     for plan in PLANS:
         drawn = curves(plan, records)

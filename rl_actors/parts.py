@@ -11,14 +11,14 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMove:
-    """Bytes that moved from the device to the host, or back.
+    """Bytes and seconds of a move from the device to the host or back, or the sum of several moves.
 
     A client returns one HostMove for all ranks together. But a HostMove in TrainerInfo, or from TrainEngine, describes only one rank.
     """
 
     num_bytes: int = 0  # the sum over the ranks
     seconds: float = 0.0  # of the slowest rank
-    buffer_seconds: float = 0.0  # part of `seconds`, for allocating host memory; later offloads reuse it
+    buffer_seconds: float = 0.0  # part of `seconds`, for allocating host memory; later offloads reuse this memory
 
     @property
     def gb_per_second(self) -> float:
@@ -35,7 +35,7 @@ class HostMove:
         )
 
     def since(self, earlier: "HostMove") -> "HostMove":
-        """The sum of the moves after `earlier`. `earlier` is the sum of all moves up to a moment, and this HostMove up to a later moment."""
+        """The sum of the moves after `earlier`. Both `earlier` and this HostMove are sums of all moves since the trainer was built."""
         return HostMove(
             num_bytes=self.num_bytes - earlier.num_bytes,
             seconds=self.seconds - earlier.seconds,
@@ -58,7 +58,10 @@ def of_all_ranks(moves: Iterable[HostMove]) -> HostMove:
 
 
 def require_parts(call: str, parts: Collection[str]) -> None:
-    """Raises TypeError or ValueError naming the value if `parts` is not a collection of names of parts."""
+    """Raises TypeError if `parts` is not a collection, and ValueError if it has a name that is not in PARTS.
+
+    call: the name with which the error text begins, such as "offload".
+    """
     if isinstance(parts, str) or not isinstance(parts, Collection):
         raise TypeError(f"{call}: parts is {parts!r}; it must be a list of names, such as ['optimizer']")
     for part in parts:

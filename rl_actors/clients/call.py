@@ -1,7 +1,7 @@
-"""A `Call` is a handle to the answer of a call that is running. All clients of a process run their calls on one background thread.
+"""A `Call` is a handle to the answer of a call of a client. All clients of a process run their calls on one background thread.
 
-The thread has an event loop of its own. So clients work in a REPL, in a script, with repeated asyncio.run, and in Jupyter, which already
-runs an event loop. This module does not depend on actors.
+The thread has an event loop of its own. So clients work in a REPL, in a script, in several calls of asyncio.run, and in Jupyter, which
+already runs an event loop. This module does not depend on actors.
 """
 
 import asyncio
@@ -17,10 +17,11 @@ T = TypeVar("T")
 
 
 class Call(Generic[T]):
-    """The answer to a call that is running. `await` the object, or wait with `.result()`. The call runs even if the program does not wait.
+    """A handle to the answer of a call. `await` the object, or wait with `.result()`. The call runs even if the program does not wait.
 
-    If a call fails and the program never waited for its end, a warning with the error is shown when the object is garbage-collected. A
-    `result` that timed out does not count as waiting.
+    A program asks for the answer with `await` or `.result()`. A `result` that timed out does not count. If a call fails and the program
+    has not asked for the answer, a warning with the error is shown when the object is garbage-collected, or, if the call still runs at
+    this time, when the call has ended.
     """
 
     def __init__(self, future: "Future[T]", what: str) -> None:
@@ -62,7 +63,8 @@ class Call(Generic[T]):
     async def unasked_failure(self) -> BaseException | None:
         """Wait for the end of the call. Returns the error if the call failed and its answer was not asked for, otherwise None.
 
-        An error is returned once, because the answer then counts as asked for. The caller must report the error.
+        Does not wait if the answer was already asked for. An error is returned only once, because the answer then counts as asked for.
+        So the caller must report the error.
         """
         if self._asked:
             return None

@@ -1,4 +1,4 @@
-"""Conversions for TrainerClient. They turn a caller's lists into CPU tensors, and the outputs of all ranks into one output.
+"""Conversions for the clients of trainers. They turn a caller's lists into CPU tensors, and the outputs of all ranks into one output.
 
 This module sends nothing to actors.
 """
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def merge_outputs(num_samples: int, outputs: Sequence[RankOutput]) -> ForwardBackwardOutput:
-    """One output made from the outputs of all ranks, in the order of the samples, with merged metrics.
+    """Merge the outputs of all ranks into one output. Its lists have the order of the samples of the call.
 
     Raises ValueError naming the sample and the ranks if a sample is reported twice.
     """
@@ -42,7 +42,7 @@ def merge_outputs(num_samples: int, outputs: Sequence[RankOutput]) -> ForwardBac
 
 
 def _require_each_once(outputs: Sequence[RankOutput]) -> None:
-    """Raises ValueError naming the first sample that is reported twice. The later report would replace the earlier one."""
+    """Raises ValueError naming the first sample that is reported twice. Without this check the later report would replace the earlier one."""
     reporter: dict[int, int] = {}
     for output in outputs:
         for index in output.indices:
@@ -54,10 +54,10 @@ def _require_each_once(outputs: Sequence[RankOutput]) -> None:
 
 
 def as_tensors(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples in a new list, with CPU tensors of int64 and float32 instead of lists and other tensors.
+    """The samples in a new list. Their tokens, targets and columns are CPU tensors of the right dtypes, int64 or float32.
 
-    A value that is not a list of samples, or a column that cannot become a tensor, is returned as it is. Validation refuses it later, with
-    an error that names it.
+    The tensors may share memory with the caller's arrays and tensors. If `samples` is not a sequence, an element is not a Sample, or a
+    column cannot become a tensor, this value stays as it is. Validation later refuses the value, with an error that names it.
     """
     if not isinstance(samples, Sequence):
         return samples  # type: ignore[unreachable]  # validation refuses it
@@ -65,7 +65,7 @@ def as_tensors(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def to_tensors(sample: Sample) -> Sample:
-    """The sample with CPU tensors; see `as_tensors`. If all its values are such tensors already, the same object is returned."""
+    """The sample with CPU tensors; see `as_tensors`. If all its values are such tensors already, the sample itself is returned."""
     if not isinstance(sample, Sample) or not isinstance(sample.columns, Mapping):
         return sample
     if _holds_tensors(sample):
@@ -91,6 +91,7 @@ def _tensor(values: T, dtype: torch.dtype) -> Tensor | T:
         tensor = torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         return values
-    # A float such as 2.7 is not a token id, and a cast would make it 2. The tensor keeps its dtype, so that validation refuses it.
+    # A float such as 2.7 is not a token id, but a cast would turn it into 2. So the tensor keeps its float dtype, and validation refuses the
+    # tensor. torch also makes a float tensor of an empty list, which has nothing to lose.
     loses_fraction = tensor.is_floating_point() and not dtype.is_floating_point and tensor.numel() > 0
     return tensor if loses_fraction else tensor.to(dtype)

@@ -1,8 +1,8 @@
 """The protocol between a reader of weights and the server of a trainer's rank: a signed request, and the answer. This module moves no weights.
 
-A slot is the memory in which a rank keeps its part of one version of the weights (slots.py). The server sends random bytes. The reader signs
-these bytes, together with its request, with the secret of the transport. The signature proves that the reader may read. Nothing
-is encrypted, so the network must be private.
+A slot is the memory in which a rank keeps its part of one version of the weights (slots.py). A reader is a process that loads the weights.
+The server sends random bytes. The reader signs these bytes and its request with the secret of the transport, which trainer and readers
+share. The signature proves that the reader may read. Nothing is encrypted, so the network must be private.
 """
 
 import contextlib
@@ -22,7 +22,8 @@ NONCE_BYTES, SIGNATURE_BYTES = 16, 32
 LENGTH = struct.Struct("<Q")
 MAX_REQUEST_BYTES = 4096
 SERVED, GONE = b"\0", b"\1"
-"""The first byte of an answer. SERVED: the layout of the slot and its bytes follow. GONE: the text of the error follows."""
+"""The first byte of an answer. SERVED: the layout of the slot follows (names, shapes and places of the tensors), and then the bytes come by
+the path of the request. GONE: the version cannot be read, and the text of the error follows."""
 RECEIPT, ACCEPTED = b"\2", b"\3"
 """When all bytes have arrived, the reader sends RECEIPT. The server keeps the slot locked until it has the RECEIPT, and then answers
 ACCEPTED. If the reader does not get this answer, it drops the bytes, because they may be wrong. A server that waits too long for the RECEIPT
@@ -34,19 +35,19 @@ before it has sent all bytes."""
 class Request:
     """A request for a range of the tensors' bytes in a slot. It is served only while the slot holds the version `key`."""
 
-    token: str  # of the slot, in hexadecimal digits
+    token: str  # the bytes that identify the slot, in hexadecimal digits
     key: str
-    start: int = 0
+    start: int = 0  # offset of the range in the bytes of the slot's tensors
     num_bytes: int
-    path: str  # by which the bytes come: "tcp" or "point_to_point"
+    path: str  # how the bytes come: "tcp" or "point_to_point"
     # Only for point_to_point: the communicator's backend, "nccl" or "gloo", and the number of bytes of a piece. The reader chooses these
-    # two values, and the trainer's rank uses the same, because gloo ends the process if the two processes use pieces of different sizes.
+    # two values. The trainer's rank must use the same values, because gloo ends the process if the two processes use pieces of different sizes.
     backend: str = ""
     piece_bytes: int = 0
 
 
 def ask(connection: socket.socket, request: Request, secret: bytes) -> None:
-    """Send a signed request."""
+    """Wait for the server's random bytes, and send a signed request."""
     nonce = receive(connection, NONCE_BYTES)
     text = json.dumps(asdict(request)).encode()
     send_block(connection, text)
@@ -54,7 +55,10 @@ def ask(connection: socket.socket, request: Request, secret: bytes) -> None:
 
 
 def answered(connection: socket.socket) -> Layout:
-    """The layout of the slot that is served. Raises VersionGoneError if the slot holds another version."""
+    """Wait for the answer to a request. Returns the layout of the slot.
+
+    Raises VersionGoneError with the server's reason if the slot is gone or holds another version, or if its lock did not become free in time.
+    """
     status, answer = receive(connection, 1), receive_block(connection, None)
     if status != SERVED:
         raise VersionGoneError(answer.decode())
@@ -110,7 +114,7 @@ def failures(address: SlotAddress, key: str, path: str) -> Iterator[None]:
 
 
 def left(deadline: float) -> float:
-    """Seconds until the deadline. Raises TimeoutError after it."""
+    """Seconds until the deadline. Raises TimeoutError if the deadline has passed."""
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         raise TimeoutError
@@ -122,7 +126,7 @@ def _signature(secret: bytes, nonce: bytes, text: bytes) -> bytes:
 
 
 def send_block(connection: socket.socket, block: bytes) -> None:
-    """Send how many bytes the block has, and then the block."""
+    """Send the number of bytes of the block, and then the block."""
     connection.sendall(LENGTH.pack(len(block)) + block)
 
 

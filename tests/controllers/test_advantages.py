@@ -30,7 +30,7 @@ def test_dr_grpo_only_subtracts_the_mean():
     expect(dr_grpo(torch.tensor([[1.0, 0.0, 0.0, 1.0]])), [[0.5, -0.5, -0.5, 0.5]])
 
 
-def test_rloo_subtracts_the_mean_of_the_others():
+def test_rloo_subtracts_the_mean_of_the_other_rewards_of_the_group():
     expected = [[r - (sum(g) - r) / 3 for r in g] for g in REWARDS_GN]
     expect(rloo(torch.tensor(REWARDS_GN)), expected)
 
@@ -42,14 +42,14 @@ def test_reinforce_plus_plus_subtracts_the_group_mean_and_divides_by_the_deviati
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_a_group_without_signal_gets_zero_advantages(name):
+def test_a_group_of_equal_rewards_gets_advantages_near_zero(name):
     advantages = ADVANTAGES[name](torch.tensor([[0.1, 0.1, 0.1], [0.0, 1.0, 0.0]]))
     assert advantages[0].abs().max() < 1e-2 and advantages[1].abs().min() > 0.1
     assert math.isclose(advantages[1].sum().item(), 0.0, abs_tol=1e-5)
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_integer_rewards_are_accepted_and_bad_shapes_refused(name):
+def test_integer_rewards_are_accepted_and_bad_shapes_and_nan_are_refused(name):
     assert ADVANTAGES[name](torch.tensor([[1, 0]])).dtype == torch.float32
     with pytest.raises(ValueError, match=r"shape \(3,\); expected \[G, N\]"):
         ADVANTAGES[name](torch.zeros(3))

@@ -1,5 +1,5 @@
-"""If a rank hangs, the other ranks wait for it in a collective. They get an error at the deadline of the trainer's process groups. This holds
-for the groups of every kind of parallelism.
+"""If a rank hangs, the other ranks wait for it in a collective. They get an error at the deadline of the trainer's process groups. The tests
+cover the groups of FSDP, HSDP, tensor and pipeline parallelism.
 """
 
 import time
@@ -20,11 +20,11 @@ DEADLINE = 2.0  # seconds
 
 
 def hang(engine, folder: Path) -> None:
-    """Make this rank hang in its first block until all other ranks have reported their errors."""
+    """Make this rank hang in its first transformer block until all other ranks have reported their errors."""
 
     def wait(module, inputs) -> None:
         wait_for_reports(folder)
-        raise InterruptedError("the others have reported")
+        raise InterruptedError("the other ranks have reported")
 
     block = next(module for module in engine.built.model.modules() if isinstance(module, TransformerBlock))
     block.attention.inner_attention.register_forward_pre_hook(wait)
@@ -38,7 +38,10 @@ def wait_for_reports(folder: Path) -> None:
 
 
 def hang_in_a_step(parallelism: dict[str, Any], folder: Path) -> tuple[dict[str, float], str, float]:
-    """Take two steps; the last rank hangs in the second. Returns (deadline of each group, traceback of the error, seconds until the error came)."""
+    """Take two steps. The last rank hangs in the second step.
+
+    Returns (deadline of each group, traceback of the error, seconds until the error came).
+    """
     engine = make_engine("", parallelism, {"model": UNTIED, "collective_timeout": DEADLINE})
     of_groups = deadlines_of_groups(engine)
     engine.forward_backward(samples_with(*TRAINED), "ppo")
@@ -52,13 +55,13 @@ def hang_in_a_step(parallelism: dict[str, Any], folder: Path) -> tuple[dict[str,
     if dist.get_rank() < dist.get_world_size() - 1:
         assert deadlines.late(failure.value)
         (folder / str(dist.get_rank())).touch()
-    # If this process ended now, the ranks that still wait for it would get the error of a closed connection before their deadline.
+    # If this process ended now, ranks that still wait for this rank would get the error of a closed connection before their deadline.
     wait_for_reports(folder)
     return of_groups, "".join(traceback.format_exception(failure.value)), seconds
 
 
 def deadlines_of_groups(engine) -> dict[str, float]:
-    """The deadline of each group in seconds, by the name of its mesh."""
+    """The deadline of each group in seconds, by the name of its mesh. "default" is the group of all ranks."""
     groups = {
         name: mesh.get_group() for name, mesh in engine.built.parallel_dims.get_all_one_dimensional_meshes().items()
     }
@@ -84,14 +87,14 @@ def test_if_a_rank_hangs_every_other_rank_gets_an_error_at_the_deadline_of_the_g
 ):
     num_ranks = 2 ** len(names)
     *waited, hung = run(num_ranks, hang_in_a_step, parallelism, tmp_path)
-    assert "the others have reported" in hung[1]
+    assert "the other ranks have reported" in hung[1]
     for of_groups, error, seconds in waited:
         assert names | {"default"} <= of_groups.keys() and set(of_groups.values()) == {DEADLINE}
         assert f"Timed out waiting {DEADLINE * 1e3:.0f}ms" in error
         assert seconds >= DEADLINE
 
 
-def test_only_errors_of_a_deadline_count_as_late():
+def test_only_errors_of_gloo_about_a_missed_deadline_count_as_late():
     timed_out = RuntimeError("[unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete")
     assert deadlines.late(timed_out) and deadlines.late(RuntimeError("Application timeout caused pair closure"))
     wrapped = ValueError("the checkpoint was not written")

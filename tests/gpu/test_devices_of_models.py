@@ -1,4 +1,4 @@
-"""The memory of a model is on the GPU that its config names. Needs two GPUs. This test has not been run to its end yet."""
+"""A model uses the memory of the GPU that its config names. Needs two GPUs. No run of this test has come to its end yet."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ def free_bytes() -> list[int]:
     return [torch.cuda.mem_get_info(gpu)[0] for gpu in range(2)]
 
 
-def test_a_value_model_takes_the_memory_of_its_own_gpu(tiny_run):
+def test_a_value_model_takes_the_memory_of_the_gpu_that_its_config_names(tiny_run):
     tiny_run[0].wait()  # the run must end before the test measures the memory of the devices
     config = TrainerConfig(model=ModelConfig(num_hidden_layers=4), compute_dtype="bfloat16", gpu=1)
     before = free_bytes()
@@ -21,4 +21,5 @@ def test_a_value_model_takes_the_memory_of_its_own_gpu(tiny_run):
         taken = [old - new for old, new in zip(before, free_bytes(), strict=True)]
         [info] = critic.info().result()
     assert output.values is not None and len(output.values[0]) == 3
+    # Each parameter takes 4 bytes. The other GPU must lose less than half of these bytes.
     assert taken[1] > 4 * info.num_parameters > 2 * taken[0]
