@@ -1,4 +1,4 @@
-"""Compares runs: one HTML page whose charts have a curve for each run, and a table on the terminal. Reads only the folders of the runs.
+"""Compares runs: writes one HTML page whose charts have a curve for each run, and prints a table. Reads only the folders of the runs.
 
 python -m controllers.compare RUN RUN [RUN …] [--output compare.html]
 """
@@ -22,22 +22,23 @@ LAST_VALUES = {
     "dpo/accuracy": "pairs with a positive margin, last step",
     "entropy": "entropy, last step (nats)",
 }
-"""{name in metrics.jsonl: label of its row}. The row has the last value in each run, and is left out if no run has the name."""
+"""{name of a metric: label of the metric's row}. The row has the metric's last value in each run. A metric that no run has gets no row."""
 Row = tuple[str, list[str]]  # a name, and a text for each run
 
 
 def read_runs(folders: Sequence[Path]) -> dict[str, RunFiles]:
-    """The runs by name. The name of a run is the name of its folder. If two folders have the same name, every name
-    begins with parent folders, as many as are needed to tell the runs apart.
+    """The runs by name. The name of a run is the name of its folder. If two folders have the same name, all names also
+    have parent folders, as many as are needed to tell the runs apart, such as "a/run" and "b/run".
 
-    Raises ValueError for a folder that holds no run or is named twice, and for more runs than there are colours.
+    Raises ValueError if a folder is named twice or holds no run, if its config.json or outcome.json is not JSON, or if
+    there are more runs than colors.
     """
     paths = [folder.resolve() for folder in folders]
     repeated = [str(path) for path in paths if paths.count(path) > 1]
     if repeated:
         raise ValueError(f"{repeated[0]} is named twice; a comparison needs distinct runs")
     if len(paths) > len(COLORS):
-        raise ValueError(f"{len(paths)} runs are too many; a chart has colours for at most {len(COLORS)}")
+        raise ValueError(f"{len(paths)} runs are too many; a chart has colors for at most {len(COLORS)}")
     num_parts = 1
     while len({path.parts[-num_parts:] for path in paths}) < len(paths):
         num_parts += 1
@@ -72,7 +73,7 @@ def summary(runs: dict[str, RunFiles]) -> list[Row]:
 
 
 def differences(runs: dict[str, RunFiles]) -> list[Row]:
-    """One row for each field of the configs whose value is not the same in all runs."""
+    """One row for each config field whose value differs between the runs."""
     configs = [dict(leaves(run.config)) for run in runs.values()]
     rows: list[Row] = []
     for name in dict.fromkeys(name for config in configs for name in config):
@@ -129,9 +130,13 @@ def print_table(runs: dict[str, RunFiles], console: Console) -> None:
 
 def main() -> None:
     prog = started_as("controllers.compare")
-    parser = argparse.ArgumentParser(prog=prog, description="Compare runs: a table here, and a page with their curves.")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run; at least two")
-    parser.add_argument("--output", type=Path, default=Path("compare.html"), help="the page (default: compare.html)")
+    parser = argparse.ArgumentParser(
+        prog=prog, description="Compare runs: print a table, and write a page with the curves."
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run; give at least two")
+    parser.add_argument(
+        "--output", type=Path, default=Path("compare.html"), help="HTML file to write (default: compare.html)"
+    )
     arguments = parser.parse_args()
     try:
         if len(arguments.runs) < 2:

@@ -1,13 +1,19 @@
 """Recovers a run inside its process. After the death of an actor the run goes on from its newest complete checkpoint.
 
+A dead generator needs no recovery, because GeneratorClient replaces it. A run with `--hosts` cannot recover inside its
+process: the death of another actor raises StartAgainError, and new_program.py continues the run in a new program if it
+can.
+
 A recovery replaces the dead actor. The other actors stay, unless the trainer and the generator share GPUs. In that case
 all actors are replaced. All actors are replaced, too, if the store has died. The store is the process in which the
 transport keeps the index of the published weights. When all actors are ready, the recovery loads the random states,
-the trainer's state and the controller's state from the checkpoint. Then it calls the training function again. This
-function loads the state of PPO's value model and publishes the weights, and the generators load the weights. The run
-repeats the steps after the checkpoint with the same rollouts as before (see survival.RecordedQueue). If the run has no
-checkpoint, the recovery also replaces the trainer and PPO's value model. The run then begins again from the initial
-weights, which its seed or hf_path gives.
+the trainer's state and the controller's state from the checkpoint. Then the recovery calls the training function again.
+This function loads the state of PPO's value model (the critic) and publishes the weights, and the generators load the
+weights. The run repeats the steps after the checkpoint with the same rollouts as before, if it still has these rollouts
+(see survival.RecordedQueue and recorded_gigabytes).
+
+If the run has no checkpoint, the recovery also replaces the trainer and the critic. The run then begins again from the
+initial weights, which come from its seed or from hf_path.
 
 An error that is not caused by the death of an actor ends the run.
 """
@@ -26,10 +32,11 @@ Train = Callable[[Run[Any]], Awaitable[None]]
 
 
 async def train_to_end(run: Run[Any], train: Train) -> None:
-    """Train to the last step, and write the last checkpoint. If an actor dies, recover and go on, as often as the config allows.
+    """Train to the last step, and wait until the last checkpoint is on disk. If an actor dies, recover and go on, as often as the config
+    allows. A run without `actors` does not recover.
 
-    If the last hour had too many deaths, raises the error of the first of these deaths. Raises every error that is not
-    caused by a death.
+    If the last hour had too many deaths, raises the error of the first of these deaths. A run with
+    `--hosts` does not recover, but raises StartAgainError. Raises every error that is not caused by a death.
     """
     if run.actors is None:
         await _train(run, train)
@@ -56,7 +63,7 @@ async def _go_on(run: Run[Any], actors: Actors, train: Train) -> None:
 
 
 async def _pause(run: Run[Any], actors: Actors, death: Exception) -> None:
-    """Report the death, end the actors that the recovery replaces, and wait for some seconds.
+    """Report the death, end the actors that the recovery replaces, and wait as long as Restarts.pause_after says.
 
     If the last hour had too many deaths, raises the error of the first of these deaths.
     """
@@ -70,7 +77,7 @@ async def _pause(run: Run[Any], actors: Actors, death: Exception) -> None:
 
 
 async def _restore(run: Run[Any], actors: Actors) -> None:
-    """Replace the dead actors, and bring everything to the state of the newest complete checkpoint."""
+    """Replace the dead actors, and bring the run to the state of the newest complete checkpoint."""
     await run.checkpoints.abandon()
     run.interruption.raise_if_asked()
     checkpoints.remove_incomplete(run.folder.checkpoints)
@@ -81,7 +88,7 @@ async def _restore(run: Run[Any], actors: Actors) -> None:
     if newest is None:
         await actors.bury({"trainer", "critic"})  # a new trainer starts with the initial weights
     elif not (newest / CRITIC).is_dir():
-        await actors.bury({"critic"})  # the checkpoint has no critic; a new critic starts with a head of zeros
+        await actors.bury({"critic"})  # the checkpoint has no critic, so training starts with a new critic
     run.trainer, run.generator = await actors.start(run.log.setup)
     run.turns = make_turns(run.config, run.trainer, run.generator, run.timer)
     run.partners.clear()

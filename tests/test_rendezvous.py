@@ -1,4 +1,4 @@
-"""The rendezvous store of a trainer's ranks listens only at the address that `open_rendezvous` gets."""
+"""Tests that the rendezvous store, the TCPStore through which a trainer's ranks find each other, listens at only one address."""
 
 import psutil
 from torch.distributed import TCPStore
@@ -6,7 +6,7 @@ from torch.distributed import TCPStore
 from rl_actors.processes.spawn import open_rendezvous
 
 
-def test_the_rendezvous_is_reached_at_its_address_and_at_no_other():
+def test_the_rendezvous_store_listens_only_at_the_given_address():
     store = open_rendezvous("127.0.0.1")
     rank = TCPStore("127.0.0.1", store.port, is_master=False)
     rank.set("name", "value")

@@ -1,16 +1,16 @@
-"""A function with which tests wait for a condition that no event announces, and a time limit for waits in tests."""
+"""`wait_until`, with which tests wait for a condition that no event announces, and GUARD, the time limit for waits in tests."""
 
 import time
 
 GUARD = 900.0
-"""A limit in seconds. Even on a busy machine only a hang exceeds it. It is less than pytest's own limit for a test, so
-a hang ends with the error of the wait itself."""
+"""A time limit in seconds. Even on a busy machine only a hang takes longer. The limit is below pytest's own limit for a
+test, so a hang ends with the error of the wait, not with pytest's."""
 
 
 def wait_until(condition, what: str = ""):
     """Call `condition` until it returns a true value, and return this value. Raises AssertionError after GUARD seconds.
 
-    what: name of the condition, for the error.
+    what: a noun for the error, such as "the end of the run".
     """
     deadline = time.monotonic() + GUARD
     while not (value := condition()):

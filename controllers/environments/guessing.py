@@ -1,4 +1,5 @@
-"""A guessing game over several turns: the policy finds a secret digit. Hints say whether the secret is larger or smaller than a guess."""
+"""A guessing game over several turns: the policy looks for a secret digit. After each guess a hint says whether the secret is larger or
+smaller."""
 
 from random import Random
 
@@ -11,9 +12,9 @@ DIGITS = 10
 class Game:
     """One game. In each turn the policy guesses one digit and gets a reply.
 
-    The reply "+" means that the secret is larger than the guess. "-" means that the secret is smaller. "=" means that
-    the guess is the secret.
-    "?" means that the completion is not a single digit. A game also begins with "?", as its prompt.
+    The reply "+" means that the secret is larger than the guess, and "-" that the secret is smaller. "=" means that the
+    guess is the secret. "?" means that the completion is not a single digit. The prompt of a game is also "?". A game
+    ends with "=", or after the last guess.
     """
 
     def __init__(self, secret: int, num_guesses: int) -> None:
@@ -34,10 +35,10 @@ class Game:
 
 class GuessingGame:
     """The task: games in which the ten secrets are equally frequent. The reward is 1 if the policy finds the secret
-    within `num_guesses` guesses.
+    within `num_guesses` guesses, and else 0.
 
-    Only ten distinct games exist, so no game can be held out of training. The "held-out" problems are the games whose
-    secret is below num_held_out. Training has these games, too.
+    There are only ten distinct games, so none is kept out of training. The "held-out" problems are the games whose secret
+    is below num_held_out. Training has these games, too.
     """
 
     def __init__(self, *, seed: int, num_held_out: int, num_guesses: int = 4) -> None:

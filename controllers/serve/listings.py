@@ -7,7 +7,9 @@ from controllers.serve.futures import NotFoundError
 from controllers.serve.store import Checkpoint, Run, Store
 
 MAX_PAGE = 1000
+"""Largest number of items in one answer."""
 EVERY = 1 << 31
+"""A limit above the number of rows of any table, so it gives all rows."""
 
 
 def require_run(store: Store, owner: str, run_id: str) -> Run:
@@ -24,7 +26,7 @@ def runs(store: Store, owner: str, limit: int, offset: int) -> dict[str, Any]:
 
 
 def run(store: Store, row: Run) -> dict[str, Any]:
-    """A training run with its newest checkpoints."""
+    """A training run with its newest training checkpoint and its newest sampler checkpoint."""
     saved = store.checkpoints(run_id=row.id)
     rank = row.lora["rank"]
     return {
@@ -88,7 +90,7 @@ def session(store: Store, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _page(limit: int, offset: int) -> tuple[int, int]:
-    """Returns limit and offset. Raises ValueError if one of them is out of range."""
+    """Returns limit and offset unchanged. Raises ValueError if one of them is out of range."""
     if not 1 <= limit <= MAX_PAGE or not 0 <= offset < EVERY:
         raise ValueError(f"limit={limit}, offset={offset}; limit must be 1 to {MAX_PAGE}, offset 0 to {EVERY - 1}")
     return limit, offset
@@ -99,5 +101,5 @@ def _cursor(limit: int, offset: int, total: int) -> dict[str, int]:
 
 
 def as_time(seconds: float | None) -> str | None:
-    """Convert seconds since 1970 to the protocol's form of a time, ISO 8601."""
+    """Convert seconds since 1970 to ISO 8601, the format of times in the protocol."""
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -1,8 +1,8 @@
-"""Names and state of a server, in SQLite: sessions, training runs, checkpoints, samplers. The database holds no bodies
-or results of requests.
+"""The database of a Tinker server, in SQLite: sessions, training runs, checkpoints, samplers and versions of weights.
+The database holds no bodies or results of requests.
 
-Weights are files in the same folder as the database. A row that names files is written after the files are complete. So after a kill every
-name in the database still has all its files.
+Weights are files in folders next to the database. Only the base model may be elsewhere. The database names a directory only after the files
+in it are complete. So after a kill of the server every checkpoint in the database has all its files.
 """
 
 import json
@@ -29,7 +29,7 @@ CREATE INDEX IF NOT EXISTS checkpoints_of_run ON checkpoints (run_id);
 CREATE INDEX IF NOT EXISTS runs_of_session ON runs (session_id);
 """
 KIND_SEGMENTS = {"training": "weights", "sampler": "sampler_weights", "external": "external_weights"}
-"""For each kind of a checkpoint the second part of the checkpoint's path."""
+"""{kind of a checkpoint: second part of the paths of such checkpoints}. See checkpoint_path."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
@@ -41,19 +41,20 @@ class Run:
     session_id: str
     owner: str
     base_model: str
-    lora: Mapping[str, Any]  # the adapters' rank, seed, train_attn, train_mlp, train_unembed; rank 0 trains all weights
+    # Keys: rank (0: no adapters, all weights are trained), seed, train_attn, train_mlp, train_unembed.
+    lora: Mapping[str, Any]
     user_metadata: Mapping[str, Any] | None = None
     created: float = 0.0
     last_request: float = 0.0
-    parked: str | None = None  # directory with the state of the run, while the run is on disk and not in memory
-    inflight_version: int | None = None  # newest version that the run saved for its inflight samplers
+    parked: str | None = None  # directory with the state of a run that waits on disk; else None
+    inflight_version: int | None = None  # newest version that was saved for the run's samplers of the kind "inflight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """Saved weights with a name."""
 
-    path: str
+    path: str  # as checkpoint_path makes it
     run_id: str
     owner: str
     kind: str  # a key of KIND_SEGMENTS
@@ -76,8 +77,8 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """A sampling session. A sampler of the kind "snapshot" keeps its version of the weights. A sampler of the kind
-    "inflight" always uses the inflight_version of its run.
+    """A sampling session of the protocol. A sampler of the kind "snapshot" always uses its own `version` of the
+    weights. A sampler of the kind "inflight" uses the current inflight_version of its run.
     """
 
     id: str
@@ -97,8 +98,8 @@ def checkpoint_path(run_id: str, kind: str, name: str) -> str:
     """
     if not NAME.fullmatch(name):
         raise ValueError(
-            f"the name {name!r} is not possible; it must have 1 to 128 letters, digits, '.', '_' and '-', and not "
-            "begin with '.' or '-'"
+            f"the name {name!r} is not possible; it must have 1 to 128 characters (letters, digits, '.', '_' and '-'), "
+            "and must not begin with '.' or '-'"
         )
     return f"tinker://{run_id}/{KIND_SEGMENTS[kind]}/{name}"
 
@@ -165,7 +166,7 @@ class Store:
     # checkpoints
 
     def put_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Add a checkpoint. It replaces an older checkpoint with the same path."""
+        """Add a checkpoint. If the database has a checkpoint with the same path, the new one replaces it."""
         self._insert("checkpoints", _columns(replace(checkpoint, created=time.time())), replaces=True)
 
     def checkpoint(self, path: str) -> Checkpoint | None:
@@ -173,7 +174,9 @@ class Store:
         return None if row is None else _checkpoint(row)
 
     def checkpoints(self, *, run_id: str | None = None, owner: str | None = None) -> list[Checkpoint]:
-        """Checkpoints, newest first. run_id: only those of this run. owner: only those of this owner. None: no such limit."""
+        """Checkpoints, newest first. run_id: only checkpoints of this run. owner: only checkpoints of this owner. None: of all runs, or of
+        all owners.
+        """
         where, arguments = _owned(owner)
         if run_id is not None:
             where, arguments = f"{where} AND run_id = ?", [*arguments, run_id]
@@ -193,7 +196,7 @@ class Store:
     # versions of weights for samplers
 
     def add_version(self, run_id: str | None, *, is_ephemeral: bool) -> int:
-        """Add a version whose directory is not written yet, and return its number. is_ephemeral: True if the weights have no name."""
+        """Add a version whose directory is not written yet, and return the version's number. is_ephemeral: True if the weights get no name."""
         query = "INSERT INTO versions (run_id, directory, is_ephemeral) VALUES (?, '', ?)"
         number = self.db.execute(query, (run_id, is_ephemeral)).lastrowid
         assert number is not None
@@ -203,7 +206,7 @@ class Store:
         self.db.execute("UPDATE versions SET directory = ? WHERE number = ?", (directory, number))
 
     def version_of_base(self, directory: str) -> int:
-        """The number of the version whose weights are the base model in this directory. Adds the version if it is not in the database."""
+        """The number of the version for the base model in this directory. Adds the version if the database does not have it."""
         row = self._one("SELECT number FROM versions WHERE run_id IS NULL AND directory = ?", directory)
         if row is not None:
             return row["number"]
@@ -222,8 +225,8 @@ class Store:
         return [row["number"] for row in self._all(query, run_id)]
 
     def versions(self, owner: str, limit: int) -> list[dict[str, Any]]:
-        """The newest versions of an owner's runs and of base models, without dropped versions. Columns: number, run_id,
-        path (of named weights), is_ephemeral.
+        """The newest versions of an owner's runs and of base models, without dropped and unfinished versions. Columns:
+        number, run_id, path (of the checkpoint; None if the weights are not a checkpoint), is_ephemeral.
         """
         query = """SELECT versions.number, versions.run_id, versions.is_ephemeral, checkpoints.path FROM versions
             LEFT JOIN runs ON runs.id = versions.run_id LEFT JOIN checkpoints ON checkpoints.version = versions.number
@@ -232,7 +235,9 @@ class Store:
         return self._all(query, owner, limit)
 
     def forgotten_versions(self, seen_before: float) -> list[int]:
-        """Numbers of versions that have no name, are not dropped, and whose session was last seen before this time (seconds since 1970)."""
+        """Numbers of the versions without a name whose session was last seen before this time (seconds since 1970). Leaves out dropped
+        versions.
+        """
         query = """SELECT number FROM versions JOIN runs ON runs.id = versions.run_id JOIN sessions ON sessions.id = runs.session_id
             WHERE is_ephemeral AND NOT is_dropped AND sessions.last_seen < ?"""
         return [row["number"] for row in self._all(query, seen_before)]
@@ -296,5 +301,5 @@ def _checkpoint(row: dict[str, Any]) -> Checkpoint:
 
 
 def _owned(owner: str | None) -> tuple[str, list[Any]]:
-    """(SQL condition, its arguments) for the rows of an owner. With owner=None the condition holds for all rows."""
+    """(SQL condition, its arguments). The condition selects the rows of an owner, or all rows if owner is None."""
     return ("1", []) if owner is None else ("owner = ?", [owner])

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NO_VERSION = -1
-"""policy_version of weights that were not pulled from a trainer."""
+"""policy_version of a generator without complete weights from a trainer: before the first pull, after a pull that failed while it replaced
+the weights, and after a sleep of level 2."""
 
 
 class EngineCall(Generic[T]):
@@ -46,7 +47,8 @@ class EngineCall(Generic[T]):
         adapter with which the requests run. name: the call's name in error texts.
         """
         self.prompts, self.make_params, self.read, self.adapter, self.name = prompts, make_params, read, adapter, name
-        self._results: dict[int, dict[int, T]] = {index: {} for index in range(len(prompts))}  # of unfinished prompts
+        # Unfinished prompt -> place -> result. Request says what a place is.
+        self._results: dict[int, dict[int, T]] = {index: {} for index in range(len(prompts))}
         self._finished: list[tuple[int, list[T]]] = []  # finished prompts that no `take` has returned
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
@@ -74,7 +76,7 @@ class EngineCall(Generic[T]):
             return self._failure is not None or not (self._results or self._finished)
 
     def put(self, request: "Request[T]", output: "RequestOutput") -> None:
-        """Take vLLM's output of a finished request."""
+        """Add the result of a finished request. output: vLLM's output of this request."""
         result = self.read(output)
         with self._lock:
             results = self._results[request.prompt]
@@ -85,14 +87,14 @@ class EngineCall(Generic[T]):
                 self._answer()
 
     def fail(self, error: BaseException) -> None:
-        """End the call with an error. Does nothing if all prompts have finished."""
+        """End the call with an error. Does nothing if all prompts have finished, or if the call has failed already."""
         with self._lock:
             if self._results and self._failure is None:
                 self._failure = error
                 self._answer()
 
     def _answer(self) -> None:
-        """Complete the future of the last `take` if enough prompts have finished.
+        """Complete the future of the last `take` if one of the conditions in the docstring of `take` holds.
 
         If the call has failed, the future gets the error, and the finished prompts that no `take` has returned are
         lost.
@@ -114,14 +116,14 @@ class Request(Generic[T]):
     """One request to vLLM. It is answered with one completion or with the logprobs of one sequence."""
 
     call: EngineCall[T]
-    prompt: int  # index in the call
+    prompt: int  # index of the prompt in the call
     place: int  # index among the requests of the prompt
     num_of_prompt: int  # number of requests of the prompt
 
 
 def vllm_params(params: SamplingParams, prompt: int) -> list["VLLMParams"]:
-    """Parameters of one vLLM request for each completion, so that each completion has its own seed and its own policy
-    versions.
+    """The parameters of the vLLM requests for one prompt. Each completion is a request of its own, so that it has its own
+    seed and its own policy versions.
 
     prompt: the number of the prompt, which is p in the formula of SamplingParams.seed.
     """
@@ -149,7 +151,7 @@ def vllm_params(params: SamplingParams, prompt: int) -> list["VLLMParams"]:
 
 
 def read_completion(params: SamplingParams, output: "RequestOutput") -> Completion:
-    """The completion of a finished request, with the version of every token."""
+    """The completion of a finished request, with the policy version of every token."""
     completion = output.outputs[0]
     tokens = list(completion.token_ids)
     versions: list[int] = []
@@ -166,7 +168,7 @@ def read_completion(params: SamplingParams, output: "RequestOutput") -> Completi
 
 
 def read_top(positions: Sequence[Mapping[int, "Logprob"]], count: int) -> TopLogprobs | None:
-    """The `count` likeliest tokens of each position, or None if count is 0.
+    """The `count` likeliest tokens at each position, or None if count is 0.
 
     For each position vLLM returns the likeliest tokens, and also the token of the sequence. This function drops the
     token of the sequence if it is not among the likeliest.

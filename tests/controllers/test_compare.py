@@ -117,7 +117,7 @@ WRONG = {
     "nowhere holds no run": ["run", "nowhere"],
     "cut_off/config.json is not JSON: Expecting ',' delimiter": ["run", "cut_off"],
     "run is named twice; a comparison needs distinct runs": ["run", "empty/../run"],
-    "8 runs are too many; a chart has colours for at most 7": [f"run{number}" for number in range(8)],
+    "8 runs are too many; a chart has colors for at most 7": [f"run{number}" for number in range(8)],
     "--output empty is a folder; it must be a file": ["run", "other", "--output", "empty"],
 }
 

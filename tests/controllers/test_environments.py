@@ -33,7 +33,7 @@ def operands(problem: Problem) -> frozenset:
     return frozenset(map(int, re.fullmatch(r"(\d+)\+(\d+)=", problem.prompt).groups()))
 
 
-def test_prompts_and_answers_are_those_of_the_task():
+def test_the_answer_is_the_sum_of_the_two_numbers_in_the_prompt():
     environment = build_environment(addition())
     for index in range(200):
         problem = environment.problem(index)
@@ -63,7 +63,7 @@ def test_a_problem_depends_on_seed_and_index_only():
     assert {p.key for p in first.held_out()} != {p.key for p in other.held_out()}
 
 
-def test_a_small_space_is_split_but_more_than_half_of_it_cannot_be_held_out():
+def test_at_most_half_of_the_distinct_problems_of_a_task_can_be_held_out():
     digits = {**ADDITION, "min_digits": 1, "max_digits": 1}  # numbers from 0 to 10: 66 unordered pairs
     environment = build_environment(addition(options=digits, num_held_out=30))
     held_out = {operands(problem) for problem in environment.held_out()}
@@ -82,7 +82,7 @@ def test_only_problems_whose_prompts_match_the_pattern_are_trained_on_or_held_ou
     assert keys == {f"Half of {n}?" for n in range(10)}
 
 
-def test_tasks_without_operands_are_split_by_their_text():
+def test_training_never_shows_the_prompt_of_a_held_out_problem_without_operands():
     environment = build_environment(EnvironmentConfig(task="spell_backward", num_held_out=16, reward="task"))
     held_out = environment.held_out()
     training = [environment.problem(index) for index in range(100)]
@@ -99,7 +99,7 @@ def jsonl(tmp_path):
     return str(path)
 
 
-def test_every_epoch_of_a_file_is_another_order_of_all_problems_that_are_not_held_out(jsonl):
+def test_every_epoch_has_all_problems_of_a_file_that_are_not_held_out_in_a_new_order(jsonl):
     environment = build_environment(EnvironmentConfig(task=jsonl, num_held_out=10, prompt="[{level}] {question}"))
     held_out = {problem.key for problem in environment.held_out()}
     epochs = [[environment.problem(index).key for index in range(start, start + 30)] for start in (0, 30)]
@@ -109,7 +109,7 @@ def test_every_epoch_of_a_file_is_another_order_of_all_problems_that_are_not_hel
     assert re.fullmatch(r"\[[012]\] Half of \d+\?", environment.problem(0).prompt)
 
 
-def test_exact_match_strips_and_math_verify_compares_values(jsonl):
+def test_exact_match_ignores_outer_whitespace_and_math_verify_compares_values(jsonl):
     exact = build_environment(EnvironmentConfig(task=jsonl, num_held_out=10))
     problem = Problem(prompt="", answer="0.5", key="")
     assert [exact.reward(problem, text) for text in (" 0.5\n", "0.50", "")] == [1.0, 0.0, 0.0]
@@ -117,7 +117,7 @@ def test_exact_match_strips_and_math_verify_compares_values(jsonl):
     assert [maths.reward(problem, text) for text in ("0.50", r"it is $\frac{1}{2}$", "1/3", "")] == [1.0, 1.0, 0.0, 0.0]
 
 
-def test_math_verify_answers_in_a_thread_too():
+def test_math_verify_also_works_outside_the_main_thread():
     rewards = []
     thread = threading.Thread(target=lambda: rewards.append(math_verify("0.5", "1/2")))
     thread.start()
@@ -188,12 +188,12 @@ def test_a_users_function_gets_the_seed_and_the_options():
         ({"mixture": [{"task": "spel_backward"}]}, "mixture, spel_backward: .*did you mean spell_backward"),
     ],
 )
-def test_a_wrong_value_is_refused_by_name(fields, message):
+def test_the_error_for_a_wrong_value_names_the_value(fields, message):
     with pytest.raises(ValueError, match=message):
         build_environment(EnvironmentConfig(**fields))
 
 
-def test_a_data_set_that_is_nowhere_is_refused_with_the_command_that_fetches_it(monkeypatch):
+def test_the_error_for_a_missing_data_set_has_the_command_that_downloads_it(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the test needs no network
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     message = "task='no/where', split='train': .*hf download --repo-type dataset no/where"
@@ -201,7 +201,7 @@ def test_a_data_set_that_is_nowhere_is_refused_with_the_command_that_fetches_it(
         build_environment(EnvironmentConfig(task="no/where"))
 
 
-def test_a_bad_line_is_named(tmp_path):
+def test_the_error_for_a_bad_line_names_the_file_and_the_line(tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": "1", "answer": "1"}\n{"prompt": "2"}\n')
     with pytest.raises(ValueError, match=r"bad.jsonl:2 has no column 'answer'; it has prompt"):
@@ -387,13 +387,13 @@ def cut_off(tmp_path) -> str:
         ),
     ],
 )
-def test_wrong_data_is_refused_with_its_file_and_row(tmp_path, name, text, fields, message):
+def test_the_error_for_wrong_data_names_what_is_wrong(tmp_path, name, text, fields, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         build_environment(data(str(tmp_path / name), **fields))
 
 
-def test_a_parquet_file_that_is_cut_off_is_named(tmp_path):
+def test_the_error_for_a_cut_off_parquet_file_names_the_file(tmp_path):
     with pytest.raises(ValueError, match="cut.parquet cannot be read; it may be cut off"):
         build_environment(data(cut_off(tmp_path)))
 
@@ -422,7 +422,7 @@ def closeness(answer: str, completion: str) -> float:
     return 1 / (1 + abs(len(answer) - len(completion)))
 
 
-def test_the_reward_compares_the_last_match_of_a_pattern_or_calls_a_users_function(jsonl):
+def test_the_regex_reward_compares_last_matches_and_a_users_function_can_be_the_reward(jsonl):
     problem = Problem(prompt="", answer="72", key="")
     config = EnvironmentConfig(task=jsonl, num_held_out=10, reward="regex", reward_pattern=r"#### (-?\d+)")
     reward = build_environment(config).reward

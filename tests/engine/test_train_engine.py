@@ -1,4 +1,4 @@
-"""Compares the engine's float32 numbers with transformers, a plain PyTorch loop, and other ways of packing."""
+"""Tests that the trainer's engine gives the float32 numbers of transformers and of a plain PyTorch loop, however samples are packed."""
 
 import math
 from dataclasses import replace
@@ -19,7 +19,7 @@ PPO_CLIPPED = PPO(ratio_low=0.8, ratio_high=1.28)
 
 
 def in_order(output) -> list[torch.Tensor]:
-    """The logprobs of a RankOutput in the order of the samples."""
+    """The logprobs of each sample in a RankOutput, in the order in which the samples were given to the engine."""
     pieces = dict(zip(output.indices, output.logprobs.split(output.lengths), strict=True))
     return [pieces[index] for index in range(len(pieces))]
 
@@ -78,7 +78,7 @@ def test_ten_adamw_steps_follow_a_plain_pytorch_loop(make_engine, request, heads
     print(f"largest relative difference: loss {max(losses):.1e}, grad_norm {max(norms):.1e}")
     assert max(losses) < 1e-5 and max(norms) < 1e-5
     assert expected[9][0] < 0.8 * expected[0][0]  # the model learns
-    assert expected[0][1] > 1.0  # gradients were clipped
+    assert expected[0][1] > 1.0  # the first gradient was clipped
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_ten_adamw_steps_follow_a_plain_pytorch_loop(make_engine, request, heads
     ],
     ids=str,
 )
-def test_packed_equals_one_sample_at_a_time(make_engine, fields):
+def test_packed_samples_give_the_numbers_of_one_sample_at_a_time(make_engine, fields):
     samples = ppo_samples(ODD_LENGTHS)
     unpacked, packed = make_engine(rows_per_microbatch=1), make_engine(**fields)
     outputs = [unpacked.forward_backward([sample], PPO_CLIPPED) for sample in samples]
@@ -183,7 +183,7 @@ def test_padding_targets_have_logprob_0(make_engine):
     assert (logprobs[5:9] == 0).all() and (logprobs[:5] != 0).all() and (logprobs[9:] != 0).all()
 
 
-def test_weights_of_another_model_are_refused_with_every_differing_dimension(make_engine, tied_qwen3):
+def test_the_error_for_weights_of_another_model_lists_every_differing_dimension(make_engine, tied_qwen3):
     other = replace(ModelConfig.from_hf(tied_qwen3), hidden_size=128, num_hidden_layers=4)
     with pytest.raises(ValueError) as caught:
         make_engine(model=other)
@@ -192,7 +192,7 @@ def test_weights_of_another_model_are_refused_with_every_differing_dimension(mak
 
 
 @pytest.mark.parametrize("heads", ["tied", "untied"])
-def test_config_json_of_transformers_says_whether_heads_are_tied(request, heads):
+def test_from_hf_reads_from_config_json_whether_the_head_is_tied(request, heads):
     config = ModelConfig.from_hf(request.getfixturevalue(f"{heads}_qwen3"))
     assert config.tie_word_embeddings == (heads == "tied") and config.rope_theta == 10_000.0
 

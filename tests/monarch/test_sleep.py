@@ -60,10 +60,10 @@ def test_sleeps_that_are_not_possible_are_refused():
             sleeping.require_possible(config, level, has_transport=True)
     with pytest.raises(ValueError, match=r"sleep is not possible with generator.sleep_mode=False"):
         sleeping.require_possible(replace(config, sleep_mode=False), 1, has_transport=True)
-    with pytest.raises(ValueError, match=r"without a transport nothing brings them; use level 1"):
+    with pytest.raises(ValueError, match=r"without a transport no pull can bring them back; use level 1"):
         sleeping.require_possible(config, 2, has_transport=False)
     adapters = replace(config, lora=LoRAConfig(rank=4, sync="adapter"))
-    with pytest.raises(ValueError, match=r"would drop the weights under the adapters"):
+    with pytest.raises(ValueError, match=r"would drop the base weights"):
         sleeping.require_possible(adapters, 2, has_transport=True)
     sleeping.require_possible(adapters, 1, has_transport=False)
 

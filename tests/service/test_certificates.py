@@ -1,5 +1,5 @@
-"""A program can connect to a service with TLS only if the service's certificate authority has signed the program's
-certificate.
+"""Tests of services with TLS. Such a service admits a program only if the service's certificate authority has signed the
+program's certificate.
 """
 
 import contextlib
@@ -58,17 +58,17 @@ def served(certificates, tmp_path):
     in_background(door.close("the test is over"), "close").result()
 
 
-def test_a_program_with_a_certificate_of_the_authority_comes_in(served, certificates):
+def test_a_program_with_a_certificate_of_the_authority_is_admitted(served, certificates):
     assert remote.ask(served, {"wants": "status"}, certificates=certificates, timeout=TIMEOUT)["status"]
     target = Address.parse(served)
     wants = {"wants": "attach", "member": "trainer", "name": "a test"}
     lease = remote.Lease(target, *remote._greet(target, wants, certificates, TIMEOUT))
     assert lease.answer["client"] == 1
     lease.close()
-    wait_until(lease.ended.done, "the lease ends")
+    wait_until(lease.ended.done, "the end of the lease")
 
 
-def test_a_program_without_a_certificate_stays_outside(served, certificates):
+def test_a_program_without_a_certificate_is_refused(served, certificates):
     trusting = ssl.create_default_context(cafile=str(Path(certificates) / tls.AUTHORITY))
     answer = b""
     address = (Address.parse(served).host, Address.parse(served).port)
@@ -79,7 +79,7 @@ def test_a_program_without_a_certificate_stays_outside(served, certificates):
     assert answer == b""
 
 
-def test_a_program_with_the_certificate_of_another_authority_stays_outside(served, tmp_path):
+def test_a_program_with_a_certificate_of_another_authority_is_refused(served, tmp_path):
     other = make(tmp_path / "other")
     with pytest.raises(ConnectionError, match="TLS failed between this program and the service"):
         TrainerClient.attach(served, certificates=other, timeout=TIMEOUT)
@@ -92,8 +92,8 @@ def test_a_program_without_tls_gets_no_answer(served):
         TrainerClient.attach(served.replace("tls:", "tcp:"), timeout=TIMEOUT)
 
 
-def test_a_host_that_the_certificate_does_not_name_is_not_trusted(tmp_path, certificates):
-    """The service listens at an address of this machine that its certificate does not list."""
+def test_a_client_does_not_trust_a_service_whose_certificate_lacks_the_service_address(tmp_path, certificates):
+    """The certificate lists 127.0.0.1, but the service listens at 127.0.0.2, which is also an address of this machine."""
     service = Service({"trainer": NoTrainer()})
     door = Door(service, b"", logs=tmp_path, stop=lambda reason: None, transport="tls")
     opening = door.open(Address("127.0.0.2", 0, tls=True), tls.server_context(certificates))
@@ -104,7 +104,7 @@ def test_a_host_that_the_certificate_does_not_name_is_not_trusted(tmp_path, cert
 
 
 @pytest.mark.parametrize("name", [tls.AUTHORITY, tls.CERTIFICATE, tls.KEY])
-def test_a_missing_file_is_named_before_anything_connects(tmp_path, name):
+def test_the_error_names_a_missing_file_before_the_client_connects(tmp_path, name):
     folder = make(tmp_path / "certificates")
     os.unlink(Path(folder) / name)
     with pytest.raises(ValueError, match=f"{name} does not exist; `make certificates`"):
@@ -127,7 +127,7 @@ def test_files_that_are_no_certificates_are_refused(tmp_path):
         TrainerClient.attach("tls://127.0.0.1:1", certificates=str(folder), timeout=TIMEOUT)
 
 
-def test_a_second_run_of_the_script_keeps_the_authority(tmp_path):
+def test_a_second_run_of_the_script_keeps_the_authority_and_makes_a_new_certificate(tmp_path):
     folder = Path(make(tmp_path / "certificates"))
     before = [(folder / name).read_bytes() for name in (tls.AUTHORITY, tls.CERTIFICATE)]
     make(folder, "--host", "another.invalid")
