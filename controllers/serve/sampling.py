@@ -58,7 +58,11 @@ class _Waiter:
     """A request that waits until the generator holds the request's version."""
 
     since: float  # time.monotonic() when the wait began
-    admitted: asyncio.Future[None]
+    admitted: asyncio.Future[None]  # `_switch` sets its result, and then counts the request in num_running
+
+    @property
+    def is_counted(self) -> bool:
+        return self.admitted.done() and not self.admitted.cancelled() and self.admitted.exception() is None
 
 
 @dataclass(slots=True)
@@ -177,17 +181,20 @@ class VersionedGenerator:
     @contextlib.asynccontextmanager
     async def _holding(self, version: int) -> AsyncIterator[None]:
         """Context manager. In its body the generator holds the whole weights of this version. Raises RuntimeError if the pull fails."""
+        waiter = None
         if self._may_start(version):
             self.num_running += 1
         else:
             waiter = _Waiter(time.monotonic(), asyncio.get_running_loop().create_future())
             self._waiting.setdefault(version, []).append(waiter)
             self._switch_if_idle()
-            await waiter.admitted  # `_switch` sets this result, and counts the request in num_running
         try:
+            if waiter is not None:
+                await waiter.admitted  # the request may be cancelled here, also after it was counted
             yield
         finally:
-            self.num_running -= 1
+            if waiter is None or waiter.is_counted:
+                self.num_running -= 1
             self._switch_if_idle()
 
     def _may_start(self, version: int) -> bool:

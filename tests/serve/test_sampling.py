@@ -264,6 +264,30 @@ def test_other_versions_do_not_wait_for_ever(api):
     api(use)
 
 
+def test_a_request_that_is_cancelled_when_its_version_has_come_is_not_counted_as_running():
+    class Pulls:
+        async def pull_model_state_dict(self, version: int) -> None: ...
+
+    async def use() -> None:
+        versions = sampling.VersionedGenerator(Pulls())
+
+        async def request() -> None:
+            async with versions.using(1):
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(request())
+        while not versions.num_running:  # then the task is admitted, but it has not run again yet
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert versions.num_running == 0
+        async with versions.using(2):
+            assert versions.num_running == 1
+
+    asyncio.run(asyncio.wait_for(use(), 60))
+
+
 def test_dropped_and_deleted_weights_are_a_clear_error(api):
     async def use(api):
         model = await api.create_model()
