@@ -1,11 +1,12 @@
 """Speed of training with samples packed into rows, compared with samples that are each padded to 4,096 positions.
 
-A plan says which samples share a row of the batch, and which rank gets the row. The program also prints how long it
-takes to make plans, and how much padding the plans have.
+Speed is the number of tokens that forward_backward processes in a second, without padding. Sample lengths are log-normal
+(median 600, sigma 1, clipped to 4,096, seed 0). One process trains a tiny model on a CPU, or a model of Qwen3 0.6B's
+shape in bfloat16 on a GPU. The timed calls alternate between the ways of packing, so that a slow period of the machine
+affects all ways. The docstring of `plan` in rl_actors/engine/packing.py explains the ways.
 
-Speed is in tokens of samples per second, without padding. Sample lengths are log-normal (median 600, sigma 1, clipped
-to 4,096, seed 0). One process trains a tiny model on a CPU, or a model of Qwen3 0.6B's shape in bfloat16 on a GPU. The
-timed calls alternate between the ways of packing, so that a slow period of the machine affects all ways.
+A plan puts samples into rows, and rows into the microbatches of every rank. The program also prints the time to make
+plans, and their share of padding.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from rl_actors.engine.packing import Microbatch, Plan, plan, time_of
 
 ROW = 4096  # positions of a row
 SIZES = (100, 1_000, 10_000, 100_000)  # numbers of samples for which plans are made and timed
-PADDED = "padded"
+PADDED = "padded"  # the way without packing, with which the other ways are compared
 
 
 def long_tailed(count: int) -> list[int]:
@@ -37,7 +38,7 @@ def long_tailed(count: int) -> list[int]:
 
 
 def waste(lengths: Sequence[int], ranks: Plan) -> float:
-    """The share of positions that are padding."""
+    """The share of the positions of a plan that are padding."""
     num_positions = 0
     for microbatches in ranks:
         num_positions += sum(len(microbatch.rows) * microbatch.row_length for microbatch in microbatches)
@@ -53,9 +54,9 @@ def padded(lengths: Sequence[int], *, tokens_per_row: int, num_ranks: int, **_) 
 
 
 def now() -> float:
-    """The time when the GPU, if there is one, has finished its work.
+    """Wait until the GPU, if there is one, has finished its work. Returns the time after the wait.
 
-    This function waits, because forward_backward returns before its last backward pass has ended.
+    The wait is necessary because forward_backward returns before the GPU has finished the last backward pass.
     """
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -65,12 +66,13 @@ def now() -> float:
 def print_planning() -> None:
     """Print the time, padding and imbalance of plans.
 
-    All ranks wait for the slowest rank of each microbatch, so the attention costs of these slowest ranks are added up.
-    Imbalance is how much this sum exceeds the mean attention cost of a rank.
+    The attention cost of a sample is the square of its length. In each microbatch all ranks wait for the rank with the
+    highest cost. So the highest costs of all microbatches are added up. Imbalance is the excess of this sum over the
+    mean cost of a rank.
     """
-    print("planning, rows of 4,096, one row a microbatch; the best time of three")
+    print("plans with rows of 4,096 positions and one row in a microbatch; seconds: the best of three times")
     print(
-        f"{'samples':>9} {'ranks':>6} {'policy':<13} {'seconds':>8} {'waste':>7} {'microbatches':>13} {'slowest rank':>13}"
+        f"{'samples':>9} {'ranks':>6} {'policy':<13} {'seconds':>8} {'padding':>7} {'microbatches':>13} {'slowest rank':>13}"
     )
     for count in SIZES:
         lengths = long_tailed(count)
@@ -81,7 +83,7 @@ def print_planning() -> None:
                 found = plan(lengths, tokens_per_row=ROW, rows_per_microbatch=1, num_ranks=ranks, policy=policy)
                 seconds.append(time.perf_counter() - start)
             mean_cost = sum(length**2 for length in lengths) / ranks
-            excess = time_of(lengths, found)[1] / mean_cost - 1  # of the slowest rank
+            excess = time_of(lengths, found)[1] / mean_cost - 1
             figures = f"{min(seconds):>8.3f} {waste(lengths, found):>7.2%} {len(found[0]):>13,} {excess:>12.2%}"
             print(f"{count:>9,} {ranks:>6} {policy:<13} {figures} over the mean in attention")
 
@@ -97,7 +99,7 @@ def trainer_config() -> TrainerConfig:
 
 
 def measure_throughput(num_samples: int, repeats: int, ways: Sequence[str]) -> None:
-    """Time forward_backward in every way of packing.
+    """Time forward_backward with every way of packing.
 
     For each way except PADDED, record a result that compares the way with PADDED.
     """
@@ -151,13 +153,17 @@ def measure_throughput(num_samples: int, repeats: int, ways: Sequence[str]) -> N
 def main() -> None:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--samples", type=int, default=256 if on_gpu else 32, help="samples of a timed call")
-    parser.add_argument("--repeats", type=int, default=5 if on_gpu else 3, help="timed calls of each way")
+    parser.add_argument("--samples", type=int, default=256 if on_gpu else 32, help="number of samples in a timed call")
+    parser.add_argument(
+        "--repeats", type=int, default=5 if on_gpu else 3, help="number of timed calls of each way of packing"
+    )
     ways = ["packed", "token_budget", "fixed"]
     # On a GPU the default is only the first way. The other ways have rows of many lengths, and the model's blocks would
     # be compiled for each length.
     default = ways[:1] if on_gpu else ways
-    parser.add_argument("--ways", nargs="*", default=default, choices=ways, help="ways to compare with padded")
+    parser.add_argument(
+        "--ways", nargs="*", default=default, choices=ways, help="ways of packing to compare with padded samples"
+    )
     arguments = parser.parse_args()
     print_planning()
     measure_throughput(arguments.samples, arguments.repeats, [*arguments.ways, PADDED])

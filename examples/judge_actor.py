@@ -1,4 +1,4 @@
-"""A Monarch program that takes GRPO steps. It spawns a trainer, a generator, and a Judge, which is an actor of the program's own.
+"""A Monarch program that takes GRPO steps. It spawns a trainer, a generator, and an actor of its own, the Judge.
 
 The judge gets completions as lists of token ids. The score of a completion is the share of even ids. A model with random weights scores about 0.5.
 
@@ -27,9 +27,10 @@ class Judge(Actor):
 
 
 async def sample(generator: rl.GeneratorClient, judge: Judge, seed: int) -> tuple[list[rl.Sample], float]:
-    """Generate completions of all prompts. Returns them as Samples with advantages, and the mean reward.
+    """Generate a group of completions for each prompt.
 
-    The judge scores a group while other groups are generated.
+    The judge scores a group while other groups are generated. Returns a Sample with advantages for each completion, and
+    the mean reward.
     """
     params = rl.SamplingParams(n=GROUP_SIZE, max_tokens=8, seed=seed)
     samples, rewards = [], []
@@ -50,7 +51,7 @@ async def sample(generator: rl.GeneratorClient, judge: Judge, seed: int) -> tupl
 async def train(procs: list[ProcMesh], transport: rl.TorchStoreTransport, num_steps: int) -> None:
     model = rl.ModelConfig(vocab_size=48, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=32)
     judge = procs[0].spawn("judge", Judge)
-    await setup_torch_elastic_env_async(procs[1])  # RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of the trainer's ranks
+    await setup_torch_elastic_env_async(procs[1])  # sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
     trainer = rl.TrainerClient(procs[1].spawn("trainer", rl.PolicyTrainer, rl.TrainerConfig(model=model), transport))
     config = rl.GeneratorConfig(model=model, max_model_len=256)
     generator = rl.GeneratorClient(procs[2].spawn("generator", rl.Generator, config, transport))
@@ -63,7 +64,7 @@ async def train(procs: list[ProcMesh], transport: rl.TorchStoreTransport, num_st
 
 
 async def main(num_steps: int) -> None:
-    transport = rl.TorchStoreTransport()  # the program opens and closes it
+    transport = rl.TorchStoreTransport()  # this program must open and close the transport
     await transport.open()
     procs = [this_host().spawn_procs(per_host={"gpus": 1}) for _ in range(3)]
     try:

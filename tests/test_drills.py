@@ -1,6 +1,8 @@
-"""Tests of benchmarks/drills.py. A round of this program starts a run and kills or stops one or two of its processes.
+"""Tests of benchmarks/drills.py. Each round of this program starts a run, and kills or stops processes of the run.
 
-The tests check the random choices of a round, the table of results, and rounds with real processes.
+A stopped process counts as dead, too. A bar is a limit of the seconds from a death to the next step. The tests check the
+random choices of a round, the table of results, the bars, the search for a run's processes and shared memory, and rounds
+with real processes.
 """
 
 import argparse
@@ -25,7 +27,7 @@ from controllers.run_folder import RunFolder
 ROOT = Path(__file__).parents[1]
 
 
-def test_a_round_depends_only_on_its_number_and_the_kinds_take_turns():
+def test_the_same_seed_and_number_draw_the_same_round_and_the_kinds_take_turns():
     draws = [draw_round(number, 7, KINDS, ("grpo", "ppo"), ("sync", "async")) for number in range(60)]
     assert draws == [draw_round(number, 7, KINDS, ("grpo", "ppo"), ("sync", "async")) for number in range(60)]
     assert [each.kind for each in draws[:6]] == list(KINDS)
@@ -61,7 +63,7 @@ def test_the_bar_of_a_stopped_process_includes_the_silence_after_which_it_counts
     assert row.split() == ["engine", "stop", "1", "1", "10.0", "45", "10.0", "65", "-,", "-", "-,", "-"]
 
 
-def test_a_missed_bar_is_named_and_rounds_with_two_deaths_have_no_bar():
+def test_a_missed_bar_is_named_and_rounds_with_two_deaths_or_a_death_during_the_start_have_no_bar():
     assert missed_bars([LINE, LINE | {"seconds": 79.0}, LINE | {"seconds": 40.0}], 20.0) == []
     assert missed_bars([LINE | {"seconds": 99.0, "second": "critic"}], 20.0) == []
     assert missed_bars([LINE | {"seconds": 99.0, "after_step": -1}], 20.0) == []
@@ -76,7 +78,7 @@ def test_a_missed_bar_is_named_and_rounds_with_two_deaths_have_no_bar():
     assert missed_bars([stopped | {"seconds": 61.0}], 20.0) == ["trainer stop: the median is 61.0 s, the bar 60 s"]
 
 
-def test_seconds_to_next_step_uses_the_line_of_the_restart_or_if_there_is_none_the_next_recorded_step():
+def test_seconds_to_next_step_come_from_the_line_of_the_restart_or_else_from_the_next_recorded_step():
     moment = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
     died = {"restart": "generator-0", "time": "2026-01-01T00:00:01.000+00:00"}
     earlier = {"restart": 1, "time": "2025-12-31T23:59:00.000+00:00", "seconds": 9.0}
@@ -88,6 +90,8 @@ def test_seconds_to_next_step_uses_the_line_of_the_restart_or_if_there_is_none_t
     assert seconds_to_next_step([earlier], steps[:1], moment) is None
 
 
+# A program that makes a segment of shared memory, which is a file in /dev/shm. The first argument is the file's name. The
+# second argument says how the program holds the file: "mapped" or "open".
 MAKES_SEGMENT = """
 import mmap, sys
 file = open("/dev/shm/" + sys.argv[1], "w+b")
@@ -101,13 +105,13 @@ sys.stdin.read()
 
 
 class RunWithSegments(Controller):
-    """A run without a controller. Programs that have its mark in their environment are its processes."""
+    """A run without a controller. Every program whose environment has the mark counts as a process of this run."""
 
     def __init__(self, mark: str) -> None:
         self.mark, self.seen = mark, set()
 
 
-def test_only_segments_of_the_run_count_as_left_behind(tmp_path):
+def test_only_shared_memory_of_the_run_counts_as_left_behind(tmp_path):
     mark = uuid.uuid4().hex
     names = {f"drills-{mark}-{use}": (use, {MARKER: mark}) for use in ("mapped", "open")}
     names[f"drills-{mark}-other"] = ("mapped", {})
@@ -137,7 +141,7 @@ def test_only_segments_of_the_run_count_as_left_behind(tmp_path):
     assert shared_memory.left_behind(watch.segments) == []
 
 
-def test_a_child_of_a_process_of_the_run_is_found_and_is_found_again_after_its_parent_has_ended():
+def test_a_child_without_the_mark_of_the_run_is_still_found_after_its_parent_has_ended():
     mark = uuid.uuid4().hex
     run = RunWithSegments(mark)
     program = (
@@ -152,11 +156,11 @@ def test_a_child_of_a_process_of_the_run_is_found_and_is_found_again_after_its_p
         parent.kill()
         parent.wait(60)
         assert run.processes() == [found[1]]
-    found[1].wait(60)  # it ends because its standard input has ended
+    found[1].wait(60)  # the child ends, because its standard input has been closed
     assert run.processes() == []
 
 
-def test_a_watch_notes_steps_also_after_a_recovery_has_removed_some(tmp_path):
+def test_a_watch_notes_a_step_again_if_the_run_repeats_it_after_a_recovery(tmp_path):
     folder = RunFolder(tmp_path)
     watch = Watch(RunWithSegments(uuid.uuid4().hex), folder)
     for last in (0, 1, 2, 1, 2):
@@ -168,7 +172,7 @@ def test_a_watch_notes_steps_also_after_a_recovery_has_removed_some(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["trainer", "critic", "store", "engine"])
-def test_a_run_whose_process_is_killed_ends_as_the_undisturbed_one(tmp_path, kind):
+def test_a_run_with_a_killed_or_stopped_process_ends_like_the_undisturbed_run(tmp_path, kind):
     arguments = ["--rounds", "1", "--kinds", kind, "--modes", "sync", "--without-bars", "--folder", str(tmp_path)]
     command = [sys.executable, "-m", "benchmarks", "drills", *arguments]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)

@@ -1,4 +1,7 @@
-"""The environment variables of processes that use GPUs, and the errors for configs that a machine cannot run. The tests need no GPU."""
+"""Environment variables of processes on GPUs, vLLM's options there, and errors for configs that a machine cannot run.
+
+The tests need no GPU.
+"""
 
 import re
 import sys
@@ -35,10 +38,10 @@ def on_gpus(monkeypatch, count: int, visible: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
 
-def test_a_generator_sees_the_gpu_that_its_config_names(monkeypatch):
+def test_the_first_gpu_that_a_generator_sees_is_the_gpu_of_its_config(monkeypatch):
     on_gpus(monkeypatch, 2, "5,7")
     assert process_environment(GeneratorConfig(gpu=1, num_threads=3)) == {
-        "CUDA_VISIBLE_DEVICES": "7,5",  # its own GPU first
+        "CUDA_VISIBLE_DEVICES": "7,5",  # the GPU of the config first
         "OMP_NUM_THREADS": "3",
     }
     assert process_environment(GeneratorConfig()) == {}
@@ -46,9 +49,9 @@ def test_a_generator_sees_the_gpu_that_its_config_names(monkeypatch):
     assert process_environment(GeneratorConfig(gpu=1)) == {"CUDA_VISIBLE_DEVICES": "1,0"}
 
 
-def test_processes_beside_a_gpu_have_few_threads_unless_the_user_says_how_many(monkeypatch):
+def test_processes_on_a_gpu_have_four_host_threads_unless_omp_num_threads_is_set(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert threads.gpu_environment() == {}  # on a CPU the threads compute, so their number stays
+    assert threads.gpu_environment() == {}  # on a CPU the threads compute the model, so they are not limited
     on_gpus(monkeypatch, 1, "")
     assert threads.gpu_environment() == {"OMP_NUM_THREADS": "4"}
     before = torch.get_num_threads()
@@ -77,14 +80,14 @@ def test_replicas_and_tensor_parallel_ranks_have_gpus_of_their_own(monkeypatch):
     validation.require_gpu(config)
     replicas = [config_of_replica(config, index) for index in range(2)]
     visible = [process_environment(replica)["CUDA_VISIBLE_DEVICES"] for replica in replicas]
-    assert visible == ["3,4,2,5,6,7", "5,6,2,3,4,7"]  # their own GPUs first
+    assert visible == ["3,4,2,5,6,7", "5,6,2,3,4,7"]  # the two GPUs of each replica first
     assert [(replica.replicas, replica.seed) for replica in replicas] == [(1, 5), (1, 6)]
     for too_many in (replace(config, replicas=3), replace(config, tensor_parallel=3)):
         with pytest.raises(ValueError, match=r"takes 6 GPUs from generator.gpu=1 on, but this program sees 6"):
             GeneratorClient.spawn(too_many)
 
 
-def test_replicas_on_different_hosts_have_the_same_gpus(monkeypatch):
+def test_replicas_on_different_hosts_may_have_the_same_gpu_index(monkeypatch):
     on_gpus(monkeypatch, 4, "0,1,2,3")
     config = GeneratorConfig(replicas=5, tensor_parallel=2)
     assert [config_of_replica(config, index, num_hosts=3).gpu for index in range(5)] == [0, 0, 0, 2, 2]
@@ -93,12 +96,12 @@ def test_replicas_on_different_hosts_have_the_same_gpus(monkeypatch):
         validation.require_gpu(config, num_hosts=2)
 
 
-def test_replicas_on_a_cpu_share_the_cores():
+def test_a_replica_on_a_machine_without_gpus_has_no_gpu():
     assert config_of_replica(GeneratorConfig(replicas=2), 1).gpu is None
 
 
 @pytest.mark.parametrize("field", ["replicas", "tensor_parallel"])
-def test_numbers_of_replicas_and_ranks_are_positive(field):
+def test_zero_replicas_or_tensor_parallel_ranks_are_refused(field):
     with pytest.raises(ValueError, match=f"generator.{field}=0; it must be positive"):
         GeneratorClient.spawn(GeneratorConfig(**{field: 0}))
 
@@ -141,10 +144,10 @@ def test_the_gpus_that_a_trainers_config_chooses_come_first_in_cuda_visible_devi
     }
 
 
-def test_a_trainer_whose_first_gpu_leaves_too_few_gpus_is_refused(monkeypatch):
+def test_a_trainer_with_too_few_gpus_from_its_first_gpu_on_is_refused(monkeypatch):
     config = TrainerConfig(gpu=1)
     config.parallelism.data_parallel_shard_degree = 2
-    validation.require_gpus(config)  # on a CPU the field has no effect
+    validation.require_gpus(config)  # on a CPU the field `gpu` has no effect
     on_gpus(monkeypatch, 2, "")
     refusal = "data_parallel_shard=2 takes 2 GPUs from gpu=1 on, but this program sees 2, numbered from 0"
     with pytest.raises(ValueError, match=refusal):
@@ -167,7 +170,7 @@ def test_the_gpus_of_every_model_of_a_run_are_checked_before_the_run_begins(monk
         assert ended.value.code == 2 and text in capsys.readouterr().err
 
 
-def test_a_run_on_fewer_gpus_than_it_takes_ends_before_it_begins(monkeypatch, capsys, tmp_path):
+def test_a_run_that_needs_more_gpus_than_there_are_is_refused_before_it_begins(monkeypatch, capsys, tmp_path):
     on_gpus(monkeypatch, 1, "")
     monkeypatch.chdir(tmp_path)
     for config, text in (("qwen3_0_6b", "generator.gpu=1, but"), ("qwen3_8b", "data_parallel_shard=2 takes 2 GPUs")):
@@ -178,8 +181,8 @@ def test_a_run_on_fewer_gpus_than_it_takes_ends_before_it_begins(monkeypatch, ca
     assert list(tmp_path.iterdir()) == []
 
 
-def test_trainer_and_generator_start_one_after_another_on_a_gpu_that_both_have(monkeypatch):
-    assert not shares_gpu(qwen3_0_6b_one_gpu())  # on a CPU no free memory is measured, so both may start together
+def test_shares_gpu_is_true_only_if_trainer_and_generator_have_a_gpu_in_common(monkeypatch):
+    assert not shares_gpu(qwen3_0_6b_one_gpu())  # vLLM measures no free memory on a CPU, so both may start together
     on_gpus(monkeypatch, 2, "")
     behind = qwen3_0_6b()
     behind.trainer.gpu = 1
@@ -190,7 +193,7 @@ def test_trainer_and_generator_start_one_after_another_on_a_gpu_that_both_have(m
 @pytest.mark.parametrize(
     ("most", "sizes"), [(1, [1]), (48, [1, 2, 4, 8, 16, 32, 48]), (200, [1, 2, 4, 8, 16, 32, 64, 128, 192, 200])]
 )
-def test_graphs_are_captured_for_up_to_max_num_seqs_sequences(most, sizes):
+def test_cuda_graphs_are_captured_for_up_to_max_num_seqs_sequences(most, sizes):
     assert gpu.graph_sizes(most) == sizes
 
 
@@ -206,7 +209,7 @@ HEAD_DIMS = "32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512"
 
 
 @pytest.mark.parametrize("head_dim", [16, 20, 24, 40])
-def test_heads_that_vllm_has_no_attention_for_on_a_cpu_are_refused_before_a_process_starts(head_dim, monkeypatch):
+def test_a_head_dim_that_vllm_does_not_support_on_a_cpu_is_refused_before_a_process_starts(head_dim, monkeypatch):
     monkeypatch.setattr(GeneratorClient, "_start", None)  # a start would fail the test
     config = GeneratorConfig(model=ModelConfig(head_dim=head_dim))
     message = f"model.head_dim={head_dim} on a CPU: vLLM's attention on CPUs supports only head_dim {HEAD_DIMS}"
@@ -225,7 +228,7 @@ def test_the_head_dim_of_the_model_in_a_generators_hf_path_is_checked(tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["--dry-run", "--plan"])
-def test_a_run_whose_generator_cannot_run_on_a_cpu_ends_before_it_begins(flag, monkeypatch, capsys, tmp_path):
+def test_a_run_whose_generator_cannot_run_on_a_cpu_is_refused_before_it_begins(flag, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["grpo", "--config", "tiny", "--trainer.model.head-dim", "20", flag])
     with pytest.raises(SystemExit) as ended:
@@ -242,7 +245,7 @@ def test_a_run_whose_generator_cannot_run_on_a_cpu_ends_before_it_begins(flag, m
         (TrainerClient, {"seed": 0}, "config is a dict; TrainerClient.spawn takes a TrainerConfig"),
     ],
 )
-def test_a_config_of_the_other_client_is_refused(client, config, message):
+def test_a_config_of_the_wrong_type_is_refused(client, config, message):
     with pytest.raises(TypeError, match=message):
         client.spawn(config)
 

@@ -17,7 +17,7 @@ STRANGER = 54_321  # the number of a user and of a group that do not exist
 
 
 class Trap:
-    """An object that makes a file when it is unpickled."""
+    """An object that makes the file `path` when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -50,7 +50,7 @@ def test_a_file_or_a_folder_that_others_can_write_is_named_with_its_mode(folder,
         require_trusted(folder)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of a file")
 @pytest.mark.parametrize("path", [".", "file", "inner/file"])
 def test_a_file_of_another_user_is_named_with_the_user(folder, path):
     os.chown(folder / path, STRANGER, -1)
@@ -58,10 +58,10 @@ def test_a_file_of_another_user_is_named_with_the_user(folder, path):
         require_trusted(folder)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to any group")
 def test_a_group_may_write_only_if_it_is_the_private_group_of_the_owner(folder):
     (folder / "file").chmod(0o664)
-    assert distrust(folder) == ""  # root's own group
+    assert distrust(folder) == ""  # the file's group is the private group of root
     os.chown(folder / "file", -1, STRANGER)
     assert "can be written by others (mode 664)" in distrust(folder)
 

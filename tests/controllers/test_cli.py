@@ -1,5 +1,5 @@
-"""The command line: the config that results from it, the errors of wrong command lines, and configs that are written to
-files and read again.
+"""Tests of a run's command line: the resulting config, the errors for wrong flags, and configs that are written to files
+and read again.
 """
 
 import json
@@ -74,7 +74,7 @@ def parse(*argv: str) -> cli.Invocation:
 
 
 def refusal(capsys, *argv: str) -> str:
-    """The message of a refused command line on stderr, without the frames and line breaks of tyro's boxes."""
+    """The message that a refused command line prints to stderr, without the frames and line breaks of tyro's boxes."""
     with pytest.raises(SystemExit) as exit:
         parse(*argv)
     out, err = capsys.readouterr()
@@ -97,7 +97,7 @@ def test_without_flags_the_first_config_runs_in_a_dated_folder():
     assert not Path("runs").exists()
 
 
-def test_flags_edit_the_chosen_config_in_both_spellings():
+def test_flags_with_dashes_or_underscores_edit_the_chosen_config():
     dashes = parse("--config", "tiny_tp2", "--steps", "3", "--trainer.model.hidden-size", "64", "--output-dir", "o")
     lines = parse("--config=tiny_tp2", "--steps=3", "--trainer.model.hidden_size=64", "--output_dir", "o")
     expected = tiny_tp2()
@@ -123,7 +123,7 @@ def test_every_kind_of_field_can_be_set():
     assert (config.schedule.total_steps, config.schedule.learning_rate) == (7, 1e-3)
 
 
-def test_a_short_flag_stands_for_a_whole_one():
+def test_the_flag_lr_is_short_for_schedule_learning_rate():
     assert (
         parse("--lr", "1e-3").config.schedule.learning_rate == parse("--lr=1e-3").config.schedule.learning_rate == 1e-3
     )
@@ -133,7 +133,7 @@ def parse_grpo(*argv: str) -> cli.Invocation:
     return cli.parse(PROG, configs.CONFIGS["controllers.grpo"], argv)
 
 
-def test_a_preset_is_set_before_the_other_flags_and_printed_with_its_paper(capsys):
+def test_other_flags_override_a_preset_and_the_preset_is_printed_with_its_paper(capsys):
     config = parse_grpo("--algorithm", "dapo", "--loss.ratio-high", "1.4", "--max-tokens", "20").config
     assert (config.algorithm, config.loss.ratio_high, config.rollouts.max_refills) == ("dapo", 1.4, 3)
     out, err = capsys.readouterr()
@@ -165,7 +165,7 @@ def test_a_preset_is_set_before_the_other_flags_and_printed_with_its_paper(capsy
         (["--loss", "pppo"], "invalid choice 'pppo'"),
     ],
 )
-def test_a_wrong_flag_of_the_objective_is_refused_with_the_reason(capsys, argv, message):
+def test_a_wrong_flag_of_the_algorithm_is_refused_with_the_reason(capsys, argv, message):
     with pytest.raises(SystemExit) as exit:
         parse_grpo(*argv)
     out, err = capsys.readouterr()
@@ -173,7 +173,7 @@ def test_a_wrong_flag_of_the_objective_is_refused_with_the_reason(capsys, argv, 
     assert message in " ".join(err.replace("│", " ").split())
 
 
-def test_dry_run_and_verbose_are_bare_flags():
+def test_dry_run_and_verbose_take_no_value():
     assert parse("--dry-run", "--verbose").dry_run and parse("--dry_run", "--verbose").verbose
 
 
@@ -226,14 +226,14 @@ def test_a_config_of_another_controller_is_refused_with_the_name_of_that_control
 
 
 @pytest.mark.parametrize("file", ["config.json", "metrics.jsonl"])
-def test_a_folder_that_holds_a_run_is_refused_with_the_command_that_resumes_it(capsys, file):
+def test_a_folder_that_holds_a_run_is_refused_with_the_command_that_resumes_the_run(capsys, file):
     Path("my run").mkdir()
     (Path("my run") / file).write_text("{}")
     message = refusal(capsys, "--output-dir", "my run")
     assert f"my run holds a run; to continue it: {PROG} --resume 'my run'" in message
 
 
-def test_resume_takes_the_config_of_its_run_and_edits_it():
+def test_resume_takes_the_config_of_the_run_and_flags_edit_this_config():
     folder = past_run(replace(tiny_tp2(), steps=77, mode="slow"))
     invocation = parse("--resume", folder, "--steps", "99")
     assert invocation.config == replace(tiny_tp2(), steps=99, mode="slow")
@@ -241,7 +241,7 @@ def test_resume_takes_the_config_of_its_run_and_edits_it():
     assert parse("--resume", folder, "--output-dir", "./runs/old").output_dir == Path(folder)
 
 
-def test_resume_refuses_changes_that_would_make_it_another_run(capsys):
+def test_resume_refuses_a_change_of_model_seed_task_or_folder(capsys):
     folder = past_run(tiny())
     message = refusal(capsys, "--resume", folder, "--trainer.model.head-dim", "64")
     assert "trainer.model.head_dim cannot change from 128 to 64 in a resumed run" in message
@@ -262,13 +262,13 @@ def test_eval_only_takes_the_config_of_the_checkpoints_run():
     assert parse("--eval-only", str(checkpoint), "--config", "tiny").config.steps == 10
 
 
-def test_a_config_file_runs_again():
+def test_a_new_run_can_take_the_config_json_of_a_past_run():
     config = replace(tiny(), steps=5)
     invocation = parse("--config", past_run(config) + "/config.json", "--seed", "4")
     assert invocation.config == replace(config, seed=4) and invocation.config_name == "old"
 
 
-def test_a_config_survives_its_json():
+def test_a_config_written_as_json_is_read_back_unchanged():
     config = tiny_tp2()
     config.cache, config.schedule.total_steps, config.group, config.scales = Path("x/y"), 5, (), {3: 1.5, 4: 1.0}
     config.trainer.parallelism.module_fqns_per_model_part = [["a", "b"], ["c"]]
@@ -304,7 +304,7 @@ def test_a_missing_field_of_a_file_takes_its_default():
         ("{", "not JSON: Expecting property name"),
     ],
 )
-def test_a_file_with_an_unknown_or_ill_typed_field_is_refused_by_name(capsys, text, message):
+def test_a_file_with_an_unknown_or_ill_typed_field_is_refused_with_the_name_of_the_field(capsys, text, message):
     with pytest.raises(ValueError, match=message):
         config_file.from_json(RunConfig, text)
     Path("bad.json").write_text(text)
@@ -366,7 +366,7 @@ def dataclasses_in(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[
 
 
 @pytest.mark.parametrize("controller", configs.CONFIGS)
-def test_a_typo_in_any_dataclass_of_a_real_config_is_refused_by_its_dotted_name(controller):
+def test_a_typo_in_any_dataclass_of_a_real_config_is_refused_with_its_dotted_name(controller):
     config = next(iter(configs.CONFIGS[controller].values()))()
     paths = list(dataclasses_in(config))
     assert {(), ("trainer", "optimizer"), ("trainer", "parallelism"), ("generator", "lora")} <= set(paths)

@@ -1,4 +1,7 @@
-"""The text of --plan. The option starts no run and writes no file."""
+"""The text that --plan prints, and the errors for runs that need more memory than the machine has.
+
+--plan starts no run and writes no file.
+"""
 
 import os
 import subprocess
@@ -41,7 +44,7 @@ def test_the_plan_shows_layout_memory_and_every_process():
     assert "  generator-0  " in text and "  controller   " in text
 
 
-def test_a_reference_has_as_many_processes_as_the_trainer():
+def test_the_reference_model_has_as_many_processes_as_the_trainer():
     config = tiny()
     config.trainer.parallelism.data_parallel_shard_degree = 2
     assert "reference" not in describe_plan.describe(config)
@@ -72,7 +75,7 @@ def test_a_reference_has_as_many_processes_as_the_trainer():
     ],
     ids=["PP2xFSDP2", "CP2", "FSDP4, EP2"],
 )
-def test_the_plan_shows_the_place_of_a_rank_in_every_layout(degrees, fields, layout, multiple, places):
+def test_the_plan_shows_the_index_of_every_rank_in_each_dimension(degrees, fields, layout, multiple, places):
     config = tiny()
     config.trainer.model = replace(config.trainer.model, **fields)
     config.trainer.tokens_per_row = multiple
@@ -95,7 +98,7 @@ def test_a_long_list_of_ranks_is_shortened():
 
 @pytest.fixture
 def two_gpus(monkeypatch):
-    """Two GPUs of 140 GiB, as torch would report them."""
+    """Makes torch report two GPUs of 140 GiB each."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=140 << 30))
@@ -139,7 +142,7 @@ def test_the_plan_has_every_replica_of_the_generator_with_its_gpus(two_gpus, mon
     ]
 
 
-def test_the_total_of_a_gpu_leaves_out_what_fsdp_keeps_on_the_host(two_gpus):
+def test_the_total_of_a_gpu_does_not_count_the_memory_that_fsdp_keeps_on_the_host(two_gpus):
     config = qwen3_4b()
     config.trainer.fsdp_cpu_offload = True
     held = memory(config.trainer)
@@ -150,7 +153,7 @@ def test_the_total_of_a_gpu_leaves_out_what_fsdp_keeps_on_the_host(two_gpus):
     assert f"  GPU 0        trainer-0 {describe_plan.size_text(held.buffers + held.activations)} of 140.0 GiB" in text
 
 
-def test_the_plan_of_a_run_with_turns_has_the_peak_of_every_phase(two_gpus):
+def test_if_trainer_and_generator_take_turns_the_plan_has_the_memory_of_every_phase(two_gpus):
     config = qwen3_8b_one_gpu()
     held = memory(config.trainer)
     weights = held.parameters + held.buffers
@@ -177,7 +180,7 @@ def test_the_plan_of_a_run_with_turns_has_the_peak_of_every_phase(two_gpus):
 
 
 @pytest.mark.parametrize("make", CONFIGS["controllers.grpo"].values(), ids=CONFIGS["controllers.grpo"])
-def test_every_config_fits_the_gpus_that_it_is_for(two_gpus, make):
+def test_every_grpo_config_fits_on_two_gpus_of_140_gib(two_gpus, make):
     describe_plan.require_memory(make())
 
 
@@ -189,7 +192,7 @@ def test_ppo_with_two_pushed_versions_leaves_room_on_two_gpus_of_141_gb(two_gpus
     assert config.reference_kl > 0 and config.generator.gpus() == config.models()["critic"].gpus() == range(1, 2)
     first, second = describe_plan.demands(config)
     assert list(first.taken) == ["trainer-0", "reference-0"] and list(second.taken) == ["critic-0", "generator-0"]
-    versions = 2 * 2 * memory(config.trainer).parameters // 4  # two versions in bfloat16, on the trainer's GPU
+    versions = 2 * 2 * memory(config.trainer).parameters // 4  # two pushed versions in bfloat16, on the trainer's GPU
     assert first.total + versions < 0.95 * first.capacity and second.total < 0.9 * second.capacity
     describe_plan.require_memory(config)
     config.critic.gpu = config.reference.gpu = config.generator.gpu = 0
@@ -198,7 +201,7 @@ def test_ppo_with_two_pushed_versions_leaves_room_on_two_gpus_of_141_gb(two_gpus
             describe_plan.require_memory(config)
 
 
-def test_with_turns_the_critic_is_on_the_host_while_trainer_or_generator_work(two_gpus):
+def test_a_critic_that_takes_turns_is_on_the_host_while_trainer_or_generator_works(two_gpus):
     config = qwen3_4b_ppo()
     config.rollouts.max_staleness = 0
     config.critic.gpu, config.generator.gpu, config.reference_kl = None, 0, 0.0
@@ -246,7 +249,7 @@ def test_without_gpus_all_processes_share_the_memory_of_the_machine(monkeypatch)
         describe_plan.require_memory(config)
 
 
-def test_a_reference_is_on_the_trainers_gpus(two_gpus):
+def test_the_reference_model_is_on_the_trainers_gpus(two_gpus):
     config = replace(qwen3_4b(), reference_kl=0.1)
     held = describe_plan.size_text(memory(replace(config.trainer, optimizer=None)).total)
     assert f" + reference-0 {held} of 140.0 GiB" in describe_plan.describe(config)
@@ -273,7 +276,7 @@ def test_the_plan_of_ppo_has_every_rank_on_the_gpus_that_the_config_names(two_gp
     assert second.startswith(f"  GPU 1        critic-0 {size['critic']} + generator-0 {share} of 140.0 GiB")
 
 
-def test_a_trainer_of_two_ranks_begins_at_its_gpu(two_gpus, monkeypatch):
+def test_the_ranks_of_a_trainer_have_the_gpus_from_trainer_gpu_on(two_gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     config = qwen3_8b()
     config.trainer.gpu, config.generator.gpu = 2, 0
@@ -283,7 +286,7 @@ def test_a_trainer_of_two_ranks_begins_at_its_gpu(two_gpus, monkeypatch):
     assert places == [("GPU 0", ["generator-0"]), ("GPU 2", ["trainer-0"]), ("GPU 3", ["trainer-1"])]
 
 
-def test_the_plan_says_how_large_checkpoints_are_whatever_the_layout():
+def test_the_plan_has_the_size_of_a_checkpoint_which_is_the_same_in_every_layout():
     config = tiny()
     held = memory(config.trainer)
     line = f"checkpoints: {describe_plan.size_text(held.parameters + held.optimizer)} each on disk, every 25 steps; the newest 2 are kept"

@@ -1,6 +1,6 @@
-"""The real vLLM loads directories that export_hf has written, and generates the same tokens as transformers.
+"""The real vLLM loads directories that export_hf has written, and gives the same tokens and logprobs as transformers.
 
-In shapes, C is the number of completion tokens, and V is the size of the vocabulary.
+In the names of tensors, C is the number of completion tokens, and V is the size of the vocabulary.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
-"""test_validation.py has tables of bad samples and bad optimizer parameters. The client refuses all of them except the
-samples in TAKEN.
+"""Refused calls change nothing: training steps with and without refused calls have bit-identical results.
 
-A step with refused calls in it is bit-identical to a step without refused calls.
+The bad samples and bad optimizer parameters are in tables of test_validation.py. The client refuses all of them, except
+the samples in TAKEN.
 """
 
 import asyncio
@@ -13,9 +13,10 @@ from test_validation import BAD_OPTIM_PARAMS, BAD_SAMPLES, LIMITS, assert_in_ord
 from rl_actors import PPO, MemoryTransport, OptimParams, Sample, TrainerClient
 from rl_actors.processes.spawn import spawn_processes
 
-# The trainer's ranks would refuse these inputs. The client accepts them, because it converts them before it sends them.
+# The client accepts these samples, because it turns lists into tensors. The trainer's ranks would refuse the lists.
 TAKEN = {"a list as column"}
-# For these inputs the client's error message differs from the ranks' message.
+# The client turns lists, and tensors of other dtypes, into the right tensors before it checks samples. So its errors for
+# these samples differ from the errors in the table.
 WORDS = {
     "a list of tokens": ["targets has 4 positions", "tokens has 2"],
     "a list of targets": ["targets has 2 positions", "tokens has 4"],
@@ -32,7 +33,7 @@ PARAMS = OptimParams(learning_rate=1e-3, grad_divisor=8.0)
 def two_steps(trainer: TrainerClient, bad=lambda: None) -> list:
     """Results of two steps that start from the initial weights.
 
-    `bad` is called before and in the middle of each step.
+    bad: is called before each forward_backward and before each optim_step.
     """
     trainer.load_checkpoint(trainer.start).result()
     answers = []
@@ -104,7 +105,7 @@ def test_bad_optim_params_change_nothing(trainer, undisturbed, field, value, err
 def test_bad_names_and_paths_change_nothing(trainer, undisturbed, call, error, words):
     def bad() -> None:
         if trainer.info().result()[0].state == "open" and words[0] == "nowhere":
-            return  # in an open step load_checkpoint fails with any path
+            return  # while gradients are accumulated, load_checkpoint fails with any path
         with pytest.raises(error) as caught:
             call(trainer).result()
         assert_in_order(str(caught.value), words)
@@ -112,7 +113,7 @@ def test_bad_names_and_paths_change_nothing(trainer, undisturbed, call, error, w
     assert two_steps(trainer, bad) == undisturbed
 
 
-def test_lists_that_the_client_turns_into_tensors_are_taken(trainer):
+def test_a_column_that_is_a_list_is_accepted(trainer):
     (samples, loss, *_) = BAD_SAMPLES["a list as column"]
     assert trainer.forward_backward(samples, loss=loss).result().metrics["loss:sum"] > 0
     trainer.discard_gradients().result()

@@ -1,5 +1,5 @@
-"""`info` and the log of the generator name the path on which the weights travel. The log names the path once, not at
-every pull.
+"""The generator's `info` and its log name the path by which weights come, such as shared memory. The log names the path
+once, not at every pull.
 """
 
 from dataclasses import replace
@@ -44,7 +44,8 @@ def test_info_and_the_log_name_the_path_and_later_syncs_add_no_log_lines(tmp_pat
             assert (pull.path, pull.reason) == (taken, reason)
             sizes.append([len(log.read_text().splitlines()) for log in logs])
     in_background(transport.close(), "transport").result()
-    assert sizes[1] == sizes[-1]  # the first two syncs may add lines, because they allocate the slots
+    # The first two syncs may add lines about the path, and about slots, the trainer's memory for pushed weights.
+    assert sizes[1] == sizes[-1]
     written, pulled = (log.read_text() for log in logs)
     assert written.count("slots of") == 1 and "in memory of the host" in written
     assert pulled.count(f"the weights come by {taken}: {reason}") == 1
