@@ -1,11 +1,12 @@
-"""Differences between the generator's and the trainer's logprobs in bfloat16, over many steps, at an entropy of one to two nats a token.
+"""Measures how much the logprobs of generator and trainer differ in bfloat16, over many steps. The model has an entropy of one to two nats
+a token.
 
 A model with random weights has a higher entropy. So the trainer first learns sequences of a Markov chain (benchmarks/chains.py) until the
-model's entropy is that low. Scaling the logits up would also lower the entropy, but it would enlarge their rounding errors.
+model's entropy is in this range. Scaling the logits up would also lower the entropy, but it would enlarge their rounding errors.
 
 Then the benchmark repeats a cycle, called a turn. The generator samples completions, and the trainer's forward computes the logprobs of
-the same tokens. The result has the mean and the largest difference, the k3 estimate of the KL divergence, the entropy and the token with
-the largest difference. Then the trainer takes optimizer steps and pushes its weights, and the generator pulls them.
+the same tokens. Then the trainer takes optimizer steps and pushes its weights, and the generator pulls them. The result of a turn has the
+mean and the largest absolute difference, the k3 estimate of the KL divergence, the entropy and the token with the largest difference.
 """
 
 import argparse
@@ -43,10 +44,10 @@ from rl_actors import (
 from rl_actors.clients.call import in_background
 from rl_actors.transports.base import Transport
 
-LIMITS = {"difference_mean": 0.02, "kl": 1e-3}
+LIMITS = {"difference_mean": 0.02, "kl": 1e-3}  # the summary's "within" is true if both figures are below these limits
 MAX_ENTROPY = 1.9  # nats a token; the training on chains ends when the entropy is lower
-CHAIN_TOKENS = 16
-PROMPT_TOKENS = 32
+CHAIN_TOKENS = 16  # number of distinct tokens in the chains
+PROMPT_TOKENS = 32  # length of a prompt
 
 
 class Clock:
@@ -85,7 +86,7 @@ def close(transport: Transport) -> None:
 
 
 def teach(trainer: TrainerClient, corpus: Chains, clock: Clock, *, on_gpu: bool, most_steps: int) -> float:
-    """Train on chains until the entropy is below MAX_ENTROPY. most_steps: the training ends after this number of steps in any case.
+    """Train on chains for at most `most_steps` steps, and end earlier if the entropy is below MAX_ENTROPY.
 
     Returns the entropy in nats per token.
     """
@@ -96,7 +97,7 @@ def teach(trainer: TrainerClient, corpus: Chains, clock: Clock, *, on_gpu: bool,
         entropy = float(torch.cat(output.entropy).mean())
         if step % 5 == 0 or entropy < MAX_ENTROPY:
             loss = output.metrics["loss:sum"] / (count * length)
-            clock.say(f"chains, step {step}: {loss:.3f} nats a token, entropy {entropy:.3f}")
+            clock.say(f"chains, step {step}: loss {loss:.3f} and entropy {entropy:.3f} nats a token")
         if entropy < MAX_ENTROPY:
             trainer.discard_gradients().result()
             break
@@ -106,7 +107,7 @@ def teach(trainer: TrainerClient, corpus: Chains, clock: Clock, *, on_gpu: bool,
 
 
 def sample(generator: GeneratorClient, corpus: Chains, count: int, num_tokens: int) -> list[Sample]:
-    """Sample completions of prompts from the corpus. Their advantages are arbitrary: -1 and 1 alternate."""
+    """Sample completions of prompts from the corpus. The samples' advantages are arbitrary: -1 and 1 alternate."""
     prompts = corpus.ids(count, PROMPT_TOKENS).tolist()
     groups = generator.generate(prompts, SamplingParams(max_tokens=num_tokens, ignore_stop=True)).result()
     samples = []
@@ -119,9 +120,9 @@ def sample(generator: GeneratorClient, corpus: Chains, count: int, num_tokens: i
 
 
 def figures_of(samples: list[Sample], output: ForwardBackwardOutput, num_tokens: int) -> dict[str, Any]:
-    """Compares the logprobs of the completions' tokens, which are the last num_tokens of each sample.
+    """Compare both sides' logprobs of the completion tokens, which are the last num_tokens of each sample.
 
-    The output must have entropies.
+    output: the trainer's output for these samples, with entropies.
     """
     assert output.entropy is not None
     of_trainer = torch.stack([values[-num_tokens:] for values in output.logprobs])
@@ -149,14 +150,16 @@ def parse() -> argparse.Namespace:
         "--steps",
         type=int,
         default=50 if on_gpu else 3,
-        help="the last turn begins after at most this many optimizer steps",
+        help="begin no turn after more than this many optimizer steps",
     )
-    parser.add_argument("--updates", type=int, default=2 if on_gpu else 1, help="optimizer steps of a turn")
-    parser.add_argument("--seconds", type=float, default=240.0, help="begin no turn after this many seconds")
-    parser.add_argument("--sequences", type=int, default=64, help="completions of a turn")
-    parser.add_argument("--tokens", type=int, default=64, help="new tokens of a completion")
+    parser.add_argument("--updates", type=int, default=2 if on_gpu else 1, help="optimizer steps per turn")
+    parser.add_argument(
+        "--seconds", type=float, default=240.0, help="begin no turn later than this many seconds after the start"
+    )
+    parser.add_argument("--sequences", type=int, default=64, help="completions per turn")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per completion")
     parser.add_argument("--learning-rate", type=float, default=1e-6)
-    parser.add_argument("--teach", type=int, default=80, help="at most this many steps on chains")
+    parser.add_argument("--teach", type=int, default=80, help="largest number of training steps on chains")
     parser.add_argument("--attention", default="flash4" if on_gpu else "flex", choices=["flex", "flash4"])
     parser.add_argument("--compile", action="store_true", help="compile the trainer's blocks, as the configs do")
     parser.add_argument(
@@ -206,7 +209,7 @@ def take_turns(
     seconds: list[list[float]] = []  # of each turn: sampling, training, push, pull
     for step in range(0, arguments.steps + 1, arguments.updates):
         if clock.seconds() > arguments.seconds:
-            clock.say(f"stopped before step {step}, because {arguments.seconds:g} s are over")
+            clock.say(f"stopped before step {step}, because more than {arguments.seconds:g} s have passed")
             break
         moments = [time.perf_counter()]
         samples = sample(generator, corpus, arguments.sequences, arguments.tokens)

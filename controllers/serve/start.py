@@ -1,4 +1,7 @@
-"""Starts a Tinker server: prepares the directory of its base model, opens its store, and spawns its actors."""
+"""Starts a Tinker server: prepares the directory of its base model, opens its database, and spawns its generator.
+
+The server spawns a trainer only when a training run needs it.
+"""
 
 import asyncio
 import logging
@@ -20,9 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_base(config: ServeConfig, folder: Path) -> None:
-    """Find or write the directory of the base model, and set the config from it.
+    """Find or write the directory of the base model, and put its path and its model config into the server's config.
 
-    Raises ValueError if there is no such directory, or if the config does not fit the base model.
+    If vLLM cannot apply adapters on this machine, this function also sets max_adapters to 0.
+    Raises ValueError if there is no such directory, or if the server cannot serve this model with this config.
     """
     directory = Path(config.hf_path)
     if not config.hf_path:
@@ -36,14 +40,20 @@ def prepare_base(config: ServeConfig, folder: Path) -> None:
         try:
             this_machine().require_possible(config.generator)
         except ValueError as error:
-            logger.warning("vLLM cannot serve adapters here, so samplers get merged weights: %s", error)
+            logger.warning(
+                "vLLM cannot apply adapters on this machine, so a sampler of an adapter gets weights with the adapter merged in: %s",
+                error,
+            )
             config.generator.max_adapters = 0
-    tokenizer_id(config.hf_path)
+    tokenizer_id(config.hf_path)  # raises ValueError if the SDK could not load the tokenizer from this path
     config.validate()
 
 
 async def start_server(config: ServeConfig, folder: Path) -> Server:
-    """A server whose actors are ready. If the folder holds the state of an earlier server, the new server continues from this state."""
+    """Start a server, and wait until its generator is ready.
+
+    If the folder holds the state of an earlier server, the new server continues from this state.
+    """
     await asyncio.to_thread(prepare_base, config, folder)
     limits = await asyncio.to_thread(sampling_limits, config)
     store = Store(folder / "state.sqlite")
@@ -69,7 +79,7 @@ async def start_server(config: ServeConfig, folder: Path) -> Server:
 
 
 def sampling_limits(config: ServeConfig) -> SamplingLimits:
-    """The limits of the generator, with the tokenizer and the end tokens of the base model."""
+    """The limits for sampling requests, with the tokenizer and the end tokens of the base model."""
     tokenizer = load_tokenizer(config.hf_path)
     return SamplingLimits(
         max_model_len=config.generator.max_model_len,

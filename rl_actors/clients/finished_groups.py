@@ -1,6 +1,6 @@
-"""`FinishedGroups`, the iterator that GeneratorClient.generate_each returns. It gives the completions of each prompt as soon as they are done.
+"""`FinishedGroups`, the iterator that GeneratorClient.generate_each returns. It gives the completions of a prompt as soon as all of them are done.
 
-It works with `async for` in any event loop, and with `for` in a REPL.
+The iterator works with `async for` in any event loop, and with `for` in a program without an event loop, such as a REPL.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class FinishedGroups(Generic[T]):
-    """Gives (index of a prompt, results of this prompt) for each prompt of a running generate_each, in the order in which the prompts finish.
+    """Iterator of one pair for each prompt: (index of the prompt, results of the prompt). The pairs come in the order in which the prompts finish.
 
     When the iterator is closed or garbage-collected, the prompts that have not finished are aborted. CPython collects the iterator of a loop as soon
     as the loop is left by break, return, an exception or a cancellation, unless something else still refers to the iterator.
@@ -30,10 +30,10 @@ class FinishedGroups(Generic[T]):
         abort: Callable[[int], Coroutine[object, None, None]],
         what: str,
     ) -> None:
-        """started: the handle of the request that begins the generation. Its answer is a number that identifies this generation.
+        """started: handle of the call that starts the generation. The answer of this call is a number that identifies the generation.
 
-        fetch: takes this number and returns at least one more finished prompt with its results. abort: takes this number and ends the
-        generation. what: name of the call in error texts.
+        fetch: takes this number, waits until at least one more prompt has finished, and returns the new pairs. abort: takes this number and
+        ends the generation. what: name of the call in error texts.
         """
         self._started, self._num_left, self._fetch, self._abort, self._what = started, num_prompts, fetch, abort, what
         self._finished: deque[tuple[int, T]] = deque()  # fetched, but not yet given to the caller
@@ -63,7 +63,7 @@ class FinishedGroups(Generic[T]):
         return self._finished.popleft()
 
     async def aclose(self) -> None:
-        """Abort the prompts that have not finished. A second call of this method does nothing."""
+        """Abort the prompts that have not finished. Does nothing if the generation has ended or was aborted already."""
         if (aborting := self._begin_abort()) is not None:
             await aborting
 
@@ -110,7 +110,7 @@ async def _abort_started(
     abort: Callable[[int], Coroutine[object, None, None]],
     fetching: Call[list[tuple[int, T]]] | None,
 ) -> None:
-    """Abort a generation as soon as it has started. The abort makes a waiting fetch fail. The error of this fetch is expected and suppressed."""
+    """Abort a generation as soon as it has started. The abort makes a waiting fetch fail. The error of this fetch is expected, and dropped."""
     with contextlib.suppress(Exception):
         await abort(await started)
     if fetching is not None:

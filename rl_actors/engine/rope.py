@@ -26,7 +26,7 @@ class Llama3RoPE(CosSinRoPE):
         pass
 
     def _precompute_cache(self) -> Tensor:
-        """A tensor [P, 2 W]. The row of a position has the cosine of the angle of each of the W dimensions, and then the sines of these angles.
+        """A tensor [P, 2 W]. The row of a position has the cosines of the angles of all W dimensions, and then the sines of these angles.
         The two dimensions of a pair have the same angle.
         """
         # [P, W / 2]. The value of a pair is exp(i angle), where i is the imaginary unit.

@@ -1,4 +1,4 @@
-"""vLLM's engine. One thread of this process runs it, and callers wait on futures. This module does not use actors."""
+"""Runs vLLM's engine on a thread of its own. Callers wait on futures. This module does not use actors."""
 
 import logging
 import queue
@@ -39,10 +39,10 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deferred(Generic[T]):
-    """Work that starts when no request is running, such as a change of the weights."""
+    """Work that starts only when no request is running, such as putting the engine to sleep."""
 
     run: Callable[[], T]
-    done: "Future[T]"
+    done: "Future[T]"  # gets the result or the error of `run`
 
 
 class EngineThread:
@@ -55,7 +55,10 @@ class EngineThread:
     engine: "LLMEngine"
 
     def __init__(self, config: GeneratorConfig, weights: WholeWeights | OneAdapter) -> None:
-        """Wait until the engine has started. Raises the error of the start."""
+        """Wait until the engine has started. Raises the error of the start.
+
+        weights: says whether a pull replaces all weights of the model or only an adapter.
+        """
         self.config, self.weights = config, weights
         self.core = core_of(config)
         self.version = NO_VERSION
@@ -67,7 +70,7 @@ class EngineThread:
         self.held: list[EngineCall[Any]] = []  # calls that start after the work in `waiting`
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.num_started = 0  # number of requests started; gives the next id
-        self.adapters: dict[str, LoRARequest] = {}  # the loaded adapters by name
+        self.adapters: dict[str, LoRARequest] = {}  # the adapters that load_adapter has loaded, by name
         self.num_loaded = 0  # number of adapters loaded so far; gives the next id
         self.is_idle = False  # True while the thread waits for a command and no request runs
         self.num_done = 0  # number of pieces of work that the thread has done; see _serve
@@ -100,36 +103,40 @@ class EngineThread:
         *,
         name: str = "generate",
     ) -> EngineCall[T]:
-        """Start all requests of a call in the same step of the engine.
+        """Give all requests of a call to the engine, between two of its steps. vLLM decides in which steps they run.
 
-        The returned EngineCall gives their results, or the first error.
+        The returned EngineCall gives the results of the requests, or the first error.
 
-        adapter: name of the loaded adapter with which the requests run. None: the adapter of the last pull if pulls
-        bring adapters, or no adapter if pulls bring whole weights. name: the call's name in error texts.
+        make_params, read: as in EngineCall. adapter: name of the loaded adapter with which the requests run. None: the
+        adapter of the last pull if pulls bring adapters, or no adapter if pulls bring whole weights. name: the call's
+        name in error texts.
         """
         call = EngineCall(prompts, make_params, read, adapter, name)
         self.commands.put(Command(partial(self._add_requests, call), call.fail))
         return call
 
     def abort(self, call: EngineCall[T]) -> None:
-        """End the requests of a call that have not finished. The call then fails."""
+        """End the unfinished requests of a call. The call then fails. Does nothing if all requests have finished."""
         aborted = RuntimeError("the call was aborted")
         self.commands.put(Command(partial(self._abort_call, call, aborted), call.fail))
 
     def update(self, source: Source, version: int, *, in_flight: bool = True) -> "Future[Transfer]":
-        """Replace the weights by the weights of the source, between two steps of the engine.
+        """Replace the weights by those of the source, between two steps of the engine. If pulls bring only an adapter,
+        replace the adapter.
 
-        in_flight: True lets running requests go on with the new weights. False: running requests end first, and new
-        requests wait.
+        version: policy_version of the new weights.
+        in_flight: True: running requests go on with the new weights. False: the update waits until the running requests
+        have ended, and new requests wait until the update has ended.
         """
         load = partial(self._load_or_end, source, version)
         return self.submit(load) if in_flight else self._submit_drained(load)
 
     def load_adapter(self, name: str, directory: str) -> "Future[None]":
-        """Load an adapter from a directory in peft's format. Does nothing if it is loaded already from this directory.
-        Raises ValueError if an adapter with this name is loaded from another directory.
+        """Load an adapter from a directory in peft's format. Requests can then use the adapter by its name.
 
-        The directory must stay until the adapter is unloaded. vLLM may drop the adapter from memory to load other
+        If an adapter of this name is loaded already: does nothing if it came from this directory, otherwise raises
+        ValueError.
+        The directory must exist until the adapter is unloaded. vLLM may drop the adapter from memory to load other
         adapters, and read the directory again later.
         """
         return self.submit(partial(self._load_adapter, name, directory))
@@ -147,8 +154,8 @@ class EngineThread:
             return
         if self.asleep:
             raise asleep("load_adapter")
-        # vLLM uses the adapter's name in the keys of its prefix cache. If another adapter had the same name, vLLM would
-        # use wrong cached keys and values. So each load gets a new name.
+        # vLLM uses the adapter's name in the keys of its prefix cache. If a later adapter had the name of an earlier
+        # one, its requests would get cached KV blocks of the earlier adapter. So each load gets a new name.
         self.num_loaded += 1
         request = LoRARequest(f"{name}#{self.num_loaded}", self.num_loaded, directory)
         self.engine.add_lora(request)
@@ -159,7 +166,7 @@ class EngineThread:
             return
         calls = [request.call for request in self.requests.values()] + self.held
         if count := sum(call.adapter == name for call in calls):
-            raise ValueError(f"adapter {name!r} cannot be unloaded: {count} requests use it")
+            raise ValueError(f"adapter {name!r} cannot be unloaded: {count} running requests and waiting calls use it")
         self.engine.remove_lora(self.adapters.pop(name).lora_int_id)
 
     def _adapter_of(self, call: EngineCall[T]) -> "LoRARequest | None":
@@ -170,9 +177,9 @@ class EngineThread:
         return self.adapters[call.adapter]
 
     def sleep(self, level: int) -> "Future[DeviceMemory]":
-        """Release the device's memory when the running requests have ended.
+        """Release the GPU memory of the weights and of the KV cache when the running requests have ended.
 
-        Later calls raise errors until `wake` is called. See sleeping.py.
+        Later calls raise errors until `wake` is called. level: see sleeping.py.
         """
         return self._submit_drained(partial(self._fall_asleep, level))
 
@@ -244,18 +251,16 @@ class EngineThread:
         )
 
     def _break(self, why: str) -> None:
-        """Fail all running and later requests until a pull has replaced all weights."""
+        """Fail the running requests now, and later requests until a pull succeeds."""
         self.broken = why
         for call in {id(request.call): request.call for request in self.requests.values()}.values():
             self._abort_call(call, self._no_weights())
 
     def _no_weights(self) -> RuntimeError:
-        return RuntimeError(
-            f"the generator has no weights: {self.broken}; it generates again after a pull that succeeds"
-        )
+        return RuntimeError(f"the generator has no usable weights: {self.broken}; call pull_model_state_dict first")
 
     def _set_version(self, version: int) -> None:
-        """Set the version of the weights, with which later steps mark their tokens."""
+        """Set the version of the weights. vLLM marks the tokens of later steps with this version."""
         self.version = version
         self.engine.set_weight_version(str(version))
 
@@ -318,8 +323,8 @@ class EngineThread:
     def _refuse_everything(self, why: str) -> None:
         """Give all waiting and later callers an error.
 
-        This method never returns, so that it refuses later commands, and so that the engine's thread does not end. At
-        the end of the thread Linux would kill the vLLM processes that the thread has started.
+        This method never returns. It refuses all later commands, and it keeps the engine's thread alive. If the thread
+        ended, Linux would kill the vLLM processes that the thread has started. CHILD in core.py asks Linux for this.
         """
         self.death = f"{why}; spawn the generator again"
         for call in [*self.held, *(request.call for request in self.requests.values())]:
@@ -330,6 +335,8 @@ class EngineThread:
             self.commands.get().fail(EngineDiedError(self.death))
 
     def _on_death(self, error: BaseException) -> None:
+        """Make the engine's thread raise the error and refuse all work. Any thread may call this method."""
+
         def end() -> None:
             raise error
 
@@ -338,8 +345,8 @@ class EngineThread:
     def _serve(self) -> None:
         """Do one piece of work.
 
-        If no request runs, do the deferred work, or wait for a command and run it. If requests run, run a waiting command, or a step of the
-        engine if no command waits.
+        If no request runs, do the deferred work. If there is none, wait for a command and run it.
+        If requests run, run a waiting command. If no command waits, run a step of the engine.
         """
         if self.waiting and not self.requests:
             self._end_drain()
@@ -353,7 +360,7 @@ class EngineThread:
         self.num_done += 1
 
     def _end_drain(self) -> None:
-        """No request runs any more. Do the deferred work, and then start the held calls."""
+        """Do the deferred work, and then start the held calls. Called when no request runs."""
         waiting, self.waiting = self.waiting, []
         calls, self.held = self.held, []
         for deferred in waiting:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ENGINE_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 BATCH_INVARIANT_ENV = {"VLLM_BATCH_INVARIANT": "1"}  # vLLM reads this variable when vLLM's modules are imported
 ADAPTERS_ON_HOST = 4
-"""vLLM keeps this many adapters in the host's memory for each adapter in the device's memory. It reads all other
+"""vLLM keeps up to this many adapters in host memory for each adapter that one step can use. vLLM reads all other
 adapters from their directories when requests need them."""
 
 WORKER_EXTENSION = "rl_actors.vllm.weights.WeightsExtension"
@@ -72,9 +72,11 @@ def start_vllm(config: GeneratorConfig, core: Core | None = None) -> "LLMEngine"
     first pull.
 
     core: says in which process vLLM's engine core (scheduler and model) runs. None: the config decides.
-    The engine's own limit is config.max_model_len + 1 tokens. vLLM samples a token after every prompt, also when the
-    caller only wants logprobs. With a limit of max_model_len, vLLM would refuse to compute logprobs of a sequence of
-    max_model_len tokens.
+
+    vLLM's own max_model_len is config.max_model_len + 1, because vLLM samples a token after every prompt, even if the
+    caller wants only the logprobs of the prompt. Without the extra token, vLLM would refuse to compute the logprobs of
+    a sequence of config.max_model_len tokens.
+
     Raises ValueError for a config that vLLM cannot run on this machine.
     """
     core = core or core_of(config)
@@ -113,7 +115,9 @@ def _arguments(config: GeneratorConfig, core: Core) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def model_directory(config: GeneratorConfig) -> Iterator[str]:
-    """A directory with the model's config.json: config.hf_path, or a temporary directory without weights."""
+    """Context manager that gives a directory with the model's config.json: config.hf_path, or a temporary directory
+    without weights if hf_path is empty.
+    """
     if config.hf_path:
         yield config.hf_path
         return
@@ -130,9 +134,9 @@ def _engine_arguments(config: GeneratorConfig, directory: str, options: dict[str
         served = adapters.served(ModelConfig.from_hf(directory))
         options |= adapter_options(served, num_adapters=config.max_adapters, rank=config.max_adapter_rank)
     if config.max_model_len > ModelConfig.from_hf(directory).max_position_embeddings:
-        # `_arguments` has added one token to max_model_len. vLLM would refuse this limit, because the model has no
-        # position for the extra token. The override is safe, because the model never computes at this position: the
-        # last sampled token is not an input.
+        # `_arguments` has added one token to max_model_len, and the model has no position for this token. Without the
+        # override vLLM would refuse the limit. The override is safe, because the model never computes at this position:
+        # the token there is sampled last, so it is never an input.
         options["hf_overrides"] = {"max_position_embeddings": config.max_model_len}
     return dict(
         model=directory,

@@ -22,7 +22,7 @@ from controllers.run import Run
 
 @dataclass
 class FakeTrainer:
-    """A trainer that has only save_checkpoint, which returns at once. Writing ends when `durable` is set, and fails if there is an `error`."""
+    """A trainer with only save_checkpoint, which returns at once. Its write ends when a test sets `durable`, and raises `error` if there is one."""
 
     durable: asyncio.Event = field(default_factory=asyncio.Event)
     error: Exception | None = None
@@ -75,7 +75,7 @@ def test_a_second_save_waits_for_the_first(tmp_path):
 
 
 @pytest.mark.parametrize("next_call", ["save", "finish"])
-def test_a_failed_write_is_raised_by_the_next_call_and_is_no_checkpoint(tmp_path, next_call):
+def test_a_failed_write_leaves_no_checkpoint_and_the_next_call_raises_its_error(tmp_path, next_call):
     async def run():
         trainer, saver = FakeTrainer(error=RuntimeError("saving x failed on rank 0")), Checkpoints(tmp_path, keep=2)
         trainer.durable.set()
@@ -193,14 +193,14 @@ def test_incomplete_checkpoints_are_removed_and_complete_ones_stay(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
 
 
-def test_random_states_survive_their_json():
+def test_random_states_survive_a_round_trip_through_json():
     def draw():
         return [random.gauss(0, 1), random.random(), *np.random.randn(3).tolist(), torch.rand(()).item()]
 
     checkpoints.seed_random(3)
     # Python and NumPy draw Gaussian numbers in pairs. After an odd number of draws, the state also holds the second
-    # number of the last pair. `draw` draws one Gaussian number from Python and three from NumPy, so the JSON must have
-    # the second number of Python's last pair and of NumPy's last pair, too.
+    # number of the last pair. `draw` draws one Gaussian number from Python and three from NumPy. So both states hold
+    # such a number, and the JSON must keep both numbers.
     first = draw()
     text = json.dumps(checkpoints.random_states())
     after = draw()
@@ -211,7 +211,7 @@ def test_random_states_survive_their_json():
 
 
 def write_checkpoint(folder: Path, step: int) -> Path:
-    """Write a complete checkpoint with one file of the trainer, `weights`. Returns its folder."""
+    """Write a complete checkpoint whose trainer part is one file, `weights`. Returns the checkpoint's folder."""
 
     class WritingTrainer:
         async def save_checkpoint(self, path: str):
@@ -276,7 +276,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_newest_whole_one_is_taken(tmp
     assert checkpoints.newest(tmp_path).name == "step-2"
 
 
-def test_if_every_checkpoint_is_damaged_none_is_touched_and_the_run_does_not_begin_anew(tmp_path):
+def test_if_every_checkpoint_is_damaged_an_error_names_them_and_none_is_renamed(tmp_path):
     for step in (1, 2):
         flip_a_bit(write_checkpoint(tmp_path, step))
     with pytest.raises(ValueError, match=f"no checkpoint in {tmp_path} is whole: .*step-2.*; .*step-1"):
@@ -290,7 +290,7 @@ def test_a_checkpoint_without_checksums_is_taken_as_it_is(tmp_path):
     assert checkpoints.find(tmp_path / "step-1") == tmp_path / "step-1"
 
 
-def test_a_durable_file_and_the_entry_of_its_folder_are_synced_in_this_order(tmp_path, monkeypatch):
+def test_write_durably_syncs_the_file_and_then_its_folder(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
     checksums.write_durably(tmp_path / "file", "text")
@@ -298,7 +298,7 @@ def test_a_durable_file_and_the_entry_of_its_folder_are_synced_in_this_order(tmp
 
 
 @pytest.mark.parametrize("name", ["state.json", "checksums.json"])
-def test_a_full_disk_is_named_with_the_path_and_the_last_checkpoint_stays(tmp_path, monkeypatch, name):
+def test_the_error_of_a_full_disk_names_the_file_and_the_last_checkpoint_stays(tmp_path, monkeypatch, name):
     write_checkpoint(tmp_path, 1)
 
     def fsync(fd: int) -> None:

@@ -1,4 +1,4 @@
-"""Numbers for Prometheus: their text, and the HTTP port from which Prometheus reads the text."""
+"""Metrics for Prometheus: their text format, and the HTTP port from which Prometheus reads the text."""
 
 import contextlib
 import socket
@@ -57,7 +57,7 @@ def test_the_port_answers_with_the_text_and_survives_an_error():
         get(port.url)
 
 
-def test_a_taken_port_is_named():
+def test_the_error_of_a_taken_port_names_the_address():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"metrics cannot be served at 127.0.0.1:{port}"):
@@ -72,7 +72,7 @@ def test_an_address_is_a_host_and_a_port():
             address_of(wrong)
 
 
-def test_the_numbers_of_a_service():
+def test_the_metrics_of_a_service_count_calls_by_outcome_and_show_the_state_of_each_actor():
     calls = CallCounts()
     client, gone = (Attached(number=number, name="a program", member="trainer") for number in (1, 2))
     with calls.call(client, "forward"):

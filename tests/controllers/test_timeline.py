@@ -1,4 +1,4 @@
-"""The timeline of a step says when the trainer and the generator work. Tests of its spans, its busy shares, its record and the charts."""
+"""The timeline of a step says when the trainer and the generator work. Tests of its spans, its busy shares, its record and two charts."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from controllers.timeline import Span, StepTimeline, Timeline
 
 
 class Clock:
-    """The timeline reads the time from `now` instead of time.perf_counter. A test sets `now`."""
+    """A fake clock. The timeline reads `now` instead of time.perf_counter, and a test sets `now`."""
 
     now = 100.0
 
@@ -46,7 +46,7 @@ def test_a_span_that_outlasts_its_step_is_divided_between_two_steps(clock):
     assert first.busy() == {"generator": 1.0} and second.busy() == {"generator": 0.5}
 
 
-def test_calls_at_the_same_time_count_once():
+def test_overlapping_calls_count_once_in_the_busy_share():
     rows = [(0.0, 3.0), (1.0, 2.0), (2.5, 4.0), (6.0, 7.0)]
     spans = [Span(actor="generator", phase="generating", start=start, end=end) for start, end in rows]
     assert StepTimeline(seconds=10.0, spans=spans).busy() == {"generator": 0.5}
@@ -69,7 +69,7 @@ def test_a_timer_and_the_calls_of_the_generator_fill_one_timeline(clock):
     }
 
 
-def test_of_the_later_half_of_the_steps_the_chart_shows_the_one_with_the_median_duration():
+def test_the_timeline_chart_shows_the_step_of_median_duration_in_the_second_half_of_the_run():
     lines = []
     for step, seconds in enumerate((50.0, 60.0, 3.0, 9.0, 5.0), start=1):
         lines.append({"step": step, "seconds": seconds, "spans": [["trainer", "train", 0.0, seconds]]})
@@ -77,7 +77,7 @@ def test_of_the_later_half_of_the_steps_the_chart_shows_the_one_with_the_median_
     assert charts.timeline_chart([]) == charts.timeline_chart([{"step": 1, "seconds": 1.0, "spans": []}]) == ""
 
 
-def test_ages_are_drawn_only_if_a_group_is_older_than_0():
+def test_the_ages_chart_is_drawn_only_if_a_group_has_an_age_above_0():
     fresh = {"step": 1, "phase": "grpo", "age/max": 0, "age/0": 4}
     old = {"step": 2, "phase": "grpo", "age/max": 2, "age/0": 1, "age/2": 3}
     assert charts.ages_chart([fresh]) == ""

@@ -1,4 +1,4 @@
-"""A config refuses layouts that torch, torchtitan or a pipeline cannot run, before any process starts.
+"""Before any process starts, a config refuses the layouts that torch, torchtitan or our pipeline cannot run.
 
 Some tests check that torch or torchtitan still cannot run a refused layout.
 """
@@ -54,7 +54,7 @@ class Unchecked(TrainerConfig):
 
 
 def upstream_rows(row_length: int) -> None:
-    """Run context parallelism with a row that cannot be split into whole attention blocks on every rank."""
+    """Run context parallelism with a row that does not give every rank the same number of whole attention blocks."""
     from rl_actors.engine.train_engine import TrainEngine
 
     layouts.row_multiple = lambda config: row_length  # changes only this process, which ends after this function
@@ -130,7 +130,7 @@ def test_tied_heads_are_refused_because_torchtitan_does_not_tie_across_stages():
         qwen3_config(config.model).update_from_config(config=SimpleNamespace(parallelism=config.parallelism))
 
 
-def test_more_stages_than_layers_are_refused_as_torchtitan_does():
+def test_more_stages_than_layers_are_refused_by_us_and_by_torchtitan():
     config = pipelined(pipeline_parallel_degree=4, **INTERLEAVED)
     with pytest.raises(ValueError, match="num_hidden_layers=4 into 8 stages, .* 1 and 1 layers: too few layers"):
         config.validate()
@@ -173,7 +173,7 @@ def test_a_pipeline_that_cannot_run_is_refused(layout, message):
         ),
     ],
 )
-def test_a_config_that_stages_cannot_train_is_refused(tmp_path, fields, message):
+def test_a_config_that_cannot_train_in_a_pipeline_is_refused(tmp_path, fields, message):
     config = replace(pipelined(), **{"hf_path": str(tmp_path), **fields})
     config.model.save(tmp_path)
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Training steps at the shape of Qwen3-0.6B on one GPU. Speed is not tested here."""
+"""Training steps of a model with the shape of Qwen3-0.6B and random weights, on one GPU. Speed is not tested here."""
 
 import math
 import time
@@ -11,7 +11,7 @@ from rl_actors import ModelConfig, OptimParams, Sample, TrainerClient, TrainerCo
 pytestmark = pytest.mark.gpu
 
 
-def test_steps_at_the_shape_of_0_6b_start_at_the_loss_of_a_uniform_guess():
+def test_a_0_6b_model_with_random_weights_has_the_loss_of_a_uniform_guess():
     length, rows = 4096, 4
     config = TrainerConfig(
         model=ModelConfig(),

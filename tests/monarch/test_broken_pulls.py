@@ -32,7 +32,7 @@ def test_if_a_pull_fails_while_it_replaces_the_weights_the_generator_refuses_req
     generator_mesh.fail_load_after.call_one(loaded, "the reader broke").get(timeout=GUARD)
     with pytest.raises(OSError, match="the reader broke"):
         generator.pull_model_state_dict(new).result()
-    refused = f"the generator has no weights: the pull of version {new} failed while the weights were replaced: .*the reader broke"
+    refused = f"the generator has no usable weights: the pull of version {new} failed while the weights were replaced: .*the reader broke"
     for call in (running, generator.generate([[5, 6, 7]]), generator.compute_logprobs(SEQUENCES)):
         with pytest.raises(RuntimeError, match=refused):
             call.result()

@@ -46,7 +46,9 @@ def test_after_a_sleep_of_level_2_a_pull_of_the_same_version_brings_the_weights_
         generator.pull_model_state_dict(synced).result()
     generator.wake().result()
     assert generator.info().result().policy_version == NO_VERSION
-    with pytest.raises(RuntimeError, match=r"the generator has no weights: sleep\(level=2\) released its weights"):
+    with pytest.raises(
+        RuntimeError, match=r"the generator has no usable weights: sleep\(level=2\) released its weights"
+    ):
         generator.generate([[5, 6, 7]]).result()
     assert generator.pull_model_state_dict(synced).result() == synced
     assert generator.last_pull.num_bytes > 0
