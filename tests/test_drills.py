@@ -90,8 +90,8 @@ def test_seconds_to_next_step_come_from_the_line_of_the_restart_or_else_from_the
     assert seconds_to_next_step([earlier], steps[:1], moment) is None
 
 
-# A program that makes a segment of shared memory, which is a file in /dev/shm. The first argument is the file's name. The
-# second argument says how the program holds the file: "mapped" or "open".
+# A program that makes a segment of shared memory, which is a file in /dev/shm. The first argument is the file's name.
+# The second argument says how the program holds the file: "mapped" or "open".
 MAKES_SEGMENT = """
 import mmap, sys
 file = open("/dev/shm/" + sys.argv[1], "w+b")
