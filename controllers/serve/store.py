@@ -236,10 +236,10 @@ class Store:
 
     def forgotten_versions(self, seen_before: float) -> list[int]:
         """Numbers of the versions without a name whose session was last seen before this time (seconds since 1970). Leaves out dropped
-        versions.
+        and unfinished versions.
         """
         query = """SELECT number FROM versions JOIN runs ON runs.id = versions.run_id JOIN sessions ON sessions.id = runs.session_id
-            WHERE is_ephemeral AND NOT is_dropped AND sessions.last_seen < ?"""
+            WHERE is_ephemeral AND NOT is_dropped AND directory != '' AND sessions.last_seen < ?"""
         return [row["number"] for row in self._all(query, seen_before)]
 
     def drop_version(self, number: int) -> None:

@@ -424,6 +424,17 @@ def test_a_copy_of_weights_that_failed_can_be_sent_again(api, monkeypatch):
     api(use)
 
 
+def test_weights_that_are_being_written_are_not_forgotten(api):
+    async def use(api):
+        model = await api.create_model()
+        number = api.store.add_version(model, is_ephemeral=True)
+        assert api.store.forgotten_versions(time.time() + 60) == []
+        api.store.finish_version(number, "directory")
+        assert api.store.forgotten_versions(time.time() + 60) == [number]
+
+    api(use)
+
+
 def test_expired_checkpoints_and_the_unnamed_weights_of_silent_sessions_are_deleted(api):
     async def use(api):
         model = await api.create_model()
