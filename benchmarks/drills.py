@@ -1,19 +1,20 @@
 """Runs whose processes are killed or stopped at random moments. Each run must recover by itself and end like the undisturbed run.
 
-The undisturbed run has the same flags, but none of its processes is killed or stopped. A round starts a short run of GRPO or PPO with the tiny
-model, synchronous or asynchronous. It sends SIGKILL or SIGSTOP to a process of this run at a random moment. The round's number decides the kind
-of this process, such as trainer or generator. In about half of the rounds a second process is killed a few seconds later. The run must end with
-status 0, with all steps, and at the same position in the data as the undisturbed run. It must have trained on the same number of problems as
-that run, and on no problem twice. A synchronous run must have trained on exactly the problems of the undisturbed run. No process and no shared
-memory may be left.
+A round starts a short run of GRPO or PPO with the tiny model, synchronous or asynchronous. The round sends SIGKILL or SIGSTOP to a process of
+this run at a random moment. The round's number decides the kind of this process, such as trainer or generator. In about half of the rounds a
+second process is killed up to 12 seconds later. The undisturbed run has the same flags, but none of its processes is killed or stopped.
 
-The program also measures the seconds from the signal to the record of the next step after the recovery. BARS has a limit of these seconds for
-each kind of process. The limits hold for rounds that send only one signal, after the actors have started. The median must not be above the
-limit, and the longest time must not be above twice the limit. After a SIGSTOP `--silent-after` is added to both limits. The exit status is 1
-if a round has a fault, or if a limit is exceeded.
+The run of a round must end with status 0, with all steps, and at the same position in the data as the undisturbed run. The run must have
+trained on the same number of problems as the undisturbed run, and on no problem twice. A synchronous run must have trained on exactly the
+problems of the undisturbed run. No process and no shared memory may be left.
 
-Every round is a line of drills.jsonl in the folder that `--folder` names. If the program is interrupted, the same command runs the rounds
-that have no line yet.
+The program also measures the seconds from the first signal to the record of the next step after the recovery. BARS has a limit of these seconds,
+the bar, for each kind of process. The bars hold for rounds that send only one signal, after the actors have started. The median must not be
+above the bar, and the longest time must not be above twice the bar. After a SIGSTOP `--silent-after` is added to both limits. The exit status
+is 1 if a round has a fault. It is also 1 if a limit is exceeded, unless `--without-bars` is given.
+
+Every finished round writes a line to drills.jsonl in the folder that `--folder` names. If the program is interrupted, the same command runs the
+rounds that have no line yet.
 """
 
 import argparse
@@ -40,10 +41,12 @@ from controllers.run_folder import Record, RunFolder, read_jsonl
 
 SFT_STEPS, STEPS = 2, 8
 KINDS = ("trainer", "critic", "reference", "generator", "engine", "store")
+"""Kinds of processes that are killed or stopped. "critic": PPO's value model. "engine": vLLM's engine core, in runs that give it a process of its
+own. "store": the process in which the memory transport keeps the published weights."""
 LOOPS, MODES = ("grpo", "ppo"), ("sync", "async")
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 PROCESS_NAMES = {"store": "memory"}
-"""Kind -> the name of its processes, for kinds whose processes have another name."""
+"""Kind -> the name of the processes of this kind. A kind that is missing here is itself the name."""
 BARS = dict.fromkeys(KINDS, 40.0) | {"generator": 20.0, "engine": 20.0}
 """Kind -> limit of the median seconds from a kill to the next step. The longest time may be twice this limit."""
 CIRCUMSTANCES = ("one death", "two deaths", "start")
@@ -51,27 +54,27 @@ CIRCUMSTANCES = ("one death", "two deaths", "start")
 while the actors start. Such a round has no limit, because its seconds include the rest of the start."""
 LOOK_PAUSE = 0.25
 """Seconds between two checks of the shared memory and the steps of a run."""
-LONGEST_DELAY = 1.5  # largest number of seconds between the record of a step and a death
+LONGEST_DELAY = 1.5  # largest number of seconds between the record of a step and the first death
 # Seconds between the end of a run and the check of its shared memory. A new semaphore has a file in /dev/shm for a moment. This file is no leak.
 SHARED_MEMORY_PAUSE = 2.0
 # Largest number of seconds from the start of a run to a death during the start. A run takes at least 13 s, so it is still running at the death.
 LONGEST_START = 8.0
-LONGEST_RECOVERY = 12.0  # largest number of seconds between two deaths
+LONGEST_RECOVERY = 12.0  # largest number of seconds between the first and the second death
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """The events of a round. Everything is drawn from the seed and the round's number."""
+    """The run of a round, and the signals that the round sends. The round's number and the flags of the command determine all fields."""
 
     number: int
-    kind: str
-    sent: str  # "kill" or "stop"
+    kind: str  # kind of the process that gets the first signal
+    sent: str  # the first signal: "kill" or "stop"
     loop: str
     mode: str
-    after_step: int  # -1: while the actors start
-    delay: float  # seconds after the record of that step, or after the start of the run
-    second: str = ""  # kind of the second process that is killed; "" if only one process dies
-    second_delay: float = 0.0
+    after_step: int  # the first signal comes after the record of this step; -1: while the actors start
+    delay: float  # seconds from the record of this step, or from the start of the run, to the first signal
+    second: str = ""  # kind of the second process, which is always killed; "" if there is only one signal
+    second_delay: float = 0.0  # seconds from the first signal to the second
 
     @property
     def variant(self) -> str:
@@ -109,7 +112,7 @@ def flags(loop: str, mode: str, kind: str, args: argparse.Namespace) -> list[obj
         "--validate-every": 4,
         "--updates-per-step": 1,
         "--epochs-per-step": 1,
-        # The logger keeps four groups of a step in rollouts.jsonl. A step of these runs has only four groups, so the file has all of these groups.
+        # `problems` needs all groups of a step. The logger keeps four groups of a step in rollouts.jsonl, and a step of these runs has only four.
         # A group whose rewards are all equal is not trained on. The rewards of 32 completions are almost never all equal, so almost every step
         # trains on four groups.
         "--rollouts.groups-per-step": 4,
@@ -136,7 +139,7 @@ def flags(loop: str, mode: str, kind: str, args: argparse.Namespace) -> list[obj
 
 
 def victims(run: Controller, kind: str) -> list[psutil.Process]:
-    """The processes of a kind, without helpers that they have started. An "engine" is the process of vLLM's core."""
+    """The processes of a kind, without the child processes that these processes have started."""
     if kind == "engine":
         return [process for process in run.processes() if "EngineCore" in _name(process)]
     found = run.actors(PROCESS_NAMES.get(kind, kind))
@@ -153,7 +156,10 @@ def _name(process: psutil.Process) -> str:
 
 
 def wait_until(condition: Callable[[], object], run: Controller, what: str, pause: float = 0.02) -> None:
-    """Wait until the condition holds. Raises RuntimeError if the run ends first, or if the wait takes RUN_TIMEOUT seconds."""
+    """Wait until the condition holds. Raises RuntimeError if the run ends first, or if the wait takes RUN_TIMEOUT seconds.
+
+    what: the awaited event, as a noun for the error text.
+    """
     deadline = time.monotonic() + RUN_TIMEOUT
     while not condition():
         if run.process.poll() is not None or time.monotonic() > deadline:
@@ -166,7 +172,7 @@ class Watch:
 
     def __init__(self, run: Controller, folder: RunFolder) -> None:
         self.run, self.folder = run, folder
-        self.segments: set[shared_memory.Inode] = set()  # of the run
+        self.segments: set[shared_memory.Inode] = set()  # the shared memory that the run has used so far
         self.steps: list[tuple[float, int]] = []  # (seconds since 1970 when the step was seen, its number)
         self._before = set(shared_memory.segments().values())
         self._last = -1
@@ -180,7 +186,7 @@ class Watch:
         last = lines[-1]["step"] if lines else -1
         if last > self._last and lines[-1]["phase"] != "start":
             self.steps.append((time.time(), last))
-        self._last = last  # lower than before, if a recovery has begun
+        self._last = last  # lower than before if a recovery has removed the lines of steps that it repeats
 
     def _look_again_and_again(self) -> None:
         while not self._ended.wait(LOOK_PAUSE):
@@ -196,9 +202,9 @@ class Watch:
 
 
 def strike(watch: Watch, kind: str, sent: str, draw: random.Random) -> float:
-    """Send the signal to a process of this kind as soon as such a process exists. Returns the time of the signal, in seconds since 1970."""
+    """Wait until there is a process of this kind, and send the signal to a random one. Returns the signal's time, in seconds since 1970."""
     run = watch.run
-    wait_until(lambda: victims(run, kind), run, f"there was a process of {kind}", pause=0.05)
+    wait_until(lambda: victims(run, kind), run, f"the start of a process of the kind {kind}", pause=0.05)
     watch.segments |= shared_memory.used_by(victims(run, kind))
     draw.choice(victims(run, kind)).send_signal(SIGNALS[sent])
     return time.time()
@@ -208,7 +214,11 @@ def carry_out(drawn: Round, watch: Watch) -> float:
     """Wait for the moments of the round and send its signals. Returns the time of the first signal, in seconds since 1970."""
     draw, metrics = random.Random(drawn.number), watch.folder.metrics
     if drawn.after_step >= 0:
-        wait_until(lambda: any(line["step"] >= drawn.after_step for line in read_jsonl(metrics)), watch.run, f"{drawn}")
+        wait_until(
+            lambda: any(line["step"] >= drawn.after_step for line in read_jsonl(metrics)),
+            watch.run,
+            f"step {drawn.after_step}",
+        )
     time.sleep(drawn.delay)
     moment = strike(watch, drawn.kind, drawn.sent, draw)
     if drawn.second:
@@ -224,7 +234,7 @@ def problems(folder: RunFolder) -> Counter[str]:
 
 
 def cursor(folder: RunFolder) -> int:
-    """The index of the problem that would come next after the run."""
+    """The run's position in the data: the index of the next problem, from the newest checkpoint."""
     newest = checkpoints.newest(folder.checkpoints)
     if newest is None:
         raise RuntimeError(f"{folder.path} has no checkpoint")
@@ -234,10 +244,11 @@ def cursor(folder: RunFolder) -> int:
 def seconds_to_next_step(restarts: Sequence[Record], steps: Sequence[tuple[float, int]], moment: float) -> float | None:
     """Seconds from a death to the record of the first step after its recovery. None if no step came.
 
-    restarts: lines of restarts.jsonl. The death of the trainer or of the store has no line if trainer and generator had not been ready yet. The
-    line about a generator is written at the end of the first step after the generator's return. If no step after the death needs the
-    generator, the run may end before the generator returns. The generator's death then has no line. Without a line the seconds end at the next
-    recorded step.
+    restarts: lines of restarts.jsonl. steps: see Watch.steps. moment: the time of the death, in seconds since 1970.
+
+    If the death has no line in restarts.jsonl, the seconds end at the next recorded step. The death of the trainer or of the store has no line if
+    trainer and generator had not been ready yet. The death of a generator gets its line at the end of the first step after the generator's
+    return. If no step after the death needs the generator, the run may end before this return, and then the death has no line.
     """
     for line in restarts:
         noticed = datetime.fromisoformat(line["time"]).timestamp()
@@ -268,7 +279,7 @@ def faults(folder: RunFolder, whole: RunFolder, mode: str) -> list[str]:
 
 
 def run_round(drawn: Round, base: Path, args: argparse.Namespace) -> Record:
-    """Carry out the round. Returns its line of drills.jsonl."""
+    """Carry out the round. Returns the round's line for drills.jsonl."""
     whole = undisturbed(drawn, base, args)
     folder = RunFolder(base / f"round-{drawn.number}")
     begin = time.monotonic()
@@ -303,7 +314,7 @@ def run_round(drawn: Round, base: Path, args: argparse.Namespace) -> Record:
 
 
 def undisturbed(drawn: Round, base: Path, args: argparse.Namespace) -> RunFolder:
-    """The folder of the undisturbed run of this variant. If the run does not exist or is not finished, this function makes or finishes it."""
+    """The folder of the finished undisturbed run of this variant. If there is no such run, this function first makes or continues it."""
     folder = RunFolder(base / f"undisturbed-{drawn.variant}")
     if folder.outcome.exists() and json.loads(folder.outcome.read_text())["status"] == "finished":
         return folder
@@ -317,7 +328,7 @@ def undisturbed(drawn: Round, base: Path, args: argparse.Namespace) -> RunFolder
 
 
 def seconds_of(lines: Sequence[Record], kind: str, sent: str, circumstances: str) -> list[float]:
-    """Seconds to the next step in the rounds of a kind, a signal and one of CIRCUMSTANCES."""
+    """Seconds to the next step, of each round with this kind, this signal and these circumstances (one of CIRCUMSTANCES)."""
     wanted = (kind, sent, circumstances)
     chosen = [line for line in lines if (line["kind"], line["sent"], circumstances_of(line)) == wanted]
     return [line["seconds"] for line in chosen if line["seconds"] is not None]
@@ -352,11 +363,11 @@ def missed_bars(lines: Sequence[Record], silent_after: float) -> list[str]:
 
 
 def table(lines: Sequence[Record], silent_after: float) -> str:
-    """A row for each kind and signal: the rounds, the rounds without a fault, and the median and the longest seconds to the next step, each with
-    its limit.
+    """The results as a table with a row for each kind and signal.
 
-    The last two columns have the median and the longest seconds of rounds without limits: rounds with two deaths, and rounds with a death during
-    the start.
+    The column "rounds" has the number of rounds, and "whole" the number of rounds without a fault. Then come the median and the longest ("worst")
+    seconds to the next step in rounds with one death, each with its limit ("bar"). The last two columns have the median and the longest seconds
+    in rounds without limits: rounds with two deaths, and rounds with a death during the start.
     """
     columns = f"{'process':<12} {'signal':<6} {'rounds':>6} {'whole':>6} {'median s':>9} {'bar s':>6} {'worst s':>8} {'bar s':>6}"
     rows = [f"{columns}   {'two deaths':>12}   {'start':>12}"]
@@ -382,17 +393,22 @@ def _median_and_worst(seconds: Sequence[float]) -> tuple[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of processes that die, with commas between")
-    parser.add_argument("--loops", default=",".join(LOOPS), help="loops that are run, with commas between")
-    parser.add_argument("--modes", default=",".join(MODES), help="modes that are run, with commas between")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the runs and of the rounds")
+    parser.add_argument("--rounds", type=int, default=20, help="number of rounds")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of processes that die, separated by commas")
+    parser.add_argument("--loops", default=",".join(LOOPS), help="training loops of the runs, separated by commas")
+    parser.add_argument("--modes", default=",".join(MODES), help="sync, async or both, separated by a comma")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the runs, and of the random choices in the rounds")
     parser.add_argument("--ranks", type=int, default=1, help="ranks of the trainer, which share its weights by FSDP")
-    parser.add_argument("--silent-after", type=float, default=20.0, help="survival.silent_after of the runs")
+    parser.add_argument(
+        "--silent-after",
+        type=float,
+        default=20.0,
+        help="survival.silent_after of the runs: seconds of silence after which a process is killed",
+    )
     parser.add_argument(
         "--without-bars",
         action="store_true",
-        help="exit with 0 even if a limit of the seconds is exceeded, for a machine that does other work at the same time",
+        help="a missed bar does not change the exit status; for a machine that does other work at the same time",
     )
     parser.add_argument(
         "--folder", type=Path, default=Path("runs/drills"), help="folder of the runs and of drills.jsonl"
@@ -401,7 +417,9 @@ def main() -> None:
     kinds, loops, modes = (text.split(",") for text in (args.kinds, args.loops, args.modes))
     unknown = (set(kinds) - set(KINDS)) | (set(loops) - set(LOOPS)) | (set(modes) - set(MODES))
     if unknown:
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; kinds {KINDS}, loops {LOOPS}, modes {MODES}")
+        parser.error(
+            f"unknown: {', '.join(sorted(unknown))}. The kinds are {', '.join(KINDS)}, the loops {', '.join(LOOPS)}, the modes {', '.join(MODES)}"
+        )
     args.folder.mkdir(parents=True, exist_ok=True)
     file = args.folder / "drills.jsonl"
     done = {line["number"] for line in read_jsonl(file)}

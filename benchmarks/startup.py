@@ -1,12 +1,12 @@
-"""Measures the parts of a start, the closing, and the whole run of the config `tiny`, which `make grpo` runs.
+"""Measures a run of the config `tiny`, which `make grpo` runs: the seconds of each part of the start, of the closing, and of the whole command.
 
 python -m benchmarks startup                                  # three starts
 python -m benchmarks startup --whole                          # three whole runs
 python -m benchmarks startup --whole --seeds 0 1 2 3 4        # one whole run with each seed
 
 Without `--whole` a run has one supervised step and one GRPO step. Further flags are passed on to the controller. The files that a run
-writes show when each part of the run ends. The part `imports` begins with the command. Each of the next three parts begins when the part
-before it ends:
+writes show when each part ends. The part `imports` begins with the command. `spawn`, `engines` and `first_step` each begin when the part
+before ends:
 
 - imports: until config.json exists. The run has then checked the config, and built the task and the tokenizer.
 - spawn: until the log files of trainer and generator exist.
@@ -29,12 +29,12 @@ from controllers.run_folder import RunFolder, read_jsonl
 
 POLL = 0.01  # seconds between two checks of a run's files
 PARTS = ("imports", "spawn", "engines", "first_step", "first_line", "closing", "seconds")
-"""Figures of a run in seconds. first_line is the sum of the four parts before it. seconds is the time of the whole command."""
+"""The measured times of a run, in seconds. first_line is the sum of the four parts before it. seconds is the time of the whole command."""
 SHORT = ("--sft-steps", "1", "--steps", "1")
 
 
 def measure(command: Sequence[str], folder: RunFolder) -> dict[str, float]:
-    """Run a command that trains in `folder`, and return the figures PARTS. Raises SystemExit if the command fails."""
+    """Run a command that trains in `folder`, and return the times that PARTS lists. Raises SystemExit if the command fails."""
     begun = time.time()  # the clock of the files' modification times
     process = subprocess.Popen(command)
     logs = [folder.log("trainer-0"), folder.log("generator-0")]
@@ -58,7 +58,7 @@ def measure(command: Sequence[str], folder: RunFolder) -> dict[str, float]:
 
 
 def _wait(process: subprocess.Popen, is_there: Callable[[], bool]) -> float:
-    """The time at which `is_there()` is true for the first time. Raises SystemExit if the process ends earlier."""
+    """Wait until `is_there()` is true, and return the time. Raises SystemExit if the process ends earlier."""
     while not is_there():
         if process.poll() is not None and not is_there():
             raise SystemExit(f"the run ended with exit status {process.returncode} before its first step was recorded")

@@ -14,11 +14,14 @@ METRIC = "validation/accuracy"
 
 
 class GateMissedError(Exception):
-    """The run has not reached the reward of its gate."""
+    """The run's accuracy is below the reward of its gate, or the run has ended without the validation that the gate needs."""
 
 
 class Gate:
-    """The first validation at or after `step` must have an accuracy of at least `reward`. Later validations do not count."""
+    """The first validation at or after `step` must have an accuracy of at least `reward`. Later validations do not count.
+
+    Checkpoints do not store `is_passed`. So a resumed run checks the first validation that it makes at or after `step`.
+    """
 
     def __init__(self, step: int, reward: float) -> None:
         self.step, self.reward = step, reward
@@ -39,7 +42,10 @@ class Gate:
         return found
 
     def check(self, step: int, metrics: Mapping[str, object]) -> None:
-        """Compare the metrics of a step with the gate. Raises GateMissedError if the accuracy is too low."""
+        """Compare the accuracy in the metrics of a step with the gate. Raises GateMissedError if the accuracy is too low.
+
+        Does nothing before the gate's step, for metrics without an accuracy, and after the gate is passed.
+        """
         found = metrics.get(METRIC)
         if self.is_passed or step < self.step or not isinstance(found, float):
             return

@@ -1,4 +1,5 @@
-"""The tokenizer of a run. It comes from a Hugging Face directory. For a model with random weights it is instead a character-level tokenizer.
+"""The tokenizer of a run. A config with an alphabet gets a character-level tokenizer. Any other config gets the tokenizer of its model's
+Hugging Face directory.
 
 In a character-level tokenizer each character is one token. <pad> is token 0, <eos> is token 1, and the characters of the alphabet follow in
 the order of the alphabet.
@@ -73,7 +74,7 @@ class Tokenizer:
 
     hf: "PreTrainedTokenizerBase"
     chat: ChatTemplate
-    # Tokens that end a completion. They come from generation_config.json, or else from the tokenizer.
+    # Tokens that end a completion. generation_config.json lists them. If it does not, the tokenizer's end token is the only one.
     stop_token_ids: tuple[int, ...]
 
     def __len__(self) -> int:
@@ -86,7 +87,7 @@ class Tokenizer:
         return own if own in self.stop_token_ids else self.stop_token_ids[0]
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text, without special tokens. Raises ValueError for a character that a character-level tokenizer lacks."""
+        """The token ids of a text. No special tokens are added. Raises ValueError for a character that a character-level tokenizer lacks."""
         if self.hf.init_kwargs.get("character_level"):
             known = self.hf.get_vocab()
             missing = sorted({character for character in text if character not in known})
@@ -96,8 +97,9 @@ class Tokenizer:
         return self.hf.encode(text, add_special_tokens=False)
 
     def encode_prompt(self, problem: Problem) -> list[int]:
-        """The tokens of the problem's prompt. The chat template formats the problem's messages. If chat.enabled is set, it also formats a
-        prompt that is a plain text.
+        """The tokens of the problem's prompt. If the problem has messages, the chat template formats them.
+
+        If the problem has only a text, the chat template formats the text if chat.enabled is set. Otherwise the text is encoded as it is.
         """
         messages = self._messages(problem)
         return self.chat.prompt(messages) if messages else self.encode(problem.prompt)
@@ -105,8 +107,8 @@ class Tokenizer:
     def encode_observation(self, observation: Observation, *, after: int | None = None) -> list[int]:
         """The tokens of an observation, which the policy reads before its next turn. A list of token ids is returned as it is.
 
-        after: the last token of the policy's former turn; None before the first turn. After a turn, messages are formatted as the chat
-        template formats messages that follow a turn of the assistant.
+        after: the last token of the policy's previous turn; None before the first turn. After a turn, the chat template formats the messages
+        as the continuation of a conversation in which the assistant spoke last.
         """
         messages = observation
         if isinstance(observation, str):
@@ -149,8 +151,8 @@ class Tokenizer:
 def load_tokenizer(directory: str | Path, chat: ChatConfig | None = None) -> Tokenizer:
     """The tokenizer of a local Hugging Face directory.
 
-    Raises ValueError if the directory holds no tokenizer, if none of its files names the token that ends a text, or if the chat template does
-    not support the options of `chat`.
+    Raises ValueError if the directory holds no tokenizer, if none of its files names an end token, or if the chat template does not support
+    the options of `chat`.
     """
     config = Path(directory) / "tokenizer_config.json"
     if not config.is_file():
@@ -164,9 +166,9 @@ def load_tokenizer(directory: str | Path, chat: ChatConfig | None = None) -> Tok
 
 
 def _load(directory: str | Path, *, is_ours: bool) -> "PreTrainedTokenizerBase":
-    """is_ours: True for a tokenizer of build_character_tokenizer."""
+    """Load the tokenizer. is_ours: True if build_character_tokenizer wrote the directory."""
     if is_ours:
-        # AutoTokenizer would choose the same class. But the module of AutoTokenizer imports torch's compiler and models. This takes a second.
+        # AutoTokenizer would choose the same class. But importing AutoTokenizer takes a second, because it imports torch's compiler and models.
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)

@@ -74,7 +74,7 @@ def test_the_addresses_of_a_job_give_its_kind_and_the_names_of_its_hosts(address
 @pytest.mark.parametrize(
     ("addresses", "error"),
     [
-        (["slurm://0"], "it must be slurm://N, which starts N workers, at least 1"),
+        (["slurm://0"], "it must be slurm://N, where N is the number of workers, at least 1"),
         (["kubernetes://many"], "it must be kubernetes://N"),
         (["slurm://2", "slurm://3"], "give one job, or ssh:// for every host"),
         (["ssh://a", "tcp://b:1"], "give one job, or ssh:// for every host"),

@@ -1,6 +1,6 @@
-"""The field target_prompt_logprobs of a request. It is a matrix of token ids, whose row i lists tokens for position i + 1 of the prompt.
+"""The field target_prompt_logprobs of a sampling request: a matrix of token ids. Row i lists tokens for position i + 1 of the prompt.
 
-The answer has the logprob that each of these tokens would have at its position. This module contains no HTTP.
+The answer has the logprob that each of these tokens would have at that position. This module contains no HTTP.
 
 Sizes: the prompt has N tokens. The matrix has N - 1 rows and K columns. The request gives C cells of the matrix: a dense request gives all
 C = (N - 1) K cells, and a sparse request lists its cells.
@@ -25,9 +25,9 @@ MAX_SCORED = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """The tokens that a request asks for.
+    """The tokens whose logprobs a request asks for.
 
-    The logprob of a token in row i is its logprob as the next token after the prompt's tokens 0 to i.
+    The logprob of a token in row i is the token's logprob as the next token after the prompt's tokens 0 to i.
     """
 
     rows: np.ndarray  # [C]
@@ -38,7 +38,7 @@ class Targets:
 
     @classmethod
     def read(cls, tensor: messages.TensorData, prompt: list[int], vocab_size: int) -> Self:
-        """Raises ValueError naming what is wrong with the tensor."""
+        """Read the field of a request with this prompt. Raises ValueError naming what is wrong with the tensor."""
         name = "target_prompt_logprobs"
         if (
             tensor.dtype != "int64"
@@ -64,7 +64,7 @@ class Targets:
             shaped(tokens, shape, name)
         if len(tokens) and not (tokens.min() >= NOTHING and tokens.max() < vocab_size):
             raise ValueError(
-                f"{name} has tokens {tokens.min()} to {tokens.max()}; they must be {NOTHING} to {vocab_size - 1}"
+                f"{name} has tokens {tokens.min()} to {tokens.max()}; they must be 0 to {vocab_size - 1}, or {NOTHING} for no token"
             )
         made = cls(rows=rows, tokens=tokens, shape=shape, sparse=sparse)
         if (count := len(made.foreign(prompt))) > MAX_SCORED:
@@ -74,13 +74,16 @@ class Targets:
         return made
 
     def foreign(self, prompt: list[int]) -> list[tuple[int, int]]:
-        """The pairs (row, token) whose token is not the prompt's token at the row's position, without duplicates."""
+        """The pairs (row, token) whose token is not the prompt's token at the row's position, without duplicates.
+
+        Cells that ask for no token give no pair.
+        """
         own = np.asarray(prompt[1:], np.int64)[self.rows] if len(self.rows) else self.rows
         wanted = (self.tokens != NOTHING) & (self.tokens != own)
         return sorted(set(zip(self.rows[wanted].tolist(), self.tokens[wanted].tolist(), strict=True)))
 
     async def scores(self, weights: Weights, prompt: list[int]) -> Cells:
-        """The logprob of each cell, at temperature 1. A cell that asks for no token gets the value 0."""
+        """The logprob of each cell's token, at temperature 1. A cell that asks for no token gets the value 0."""
         values = np.zeros(len(self.tokens), np.float32)
         if not (self.tokens != NOTHING).any():
             return Cells(values=values, shape=self.shape, sparse=self.sparse)

@@ -1,4 +1,4 @@
-"""The client of a value model: a TrainerClient whose model gives one number for each position instead of logprobs."""
+"""The client of a value model, such as PPO's critic. The model gives one number for each position instead of logprobs."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -8,7 +8,7 @@ from rl_actors.config import TrainerConfig
 
 
 class ValueTrainerClient(TrainerClient):
-    """A TrainerClient of a value model.
+    """A TrainerClient that trains a value model.
 
     `forward` returns one value for each target token: the value of the state before this token.
 

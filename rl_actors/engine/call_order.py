@@ -6,7 +6,7 @@ incomplete. inconsistent: a call failed, and some of the weights may have change
 
 IDLE, OPEN, BROKEN, INCONSISTENT = "idle", "open", "broken", "inconsistent"
 
-# For each state the calls that are legal in the state. Calls that only read (forward, push, export) do not change the
+# State -> the calls that are legal in this state. Calls that only read, such as forward and export_hf, do not change the
 # state. The call `info` is always legal.
 LEGAL = {
     IDLE: {
@@ -55,7 +55,7 @@ class StepState:
         self.state = IDLE
 
     def require(self, call: str) -> None:
-        """Raises RuntimeError naming the state if `call` is not legal in this state."""
+        """Raises RuntimeError, naming the state and the call that must come first, if `call` is not legal now."""
         if call not in LEGAL[self.state]:
             raise RuntimeError(f"{call} is not possible while the trainer is {self.state}: {_HINT[self.state]}")
 

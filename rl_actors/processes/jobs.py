@@ -26,7 +26,7 @@ HOST_TEXTS = {
     "slurm": "node {} of the Slurm job",
     "kubernetes": "pod {} of the job",
 }
-"""The text that is used as the name of a host, for kinds of jobs whose hosts have no names before the job is started.
+"""Texts that stand for the names of hosts, because the hosts of these jobs have no names before the job starts.
 Key: kind of job. {} is the index of the host."""
 PORTS = {"ssh": 22222, "slurm": 22222, "kubernetes": 26600}
 """Monarch's default port for workers. Key: kind of job."""
@@ -48,7 +48,7 @@ class JobConfig:
     port: int = 0
     """Port at which the workers listen. 0: Monarch's default, which is 22222, or 26600 on Kubernetes."""
     start_timeout: int = 600
-    """The workers must listen within this number of seconds. The wait in a scheduler's queue counts."""
+    """Seconds within which the workers must listen or, for slurm://, the Slurm job must run. The wait in a scheduler's queue counts."""
     arguments: str = ""
     """Further arguments for ssh, such as "-p 2222 -l me", or for sbatch, such as "--constraint=h100
     --reservation=mine"."""
@@ -68,7 +68,7 @@ class JobConfig:
     claim: str = ""
     """PersistentVolumeClaim of the disk that all pods share. The run folder must be on this disk."""
     mount: str = "/shared"
-    """Path at which the pods see the claim."""
+    """Path at which the pods mount the disk of the claim."""
 
     def validate(self, job: "Job") -> None:
         """Raises ValueError naming the field and the limit if a field is wrong for this job."""
@@ -116,7 +116,8 @@ class JobConfig:
             raise ValueError("hosts.job.image is empty; kubernetes:// needs the image of the pods")
         if not KUBERNETES_NAME.fullmatch(self.namespace):
             raise ValueError(
-                f"hosts.job.namespace={self.namespace!r}; it must have at most 63 lower-case letters, digits and -"
+                f"hosts.job.namespace={self.namespace!r}; it must have 1 to 63 lower-case letters, digits and -, "
+                "and begin and end with a letter or digit"
             )
         if not self.mount.startswith("/"):
             raise ValueError(f"hosts.job.mount={self.mount!r}; it must be an absolute path")
@@ -154,7 +155,8 @@ def parse(addresses: Sequence[str]) -> Job | None:
     """The job that these addresses ask for: process://N, slurm://N, kubernetes://N, or one ssh://HOST for each host.
 
     None if these are addresses of workers that run already.
-    Raises ValueError for a number below 1, for a wrong or repeated name, and for a mixture of kinds.
+    Raises ValueError for an N that is not an integer of at least 1, for a wrong or repeated name, for a mixture of kinds, and for several
+    addresses of a kind other than ssh.
     """
     kinds = [address.partition(MARK)[0] for address in addresses]
     if not any(kind in FIELDS and MARK in address for kind, address in zip(kinds, addresses, strict=True)):
@@ -165,7 +167,9 @@ def parse(addresses: Sequence[str]) -> Job | None:
     if kind == "ssh":
         return Job(kind=kind, names=_ssh_names(values))
     if not values[0].isdecimal() or int(values[0]) < 1:
-        raise ValueError(f"the host is {addresses[0]!r}; it must be {kind}://N, which starts N workers, at least 1")
+        raise ValueError(
+            f"the host is {addresses[0]!r}; it must be {kind}://N, where N is the number of workers, at least 1"
+        )
     return Job(kind=kind, names=tuple(HOST_TEXTS[kind].format(index) for index in range(int(values[0]))))
 
 
@@ -223,9 +227,9 @@ def ssh_arguments(config: JobConfig) -> list[str]:
 
 
 def require_ssh(job: Job, config: JobConfig) -> None:
-    """Raises ConnectionError if ssh cannot reach a host or if a host lacks this Python.
+    """Raises ConnectionError if this machine has no ssh, if ssh cannot reach a host, or if a host lacks this program's Python.
 
-    If ssh failed, the error has ssh's own message.
+    If ssh cannot reach a host, the error has ssh's own message.
     """
     for name in job.names:
         command = ["ssh", *ssh_arguments(config), "-n", name, f"test -x {shlex.quote(sys.executable)}"]
@@ -287,7 +291,7 @@ def _pod_template(config: JobConfig, worker_port: int) -> "V1PodTemplateSpec":
     worker = client.V1Container(
         name="worker",
         image=config.image,
-        # Kubernetes replaces $(POD_IP) by the variable of this name in `env`.
+        # Kubernetes replaces $(POD_IP) by the value of the variable POD_IP in `env`.
         command=[sys.executable, "-m", "rl_actors.processes.worker", f"tcp://$(POD_IP):{worker_port}", "--insecure"],
         env=[
             client.V1EnvVar(name="POD_IP", value_from=address),

@@ -55,7 +55,7 @@ def test_a_call_is_legal_or_its_error_names_the_call_the_state_and_the_remedy(ca
     assert step.state == state
 
 
-def test_each_state_refuses_these_calls():
+def test_each_state_refuses_the_listed_calls_and_no_others():
     refused = {state: sorted(set(CALLS) - LEGAL[state]) for state in LEGAL}
     assert refused == {
         IDLE: ["optim_step"],
@@ -65,7 +65,7 @@ def test_each_state_refuses_these_calls():
     }
 
 
-def test_a_step_opens_with_forward_backward_and_closes_with_optim_step(make_engine):
+def test_forward_backward_opens_a_step_and_optim_step_or_discard_gradients_closes_it(make_engine):
     engine = make_engine()
     states = [engine.step.state]
     for call in (
@@ -84,7 +84,7 @@ def test_a_step_opens_with_forward_backward_and_closes_with_optim_step(make_engi
     assert engine.info().state == "idle" and engine.info().policy_version == 1
 
 
-def test_optim_step_with_nothing_accumulated_is_an_error_that_changes_nothing(make_engine):
+def test_optim_step_without_accumulated_gradients_fails_and_changes_nothing(make_engine):
     engine = make_engine()
     before = parameters(engine)
     with pytest.raises(RuntimeError, match="optim_step .* idle: no gradients are accumulated: call forward_backward"):
@@ -93,7 +93,7 @@ def test_optim_step_with_nothing_accumulated_is_an_error_that_changes_nothing(ma
     assert_bit_equal(parameters(engine), before)
 
 
-def test_checkpoints_are_refused_in_an_open_step(make_engine, tmp_path):
+def test_an_open_step_refuses_checkpoints_and_pulls(make_engine, tmp_path):
     engine = make_engine()
     engine.forward_backward(ppo_samples(LENGTHS), PPO())
     for call in (engine.save_checkpoint, engine.load_checkpoint):
@@ -124,7 +124,7 @@ def test_a_pull_after_a_pull_that_failed_makes_the_model_usable_again(make_engin
     assert len(engine.forward(random_samples([40, 3])).logprobs) == 43
 
 
-def test_discarded_gradients_leave_no_trace(make_engine):
+def test_discarded_gradients_do_not_change_the_next_step(make_engine):
     clean, discarded = make_engine(), make_engine()
     discarded.forward_backward(ppo_samples(LENGTHS, seed=5), PPO())
     discarded.discard_gradients()
@@ -149,7 +149,7 @@ def test_a_forward_inside_an_open_step_leaves_gradients_and_weights_bit_identica
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("clip", [1.0, None])
-def test_a_nonfinite_gradient_skips_the_step_and_names_the_parameter(make_engine, value, clip):
+def test_a_nonfinite_gradient_skips_the_step_and_the_result_names_the_parameter(make_engine, value, clip):
     engine = make_engine()
     before = parameters(engine)
     engine.forward_backward(ppo_samples(LENGTHS), PPO())
@@ -161,7 +161,7 @@ def test_a_nonfinite_gradient_skips_the_step_and_names_the_parameter(make_engine
     assert_bit_equal(parameters(engine), before)
 
 
-def test_a_loss_that_overflows_skips_the_step_and_leaves_no_trace_in_the_next(make_engine):
+def test_a_loss_that_overflows_skips_the_step_and_does_not_change_the_next_step(make_engine):
     clean, skipping = make_engine(), make_engine()
     huge = random_samples(LENGTHS, advantages=lambda *_: 3e38, old_logprobs=lambda *_: -60.0)
     skipping.forward_backward(huge, "importance_sampling")
@@ -177,7 +177,7 @@ def broken_loss(logprobs_BL, *, loss_weights):
     raise ArithmeticError("in the middle of a backward pass")
 
 
-def test_a_failure_half_way_leaves_the_step_broken_until_discard_gradients(make_engine):
+def test_a_forward_backward_that_fails_halfway_breaks_the_step_until_discard_gradients(make_engine):
     clean, broken = make_engine(), make_engine()
     samples = random_samples(LENGTHS)
     broken.forward_backward(samples, "cross_entropy")
@@ -196,7 +196,7 @@ def test_a_failure_half_way_leaves_the_step_broken_until_discard_gradients(make_
     assert_bit_equal(parameters(broken), parameters(clean))
 
 
-def test_a_step_with_refused_calls_in_between_is_bit_identical_to_one_without(make_engine, tmp_path):
+def test_refused_calls_do_not_change_the_open_step(make_engine, tmp_path):
     clean, pestered = make_engine(), make_engine()
     good = ppo_samples(LENGTHS)
     long, no_old_logprobs = ppo_samples([65]), random_samples([4], advantages=lambda *_: 1.0)
@@ -227,7 +227,7 @@ def test_a_step_with_refused_calls_in_between_is_bit_identical_to_one_without(ma
     assert_bit_equal(parameters(pestered), parameters(clean))
 
 
-def test_a_trace_holds_whole_steps_and_is_written_after_the_last(make_engine, tmp_path):
+def test_a_trace_holds_whole_steps_and_is_written_after_the_last_step(make_engine, tmp_path):
     engine, file = make_engine(), tmp_path / "trace" / "rank-0.json"
     engine.profile(str(file.parent), steps=2)
     for steps_done in (1, 2):
@@ -240,7 +240,7 @@ def test_a_trace_holds_whole_steps_and_is_written_after_the_last(make_engine, tm
     assert {"aten::mm", "aten::_fused_adamw_"} <= names
 
 
-def test_a_trace_of_no_steps_and_a_trace_during_another_trace_are_refused(make_engine, tmp_path):
+def test_profile_refuses_zero_steps_and_a_second_trace_before_the_first_is_done(make_engine, tmp_path):
     engine = make_engine()
     with pytest.raises(ValueError, match="steps=0; it must be an integer of at least 1"):
         engine.profile(str(tmp_path), steps=0)

@@ -1,4 +1,4 @@
-"""For slow tests: a Tinker server with real actors, as a program of its own, and a proxy that loses some requests and answers.
+"""Helpers of slow tests: a Tinker server with real actors in a program of its own, and a proxy that loses some requests and answers.
 
 Tests import this module before they check that Tinker's SDK is installed. So this module must not import the SDK.
 """
@@ -72,10 +72,10 @@ class Process:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault of the connection. The client gets it instead of the answer to a request for training."""
+    """A fault of the connection. It replaces the answer to a training request, which is a request that begins as in WORK."""
 
-    reaches_server: bool  # False: the connection ends before the request is passed on
-    answer: bytes = b""  # goes to the client; then the connection ends
+    reaches_server: bool  # False: the proxy closes the connection instead of passing the request on
+    answer: bytes = b""  # sent to the client in place of the server's answer; then the proxy closes the connection
 
 
 BUSY = Fault(
@@ -88,8 +88,9 @@ WORK = (b"POST /api/v1/forward_backward ", b"POST /api/v1/optim_step ")
 
 
 class Proxy:
-    """A proxy in a thread. Each request for training takes the next fault from `faults`. If `faults` is empty, the
-    proxy passes everything on.
+    """A proxy between Tinker's SDK and the server, in a thread of its own.
+
+    Each training request takes the next fault from `faults`. If `faults` is empty, the proxy passes everything on.
     """
 
     def __init__(self, target: str) -> None:
@@ -123,7 +124,7 @@ class Proxy:
     async def _pass_requests(
         self, client: asyncio.StreamReader, to_server: asyncio.StreamWriter, taken: list[Fault]
     ) -> None:
-        # A client sends a request only after it has the answer to the request before. So a request begins at the beginning of a read.
+        # On a connection the client sends a request only after the answer to the previous request. So each request begins at the beginning of a read.
         while data := await client.read(1 << 16):
             if data.startswith(WORK) and self.faults:
                 taken.append(self.faults.popleft())
