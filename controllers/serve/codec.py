@@ -2,8 +2,9 @@
 
 Arrays are sent as raw little-endian bytes. The table MESSAGES is our own description of the messages. Its field numbers are the SDK's.
 
-In shapes, T is the number of positions of one datum, N the number of tokens of a prompt, and P the number of tokens of a prompt or a
-completion. K is the number of targets of one position, except in TopK: there K is the number of likeliest tokens of one position.
+A datum is one training sequence. In shapes, T is the number of positions of a datum, N the number of tokens of a prompt, and P the number
+of tokens of a prompt or a completion. K is the number of targets of one position. In TopK, K is instead the number of likeliest tokens of
+one position.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,14 +83,14 @@ MESSAGES: dict[str, tuple[str, ...]] = {
 """The fields of each message."""
 
 DTYPES: dict[int, np.dtype] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
-"""The numpy dtype for each number of a DType. bfloat16 is missing, because no SDK sends it."""
+"""The numpy dtype for each value of the enum DType. bfloat16 is missing, because the SDK never sends it."""
 MAX_ELEMENTS = 1 << 28
 """Largest number of elements of a sparse tensor, zeros included.
 
 This module makes sparse tensors dense, so without this limit a request of a few bytes could take all memory.
 """
 NO_LOGPROB = -99999.0
-"""Logprob that a top-k table has in a cell without a token."""
+"""The logprob of a cell of TopK that has no token. The SDK has the same constant."""
 
 _FIELD = descriptor_pb2.FieldDescriptorProto
 _SCALARS = {
@@ -104,7 +105,7 @@ _SCALARS = {
 
 
 def _make_classes() -> dict[str, Any]:
-    """The class of each message.
+    """{name of a message: its class}.
 
     The classes have their own descriptor pool, so that they do not conflict with the SDK's classes in the same process.
     """
@@ -170,8 +171,8 @@ class Datum:
 
     tokens: np.ndarray  # [T] int64
     inputs: Mapping[str, np.ndarray]  # each [T] or [T, K], dense; float32, int64 or int32
-    # [T] bool: True where a target is a sampled token, according to the client's spans of the loss inputs. None if the
-    # client sent no spans.
+    # [T] bool: True where the target is a sampled token, according to the client's loss_fn_input_spans. None if the client
+    # sent no such spans.
     is_sampled: np.ndarray | None = None
 
 
@@ -236,10 +237,13 @@ def _read_spans(spans: Sequence[Any], num_positions: int) -> np.ndarray:
     for span in spans:
         kind = span.WhichOneof("span")
         if kind is None:
-            raise ValueError("a span of loss_fn_input_spans is neither of a prompt nor of sampled tokens")
+            raise ValueError("a span of loss_fn_input_spans has neither prompt_tokens nor sampled_tokens")
         length = getattr(span, kind).length
         if not 0 <= length <= num_positions - begin:
-            raise ValueError(f"a span of loss_fn_input_spans has length {length}, but {num_positions - begin} are left")
+            raise ValueError(
+                f"a span of loss_fn_input_spans has length {length}; it must be 0 to {num_positions - begin}, "
+                "the number of positions that remain"
+            )
         is_sampled[begin : begin + length] = kind == "sampled_tokens"
         begin += length
     if begin != num_positions:
@@ -250,7 +254,7 @@ def _read_spans(spans: Sequence[Any], num_positions: int) -> np.ndarray:
 def read_tensor(message: Any, name: str) -> np.ndarray:
     """The numbers of a Tensor as a dense array. Raises ValueError if its bytes, dtype and shape do not agree."""
     if message.dtype not in DTYPES:
-        raise ValueError(f"{name} has dtype {message.dtype}; known are float32, int64 and int32")
+        raise ValueError(f"{name} has dtype {message.dtype}; it must be 1 (float32), 2 (int64) or 3 (int32)")
     dtype, shape = DTYPES[message.dtype], tuple(message.shape)
     if message.WhichOneof("encoding") == "sparse_csr":
         csr = message.sparse_csr
@@ -262,7 +266,7 @@ def read_tensor(message: Any, name: str) -> np.ndarray:
 
 
 def shaped(values: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
-    """The values in this shape. Raises ValueError if the shape has another number of elements."""
+    """Reshape the values. Raises ValueError if the shape has a different number of elements."""
     if any(size < 0 for size in shape) or int(np.prod(shape, dtype=object)) != values.size:
         raise ValueError(f"{name} holds {values.size} numbers, but its shape is {shape}")
     return values.reshape(shape)
@@ -271,9 +275,9 @@ def shaped(values: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
 def dense_of_csr(
     values: np.ndarray, crow: np.ndarray, col: np.ndarray, shape: tuple[int, ...], name: str
 ) -> np.ndarray:
-    """A matrix from compressed sparse rows. Entries that are not listed are 0.
+    """The dense matrix of compressed sparse rows (CSR). Entries that are not listed are 0.
 
-    Raises ValueError for indices that do not fit the shape.
+    Raises ValueError if the shape is not that of a matrix or has more than MAX_ELEMENTS elements, or if the indices do not fit the shape.
     """
     if len(shape) != 2 or any(size < 0 for size in shape) or shape[0] * shape[1] > MAX_ELEMENTS:
         raise ValueError(f"{name} is sparse with shape {shape}; it must be [T, K] with at most {MAX_ELEMENTS} elements")
@@ -283,9 +287,9 @@ def dense_of_csr(
 
 
 def rows_of_csr(num_values: int, crow: np.ndarray, col: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
-    """[num_values]: the row of each value of a matrix [T, K] in compressed sparse rows.
+    """[num_values]: the row of each value of a matrix in compressed sparse rows (CSR).
 
-    Raises ValueError for indices that do not fit the shape.
+    Raises ValueError if the indices do not fit the shape.
     """
     num_rows, num_columns = shape
     steps = np.diff(crow)
@@ -297,14 +301,14 @@ def rows_of_csr(num_values: int, crow: np.ndarray, col: np.ndarray, shape: tuple
 
 def _numbers(data: bytes, dtype: np.dtype, name: str) -> np.ndarray:
     if len(data) % dtype.itemsize:
-        raise ValueError(f"{name} has {len(data)} bytes, which is no multiple of {dtype.itemsize}")
+        raise ValueError(f"{name} has {len(data)} bytes, which is not a multiple of {dtype.itemsize}")
     return np.frombuffer(data, dtype)
 
 
 def write_forward_backward(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
-    """A ForwardBackwardOutput. `logprobs` has [T] or [T, K] for each datum.
+    """A ForwardBackwardOutput as bytes. logprobs: an array [T] or [T, K] for each datum.
 
-    Neighbouring datums with the same K are in one record.
+    Consecutive datums with the same K share one ArrayRecord. So do consecutive datums without K.
     """
     message = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
     for rows in _runs_of_one_shape(logprobs):
@@ -320,7 +324,7 @@ def write_forward_backward(logprobs: Sequence[np.ndarray], metrics: Mapping[str,
 
 
 def _runs_of_one_shape(rows: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    """Runs of neighbouring arrays whose shapes agree after the first dimension."""
+    """Groups of consecutive arrays. The arrays of a group have the same shape after the first dimension."""
     run: list[np.ndarray] = []
     for row in rows:
         if run and row.shape[1:] != run[0].shape[1:]:
@@ -348,17 +352,19 @@ class SampledSequence:
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
-    is_stopped: bool  # True: it ended with a stop token or a stop string; False: at its limit
+    is_stopped: bool  # True: it ended with a stop token or a stop string; False: it reached the limit of tokens
     topk: TopK | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cells:
-    """A float32 matrix [N - 1, K]. If it is sparse, it is given as compressed sparse rows, which list only some of its cells."""
+    """A float32 matrix [N - 1, K]. A sparse matrix is in compressed sparse rows (CSR), which list only some of its cells."""
 
-    values: np.ndarray  # the given cells as a flat array
+    values: np.ndarray  # [number of cells]: all cells of a dense matrix, or the listed cells of a sparse matrix
     shape: tuple[int, int]
-    sparse: tuple[np.ndarray, np.ndarray] | None = None  # CSR row pointers and column indices, int64; None: dense
+    sparse: tuple[np.ndarray, np.ndarray] | None = (
+        None  # CSR row pointers and column indices, int64; None: the matrix is dense
+    )
 
 
 def write_sample(
@@ -368,7 +374,7 @@ def write_sample(
     topk_prompt: TopK | None = None,
     target_prompt: Cells | None = None,
 ) -> bytes:
-    """A SampleResponse. prompt_logprobs: [N] float32, NaN for a token without a logprob."""
+    """A SampleResponse as bytes. prompt_logprobs: [N] float32, NaN for a token without a logprob."""
     message = CLASSES["SampleResponse"]()
     for sequence in sequences:
         written = message.sequences.add(stop_reason=0 if sequence.is_stopped else 1)

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """A context for imports. No garbage is collected during the imports. Every object that exists at the end of the context is left out of
-    all later collections.
+    """Context manager for imports. The garbage collector is off during the imports. Later collections skip every object that exists at the
+    end of the context.
 
-    Imported modules make hundreds of thousands of objects that live as long as the process. Every collection would look
-    through all of these objects. Python collects often while vLLM is imported and when vLLM starts its engine. These
+    Imported modules make hundreds of thousands of objects that live as long as the process. Every full collection would
+    look through all of these objects. Python collects often while vLLM is imported and when vLLM starts its engine. These
     collections took three of the ten seconds of a start.
     """
     if not _is_ours():
@@ -26,10 +26,10 @@ def importing() -> Iterator[None]:
 
 
 def keep(*, collect: bool = False) -> None:
-    """Leave every object that exists now out of all later collections, and collect garbage from now on.
+    """Turn the garbage collector on. Its collections skip every object that exists now.
 
-    Does nothing in a process that this package did not spawn. collect: True collects the garbage first. Garbage that exists now and is not
-    collected stays until the process ends.
+    collect: True collects the garbage first. False: garbage that exists now stays until the process ends.
+    Does nothing in a process that this package did not spawn.
     """
     if _is_ours():
         if collect:

@@ -1,6 +1,6 @@
-"""Makes the errors of endpoints reach the caller.
+"""Makes the errors of endpoints reach the caller. An endpoint is a method of an actor that other processes can call.
 
-An exception that cannot be pickled is replaced, because Monarch would end the actor that raises it.
+If an endpoint raised an exception that cannot be pickled, Monarch would end the actor. So such an exception is replaced.
 """
 
 import functools
@@ -19,7 +19,7 @@ T = TypeVar("T")
 def sends_errors(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
     """Wrap an async endpoint so that its exceptions can be sent to the caller. They also get the attribute `rank`, the rank that failed.
 
-    An exception that cannot be pickled is replaced by a RuntimeError with its traceback.
+    An exception that cannot be pickled is replaced by a RuntimeError, whose text is the traceback of the exception.
     """
 
     @functools.wraps(method)
@@ -28,8 +28,8 @@ def sends_errors(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]
             return await method(*args, **kwargs)
         except Exception as error:
             sent = error if _travels(error) else RuntimeError("".join(traceback.format_exception(error)))
-            # The client tells its caller the rank that failed. If the ranks have exchanged the error (engine/collectives.py), the error already
-            # names the rank that failed.
+            # The client tells its caller the rank that failed. If engine/collectives.py has raised the error of another rank here, the
+            # error already names that rank.
             if not hasattr(sent, "rank"):
                 rank = error.rank if hasattr(error, "rank") else current_rank().rank
                 sent.rank = rank  # type: ignore[attr-defined]

@@ -1,5 +1,5 @@
-"""Weights, gradients and optimizer state go to the host and come back unchanged. Their number of bytes equals the
-estimate."""
+"""Weights, gradients and optimizer state go to the host and come back unchanged. The number of moved bytes equals the
+estimate of memory_estimate.py."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def steps(engine, *, before=lambda engine: None) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("parts", [["weights"], ["gradients"], ["optimizer"], PARTS], ids=" ".join)
-def test_steps_with_parts_offloaded_before_each_call_are_bit_identical(make_engine, parts):
+def test_offloads_before_each_call_change_no_bit_of_the_steps(make_engine, parts):
     resident, moved = make_engine(), make_engine()
     expected = steps(resident)
     assert steps(moved, before=lambda engine: engine.offload(parts)) == expected
@@ -74,7 +74,7 @@ def _local(parameter):
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
-def test_the_bytes_are_those_of_the_estimate(make_engine, untied_qwen3):
+def test_the_number_of_moved_bytes_equals_the_memory_estimate(make_engine, untied_qwen3):
     engine = make_engine(untied_qwen3)
     steps(engine)
     engine.forward_backward(ppo_samples([31, 7]), PPO())
@@ -95,12 +95,12 @@ def test_the_bytes_are_those_of_the_estimate(make_engine, untied_qwen3):
 
 def test_a_part_that_has_been_moved_is_not_moved_again(make_engine):
     engine = make_engine()
-    assert engine.offload(["optimizer", "gradients"]).num_bytes == 0  # a new engine has neither
+    assert engine.offload(["optimizer", "gradients"]).num_bytes == 0  # both are still empty in a new engine
     assert engine.offload(["weights"]).num_bytes and not engine.offload(["weights"]).num_bytes
     assert engine.onload(["weights"]).num_bytes and engine.onload(["weights"]) == HostMove()
 
 
-def test_an_onload_that_finds_too_little_memory_goes_on_when_there_is_more(make_engine, monkeypatch):
+def test_after_an_onload_ran_out_of_memory_another_onload_brings_back_the_rest(make_engine, monkeypatch):
     engine = make_engine()
     steps(engine)
     before = states(engine)
@@ -122,7 +122,7 @@ def test_an_onload_that_finds_too_little_memory_goes_on_when_there_is_more(make_
     assert_equal(states(engine), before)
 
 
-def test_host_memory_is_made_once(make_engine):
+def test_later_offloads_reuse_the_host_memory_of_the_first_offload(make_engine):
     engine = make_engine()
     steps(engine)
     engine.offload()
@@ -144,7 +144,7 @@ def test_host_memory_is_made_once(make_engine):
     ],
     ids=["forward", "forward_backward", "optim_step", "push", "discard_gradients", "info"],
 )
-def test_a_call_brings_back_what_it_needs(make_engine, call, back):
+def test_a_call_brings_back_only_the_parts_that_it_needs(make_engine, call, back):
     engine = make_engine()
     steps(engine)
     engine.forward_backward(ppo_samples([31]), PPO())
@@ -179,7 +179,7 @@ def _exported(engine, tmp_path) -> str:
     return str(tmp_path / "expected")
 
 
-def test_what_cannot_be_moved_is_refused_by_name(make_engine):
+def test_unknown_parts_and_offloads_of_a_broken_trainer_are_refused(make_engine):
     engine = make_engine()
     with pytest.raises(
         ValueError, match=r"offload: 'cache' is not a part; the parts are weights, gradients, optimizer"
@@ -193,8 +193,10 @@ def test_what_cannot_be_moved_is_refused_by_name(make_engine):
 
 
 def moved_and_resident(path, parallelism, fields):
-    """Results of this rank: (metrics and gradient norms of a trainer without offloads, the same of a trainer with an
-    offload before each call, True if both trainers end with equal states, bytes on the host by part).
+    """Train without offloads, and train again with an offload before each call. Returns this rank's results:
+
+    (metrics and gradient norms without offloads, metrics and gradient norms with offloads, True if both trainers end
+    with equal states, {part: bytes on the host}).
     """
     resident, moved = (engine_of_layout(path, parallelism, fields) for _ in range(2))
     samples = samples_with(*TRAINED)
@@ -237,7 +239,9 @@ def moved_and_resident(path, parallelism, fields):
     ],
     ids=str,
 )
-def test_steps_of_a_layout_are_bit_identical(run, directory_of, parallelism, num_processes, model, fields):
+def test_offloads_in_a_parallel_layout_change_no_bit_of_the_steps(
+    run, directory_of, parallelism, num_processes, model, fields
+):
     fields = {**MODELS[model][1], **fields}
     for expected, actual, are_equal, num_bytes in run(
         num_processes, moved_and_resident, directory_of(model), parallelism, fields

@@ -1,4 +1,4 @@
-"""If a rank waits in a collective of NCCL for a rank that hangs, the call ends after the trainer's collective_timeout.
+"""If a rank waits in an NCCL collective for a rank that hangs, the call ends after the trainer's collective_timeout.
 
 The last test is of the stopwatch that times work on a GPU.
 """
@@ -24,7 +24,7 @@ DEADLINE = 20.0  # seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopsTheLastRank(CrossEntropy):
-    """Stops the process of the last rank in the middle of a call."""
+    """A cross-entropy loss that stops the process of the last rank in the middle of a call."""
 
     def __call__(self, logprobs_BL: Tensor, *, loss_weights: Tensor):
         if dist.get_rank() == dist.get_world_size() - 1:

@@ -1,4 +1,7 @@
-"""A model that only infers, called through ReferenceClient. It can load a policy's newer weights, and holds no state for training."""
+"""Tests of ReferenceClient, the client of a model that only infers, such as a reference or a teacher.
+
+The model can load newer weights of a policy. It holds no gradients and no optimizer state.
+"""
 
 from dataclasses import replace
 
@@ -14,7 +17,7 @@ def logprobs(client) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shard", [1, 2])
-def test_a_reference_follows_the_policy_when_it_is_told_to_and_stays_otherwise(ranks, transport, shard):
+def test_a_reference_gets_the_policys_weights_only_when_it_is_refreshed(ranks, transport, shard):
     config = support.trainer_config(seed=3)
     with TrainerClient.spawn(config, transport=transport, processes=ranks(1)) as policy:
         of_reference = support.trainer_config(shard=shard, seed=3)
@@ -32,7 +35,7 @@ def test_a_reference_follows_the_policy_when_it_is_told_to_and_stays_otherwise(r
             torch.testing.assert_close(logprobs(reference), second, rtol=0, atol=0)
 
 
-def test_a_teacher_beside_the_reference_has_other_weights(trainer, ranks):
+def test_a_teacher_and_a_reference_of_one_trainer_have_different_weights(trainer, ranks):
     config = support.trainer_config(seed=3)
     with trainer.spawn_reference(config, ranks(1)) as reference:
         teacher_config = replace(config, seed=4)
@@ -41,8 +44,8 @@ def test_a_teacher_beside_the_reference_has_other_weights(trainer, ranks):
             assert support.worst([logprobs(teacher)], [logprobs(reference)]) > 0.1
 
 
-def test_distillation_brings_a_student_near_its_teacher(trainer, ranks):
-    """Distillation. The teacher's logprobs are the column ref_logprobs, and the loss has only the KL divergence."""
+def test_distillation_brings_a_student_nearer_to_its_teacher(trainer, ranks):
+    """The column ref_logprobs has the teacher's logprobs. All advantages are 0, so the loss is only the KL divergence."""
     loss = Reinforce(kl=KL(coefficient=1.0, estimator="k2"))
     with trainer.spawn_reference(support.trainer_config(seed=4), ranks(1), name="teacher") as teacher:
         samples = []
@@ -76,7 +79,7 @@ def test_a_reference_holds_only_weights_and_lacks_the_calls_of_training(ranks, t
         assert not hasattr(reference, call)
 
 
-def test_a_refresh_that_is_not_possible_says_why_and_the_reference_keeps_its_weights(trainer, ranks, transport):
+def test_a_failed_refresh_names_the_reason_and_leaves_the_weights_of_the_reference_unchanged(trainer, ranks, transport):
     support.step(trainer)
     version = trainer.push_model_state_dict().result()
     smaller = support.trainer_config()

@@ -1,6 +1,6 @@
 """FSDP over two ranks (FSDP2), tensor parallelism over two ranks (TP2) and both together give the same numbers as one process.
 
-All start from the same weights. The ranks are real processes. The samples have odd lengths and fill several rows.
+Every layout starts from the same weights. The ranks are real processes. The samples have odd lengths and fill several rows.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Numbers:
 
     losses: list[float]  # one for each forward_backward
     grad_norms: list[float]  # one for each optim_step
-    logprobs: list[list[Tensor]]  # a list for each forward_backward and for the forward, in the order of the samples
+    logprobs: list[list[Tensor]]  # for each forward_backward and for the forward: a tensor for each sample
 
 
 def config(hf_path: str, shard: int, tensor: int) -> TrainerConfig:
@@ -55,7 +55,7 @@ def train(trainer: TrainerClient, save_to: str) -> Numbers:
 
 @pytest.fixture(scope="module")
 def numbers_of(tied_qwen3, tmp_path_factory):
-    """Function of (shard, tensor) that returns (Numbers, path of the checkpoint after two steps). It spawns each layout only once."""
+    """numbers_of(shard, tensor) returns (Numbers, path of the checkpoint after two steps). Each layout is trained only once."""
     folder = tmp_path_factory.mktemp("layouts")
 
     @cache
@@ -84,7 +84,7 @@ def test_a_layout_gives_the_numbers_of_one_process(numbers_of, layout):
     assert one.losses[0] != pytest.approx(one.losses[2], rel=1e-3)  # the steps changed the weights
 
 
-def test_a_checkpoint_of_fsdp2_goes_on_in_one_process(numbers_of, make_engine):
+def test_one_process_continues_from_a_checkpoint_of_fsdp2(numbers_of, make_engine):
     # `train` does not wait until the checkpoint is on disk, but the `close` of the trainer's client does.
     saved, path = numbers_of(2, 1)
     engine = make_engine()
@@ -95,7 +95,7 @@ def test_a_checkpoint_of_fsdp2_goes_on_in_one_process(numbers_of, make_engine):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_fsdp2_goes_on_under_tp2_and_a_missing_one_is_refused_there(numbers_of, tied_qwen3):
+def test_tp2_continues_from_a_checkpoint_of_fsdp2_and_refuses_a_missing_checkpoint(numbers_of, tied_qwen3):
     saved, path = numbers_of(2, 1)
     with TrainerClient.spawn(config(tied_qwen3, 1, 2), transport=MemoryTransport()) as trainer:
         assert trainer.load_checkpoint(path).result() == 2

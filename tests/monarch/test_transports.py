@@ -1,4 +1,7 @@
-"""Tests that all transports must pass: the weights that a real sharded trainer publishes arrive whole and exact."""
+"""Tests that every transport must pass. A transport brings weights from a trainer to generators.
+
+The weights that a real sharded trainer publishes must arrive whole and exact.
+"""
 
 import asyncio
 import os
@@ -94,7 +97,10 @@ def open_transport(kind, tmp_path_factory):
 
 
 def weights_of(trainer, tmp_path) -> dict[str, torch.Tensor]:
-    """The weights under their Hugging Face names, read from a checkpoint, which shares no code with transports."""
+    """The trainer's weights under Hugging Face names.
+
+    They are read from a checkpoint, because checkpoints share no code with transports.
+    """
     import torch.distributed.checkpoint as dcp
     from torchtitan.models.qwen3 import Qwen3StateDictAdapter
 
@@ -160,8 +166,8 @@ def test_a_push_that_fails_on_one_rank_is_never_readable_and_can_be_repeated(
 
 
 def test_tensors_without_a_manifest_are_not_readable(open_transport):
-    """A trainer leaves tensors without a manifest if it is killed after it has put the tensors and before it writes the
-    manifest.
+    """The manifest is the list of a version's tensors. A trainer writes it after it has put the tensors. So a trainer that
+    is killed in between leaves tensors without a manifest.
     """
 
     async def interrupted():
@@ -173,7 +179,7 @@ def test_tensors_without_a_manifest_are_not_readable(open_transport):
         asyncio.run(interrupted())
 
 
-def test_a_missing_version_is_a_timeout_naming_it_and_the_newest(open_transport):
+def test_the_timeout_error_for_a_missing_version_names_this_version_and_the_newest(open_transport):
     support.publish_from_here(open_transport, {"a": torch.ones(3)}, stream="run", version=4)
     with pytest.raises(TimeoutError, match=r"version 7 was not published within 0\.1 s; the newest is 4"):
         asyncio.run(find(open_transport, 7, 0.1))
@@ -198,7 +204,7 @@ def test_a_published_version_is_not_pushed_again(open_transport, sharded, use):
     assert asyncio.run(open_transport.get_object(f"{manifest.key}/manifest")) == "untouched"
 
 
-def test_the_newest_two_versions_are_kept(open_transport, sharded, use):
+def test_only_the_newest_two_versions_are_kept(open_transport, sharded, use):
     use(open_transport)
     manifests = []
     for _ in range(3):
@@ -212,7 +218,7 @@ def test_the_newest_two_versions_are_kept(open_transport, sharded, use):
         asyncio.run(open_transport.get_tensors(manifests[0]))
 
 
-def test_two_stores_side_by_side_do_not_mix_and_a_closed_one_leaves_nothing(open_transport, kind, tmp_path):
+def test_two_open_transports_do_not_mix_and_a_closed_transport_leaves_nothing(open_transport, kind, tmp_path):
     support.publish_from_here(open_transport, {"w": torch.zeros(2)}, stream="first", version=1)
     children, segments = support.descendants(os.getpid()), support.shared_memory()
     second = make_transport(kind, tmp_path / "weights")
@@ -231,7 +237,7 @@ def test_two_stores_side_by_side_do_not_mix_and_a_closed_one_leaves_nothing(open
     assert support.published_weights(open_transport, 1)["w"].tolist() == [0, 0]
 
 
-def test_a_store_of_the_caller_is_used_and_left_open(tmp_path):
+def test_a_torchstore_that_the_caller_started_is_used_and_not_shut_down(tmp_path):
     async def main():
         processes = await spawn_processes("own_store", 1)
         await torchstore.initialize(store_name="own", mesh=processes.mesh)
@@ -249,8 +255,8 @@ def test_a_store_of_the_caller_is_used_and_left_open(tmp_path):
 def test_the_generator_holds_the_weights_of_a_sharded_trainer(
     generator, generator_mesh, transport, sharded, use, tmp_path
 ):
-    """Several ranks push through torchstore. vLLM has one parameter for the weights of q, k and v, and one for those of
-    gate and up. All its parameters must be exactly the pushed weights.
+    """Several ranks push through torchstore. vLLM joins the weights of q, k and v into one parameter, and those of gate
+    and up into another. All parameters of vLLM must equal the pushed weights exactly.
     """
     use(transport)
     support.step(sharded)
@@ -262,8 +268,8 @@ def test_the_generator_holds_the_weights_of_a_sharded_trainer(
 
 @pytest.mark.slow
 def test_a_bfloat16_generator_holds_the_cast_weights(sharded, use, tmp_path):
-    """The trainer casts the weights to bfloat16, until a float32 generator announces itself. Then the bfloat16
-    generator casts them.
+    """At first the trainer casts the weights to bfloat16 for a push. After a float32 generator has announced itself,
+    the trainer pushes float32, and the bfloat16 generator casts the weights.
     """
     transport = TorchStoreTransport()
 

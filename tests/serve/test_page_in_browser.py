@@ -1,4 +1,4 @@
-"""The status page in a real browser. Headless Chromium opens the page of a server whose actors are fakes."""
+"""The status page of the Tinker server in a real browser. Headless Chromium opens the page of a server whose actors are fakes."""
 
 import asyncio
 import json
@@ -49,10 +49,10 @@ class Tables(HTMLParser):
 
 
 def browse(url: str, folder: Path, width: int) -> tuple[str, set[str]]:
-    """Open a page. Returns the HTML after the page's JavaScript has run, and the hosts of all requests of the page. Requests that the browser
-    makes for itself, for example for updates, are not among them.
+    """Open a page. Returns the HTML after the page's JavaScript has run, and the hosts to which the page sent requests.
 
-    Fails if the page writes to the console. The browser can reach only this machine.
+    Requests that the browser makes for itself, for example for updates, do not count. Fails if the page writes to the
+    console. The browser can reach only this machine.
     """
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     assert chromium, "this test needs a browser: apt-get install -y chromium"
@@ -70,8 +70,9 @@ def browse(url: str, folder: Path, width: int) -> tuple[str, set[str]]:
 
 
 async def busy(api):
-    """Make two runs on the server, train the first run, make a sampler, and leave a request of the second run waiting.
-    Returns the runs' ids.
+    """Make two runs on the server, train the first run, sample from its weights, and send a request of the second run.
+
+    The second run's fake trainer does not answer, so this request stays in the queue. Returns the runs' ids.
     """
     first, second = await api.create_model(0), await api.create_model(1, rank=4)
     for step in range(3):

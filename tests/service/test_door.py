@@ -1,6 +1,7 @@
-"""Tests of a Door, the server socket of a service, and of the errors for programs that cannot attach to the service.
+"""Tests of a Door, the server socket of a service, and of the errors for programs that cannot attach to a service.
 
-The door is real, but the service has no actors.
+A service is a program that runs actors. Other programs attach to it in order to use the actors. The door in these tests
+is real, but the service has no actors.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ class NoTrainer:
 
 @pytest.fixture
 def served(tmp_path):
-    """A service with an open door, and its address.
+    """A service with an open door, and the address of the door.
 
     When a program asks the door to end the service, the door adds a reason to `service.stopped`.
     """
@@ -77,20 +78,20 @@ def listener(answer: bytes | None):
     "address",
     ["", "127.0.0.1:4400", "tcp://127.0.0.1", "http://127.0.0.1:80", "tcp://:4400", "tcp://h:70000", "tcp://h:1/x", 7],
 )
-def test_an_invalid_address_is_refused_with_its_value(client, address):
+def test_an_invalid_address_is_refused(client, address):
     with pytest.raises(ValueError, match="the address is .*it must be tcp://HOST:PORT"):
         client.attach(address, timeout=TIMEOUT)
 
 
 @pytest.mark.parametrize("client", [TrainerClient, GeneratorClient])
-def test_nothing_listens(client):
+def test_an_attach_to_a_port_where_nothing_listens_is_refused(client):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(ConnectionError, match=f"no service listens at tcp://127.0.0.1:{port}"):
         client.attach(f"tcp://127.0.0.1:{port}", timeout=TIMEOUT)
 
 
-def test_an_unknown_host_is_named():
+def test_the_error_names_an_unknown_host():
     with pytest.raises(ConnectionError, match="tcp://no-such-host.invalid:4400"):
         TrainerClient.attach("tcp://no-such-host.invalid:4400", timeout=TIMEOUT)
 
@@ -98,7 +99,7 @@ def test_an_unknown_host_is_named():
 @pytest.mark.parametrize(
     "answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b"[]\n", b'{"protocol": "another"}\n', b"\x15\x03\x01\n"]
 )
-def test_another_program_listens(answer):
+def test_an_attach_to_a_program_that_is_not_a_service_is_refused(answer):
     with listener(answer) as address, pytest.raises(ConnectionError, match=f"{address} is not a service of rl_actors"):
         TrainerClient.attach(address, timeout=TIMEOUT)
 
@@ -115,7 +116,7 @@ def test_a_timeout_must_be_positive(served, timeout):
 
 
 @pytest.mark.parametrize("name", ["rl_actors", "torch", "torchmonarch", "python"])
-def test_another_version_is_named_before_anything_is_unpickled(served, monkeypatch, name):
+def test_a_client_with_another_version_is_refused_before_anything_is_unpickled(served, monkeypatch, name):
     service, address = served
     others = door_module.own_versions() | {name: "0.0.1"}
     monkeypatch.setattr(remote, "own_versions", lambda: others)
@@ -124,7 +125,7 @@ def test_another_version_is_named_before_anything_is_unpickled(served, monkeypat
     assert not service.clients
 
 
-def test_an_actor_that_the_service_lacks_is_named(served):
+def test_the_error_names_an_actor_that_the_service_lacks(served):
     with pytest.raises(ValueError, match="this service has no value_trainer; it has trainer, generator"):
         ValueTrainerClient.attach(served[1], timeout=TIMEOUT)
 
@@ -148,7 +149,7 @@ def test_a_closed_service_tells_its_clients_the_reason(served):
         TrainerClient.attach(address, timeout=TIMEOUT)
 
 
-def test_the_end_of_a_connection_is_the_end_of_its_client(served):
+def test_a_client_leaves_the_service_when_its_connection_ends(served):
     service, address = served
     target = Address.parse(address)
     wants = {"wants": "attach", "member": "trainer", "name": "a test"}
@@ -170,14 +171,14 @@ def test_the_door_answers_requests_for_the_status_for_logs_and_for_a_stop(served
         remote.ask(address, {"wants": "dance"}, timeout=TIMEOUT)
 
 
-def test_a_connection_that_sends_something_else_than_a_request_is_closed(served):
+def test_a_connection_that_sends_something_other_than_a_request_is_closed(served):
     host, port = "127.0.0.1", Address.parse(served[1]).port
     with socket.create_connection((host, port)) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n")
         assert connection.recv(100) == b""
 
 
-def test_addresses_are_read_as_they_are_written():
+def test_a_parsed_address_prints_the_text_that_was_parsed():
     for text in ("tcp://127.0.0.1:4400", "tls://example.org:1", "tcp://[::1]:4400"):
         assert str(Address.parse(text)) == text
     assert Address.parse("tcp://127.0.0.1:1").is_loopback() and not Address.parse("tcp://192.0.2.1:1").is_loopback()
