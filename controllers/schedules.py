@@ -13,10 +13,10 @@ Kind = Literal["constant", "linear_warmup_cosine", "linear_warmup_linear"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The learning rate of a step: `schedule(step)`.
+    """A function of the step: `schedule(step)` is the learning rate of this step.
 
-    If the kind has a decay, the first step after the warm-up has the full rate, and then the rate falls. At step total_steps + 1, and at all
-    later steps, the rate is min_ratio times the full rate. Two examples of the rates from step 1 on:
+    With a kind other than "constant" the first step after the warm-up has the full rate, and then the rate falls. At step total_steps + 1,
+    and at all later steps, the rate is min_ratio times the full rate. Two examples of the rates from step 1 on:
     Schedule(kind="constant", learning_rate=1.0, warmup_steps=2, total_steps=9) -> 0.5, 1.0, 1.0, …
     Schedule(kind="linear_warmup_linear", learning_rate=1.0, warmup_steps=0, total_steps=4) -> 1.0, 0.75, 0.5, 0.25, 0.0, 0.0, …
     """
@@ -37,7 +37,7 @@ class Schedule:
         return min(1.0, step / self.warmup_steps) if self.warmup_steps else 1.0
 
     def _decay(self, step: int) -> float:
-        """A factor from 1 to 0. It is 1 up to the first step after the warm-up. Then it falls with every step, and it is 0 after step total_steps."""
+        """A factor from 1 to 0. It is 1 up to and including the first step after the warm-up. It then falls, and is 0 after step total_steps."""
         done = max(0, step - 1 - self.warmup_steps)  # number of steps of the decay before this step
         progress = min(1.0, done / max(1, self.total_steps - self.warmup_steps))
         if self.kind == "linear_warmup_cosine":
@@ -48,15 +48,15 @@ class Schedule:
 @dataclass(kw_only=True)
 class ScheduleConfig:
     kind: Kind = "constant"
-    """Course of the rate after the linear warm-up. The rate is constant, or falls along half a cosine, or falls along a straight line."""
+    """Course of the learning rate after the linear warm-up. The rate is constant, or falls along half a cosine, or falls along a straight line."""
     learning_rate: float = 1e-6
-    """The highest rate."""
+    """The highest learning rate."""
     warmup_steps: int = 0
     """Steps of the linear warm-up."""
     total_steps: int | None = None
     """Number of the last step of the decay. None: the number of steps of the run."""
     min_ratio: float = 0.0
-    """The rate after the decay, as a share of the highest rate."""
+    """The learning rate after the decay, as a share of the highest rate. The kind "constant" has no decay."""
 
     def validate(self) -> None:
         if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):

@@ -17,7 +17,7 @@ FLOAT32 = 4  # bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
-    """Parameters that have the same shape. They belong to one block of the model, or to the embedding, the norm or the head outside the blocks."""
+    """One or more parameters of the same shape. They belong to one block of the model, or they are outside the blocks: embedding, norm, head."""
 
     shape: tuple[int, ...]
     count: int = 1  # number of such parameters
@@ -32,7 +32,7 @@ Part = tuple[int | None, list[Weight]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes of memory of the rank that needs the most. In a pipeline they may be the numbers of two ranks: see `memory`."""
+    """Bytes of memory of the rank that needs the most. In a pipeline the saved activations may be those of another rank: see `memory`."""
 
     parameters: int
     gradients: int
@@ -90,7 +90,7 @@ def block_weights(config: TrainerConfig, layer: int) -> list[Weight]:
     weights = [Weight(shape=(d,), count=2, is_trained=is_base_trained)]
     if model.has_qk_norm:
         weights.append(Weight(shape=(w,), count=2, is_trained=is_base_trained))
-    # Query, key and value are one matrix. With adapters they are three matrices, because an adapter belongs to one projection.
+    # The projections to query, key and value are one matrix. With adapters they are three matrices, because an adapter belongs to one projection.
     inputs = [(h + 2 * k, d)] if is_base_trained else [(h, d), (k, d), (k, d)]
     attention = [Weight(shape=shape, tensor_dim=0, is_trained=is_base_trained) for shape in inputs]
     attention.append(Weight(shape=(d, h), tensor_dim=1, is_trained=is_base_trained))
@@ -138,14 +138,14 @@ def _adapters(weights: list[Weight], rank: int) -> list[Weight]:
 
 
 def _buffers(config: TrainerConfig, layer: int) -> int:
-    """Elements of the buffers of block `layer`: sines and cosines of the positions, counters and bias of the experts."""
+    """Number of elements of the buffers of block `layer`: sines and cosines of the positions, and the experts' token counters and biases."""
     model = config.model
     counters = model.num_experts * (1 + bool(config.load_balance_coeff)) if model.has_experts(layer) else 0
     return 2 * model.head_dim * config.max_sequence_length + counters
 
 
 def _held_parts(config: TrainerConfig) -> list[Part]:
-    """The parts that the pipeline rank with the most parameters holds. Without a pipeline every rank holds all parts.
+    """The parts of the model on the pipeline rank that has the most parameters. Without a pipeline these are all parts.
 
     torchtitan gives the stages to the ranks in turn. With p ranks, rank r has the stages r, r + p, r + 2 p, …
     """
@@ -168,7 +168,7 @@ def _num_elements(parts: list[Part]) -> int:
 
 
 def _local_shape(weight: Weight, config: TrainerConfig, *, gathered: bool = False) -> list[int]:
-    """Shape of the first rank's shard. No other rank has a larger shard, because sizes are rounded up.
+    """Shape of a parameter's shard on the first rank. Sizes are rounded up, so no other rank has a larger shard.
 
     gathered: True for the shape after FSDP's all-gather. The rank computes with this shape.
     """
@@ -176,17 +176,17 @@ def _local_shape(weight: Weight, config: TrainerConfig, *, gathered: bool = Fals
     shard = parallel.data_parallel_shard_degree * parallel.context_parallel_degree
     tensor, expert = parallel.tensor_parallel_degree, parallel.expert_parallel_degree
     local, sharded_dim = list(weight.shape), 0
+    # FSDP shards along dimension 0. The dimension 0 of an experts' weight has one entry for each expert. With more ranks than
+    # experts torchtitan shards such a weight along dimension 1.
     if weight.is_expert and expert > 1:
-        # Expert parallelism splits the experts first. FSDP then shards the experts of a rank over the ranks that have the same experts.
-        # Data-parallel replicas also have the same experts, but FSDP does not shard over replicas.
+        # Expert parallelism first divides the experts among groups of ranks. FSDP then shards the experts of a group over the group's ranks.
+        # The group does not include the ranks of other data-parallel replicas, because FSDP does not shard over replicas.
         local[0] = -(-local[0] // expert)
         shard = shard * tensor // expert
         sharded_dim = int(shard * expert > weight.shape[0])
     else:
         if weight.tensor_dim is not None:
             local[weight.tensor_dim] = -(-local[weight.tensor_dim] // tensor)
-        # With more ranks than experts torchtitan does not split the experts' weight by experts (dimension 0), but along
-        # dimension 1.
         sharded_dim = int(weight.is_expert and shard > weight.shape[0])
     if not gathered:
         local[sharded_dim] = -(-local[sharded_dim] // shard)
@@ -223,10 +223,10 @@ def _activations(config: TrainerConfig) -> int:
 
 
 def _microbatches_held(config: TrainerConfig) -> float:
-    """Activations that the first rank of a pipeline holds at the same time. The unit is one microbatch's activations in all blocks.
+    """Largest amount of saved activations on the first rank of a pipeline. The unit is the activations of one microbatch in all blocks.
 
-    Before forwards and backwards alternate, the first rank of p ranks runs p - 1 forwards if each rank has one stage. If each rank has
-    v > 1 stages, the first rank runs p (v - 1) + 2 (p - 1) forwards of a stage. It holds the activations of these forwards and of one more.
+    The first of p ranks runs some forwards before forwards and backwards alternate: p - 1 if each rank has one stage. If each rank has
+    v > 1 stages, it runs p (v - 1) + 2 (p - 1) forwards of one stage each. It holds the activations of these forwards and of one more.
     """
     ranks = config.parallelism.pipeline_parallel_degree
     if ranks == 1:
@@ -237,10 +237,10 @@ def _microbatches_held(config: TrainerConfig) -> float:
 
 
 def _saved_by_block(model: ModelConfig, layer: int, d: float, tensor: int, context: int) -> float:
-    """Number of elements that a block saves per position of this rank.
+    """Number of elements that a block saves for each position of this rank.
 
-    d: elements of a hidden state that this rank holds. tensor, context: degrees of tensor and context parallelism. For attention, context
-    parallelism gathers the keys and values of whole rows.
+    d: number of elements of one position's hidden state on this rank. tensor, context: degrees of tensor and context parallelism. For
+    attention, context parallelism gathers the keys and values of whole rows.
     """
     w = model.head_dim / tensor
     q, kv = model.num_attention_heads * w, model.num_key_value_heads * w
@@ -255,7 +255,11 @@ def _saved_by_block(model: ModelConfig, layer: int, d: float, tensor: int, conte
 
 
 def _saved_selectively(model: ModelConfig, layer: int, d: float, tensor: int, context: int) -> float:
-    """Elements per position that a block saves with selective recomputation: its input, attention, and every second matrix product."""
+    """Number of elements that a block saves for each position with activation_checkpointing="selective".
+
+    These are the block's input, the tensors of attention, and the results of every second matrix product. The arguments are those of
+    _saved_by_block.
+    """
     w = model.head_dim / tensor
     q, kv = model.num_attention_heads * w, model.num_key_value_heads * w
     return 2 * d + (q + 2 * kv * context) + q + _width(model, layer) / tensor
@@ -269,10 +273,10 @@ def _width(model: ModelConfig, layer: int) -> int:
 
 
 def _gathered(config: TrainerConfig, size: int) -> float:
-    """Bytes of the weights that FSDP has gathered in the compute dtype, and of their float32 gradients that wait for reduction.
+    """Bytes of the weights that FSDP has gathered in the compute dtype, and of their float32 gradients before these are reduced.
 
-    FSDP holds the embedding, the head and two whole blocks at a time. A rank of a pipeline holds all its gradients until the call ends
-    and, by torchtitan's default, all its weights, too.
+    FSDP holds the whole embedding, the whole head and two whole blocks at a time. In a pipeline a rank holds the whole gradients of all its
+    parts until the call ends. By torchtitan's default the rank also holds all its weights whole.
     """
     parallel = config.parallelism
     is_whole = parallel.data_parallel_shard_degree * parallel.context_parallel_degree == 1

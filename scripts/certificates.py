@@ -1,10 +1,11 @@
-"""Makes certificates for a service and its clients: a private authority, and one certificate for all machines of a run.
+"""Makes the TLS certificates of a service and its clients, or of a run on several hosts: a private certificate authority, and one
+certificate for all machines.
 
 python scripts/certificates.py certificates --host gpu-1 --host 10.0.0.5
 
-This command writes the folder `certificates`. Copy the folder, without its subfolder `authority`, to every machine of the run, over a
-connection that you trust. A person who has the folder can run code in the service. A second call with other hosts makes a new certificate of
-the same authority.
+This command writes the folder `certificates`. Copy the folder, without its subfolder `authority`, to every machine, over a connection that
+you trust. A person who has the folder can run code in the service or on the hosts. If the command runs again, it makes a new certificate of
+the same authority, for the hosts that are then named.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-ALWAYS = ("localhost", "127.0.0.1", "::1")
+ALWAYS = ("localhost", "127.0.0.1", "::1")  # hosts that every certificate names
 BACKDATED = datetime.timedelta(hours=1)  # validity begins this long before now, because machines' clocks differ
 
 
@@ -28,7 +29,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder of the certificates; it is made if it does not exist")
     parser.add_argument("--host", action="append", default=[], help="name or address of a machine; may be repeated")
-    parser.add_argument("--days", type=int, default=365, help="time for which the certificate is valid (default: 365)")
+    parser.add_argument(
+        "--days", type=int, default=365, help="number of days for which the certificate is valid (default: 365)"
+    )
     given = parser.parse_args()
     if given.days < 1:
         parser.error(f"--days {given.days}; it must be at least 1")
@@ -42,7 +45,10 @@ def main() -> None:
 
 
 def make(folder: Path, hosts: list[str], *, days: int) -> None:
-    """Write authority.pem, certificate.pem and key.pem. The authority's own key stays in the subfolder `authority`."""
+    """Write the authority's certificate (authority.pem), the certificate for the hosts (certificate.pem) and its key (key.pem).
+
+    The authority's own key is in the subfolder `authority`. If this key exists already, the authority stays the same.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     secret = folder / "authority" / "key.pem"
     if not secret.exists():
@@ -79,7 +85,7 @@ def _certificate(
     *,
     days: int,
 ) -> x509.Certificate:
-    """A certificate for these hosts. The server and the client of a connection can both present it."""
+    """A certificate for these hosts. Both the server and the client of a connection can show this certificate."""
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "rl-actors")])
     of_authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
     both_sides = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
@@ -146,7 +152,7 @@ def _pem(certificate: x509.Certificate) -> bytes:
 
 
 def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
-    """Write a private key into a file that only its owner can read. The file has these permissions before the key is in it."""
+    """Write a private key into a new file. From the moment the file exists, only its owner can read it."""
     path.unlink(missing_ok=True)
     plain = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()

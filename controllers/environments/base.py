@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypedDict, runtime_checkable
 
 Reward = float | Mapping[str, float]
-"""A finite number, or a mapping from names of components to finite numbers."""
+"""A finite number, or the components of a reward: a mapping from names to finite numbers. The reward is then the component "reward", or
+else the sum of the components."""
 
 
 class Message(TypedDict):

@@ -1,8 +1,11 @@
 """Turn one planned microbatch into tensors of whole rows. packing.py makes the plan. context_parallel.py selects a rank's part of the rows.
 
 Letters in shapes and in names of tensors: a packed tensor has B rows of length L. A tensor with one sample in each row
-has S rows of length T. N is the number of positions of all samples together. K is the number of ids that the column
-target_ids has for one position. P is the number of pieces. A piece is a sample, or the padding at the end of a row.
+has S rows of length T. N is the number of positions of all samples together. P is the number of pieces. A piece is a
+sample, or the padding at the end of a row.
+
+A column is a named tensor of a sample, such as advantages, with an entry for each position. The columns in TOP_K_COLUMNS,
+such as target_ids, have K numbers in each entry. All other columns have one number.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,9 +24,9 @@ Span = tuple[int, int, int, int]
 """(index of a sample, index of its row, start, end). The sample has the positions from start to end - 1 of the row."""
 
 AttentionMasks: TypeAlias = Tensor | BlockMask | VarlenMetadata
-"""The argument that tells the attention layers where documents begin. A document is a sample, one padded token, or all
-the padding of a row; see make_batch. On a CPU the argument is a dense mask. On a GPU it is flex attention's block mask, or the boundaries of
-the documents for FlashAttention."""
+"""The argument that tells the attention layers where documents begin. A token attends only to tokens of its own document. A document is a
+sample, one padded token, or all the padding of a row; see make_batch. On a CPU the argument is a dense mask. On a GPU it is flex attention's
+block mask, or the boundaries of the documents for FlashAttention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +42,7 @@ class PackedBatch:
     spans: list[Span]
     # Indices of the samples' positions in the flattened whole rows, in the order of `spans`. This tensor is on the host.
     index_N: Tensor
-    to_device: Callable[[Tensor], Tensor]
+    to_device: Callable[[Tensor], Tensor]  # copies a tensor of the host to this rank's device
     attention_masks: AttentionMasks | None = None
 
     def row_per_sample(self) -> "RowPerSample":
@@ -66,7 +69,7 @@ class PackedBatch:
 
 
 class RowPerSample:
-    """Moves values from packed rows [B, L, ...] to rows that hold one sample each [S, T, ...], with zeros after the sample, and back.
+    """Moves values from packed rows [B, L, ...] to rows with one sample each [S, T, ...], and back. The rows have zeros after their sample.
 
     If there are no samples, S is 1 and T is L, so that the loss still gets tensors with rows and positions.
     """
@@ -99,7 +102,10 @@ class RowPerSample:
 
 
 class _Pieces:
-    """The rows of a microbatch as one sequence of pieces. A piece is a sample, or the padding after the last sample of its row."""
+    """The rows of a microbatch as one sequence of pieces. A piece is a sample, or the padding after the last sample of its row.
+
+    Every row has a piece of padding, which may have the length 0.
+    """
 
     def __init__(self, samples: Sequence[Sample], microbatch: Microbatch) -> None:
         self.shape = (len(microbatch.rows), microbatch.row_length)
@@ -142,7 +148,7 @@ def make_batch(
     column_names: Iterable[str],
     to_device: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> PackedBatch:
-    """Put the samples of a microbatch into rows. The position ids, which the model gets, start at 0 in every sample.
+    """Put the samples of a microbatch into rows. The position ids start at 0 in every sample.
 
     Every padded token has the position id 0. If position ids were counted along the padding, they could exceed the table of
     the rotary embedding. Dense masks and flex attention's masks begin a document wherever the position id is 0, so every padded
@@ -158,7 +164,7 @@ def make_batch(
     columns: dict[str, Tensor] = {}
     for name in column_names:
         column = to_device(pieces.column(name, _absent(samples, name)))
-        # Columns are 0 where the target of a sample is IGNORE_TARGET, and at padding. So these positions add nothing to losses and metrics.
+        # Columns are set to 0 where the target is IGNORE_TARGET, also at padding. So these positions add nothing to losses and metrics.
         columns[name] = column.masked_fill_(has_no_target_BL.view(*pieces.shape, *[1] * (column.ndim - 2)), 0)
     return PackedBatch(
         tokens_BL=to_device(pieces.lay(lambda sample: sample.tokens, torch.tensor(0))),

@@ -21,7 +21,7 @@ class ValueLoss:
     With a clip c, l_i = max((V_i - R_i)^2, (C_i - R_i)^2) / 2, where C_i is V_i limited to [O_i - c, O_i + c]. O_i is the old value: the
     value that the model gave before the first optimizer step on the batch. OpenAI's baselines clip the values in this way.
     The metric value_clip_fraction:mean is the share of the trained positions where (C_i - R_i)^2 is larger than (V_i - R_i)^2.
-    The function explained_variance computes its result from other metrics of this loss.
+    Other metrics of this loss are the input of the function explained_variance.
     """
 
     clip: float | None = None

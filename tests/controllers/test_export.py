@@ -44,7 +44,7 @@ def make_run(make_engine, tmp_path):
 
 @pytest.fixture
 def export_fails(capsys):
-    """export_fails(*arguments) runs an export that is refused, and returns its error message, which has one line."""
+    """export_fails(*arguments) runs an export that must be refused, and returns its error message of one line."""
 
     def fails(*arguments: object) -> str:
         capsys.readouterr()
@@ -57,7 +57,7 @@ def export_fails(capsys):
     return fails
 
 
-def test_an_export_loads_in_transformers_with_its_tokenizer_and_its_card_has_the_scores(make_run, tmp_path, capsys):
+def test_an_export_loads_in_transformers_and_its_model_card_has_the_scores(make_run, tmp_path, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run, target = make_run(), tmp_path / "export"
@@ -75,7 +75,7 @@ def test_an_export_loads_in_transformers_with_its_tokenizer_and_its_card_has_the
     assert "vllm serve DIR" in card
 
 
-def test_an_earlier_step_is_exported_with_its_own_weights_and_scores(make_run, tmp_path):
+def test_an_export_of_an_earlier_step_has_the_weights_and_scores_of_that_step(make_run, tmp_path):
     from safetensors.torch import load_file
 
     run = make_run()
@@ -87,7 +87,7 @@ def test_an_earlier_step_is_exported_with_its_own_weights_and_scores(make_run, t
     assert "| validation/accuracy | 0.125 |" in (tmp_path / "earlier/README.md").read_text()
 
 
-def test_adapters_are_exported_as_peft_loads_them(make_run, tmp_path):
+def test_exported_adapters_in_peft_give_the_same_logits_as_the_merged_export(make_run, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -103,7 +103,7 @@ def test_adapters_are_exported_as_peft_loads_them(make_run, tmp_path):
     assert (tmp_path / "adapters/README.md").read_text().startswith("---\nbase_model: base\nlibrary_name: peft\n")
 
 
-def test_what_cannot_be_exported_is_refused_in_one_line(make_run, export_fails, tmp_path):
+def test_a_refused_export_writes_nothing_and_prints_one_line_with_the_reason(make_run, export_fails, tmp_path):
     run, new = make_run(), tmp_path / "new"
     empty, taken = tmp_path / "empty", tmp_path / "taken"
     (empty / "checkpoints/step-1").mkdir(parents=True)  # its state.json was never written

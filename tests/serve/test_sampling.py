@@ -1,7 +1,7 @@
-"""Tests of samplers. A sampler samples from saved weights. All samplers share one generator.
+"""Tests of the Tinker server's samplers. A sampler samples from saved weights. All samplers share one generator.
 
 The tests also cover stop conditions and the returned values. The fake model has one logit for each token, and does not
-read the prompt.
+read the prompt. With untrained weights all 16 tokens have the logprob -log(16).
 """
 
 import asyncio
@@ -20,6 +20,11 @@ async def train(api, model: str, seq: int, target: int = 3) -> None:
 
 
 async def ephemeral(api, model: str, seq: int, kind: str = "snapshot") -> str:
+    """Save the model's weights without a name, and return the id of a sampler for them.
+
+    kind: a "snapshot" sampler keeps these weights. All "inflight" samplers of a model use the weights of the newest
+    save of this kind.
+    """
     promise = await api.post(
         "save_weights_for_sampler", model_id=model, seq_id=seq, sampling_session_seq_id=seq, kind=kind
     )
@@ -34,7 +39,7 @@ def logprobs_of(sequence) -> np.ndarray:
     return np.frombuffer(sequence.logprobs, "<f4")
 
 
-def test_samples_with_ids_seeds_and_logprobs(api):
+def test_samples_have_ids_and_logprobs_and_equal_seeds_give_equal_samples(api):
     async def use(api):
         sampler = await api.sampler(base_model="letters")
         promise = await api.send_sample(sampler, 1, num_samples=3)
@@ -83,7 +88,7 @@ def test_an_inflight_sampler_keeps_its_weights_however_many_snapshots_are_saved_
     api(use, samplers_kept=2)
 
 
-def test_requests_of_three_versions_at_once_each_get_their_own_weights(api):
+def test_simultaneous_requests_for_three_versions_each_use_their_own_version(api):
     async def use(api):
         model = await api.create_model()
         samplers = []
@@ -111,7 +116,7 @@ async def seen(api, sampler: str, seq: int) -> float:
     return float(np.frombuffer(response.prompt_logprobs, "<f4")[1])
 
 
-def test_samplers_of_adapters_and_of_the_base_answer_together_without_a_switch(api):
+def test_samplers_of_adapters_and_of_the_base_model_answer_at_the_same_time_after_one_pull(api):
     async def use(api):
         models = [await api.create_model(seq, rank=4) for seq in (0, 1)]
         samplers = [await api.sampler(base_model="letters")]
@@ -139,7 +144,7 @@ def test_samplers_of_adapters_and_of_the_base_answer_together_without_a_switch(a
     api(use)
 
 
-def test_an_adapter_is_unloaded_and_deleted_after_its_last_request(api):
+def test_a_dropped_adapter_is_unloaded_and_deleted_after_its_last_request(api):
     async def use(api):
         model = await api.create_model(rank=4)
         old = await ephemeral(api, model, 1)
@@ -164,7 +169,7 @@ def test_an_adapter_is_unloaded_and_deleted_after_its_last_request(api):
     api(use, samplers_kept=2)
 
 
-def test_the_least_recently_used_adapters_are_unloaded_and_load_again(api, monkeypatch):
+def test_the_least_recently_used_adapter_is_unloaded_and_its_next_request_loads_it_again(api, monkeypatch):
     monkeypatch.setattr(sampling, "LOADED_ADAPTERS", 2)
 
     async def use(api):
@@ -200,7 +205,7 @@ def test_an_inflight_sampler_takes_the_newest_adapter_and_a_running_request_keep
     api(use)
 
 
-def test_runs_without_adapters_or_with_a_rank_too_high_for_vllm_are_sampled_with_whole_weights(api):
+def test_runs_without_adapters_or_with_a_rank_above_vllms_limit_are_sampled_with_whole_weights(api):
     async def use(api):
         wide = await api.create_model(0, rank=9)
         whole = await api.create_model(1, rank=0)
@@ -212,7 +217,7 @@ def test_runs_without_adapters_or_with_a_rank_too_high_for_vllm_are_sampled_with
     api(use)
 
 
-def test_an_adapter_that_cannot_be_loaded_is_an_error_and_loads_later(api):
+def test_a_failed_load_of_an_adapter_is_an_error_and_the_next_request_loads_it(api):
     async def use(api):
         model = await api.create_model(rank=4)
         sampler = await ephemeral(api, model, 1)
@@ -231,7 +236,7 @@ def test_an_adapter_that_cannot_be_loaded_is_an_error_and_loads_later(api):
     api(use)
 
 
-def test_requests_that_come_together_share_a_call_of_the_generator(api):
+def test_requests_that_come_at_nearly_the_same_time_share_calls_of_the_generator(api):
     async def use(api):
         sampler = await api.sampler(base_model="letters")
         await api.sample(sampler, 1)
@@ -244,7 +249,7 @@ def test_requests_that_come_together_share_a_call_of_the_generator(api):
     api(use)
 
 
-def test_other_versions_do_not_wait_for_ever(api):
+def test_a_request_for_other_weights_starts_when_the_running_requests_have_ended(api):
     async def use(api):
         model = await api.create_model()
         first = await ephemeral(api, model, 1)
@@ -276,7 +281,7 @@ def test_a_request_that_is_cancelled_when_its_version_has_come_is_not_counted_as
                 await asyncio.Event().wait()
 
         task = asyncio.create_task(request())
-        while not versions.num_running:  # then the task is admitted, but it has not run again yet
+        while not versions.num_running:  # the loop ends when the request is admitted, but has not run again yet
             await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -288,7 +293,7 @@ def test_a_request_that_is_cancelled_when_its_version_has_come_is_not_counted_as
     asyncio.run(asyncio.wait_for(use(), 60))
 
 
-def test_dropped_and_deleted_weights_are_a_clear_error(api):
+def test_sampling_from_dropped_or_deleted_weights_is_an_error_with_the_reason(api):
     async def use(api):
         model = await api.create_model()
         old = await ephemeral(api, model, 1)
@@ -312,7 +317,7 @@ def test_dropped_and_deleted_weights_are_a_clear_error(api):
     api(use, samplers_kept=2)
 
 
-def test_stops(api):
+def test_a_sample_ends_at_a_stop_token_a_stop_string_or_the_end_token(api):
     async def use(api):
         model = await api.create_model()
         for seq in (1, 3):
@@ -339,7 +344,7 @@ def test_stops(api):
     api(use)
 
 
-def test_logprobs_of_a_prompt_and_of_its_end(api):
+def test_prompt_logprobs_cover_the_whole_prompt_or_its_last_tokens(api):
     async def use(api):
         sampler = await api.sampler(base_model="letters")
         response = await api.sample(sampler, 1, [1, 2, 3, 4], prompt_logprobs=True)
@@ -366,7 +371,7 @@ def test_logprobs_of_a_prompt_and_of_its_end(api):
         ([1], {"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not supported"),
     ],
 )
-def test_wrong_requests_are_failed_futures(api, prompt, more, error):
+def test_a_wrong_request_fails_with_a_reason_and_the_next_request_succeeds(api, prompt, more, error):
     async def use(api):
         sampler = await api.sampler(base_model="letters")
         assert error in await api.error(await api.send_sample(sampler, 1, prompt, **more))
@@ -388,7 +393,7 @@ def test_too_many_waiting_requests_get_a_429_with_retry_after(api):
     api(use, max_waiting=1)
 
 
-def test_logprobs_of_tokens_that_the_request_names(api):
+def test_a_request_gets_the_logprobs_of_the_tokens_that_it_names(api):
     async def use(api):
         model = await api.create_model()
         await train(api, model, 1)
@@ -427,7 +432,7 @@ def test_logprobs_of_tokens_that_the_request_names(api):
     api(use)
 
 
-def test_the_likeliest_tokens_of_the_prompt_and_of_the_samples(api):
+def test_a_request_gets_the_likeliest_tokens_of_the_prompt_and_of_the_samples(api):
     async def use(api):
         model = await api.create_model()
         await train(api, model, 1)
