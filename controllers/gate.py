@@ -5,8 +5,10 @@ it the accuracy.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Self
+
+from controllers.run_folder import Record
 
 MISSED_STATUS = 3
 """Exit status of a run that missed its gate."""
@@ -20,7 +22,7 @@ class GateMissedError(Exception):
 class Gate:
     """The first validation at or after `step` must have an accuracy of at least `reward`. Later validations do not count.
 
-    Checkpoints do not store `is_passed`. So a resumed run checks the first validation that it makes at or after `step`.
+    Checkpoints do not store `is_passed`. A resumed run reads it from its metrics with `recall`.
     """
 
     def __init__(self, step: int, reward: float) -> None:
@@ -40,6 +42,17 @@ class Gate:
                 f"gate={text!r}; it must be STEP:REWARD, a step of at least 0 and a finite reward, such as 40:0.9"
             )
         return found
+
+    def recall(self, records: Iterable[Record]) -> None:
+        """Find out whether the run has passed the gate already. records: the lines of metrics.jsonl.
+
+        After a validation that missed the gate, the next validation of the resumed run decides.
+        """
+        for record in records:
+            found = record.get(METRIC)
+            if record["step"] >= self.step and isinstance(found, float):
+                self.is_passed = found >= self.reward
+                return
 
     def check(self, step: int, metrics: Mapping[str, object]) -> None:
         """Compare the accuracy in the metrics of a step with the gate. Raises GateMissedError if the accuracy is too low.

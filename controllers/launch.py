@@ -35,7 +35,7 @@ from controllers.interruption import Interrupted, Interruption
 from controllers.metrics import MetricsLogger
 from controllers.recovery import Train, train_to_end
 from controllers.run import Run, RunConfig, make_validator, open_generator, open_run
-from controllers.run_folder import RunFolder
+from controllers.run_folder import RunFolder, read_jsonl
 from controllers.tokenizer import NUM_SPECIAL_TOKENS, Tokenizer, alphabet_of, build_character_tokenizer, load_tokenizer
 from controllers.validation import ValidationSet, build_sets
 from rl_actors import validation
@@ -366,6 +366,8 @@ async def _train_until_asked(run: Run, train: Train) -> None:
     After a signal this function writes a checkpoint of the last finished step (unless checkpoint_every=0), and then raises Interrupted.
     Raises ValueError, naming step and environment, if a reward or an episode fails.
     """
+    if run.gate is not None:
+        run.gate.recall(read_jsonl(run.folder.metrics))
     try:
         await train_to_end(run, train)
     except Interrupted:

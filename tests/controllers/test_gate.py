@@ -34,6 +34,19 @@ def test_the_first_validation_at_or_after_the_step_decides():
     gate.end()
 
 
+@pytest.mark.parametrize("accuracy, is_passed", [(0.9, True), (0.89, False)])
+def test_a_resumed_run_recalls_the_first_validation_at_or_after_the_step(accuracy, is_passed):
+    records = [
+        {"step": 39, METRIC: 1.0},
+        {"step": 40},
+        {"step": 41, METRIC: accuracy},
+        {"step": 50, METRIC: 0.95 - accuracy},
+    ]
+    gate = Gate.parse("40:0.9")
+    gate.recall(records)
+    assert gate.is_passed == is_passed
+
+
 def test_a_run_that_ends_before_the_validation_misses_the_gate():
     gate = Gate.parse("40:0.9")
     gate.check(39, {METRIC: 1.0})
@@ -65,3 +78,15 @@ def test_a_run_that_misses_its_gate_ends_there_with_status_3(tmp_path):
     assert done.returncode == 3, done.stdout + done.stderr
     assert "after step 3; the gate needs at least 0.99" in done.stdout and "Traceback" not in done.stdout
     assert read_jsonl(RunFolder(tmp_path / "run").metrics)[-1]["step"] == 3
+
+
+@pytest.mark.slow
+def test_a_finished_run_that_has_passed_its_gate_ends_with_status_0_when_it_is_resumed(tmp_path):
+    flags = ["--config", "tiny", "--sft-steps", "2", "--steps", "1", "--validate-every", "1", "--gate", "3:0"]
+    program = [sys.executable, "-m", "controllers.grpo"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for arguments in ([*flags, "--output-dir", str(tmp_path / "run")], ["--resume", str(tmp_path / "run")]):
+        done = subprocess.run(
+            [*program, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=GUARD
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
