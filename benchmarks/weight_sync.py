@@ -1,18 +1,22 @@
-"""Speed of the transfer of weights from a trainer to a generator, compared with a plain copy of the same number of bytes in the same run.
+"""Measures how fast weights go from a trainer to a generator, compared with a plain copy of the same number of bytes in the same run.
 
-On a CPU one process writes a snapshot of the weights into shared memory, as a trainer's rank does. Another process
-reads the snapshot, as a worker of vLLM does. vLLM's own work on the weights is left out. One thread copies the tensors,
-as in a push. For the plain copy all bytes are one tensor, and all threads copy. The first process copies the tensor
-into shared memory, and the second process copies it out. The snapshot is read in three ways: from
-shared memory, over TCP, and by gloo's point-to-point messages. TCP and gloo use the loopback address. Each round
-measures the plain copy and the three ways once, so that a slow moment of the machine affects all of them.
+On a machine without GPUs, one process writes a snapshot of the weights into shared memory, as a trainer's rank does.
+Another process copies the snapshot into its own memory, as a worker of vLLM does. vLLM's own work on the weights is left
+out. In each process one thread copies the tensors, as in a push. The snapshot is read in three ways: from shared
+memory, over TCP, and by gloo's point-to-point messages. TCP and gloo use the loopback address.
+
+For the plain copy all bytes are one tensor. The first process copies the tensor into shared memory, and the second
+process copies it out. Each process copies with all its threads (--threads). Each round measures the plain copy and the
+three ways once, so that a slow moment of the machine affects all of them.
 
 With --actors the program also times a push by a real trainer and a pull by a real generator, as their callers see them,
-and each phase of the push and the pull. On a machine with GPUs it measures only these actors. On such a machine it also
-times two plain copies of the same number of bytes, one in each direction, because push and pull together copy the bytes
-twice. If the weights came by cuda_ipc, these copies are between the first GPU and the generator's GPU. Otherwise they
-are between the first GPU and pinned memory. With --path point_to_point --network, NCCL may use neither direct access
-between GPUs nor shared memory. So NCCL sends the bytes over the network, as between hosts.
+and each phase of the push and the pull. On a machine with GPUs the program measures only these actors, so it needs
+--actors there. On such a machine it also times two plain copies of the same number of bytes, one in each direction,
+because push and pull together copy the bytes twice. If the weights came by cuda_ipc, these copies are between the first
+GPU and the generator's GPU. Otherwise they are between the first GPU and pinned memory.
+
+With --path point_to_point --network, NCCL may use neither direct access between GPUs nor shared memory. So NCCL sends
+the bytes over the network, as between hosts.
 """
 
 import argparse
@@ -49,16 +53,17 @@ from rl_actors.types import Transfer
 TIMEOUT = 120.0  # seconds
 ONLY_NETWORK = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 SECRET = b"benchmark"
-# A size is the gigabytes of a model's weights in bfloat16. Its value is the model's (number of transformer blocks, size
-# of the vocabulary). The model's other dimensions are those of Qwen3 0.6B.
+# Gigabytes of a model's weights in bfloat16 -> (the model's number of transformer blocks, size of its vocabulary). The
+# model's other dimensions are those of Qwen3 0.6B.
 SIZES = {"0.1": (3, 8192), "0.5": (15, 8192), "1.2": (28, 151_936)}
 PLAIN, SHARED_MEMORY, TCP, POINT_TO_POINT = "plain copy", "shared memory", "tcp", "point to point"
+# Way in which the bytes are sent -> path (WeightsConfig.path) with which the reader opens a version.
 PATHS = {PLAIN: "shared_memory", SHARED_MEMORY: "shared_memory", TCP: "tcp", POINT_TO_POINT: "point_to_point"}
 WAYS = tuple(PATHS)
 
 
 def model_of(size: str) -> ModelConfig:
-    """A model of one of SIZES, or of a name in configs.qwen3."""
+    """The model of a key of SIZES, or of a name in qwen3.MODELS."""
     if size not in SIZES:
         return qwen3.MODELS[size]
     num_layers, vocab_size = SIZES[size]
@@ -66,9 +71,9 @@ def model_of(size: str) -> ModelConfig:
 
 
 class Writer:
-    """One rank of a trainer. It writes versions into slots, which are blocks of shared memory.
+    """Writes versions of the weights into slots, as one rank of a trainer does. A slot is a block of shared memory.
 
-    The slots of the plain copy hold one tensor. The slots of the other ways hold all weights.
+    A slot of the plain copy holds all bytes as one tensor. A slot of the other ways holds the tensors of the weights.
     """
 
     def __init__(self, flat: Tensor, weights: Mapping[str, Tensor]) -> None:
@@ -89,7 +94,7 @@ class Writer:
         return seconds, Manifest(stream=way, version=version, tensors=shapes, parts=parts)
 
     def write_plain(self, key: str) -> Slot:
-        """Write a version of the plain copy with all threads. Snapshot.write would use one thread. It only makes the two slots."""
+        """Write a version of the plain copy with all threads. Snapshot.write uses one thread, so it is called only to make the two slots."""
         snapshot, tensors = self.snapshots[PLAIN], self.tensors[PLAIN]
         if len(snapshot.slots) < 2:
             return snapshot.write(key, tensors, None)
@@ -101,8 +106,9 @@ class Writer:
 
 
 def read_versions(connection: Connection, num_threads: int) -> None:
-    """Program of the reader's process. It copies every version into its own memory, and sends (seconds, {tensor: sum of
-    the values}).
+    """Program of the reader's process. It receives manifests until it receives None.
+
+    It copies the version of each manifest into its own memory, and sends back (seconds, {tensor: sum of the values}).
     """
     torch.set_num_threads(num_threads)
     kept: dict[str, Tensor] = {}  # memory of the reader, made at the first version
@@ -119,7 +125,7 @@ def read_versions(connection: Connection, num_threads: int) -> None:
 
 
 def measure_bytes(size: str, *, rounds: int, num_threads: int) -> None:
-    """Print and record GB/s of all ways: bytes divided by the seconds of a write and a read."""
+    """Print and record the GB/s of each way: bytes divided by the seconds of a write and a read together."""
     torch.set_num_threads(num_threads)
     shapes = tensor_shapes(model_of(size))
     counts = [torch.Size(shape).numel() for shape in shapes.values()]
@@ -151,7 +157,7 @@ def measure_bytes(size: str, *, rounds: int, num_threads: int) -> None:
 def report_bytes(
     size: str, num_bytes: int, num_threads: int, writes: Mapping[str, list[float]], reads: Mapping[str, list[float]]
 ) -> None:
-    print(f"{size} GB: {num_bytes / 1e9:.3f} GB, {num_threads} threads, {len(writes[PLAIN])} rounds", flush=True)
+    print(f"size {size}: {num_bytes / 1e9:.3f} GB, {num_threads} threads, {len(writes[PLAIN])} rounds", flush=True)
     seconds = {way: statistics.median(writes[way]) + statistics.median(reads[way]) for way in WAYS}
     for way in WAYS:
         figures = {
@@ -173,7 +179,7 @@ def report_bytes(
 
 
 class AgainTrainer(PolicyTrainer):
-    """A trainer that can publish the same version again."""
+    """A trainer that can push the same version again, so that the rounds need no training steps."""
 
     @endpoint
     async def forget_pushes(self) -> None:
@@ -221,10 +227,9 @@ def measure_actors(size: str, *, rounds: int, path: str, ranks: int, network: bo
 
 
 def plain_seconds(num_bytes: int, device: str) -> float:
-    """Seconds of plain copies of num_bytes from the first GPU to another device and back, computed from copies of 1
-    GiB.
+    """Seconds of a plain copy of num_bytes from the first GPU to another device and a plain copy back.
 
-    device: the other device. "cpu" stands for pinned memory of the host.
+    The seconds are computed from copies of 1 GiB. device: the other device. "cpu" stands for pinned memory of the host.
     """
     here = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     there = torch.empty(1 << 30, dtype=torch.uint8, device=device, pin_memory=device == "cpu")
@@ -289,10 +294,13 @@ def report_actors(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--sizes", nargs="*", default=list(SIZES), help="gigabytes, or models of configs.qwen3: 0_6b, 4b, 8b"
+        "--sizes",
+        nargs="*",
+        default=list(SIZES),
+        help="gigabytes (0.1, 0.5, 1.2), or models of configs.qwen3 (such as 0_6b, 4b, 8b)",
     )
-    parser.add_argument("--rounds", type=int, default=7, help="timed versions of each way")
-    parser.add_argument("--threads", type=int, default=2, help="threads of the writer and of the reader")
+    parser.add_argument("--rounds", type=int, default=7, help="number of rounds that are timed")
+    parser.add_argument("--threads", type=int, default=2, help="threads of each of the two processes")
     parser.add_argument("--actors", action="store_true", help="measure a real trainer and a real generator, too")
     parser.add_argument("--path", default="auto", help="weights.path of the actors")
     parser.add_argument("--network", action="store_true", help="let NCCL use only the network, as between hosts")

@@ -1,10 +1,10 @@
-"""Plays episodes. In an episode an environment and a policy act in alternation. Groups and advantages are the work of other modules.
+"""Plays episodes, in which an environment and a policy alternate. Other modules form groups of episodes and compute advantages.
 
 An episode begins with the environment's first observation. A turn is one completion that the policy samples. After a turn the environment
 replies with a reward and the next observation.
 
-Every turn and every observation appends tokens to the episode. Sampled tokens are never decoded and encoded again, because encoding could
-give other tokens, which the policy did not sample.
+Every turn and every observation appends tokens to the episode. A turn appends the sampled tokens themselves. Its text is never encoded,
+because encoding could give tokens that the policy did not sample.
 """
 
 import asyncio
@@ -39,9 +39,9 @@ class EpisodeConfig:
     max_turns: int = 8
     """Largest number of turns of an episode. An episode that is not over after max_turns turns is cut off."""
     max_tokens: int = 0
-    """Largest number of tokens of an episode, with its beginning, turns and replies. 0: the largest number that trainer and
-    generator both accept. The run's field max_tokens limits one turn. A turn begins only if the rest of the episode has
-    room for a turn of that length."""
+    """Largest number of tokens of an episode: its first observation, all turns and all replies. 0: the largest number that
+    trainer and generator both accept. A turn has its own limit, the run's field max_tokens. A turn begins only if the
+    episode has room for that many more tokens."""
 
     def validate(self) -> None:
         if self.max_turns < 1 or self.max_tokens < 0:
@@ -74,7 +74,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedEpisode:
-    prompt: list[int]  # tokens of the beginning
+    prompt: list[int]  # tokens of the environment's first observation
     # All tokens after the prompt, up to the last token that the policy sampled. A token of an observation has the logprob 0, and the same
     # policy version as the last sampled token before it. finish_reason is "length" if the episode was cut off.
     completion: Completion
@@ -94,7 +94,7 @@ class PlayedEpisode:
 
     @property
     def text(self) -> str:
-        """The messages of the policy and of the environment after the beginning, one line for each."""
+        """The messages of the policy and of the environment after the first observation, joined by newlines."""
         return "\n".join(line.text for line in self.lines[1:])
 
     def shown(self) -> list[Record]:
@@ -173,7 +173,11 @@ class _Playing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Player:
-    """Plays episodes. An episode that raises an exception or takes too long is played again, at most scorer.max_retries times."""
+    """Plays episodes.
+
+    If a method of the environment or of the episode raises an exception or does not answer in time, a new episode of the same problem
+    begins, at most scorer.max_retries times.
+    """
 
     tokenizer: Tokenizer
     limits: EpisodeLimits
@@ -182,8 +186,8 @@ class Player:
     async def play(self, environment: EpisodeEnvironment, problem: Problem, policy: Policy) -> PlayedEpisode:
         """Play one episode of the problem.
 
-        Raises EpisodeError if a method of the episode returns a value that the protocol `Episode` does not allow, or if the last attempt
-        fails. An exception of the policy passes through.
+        Raises EpisodeError if a method of the episode returns a value that the protocol `Episode` does not allow, if the first observation
+        is empty or leaves no room for a turn, or if the last attempt fails. An exception of the policy is raised as it is.
         """
         for num_retries in range(self.scorer.max_retries + 1):
             try:
@@ -194,9 +198,9 @@ class Player:
         raise EpisodeError(f"the episode of {problem.prompt!r} failed {times} times, the last time in {failure}")
 
     async def demonstrate(self, environment: EpisodeEnvironment, problem: Problem) -> Sample:
-        """A sample that trains on the turns of the environment's demonstration. Each turn ends with the tokenizer's end token.
+        """A sample that trains on the turns of the environment's demonstration. The tokenizer's end token is added to each turn.
 
-        Raises ValueError if the environment has no demonstration.
+        Raises ValueError if the environment has no demonstrations, or if the episode is not over after the demonstration's last turn.
         """
         require_demonstrations(environment)
         shown_turns = cast(Demonstrating, environment).demonstration(problem)
@@ -228,7 +232,7 @@ class Player:
             if turn + 1 == limits.max_turns or length + limits.max_tokens_per_turn > limits.max_tokens:
                 break
             playing.add_observation(tokens, text)
-        # The tokens of the last reply are left out, because no turn follows it.
+        # The tokens of the last reply are left out, because no turn follows this reply.
         last = shown(_checked_observation(reply.observation, where, num_tokens=len(self.tokenizer)), self.tokenizer)
         return playing.finish(last, is_cut_off=not reply.is_over, num_retries=num_retries)
 
@@ -295,7 +299,7 @@ def shown(observation: Observation, tokenizer: Tokenizer) -> str:
 
 
 def require_demonstrations(environment: AnyEnvironment) -> None:
-    """Raises ValueError if the environment has episodes but no demonstrations, because a supervised phase trains on demonstrations."""
+    """Raises ValueError if the environment has episodes but no demonstrations. A supervised phase would train on the demonstrations."""
     if isinstance(environment, EpisodeEnvironment) and not isinstance(environment, Demonstrating):
         raise ValueError(
             f"{type(environment).__name__} has no method demonstration, so a run cannot have supervised steps; use --sft-steps 0"
@@ -310,7 +314,9 @@ class Scripted:
 
     async def __call__(self, tokens: list[int], turn: int) -> Completion:
         if turn >= len(self.texts):
-            raise ValueError(f"a demonstration of {len(self.texts)} turns ended before its episode: {self.texts}")
+            raise ValueError(
+                f"the episode is not over after the {len(self.texts)} turns of its demonstration: {self.texts}"
+            )
         tokenizer = self.player.tokenizer
         said = [*tokenizer.encode(self.texts[turn]), tokenizer.end_token_id]
         said = said[: self.player.limits.max_tokens_per_turn]  # the generator cuts a sampled turn off at the same limit
@@ -319,12 +325,13 @@ class Scripted:
 
 
 Waiting = tuple[list[int], int, "asyncio.Future[Completion]"]
+"""A requested turn: (tokens of the episode so far, number from which the turn's seed is computed, future of the turn)."""
 
 
 class TurnSender:
-    """Sends the turns of many episodes to the generator. Turns that are ready at the same moment go to the generator in one call.
+    """Requests the turns of many episodes from the generator. Turns that are requested at the same moment share one call.
 
-    Use a TurnSender in an `async with` block. The end of the block cancels the calls that are under way.
+    Use a TurnSender in an `async with` block. When the block ends, the calls that are still under way are cancelled.
     """
 
     def __init__(
@@ -333,7 +340,7 @@ class TurnSender:
         params: SamplingParams,
         call: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
-        """params: parameters for the sampling of every turn. call: returns a context manager, in which one call of the generator runs."""
+        """params: sampling parameters of every turn. call: returns a new context manager, in which one call of the generator runs."""
         self.generator, self.params, self.call = generator, params, call
         self._waiting: list[Waiting] = []
         self._calls: set[asyncio.Task[None]] = set()
@@ -347,9 +354,9 @@ class TurnSender:
         await asyncio.gather(*self._calls, return_exceptions=True)
 
     async def complete(self, tokens: list[int], number: int) -> Completion:
-        """A completion of the tokens.
+        """A completion of the tokens. It does not depend on the other turns that share the call.
 
-        number: the number from which the seed is computed. The completion does not depend on the other turns of the generator's call.
+        number: the number from which the completion's seed is computed.
         """
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append((tokens, number, answer))
@@ -360,7 +367,7 @@ class TurnSender:
         return await answer
 
     async def _send(self) -> None:
-        await asyncio.sleep(0)  # lets the other episodes add their turns to this call first
+        await asyncio.sleep(0)  # first lets the other episodes add their turns to this call
         async with self.call():
             turns, self._waiting = self._waiting, []
             prompts = [tokens for tokens, _, _ in turns]
@@ -378,7 +385,7 @@ class TurnSender:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """The policy of one episode, whose turns the generator samples."""
+    """The policy of one episode. The generator samples its turns."""
 
     sender: TurnSender
     # The first turn's seed is computed from this number, the next turn's seed from the next number, and so on.
@@ -389,7 +396,7 @@ class Sampled:
 
 
 async def together(work: Iterable[Coroutine[object, None, T]]) -> list[T]:
-    """The results of all coroutines, in order. The first error cancels the other coroutines, and this function raises it."""
+    """The results of all coroutines, in order. The first error cancels the other coroutines and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in work]

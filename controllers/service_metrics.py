@@ -13,10 +13,10 @@ def prometheus(numbers: ServiceNumbers) -> str:
 
 def _of_the_service(numbers: ServiceNumbers) -> list[Family]:
     return [
-        Family(name=f"{PREFIX}up_seconds", about="time since the start", numbers={(): numbers.up_for}),
+        Family(name=f"{PREFIX}up_seconds", about="seconds since the service started", numbers={(): numbers.up_for}),
         Family(
             name=f"{PREFIX}clients",
-            about="attached clients",
+            about="number of attached clients",
             numbers={_actor(name): count for name, count in numbers.clients.items()},
         ),
     ]
@@ -30,20 +30,20 @@ def _of_calls(numbers: ServiceNumbers) -> list[Family]:
     for (member, name), number in sorted(numbers.calls.seconds.items()):
         seconds[*_actor(member), ("call", name)] = number
     return [
-        Family(name=f"{PREFIX}calls_total", about="ended calls of clients", numbers=ended),
+        Family(name=f"{PREFIX}calls_total", about="number of clients' calls that have ended", numbers=ended),
         Family(
             name=f"{PREFIX}call_seconds_total",
-            about="time that the ended calls took, including their waits",
+            about="seconds that the ended calls took in total, waits included",
             numbers=seconds,
         ),
         Family(
             name=f"{PREFIX}calls_running",
-            about="calls that have no answer yet, also those that wait",
+            about="number of calls that have no answer yet, calls that wait included",
             numbers={_actor(name): numbers.calls.running[name] for name in numbers.members},
         ),
         Family(
             name=f"{PREFIX}calls_waiting",
-            about="calls that wait for the end of another client's step",
+            about="number of calls that wait for the end of another client's step",
             numbers={_actor(name): count for name, count in numbers.waiting.items()},
         ),
     ]
@@ -62,10 +62,20 @@ def _of_actors(numbers: ServiceNumbers) -> list[Family]:
         for process, seconds in member.silent.items():
             silent[*_actor(name), ("process", process)] = seconds
     return [
-        Family(name=f"{PREFIX}policy_version", about="version of the weights", numbers=versions),
-        Family(name=f"{PREFIX}restarts_total", about="restarts after deaths", numbers=restarts),
-        Family(name=f"{PREFIX}step_open_seconds", about="age of the open step; 0: no step is open", numbers=steps),
-        Family(name=f"{PREFIX}silent_seconds", about="time since the last sign of life of a process", numbers=silent),
+        Family(name=f"{PREFIX}policy_version", about="version of the actor's weights", numbers=versions),
+        Family(
+            name=f"{PREFIX}restarts_total",
+            about="restarts of a generator after deaths; 0 for other actors",
+            numbers=restarts,
+        ),
+        Family(
+            name=f"{PREFIX}step_open_seconds",
+            about="seconds since the open step began; 0: no step is open",
+            numbers=steps,
+        ),
+        Family(
+            name=f"{PREFIX}silent_seconds", about="seconds since the last sign of life of a process", numbers=silent
+        ),
     ]
 
 

@@ -1,7 +1,7 @@
 """Check this machine and .venv. Print what is there, and each problem with the command that fixes the problem.
 
 This program uses only the standard library and runs with any Python 3.8+. So it also works when .venv is missing or torch cannot be
-imported. The exit status is 1 when there is a problem. Warnings leave it at 0.
+imported. The exit status is 1 if there is a problem, otherwise 0. A warning does not count as a problem.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 CUDA_ONLY_ON_PYPI = ("torchvision", "torchaudio", "torchcodec")
 STACK = ("torch", "transformers", "vllm", "monarch.actor", "torchtitan", "torchstore", "reasoning_gym")
-SHARED_MEMORY_BYTES = 1 << 30
+SHARED_MEMORY_BYTES = 1 << 30  # smallest free space in /dev/shm that is not a problem
 
-# This code runs in the Python of .venv and prints one line of JSON. It tries every import, so that an import that fails does not hide
-# another import that fails.
+# This code runs in the Python of .venv and prints one line of JSON. It tries every import, so that the first import that fails
+# does not hide later ones.
 PROBE = """
 import importlib, json, platform, sys
 report = {"python": platform.python_version(), "errors": {}}
@@ -77,7 +77,7 @@ def normalized(name: str) -> str:
 
 
 def locked(lock: Path) -> dict[str, str]:
-    """Versions by package in a lock file: {"torch": "2.13.0+cpu", ...}"""
+    """The version of each package in a lock file: {"torch": "2.13.0+cpu", ...}"""
     versions = {}
     for line in lock.read_text().splitlines():
         requirement = line.split("#")[0].strip()
@@ -88,7 +88,7 @@ def locked(lock: Path) -> dict[str, str]:
 
 
 def installed(venv: Path) -> dict[str, str]:
-    """Versions by package in `venv`, read from its folders without starting its Python."""
+    """The version of each package in `venv`, read from the folders of `venv` without starting its Python."""
     folders = [str(folder) for folder in venv.glob("lib/python3*/site-packages")]
     versions = {}
     for item in distributions(path=folders):
@@ -98,7 +98,7 @@ def installed(venv: Path) -> dict[str, str]:
 
 
 def is_reaper(process_id: int) -> bool:
-    """True for a process that adopts processes whose parent has ended: process 1, or a user's systemd."""
+    """True for a process that adopts processes whose parent has ended: process 1, or a user's systemd. Also true if the process has ended."""
     try:
         return process_id == 1 or Path(f"/proc/{process_id}/comm").read_text().startswith("systemd")
     except OSError:
@@ -118,7 +118,7 @@ def check_machine(report: Report, device: str) -> None:
     elif device == "cuda":
         report.problem("no g++: torch.compile and Triton need it", "apt-get install g++")
     else:
-        report.warning("no g++: configs with compile enabled fail, the default ones work", "apt-get install g++")
+        report.warning("no g++: configs with compile enabled fail; the default configs work", "apt-get install g++")
 
     try:
         shared = shutil.disk_usage("/dev/shm")
@@ -126,7 +126,7 @@ def check_machine(report: Report, device: str) -> None:
         report.problem(f"/dev/shm: {error}", "mount -t tmpfs -o size=8g tmpfs /dev/shm")
         return
     if shared.free < SHARED_MEMORY_BYTES:
-        limit = f"{shared.free / 2**20:.0f} MiB of /dev/shm free, less than {SHARED_MEMORY_BYTES >> 20}"
+        limit = f"/dev/shm: only {shared.free / 2**20:.0f} MiB free, less than {SHARED_MEMORY_BYTES >> 20} MiB"
         report.problem(limit, "mount -o remount,size=8g /dev/shm (in a container: docker run --shm-size=8g)")
     else:
         report.ok(f"/dev/shm: {shared.free / 2**30:.1f} GiB free")
@@ -145,9 +145,7 @@ def check_leftovers(report: Report) -> None:
         if str(VENV) in command and "monarch" in command and is_reaper(parent):
             orphans.append(process.name)
     if orphans:
-        text = (
-            f"Monarch workers whose parent has ended: {', '.join(orphans)} (leave those that you detached on purpose)"
-        )
+        text = f"Monarch workers whose parent has ended: {', '.join(orphans)} (do not kill workers that you detached on purpose)"
         report.problem(text, f"kill {' '.join(orphans)}")
     stale = stale_segments(open_files)
     if stale:
@@ -181,7 +179,7 @@ def check_stamp(report: Report, stamp: str, device: str) -> bool:
     elif not stamp_file.exists() or not PYTHON.exists():
         found = ".venv is unfinished, or its Python does not exist any more"
     elif stamp_file.read_text() != stamp:
-        found = f".venv was made for `{stamp_file.read_text().strip()}`, but this is `{stamp.strip()}` (device, lock, folder)"
+        found = f".venv was made for `{stamp_file.read_text().strip()}`, but must now be for `{stamp.strip()}` (device, hash of the lock, folder)"
     else:
         return True
     report.problem(found, f"make setup DEVICE={device}")
@@ -189,7 +187,10 @@ def check_stamp(report: Report, stamp: str, device: str) -> bool:
 
 
 def check_packages(report: Report, device: str) -> bool:
-    """True when the installed packages are those of the lock file. Otherwise reports every difference."""
+    """True when every package of the lock file is installed in its version, and on a CPU no package of CUDA_ONLY_ON_PYPI is installed.
+
+    Otherwise reports each difference. All other packages may be installed, too.
+    """
     before = report.problems
     lock = ROOT / "rl_actors" / "requirements" / f"{device}.txt"
     wanted, found = locked(lock), installed(VENV)
@@ -221,7 +222,9 @@ def check_imports(report: Report, device: str) -> None:
     """Report whether the modules of STACK can be imported in .venv, and for which device torch is built."""
     text = output_of(str(PYTHON), "-c", PROBE, *STACK, timeout=300)
     if text is None:
-        report.problem(f"{PYTHON.relative_to(ROOT)} does not run", "make clean && make setup")
+        report.problem(
+            f"{PYTHON.relative_to(ROOT)} does not start, or crashes or hangs during imports", "make clean && make setup"
+        )
         return
     probe = json.loads(text.splitlines()[-1])
     if not re.match(r"3\.1[12]\.", probe["python"]):
@@ -240,7 +243,9 @@ def check_imports(report: Report, device: str) -> None:
     elif device == "cuda" and not probe["cuda_devices"]:
         cuda = f"CUDA {probe['cuda_build']}"
         text = f"torch ({cuda}) sees no GPU: the driver is too old, or CUDA_VISIBLE_DEVICES hides the GPUs"
-        report.problem(text, f"compare `nvidia-smi` with {cuda}; unset CUDA_VISIBLE_DEVICES")
+        report.problem(
+            text, f"compare the CUDA version that `nvidia-smi` prints with {cuda}; unset CUDA_VISIBLE_DEVICES"
+        )
     elif device == "cuda":
         report.ok(f"torch sees {', '.join(probe['cuda_devices'])} (CUDA {probe['cuda_build']})")
 

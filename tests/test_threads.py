@@ -1,4 +1,4 @@
-"""Counts the threads of a process that computes with torch."""
+"""Tests which threads of a process get OpenMP workers when they compute with torch."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Functions that make problems from the entries of a task's data, and rewards that compare texts."""
+"""Makes problems from the entries of a task's data, and chooses the function that scores completions."""
 
 import inspect
 import re
@@ -14,6 +14,7 @@ from controllers.environments.own_code import imported, require_takes
 from controllers.environments.sandbox import Sandbox
 
 Score = Callable[[Problem, str], Reward | Awaitable[Reward]]
+"""Function of (problem, completion) that returns the reward, or an awaitable of the reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,7 @@ class Entry:
 
 
 def to_problem(entry: Entry, config: EnvironmentConfig) -> Problem:
-    """The problem of an entry. Raises ValueError if the template of the prompt uses a field that the entry does not have."""
+    """The problem of an entry. Raises ValueError if config.prompt is not a template, or uses a field that the entry does not have."""
     fields = {**entry.metadata, "question": entry.question}
     try:
         prompt = config.prompt.format(**fields)
@@ -43,14 +44,14 @@ def to_problem(entry: Entry, config: EnvironmentConfig) -> Problem:
 
 
 def fits(problem: Problem, config: EnvironmentConfig) -> bool:
-    """True if the prompt matches the pattern of the config."""
+    """True if the whole prompt matches config.prompt_pattern, or if there is no pattern."""
     return not config.prompt_pattern or re.fullmatch(config.prompt_pattern, problem.prompt) is not None
 
 
 def conversation_text(messages: Sequence[Message]) -> str:
-    """Key of an entry that has a conversation: roles and texts of the messages before the completion.
+    """Key of an entry that has a conversation: roles and texts of all messages, without a final message of the assistant.
 
-    If only one message comes before the completion, the key is the text of this message.
+    If only one message is left, the key is only the text of this message.
     """
     asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
     if len(asked) == 1:
@@ -59,7 +60,11 @@ def conversation_text(messages: Sequence[Message]) -> str:
 
 
 def operands_or_text(entry: Entry) -> str:
-    """Key of an entry: the sorted operands of plain arithmetic, otherwise the question. "12 + 34" and "34 + 12" both give "12 34"."""
+    """Key of an entry that has no conversation.
+
+    If metadata["expression"] is plain arithmetic, the key is its sorted operands: "12 + 34" and "34 + 12" both give "12 34". Otherwise
+    the key is the question.
+    """
     expression = str(entry.metadata.get("expression", ""))
     if not re.fullmatch(r"[\d\s.+\-*/()]+", expression):
         return entry.question
@@ -67,7 +72,7 @@ def operands_or_text(entry: Entry) -> str:
 
 
 def text_score(config: EnvironmentConfig) -> Score:
-    """The function that scores a completion against the problem's answer, by the rule `config.reward`. generated.py handles the rule "task".
+    """The function that scores completions as config.reward says. Only generated.py handles the value "task".
 
     Raises ValueError if the user's function cannot be imported, or does not take (answer, completion).
     """
@@ -89,7 +94,7 @@ def text_score(config: EnvironmentConfig) -> Score:
 
 @dataclass(frozen=True, slots=True)
 class TextScore:
-    """Scores a completion by a function of (answer, completion)."""
+    """Scores a completion with a function of (answer, completion)."""
 
     compare: Callable[[str, str], Reward]
 
@@ -99,7 +104,7 @@ class TextScore:
 
 @dataclass(frozen=True, slots=True)
 class LaterTextScore:
-    """Scores a completion by an `async` function of (answer, completion)."""
+    """Scores a completion with an `async` function of (answer, completion)."""
 
     compare: Callable[[str, str], Awaitable[Reward]]
 

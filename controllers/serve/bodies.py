@@ -7,8 +7,8 @@ from fastapi import HTTPException, Request
 async def read_body(request: Request) -> bytes:
     """The decompressed body.
 
-    Raises HTTPException 413 if the body is too large, 415 if this server cannot decode its encoding, and 400 if it is
-    not valid zstd.
+    Raises HTTPException 413 if the body is too large, 415 if this server does not support its content-encoding, and 400 if
+    the zstd decoder reports an error.
     """
     limit = request.app.state.server.config.max_body_bytes
     body = bytearray()
@@ -20,7 +20,7 @@ async def read_body(request: Request) -> bytes:
     if encoding == "identity":
         return bytes(body)
     if encoding != "zstd":
-        raise HTTPException(415, f"content-encoding {encoding!r}; known are identity and zstd")
+        raise HTTPException(415, f"content-encoding {encoding!r} is not supported; use identity or zstd")
     return _decompressed(bytes(body), limit)
 
 
@@ -29,7 +29,7 @@ def _decompressed(body: bytes, limit: int) -> bytes:
         import zstandard
     except ImportError:
         raise HTTPException(
-            415, "content-encoding 'zstd' needs the package zstandard, which is not installed"
+            415, "content-encoding 'zstd' needs the package zstandard, which the server does not have"
         ) from None
     try:
         with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(body) as reader:

@@ -4,10 +4,10 @@ torchtitan's init_weights does not do this, because each rank draws its own shar
 ranks have the same seed, so all shards of a parameter get the same numbers. A GPU draws other numbers than a CPU, and torchtitan gives
 each stage of a pipeline a seed of its own.
 
-In this module every rank draws all parameters of the model on the CPU, one after another from one random generator, and keeps its shards of
-the parameters that it holds. The parameters of a model without adapters are drawn in torchtitan's order. So such a model gets in
-every layout the numbers that init_weights draws on a CPU in a program of one rank. While a rank draws, it holds one whole parameter at a
-time. Drawing a billion parameters takes about 9 s on one core.
+In this module every rank draws all parameters of the model on the CPU, one after another, from a random generator with the same seed on all
+ranks. The rank keeps only its own shards, and needs memory for only one whole parameter at a time. If the model has no adapters, its
+parameters are drawn in torchtitan's order. In every layout such a model then gets the numbers that init_weights draws on a CPU with one rank.
+Drawing a billion parameters takes about 9 s on one core.
 
 If TrainerConfig.hf_path is set, `draw` is not called, because hf.py loads the weights from that directory.
 """
@@ -36,7 +36,7 @@ def take_initialisers(whole: nn.Module) -> list[Initialiser]:
     """Take the initialisers off a model that is not parallelized yet. Afterwards the model's init_weights initialises only buffers.
 
     In the list a module's own parameters come before those of its children, but torchtitan initialises the children first. The two orders differ
-    only for a module that has parameters of its own and children, such as a projection with adapters. A model without adapters has no such module.
+    only for a module that has both children and its own parameters, such as a projection with adapters. A model without adapters has no such module.
     """
     taken: list[Initialiser] = []
     for prefix, module in whole.named_modules():

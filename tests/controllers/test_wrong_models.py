@@ -26,7 +26,7 @@ FLAGS += ["--trainer.max-sequence-length", "256", "--generator.max-model-len", "
 
 @pytest.fixture
 def refusal(directory, monkeypatch, capsys):
-    """refusal(flags) returns the text that `python -m controllers.grpo` prints to stderr. The text is "" if the run accepts the model."""
+    """refusal(flags) returns the error text of `python -m controllers.grpo --dry-run` with the model ./mine, or "" if there is no error."""
 
     def run(*flags: str, model: str = "") -> str:
         monkeypatch.chdir(directory.parent)
@@ -44,7 +44,7 @@ def refusal(directory, monkeypatch, capsys):
 
 
 CHANGES = {
-    # name of a case: (file -> change, message)
+    # Name of a case -> ({file: change}, part of the message of the refusal).
     # None removes the file, a text replaces its content, and a dict replaces entries of its JSON.
     "another architecture": (
         {"config.json": {"model_type": "gemma3_text"}},
@@ -91,7 +91,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_a_directory_that_no_run_can_use_is_refused_with_the_file_and_the_value(directory, refusal, case):
+def test_the_refusal_of_a_model_directory_that_no_run_can_use_names_the_fault(directory, refusal, case):
     changes, message = CHANGES[case]
     kept = {name: (directory / name).read_bytes() if (directory / name).exists() else None for name in changes}
     try:

@@ -1,4 +1,4 @@
-"""Programs that spawn a trainer and a generator. They leave no process, port or shared memory behind, and an interrupt does not harm a client."""
+"""Programs that spawn actors leave no process, open port or shared memory behind. A client still works after an interrupt."""
 
 import os
 import re
@@ -46,7 +46,7 @@ class Program:
             self.output += line
             if word in line:
                 return
-        raise AssertionError(f"the program ended without {word!r}:\n{self.output}")
+        raise AssertionError(f"the program ended before it printed {word!r}:\n{self.output}")
 
     def processes(self) -> list[psutil.Process]:
         found = []
@@ -97,7 +97,7 @@ def start():
         program.end()
 
 
-def test_leaving_a_repl_without_close_leaves_nothing(start):
+def test_a_repl_that_ends_without_close_leaves_nothing_behind(start):
     repl = start("-i", "-q")
     print(
         SPAWN,
@@ -114,7 +114,7 @@ def test_leaving_a_repl_without_close_leaves_nothing(start):
     repl.assert_nothing_is_left(ports)
 
 
-def test_kill_9_of_a_program_leaves_nothing(start):
+def test_a_program_that_kill_9_ends_leaves_nothing_behind(start):
     program = start("-c", SPAWN + 'generator.generate([[1, 2]]).result(); print("generated"); input()')
     program.read_until("generated")
     ports = program.ports()
@@ -146,7 +146,7 @@ print("version", trainer.optim_step(OptimParams(learning_rate=0.1)).result().pol
 """
 
 
-def test_ctrl_c_ends_the_waiting_and_the_client_still_answers(start, tmp_path):
+def test_ctrl_c_ends_the_wait_for_a_call_and_the_client_still_works(start, tmp_path):
     program = start("-c", WAIT + CTRL_C, str(tmp_path))
     program.read_until("waiting")
     os.killpg(program.process.pid, signal.SIGINT)  # to all processes of the program, as a terminal does
@@ -159,7 +159,7 @@ def test_ctrl_c_ends_the_waiting_and_the_client_still_answers(start, tmp_path):
 @pytest.mark.parametrize(
     ("send", "number"), [(os.kill, signal.SIGINT), (os.kill, signal.SIGTERM), (os.killpg, signal.SIGTERM)]
 )
-def test_a_program_ended_by_a_signal_in_the_middle_of_a_call_leaves_nothing(start, tmp_path, send, number):
+def test_a_program_that_a_signal_ends_during_a_call_leaves_nothing_behind(start, tmp_path, send, number):
     program = start("-c", WAIT + 'print("waiting"); call.result()', str(tmp_path))
     program.read_until("waiting")
     ports = program.ports()
@@ -168,7 +168,7 @@ def test_a_program_ended_by_a_signal_in_the_middle_of_a_call_leaves_nothing(star
     program.assert_nothing_is_left(ports)
 
 
-def test_a_monarch_program_uses_a_store_of_its_own(start):
+def test_actors_work_in_a_monarch_program_that_opens_its_own_torchstore(start):
     program = start(str(HERE / "embedding_own_store.py"))
     output, _ = program.process.communicate(timeout=GUARD)
     assert program.process.returncode == 0, output

@@ -2,7 +2,7 @@
 
 schemathesis makes most requests from the server's own OpenAPI document. The other requests have protobuf
 bodies in which some bytes were changed at random. No request may cause a server error, and afterwards the actors must
-still train and sample. The tests need the package schemathesis, which `.venv-cookbook` has.
+still train and sample. The tests need the packages schemathesis and tinker, which `.venv-cookbook` has.
 """
 
 import random
@@ -15,17 +15,17 @@ from test_fuzz import TEXT, mutated, with_another_value
 
 schemathesis = pytest.importorskip("schemathesis")
 tinker = pytest.importorskip("tinker")
-from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402  (only if schemathesis is there)
+from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402  (imported only if schemathesis is installed)
 
 types = tinker.types
 pytestmark = pytest.mark.slow
-EXAMPLES = 40  # number of requests to each route
+EXAMPLES = 40  # largest number of generated requests to each route
 
 
 class Target:
     """A server with a session, a training run and a sampler.
 
-    Their names replace some of the names in the generated requests.
+    The ids of these three, and the path of saved weights, replace some of the random values in generated requests.
     """
 
     def __init__(self, url: str) -> None:
@@ -50,7 +50,8 @@ class Target:
     def with_known_names(self, values: object, draw: random.Random) -> object:
         """The fields of a body or of a path, with two changes.
 
-        About half of the names are replaced by names that exist. Numbers that would cause long work are made small.
+        About half of the ids and weights' paths are replaced by ones that exist. num_samples and max_tokens are made
+        small, because large numbers would cause long work.
         """
         if not isinstance(values, dict):
             return values
@@ -136,7 +137,7 @@ def test_generated_requests_to_every_route_cause_no_server_error(server, target)
                 reached.add(case.operation.label)
 
         send()
-    print(f"\n{num_sent} requests; accepted by {len(reached)} routes")
+    print(f"\n{num_sent} requests; {len(reached)} routes accepted at least one")
     assert num_sent > 500 and len(reached) > 15
     target.require_alive()
 
