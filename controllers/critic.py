@@ -22,7 +22,7 @@ from rl_actors import ForwardBackwardOutput, OptimResult, Sample, TrainerClient,
 from rl_actors.losses import explained_variance
 
 FOLDER = "critic"
-"""Name of the folder in a checkpoint that holds the critic."""
+"""Name of the critic's folder in a checkpoint of the run."""
 
 
 @dataclass(kw_only=True)
@@ -33,16 +33,16 @@ class CriticConfig:
     The default 1e-5 is verl's default for a critic. It is ten times verl's rate for a policy.
     """
     gpu: int | None = None
-    """Index of the first GPU of the critic's ranks. None: the critic uses the trainer's GPUs.
+    """Index of the first GPU that the critic uses. None: the critic uses the trainer's GPUs.
 
     On a CPU this field has no effect.
     """
     clip: float | None = 0.5
-    """Limit on the change of a value in one step. A change beyond the limit does not lower the loss.
+    """Limit on the change of a value since the start of a PPO step. A change beyond the limit does not lower the loss.
 
     verl and OpenRLHF use 0.5. None: no limit."""
     warmup_steps: int = 0
-    """Number of PPO steps that train only the critic. They come before the other PPO steps (VC-PPO, arXiv 2503.01491)."""
+    """Number of PPO steps that train only the critic. These are the first PPO steps (VC-PPO, arXiv 2503.01491)."""
 
     def validate(self) -> None:
         self.schedule.validate()
@@ -58,10 +58,10 @@ class CriticConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """The samples of a step with the columns that are computed from the critic's values."""
+    """The samples of a step, with the columns that are computed from the critic's values."""
 
-    for_policy: list[Sample]  # with the column advantages
-    for_critic: list[Sample]  # with the columns returns and, if values are clipped, old_values
+    for_policy: list[Sample]  # all columns of the given samples, and advantages
+    for_critic: list[Sample]  # only loss_weights (0 or 1), returns and, if CriticConfig.clip is set, old_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +79,13 @@ class Critic:
         rewards: Sequence[Tensor],
         is_cut_off: Sequence[bool],
     ) -> Judged:
-        """Advantages and returns of the samples, from their rewards and the result of `values`.
+        """The samples with their advantages and returns, which are computed from rewards and values.
 
         An action is a position whose loss weight is not 0.
+        values_of_states: the result of `values`.
         rewards: [T] for each sample, the reward of each action. The numbers at other positions are not read.
-        is_cut_off: True if a limit has ended the sample, and not the policy or the environment. If gae.bootstrap is
-        True, the last state of such a sample has the critic's value. All other last states have the value 0.
+        is_cut_off: for each sample, True if a limit, not the policy or the environment, has ended it. If gae.bootstrap
+        is True, the last state of such a sample has the critic's value. All other last states have the value 0.
         """
         values = [row[:-1] for row in values_of_states]
         is_action = [sample.columns["loss_weights"] != 0 for sample in samples]
@@ -115,7 +116,7 @@ class Critic:
         return rows
 
     async def fit(self, parts: Iterable[Sequence[Sample]], learning_rate: float) -> dict[str, float]:
-        """Take one optimizer step on each of the given parts of the samples. Returns the metrics over all parts."""
+        """Take one optimizer step on each minibatch in `parts`. Returns the metrics over all minibatches."""
         loss = self.config.loss()
         outputs: list[ForwardBackwardOutput] = []
         results: list[OptimResult] = []
@@ -148,11 +149,10 @@ def _with_last_state(sample: Sample) -> Sample:
 
 
 async def start_critic(run: Run[Any], config: CriticConfig, gae: GAEConfig, *, has_begun: bool) -> Critic:
-    """Start the critic. A new critic has the policy's weights, and a value head whose weights are zero.
+    """Start the critic with the policy's current weights, and with a value head whose weights are zero.
 
-    A resumed critic has the weights of the checkpoint.
-
-    has_begun: True if the run is resumed and has already trained the critic.
+    has_begun: True if the run is resumed and has already trained the critic. In this case the critic gets its weights
+    and optimizer state from the newest checkpoint.
     """
     async with run.turns.borrowed():
         with run.log.setup("starting critic"):

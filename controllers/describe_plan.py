@@ -1,6 +1,7 @@
 """Describes a run before it starts, and refuses a run that needs more memory than the machine has.
 
-The description names the layout, the memory of a rank, the device of each process, and the memory that all processes need.
+The description, which `--plan` prints, has the layout, the memory of a rank and the device of each process. It also has the total memory that
+the processes need on each GPU, or in the machine if the machine has no GPU.
 """
 
 import itertools
@@ -27,7 +28,7 @@ ADVICE_FOR_A_GPU = (
 )
 ADVICE_WITHOUT_A_GPU = (
     "to take less, choose a smaller model, lower --trainer.tokens-per-row or --trainer.rows-per-microbatch, or set "
-    "--trainer.activation-checkpointing full; on a machine with GPUs the run takes their memory instead"
+    "--trainer.activation-checkpointing full; on a machine with GPUs the run takes GPU memory instead"
 )
 
 
@@ -82,10 +83,12 @@ def describe(config: "RunConfig") -> str:
 
 
 def require_memory(config: "RunConfig", *, trains: bool = True) -> None:
-    """Raise ValueError if the processes of a run take more memory than a GPU has, or than the machine has if it has no GPU.
+    """Raise ValueError if the processes on a GPU need more memory than the GPU has.
 
-    trains: False for an evaluation, which starts only the generator. If hosts.addresses is set, nothing is checked, because the memory of
-    the other machines is not known here.
+    On a machine without GPUs, raises ValueError if all processes together need more memory than the machine has. If hosts.addresses is set,
+    nothing is checked, because the memory of the other machines is not known here.
+
+    trains: False for an evaluation, which starts only the generator.
     """
     if config.hosts.addresses:
         return
@@ -104,7 +107,7 @@ def require_memory(config: "RunConfig", *, trains: bool = True) -> None:
 def demands(config: "RunConfig", *, trains: bool = True) -> list[Demand]:
     """The memory that a run takes.
 
-    On a machine with GPUs there is a Demand for each GPU that the run uses and for each phase of a step. A machine without GPUs has one
+    On a machine with GPUs, each GPU that the run uses has one Demand for each phase of a step. A machine without GPUs has one
     Demand for all processes.
     """
     models = config.models() if trains else {}
@@ -144,13 +147,16 @@ def _demands_of_gpus(config: "RunConfig", models: dict[str, TrainerConfig], phas
 class _Phase:
     """A part of a step, and the memory that the processes hold during this part."""
 
-    name: str  # Demand.phase; empty without config.turns.enabled, because the step then has one phase
-    held: dict[str, int]  # name of a model, such as "trainer" -> bytes of one of its ranks
+    name: str  # Demand.phase; empty if turns are not enabled, because a step then has only one phase
+    held: dict[str, int]  # name of a model, such as "trainer" -> bytes that one rank of the model holds
     sleeps: bool = False  # True: the generator sleeps, so it holds no memory
 
 
 def _phases(config: "RunConfig") -> list[_Phase]:
-    """The phases of a step. With config.turns.enabled trainer and generator use the same GPUs in turn. Otherwise a step has only one phase."""
+    """The phases of a step. If turns are enabled, trainer and generator use the memory of the same GPUs one after the other.
+
+    Otherwise a step has only one phase.
+    """
     totals = {name: memory_estimate.memory(model).total for name, model in config.models().items()}
     if not config.turns.enabled:
         return [_Phase(name="", held=totals)]
@@ -180,15 +186,15 @@ def _phases(config: "RunConfig") -> list[_Phase]:
 def _turns(config: "RunConfig") -> list[str]:
     """Lines about a run whose trainer and generator take turns. Other runs have no such lines.
 
-    The lines say how much GPU memory a rank of the trainer takes in each phase, and what the rank keeps in the host's memory while the generator
-    works.
+    The lines say how much memory a rank of the trainer takes on its device in each phase, and which parts of the trainer's state are in the
+    host's memory while the generator works.
     """
     if not config.turns.enabled:
         return []
     held = memory_estimate.memory(config.trainer).on_device()
     sizes = {"weights": held.parameters + held.buffers, "optimizer": held.optimizer}
     on_host = {part: sizes[part] for part in config.turns.parts if part in sizes}
-    lines = ["trainer and generator take turns; a rank of the trainer holds in each phase:"]
+    lines = ["trainer and generator take turns; memory of a rank of the trainer in each phase:"]
     lines += [f"  {phase.name:<20} {size_text(phase.held['trainer'])}" for phase in _phases(config)]
     listed = ", ".join(f"{part} {size_text(size)}" for part, size in on_host.items()) or "nothing"
     return [*lines, f"  {'on the host':<20} {listed}, while the generator works; pinned memory if there is a GPU"]
@@ -197,7 +203,7 @@ def _turns(config: "RunConfig") -> list[str]:
 def _demand_line(demand: Demand) -> str:
     verdict = "" if demand.fits else ": too much"
     where = f"{demand.place} {demand.phase}".rstrip()
-    return f"  {where:<12} {demand.parts()} of {size_text(demand.capacity)}{verdict}"
+    return f"  {where}: {demand.parts()} of {size_text(demand.capacity)}{verdict}"
 
 
 def _memory_of_a_rank(trainer: TrainerConfig, held: memory_estimate.Memory) -> list[str]:
@@ -213,10 +219,11 @@ def _memory_of_a_rank(trainer: TrainerConfig, held: memory_estimate.Memory) -> l
 
 
 def _ranks(name: str, model: TrainerConfig, hosts: HostsConfig) -> list[str]:
-    """One line for each of the first RANKS_SHOWN ranks of a model. A line has the rank's index in every dimension whose degree is above 1.
+    """One line for each of the first RANKS_SHOWN ranks of a model. If the model has more ranks, a last line says how many more.
 
-    The index in the last dimension changes fastest, so ranks 0 and 1 differ in this index. If expert parallelism splits the experts, a line
-    also has the index in expert_parallel. Neighbouring ranks hold distinct experts, so this index is the rank modulo the expert-parallel degree.
+    The line of a rank has its host or device, and its index in every kind of parallelism whose degree is above 1. The last of these indices
+    changes fastest. Under expert parallelism the line also has the rank's index in expert_parallel. This index is the rank modulo the
+    expert-parallel degree, because consecutive ranks hold different experts.
     """
     layout, expert = model.layout(), model.parallelism.expert_parallel_degree
     order = ["pipeline_parallel", *(kind for kind in layout if kind != "pipeline_parallel")]
@@ -270,12 +277,12 @@ def _generator(config: "RunConfig") -> list[str]:
 
 
 def _partners(config: "RunConfig") -> list[str]:
-    """Lines about the ranks of the reference and the critic. Each line also has the largest memory that a rank of the model needs."""
+    """Lines about the ranks of the reference and the critic. Each line ends with the largest memory that a rank of this model needs."""
     lines = []
     for name, model in config.models().items():
         if name != "trainer":
             held = size_text(memory_estimate.memory(model).total)
-            lines += [f"{line}, with at most {held}" for line in _ranks(name, model, config.hosts)]
+            lines += [f"{line}, at most {held} of memory" for line in _ranks(name, model, config.hosts)]
     return lines
 
 

@@ -1,4 +1,7 @@
-"""Sample.from_tokens is the only place in the project that shifts tokens to get targets. Tests of this shift, and of pickled samples."""
+"""Tests of Sample.from_tokens, of pickled samples, and of num_loss_tokens.
+
+Sample.from_tokens is the only code in the project that shifts tokens to get targets.
+"""
 
 import pickle
 
@@ -15,7 +18,7 @@ def assert_equal(a: Sample, b: Sample):
     assert all(torch.equal(a.columns[name], b.columns[name]) for name in a.columns)
 
 
-def test_from_tokens_shifts_once():
+def test_from_tokens_shifts_the_targets_by_one_token():
     sample = Sample.from_tokens([5, 6], [7, 8])
     assert sample.tokens.tolist() == [5, 6, 7]
     assert sample.targets.tolist() == [6, 7, 8]
@@ -59,7 +62,7 @@ def test_from_tokens_refuses_an_empty_prompt_or_completion(prompt, completion, w
 
 
 @pytest.mark.parametrize("column", [[1.0], [1.0, 2.0, 3.0], [[1.0, 2.0]]], ids=["short", "long", "matrix"])
-def test_from_tokens_refuses_a_column_of_another_length(column):
+def test_from_tokens_refuses_a_column_of_a_wrong_shape(column):
     with pytest.raises(ValueError, match=r"column 'advantages' has shape \(.*\), but the completion has 2 tokens"):
         Sample.from_tokens([1], [2, 3], advantages=column)
 
@@ -70,13 +73,13 @@ def test_a_pickled_sample_comes_back_equal():
         assert_equal(pickle.loads(pickle.dumps(sample, protocol)), sample)
 
 
-def test_a_column_with_a_gradient_pickles_as_its_values():
+def test_a_column_that_requires_a_gradient_is_pickled_as_its_values():
     column = torch.ones(1, requires_grad=True)
     sample = Sample(tokens=torch.tensor([1]), targets=torch.tensor([2]), columns={"values": column})
     assert pickle.loads(pickle.dumps(sample)).columns["values"].tolist() == [1.0]
 
 
-def test_num_loss_tokens_counts_positions_with_a_weight():
+def test_num_loss_tokens_counts_positions_whose_weight_is_not_0():
     samples = [Sample.from_tokens([1], [2, 3]), Sample.from_tokens([1], [2, 3], loss_weights=[0.5, 0.0])]
     assert num_loss_tokens(samples) == 3.0
 
@@ -112,6 +115,6 @@ def test_top_k_targets_have_k_numbers_for_each_position_and_come_back_equal_from
 
 
 @pytest.mark.parametrize("column", [1.0, [1, 2], [[1, 2]]], ids=["number", "row", "short"])
-def test_top_k_targets_of_another_shape_are_refused(column):
+def test_top_k_targets_of_a_wrong_shape_are_refused(column):
     with pytest.raises(ValueError, match="column 'target_ids' has shape .*, but the completion has 2 tokens"):
         Sample.from_tokens([1], [2, 3], target_ids=column)

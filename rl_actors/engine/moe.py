@@ -1,10 +1,11 @@
 """Three corrections to torchtitan's mixture of experts.
 
-`Experts` compute in the dtype of their input. `wait_for_input` makes sure that gradients flow through the input of the
-experts. `RouterCounters` keeps padding out of the routers' counters.
+The class `Experts` computes in the dtype of its input. `wait_for_input` makes sure that gradients flow through the
+input of the experts. `RouterCounters` keeps padding out of the counters of tokens per expert.
 
-In shapes, B is the number of rows, L the length of a row, R the number of routed tokens, D the hidden size, F the inner
-width of an expert, E the number of experts and K the number of experts per token.
+In shapes, B is the number of rows, L the length of a row, D the hidden size, F the inner width of an expert, E the
+number of experts and K the number of experts per token. R is the number of tokens that the experts of this rank get. A
+token counts once for each expert that gets it.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from rl_actors.engine.batch import PackedBatch
 class Experts(GroupedExperts):
     """Experts that compute in the dtype of their input.
 
-    torchtitan's experts always cast to bfloat16. With torchtitan's experts, two float32 runs that should give equal
+    torchtitan's experts always cast to bfloat16. Because of the rounding, two float32 runs that should give equal
     results would differ by about 1e-2.
     """
 
@@ -40,13 +41,13 @@ class Experts(GroupedExperts):
 
 
 def wait_for_input(model: nn.Module) -> None:
-    """Make the experts wait until the all-gather of their input is done.
+    """Add hooks that make the experts wait until the all-gather of their input is done.
 
     In a sequence-parallel model the ranks all-gather the positions of each row before the experts. With several rows
-    torch has to rearrange the gathered data, so it waits for the all-gather. With one row torch need not rearrange the
-    data. The experts then get an AsyncCollectiveTensor, whose all-gather may still run. The experts run inside torch's
-    local_map. local_map unwraps an AsyncCollectiveTensor to a plain tensor, which autograd does not track. The gradient
-    would then not reach the layers before the experts.
+    torch has to rearrange the gathered data, so torch waits for the all-gather. With one row torch need not rearrange
+    the data. The experts then get an AsyncCollectiveTensor, whose all-gather may still run. The experts run inside
+    torch's local_map, which unwraps an AsyncCollectiveTensor to a plain tensor. Autograd does not track this tensor. So
+    without the hooks no gradient would reach the layers before the experts.
     """
     for block in model.layers.values():
         if block.moe_enabled:
@@ -61,12 +62,12 @@ def _wait_for_all_gather(module: nn.Module, args: tuple) -> tuple:
 
 
 class RouterCounters:
-    """Keeps padding out of torchtitan's counters of tokens per expert, and resets them at the end of a step.
+    """Keeps padding out of torchtitan's counters of tokens per expert, and resets the counters at the end of a step.
 
     torchtitan computes the load-balancing bias from the counts. torchtitan also counts padding, and the amount of
     padding depends on the packing. This class subtracts the padding, so that the bias does not depend on how the
-    samples are packed. The routers count only in training mode. A call without a backward pass runs in eval mode, so it
-    does not change the counters. A dense model has no counters.
+    samples are packed. torchtitan counts only in training mode. A call without a backward pass runs in eval mode, so
+    such a call does not change the counters. A dense model has no counters.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -96,14 +97,15 @@ class RouterCounters:
         is_padding_BL = self.is_padding_BL
         assert is_padding_BL is not None
         if isinstance(expert_ids_BLK, DTensor):
-            # Under expert and tensor parallelism each rank routes and counts only some positions of each row.
+            # If expert and tensor parallelism are used together, each rank routes and counts only some positions of
+            # each row. So each rank takes only its shard of the mask.
             mesh, placements = expert_ids_BLK.device_mesh, expert_ids_BLK.placements
             is_padding_BL = _local(distribute_tensor(is_padding_BL, mesh, placements, src_data_rank=None))
         counts_E = _local(moe.tokens_per_expert_E)
         ids_BLK = _local(expert_ids_BLK)
         padding_BLK = is_padding_BL[..., None].expand_as(ids_BLK).to(counts_E.dtype)
         # scatter_add_ gets all positions, and positions that are not padding add 0. To select only the padding, the
-        # host would have to wait for the device.
+        # host would have to wait for the device, because it would need the number of padding positions.
         counts_E.scatter_add_(0, ids_BLK.flatten(), -padding_BLK.flatten())
 
 

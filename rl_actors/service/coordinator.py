@@ -1,10 +1,10 @@
 """The coordinator of a service: a Monarch actor that clients in other programs call.
 
-These clients never call the actor meshes of the service. The coordinator runs in the service's process and passes
-their calls on to the Service. For each mesh the Service has one client of its own (members.py). Only this client calls
-the mesh.
-The arguments of a call arrive as pickled bytes, and the coordinator unpickles them. If this fails, only the call fails.
-If Monarch unpickled them, a failure would end the coordinator.
+The clients never call the actor meshes of the service. The coordinator runs in the service's process and passes the
+clients' calls on to the object of class Service. For each mesh the Service has one client of its own (members.py). Only
+this client calls the mesh.
+The arguments of a call arrive as pickled bytes, and the coordinator unpickles the bytes. If the unpickling fails, only
+the call fails. If Monarch unpickled the arguments, a failure would end the coordinator.
 """
 
 import pickle
@@ -41,8 +41,8 @@ class Coordinator(Actor):
     async def call(self, number: int, endpoint: str, arguments: bytes, patience: float) -> bytes:
         """The pickled answers of all ranks, or the pickled error of the call. `opened` unpickles them.
 
-        number: number of the calling client. arguments: the pickled arguments. patience: seconds that the call may wait
-        for the end of another client's step.
+        number: the number that the service gave the calling client. arguments: the pickled arguments of the endpoint.
+        patience: seconds that the call may wait for the end of another client's step.
         """
         try:
             unpickled = pickle.loads(arguments)
@@ -68,9 +68,10 @@ def opened(answer: bytes) -> list[object]:
 
 
 def _pickled(error: Exception) -> bytes:
-    """The pickled error.
+    """The error as the bytes that `opened` reads.
 
-    If the error cannot be pickled and unpickled, returns a pickled RuntimeError with the error's traceback.
+    If the error cannot be pickled, or is not of the same type after unpickling, a RuntimeError with the error's
+    traceback replaces the error.
     """
     try:
         sent = cloudpickle.dumps((None, error))
@@ -82,9 +83,9 @@ def _pickled(error: Exception) -> bytes:
 
 
 def spawn_coordinator(service: Service) -> bytes:
-    """Start the coordinator in this process. Returns a pickled reference to it.
+    """Start the service's coordinator in this process.
 
-    Other programs call the coordinator through this reference.
+    Returns a pickled reference to the coordinator. Other programs call the coordinator through this reference.
     """
     key = uuid.uuid4().hex[:12]
     _services[key] = service

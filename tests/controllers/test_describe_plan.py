@@ -51,7 +51,7 @@ def test_the_reference_model_has_as_many_processes_as_the_trainer():
     text = describe_plan.describe(replace(config, reference_kl=0.1))
     held = describe_plan.size_text(memory(replace(config.trainer, optimizer=None)).total)
     for rank in range(2):
-        assert f"  reference-{rank}  CPU: data_parallel_shard {rank}, with at most {held}\n" in text
+        assert f"  reference-{rank}  CPU: data_parallel_shard {rank}, at most {held} of memory\n" in text
 
 
 @pytest.mark.parametrize(
@@ -110,13 +110,12 @@ def test_the_plan_says_what_each_gpu_holds_and_whether_that_is_too_much(two_gpus
         describe_plan.describe(config).split("\ntotals, not counting the memory of libraries:\n")[1].splitlines()
     )
     held = describe_plan.size_text(memory(config.trainer).total)
-    assert first == f"  GPU 0        trainer-0 {held} + generator-0 35.0 GiB of 140.0 GiB"
-    assert second == f"  GPU 1        trainer-1 {held} of 140.0 GiB"
+    assert first == f"  GPU 0: trainer-0 {held} + generator-0 35.0 GiB of 140.0 GiB"
+    assert second == f"  GPU 1: trainer-1 {held} of 140.0 GiB"
     describe_plan.require_memory(config)
     config.generator.gpu_memory_utilization = 0.85
-    assert (
-        f"  GPU 0        trainer-0 {held} + generator-0 119.0 GiB of 140.0 GiB: too much\n"
-        in describe_plan.describe(config)
+    assert f"  GPU 0: trainer-0 {held} + generator-0 119.0 GiB of 140.0 GiB: too much\n" in describe_plan.describe(
+        config
     )
     refusal = "GPU 0 has 140.0 GiB, but its processes need 216.9 GiB .*; to take less, lower --trainer.tokens-per-row"
     with pytest.raises(ValueError, match=refusal):
@@ -150,7 +149,7 @@ def test_the_total_of_a_gpu_does_not_count_the_memory_that_fsdp_keeps_on_the_hos
     for name in ("parameters", "gradients", "optimizer"):
         size = describe_plan.size_text(getattr(held, name))
         assert f"  {name:<12} {size} in the host's memory, not in the total\n" in text
-    assert f"  GPU 0        trainer-0 {describe_plan.size_text(held.buffers + held.activations)} of 140.0 GiB" in text
+    assert f"  GPU 0: trainer-0 {describe_plan.size_text(held.buffers + held.activations)} of 140.0 GiB" in text
 
 
 def test_if_trainer_and_generator_take_turns_the_plan_has_the_memory_of_every_phase(two_gpus):
@@ -161,17 +160,17 @@ def test_if_trainer_and_generator_take_turns_the_plan_has_the_memory_of_every_ph
     size = describe_plan.size_text
     totals = describe_plan.describe(config).split("\ntotals, not counting the memory of libraries:\n")[1].splitlines()
     assert totals == [
-        f"  GPU 0 generating trainer-0 {size(weights)} + generator-0 91.0 GiB of 140.0 GiB",
-        f"  GPU 0 in forward_backward trainer-0 {size(passes)} of 140.0 GiB",
-        f"  GPU 0 in optim_step trainer-0 {size(weights + held.gradients + held.optimizer)} of 140.0 GiB",
+        f"  GPU 0 generating: trainer-0 {size(weights)} + generator-0 91.0 GiB of 140.0 GiB",
+        f"  GPU 0 in forward_backward: trainer-0 {size(passes)} of 140.0 GiB",
+        f"  GPU 0 in optim_step: trainer-0 {size(weights + held.gradients + held.optimizer)} of 140.0 GiB",
     ]
     text = describe_plan.describe(config)
     assert f"  on the host          optimizer {size(held.optimizer)}, while the generator works" in text
     describe_plan.require_memory(config)
     several = replace(config, updates_per_step=2)
-    assert f"GPU 0 in forward_backward trainer-0 {size(passes + held.optimizer)} of" in describe_plan.describe(several)
+    assert f"GPU 0 in forward_backward: trainer-0 {size(passes + held.optimizer)} of" in describe_plan.describe(several)
     config.turns.offload = ("optimizer", "weights")
-    assert "  GPU 0 generating generator-0 91.0 GiB of 140.0 GiB\n" in describe_plan.describe(config)
+    assert "  GPU 0 generating: generator-0 91.0 GiB of 140.0 GiB\n" in describe_plan.describe(config)
     config.turns.enabled = False
     with pytest.raises(
         ValueError, match=r"GPU 0 has 140.0 GiB, but its processes need .* \(trainer-0 .* \+ generator-0 91.0 GiB\)"
@@ -212,11 +211,11 @@ def test_a_critic_that_takes_turns_is_on_the_host_while_trainer_or_generator_wor
     weights = held.parameters + held.buffers
     lines = describe_plan.describe(config).split("\ntotals, not counting the memory of libraries:\n")[1].splitlines()
     assert lines == [
-        f"  GPU 0 generating trainer-0 {size(weights)} + generator-0 42.0 GiB of 140.0 GiB",
-        f"  GPU 0 training the critic trainer-0 {size(weights)} + critic-0 {size(critic.total)} of 140.0 GiB",
+        f"  GPU 0 generating: trainer-0 {size(weights)} + generator-0 42.0 GiB of 140.0 GiB",
+        f"  GPU 0 training the critic: trainer-0 {size(weights)} + critic-0 {size(critic.total)} of 140.0 GiB",
         # A step has several optimizer steps, so the optimizer's state is on the GPU during the later backward passes.
-        f"  GPU 0 in forward_backward trainer-0 {size(held.total)} of 140.0 GiB",
-        f"  GPU 0 in optim_step trainer-0 {size(weights + held.gradients + held.optimizer)} of 140.0 GiB",
+        f"  GPU 0 in forward_backward: trainer-0 {size(held.total)} of 140.0 GiB",
+        f"  GPU 0 in optim_step: trainer-0 {size(weights + held.gradients + held.optimizer)} of 140.0 GiB",
     ]
     config.critic.gpu = 1  # no other model is on this GPU, so the critic keeps its memory
     places = {(demand.place, demand.phase): list(demand.taken) for demand in describe_plan.demands(config)}
@@ -268,12 +267,12 @@ def test_the_plan_of_ppo_has_every_rank_on_the_gpus_that_the_config_names(two_gp
     text = describe_plan.describe(config)
     lines = text.splitlines()
     assert "  trainer-0    GPU 0" in lines
-    assert f"  reference-0  GPU 0, with at most {size['reference']}" in lines
-    assert f"  critic-0     GPU 1, with at most {size['critic']}" in lines
+    assert f"  reference-0  GPU 0, at most {size['reference']} of memory" in lines
+    assert f"  critic-0     GPU 1, at most {size['critic']} of memory" in lines
     share = describe_plan.size_text(round(config.generator.gpu_memory_utilization * (140 << 30)))
     first, second = text.split("\ntotals, not counting the memory of libraries:\n")[1].splitlines()
-    assert first == f"  GPU 0        trainer-0 {size['trainer']} + reference-0 {size['reference']} of 140.0 GiB"
-    assert second.startswith(f"  GPU 1        critic-0 {size['critic']} + generator-0 {share} of 140.0 GiB")
+    assert first == f"  GPU 0: trainer-0 {size['trainer']} + reference-0 {size['reference']} of 140.0 GiB"
+    assert second.startswith(f"  GPU 1: critic-0 {size['critic']} + generator-0 {share} of 140.0 GiB")
 
 
 def test_the_ranks_of_a_trainer_have_the_gpus_from_trainer_gpu_on(two_gpus, monkeypatch):

@@ -1,7 +1,7 @@
-"""With --turns.enabled, trainer and generator use the memory of the same GPU one after the other. While the trainer works, the generator sleeps.
+"""Tests of runs with turns: the order of the calls, the results, and the refused settings.
 
-While the generator works, parts of the trainer's state are in the host's memory. The tests check the order of calls, the results, and the
-refused settings.
+With --turns.enabled, trainer and generator use the memory of the same GPU one after the other. While the trainer works, the generator sleeps.
+While the generator works, parts of the trainer's state are in the host's memory.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ TIMES = ("time/", "tokens/s", "busy/", "memory/")
 
 
 class Gpu:
-    """The memory of a GPU.
+    """The state of a GPU that fakes of trainer, critic and generator share. The calls of the fakes check and change this state.
 
     If `is_generators` is True, only the generator may work. Otherwise only the trainer and the critic may work.
     """
@@ -51,15 +51,15 @@ class Gpu:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.is_generators = True
-        self.has_weights = False
-        self.has_critic = False
+        self.has_weights = False  # whether the generator has weights
+        self.has_critic = False  # whether the critic has memory on the GPU
 
     def require(self, is_generators: bool, call: str) -> None:
         assert self.is_generators == is_generators, f"{call} in the other's turn, after {self.calls[-5:]}"
 
 
 class OffloadingTrainer(NearTrainer):
-    """A trainer whose optimizer state takes a gigabyte. It steps only while the generator sleeps."""
+    """A trainer whose optimizer state takes a gigabyte. The trainer may train, push and save only while the generator sleeps."""
 
     gpu: Gpu
 
@@ -78,7 +78,8 @@ class OffloadingTrainer(NearTrainer):
 
     async def forward_backward(self, samples, loss):
         self.gpu.require(False, "forward_backward")
-        assert self.is_on_host or not self.steps  # the activations use the memory of the optimizer's state
+        # The activations need the memory of the optimizer's state. Before the first step there is no such state.
+        assert self.is_on_host or not self.steps
         assert not self.gpu.has_critic
         return await super().forward_backward(samples, loss)
 
@@ -149,7 +150,7 @@ class SleepingGenerator(RandomGenerator):
 
 
 class OffloadingCritic(NearTrainer):
-    """A value model that takes memory at each call and releases it in `offload`. It works only while the generator sleeps."""
+    """A value model that takes memory at each call and releases the memory in `offload`. It may work only while the generator sleeps."""
 
     gpu: Gpu
 
@@ -179,7 +180,7 @@ class OffloadingCritic(NearTrainer):
 
 
 def ppo_records(path: Path, monkeypatch, **fields) -> list[dict]:
-    """The records of a PPO run of two steps. The first step trains only the critic."""
+    """The lines of metrics.jsonl of a PPO run of two steps. The first step trains only the critic."""
     config = replace(
         tiny_ppo(),
         **{"steps": 1, "sft_steps": 0, "updates_per_step": 1, "epochs_per_step": 1, "checkpoint_every": 0},
@@ -207,7 +208,7 @@ def ppo_records(path: Path, monkeypatch, **fields) -> list[dict]:
 
 
 class SavingTrainer(OffloadingTrainer):
-    """An OffloadingTrainer with a GPU of its own."""
+    """An OffloadingTrainer for a run without turns. Its forward_backward does not check the memory of the GPU."""
 
     async def forward_backward(self, samples, loss):
         return await NearTrainer.forward_backward(self, samples, loss)
@@ -301,7 +302,7 @@ class NamedWorker:
 
 
 @pytest.mark.parametrize("joins", [False, True])
-def test_a_critic_on_the_same_gpu_works_before_the_trainer_and_gives_its_memory_back(joins):
+def test_only_a_critic_that_takes_turns_works_before_the_trainer_and_then_frees_its_memory(joins):
     calls: list[str] = []
     trainer, critic = NamedWorker("trainer", calls), NamedWorker("critic", calls)
     generator = SimpleNamespace(config=replace(tiny(), turns=TurnsConfig(enabled=True)).generator)
@@ -328,7 +329,7 @@ def test_a_critic_on_the_same_gpu_works_before_the_trainer_and_gives_its_memory_
     ]
 
 
-def test_policy_critic_and_generator_of_ppo_have_the_memory_one_after_the_other(gpu, tmp_path, monkeypatch):
+def test_policy_critic_and_generator_of_ppo_use_the_gpu_memory_one_after_the_other(gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(OffloadingCritic, "gpu", gpu, raising=False)
     turns = TurnsConfig(enabled=True, offload=("optimizer", "weights"))
     found = ppo_records(tmp_path / "turns", monkeypatch, turns=turns)
@@ -337,12 +338,12 @@ def test_policy_critic_and_generator_of_ppo_have_the_memory_one_after_the_other(
         "offload optimizer weights",  # before the generator starts
         *["sleep 2", "offload optimizer weights", "wake", "pull 0"],
         *["sleep 2", "save", "critic load", *release, "pull 0"],  # the critic starts
-        *["sleep 2", *release, "pull 0"],
-        *["sleep 2", "critic values", "critic fit", "offload optimizer", *release, "pull 0"],  # the critic's warm-up
+        *["sleep 2", *release, "pull 0"],  # the push before the first PPO step
+        *["sleep 2", "critic values", "critic fit", "offload optimizer", *release, "pull 0"],  # trains only the critic
         *["sleep 2", "critic values", "critic fit", "critic offload", "optim_step", "offload optimizer"],
         *[*release, "pull 1"],
     ]
-    # In the usual run each model has a GPU of its own. With False, policy and critic may work at any time.
+    # In the usual run each model has a GPU of its own. False lets policy and critic work at any time.
     gpu.is_generators = False
     usual = ppo_records(tmp_path / "usual", monkeypatch)
     assert [record["phase"] for record in found] == ["start", "ppo", "ppo"]
@@ -375,6 +376,7 @@ def test_impossible_turns_are_refused_with_the_name_of_the_setting():
 @pytest.mark.slow
 def test_a_real_run_with_turns_has_the_numbers_of_a_run_without_turns(tmp_path):
     records = {}
+    # The run without turns takes 4 steps. The run with turns takes 2 steps, and is then resumed for 2 more steps.
     for name, flags in {
         "usual": [],
         "turns": ["--turns.enabled", "--turns.offload", "optimizer", "weights"],

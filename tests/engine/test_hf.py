@@ -1,4 +1,4 @@
-"""Hugging Face directories: transformers and the engine load each other's directories, and their logits are equal."""
+"""Tests of Hugging Face directories. transformers and the engine load each other's directories, and give equal logprobs."""
 
 import json
 from dataclasses import replace
@@ -74,7 +74,7 @@ def worst(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_transformers_and_the_engine_load_each_others_directories_with_equal_logits(
+def test_transformers_and_the_engine_load_each_others_directories_with_equal_logprobs(
     make_engine, directory, tmp_path, shape
 ):
     engine = make_engine(directory(shape))
@@ -93,7 +93,7 @@ def test_transformers_and_the_engine_load_each_others_directories_with_equal_log
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_model_is_read_from_the_path_when_it_is_not_given(directory, shape):
+def test_a_trainer_config_without_a_model_reads_the_model_from_hf_path(directory, shape):
     assert TrainerConfig(hf_path=directory(shape)).model == SHAPES[shape]
 
 
@@ -125,7 +125,9 @@ def test_an_export_in_bfloat16_holds_rounded_weights_and_loads(make_engine, dire
     assert worst(log_probabilities(make_engine(str(path))), transformers_log_probabilities(str(path))) < 1e-4
 
 
-def test_an_export_has_the_tokenizer_files_of_its_source_and_leaves_nothing_beside(make_engine, directory, tmp_path):
+def test_an_export_copies_only_the_tokenizer_files_of_its_source_and_leaves_no_other_folder(
+    make_engine, directory, tmp_path
+):
     source = tmp_path / "source"
     source.mkdir()
     path = directory("1 query head per key head")
@@ -154,7 +156,7 @@ def test_an_export_that_fails_leaves_no_directory(make_engine, directory, tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_an_export_never_deletes_what_is_there(make_engine, directory, tmp_path, kind):
+def test_an_export_never_replaces_a_file_or_a_folder_with_files(make_engine, directory, tmp_path, kind):
     path = tmp_path / "precious"
     precious = path if kind == "file" else path / "thesis.txt"
     precious.parent.mkdir(exist_ok=True)
@@ -169,7 +171,7 @@ def test_an_unknown_dtype_of_an_export_is_refused(make_engine, directory, tmp_pa
         make_engine(directory("experts")).export_hf(str(tmp_path / "export"), dtype="float8")
 
 
-def test_tensors_that_do_not_fit_are_refused_with_names_and_shapes(make_engine, directory, tmp_path):
+def test_tensors_that_do_not_fit_the_config_are_refused_with_names_and_shapes(make_engine, directory, tmp_path):
     path = directory("1 query head per key head")
     tensors = load_file(f"{path}/model.safetensors")
     del tensors["model.norm.weight"]
@@ -211,7 +213,7 @@ def test_a_directory_of_a_tied_model_may_hold_the_head(make_engine, directory, t
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_config_that_is_not_supported_is_refused_with_the_entry(tmp_path, entry, message):
+def test_a_config_that_is_not_supported_is_refused_with_the_name_of_the_entry(tmp_path, entry, message):
     values = SHAPES["1 query head per key head"].to_hf() | entry
     (tmp_path / "config.json").write_text(json.dumps({name: x for name, x in values.items() if x is not None}))
     with pytest.raises(ValueError, match=message):
@@ -219,7 +221,7 @@ def test_a_config_that_is_not_supported_is_refused_with_the_entry(tmp_path, entr
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral"])
-def test_entries_that_are_missing_have_the_defaults_of_transformers(tmp_path, model_type):
+def test_entries_that_a_config_lacks_have_the_defaults_of_transformers(tmp_path, model_type):
     from transformers import AutoConfig
 
     values = replace(LLAMA, architecture=model_type, num_attention_heads=16).to_hf()

@@ -30,7 +30,10 @@ CASES = {
 
 
 def numbers(engine, directory: Path) -> dict:
-    """Train two steps and export. Returns the gradient norms and the pushed tensors. Each tensor is whole, gathered from the shards of all ranks."""
+    """Train two steps and export. Returns the grad_norm of each step, and the tensors that a push publishes.
+
+    Each tensor is whole: it is gathered from the shards of all ranks.
+    """
     history = []
     for _ in range(2):
         engine.forward_backward(SAMPLES, "cross_entropy")
@@ -55,7 +58,7 @@ def child(rank: int, directory: str, path: str, lora: LoRAConfig, layout: str) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_load_train_push_and_export_as_one(make_engine, tmp_path, case):
+def test_two_processes_load_train_push_and_export_like_one_process(make_engine, tmp_path, case):
     model, lora, layout = CASES[case]
     path = save_random(tmp_path / "base", model)
     expected = numbers(make_engine(path, lora=lora), tmp_path)
@@ -67,6 +70,6 @@ def test_two_processes_load_train_push_and_export_as_one(make_engine, tmp_path, 
     for rank in (0, 1):
         actual = torch.load(tmp_path / f"{rank}.pt")
         assert actual["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-5)
-        assert actual["pushed"].keys() == reference.keys()  # every name on every rank
+        assert actual["pushed"].keys() == reference.keys()  # every rank has all tensors
         assert all(torch.equal(actual["pushed"][name], exported[name]) for name in exported)
     assert all(torch.allclose(exported[name], reference[name], rtol=1e-4, atol=1e-4) for name in reference)

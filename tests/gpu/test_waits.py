@@ -1,4 +1,4 @@
-"""While the host launches kernels, it does not wait for the GPU."""
+"""Tests that the host does not wait for the GPU while it launches kernels."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_the_host_waits_for_no_kernel_while_it_launches_microbatches(monkeypatch
         engine.forward_backward(samples, loss)  # the first call compiles
         engine.discard_gradients()
         batches = engine._batches(samples, samples[0].columns)
-        torch.cuda.set_sync_debug_mode("error")  # a wait raises
+        torch.cuda.set_sync_debug_mode("error")  # a wait for the GPU raises an error
         try:
             outcomes = engine.runner.forward_backward(batches, loss, with_entropy=False)
         finally:

@@ -1,6 +1,6 @@
-"""Every loss, correction, aggregation, advantage and preset takes five steps of GRPO on shared actors.
+"""Runs of five GRPO steps with every loss, correction, aggregation, advantage rule and preset.
 
-The configs are parsed from command-line flags.
+All runs use the same actors. The configs are parsed from command-line flags.
 """
 
 import asyncio
@@ -91,7 +91,7 @@ def take_steps(trainer, generator, reference_mesh, tmp_path):
 
 
 def check(lines: list[dict]) -> None:
-    """Check the lines of the five steps. Each step raised the policy version by NUM_UPDATES, and had a finite loss and a gradient."""
+    """Check that each of the five steps raised policy_version by NUM_UPDATES, and had a finite loss and a gradient that is not 0."""
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     versions = [line["policy_version"] for line in lines]
     assert [later - earlier for earlier, later in zip(versions, versions[1:], strict=False)] == [NUM_UPDATES] * 4
@@ -115,7 +115,7 @@ CHOICES = list(
 
 
 @pytest.mark.parametrize("loss, correction, aggregation, advantage", CHOICES)
-def test_every_choice_takes_five_steps(take_steps, loss, correction, aggregation, advantage):
+def test_grpo_takes_five_steps_with_every_choice(take_steps, loss, correction, aggregation, advantage):
     lines = take_steps(
         *("--loss", loss, "--correction", correction, "--aggregation", aggregation, "--advantage", advantage)
     )
@@ -138,14 +138,16 @@ def test_every_choice_takes_five_steps(take_steps, loss, correction, aggregation
         (("--rollouts.overlong-buffer", "3", "--rollouts.overlong-penalty", "0.5"), "reward/overlong_penalty"),
     ],
 )
-def test_the_options_of_a_choice_take_five_steps(take_steps, flags, name):
+def test_grpo_takes_five_steps_with_options_of_loss_correction_and_rollouts(take_steps, flags, name):
     lines = take_steps(*flags)
     check(lines)
     assert name is None or all(math.isfinite(line[name]) for line in lines)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_preset_takes_five_steps_and_prints_what_it_sets(take_steps, algorithm, capsys):
+def test_grpo_takes_five_steps_with_every_preset_and_prints_the_fields_that_the_preset_sets(
+    take_steps, algorithm, capsys
+):
     lines = take_steps("--algorithm", algorithm)
     check(lines)
     printed = capsys.readouterr().err
@@ -153,7 +155,7 @@ def test_every_preset_takes_five_steps_and_prints_what_it_sets(take_steps, algor
     assert ("kl/reference" in lines[0]) == (algorithm == "grpo")
 
 
-def test_every_choice_of_the_library_is_among_those_that_ran():
+def test_the_choices_have_every_loss_correction_aggregation_and_advantage():
     policy_losses = {name for name, cls in LOSSES.items() if issubclass(cls, PolicyLoss)}
     assert policy_losses == set(POLICY_LOSSES) == {choice[0] for choice in CHOICES}
     assert {"none", *CORRECTIONS} == {choice[1] for choice in CHOICES}
@@ -163,7 +165,7 @@ def test_every_choice_of_the_library_is_among_those_that_ran():
     assert options == {each.name for each in fields(LossConfig)} - {"name"}
 
 
-def test_every_correction_goes_with_every_loss():
+def test_every_correction_can_be_combined_with_every_loss():
     for loss, correction in product(POLICY_LOSSES, CORRECTIONS):
         invocation = cli.parse("grpo", {"shared": shared}, ["--loss", loss, "--correction", correction])
         made = invocation.config.make_loss()
