@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
-"""Beginning of the mark that a template may put around the assistant's text. For such a template transformers can return a mask of the
-assistant's tokens."""
+"""Beginning of the Jinja tag {% generation %}. Some templates put this tag before the assistant's text, and {% endgeneration %} after it. For
+such a template transformers can return a mask of the assistant's tokens."""
 
 FORMER_TURN = "former turn of the assistant"
 """Text that stands for the assistant's former turn in `continuation`, which needs only the tokens after that turn."""
@@ -25,7 +25,7 @@ class ChatConfig:
     enabled: bool = False
     """True: each prompt is a user's message and goes through the template. A problem that has messages goes through the template in any case."""
     system: str = ""
-    """System message that is put before each conversation that has no system message. Empty: no message is put there."""
+    """System message that is put before each conversation that has no system message. Empty: no system message is added."""
     thinking: bool | None = None
     """Value of enable_thinking, which some templates read, such as Qwen3's. None: the template's default."""
 
@@ -35,8 +35,8 @@ class Turns:
     """The tokens of a conversation, up to the last token that is trained."""
 
     tokens: list[int]
-    # True for the assistant's tokens. If the template has no GENERATION_MARK, the stop token after a turn of the assistant counts as the
-    # assistant's.
+    # True for the assistant's tokens. If the template has no GENERATION_MARK, the stop token after a turn of the assistant is one of these
+    # tokens.
     is_trained: list[bool]
 
 
@@ -57,14 +57,14 @@ class ChatTemplate:
             )
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of the conversation and of the beginning of the assistant's next turn. If the last turn is the assistant's, it is left out."""
+        """The tokens of the conversation and of the beginning of the assistant's next turn. A last turn of the assistant is left out."""
         conversation = self._with_system(messages)
         if conversation[-1]["role"] == "assistant":
             conversation = conversation[:-1]
         return self._tokens(conversation, starts_turn=True)
 
     def continuation(self, messages: Sequence[Message], *, has_ended: bool) -> list[int]:
-        """The tokens after the assistant's former turn: those of `messages` and of the beginning of the assistant's next turn.
+        """The tokens after the assistant's former turn: the tokens of `messages` and of the beginning of the assistant's next turn.
 
         has_ended: True if the tokens of the former turn already end with a stop token. If False, the returned tokens begin with the stop
         token that ends the former turn.
@@ -76,7 +76,7 @@ class ChatTemplate:
         ends = [i for i, token in enumerate(tokens) if token in self.stop_token_ids]
         if not ends:
             raise ValueError(
-                f"the chat template of {self.hf.name_or_path} ends a turn of the assistant with none of the stop tokens "
+                f"the chat template of {self.hf.name_or_path} does not end a turn of the assistant with one of the stop tokens "
                 f"{list(self.stop_token_ids)}"
             )
         return tokens[ends[0] + has_ended :]
@@ -85,8 +85,9 @@ class ChatTemplate:
         """The tokens of the conversation for training. The tokens of every turn of the assistant are trained.
 
         If the template has a GENERATION_MARK, the marks say which tokens are the assistant's. Otherwise a turn begins after the tokens that
-        the template puts before an answer (its generation prompt), and ends with the next stop token. Raises ValueError if the tokens up to
-        a turn are not the beginning of the whole conversation's tokens, if a turn has no stop token, or if there is no turn to train on.
+        the template puts before an answer (its generation prompt), and ends with the next stop token.
+        Raises ValueError if there is no turn to train on. Without a GENERATION_MARK also raises ValueError if a turn has no stop token, or if
+        the tokens before a turn are not the beginning of the whole conversation's tokens.
         """
         conversation = self._with_system(messages)
         if GENERATION_MARK.search(self._text()):
@@ -100,10 +101,12 @@ class ChatTemplate:
         return Turns(tokens=tokens[:length], is_trained=is_trained[:length])
 
     def _marked(self, conversation: list[Message]) -> tuple[list[int], list[bool]]:
+        """(tokens, is_trained), for a template that has a GENERATION_MARK."""
         answer = self._apply(conversation, return_assistant_tokens_mask=True)
         return answer["input_ids"], [bool(mark) for mark in answer["assistant_masks"]]
 
     def _found(self, conversation: list[Message], tokens: list[int]) -> list[bool]:
+        """is_trained, for a template without a GENERATION_MARK. Finds each turn of the assistant in the tokens of the conversation."""
         is_trained = [False] * len(tokens)
         for index, message in enumerate(conversation):
             if message["role"] != "assistant":
@@ -111,14 +114,14 @@ class ChatTemplate:
             before = self._tokens(conversation[:index], starts_turn=True)
             if tokens[: len(before)] != before:
                 raise ValueError(
-                    f"the chat template of {self.hf.name_or_path}: the tokens up to message {index} are not the beginning of the whole "
-                    f"conversation's tokens, so the tokens of that message cannot be found: {_shown(conversation)}"
+                    f"the chat template of {self.hf.name_or_path}: the tokens before message {index} are not the beginning of the whole "
+                    f"conversation's tokens, so the tokens of message {index} cannot be found: {_shown(conversation)}"
                 )
             ends = [i for i in range(len(before), len(tokens)) if tokens[i] in self.stop_token_ids]
             if not ends:
                 raise ValueError(
-                    f"the chat template of {self.hf.name_or_path} ends message {index} of {_shown(conversation)} with none of the stop "
-                    f"tokens {list(self.stop_token_ids)}"
+                    f"the chat template of {self.hf.name_or_path} does not end message {index} with one of the stop tokens "
+                    f"{list(self.stop_token_ids)}: {_shown(conversation)}"
                 )
             for i in range(len(before), ends[0] + 1):
                 is_trained[i] = True

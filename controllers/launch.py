@@ -1,9 +1,10 @@
 """Everything that a controller's program does before and after its training: command line, checks, start, end and exit status.
 
-The program parses the command line, checks the config, opens the run, calls the controller's `train`, and closes the run whatever happens.
-The exit status is 0 if the run reached its last step, or if --eval-only, --plan or --dry-run succeeded. It is 1 if the run failed, 2 if the
-config cannot run, 130 after Ctrl-C and 143 after SIGTERM. It is 3 if the run missed its gate, a held-out reward that the run must have
-reached by some step (gate.py).
+A controller is a module with a training loop, its function `train`: grpo.py, ppo.py, sft.py or dpo.py. The program parses the command line,
+checks the config, opens the run and calls `train`. It always closes the run, also after an error.
+The exit status is 0 if the training was completed, or if --eval-only, --plan or --dry-run succeeded. It is 1 if the run failed, 2 if the
+config cannot run, 130 after Ctrl-C and 143 after SIGTERM. It is 3 if the run missed its gate. A gate is a reward on held-out problems that
+the run must reach at a given step (gate.py).
 """
 
 import asyncio
@@ -43,17 +44,17 @@ from rl_actors.processes.output import route_logs, route_process_output
 from rl_actors.vllm.start import require_machine
 
 PROBLEMS_CHECKED = 1000
-"""Number of training problems that are checked before a run. They must be short enough, and the tokenizer must be able to encode them. All
-held-out problems are checked, too."""
+"""Number of training problems that are checked before a run. The tokenizer must be able to encode each of them, and none may be too long
+for the trainer or the generator. All held-out problems are checked, too."""
 
 SHUTDOWN_TIMEOUT = 15.0  # seconds
 
 
 def main(controller: str) -> None:
-    """Parse the command line of a controller module, do what the command line asks, and exit. The module's function `train` trains.
+    """Parse the command line of a controller, do what the command line asks, and exit. controller: its module, such as "controllers.grpo".
 
-    A controller cannot import the package `configs`, because `configs` imports the controllers. This function finds the configs by the
-    controller's name.
+    A controller cannot import the package `configs`, because `configs` imports the controllers. So this function imports `configs`, and
+    takes from it the configs of this controller.
     """
     running = sys.modules["__main__"]
     if running.__spec__ is not None and running.__spec__.name == controller:
@@ -100,7 +101,10 @@ def main(controller: str) -> None:
 
 
 def _go_on_in_new_program(invocation: cli.Invocation, death: StartAgainError) -> int:
-    """Wait for the lost hosts, and replace this program by a new one. This function returns, with the exit status, only if the run cannot go on."""
+    """Wait for the lost workers, and replace this program by a new one. This function returns only if the run cannot go on.
+
+    It then returns the exit status. A worker is the program that starts the run's processes on a host.
+    """
     folder = RunFolder(invocation.output_dir)
     try:
         if new_program.wait(invocation.config, folder, death, functools.partial(print, flush=True)):
@@ -131,9 +135,10 @@ def _require_devices(invocation: cli.Invocation, controller: str) -> None:
 def _with_checkpoint(invocation: cli.Invocation) -> cli.Invocation:
     """The invocation. If eval_only is a run's folder, the folder of the run's newest checkpoint replaces eval_only.
 
-    If a run is resumed, this function also renames damaged checkpoints (not in a dry run), and checks the config against the run. Raises
-    ValueError if the run cannot be resumed with this config. Also raises ValueError if eval_only holds no complete checkpoint, or if the
-    checkpoint is damaged or cannot be written to.
+    If a run is resumed, this function also checks the config against the run. Except in a dry run, it first renames the damaged checkpoints
+    that are newer than the newest undamaged one.
+    Raises ValueError if the run cannot be resumed with this config, or if all complete checkpoints of the run are damaged. Also raises
+    ValueError if eval_only holds no complete checkpoint, or if that checkpoint is damaged or its folder is not writable.
     """
     if invocation.eval_only:
         checkpoint = checkpoints.find(invocation.eval_only)
@@ -150,7 +155,7 @@ def _with_checkpoint(invocation: cli.Invocation) -> cli.Invocation:
 
 
 def _resume_text(prog: str, folder: RunFolder, config: RunConfig) -> str:
-    """A line with the command that continues the run, and with the step at which the run then continues. Empty if the run cannot be continued."""
+    """A line with the command that continues the run, and with the step at which the run then continues. "" if the run cannot be continued."""
     command = f"{prog} --resume {shlex.quote(str(folder.path))}"
     newest = checkpoints.newest(folder.checkpoints)
     if newest is not None:
@@ -161,7 +166,7 @@ def _resume_text(prog: str, folder: RunFolder, config: RunConfig) -> str:
 
 
 def _task(config: RunConfig) -> tuple[AnyEnvironment, list[ValidationSet]]:
-    """The environment of the run and its validation sets. Raises ValueError for a task that cannot be built."""
+    """The environment and the validation sets of the run. Raises ValueError for a task that cannot be built."""
     environment = build_environment(replace(config.environment, seed=config.seed + config.environment.seed))
     if config.is_supervised:
         require_demonstrations(environment)
@@ -177,9 +182,9 @@ def _first_problems(environment: AnyEnvironment, validation_sets: Sequence[Valid
 def _with_alphabet(
     config: RunConfig, environment: AnyEnvironment, validation_sets: Sequence[ValidationSet]
 ) -> RunConfig:
-    """The config. If its alphabet is "auto", the characters of the problems become the alphabet.
+    """The config. If its alphabet is "auto", the alphabet is made from the prompts and answers of the checked problems (see `alphabet_of`).
 
-    vocab_size then becomes the number of these characters plus the number of special tokens.
+    The model's vocab_size then becomes the number of characters in the alphabet plus the number of special tokens.
     """
     if config.alphabet != "auto":
         return config
@@ -193,7 +198,10 @@ def _with_alphabet(
 
 
 def _tokenizer(config: RunConfig, environment: AnyEnvironment, validation_sets: Sequence[ValidationSet]) -> Tokenizer:
-    """The tokenizer of the config. Raises ValueError for problems that the tokenizer, the trainer or the generator cannot take."""
+    """The tokenizer of the config.
+
+    Raises ValueError if it has more tokens than the model, or for a problem that the tokenizer, the trainer or the generator cannot take.
+    """
     if config.alphabet:
         with tempfile.TemporaryDirectory() as directory:
             build_character_tokenizer(directory, config.alphabet)
@@ -208,11 +216,11 @@ def _tokenizer(config: RunConfig, environment: AnyEnvironment, validation_sets: 
 
 
 def _require_fits(problem: Problem, tokenizer: Tokenizer, config: RunConfig) -> None:
-    """Raises ValueError for a problem that the tokenizer, its chat template, the trainer or the generator cannot take."""
+    """Raise ValueError for a problem that the tokenizer, its chat template, the trainer or the generator cannot take."""
     longest = config.trainer.max_sequence_length
     limit = min(config.generator.max_model_len, longest) - config.max_tokens
     if config.has_generator and (length := len(tokenizer.encode_prompt(problem))) > limit:
-        room = f"only {limit} fit beside max_tokens={config.max_tokens}"
+        room = f"with max_tokens={config.max_tokens} a prompt may have at most {limit}"
         raise ValueError(f"the prompt {problem.prompt[:80]!r} has {length} tokens, but {room}")
     for each in config.with_all_answers(problem):
         tokenizer.encode(each.answer)
@@ -224,7 +232,11 @@ def _require_fits(problem: Problem, tokenizer: Tokenizer, config: RunConfig) -> 
 
 
 def _scorer(config: RunConfig, environment: AnyEnvironment, validation_sets: Sequence[ValidationSet]) -> Scorer:
-    """The scorer of the run. Raises ValueError if other processes compute the rewards and a reward function cannot be sent to them."""
+    """The scorer of the run, which calls the reward functions.
+
+    If environment.reward_workers is above 0, other processes call these functions. Then raises ValueError for a function that cannot be sent to
+    a process, and for an environment with episodes.
+    """
     environments: dict[str, AnyEnvironment] = {"environment": environment}
     environments |= {f"validation.{each.name}": each.environment for each in validation_sets if each.name}
     # If the run has no generator, there are no completions to score.
@@ -270,7 +282,7 @@ def _run(
             logging.getLogger(__name__).error("a process on a host has died", exc_info=error)
             raise
         except BaseException as error:
-            # The terminal and the log file both get the traceback. A note in the traceback names the actor and the rank.
+            # The terminal and the log file both get the traceback. If an actor raised the error, a note in the traceback names the actor.
             logging.getLogger(__name__).error("the run failed", exc_info=error)
             print("".join(traceback.format_exception(error)), file=terminal)
             print(f"The run failed: {type(error).__name__}: {error}. Logs: {log_file.parent}", file=terminal)
@@ -278,9 +290,9 @@ def _run(
 
 
 async def _until_signal(work: Awaitable[int], interruption: Interruption) -> int:
-    """Wait until the work has ended, by itself or because of a signal. In both cases the work first closes all that it has opened.
+    """Wait until the work has ended, by itself or because of a signal. Returns the exit status.
 
-    Returns the exit status.
+    After a signal, too, the work closes everything that it has opened.
     """
     task = asyncio.ensure_future(work)
     interruption.watch(task)
@@ -303,7 +315,7 @@ async def _train(
     terminal: TextIO,
     interruption: Interruption,
 ) -> int:
-    """Open the run, train it to its end, and write its report. Returns the exit status."""
+    """Open the run, train to the last step, and write the run's report. Returns the exit status."""
     config = invocation.config
     newest = checkpoints.newest(folder.checkpoints) if invocation.resume else None
     state = checkpoints.read(newest) if newest else {}
@@ -331,7 +343,7 @@ async def _train(
                 if newest is not None:
                     await _load(run, newest)
                 elif invocation.resume:
-                    log.note("no checkpoint of this run is complete: it starts again from the first step")
+                    log.note("no checkpoint of this run is complete; the run starts again from step 1")
                 run.timer.reset()
                 with interruption.training():
                     await _train_until_asked(run, train)
@@ -345,7 +357,7 @@ async def _train(
 
 
 def _prepare(folder: RunFolder, config: RunConfig) -> None:
-    """Make the run's folder with the config and the tokenizer, and remove checkpoints that were not finished."""
+    """Remove incomplete checkpoints, and write the config and the character-level tokenizer, if there is one, to the run's folder."""
     checkpoints.remove_incomplete(folder.checkpoints)
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.config.write_text(config_file.to_json(config))
@@ -354,17 +366,18 @@ def _prepare(folder: RunFolder, config: RunConfig) -> None:
 
 
 async def _load(run: Run, checkpoint: Path) -> None:
-    """Restore the random states and the trainer from a checkpoint. run.state must hold the controller's state from this checkpoint already."""
+    """Restore the random states and the trainer from a checkpoint. run.state must already be the controller's state from this checkpoint."""
     checkpoints.restore_random_states(run.state["random"])
     with run.log.setup(f"resuming from {checkpoint}"):
         await run.trainer.load_checkpoint(str(checkpoint / "trainer"))
 
 
 async def _train_until_asked(run: Run, train: Train) -> None:
-    """Train to the end, and wait until the last checkpoint is on disk.
+    """Train to the last step, and wait until the last checkpoint is on disk.
 
-    After a signal this function writes a checkpoint of the last finished step (unless checkpoint_every=0), and then raises Interrupted.
-    Raises ValueError, naming step and environment, if a reward or an episode fails.
+    After a signal this function writes a checkpoint of the last finished step, if there is one, and then raises Interrupted. With
+    checkpoint_every=0 it writes no checkpoint.
+    Raises ValueError, naming step and environment, if a reward or an episode fails. Raises GateMissedError if the run misses its gate.
     """
     if run.gate is not None:
         run.gate.recall(read_jsonl(run.folder.metrics))
@@ -391,7 +404,10 @@ async def _evaluate(
     scorer: Scorer,
     terminal: TextIO,
 ) -> int:
-    """Score a checkpoint on the held-out problems. A generator loads an export of the checkpoint. Only logs are left on disk."""
+    """Score a checkpoint on the held-out problems. Returns the exit status.
+
+    The generator loads the checkpoint's weights from a temporary Hugging Face directory. Only logs stay on disk.
+    """
     # This import stands here because it loads torchtitan, which the controller of a training run does not need.
     from rl_actors.engine.export import export_checkpoint, policy_version
 

@@ -1,5 +1,5 @@
 """The logger of a run. It writes metrics to a display, to the files of the run's folder and to trackers, such as TensorBoard.
-It makes no decision about the run.
+The logger makes no decision about the run.
 
 Training steps are numbered from 1. So the number of the last finished step is also the number of finished steps. The steps after a supervised
 phase continue the numbers of that phase. Step 0 is the validation before the first step.
@@ -35,7 +35,7 @@ KEYS = (
 class Timer:
     """Measures the seconds of each phase since the last reset. `with timer("generate"): …` adds to `timer.seconds["generate"]`.
 
-    `timeline` also records the begin and the end of the phases in which an actor works.
+    `timeline` also records when each phase in which an actor works begins and ends.
     """
 
     def __init__(self):
@@ -62,12 +62,14 @@ class Timer:
 
 
 def usage(values: Mapping[str, float], infos: Sequence[TrainerInfo], *, float8: bool) -> dict[str, float]:
-    """Speed of a step and memory of the trainer. values: the step's times, tokens/trained and tflops/trained. infos: one of each rank.
+    """Metrics of a step's speed and of the trainer's memory.
 
-    MFU (model FLOPs utilization) is a share of the peak of the trainer's GPUs. Its numerator is the FLOPs of the model's matrix products and
-    attention, forward and backward, without recomputation. Its denominator is the FLOPs that all these GPUs can do at their peak in the time in
-    which the trainer works. MFU cannot exceed 1. MFU is left out in a step without training. It is also left out if the peak is unknown, as on
-    a CPU.
+    values: the step's times, tokens/trained and tflops/trained. infos: the TrainerInfo of each rank.
+
+    MFU (model FLOPs utilization) is the fraction of the peak speed of the trainer's GPUs that training reaches. Its numerator is the FLOPs of
+    the model's matrix products and attention, forward and backward, without recomputation. Its denominator is the FLOPs that all these GPUs
+    could do at their peak in the seconds of time/train. A step without training has no MFU. MFU is also left out if the peak is unknown, as
+    on a CPU.
     """
     found = {"memory/trainer_peak": max(info.peak_memory_bytes for info in infos) / 2**30}
     if values.get("tokens/trained") and values["time/step"]:
@@ -102,17 +104,17 @@ class MetricsLogger(AbstractContextManager):
         folder: RunFolder,
         *,
         total_steps: int | None = None,  # None: not known yet; set `log.display.total_steps` later
-        steps_done: int = 0,  # lines of later steps are removed, because a resumed run writes them again
+        steps_done: int = 0,  # step after which a resumed run goes on; lines of later steps are removed, because the run repeats these steps
         trackers: Sequence[str] = ("tensorboard",),
         project: str = "rl-actors",  # project of the run in trackers that have projects
         config: Mapping[str, object] | None = None,  # config that trackers show
-        groups_per_step: int = 4,  # rollouts.jsonl keeps this many groups of a step; a group is all completions of one problem
+        groups_per_step: int = 4,  # rollouts.jsonl gets at most this many groups of a step; a group is all completions of one problem
         prints_lines: bool = False,  # True: no live panel, because log lines on the same terminal would break it
         console: Console | None = None,  # None: stdout
     ):
         folder.path.mkdir(parents=True, exist_ok=True)
-        # The lines of all steps after `_last_step` are removed. If steps_done is 0, a resumed run repeats step 0, the first validation. The value
-        # -1 then removes the line of step 0, too.
+        # The lines of all steps after `_last_step` are removed. If steps_done is 0, a resumed run repeats step 0, the first validation. With -1
+        # the line of step 0 is removed, too.
         self._last_step = steps_done or -1
         self.folder, self._groups_per_step = folder, groups_per_step
         self._files: dict[Path, TextIO] = {}
@@ -139,12 +141,12 @@ class MetricsLogger(AbstractContextManager):
 
     @property
     def last_step(self) -> int:
-        """The last step that has a record; 0 before the first one."""
+        """The last step that has a record; 0 before the first record."""
         return max(0, self._last_step)
 
     def rewind(self, steps_done: int) -> None:
-        """Go back to the end of step `steps_done`. Removes the lines of later steps, because the run repeats these steps. The trackers
-        keep the values of later steps."""
+        """Go back to the end of step `steps_done`. Removes the lines of later steps, because the run repeats these steps. The values of later
+        steps stay in the trackers."""
         self._close_files()
         self._last_step = steps_done or -1
         self._open_files()
@@ -161,8 +163,9 @@ class MetricsLogger(AbstractContextManager):
         self.display.print(line)
 
     def step(self, step: int, metrics: Mapping[str, object], *, phase: str, skipped: bool = False) -> None:
-        """Record one step of phase "start", "sft", "grpo", "ppo" or "dpo".
+        """Record one step.
 
+        phase: "start", "sft", "grpo", "ppo" or "dpo". skipped: True if the step did not train, because its batch had no samples.
         The record's `nonfinite` lists the metrics that were NaN or infinite.
         """
         if step <= self._last_step:
@@ -178,16 +181,16 @@ class MetricsLogger(AbstractContextManager):
             record["nonfinite"] = nonfinite
         self._append(self.folder.metrics, [record])
         self.display.step(record)
-        if step > self._tracked_step:  # False if a recovered run repeats a step, because the trackers have that step
+        if step > self._tracked_step:  # False if a recovered run repeats a step: the trackers already have it
             self._tracked_step = step
             scalars = {key: value for key, value in record.items() if key != "step" and type(value) in (int, float)}
             self._trackers.log(step, scalars)
 
     def rollouts(self, step: int, groups: Sequence[Record]) -> None:
-        """Write some of the step's groups to rollouts.jsonl, evenly spaced. A line has one group: its prompt, and lists with an item for each
-        completion.
+        """Write some of the step's groups, evenly spaced, to rollouts.jsonl, and show them in the trackers.
 
-        {"prompt": str, "completions": [str, …], "rewards": [float, …], "advantages": …, "lengths": …}
+        A line has one group: its step and its prompt, and lists with an item for each completion.
+        {"step": int, "prompt": str, "completions": [str, …], "rewards": [float, …], "advantages": …, "lengths": …}
         """
         stride = max(1, len(groups) // self._groups_per_step)
         kept = [{"step": step, **group} for group in groups[::stride][: self._groups_per_step]]
@@ -201,11 +204,11 @@ class MetricsLogger(AbstractContextManager):
         self._log_table(step, "validation_samples", kept)
 
     def timeline(self, step: int, timeline: StepTimeline) -> None:
-        """Write the spans of a step to timeline.jsonl."""
+        """Write the spans of a step to timeline.jsonl. A span is a time in which an actor worked on a call."""
         self._append(self.folder.timeline, [{"step": step, **timeline.record()}])
 
     def _log_table(self, step: int, name: str, rows: Sequence[Record]) -> None:
-        """Send a table to the trackers. Does nothing if they already have a table of this name from this step or from a later step."""
+        """Send a table to the trackers, unless the trackers already have a table of this name from this step or from a later step."""
         if self._tables.get(name, -1) < step:
             self._tables[name] = step
             self._trackers.log_table(step, name, rows)
@@ -240,7 +243,7 @@ class MetricsLogger(AbstractContextManager):
 
 
 def completions_of(group: Record) -> list[Record]:
-    """One row of a table for each completion in a line of rollouts.jsonl."""
+    """The rows of a table, one for each completion of a group. group: a line of rollouts.jsonl."""
     columns = {"completion": "completions", "reward": "rewards", "advantage": "advantages", "length": "lengths"}
     rows = []
     for index in range(len(group["completions"])):

@@ -1,6 +1,7 @@
 """An RL post-training service that is built from Monarch actors.
 
-Importing this package loads neither vLLM nor CUDA. Each actor class, client class and transport class is imported at its first use.
+Importing this package does not import vLLM, and does not initialize CUDA. Each actor class, client class and transport class is imported
+at its first use.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Partial metrics, merged in any order, give the same numbers as one pass over all values."""
+"""Tests of partials, the form in which metrics are merged. Partials that are merged in any order give the same metrics."""
 
 import math
 from itertools import permutations
@@ -36,13 +36,13 @@ def test_merge_does_not_change_its_arguments():
 
 
 @pytest.mark.parametrize("name", ["a:max", "a:min"])
-def test_a_nan_is_kept_in_every_order(name):
+def test_an_extreme_is_nan_if_one_value_is_nan_in_any_order(name):
     for values in permutations([1.0, math.nan, 2.0]):
         assert math.isnan(merge({name: value} for value in values)[name])
         assert math.isnan(merge({name: torch.tensor(value)} for value in values)[name])
 
 
-def test_device_scalars_merge_like_numbers():
+def test_scalar_tensors_merge_like_numbers():
     def tensors(part):
         return {n: tuple(map(torch.tensor, v)) if isinstance(v, tuple) else torch.tensor(v) for n, v in part.items()}
 
@@ -54,12 +54,12 @@ def test_numbers_merge_in_double_precision():
     assert merge([{"a:max": 1 + 1e-12}, {"a:max": 1.0}])["a:max"] == 1 + 1e-12
 
 
-def test_finish_divides_means_and_a_mean_over_nothing_is_0():
+def test_finish_divides_means_and_a_mean_over_no_values_is_0():
     assert finish(MERGED) == {"a:sum": -0.5, "b:mean": 0.375, "c:max": -5.0, "d:min": -1.0, "e:sum": 9.0}
     assert finish({"a:mean": (0.0, 0.0)}) == {"a:mean": 0.0}
 
 
-def test_an_extreme_over_nothing_is_0_and_does_not_change_other_extremes_in_a_merge():
+def test_an_extreme_over_no_values_is_0_and_does_not_change_other_extremes_in_a_merge():
     nothing = {"a:min": math.inf, "b:max": -math.inf}
     assert finish(nothing) == {"a:min": 0.0, "b:max": 0.0}
     assert finish(merge([nothing, {"a:min": 2.0, "b:max": -3.0}, nothing])) == {"a:min": 2.0, "b:max": -3.0}
@@ -67,6 +67,6 @@ def test_an_extreme_over_nothing_is_0_and_does_not_change_other_extremes_in_a_me
 
 
 @pytest.mark.parametrize("parts", [[{"loss": 1.0}], [{"loss": 1.0}, {"loss": 2.0}], [{"loss:median": 1.0}]])
-def test_a_metric_without_a_reduction_is_refused_also_when_it_occurs_once(parts):
-    with pytest.raises(ValueError, match="a metric is named name:sum, name:mean, name:max or name:min"):
+def test_a_metric_without_a_known_reduction_is_refused_even_if_it_occurs_once(parts):
+    with pytest.raises(ValueError, match="metric 'loss.*': the name must end in :sum, :mean, :max or :min"):
         merge(parts)

@@ -1,4 +1,4 @@
-"""A process writes its output and its log lines to a file. A prefix or a label marks the lines that it also shows on the terminal."""
+"""A process writes its output and its log lines to a file. A prefix or a label marks lines that also go to the terminal."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ def test_routed_output_of_python_of_c_and_of_children_is_in_the_file_and_nowhere
     assert sorted(lines) == sorted(WORDS)
 
 
-def test_teed_output_is_in_the_file_bare_and_on_the_terminal_with_the_prefix(tmp_path):
+def test_teed_output_has_the_prefix_on_the_terminal_and_not_in_the_file(tmp_path):
     log = tmp_path / "trainer-0.log"
     log.write_text("from an earlier run\n")
     done = run_python("route_process_output(log, tee_prefix='[trainer 0] ')\n" + WRITES, log)
@@ -43,14 +43,14 @@ def test_teed_output_is_in_the_file_bare_and_on_the_terminal_with_the_prefix(tmp
     assert sorted(log.read_text().splitlines()) == sorted([*WORDS, "from an earlier run"])
 
 
-def test_words_before_an_abrupt_end_are_kept(tmp_path):
+def test_output_before_an_abort_is_in_the_file(tmp_path):
     log = tmp_path / "trainer-0.log"
     code = "route_process_output(log, tee_prefix='x ')\nimport os\nprint('last words')\nos.abort()"
     assert run_python(code, log).returncode != 0
     assert log.read_text() == "last words\n"
 
 
-def test_terminal_is_a_stream_to_the_earlier_stdout_and_the_end_of_the_block_restores_stdout(tmp_path):
+def test_terminal_writes_to_the_original_stdout_and_the_end_of_the_block_restores_stdout(tmp_path):
     log = tmp_path / "controller.log"
     code = """
 print("before")
@@ -84,7 +84,7 @@ def test_logging_and_warnings_go_only_to_the_file(tmp_path):
     assert "a warning" in log.read_text()
 
 
-def test_verbose_logging_carries_the_label_on_the_terminal(tmp_path):
+def test_verbose_logging_has_the_label_on_the_terminal(tmp_path):
     done = run_python(LOGGING.replace("VERBOSE", "True"), tmp_path / "controller.log")
     assert done.stderr.startswith("[controller] ")
     assert done.stderr.count("a library speaks") == 1
@@ -104,7 +104,7 @@ print(open(os.environ[LOG_VARIABLE]).read().upper())
 """
 
 
-def test_in_somebody_elses_process_only_the_libraries_lines_go_to_a_file():
+def test_in_the_process_of_another_program_only_lines_of_libraries_go_to_a_file():
     environment = {key: value for key, value in os.environ.items() if key != LOG_VARIABLE}
     command = [sys.executable, "-c", LIBRARY_LINES]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=True)

@@ -1,4 +1,4 @@
-"""Readings of nvidia-smi during a benchmark, for the GPUs that this program may use.
+"""Reads the use or the memory of GPUs from nvidia-smi while a benchmark runs.
 
 nvidia-smi runs in its own process, so this process needs no CUDA context. A context would take memory on the GPU that is measured.
 """
@@ -13,7 +13,7 @@ from benchmarks.harness import results
 
 
 class Watch:
-    """Readings of one field of nvidia-smi on every GPU that this program may use, ten times a second.
+    """Reads one field of nvidia-smi ten times a second, on every GPU that this program may use, until `stop` is called.
 
     The field is for example "utilization.gpu" (percent) or "memory.used" (MiB).
     """
@@ -21,7 +21,7 @@ class Watch:
     def __init__(self, field: str) -> None:
         self.readings: list[tuple[float, int, float]] = []  # (time.perf_counter, GPU, value)
         query = ["nvidia-smi", f"--query-gpu=index,{field}", "--format=csv,noheader,nounits", "-lms", "100"]
-        # nvidia-smi's index of a GPU -> its number in this program
+        # index of a GPU in nvidia-smi -> index of the same GPU in this program
         self.numbers = {index: number for number, index in enumerate(results.visible(len(results.gpus())))}
         self.process: subprocess.Popen | None = None
         with suppress(OSError):  # a machine without GPUs has no nvidia-smi
@@ -37,7 +37,7 @@ class Watch:
                     self.readings.append((time.perf_counter(), self.numbers[index.strip()], float(value)))
 
     def between(self, start: float = -inf, end: float = inf) -> dict[int, list[float]]:
-        """Values of each GPU, {GPU: [value, …]}, that were read between two moments of time.perf_counter."""
+        """{GPU: [value, …]}: the values that were read between two times of time.perf_counter."""
         values: dict[int, list[float]] = {}
         for moment, gpu, value in list(self.readings):
             if start <= moment <= end:

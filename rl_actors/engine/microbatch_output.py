@@ -1,6 +1,7 @@
 """The results of one microbatch, and their copy to the host.
 
-The copy begins when the forward pass is done. So a caller that reads the results does not wait for the backward pass.
+The copy begins after the microbatch's forward pass and before its backward pass. So a caller that reads the results does not wait for the
+backward pass.
 
 In names and shapes of tensors, B is the number of rows, L the length of a row, and N the number of positions of all samples together.
 """
@@ -19,7 +20,7 @@ class MicrobatchOutput:
     def __init__(
         self, batch: PackedBatch, values: Mapping[str, Tensor], metrics: Partials, to_host: type[HostCopy]
     ) -> None:
-        """Begin the copies. values: tensors over all positions of the whole rows, [B, L, ...] each."""
+        """Begin the copies. values: by name, a tensor [B, L, ...] over all positions of the whole rows. to_host: the class that copies."""
         self.indices = [index for index, *_ in batch.spans]
         self.lengths = [end - start for _, _, start, end in batch.spans]
         self._index_N = batch.index_N
@@ -29,10 +30,10 @@ class MicrobatchOutput:
     def values(self) -> dict[str, Tensor]:
         """The values at the positions of the samples, one sample after another, as float32 tensors [N, ...] on the host.
 
-        Waits until they are copied.
+        Waits until the values are copied.
         """
         return {name: copy.wait()[self._index_N] for name, copy in self._values.items()}
 
     def metrics(self) -> Partials:
-        """The metrics as Partials whose entries are numbers and not tensors. Waits until they are copied."""
+        """The metrics as Partials whose entries are numbers and not tensors. Waits until the metrics are copied."""
         return self._metrics.wait()

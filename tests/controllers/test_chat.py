@@ -129,7 +129,7 @@ REFUSED = {  # template, ChatConfig, pattern of the error text
     "turn has no stop token": (
         "{% for m in messages %}{{ m.content }}{% endfor %}",
         ChatConfig(),
-        "with none of the stop tokens \\[258\\]",
+        "does not end message 1 with one of the stop tokens \\[258\\]",
     ),
     "text depends on the number of messages": (
         "{{ messages | length }}" + UNMARKED,

@@ -1,4 +1,4 @@
-"""Tests that a synchronous run whose generator is killed has the same metrics as a run without a kill."""
+"""Tests that a run whose generator is killed has the same metrics as a run without a kill. Neither run generates rollouts ahead of training."""
 
 import asyncio
 import functools
@@ -24,8 +24,8 @@ from controllers.interruption import Interruption
 from controllers.run_folder import RunFolder, read_jsonl
 
 NUM_STEPS, NUM_SFT_STEPS = 8, 40
-# Prefixes of metrics that differ between two equal runs. They are measured times and sizes, values computed from them,
-# and the number of restarts.
+# Prefixes of the metrics that the test does not compare: measured times and sizes, values that are computed from
+# measured times or sizes, and the number of restarts.
 MEASURED = ("time/", "busy/", "tokens/s", "memory/", "weights/", "mfu", "restarts")
 
 
@@ -79,7 +79,7 @@ def kill_generator(folder: RunFolder, step: int, delay: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_run_whose_generator_is_killed_has_the_metrics_of_an_undisturbed_one(tmp_path: Path):
+def test_a_run_whose_generator_is_killed_has_the_metrics_of_an_undisturbed_run(tmp_path: Path):
     expected, _ = run(RunFolder(tmp_path / "undisturbed"))
     folder = RunFolder(tmp_path / "disturbed")
     step, delay = NUM_SFT_STEPS + random.randrange(NUM_STEPS - 2), random.random()

@@ -167,7 +167,10 @@ WRONG = {
         of("good.jsonl", "--environment.prompt-pattern", "x"),
         "num_held_out=8 is more than half of the 0 distinct problems found in task='good.jsonl'",
     ),
-    "a prompt that is too long": (of("long.jsonl"), "has 303 tokens, but only 240 fit beside max_tokens=16"),
+    "a prompt that is too long": (
+        of("long.jsonl"),
+        "has 303 tokens, but with max_tokens=16 a prompt may have at most 240",
+    ),
     "more than half of the problems held out": (
         of("good.jsonl", "--environment.num-held-out", "30"),
         "num_held_out=30 is more than half of the 40 distinct problems",

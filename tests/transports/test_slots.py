@@ -1,6 +1,6 @@
-"""Slots, the shared memory that holds published weights. Writers and readers are real processes.
+"""Tests of slots, the shared memory in which a rank of a trainer publishes its weights.
 
-If a writer or a reader dies, every version can still be read whole or not at all, and no memory is left behind.
+Some tests kill the process of a writer or of a reader. Afterwards a read gives a whole version or raises an error, and no memory is left behind.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ NUM_TENSORS = 5
 
 
 def tensors_of(version: int) -> dict[str, torch.Tensor]:
-    """Tensors whose values are all the number of the version."""
+    """Tensors in which every value is the number of the version."""
     return {f"w{index}": torch.full((3 + index, 7), float(version)) for index in range(NUM_TENSORS)}
 
 
@@ -57,6 +57,7 @@ def versions_in(tensors: dict[str, torch.Tensor]) -> set[float]:
     return set(torch.cat([tensor.flatten() for tensor in tensors.values()]).tolist())
 
 
+# A program that writes versions 1 and 2. When the file `go` exists, it begins to write version 3, and kills itself after `dies_at` tensors.
 WRITER = """
 import os, pickle, signal, sys, time
 from pathlib import Path
@@ -88,6 +89,7 @@ while not (folder / "go").exists():
 snapshot.write("s/3", Dying(tensors_of(3)), None)
 """
 
+# A program that kills itself when it has read `dies_at` tensors. With the argument "wait" it stops there instead, with the slot open.
 READER = """
 import os, pickle, signal, sys
 from pathlib import Path
@@ -137,7 +139,7 @@ def test_a_writer_that_is_killed_between_any_two_tensors_leaves_the_newest_versi
 @pytest.mark.parametrize(
     "dies_at", [pytest.param(at, marks=[] if at == 2 else pytest.mark.slow) for at in range(NUM_TENSORS)]
 )
-def test_a_reader_that_is_killed_between_any_two_tensors_holds_no_slot(tmp_path, dies_at):
+def test_a_reader_that_is_killed_between_any_two_tensors_leaves_no_slot_locked(tmp_path, dies_at):
     snapshot = Snapshot(rank=0, timeout=GUARD)
     (tmp_path / "manifest").write_bytes(pickle.dumps(write(snapshot, 1)))
     assert start(READER, tmp_path, dies_at).wait(GUARD) == -signal.SIGKILL
@@ -160,7 +162,7 @@ def test_a_slot_is_not_rewritten_while_it_is_read_and_the_error_names_the_reader
     assert versions_in(read(write(snapshot, 3))) == {3.0}
 
 
-def test_a_reader_waits_for_a_writer_no_longer_than_its_timeout():
+def test_a_reader_that_waits_too_long_for_a_writer_raises_timeout_error():
     snapshot = Snapshot(rank=0, timeout=GUARD)
     manifest = write(snapshot, 1)
     with (
@@ -171,7 +173,7 @@ def test_a_reader_waits_for_a_writer_no_longer_than_its_timeout():
         pass
 
 
-def test_a_write_that_takes_too_long_is_an_error_and_leaves_the_newest_version():
+def test_a_write_that_takes_too_long_fails_and_the_newest_version_stays_readable():
     snapshot = Snapshot(rank=0, timeout=GUARD)
     write(snapshot, 1)
     newest = write(snapshot, 2)
@@ -181,7 +183,7 @@ def test_a_write_that_takes_too_long_is_an_error_and_leaves_the_newest_version()
     assert versions_in(read(newest)) == {2.0}
 
 
-def test_the_third_version_takes_the_slot_of_the_first_and_the_second_stays():
+def test_the_third_version_overwrites_the_first_and_the_second_stays():
     snapshot = Snapshot(rank=0, timeout=GUARD)
     manifests = [write(snapshot, version) for version in (1, 2, 3)]
     assert [versions_in(read(manifest)) for manifest in manifests[1:]] == [{2.0}, {3.0}]
@@ -189,7 +191,7 @@ def test_the_third_version_takes_the_slot_of_the_first_and_the_second_stays():
         read(manifests[0])
 
 
-def test_slots_are_made_once_and_anew_only_when_the_tensors_change():
+def test_new_slots_are_made_only_when_the_tensors_change():
     snapshot = Snapshot(rank=0, timeout=GUARD)
     manifests = [write(snapshot, version) for version in range(6)]
     former = {manifest.parts[0].token for manifest in manifests}
@@ -256,7 +258,7 @@ def test_a_reader_on_a_gpu_maps_the_slot_writable_if_cuda_cannot_pin_read_only_m
     assert unpinned == [address]
 
 
-def test_an_unpublished_write_of_other_tensors_leaves_the_newest_published_version():
+def test_the_newest_published_version_survives_an_unpublished_write_of_other_tensors():
     snapshot = Snapshot(rank=0, timeout=GUARD)
     published = [write(snapshot, version) for version in (1, 2)]
     for _ in range(3):
@@ -267,16 +269,16 @@ def test_an_unpublished_write_of_other_tensors_leaves_the_newest_published_versi
     assert versions_in(read(published[1])) == {2.0}
 
 
-def test_a_version_that_was_not_published_gives_its_slot_to_the_next_write():
+def test_the_next_write_takes_the_slot_of_a_version_that_was_not_published():
     snapshot = Snapshot(rank=0, timeout=GUARD)
     published = [write(snapshot, version) for version in (1, 2)]
     write(snapshot, 3)
-    snapshot.forget("s/3")  # another rank failed
+    snapshot.forget("s/3")  # as after a failure of another rank
     assert versions_in(read(write(snapshot, 4))) == {4.0}
     assert versions_in(read(published[1])) == {2.0}
 
 
-def test_parts_of_several_ranks_make_the_whole_tensor_in_the_published_dtype():
+def test_parts_of_several_ranks_form_the_whole_tensor_in_the_published_dtype():
     values = torch.arange(30.0).view(5, 6)
     pieces = []
     for start, size in (((3, 2), (2, 4)), ((0, 0), (3, 2)), ((3, 0), (2, 2)), ((0, 2), (3, 4))):
@@ -290,7 +292,7 @@ def test_parts_of_several_ranks_make_the_whole_tensor_in_the_published_dtype():
         whole("w", (5, 6), torch.bfloat16, pieces[:1] + pieces[2:])
 
 
-def test_nothing_is_left_behind_when_a_writer_is_killed(tmp_path):
+def test_no_memory_is_left_behind_when_a_writer_is_killed(tmp_path):
     writer = start(WRITER, tmp_path, 0)
     wait_until((tmp_path / "manifests").exists)
     slots = files_of(writer.pid) - files_of(os.getpid())
@@ -303,10 +305,10 @@ def test_nothing_is_left_behind_when_a_writer_is_killed(tmp_path):
 
 
 def files_of(pid: int) -> set[tuple[str, int]]:
-    """(name, inode) of every memory file that a process has open."""
+    """(name, inode) of every memfd that a process has open. A memfd is a file in memory."""
     found = set()
     for fd in Path(f"/proc/{pid}/fd").glob("*"):
-        with contextlib.suppress(OSError):  # it was closed meanwhile, or belongs to another user
+        with contextlib.suppress(OSError):  # the file was closed meanwhile, or the process belongs to another user
             if os.readlink(fd).startswith("/memfd:"):
                 found.add((os.readlink(fd), fd.stat().st_ino))
     return found
