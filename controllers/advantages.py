@@ -37,7 +37,7 @@ def rloo(rewards_GN: Tensor) -> Tensor:
 
 
 def reinforce_plus_plus(rewards_GN: Tensor, eps: float = 1e-6) -> Tensor:
-    """REINFORCE++ with baseline (arXiv 2501.03262): reward - group mean. These differences are then normalised over the whole batch.
+    """REINFORCE++ with baseline (arXiv 2501.03262): reward - group mean. These differences are then normalized over the whole batch.
 
     A group whose rewards are further apart gets larger advantages. `grpo` gives all groups advantages of about the same size.
     """

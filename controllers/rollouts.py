@@ -37,7 +37,7 @@ class RolloutConfig:
     """Sampling temperature. The trainer computes its logprobs at the same temperature."""
     top_p: float = 1.0
     """Share of the probability mass from which tokens are sampled. With a value below 1 the trainer's logprobs cannot match the generator's:
-    the trainer normalises its probabilities over all tokens, and the generator only over the tokens of this share."""
+    the trainer normalizes its probabilities over all tokens, and the generator only over the tokens of this share."""
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae"] = "grpo"
     """Rule that makes advantages from the rewards of a group. PPO needs the rule gae, and only PPO takes it. With gae the
     values of a value model also go into the advantages, every group is trained on, and a group may have only one completion."""

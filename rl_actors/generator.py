@@ -139,7 +139,8 @@ class Generator(Actor):
         """Start params.n completions of every prompt. Returns the number of the call, for finished_groups. Many calls may run at a time.
 
         indices: for each prompt the number p from which its seeds are computed (see SamplingParams.seed). None: p is the prompt's index.
-        adapter: name of the loaded adapter with which the requests run. If this adapter is not loaded, the call fails. None: no adapter.
+        adapter: name of the loaded adapter with which the requests run. If this adapter is not loaded, the call fails. None: no
+        adapter, or with lora.sync="adapter" the adapter of the last pull.
         Raises ValueError if a prompt is empty or not shorter than max_model_len, or if a parameter is out of range.
         """
         validate_prompts(prompts, max_model_len=self.config.max_model_len, vocab_size=self.vocab_size)

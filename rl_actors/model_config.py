@@ -14,7 +14,7 @@ class Architecture:
     """A kind of decoder: its class in transformers, and its differences from the other kinds."""
 
     hf_class: str
-    has_qk_norm: bool  # True: the heads of queries and keys are normalised
+    has_qk_norm: bool  # True: the heads of queries and keys are normalized
     required: tuple[tuple[str, object], ...] = ()  # entries that config.json must have, with their values
 
 

@@ -31,7 +31,7 @@ def html(two_runs) -> str:
     return output.read_text()
 
 
-def test_a_run_has_one_colour_and_a_curve_in_every_chart_of_its_metrics(html):
+def test_a_run_has_one_color_and_a_curve_in_every_chart_of_its_metrics(html):
     page = Tags(html)
     charts = html.split("<figure>")[1:]
     assert len(charts) == page.tags.count("svg") > 12

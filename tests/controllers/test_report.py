@@ -325,7 +325,7 @@ def test_a_report_is_the_same_every_time(written):
     assert (written.report.read_bytes(), written.reward_png.read_bytes()) == before
 
 
-def test_every_colour_of_a_chart_follows_dark_mode(html):
+def test_every_color_of_a_chart_follows_dark_mode(html):
     drawn = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", html))
     assert not drawn and "prefers-color-scheme:dark" in html
     assert set(LIGHT) == set(DARK) and set(re.findall(r"var\(--(\w+)\)", html)) <= set(LIGHT)

@@ -30,7 +30,7 @@ SHAPES = {
     "Llama 3, tied": replace(LLAMA, rope_scaling=LLAMA3_SCALING, rope_theta=500_000.0, tie_word_embeddings=True),
     "Mistral": replace(LLAMA, architecture="mistral"),
     "experts": MOE,
-    "experts in every second block, router weights not normalised, tied": replace(
+    "experts in every second block, router weights not normalized, tied": replace(
         MOE, num_hidden_layers=4, decoder_sparse_step=2, norm_topk_prob=False, tie_word_embeddings=True
     ),
 }

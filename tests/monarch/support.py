@@ -178,7 +178,7 @@ def logits_TV(model, tokens: list[int]) -> Tensor:
 def reference_logprobs(model, prompt, completion, *, temperature=1.0, top_p=1.0, top_k=0) -> Tensor:
     """Logprobs of the completion under the distribution that tokens are sampled from.
 
-    This is the model's distribution after temperature, then top-k, then top-p, renormalised.
+    This is the model's distribution after temperature, then top-k, then top-p, renormalized.
     """
     logits_CV = logits_TV(model, [*prompt, *completion])[len(prompt) - 1 : -1] / temperature
     for row in logits_CV:

@@ -54,7 +54,7 @@ def test_logprobs_equal_the_trainers_forward(generator, trainer, synced, tempera
 @pytest.mark.parametrize(
     "options", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 8, "top_p": 0.7, "temperature": 0.7}], ids=str
 )
-def test_logprobs_under_top_p_and_top_k_are_those_of_the_renormalised_distribution(generator, policy, options):
+def test_logprobs_under_top_p_and_top_k_are_those_of_the_renormalized_distribution(generator, policy, options):
     groups = generator.generate(PROMPTS, replace(SAMPLED, **options)).result()
     for prompt, group in zip(PROMPTS, groups, strict=True):
         for completion in group:
