@@ -1,4 +1,7 @@
-"""The default run: a Qwen3 of a million parameters learns two-digit addition from random weights, on two cores."""
+"""The default configs of GRPO, SFT and DPO.
+
+A Qwen3 of a million parameters learns two-digit addition from random weights, on two cores.
+"""
 
 from typing import TypedDict
 
@@ -66,7 +69,7 @@ def sft_phase(stop_at: float, learning_rate: float = 1e-3, batch_size: int = 128
 
 
 def _parts() -> _Parts:
-    """Fields that the tiny runs start from. The alphabet and two special tokens make a vocabulary of 16."""
+    """Fields that the tiny configs share. The 14 characters of the alphabet and two special tokens make a vocabulary of 16."""
     # rope_theta, the base of the rotary embedding, is small. If it were 10,000, most angles of the embedding would hardly change over a text
     # of nine tokens.
     model = tiny_model(vocab_size=16, max_position_embeddings=128, rope_theta=10.0)
@@ -106,7 +109,7 @@ def tiny_model(*, vocab_size: int, max_position_embeddings: int, rope_theta: flo
 
 
 def addition(digits: int) -> Task:
-    """The task: addition of two terms of `digits` digits, with its own alphabet."""
+    """The fields of a run that learns to add two terms of `digits` digits each."""
     options = {"min_terms": 2, "max_terms": 2, "min_digits": digits, "max_digits": digits, "operators": ["+"]}
     options |= {"allow_parentheses": False, "allow_negation": False}
     term = r"\d" * digits
@@ -120,7 +123,8 @@ def addition(digits: int) -> Task:
             options=options,
             prompt="{expression}=",
             remove_whitespace=True,
-            # basic_arithmetic draws terms from 0 to 10**digits, so some have fewer or more digits. The pattern leaves their problems out.
+            # basic_arithmetic draws terms from 0 to 10**digits, so some terms have fewer or more digits. prompt_pattern
+            # leaves out the problems with such terms.
             prompt_pattern=rf"{term}\+{term}=",
         ),
     }

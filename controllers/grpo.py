@@ -30,31 +30,32 @@ class GRPOConfig(RunConfig):
     rollouts: RolloutConfig = field(default_factory=RolloutConfig)
     updates_per_step: int = 1
     """Largest number of parts into which a training step divides its batch. The trainer takes one optimizer step on
-    each part. At the later parts the trainer's weights are therefore slightly newer than the weights that generated the
-    samples."""
+    each part. For every part but the first, the trainer's weights are therefore slightly newer than the weights that
+    generated the samples."""
     epochs_per_step: int = 1
     """Number of passes of a training step over its batch. Each pass takes up to updates_per_step optimizer steps on the
     same rollouts."""
     algorithm: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"] | None = None
     """Preset with the values of a paper. It sets and prints loss, aggregation, advantages, KL divergence, refills and
-    the penalty on long completions. It leaves the correction, loss.dual_clip and loss.beta as they are. The controller
-    applies other flags after the preset, so these flags can change the preset's values. A PPO run that has a preset
-    also needs --advantage gae."""
+    the penalty on long completions. It leaves the correction, loss.dual_clip and loss.beta as they are. The other flags
+    are applied after the preset, so they can change the preset's values. PPO with a preset also needs --advantage gae,
+    because every preset sets another rule for advantages."""
     loss: LossConfig = field(default_factory=LossConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     aggregation: Aggregation = "token_mean"
     """Rule that makes one number from the losses of the tokens in an optimizer step. token_mean: the mean over all
     tokens. sequence_mean: each sample's mean over its tokens, then the mean over samples. sequence_sum: each sample's
-    sum over its tokens, then the mean over samples. constant: the sum over all tokens, divided by samples *
-    max_tokens."""
+    sum over its tokens, then the mean over samples. constant: the sum over all tokens, divided by max_tokens
+    times the number of samples."""
     entropy_bonus: float = 0.0
     """Weight of the policy's entropy in the objective. 0: no entropy in the objective."""
     reference_kl: float = 0.0
     """Weight of the KL divergence from the reference. The reference is the policy at the start of GRPO or PPO. A second
     model, which is not trained, has the weights of the reference. 0: no KL divergence and no second model."""
     reference_kl_in: Literal["loss", "reward"] = "loss"
-    """loss: the divergence of every token is added to the token's loss. reward: GRPO sums the divergence over a completion's tokens, and
-    subtracts the sum from the completion's reward before it computes advantages. PPO instead subtracts each token's divergence from that
+    """Place of the penalty. The penalty of a token is its KL divergence times the weight. loss: the penalty of every
+    token is added to the token's loss. reward: GRPO sums the penalty over a completion's tokens, and subtracts the sum
+    from the completion's reward before it computes advantages. PPO instead subtracts each token's penalty from that
     token's reward."""
     reference_kl_estimator: Literal["k1", "k2", "k3"] | None = None
     """Estimator of the KL divergence. For each token, d is the policy's logprob minus the reference's logprob. k1 is d,
@@ -62,11 +63,12 @@ class GRPOConfig(RunConfig):
     kl_control: KLControlConfig = field(default_factory=KLControlConfig)
     """Rule that changes the weight of the KL divergence, so that the divergence stays near a target. The first weight is reference_kl."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    """Learning rate as a function of the GRPO step."""
+    """Learning rate of the policy in each GRPO or PPO step. The supervised steps have sft.schedule."""
     sft: SFTPhaseConfig = field(default_factory=SFTPhaseConfig)
-    """Supervised steps before the first GRPO step, for a policy that starts from random weights."""
+    """Supervised steps before the first GRPO or PPO step, for a policy that starts from random weights."""
     sft_steps: int = 0
-    """Largest number of supervised steps. 0: no supervised steps."""
+    """Largest number of supervised steps. sft.stop_at_answer_probability may end them earlier. 0: no supervised
+    steps."""
 
     presets: ClassVar[Mapping[str, Algorithm]] = ALGORITHMS
     short_flags: ClassVar[dict[str, str]] = RunConfig.short_flags | {
@@ -105,8 +107,8 @@ class GRPOConfig(RunConfig):
         self.kl_control.validate()
         if self.kl_control.target is not None and not self.reference_kl:
             raise ValueError(
-                f"kl_control.target={self.kl_control.target} with reference_kl=0; the first weight is reference_kl, "
-                "which must be above 0"
+                f"kl_control.target={self.kl_control.target} with reference_kl=0; reference_kl is the first weight "
+                "of the KL divergence, so it must be above 0"
             )
         self.make_loss()
         if self.updates_per_step < 1:
@@ -134,7 +136,7 @@ class GRPOConfig(RunConfig):
 
     @property
     def versions_per_step(self) -> int:
-        """Largest number of versions by which one step advances the policy."""
+        """Largest number by which one step can raise policy_version."""
         return self.updates_per_step * self.epochs_per_step
 
     def kl(self) -> KL:
@@ -142,11 +144,11 @@ class GRPOConfig(RunConfig):
         return KL(coefficient=self.reference_kl, estimator=estimator)
 
     def make_loss(self, kl: KL | None = None) -> PolicyLoss:
-        """The loss that these fields describe. Raises ValueError for an option that the loss does not have, and for a
-        value that is out of range.
+        """The policy loss of this config. Raises ValueError for an option that the loss does not have, and for a value
+        that is out of range.
 
-        kl: replaces the KL term that the fields describe. It has no effect if the fields describe a loss without a KL
-        term.
+        kl: replaces the KL term of the loss, for example to change its coefficient. If the loss has no KL term, this
+        argument has no effect.
         """
         return self.loss.build(
             kl=(kl or self.kl()) if self.reference_kl and self.reference_kl_in == "loss" else None,
@@ -175,7 +177,7 @@ class Update:
 async def train(run: Run[GRPOConfig]) -> None:
     """Take the supervised steps, if the config asks for some, and then the GRPO steps.
 
-    A GRPO step generates, trains and syncs the weights.
+    A GRPO step generates rollouts, trains on them, and syncs the weights to the generator.
     """
     config = run.config
     if config.validate_first and not run.state:  # a resumed run has a state
@@ -195,7 +197,7 @@ async def train(run: Run[GRPOConfig]) -> None:
             with run.timer("generate"):
                 batch = await run.interruption.drop_if_asked(rollouts.next_batch(version))
             values = batch.metrics()
-            # A group whose rewards are all equal gives no samples, because all its advantages are 0.
+            # The batch has no samples if the rewards of every group are all equal, because all advantages are then 0.
             if batch.samples:
                 samples = await with_columns_of_loss(run, batch.samples, reference)
                 learning_rate = schedule(step - sft_steps)
@@ -223,8 +225,9 @@ async def train(run: Run[GRPOConfig]) -> None:
 
 
 def update_kl_coefficient(config: GRPOConfig, reference: Reference, values: dict[str, float]) -> None:
-    """Set the coefficient of the KL divergence for the next step, and add this step's coefficient to its metrics
-    `values`.
+    """Set the coefficient of the KL divergence for the next step.
+
+    Also adds this step's coefficient to `values`, which are the metrics of this step.
     """
     values["kl/coefficient"] = reference.kl.coefficient
     if "kl/reference" in values:  # missing if the divergence is part of the loss and the step did not train
@@ -234,8 +237,8 @@ def update_kl_coefficient(config: GRPOConfig, reference: Reference, values: dict
 def make_queue(run: Run[ConfigOfLoop], cursor: int, reference: Reference | None, *, steps_done: int) -> RecordedQueue:
     """The queue of rollouts. In a resumed run the queue goes on at the checkpoint.
 
-    If an actor has died, the run repeats the steps after the checkpoint. The queue then gives the same batches as
-    before.
+    After the death of an actor the run repeats the steps since the checkpoint. The queue then gives these steps the
+    batches that `run.recording` still has.
     """
     config = run.config
     rollouts = make_rollouts(
@@ -249,7 +252,9 @@ def make_queue(run: Run[ConfigOfLoop], cursor: int, reference: Reference | None,
 
 
 def parts_of(config: GRPOConfig, samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:
-    """The samples of each optimizer step. In every epoch all samples are divided into at most updates_per_step parts. There are epochs_per_step epochs."""
+    """The samples of each optimizer step. Each of the epochs_per_step passes divides all samples into at most
+    updates_per_step parts.
+    """
     part_size = math.ceil(len(samples) / config.updates_per_step)
     for _ in range(config.epochs_per_step):
         yield from split(samples, part_size)
@@ -279,8 +284,9 @@ async def with_columns_of_loss(
     """The samples with all columns that the loss reads. This function adds the columns that the samples of rollouts
     lack.
 
-    A correction that reweights needs the logprobs of two policies. The column old_logprobs then holds the trainer's logprobs from before
-    the update, and the column generator_logprobs holds the generator's logprobs.
+    If the loss has a probability ratio and a correction that reweights, it reads the logprobs of two policies. The
+    column old_logprobs then holds the trainer's logprobs from before the update, and the column generator_logprobs
+    holds the generator's logprobs.
     """
     columns, _ = run.config.make_loss().columns()
     if "generator_logprobs" in columns:
@@ -308,7 +314,7 @@ async def with_trainer_logprobs(run: Run[ConfigOfLoop], samples: Sequence[Sample
 async def sync(run: Run[ConfigOfLoop]) -> int:
     """Publish the trainer's weights, and load them into the generator. Returns the version of the weights.
 
-    The weights never pass through the controller.
+    The weights never pass through this process.
     """
     with run.timer("sync"):
         await run.turns.to_trainer()
@@ -321,7 +327,8 @@ async def sync(run: Run[ConfigOfLoop]) -> int:
 async def train_sft_phase(run: Run[ConfigOfLoop]) -> tuple[int, int]:
     """Take the supervised steps that are left.
 
-    Returns two numbers: how many supervised steps the run has taken, including those before a resume, and the index of the next problem.
+    Returns two numbers: how many supervised steps the run has taken, including steps before a resume, and the index of
+    the next problem.
     """
     config = run.config
     if "sft_steps" in run.state or config.sft_steps == 0:
@@ -358,8 +365,8 @@ metric."""
 def report(config: GRPOConfig, batch: RolloutBatch, updates: Sequence[Update]) -> dict[str, float]:
     """Metrics of one step under their names in metrics.jsonl.
 
-    The comparison of the trainer's logprobs with the generator's uses only the step's first optimizer step. At the
-    later optimizer steps the trainer has other weights than the generator had.
+    logprob_diff and kl/policy_generator compare the trainer's logprobs with the generator's. They use only the step's
+    first optimizer step, because every optimizer step moves the trainer's weights away from the generator's.
     """
     first = metrics.finish(metrics.merge(output.partials for output in updates[0].outputs))
     whole = metrics.finish(metrics.merge(output.partials for update in updates for output in update.outputs))

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class Generator(Actor):
-    """One process with one engine. Many callers may call the actor at the same time. A pull replaces the weights in place."""
+    """An actor that runs one vLLM engine. Many callers may call the actor at the same time. A pull replaces the weights in place."""
 
     # `setup` sets these four attributes.
     vocab_size: int
@@ -96,7 +96,7 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def probe(self) -> Probe:
-        """A Probe on the process of this actor."""
+        """A Probe in this actor's process. A Probe is an actor that answers even while this actor runs a call."""
         return await probe_here()
 
     @concurrent_endpoint
@@ -105,9 +105,9 @@ class Generator(Actor):
         """A sign of life of the engine. Raises EngineDiedError if the engine has failed for good."""
         if self._engine is None:
             # The client counts a generator as dead if the generator is not idle and its num_done does not change for a while. Setup does
-            # not change num_done. So during setup the answer is that the generator is idle. A setup that hangs then ends only at the time
-            # limit of setup. If a process of the engine is stopped (SIGSTOP), the answer is that the generator is not idle. The client then
-            # notices the stopped process before the time limit of setup.
+            # not change num_done. So during setup the heartbeat says that the generator is idle. If setup hangs, the client waits until
+            # the time limit of setup. But if a process of the engine is stopped (SIGSTOP), the heartbeat says that the generator is not
+            # idle. The client then counts the generator as dead before that limit.
             return Heartbeat(is_idle=not await asyncio.to_thread(a_child_is_stopped), num_done=0)
         return self._engine.heartbeat()
 
@@ -159,10 +159,12 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def finished_groups(self, call: int, at_least: int = 1) -> list[tuple[int, list[Completion]]]:
-        """The prompts that have finished since the last answer, in order of finishing, as pairs (index, completions).
+        """The groups that have finished since the last answer, in the order in which they finished.
 
-        Waits until `at_least` prompts have finished, or all remaining prompts if fewer remain. Raises the error of the
-        generate call if that call fails. Raises ValueError if no generate call of this number is running.
+        A group is a pair (index of a prompt, all completions of the prompt). Waits until `at_least` groups have
+        finished, or all remaining groups if fewer remain.
+        call: the number that start_generate returned. Raises the error of this generate call if the call fails.
+        Raises ValueError if no generate call of this number is running.
         """
         if call not in self.calls:
             raise ValueError(
@@ -202,10 +204,11 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def load_adapter(self, name: str, directory: str) -> None:
-        """Load an adapter from a directory of peft's format. Requests can then name the adapter. Does nothing if it is loaded already.
+        """Load an adapter from a directory in peft's format. Requests can then name the adapter. Does nothing if it is loaded already.
 
-        The directory must stay until the adapter is unloaded, because vLLM may read it again.
-        Raises ValueError if the config allows no adapters, if the adapter does not fit the model, or if another adapter has this name.
+        The directory must stay until the adapter is unloaded, because vLLM may read the directory again.
+        Raises ValueError if the config allows no adapters, if the adapter does not fit the model, or if an adapter from another directory
+        has this name.
         """
         config, folder = self.config, Path(directory)
         adapters.require_possible(folder, max_adapters=config.max_adapters, max_rank=config.max_adapter_rank)
@@ -221,13 +224,16 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def pull_model_state_dict(self, version: int, timeout: float = 60.0, in_flight: bool = True) -> Transfer:
-        """Replace the weights, or the adapter, by a published version. Does nothing if the engine has this version already.
+        """Replace the weights by a published version. With lora.sync="adapter", replace only the adapter.
+
+        Does nothing if the engine has this version already.
 
         If the version cannot be read, the generator keeps its weights. If the replacement fails in the middle, the generator refuses to
         generate until a pull has succeeded.
         in_flight=True: running requests go on with the new weights. False: the pull waits until running requests have ended, and new
         requests wait for the new weights.
-        Raises TimeoutError if the version is not published in time, and ValueError if a parameter is missing, unknown or of a wrong shape.
+        Raises TimeoutError if the version is not published in `timeout` seconds. Raises ValueError if a parameter is missing, unknown or of
+        a wrong shape or dtype.
         """
         validate_pull(version, timeout)
         if self.transport is None:
@@ -252,7 +258,7 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def sleep(self, level: int = 1) -> DeviceMemory:
-        """Release the devices' memory when the running requests have ended, and refuse calls until `wake`.
+        """Release the GPU memory of weights and KV cache when the running requests have ended, and refuse calls until `wake`.
 
         Does nothing if the generator sleeps already.
 
@@ -267,7 +273,7 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def wake(self) -> DeviceMemory:
-        """Allocate the devices' memory again after `sleep`. Does nothing if the generator is awake."""
+        """Allocate the GPU memory again that `sleep` has released. Does nothing if the generator is awake."""
         return await asyncio.wrap_future(self.engine.wake())
 
     def _note(self, loaded: Transfer) -> None:
@@ -300,7 +306,7 @@ def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 
     transformers' model stacks the weights of all experts of a block in one parameter, and concatenates the gate and up projections along
     their outputs. The weight files of a Hugging Face directory have one tensor for each expert and each projection.
-    The versions that a trainer pushes have the same tensors.
+    The versions that a trainer pushes have the same tensors. A parameter outside the experts is not split.
 
     by_expert("mlp.experts.gate_up_proj", (2, 64, 8))
         -> {"mlp.experts.0.gate_proj.weight": (32, 8), "mlp.experts.0.up_proj.weight": (32, 8), "mlp.experts.1.gate_proj.weight": …}
@@ -315,7 +321,7 @@ def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 
 
 def check_manifest(manifest: Manifest, expected: dict[str, tuple[int, ...]]) -> None:
-    """Raises ValueError if parameters are missing, unknown or of a wrong shape or dtype. Lists at most MAX_NAMES_REPORTED of them."""
+    """Raises ValueError if parameters are missing, unknown or of a wrong shape or dtype. The error lists at most MAX_NAMES_REPORTED of them."""
     published = manifest.tensors
     wrong = [f"{name} is missing" for name in sorted(expected.keys() - published.keys())]
     wrong += [f"{name} is unknown" for name in sorted(published.keys() - expected.keys())]

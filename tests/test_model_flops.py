@@ -1,6 +1,6 @@
-"""Tests of the number of floating-point operations of a model, compared with a count by hand.
+"""Tests of the formulas for a model's FLOPs, whose results are compared with counts by hand.
 
-Also tests the MFU (model FLOPs utilization), the fraction of the peak that a run reaches.
+Also tests the MFU (model FLOPs utilization), which is the share of the GPUs' peak that a run reaches.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ ATTENTION = 8 * 12 + 2 * 8 * 6 + 12 * 8  # parameters of a block's attention
 H100 = "NVIDIA H100 80GB HBM3"
 
 
-def test_the_flops_of_a_document_are_those_of_every_product_and_attended_position():
+def test_the_flops_of_a_document_match_a_count_over_its_positions():
     products, length = 3 * (ATTENTION + 3 * 8 * 12) + 8 * 50, 1000
     forward = 0
     for position in range(length):
@@ -36,13 +36,13 @@ def test_the_flops_of_a_document_are_those_of_every_product_and_attended_positio
     assert counted < 3 * forward
 
 
-def test_a_token_counts_the_experts_that_it_is_routed_to_and_the_router():
+def test_the_router_and_only_the_experts_that_a_token_is_routed_to_count_as_its_parameters():
     experts = replace(MODEL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=5, mlp_only_layers=(0,))
     expected = 3 * ATTENTION + 3 * 8 * 12 + 2 * (8 * 4 + 2 * 3 * 8 * 5) + 8 * 50
     assert product_parameters(experts) == expected
 
 
-def test_samples_attend_within_themselves_and_frozen_weights_have_no_gradients():
+def test_a_sample_attends_only_to_itself_and_frozen_weights_cost_no_flops_for_gradients():
     config = TrainerConfig(model=MODEL)
     apart = training_flops(config, [100, 300])
     assert apart == training_flops(config, [100]) + training_flops(config, [300]) < training_flops(config, [400])
@@ -60,7 +60,7 @@ def test_mfu_is_1_at_the_peak_of_all_gpus_and_absent_where_the_peak_is_unknown()
     assert set(usage(idle, infos, float8=False)) == {"memory/trainer_peak"}
 
 
-def test_a_gpu_is_found_by_a_part_of_its_name():
+def test_the_peak_of_a_gpu_is_found_by_a_part_of_its_name():
     assert peak_flops(H100) == PEAKS["H100 80GB HBM3"]
     assert peak_flops("NVIDIA H200", float8=True) == 2 * PEAKS["H200"]
     assert peak_flops("NVIDIA H100 PCIe") is None and peak_flops("CPU") is None

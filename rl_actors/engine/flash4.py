@@ -1,4 +1,5 @@
-"""Attention kernels of a CUDA machine for packed rows, which hold several samples: flex attention, or FlashAttention 4 (flash-attn-4).
+"""Attention kernels on a GPU for packed rows: torch's flex attention, or FlashAttention 4 (the package flash-attn-4). A packed row holds
+several samples.
 
 FlashAttention 4 replaces torch's own FlashAttention in this process. Its kernels use features of Hopper and Blackwell GPUs. torch 2.13
 expects two values from the forward function, but the package's function returns five. torch takes the forward and the backward function from
@@ -25,7 +26,7 @@ from torchtitan.models.common.attention import FlexAttention, VarlenAttention, V
 BOUNDARIES_MULTIPLE = 64
 """A document is a sample, or the padding of a row. The number of boundaries between documents is rounded up to a multiple of
 BOUNDARIES_MULTIPLE, and the length of the longest document is rounded up to a power of two. torch compiles the transformer
-blocks again for every new value of this number or this length. The rounding leaves only few different values."""
+blocks again for every new value of this number or this length. The rounding leaves only a few different values."""
 NAME = "FA4"
 CAPABILITIES = (9, 10)
 """Major compute capabilities of the GPUs on which torch calls FlashAttention 4."""
@@ -55,8 +56,9 @@ CONFIGS: dict[str, type[FlexAttention.Config] | type[VarlenAttention.Config]] = 
 
 
 def documents(num_rows: int, row_length: int, spans: Iterable[tuple[int, int, int, int]]) -> VarlenMetadata:
-    """The boundaries of the documents in all rows. spans: (sample, row, start, end) of each sample. The padding of a row is one document.
+    """The boundaries of the documents in all rows. The padding of a row is one document.
 
+    spans: (index of the sample, index of its row, start in the row, end in the row) of each sample.
     The boundaries are computed on the host. The host knows the spans, so it need not wait for the device.
     """
     found = set(range(0, num_rows * row_length + 1, row_length))
@@ -87,7 +89,7 @@ def activate() -> None:
         _interface()
     except ImportError as error:
         raise ValueError(
-            f'trainer.attention="flash4" needs the package flash-attn-4, which the lock for CUDA has (`make setup`): {error}'
+            f'trainer.attention="flash4" needs the package flash-attn-4, which `make setup` installs on a machine with CUDA: {error}'
         ) from error
     register_flash_attention_impl(NAME, register_fn=partial(register_flash_attention_fa4, module_path=__name__))
     activate_flash_attention_impl(NAME)

@@ -6,7 +6,7 @@ torch can share CUDA tensors, too, but it counts references in files of /dev/shm
 killed. So this module calls CUDA itself. It calls cudaMalloc once per slot. `SlotAddress.handle` is CUDA's handle of
 this memory and has 64 bytes. A reader calls cudaIpcOpenMemHandle once per slot.
 
-docs/loop.md has a measurement on two GPUs. tests/gpu/test_weights.py tests this module.
+docs/loop.md says how long a push and a pull took between two GPUs. tests/gpu/test_weights.py tests this module.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ READ_ONLY = 8  # cudaHostRegisterReadOnly
 
 
 class Handle(ctypes.Structure):
-    """cudaIpcMemHandle_t"""
+    """CUDA's type cudaIpcMemHandle_t."""
 
     _fields_ = [("reserved", ctypes.c_char * HANDLE_BYTES)]
 
@@ -60,7 +60,10 @@ class Memory:
 
 
 class DeviceMemory:
-    """Memory that this process allocates on a GPU, and its handle for other processes. It is freed with this object."""
+    """Memory that this process allocates on a GPU, and its handle for other processes.
+
+    The garbage collection of this object frees the memory.
+    """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         with torch.cuda.device(device):
@@ -124,9 +127,9 @@ def device_of(gpu: str) -> torch.device | None:
 
 @contextlib.contextmanager
 def copies_end() -> Iterator[None]:
-    """Context manager.
+    """Context manager. After its body it waits until the GPU has finished all copies of the body.
 
-    When its body ends or raises an error, it waits until all copies that the body has begun are done.
+    It also waits if the body raises an error.
     """
     try:
         yield
@@ -138,7 +141,8 @@ def copies_end() -> Iterator[None]:
 def pin(data: Tensor, *, read_only: bool) -> bool:
     """Pin memory of the host, so that copies to and from a GPU run at full speed.
 
-    Returns True if the memory is pinned. The caller then calls `unpin` later. Returns False if there is no GPU, if
+    read_only: True if this process may only read the memory.
+    Returns True if the memory is pinned. The caller must then call `unpin` later. Returns False if there is no GPU, if
     `data` is empty, or if CUDA refuses. If CUDA refuses, copies take about four times as long.
     """
     if not torch.cuda.is_available() or not data.numel():

@@ -1,4 +1,4 @@
-"""The GRPO command line, run as a user runs it. Trainer, vLLM and torchstore are real and have their own processes."""
+"""The GRPO command line, run as a user runs it. Trainer, vLLM and torchstore are real."""
 
 import json
 import os
@@ -28,7 +28,7 @@ SHORT = [
     "--rollouts.groups-per-step",
     "8",
 ]
-# A reward that random weights earn half of the time. So the completions of a group usually have different rewards.
+# A model with random weights gets this reward for about half of its completions. So the rewards of a group usually differ.
 PARITY = ["--environment.task", "tests.fakes:parity_reward", "--environment.options", "{}"]
 PARITY += ["--updates-per-step", "1", "--epochs-per-step", "1"]
 
@@ -61,7 +61,7 @@ def processes_of(marker: str) -> list[psutil.Process]:
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory) -> tuple[Path, str]:
-    """A run of three supervised and four GRPO steps."""
+    """The folder and the terminal's text of a run of three supervised steps and four GRPO steps."""
     folder = tmp_path_factory.mktemp("grpo") / "run"
     process = start("--config", "tiny", "--output-dir", folder, "--steps", 4, *SHORT, *PARITY)
     output = finish(process)
@@ -120,7 +120,7 @@ def resumed_run(finished_run) -> tuple[list[dict], list[dict], str]:
 
 
 @pytest.mark.slow
-def test_resuming_goes_on_where_the_newest_checkpoint_is(resumed_run):
+def test_a_resumed_run_goes_on_after_the_step_of_its_newest_checkpoint(resumed_run):
     before, after, _ = resumed_run
     assert [record["step"] for record in after] == list(range(10))
     assert after[:8] == before
@@ -137,7 +137,7 @@ def test_verbose_shows_the_logs_of_the_actors_with_name_and_rank(finished_run, r
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_scored_as_the_run_scored_it(finished_run):
+def test_eval_only_gives_a_checkpoint_the_accuracy_that_the_run_measured(finished_run):
     folder = finished_run[0]
     process = start("--eval-only", folder / "checkpoints" / "step-7")
     output = finish(process)
@@ -169,10 +169,10 @@ def test_the_kl_from_the_reference_starts_at_0_and_a_resumed_run_has_the_same_re
     assert process.returncode == 0, output
     whole = read_jsonl(folder / "metrics.jsonl")
     found = [record["kl/reference"] for record in whole if record["phase"] == "grpo"]
-    # At first the policy's logprobs differ from the reference's only by rounding. k3, the estimator in the loss, is about half the square of
-    # this difference. k1, the estimator in the reward, is the difference itself. Also, the reward's KL takes the policy's logprobs from
-    # the generator, and the loss's KL takes them from the trainer, which rounds like the reference. For both
-    # reasons the limit of the reward's KL is higher.
+    # At first the policy's logprobs differ from the reference's only by rounding. The limit is higher for the KL in the reward, for two
+    # reasons. First, k1, the estimator in the reward, is the difference itself. k3, the estimator in the loss, is about half the square of
+    # the difference. Second, the KL in the reward takes the policy's logprobs from the generator. The KL in the loss takes them from the
+    # trainer, which rounds like the reference.
     assert abs(found[0]) < {"loss": 1e-9, "reward": 1e-5}[kind] and all(abs(value) > 1e-4 for value in found[1:]), found
     assert [("reward/kl_penalty" in record) for record in whole if record["phase"] == "grpo"] == [kind == "reward"] * 4
     shutil.rmtree(folder / "checkpoints" / "step-7")

@@ -1,4 +1,4 @@
-"""pass@k and the sets of held-out problems."""
+"""Tests of pass@k and of the validation sets, which are sets of held-out problems."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ from controllers.validation import build_sets, pass_at_k
 
 
 @pytest.mark.parametrize(("num_samples", "num_passed"), [(1, 0), (1, 1), (5, 0), (5, 2), (6, 5), (6, 6)])
-def test_pass_at_k_is_the_share_of_choices_with_a_passing_completion(num_samples, num_passed):
+def test_pass_at_k_is_the_share_of_choices_of_k_completions_in_which_at_least_one_passes(num_samples, num_passed):
     passes = [index < num_passed for index in range(num_samples)]
     for k in range(1, num_samples + 1):
         choices = list(itertools.combinations(passes, k))
@@ -28,7 +28,7 @@ def test_pass_at_k_is_refused_if_k_is_above_the_number_of_samples():
         pass_at_k(4, 1, 5)
 
 
-def test_named_sets_are_read_from_the_command_line_and_from_a_config():
+def test_named_sets_are_read_from_the_command_line_and_from_a_config_file():
     text = '{"hard": {"task": "chain_sum", "num_held_out": 7}}'
     flags = ["--validation", text, "--pass-at-k.num-samples", "8", "--pass-at-k.k", "1", "8", "--dry-run"]
     config = parse("prog", CONFIGS["controllers.grpo"], flags).config
@@ -87,7 +87,7 @@ def test_a_wrong_field_is_refused_by_the_command_line_with_its_name_and_value(me
     assert exit.value.code == 2 and message in shown
 
 
-def test_an_environment_that_cannot_be_built_is_named_with_its_set():
+def test_the_error_names_the_set_whose_environment_cannot_be_built():
     with pytest.raises(ValueError, match="validation.hard: task='chain_sun' is not a reasoning-gym task; did you mean"):
         build_sets(ParityReward(0.0, 5), {"hard": EnvironmentConfig(task="chain_sun")}, seed=0)
 

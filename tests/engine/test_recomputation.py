@@ -1,4 +1,4 @@
-"""The operators that each policy of activation_checkpointing computes again in the backward pass."""
+"""Tests of which operators each policy of activation_checkpointing recomputes in the backward pass."""
 
 from collections import Counter
 
@@ -13,8 +13,9 @@ PRODUCT_OF_EXPERTS = torch.ops.aten._grouped_mm.default
 
 
 class CountedOperators(TorchDispatchMode):
-    """A mode that counts the operators that are computed while it is active. A result that the forward pass kept is not computed again, so
-    its operator is not counted again.
+    """A mode that counts the operators that run while the mode is active.
+
+    An operator whose result the forward pass has stored does not run again in the backward pass, so it is counted only once.
     """
 
     def __init__(self) -> None:

@@ -111,7 +111,7 @@ def test_a_request_uses_no_prefix_that_was_cached_with_another_adapter(served):
         assert worst([torch.tensor(completion.logprobs)], [reference]) < 1e-4
 
 
-def test_an_unloaded_adapter_is_refused_and_its_name_may_come_back_with_other_weights(served):
+def test_an_unloaded_adapter_is_refused_and_its_name_can_be_loaded_again_with_other_weights(served):
     generator, directory = served.generator, served.folder / "again"
     shutil.copytree(served.folder / "attention", directory)
     generator.load_adapter("again", str(directory)).result()
@@ -151,7 +151,7 @@ def test_adapters_that_do_not_fit_are_refused(served):
     check_completions(served, None, generator.generate(PROMPTS, SAMPLING).result())
 
 
-def test_a_generator_that_is_started_again_has_its_adapters(served):
+def test_a_generator_that_was_killed_is_started_again_with_its_adapters(served):
     num_restarts = served.generator.num_restarts
     os.kill(support.process_of("adapters-0").pid, signal.SIGKILL)
     groups = served.generator.generate(PROMPTS, SAMPLING, adapter="all layers").result()
