@@ -246,14 +246,18 @@ class Player:
         """
         try:
             answer = ask()
-            if inspect.isawaitable(answer):
-                async with self.scorer.limits():
-                    return await answer
-            return answer
-        except TimeoutError:
-            raise _Failed(f"{what}: no answer within {self.scorer.timeout:g} s") from None
         except Exception as error:
             raise _Failed(f"{what}: {error!r}") from error
+        if not inspect.isawaitable(answer):
+            return answer
+        try:
+            async with self.scorer.limits():
+                try:
+                    return await answer
+                except Exception as error:  # this may be a TimeoutError of the environment's own
+                    raise _Failed(f"{what}: {error!r}") from error
+        except TimeoutError:
+            raise _Failed(f"{what}: no answer within {self.scorer.timeout:g} s") from None
 
     def _read(self, observation: object, where: str, after: int | None = None) -> tuple[list[int], str]:
         """The tokens and the text of an observation. after: the last token of the turn before the observation."""

@@ -32,10 +32,10 @@ def to_problem(entry: Entry, config: EnvironmentConfig) -> Problem:
     fields = {**entry.metadata, "question": entry.question}
     try:
         prompt = config.prompt.format(**fields)
-    except (KeyError, IndexError) as error:
+    except KeyError as error:
         known = f"the problems of task={config.task!r} have {', '.join(fields)}"
         raise ValueError(f"prompt={config.prompt!r} uses the unknown field {error}; {known}") from None
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, IndexError, AttributeError, TypeError) as error:
         raise ValueError(f"prompt={config.prompt!r} is not a template: {error}") from None
     prompt = "".join(prompt.split()) if config.remove_whitespace else prompt
     # A run trains on no problem that has the key of a held-out problem.

@@ -3,6 +3,10 @@ size."""
 
 from fastapi import HTTPException, Request
 
+MAX_WINDOW = 1 << 27
+"""Largest window of a zstd frame, in bytes. The decompressor needs as much memory."""
+PIECE = 1 << 20
+
 
 async def read_body(request: Request) -> bytes:
     """The decompressed body.
@@ -31,11 +35,21 @@ def _decompressed(body: bytes, limit: int) -> bytes:
         raise HTTPException(
             415, "content-encoding 'zstd' needs the package zstandard, which the server does not have"
         ) from None
+    decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
     try:
-        with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(body) as reader:
-            found = reader.read(limit + 1)
+        # The first pass only counts bytes, because the second pass decompresses the whole frame at once.
+        num_bytes = 0
+        with decompressor.stream_reader(body) as reader:
+            while piece := reader.read(PIECE):
+                num_bytes += len(piece)
+                if num_bytes > limit:
+                    raise HTTPException(413, f"the decompressed body is larger than max_body_bytes={limit}")
+        frame = decompressor.decompressobj()
+        found = frame.decompress(body)
     except zstandard.ZstdError as error:
         raise HTTPException(400, f"the body is not zstd: {error}") from None
-    if len(found) > limit:
-        raise HTTPException(413, f"the decompressed body is larger than max_body_bytes={limit}")
+    if not frame.eof:
+        raise HTTPException(400, f"the zstd body ends before its frame does, after {len(body)} bytes")
+    if frame.unused_data:
+        raise HTTPException(400, f"{len(frame.unused_data)} bytes follow the frame of the zstd body")
     return found

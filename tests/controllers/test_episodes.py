@@ -217,6 +217,16 @@ def test_an_episode_that_always_fails_raises_an_error_that_names_its_last_failur
     assert environment.num_episodes == 3
 
 
+def test_a_timeout_that_the_environment_raises_keeps_its_text(characters):
+    async def lose() -> None:
+        raise TimeoutError("the database is away")
+
+    environment = Echo(TWO_TURNS)
+    environment.episode = lambda problem: SimpleNamespace(reset=lose)
+    with pytest.raises(EpisodeError, match=r"in reset: TimeoutError\('the database is away'\)"):
+        play(environment, turns([2, 1]), characters, max_retries=0)
+
+
 @pytest.mark.parametrize(
     ("replies", "beginning", "message"),
     [

@@ -159,6 +159,10 @@ WRONG = {
         of("good.jsonl", "--environment.prompt", "{question"),
         "prompt='{question' is not a",
     ),
+    "a template with a field that has no name": (
+        of("good.jsonl", "--environment.prompt", "{}"),
+        "prompt='{}' is not a template",
+    ),
     "a template with an attribute": (
         of("good.jsonl", "--environment.prompt", "{question.text}"),
         "prompt='{question.text}' is not a template: 'str' object has no attribute 'text'",

@@ -219,7 +219,7 @@ def test_a_client_may_get_the_size_of_a_large_answer_before_the_answer(api, monk
     api(use)
 
 
-def test_zstd_bodies_are_read_and_bodies_that_are_too_large_are_refused(api):
+def test_zstd_bodies_are_read_and_broken_bodies_and_bodies_that_are_too_large_are_refused(api):
     zstandard = pytest.importorskip("zstandard")
 
     async def use(api):
@@ -235,7 +235,8 @@ def test_zstd_bodies_are_read_and_bodies_that_are_too_large_are_refused(api):
         await api.output(promise)
         assert (await send(compress(bytes(api.config.max_body_bytes + 1)), "zstd")).status_code == 413
         assert (await send(bytes(api.config.max_body_bytes + 1), "identity")).status_code == 413
-        assert (await send(b"12345", "zstd")).status_code == 400
+        for broken in (b"12345", compress(body)[:-3], compress(body) + b"12345"):
+            assert (await send(broken, "zstd")).status_code == 400
         assert (await send(body, "br")).status_code == 415
 
     api(use, max_body_bytes=1 << 20)
