@@ -1,5 +1,5 @@
-"""Configs by name. For each config there is a function that makes it. Some of these functions call the function of
-another config and edit the result.
+"""Configs by name. Each config is made by a function. Some of these functions call the function of another config and
+edit the result.
 """
 
 from configs import qwen3
@@ -30,5 +30,7 @@ CONFIGS = {
     "controllers.dpo": {"tiny": tiny_dpo},
     "controllers.sft": {"tiny": tiny_sft, "blank": blank_sft, "qwen3": qwen3.qwen3_sft},
 }
+"""Module of a training loop -> name of a config -> function that makes the config."""
+
 SERVERS = {"tiny_chat": tiny_chat, "qwen3": qwen3.qwen3_server}
-"""Configs of `python -m controllers.serve`."""
+"""Name of a config of `python -m controllers.serve` -> function that makes the config."""

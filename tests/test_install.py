@@ -28,7 +28,7 @@ def start(monkeypatch, *arguments: str) -> None:
     command.main()
 
 
-def test_the_command_lists_its_programs_and_each_is_there(monkeypatch, capsys):
+def test_the_command_lists_its_programs_and_each_program_prints_its_help(monkeypatch, capsys):
     start(monkeypatch)
     listed = capsys.readouterr().out
     for name in [*command.LOOPS, *command.PROGRAMS]:
@@ -72,7 +72,7 @@ def test_the_overrides_for_uv_are_the_versions_of_the_lock(monkeypatch, capsys, 
     assert overrides[0].removesuffix("+cpu") == torch and overrides[1] == monarch
 
 
-def test_the_excludes_for_uv_are_not_in_the_lock(monkeypatch, capsys):
+def test_the_packages_that_uv_excludes_are_not_in_the_lock(monkeypatch, capsys):
     start(monkeypatch, "requirements", "cpu")
     locked = {line.split("==")[0] for line in capsys.readouterr().out.splitlines()}
     start(monkeypatch, "requirements", "cpu-excludes")
@@ -81,7 +81,7 @@ def test_the_excludes_for_uv_are_not_in_the_lock(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", ["export", "compare"])
-def test_a_program_that_is_started_as_a_module_shows_this_in_its_usage(name):
+def test_the_usage_of_a_program_that_is_started_as_a_module_names_the_module(name):
     program = (
         f"import runpy, sys; sys.argv = ['x', '--help']; runpy.run_module('controllers.{name}', run_name='__main__')"
     )
@@ -97,8 +97,8 @@ def run(program: str, folder: Path) -> subprocess.CompletedProcess:
 def test_a_package_named_configs_in_the_current_folder_does_not_shadow_ours(tmp_path):
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "__init__.py").write_text("raise RuntimeError('not ours')")
-    # `python -c` puts the current folder first on sys.path. A script that pip has installed does not have the current
-    # folder there. So the program replaces the first entry.
+    # `python -c` puts the current folder first on sys.path, but a script that pip has installed does not. So the
+    # program replaces the current folder with the folder of this project.
     program = f"import sys; sys.path[0] = {str(ROOT)!r}; sys.argv = ['rl-actors', 'grpo', '--dry-run']\n"
     done = run(program + "from controllers.command import main; main()", tmp_path)
     assert done.returncode == 0, done.stderr

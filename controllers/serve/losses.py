@@ -1,12 +1,14 @@
-"""Tinker's losses by name, with the formulas of its documentation: sums over tokens, never means.
+"""Tinker's losses by name. Each loss is a sum over tokens, never a mean.
 
-A datum is one training example of Tinker's protocol. It becomes a Sample. A column of a Sample holds one value for each
-position. cross_entropy is CrossEntropy of rl_actors.losses. The other losses are defined here, because they read other
-columns than the losses of rl_actors.losses: they read no loss weights, the bounds of a clip may be columns, and gspo reads
-a mask.
+The formulas are those of Tinker's documentation, except that of stable_reinforce, which Tinker has not published.
+
+A datum is one training example of Tinker's protocol. The server makes a Sample of each datum. A column of a Sample has
+one value for each position. cross_entropy is CrossEntropy of rl_actors.losses. The other losses are defined here,
+because they read other columns than the losses of rl_actors.losses: they read no loss weights, their clip bounds may be
+columns, and gspo reads a mask.
 
 In the formulas lp is the trainer's logprob of a target, q the logprob that the client gives in the input `logprobs`,
-A the advantage, and r = exp(lp - q).
+A the advantage, and r = exp(lp - q). clip(x) is x limited to the interval from `low` to `high`.
 
 Letters of shapes: B rows of a batch, L positions in a row.
 """
@@ -51,8 +53,8 @@ class ImportanceSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clipped:
-    """Base of the losses with a clipped ratio. The optional columns clip_low and clip_high hold bounds for each
-    position.
+    """Base of the losses with a clipped ratio. The optional columns clip_low and clip_high have a bound for each
+    position. These bounds replace `low` and `high`.
     """
 
     low: float
@@ -148,8 +150,9 @@ class DRO:
 class GSPO(Clipped):
     """The loss is -sum min(s A, clip(s) A) with s = exp(m + lp - stop_gradient(lp)).
 
-    m is the mean of lp - q over the positions of sequence_ratio_mask. It gets no gradient. s has the same value at all
-    tokens of a datum, but each token gets its own gradient (GSPO-token, arXiv 2507.18071, section 4.3).
+    m is the mean of lp - q over the positions of a datum, weighted by sequence_ratio_mask. No gradient flows through m.
+    s has the same value at all tokens of a datum, but each token gets its own gradient (GSPO-token, arXiv 2507.18071,
+    section 4.3).
     """
 
     low: float = 0.8
@@ -178,9 +181,10 @@ class StableReinforce:
     """The loss is -sum stop_gradient(c) A lp + kl_coeff / 2 sum m (lp - q)^2. m is 1 at sampled tokens and 0 at other
     tokens.
 
-    c is min(r, 2) if r is in [1/8, 8]. Otherwise c is 0, because the token then says little about the present policy.
-    Tinker has a loss of this name, but has published no formula of it. This formula is our own, so its numbers differ
-    from Tinker's.
+    c is min(r, 2) if r is in [1/8, 8]. Otherwise c is 0, because a token whose probability has changed so much says
+    little about the current policy.
+    Tinker has a loss of this name, but has not published its formula. The formula here is our own, so the numbers
+    differ from Tinker's.
     """
 
     kl_coeff: float = 0.0
@@ -238,7 +242,8 @@ def kind_of(name: str) -> LossKind:
     """The LossKind of this name. Raises ValueError for the name "custom" and for an unknown name."""
     if name == "custom":
         raise ValueError(
-            "the loss custom is not supported: this server runs no custom losses; the SDK runs them in the client"
+            "the loss custom is not supported: the server runs only the losses that it knows; "
+            "forward_backward_custom of the SDK runs a loss of your own in the client"
         )
     if name not in KINDS:
         raise ValueError(f"unknown loss {name!r}; known are {', '.join(sorted(KINDS))}")
@@ -246,13 +251,16 @@ def kind_of(name: str) -> LossKind:
 
 
 def make_loss(name: str, config: Mapping[str, float | str]) -> Loss:
-    """The loss with the options of loss_fn_config. Raises ValueError naming an option that is unknown or out of range."""
+    """The loss with this name and with the options in `config`, the loss_fn_config of a request.
+
+    Raises ValueError if the loss or an option is unknown, or if an option has a wrong value.
+    """
     kind = kind_of(name)
     options: dict[str, float] = {}
     for entry, value in config.items():
         if entry not in kind.options:
             known = ", ".join(sorted(kind.options)) or "none"
-            raise ValueError(f"loss_fn_config has {entry!r}, but {name} has the options: {known}")
+            raise ValueError(f"loss_fn_config has {entry!r}, which is not an option of {name}; its options: {known}")
         if isinstance(value, str):
             raise ValueError(f"loss_fn_config[{entry!r}]={value!r}; it must be a number")
         options[kind.options[entry]] = value

@@ -1,6 +1,7 @@
-"""Build a trainer's model and optimizer from its config. The model is torchtitan's Qwen3 model, and torchtitan parallelizes it.
+"""Build a trainer's model and optimizer from a TrainerConfig. torchtitan defines and parallelizes the model.
 
-A Llama or a Mistral is a Qwen3 model without the norms of queries and keys. This module trains nothing.
+The model is torchtitan's Qwen3 model. A Llama or a Mistral is built as a Qwen3 model without the norms of queries and
+keys. This module trains nothing.
 """
 
 import math
@@ -71,7 +72,12 @@ class BuiltModel:
 def qwen3_config(
     model: ModelConfig, *, load_balance_coeff: float = 0.0, fuse_qkv: bool = True, head: HeadName = "logprobs"
 ) -> Qwen3Model.Config:
-    """torchtitan's config of a model with these dimensions. It is made by the functions that make torchtitan's own configs of Qwen3."""
+    """torchtitan's config of a model with these dimensions.
+
+    The layers come from the functions that make the layers of torchtitan's own Qwen3 configs.
+    head: "values" makes an output layer with one output, whose weights begin at 0. "logprobs" makes one with vocab_size
+    outputs.
+    """
     is_tied = model.tie_word_embeddings and head == "logprobs"
     output = Linear.Config(in_features=model.hidden_size, out_features=model.vocab_size, param_init=_LINEAR_INIT)
     if head == "values":
@@ -96,7 +102,7 @@ def _norm(model: ModelConfig, size: int) -> RMSNorm.Config:
 
 
 def _layers(model: ModelConfig, load_balance_coeff: float, fuse_qkv: bool) -> list[TransformerBlock.Config]:
-    """The configs of the transformer blocks."""
+    """The configs of the transformer blocks. Queries and keys have norms only if the model's architecture has them."""
     layers = _qwen3_layers(model, load_balance_coeff, fuse_qkv)
     for layer in layers:
         layer.attention_norm = _norm(model, model.hidden_size)
@@ -144,16 +150,16 @@ def _float8(model_config: Qwen3Model.Config, config: TrainerConfig, machine: Mac
     emulate = not machine.has_float8()
     if emulate and config.compile.enable:
         raise ValueError(
-            "float8=True with compile.enable=True: this machine has no float8, and its emulation does not compile"
+            "float8=True with compile.enable=True: this machine has no float8, and emulated float8 does not compile"
         )
-    # The output projection stays in the compute dtype, because its products become the logprobs.
+    # The output projection stays in the compute dtype, because the logprobs are computed from its results.
     converter = Float8LinearConverter.Config(
         recipe_name=config.float8_recipe,  # type: ignore[arg-type]  # torchtitan's type has two of torchao's three recipes
         emulate=emulate,
         model_compile_enabled=config.compile.enable,
         filter_fqns=["lm_head"],
     ).build()
-    # When torchtitan's converter emulates float8, it ignores the recipe and uses one scale for a whole tensor. So this
+    # With emulate=True torchtitan's converter ignores the recipe and uses one scale for a whole tensor. So this
     # function sets the recipe.
     recipe = Float8LinearConfig.from_recipe_name(config.float8_recipe)
     converter.torchao_config = replace(recipe, emulate=emulate)
@@ -199,7 +205,7 @@ def build(config: TrainerConfig) -> BuiltModel:
     if not config.hf_path:  # if hf_path is set, the weights are loaded later
         initial_weights.draw(initialisers, model, config.seed)
     elif config.head == "values" and model.lm_head is not None:
-        # A Hugging Face directory does not have the head of a value model.
+        # The head of a value model begins at 0, because a Hugging Face directory has no such head.
         nn.init.zeros_(model.lm_head.weight)
     lora.initialise(model, config.lora.seed)
     model.train()
@@ -236,7 +242,8 @@ def _training_config(config: TrainerConfig) -> TrainingConfig:
 
 def _join_ranks(config: TrainerConfig, machine: Machine) -> tuple[ParallelDims, torch.device]:
     """Make the process groups of all ranks. Returns (the meshes over all ranks, this rank's device)."""
-    # Until the engine is built, a rank waits at most setup_timeout seconds for the other ranks. Then TrainEngine shortens this limit.
+    # Until the engine is built, a rank waits at most setup_timeout seconds for the other ranks. Afterwards TrainEngine
+    # sets this limit to collective_timeout.
     comm = CommConfig(trace_buf_size=0, init_timeout_seconds=math.ceil(config.setup_timeout))
     world_size = dist_utils.init_distributed(comm, enable_cpu_backend=machine is gpu)
     if config.num_processes() != world_size:
@@ -263,8 +270,8 @@ def _model_config(
     )
     for layer in model_config.layers:
         layer.attention.inner_attention = machine.attention(config.attention)
-        # Every block has its own table of the rotary embedding. With 40,960 positions the tables of all blocks of a Qwen3 0.6B would take
-        # 1.2 GB. So a table gets only as many positions as a sample may have.
+        # Every block has its own table of the rotary embedding. With 40,960 positions the tables of all blocks of a
+        # Qwen3 0.6B would take 1.2 GB. So a table gets only as many positions as a sample may have.
         layer.attention.rope = replace(layer.attention.rope, max_seq_len=config.max_sequence_length)
     model_config = lora.convert(_float8(model_config, config, machine), config.lora)
     run = SimpleNamespace(training=training, parallelism=config.parallelism, debug=debug, compile=config.compile)
@@ -317,7 +324,7 @@ def _parallelize(
 
 
 def _allocate(modules: list[nn.Module], device: torch.device, machine: Machine, *, on_host: bool) -> None:
-    """Give the modules memory on the device, and initialise their buffers.
+    """Give the modules memory on the device, and initialise their buffers, but not their parameters.
 
     on_host: True puts the parameters into the host's memory instead. FSDP pins this memory.
     """

@@ -1,11 +1,11 @@
-"""Sets the number of threads of a process. In a process that computes on a CPU, also sets how the process uses memory.
+"""Sets up the threads of a process that computes with torch, and on a CPU also its vector functions and its memory.
 
-A process on a CPU gets accurate vector functions, keeps freed memory, and has one pool of worker threads. `choose_kernels`,
-`keep_memory` and `keep_one_pool` give the reasons.
+A process on a CPU gets accurate vector functions, keeps freed memory, and has one pool of worker threads. The
+docstrings of `choose_kernels`, `keep_memory` and `keep_one_pool` give the reasons.
 
-A process that uses a GPU gets few host threads. By default torch splits each operation on tens of thousands of numbers
-among as many threads as the machine has cores. It does so in every process. When several such processes shared 64 cores, one
-operation on the ids of 65,536 positions took 170 to 200 ms. When each process had four threads, the same operation took
+A process that uses a GPU gets few host threads. By default every process of torch splits each host operation on tens
+of thousands of numbers among as many threads as the machine has cores. When several such processes shared 64 cores, one
+operation on the ids of 65,536 positions took 170 to 200 ms. When each process had four threads, this operation took
 1.4 ms.
 """
 
@@ -23,7 +23,10 @@ HOST_THREADS = 4
 
 
 def prepare_cpu_process() -> None:
-    """Set up a process that computes on a CPU. Set torch's number of threads first, and call this from the thread that will compute."""
+    """Set up a process that computes on a CPU.
+
+    Set torch's number of threads first. Call this function from the thread that will compute.
+    """
     choose_kernels()
     keep_memory()
     keep_one_pool()
@@ -46,8 +49,8 @@ def choose_kernels() -> None:
 def keep_memory() -> None:
     """Keep freed memory in the process.
 
-    By default glibc gives the memory of activations back to the system after every step. A fifth of the next step is then spent on page
-    faults.
+    By default glibc gives the memory of activations back to the system after every step. A fifth of the next step is
+    then spent on page faults.
     """
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
@@ -60,8 +63,9 @@ def keep_one_pool() -> None:
     Other threads, such as gloo's, then compute without worker threads.
 
     OpenMP makes a pool of workers for each thread that computes with several threads. If there are more workers than
-    cores, libgomp lets all workers sleep between two kernels, and has to wake them for each kernel. The collectives of
-    the first checkpoint made a second pool. After this checkpoint a step took twice the time.
+    cores, libgomp lets all workers sleep between two kernels, and has to wake them for each kernel. Without this
+    function, the collectives of the first checkpoint made a second pool. After this checkpoint a step took twice the
+    time.
     """
     # First this thread sets its own number of threads. Then another thread sets torch's default number, which holds for
     # all threads that have not set their own.
@@ -100,7 +104,7 @@ def gpu_environment() -> dict[str, str]:
 def prepare_gpu_process() -> None:
     """Limit the host threads of this process, unless OMP_NUM_THREADS is set. Call this from the thread that will compute.
 
-    This package sets the variable for the processes that it spawns. A process that another program has started may lack it.
+    This package sets OMP_NUM_THREADS for the processes that it spawns. Another program may start a process without it.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(HOST_THREADS, torch.get_num_threads()))

@@ -1,6 +1,6 @@
-"""GRPO trains adapters on the weights of an exported Hugging Face directory.
+"""A test of GRPO that trains LoRA adapters on the weights of an exported Hugging Face directory.
 
-The generator pulls merged weights or the adapter.
+The generator pulls merged weights, or only the adapters.
 """
 
 import os
@@ -26,11 +26,11 @@ FLAGS = {
     "--schedule.learning-rate": 2e-2,
     "--updates-per-step": 1,
     "--epochs-per-step": 1,
-    # The reference model has the weights of hf_path. So the divergence from it shows how far the adapters have moved
-    # the policy.
+    # The reference model has the weights of hf_path. So the KL divergence from the reference model shows how far the
+    # adapters have moved the policy.
     "--reference-kl": 0.01,
     "--reference-kl-in": "reward",
-    # With random weights half of the completions earn this reward, so every step has a gradient.
+    # With random weights about half of the completions get this reward, so every step has a gradient.
     "--environment.task": "tests.fakes:parity_reward",
     "--environment.options": "{}",
     "--trainer.lora.rank": 4,

@@ -1,4 +1,4 @@
-"""Real runs get Ctrl-C or SIGTERM. The tests check the checkpoint, the resumed run, the screen and the exit status."""
+"""Tests of real runs that get Ctrl-C or SIGTERM: the checkpoint, the resumed run, the screen and the exit status."""
 
 import fcntl
 import json
@@ -28,7 +28,12 @@ SLOW_STEPS = ["--sft.batch-size", "20000", "--samples-per-forward-backward", "20
 
 
 class Terminal:
-    """A program in a terminal of its own. Ctrl-C in the terminal goes to all processes of the program."""
+    """A run of controllers.grpo in a terminal of its own.
+
+    Ctrl-C in the terminal sends SIGINT to all processes of the run, except those in a session of their own, such as
+    vLLM's core.
+    marker: a text in the environment of all processes of the run, by which `processes_of` finds them.
+    """
 
     def __init__(self, *arguments: object, marker: str) -> None:
         self.control, inside = pty.openpty()
@@ -66,7 +71,7 @@ class Terminal:
         return any(text in line for line in screen(self.written.decode(errors="replace")))
 
     def finish(self) -> list[str]:
-        """Wait for the end of the program. Returns the lines of its screen."""
+        """Wait for the end of the program. Returns the lines that the terminal then shows."""
         try:
             self.process.wait(GUARD)
         finally:
@@ -77,7 +82,10 @@ class Terminal:
 
 
 def screen(written: str) -> list[str]:
-    """The lines that a terminal shows after these characters. The terminal is WIDTH columns wide and high enough for all lines."""
+    """The lines that a terminal shows after a program has written these characters.
+
+    The terminal is WIDTH columns wide and high enough for all lines.
+    """
     lines, row, column = [""], 0, 0
     for code, letter, character in re.findall(r"\x1b\[([?\d;]*)([A-Za-z])|(.)", written, re.DOTALL):
         if letter == "A":
@@ -108,7 +116,7 @@ def newest_step(folder: RunFolder) -> int | None:
     return checkpoints.read(newest)["step"] if newest else None
 
 
-def test_ctrl_c_ends_a_run_after_a_whole_step_with_a_checkpoint_and_one_panel_on_the_screen(tmp_path):
+def test_after_ctrl_c_a_run_finishes_its_step_saves_a_checkpoint_and_leaves_one_panel_on_the_screen(tmp_path):
     folder, marker = RunFolder(tmp_path / "run"), str(tmp_path)
     terminal = Terminal("--output-dir", folder.path, *LONG, "--sft-steps", 3, marker=marker)
     wait_until(lambda: len(steps_of(folder)) > 5, "a GRPO step")
@@ -134,7 +142,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once_and_without_a_checkpoint(tmp_path):
     wait_until(lambda: steps_of(folder), "the first step")
     terminal.press_ctrl_c()
     wait_until(lambda: terminal.shows("SIGINT: "), "the answer to Ctrl-C")
-    time.sleep(REPEATED_WITHIN)
+    time.sleep(REPEATED_WITHIN)  # an earlier second signal would be ignored
     terminal.press_ctrl_c()
     shown = "\n".join(terminal.finish())
     assert terminal.process.returncode == 130, shown
@@ -158,6 +166,7 @@ def test_sigterm_to_every_process_leaves_a_checkpoint_that_a_resumed_run_continu
     assert newest_step(folder) == before[-1]["step"]
     wait_until(lambda: not processes_of(marker), "the end of the run's processes")
     last = before[-1]["step"] + 2
+    # --steps counts only GRPO steps. The 3 supervised steps come before them.
     resumed = Terminal("--resume", folder.path, "--steps", last - 3, marker=marker)
     shown = "\n".join(resumed.finish())
     assert resumed.process.returncode == 0, shown
@@ -168,7 +177,7 @@ def test_sigterm_to_every_process_leaves_a_checkpoint_that_a_resumed_run_continu
 
 
 @pytest.mark.slow
-def test_a_run_without_checkpoints_gives_no_command_that_resumes_it(tmp_path):
+def test_a_run_without_checkpoints_prints_no_command_that_resumes_it(tmp_path):
     folder, marker = RunFolder(tmp_path / "run"), str(tmp_path)
     terminal = Terminal("--output-dir", folder.path, *LONG, "--sft-steps", 3, "--checkpoint-every", 0, marker=marker)
     wait_until(lambda: steps_of(folder), "the first step")

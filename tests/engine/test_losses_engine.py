@@ -1,11 +1,12 @@
-"""Every loss through the whole engine.
+"""Every loss that reads logprobs, computed by the whole engine.
 
-Loss and gradients are compared with closed forms in this file, applied to a transformers model in float64.
+The tests compare the loss and its gradients with a closed form. The closed form is computed from the logprobs of a
+transformers model in float64.
 
 A closed form has the arguments p, c, h and all_TV of one sample with T positions. p [T] are the logprobs of the
-targets, c the sample's columns, h [T] the entropies of the distributions, and all_TV the logprobs of all tokens. In
-shapes, V is the size of the vocabulary, K the number of target ids of a position, and N the number of positions of a
-chunk.
+targets, c the sample's columns by name, h [T] the entropies of the model's distributions, and all_TV the logprobs of
+all tokens. In shapes, V is the size of the vocabulary, K the number of target ids of a position, and N the number of
+positions of a chunk.
 """
 
 from dataclasses import replace
@@ -80,7 +81,7 @@ def clipped(p, c, low=0.8, high=1.2):
 
 
 def mean_of(x, c):
-    """The mean over the positions that have a weight."""
+    """The mean over the positions whose loss weight is not 0."""
     return x[c["loss_weights"] != 0].mean()
 
 
@@ -165,13 +166,16 @@ def with_columns_of(loss, samples, *, top_k: bool) -> list[Sample]:
 
 
 def in_order(output, pieces) -> list[Tensor]:
-    """The values of each sample, in the order of the samples."""
+    """The values of each sample, in the order of the samples.
+
+    pieces: the values of all samples in one tensor, in the engine's order.
+    """
     found = dict(zip(output.indices, pieces.split(output.lengths), strict=True))
     return [found[index] for index in range(len(found))]
 
 
 def gradients(engine) -> dict[str, Tensor]:
-    """Gradients under their Hugging Face names, gathered, in float64."""
+    """The engine's gradients by Hugging Face name, whole and in float64."""
     named = engine.built.model.named_parameters()
     found = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
     return {name: grad.full_tensor().double() for name, grad in engine.built.hf_adapter.to_hf(found).items()}
@@ -208,13 +212,14 @@ def test_loss_and_gradients_are_those_of_a_closed_form_on_transformers_in_float6
     error = relative_error(engine, expected)
     print(f"{name}: loss {abs(output.metrics['loss:sum'] - total) / abs(total):.1e}, gradient {error:.1e}")
     assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
-    # The engine's float32 has such rounding errors. Without an engine, test_losses.py checks most gradients within 1e-6.
+    # The limit is above the rounding errors of the engine, which computes in float32. test_losses.py, which needs no
+    # engine, checks most gradients within 1e-6.
     assert error < 5e-6
 
 
 def without_some_targets(samples: list[Sample], *, weight: float) -> list[Sample]:
-    """The samples with IGNORE_TARGET as the target of every third position. At these positions the loss weights are `weight`, and the other
-    columns have extreme values.
+    """The samples with IGNORE_TARGET as every third target. At these positions the loss weights are `weight`, and all
+    other columns except target_ids have extreme values.
     """
     extreme = {
         "loss_weights": weight,
@@ -271,7 +276,7 @@ def test_a_loss_depends_neither_on_packing_nor_on_the_chunk_size_nor_on_the_numb
     torch.testing.assert_close(packed_logprobs, unpacked_logprobs, rtol=1e-5, atol=1e-5)
 
 
-def test_entropy_and_the_logprobs_of_k_ids_come_with_forward_when_asked(make_engine, model, everything):
+def test_entropy_and_the_logprobs_of_k_ids_are_returned_only_if_asked_for(make_engine, model, everything):
     engine = make_engine(logprob_chunk_tokens=24)
     samples = [replace(s, columns={"target_ids": s.columns["target_ids"]}) for s in everything]
     samples[1].targets[3] = -100
@@ -292,7 +297,7 @@ def test_entropy_and_the_logprobs_of_k_ids_come_with_forward_when_asked(make_eng
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo"])
-def test_a_gradient_computed_by_the_caller_is_that_of_the_built_in_loss(make_engine, everything, name):
+def test_a_loss_computed_by_the_caller_has_the_gradients_of_the_built_in_loss(make_engine, everything, name):
     loss, closed_form = LOSSES[name]
     built_in, custom = make_engine(), make_engine()
     value = built_in.forward_backward(with_columns_of(loss, everything, top_k=False), loss).metrics["loss:sum"]

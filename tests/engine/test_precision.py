@@ -90,7 +90,7 @@ def test_compiled_experts_are_refused_in_float32():
 
 
 def test_compiling_emulated_float8_is_refused(make_engine):
-    with pytest.raises(ValueError, match="this machine has no float8, and its emulation does not compile"):
+    with pytest.raises(ValueError, match="this machine has no float8, and emulated float8 does not compile"):
         make_engine(float8=True, compile=COMPILE)
 
 

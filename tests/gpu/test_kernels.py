@@ -1,6 +1,7 @@
-"""Tests on one GPU: FlashAttention 4 and fused logprobs against float32, and two deterministic trainers against each other.
+"""Tests on one GPU. FlashAttention 4 and fused logprobs are compared with float32, and two deterministic trainers with
+each other.
 
-B rows, L positions of a row, N positions of all rows together, V vocabulary size.
+Letters of shapes: B rows, L positions of a row, N positions of all rows together, V tokens of the vocabulary.
 """
 
 import pytest
@@ -17,14 +18,14 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.float() - expected.float()).norm() / expected.float().norm())
 
 
-def test_flash_attention_4_attends_within_documents_as_a_dense_mask_does_in_float32():
+def test_flash_attention_4_agrees_with_float32_attention_under_a_dense_mask_of_the_documents():
     from rl_actors.engine import cpu, flash4
 
     num_rows, length, heads, groups, width = 2, 1024, 16, 8, 128
     spans = [(0, 0, 0, 300), (1, 0, 300, 301), (2, 0, 301, 1000), (3, 1, 0, 1017)]
     made = flash4.documents(num_rows, length, spans)
     masks = made._replace(cu_seq_q=made.cu_seq_q.cuda(), cu_seq_k=made.cu_seq_k.cuda())
-    spans += [(0, 0, 1000, length), (0, 1, 1017, length)]
+    spans += [(0, 0, 1000, length), (0, 1, 1017, length)]  # the padding of a row is a document, too
     positions_BL = torch.zeros(num_rows, length, dtype=torch.int64)
     for _, row, start, end in spans:
         positions_BL[row, start:end] = torch.arange(end - start)
@@ -44,7 +45,7 @@ def test_flash_attention_4_attends_within_documents_as_a_dense_mask_does_in_floa
         assert relative_error(actual, known) < 2e-2
 
 
-def test_fused_logprobs_equal_those_of_float32():
+def test_fused_logprobs_and_their_gradients_agree_with_float32():
     from rl_actors.engine import gpu
     from rl_actors.engine.vocab_parallel import Logits, TargetLogprobs
 
@@ -67,7 +68,7 @@ def test_fused_logprobs_equal_those_of_float32():
 
 
 @pytest.mark.parametrize("attention", ["flex", "flash4"])
-def test_two_deterministic_trainers_report_the_same_bits(attention):
+def test_two_deterministic_trainers_report_bit_identical_metrics_and_grad_norms(attention):
     model = ModelConfig(num_hidden_layers=4)
     config = TrainerConfig(
         model=model,

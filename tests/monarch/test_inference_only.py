@@ -1,5 +1,6 @@
-"""A trainer without an optimizer runs calls that infer. Calls that train, and calls that save or load the
-optimizer's state, are refused before any rank begins to work.
+"""Tests of a trainer without an optimizer. The trainer runs calls that need no optimizer, such as forward and exports.
+Calls that train, that trace training steps, or that save or load the optimizer's state are refused before any rank
+begins to work.
 """
 
 import pytest

@@ -1,7 +1,9 @@
-"""Tests of tenants. Tenants are several runs that train adapters over the frozen base weights of one trainer.
+"""Tests of tenants. A tenant is one of several runs that share a trainer. Each tenant trains adapters of its own on the
+trainer's base weights, which are frozen.
 
-Each tenant gets the same numbers as if it were alone. A failed call of one tenant does not disturb the others, unless the
-call timed out: the trainer's client then refuses the calls of all tenants until one of them discards its gradients.
+A tenant gets the same numbers as it would get alone. A failed call of one tenant does not disturb the other tenants,
+but a timeout does: the trainer's client then refuses all calls until any tenant discards its gradients. The calls of
+the tenant whose call timed out are refused until this tenant itself discards its gradients.
 """
 
 from dataclasses import replace
@@ -30,7 +32,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def landlord(config, ranks, transport):
-    """The client of a trainer with adapters, to which the tests add tenants."""
+    """The client of a trainer with adapters. The tests add tenants to this trainer."""
     with TrainerClient.spawn(config, transport=transport, processes=ranks(1), name="landlord") as client:
         yield client
 
@@ -51,7 +53,7 @@ def queue_steps(client, number: int, params: OptimParams) -> list:
     return [*halves, client.optim_step(params)]
 
 
-def test_tenants_whose_calls_interleave_get_the_same_numbers_as_alone(landlord, pair, config):
+def test_tenants_whose_calls_interleave_get_the_numbers_that_each_gets_alone(landlord, pair, config):
     sent = [[], []]
     for number in range(3):
         for answers, tenant, params in zip(sent, pair, PARAMS, strict=True):
@@ -65,7 +67,7 @@ def test_tenants_whose_calls_interleave_get_the_same_numbers_as_alone(landlord, 
             expected = []
             for number in range(3):
                 expected += [call.result() for call in queue_steps(alone, number, params)]
-            assert answers[2::3] == expected[2::3]  # gradient norms and versions
+            assert answers[2::3] == expected[2::3]  # the answers of optim_step: gradient norms and versions
             assert [answer.metrics for answer in answers[::3]] == [answer.metrics for answer in expected[::3]]
             ours, theirs = (each.forward(random_samples(seed=9)).result().logprobs for each in (tenant, alone))
             assert worst(ours, theirs) == 0 and tenant.policy_version == 3
@@ -88,7 +90,7 @@ def test_a_tenant_saves_loads_and_exports_its_own_state(landlord, pair, tmp_path
     assert landlord.push_model_state_dict().result() == 0
 
 
-def test_the_failure_of_a_call_is_raised_by_the_next_step_of_its_tenant(pair):
+def test_the_failure_of_a_tenants_call_is_raised_by_the_next_step_of_this_tenant_only(pair):
     one, other = pair
     one.forward_backward(random_samples(), loss=FailingLoss(rank=0))
     steps = queue_steps(other, 0, PARAMS[0])
@@ -102,12 +104,12 @@ def test_the_failure_of_a_call_is_raised_by_the_next_step_of_its_tenant(pair):
     assert [call.result() for call in queue_steps(one, 0, PARAMS[0])][2].policy_version == 1
 
 
-def test_after_a_timeout_any_discard_frees_all_tenants_but_the_one_whose_call_timed_out(landlord, pair, tmp_path):
+def test_after_a_timeout_any_discard_frees_all_tenants_except_the_one_whose_call_timed_out(landlord, pair, tmp_path):
     one, other = pair
     one.ready().result()
     landlord.discard_gradients().result()
     gate = Gate(folder=tmp_path)
-    landlord.call_timeout, usual = 1.0, landlord.call_timeout  # no call has to succeed while this limit holds
+    landlord.call_timeout, usual = 1.0, landlord.call_timeout  # no call has to succeed within this short limit
     try:
         with pytest.raises(TimeoutError, match="landlord: forward_backward did not answer within 1 s"):
             one.forward_backward(random_samples(), loss=gate).result()
