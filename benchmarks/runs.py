@@ -1,8 +1,9 @@
-"""A short run of a config, from a Hugging Face directory with random weights. The run starts as a user would start it.
+"""A short run of a config, from a Hugging Face directory with random weights. This program starts the run as a user would, with
+`python -m controllers.grpo`.
 
 The run has sixteen supervised steps and two GRPO steps. It loads weights, trains, gives the new weights to the generator and samples. The
 reward is the share of digits among a completion's characters, because almost untrained weights already earn a part of such a reward. Unknown
-flags are passed on to the controller.
+flags are passed on to controllers.grpo.
 """
 
 import argparse
@@ -33,7 +34,7 @@ def share_of_digits(problem: Problem, completion: str) -> float:
 def digits(*, seed: int, num_held_out: int, **_: Any) -> Environment:
     """Two-digit addition with share_of_digits as its reward. `--environment.task` names this function.
 
-    It ignores the options of the config's own task.
+    This function ignores the options of the config's own task.
     """
     config = addition(digits=2)["environment"]
     config.seed, config.num_held_out = seed, num_held_out
@@ -63,10 +64,10 @@ def flags(name: str, weights: Path, folder: Path) -> list[str]:
 
 
 def figures(first: dict[str, Any], updates: list[dict[str, Any]]) -> dict[str, Any]:
-    """Figures of a run. first: the record of its first step. updates: the records of its GRPO steps.
+    """Figures of a run. first: the record of its first step. updates: the records of the GRPO steps that were not skipped.
 
-    The differences and the KL divergence are the largest values of all updates. The times of generating, training and
-    syncing are the shortest times of all updates.
+    The differences of logprobs and the KL divergence are the largest values of all updates. The times of generating,
+    training and syncing are the shortest times of all updates.
     """
     differences = {
         "difference_mean": "logprob_diff/mean",
@@ -84,7 +85,7 @@ def figures(first: dict[str, Any], updates: list[dict[str, Any]]) -> dict[str, A
 
 
 def measure(name: str, further: list[str]) -> None:
-    """Run the config and record its result. Raises SystemExit if the run failed or made no update."""
+    """Run the config and record the result of the run. Raises SystemExit if the run failed or made no update."""
     config: GRPOConfig = CONFIGS["controllers.grpo"][name]()
     folder = RunFolder(f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}")
     # If trainer and generator take turns on a GPU (TurnsConfig), the run keeps much of the trainer's state in the host's memory. To leave

@@ -37,7 +37,7 @@ def test_asyncio_logs_no_error_of_a_call_whose_waiter_was_cancelled(wait):
 
 
 class EndsJustAfterTheWait(Future):
-    """A wait with a timeout raises TimeoutError. The future ends after the timeout, just before the error is raised."""
+    """A future that gets its answer after the timeout of `result` has passed, just before `result` raises TimeoutError."""
 
     def result(self, timeout=None):
         if timeout is None:
@@ -50,7 +50,7 @@ def test_an_answer_that_comes_just_after_the_timeout_is_returned():
     assert Call(EndsJustAfterTheWait(), "work").result(1.0) == 7
 
 
-def test_the_timeout_error_of_the_call_itself_is_raised_as_it_is():
+def test_a_call_that_fails_with_its_own_timeout_error_raises_this_error():
     ended: Future[int] = Future()
     ended.set_exception(TimeoutError("rank 1 did not answer"))
     with pytest.raises(TimeoutError, match="rank 1 did not answer"):

@@ -1,4 +1,7 @@
-"""Tests of scripts/setup.sh in a checkout that has a .venv. They check the messages, and what the script keeps of the .venv. They install nothing."""
+"""Tests of scripts/setup.sh in a checkout that has a .venv.
+
+The tests check the messages, and whether the script keeps the .venv. They install nothing.
+"""
 
 import os
 import shutil

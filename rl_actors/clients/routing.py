@@ -1,6 +1,8 @@
 """Chooses which replica of a generator gets a prompt. This module sends nothing.
 
-The choice is the replica with the smallest load, or the replica that has the start of the prompt in its cache.
+If an earlier prompt was the start of this prompt, the replica that got the earlier prompt probably has the start in its
+cache. This replica is chosen if its load is not much larger than the smallest load. Otherwise the replica with the
+smallest load is chosen.
 """
 
 from collections import OrderedDict
@@ -10,8 +12,8 @@ MAX_KNOWN = 16_384
 """Largest number of prompts whose replica is remembered."""
 
 SLACK = 4
-"""A replica that has the start of a prompt in its cache gets the prompt, unless its load exceeds the smallest load by more than
-SLACK * n requests. n is the number of completions of the prompt."""
+"""A replica that has the start of a prompt in its cache gets the prompt if the replica's load exceeds the smallest load
+by at most SLACK * n requests. n is the number of completions of the prompt."""
 
 MULTIPLIER, MASK = 6_364_136_223_846_793_005, (1 << 64) - 1  # constants of a rolling hash
 
@@ -28,8 +30,9 @@ class Router:
         self._known: OrderedDict[int, int] = OrderedDict()  # replica by the hash of the prompt
 
     def assign(self, prompt: Sequence[int], n: int, among: Sequence[int]) -> int:
-        """The replica for all n completions of a prompt. Call `finish` as the completions finish. among: the replicas
-        that take requests now.
+        """Choose the replica for all n completions of a prompt, and add n requests to its load.
+
+        Call `finish` when completions have finished. among: the replicas that take requests now.
         """
         if len(self.loads) == 1:
             self.loads[0] += n
@@ -46,16 +49,17 @@ class Router:
         return replica
 
     def finish(self, replica: int, num_requests: int) -> None:
+        """Subtract finished requests from the load of a replica."""
         self.loads[replica] -= num_requests
 
     def forget(self) -> None:
-        """Forget the prompts, because a pull of new weights has emptied the caches, or a replica has died with its
-        cache.
+        """Forget all prompts. Call this after a pull, which empties the caches, and after a replica has died, because
+        its cache is lost.
         """
         self._known.clear()
 
     def _find(self, prompt: Sequence[int]) -> tuple[int, int | None]:
-        """The hash of a prompt, and the replica of its longest known prefix. None: no prefix is known.
+        """The hash of a prompt, and the replica of its longest known prefix, or None if no prefix is known.
 
         A known prefix is a whole earlier prompt, for example the prompt of an earlier turn of the same conversation.
         """

@@ -20,11 +20,11 @@ from rl_actors.metrics import Partials
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """sum_i -w_i c_i J_i + kl.coefficient sum_i w_i kl_i - entropy_coefficient sum_i w_i H_i
+    """The loss is sum_i -w_i c_i J_i + kl.coefficient sum_i w_i kl_i - entropy_coefficient sum_i w_i H_i
 
     At position i, w is the loss weight, J is the objective of the subclass, c is the factor of the correction (1
-    without a correction), kl is the estimate of the KL to the reference, and H is the entropy of the distribution over
-    the vocabulary.
+    without a correction), kl is the estimate of KL(trainer, reference), and H is the entropy of the
+    distribution over the vocabulary. In the formulas of the subclasses, A is the advantage.
     The factor c is a function of q = p_trainer / p_generator. If samples have the column generator_logprobs, then
     old_logprobs are the trainer's logprobs from before the update, and q = exp(old_logprobs - generator_logprobs).
     Without this column, old_logprobs are the generator's, and q = exp(logprobs - old_logprobs). No gradient flows
@@ -53,10 +53,10 @@ class PolicyLoss:
         return self.sequence_mean or (self.correction is not None and self.correction.level == "sequence")
 
     def columns(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Returns two sets of names: the arguments that `__call__` requires, and its optional arguments.
+        """Returns two sets of names: the keyword arguments that `__call__` requires, and its optional keyword arguments.
 
-        The options, such as the correction, can make an argument required. The engine computes the argument `entropy`.
-        The other arguments are columns of the samples.
+        The options, such as the correction, decide which arguments are required. The engine computes the argument
+        `entropy`. The other arguments are columns of the samples.
         """
         required, optional = {"loss_weights", "advantages"}, {"generator_logprobs", "old_logprobs"}
         if self.needs_old_logprobs or self.correction is not None:
@@ -92,8 +92,8 @@ class PolicyLoss:
         current_BL = logprobs_BL.detach()
 
         def where_trained(column: Tensor) -> Tensor:
-            # A ratio could overflow at a position that is not trained. The loss would then contain 0 * inf = NaN. With
-            # the current logprobs in the column the ratio is 1.
+            # A ratio could overflow at a position that is not trained. The loss would then contain 0 * inf = NaN. So
+            # such a position gets the current logprob, which makes its ratio 1.
             return torch.where(is_trained_BL, column, current_BL)
 
         advantages = torch.where(is_trained_BL, advantages, 0.0)
@@ -127,12 +127,12 @@ class PolicyLoss:
 def policy_metrics(
     logprobs_BL: Tensor, generator_logprobs: Tensor, advantages: Tensor, loss_weights: Tensor
 ) -> Partials:
-    """Metrics of every policy loss, over trained positions.
+    """Metrics that all policy losses report. They cover only trained positions.
 
-    They describe the advantages, an estimate of the entropy, and the distance of the generator's logprobs from the
-    trainer's logprobs.
+    The metrics describe the advantages, an estimate of the entropy, and the distance of the generator's logprobs from
+    the trainer's logprobs. The ratio r is p_trainer / p_generator.
 
-    kl_policy_generator is the k3 estimate r - 1 - log r with r = p_trainer / p_generator (Schulman, "Approximating KL
+    kl_policy_generator is the k3 estimate r - 1 - log r of KL(generator, trainer) (Schulman, "Approximating KL
     divergence", 2020).
     effective_sample_fraction is 1 / E[r^2], the effective sample size divided by the number of positions (Kong 1992
     with E[r] = 1). This fraction is 1 if p_trainer and p_generator agree. Noise can raise it above 1. The fractions of
@@ -175,9 +175,7 @@ class Reinforce(PolicyLoss):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportanceSampling(PolicyLoss):
-    """J_i = r_i A_i with r_i = exp(logprob_i - old_logprob_i), where A_i is the advantage (Tinker's
-    `importance_sampling`).
-    """
+    """J_i = r_i A_i with r_i = exp(logprob_i - old_logprob_i) (Tinker's `importance_sampling`)."""
 
     def objective(
         self, logprobs_BL: Tensor, old_logprobs: Tensor, advantages: Tensor, is_trained_BL: Tensor
@@ -191,7 +189,7 @@ class PPO(PolicyLoss):
 
     r_i is exp(logprob_i - old_logprob_i).
     DAPO's clip-higher (arXiv 2503.14476) is a larger upper bound: PPO(ratio_low=0.8, ratio_high=1.28).
-    dual_clip=c > 1 bounds J_i from below by c A_i where A_i < 0 (Ye et al., arXiv 1912.09729, eq. 5).
+    dual_clip=c, with c > 1, also keeps J_i at or above c A_i where A_i < 0 (Ye et al., arXiv 1912.09729, eq. 5).
     """
 
     ratio_low: float = 0.8
@@ -211,7 +209,7 @@ class PPO(PolicyLoss):
         return self.clipped_objective(ratio_BL, advantages, is_trained_BL)
 
     def clipped_objective(self, ratio_BL: Tensor, advantages: Tensor, is_trained_BL: Tensor) -> tuple[Tensor, Partials]:
-        """PPO's objective.
+        """PPO's objective, and the metrics of clipping. A position counts as clipped if a bound changes J there.
 
         ratio_BL: PPO has one ratio per position. GSPO repeats the ratio of a sample at all its positions.
         """
@@ -299,9 +297,9 @@ class DRO(PolicyLoss):
 
 
 def clip_metrics(was_clipped_BL: Tensor, ratio_BL: Tensor, is_trained_BL: Tensor) -> Partials:
-    """The fraction of the trained positions whose ratio was clipped.
+    """The fraction of the trained positions that were clipped.
 
-    `_low` counts only ratios below 1, and `_high` counts only the other ratios.
+    clip_fraction_low counts only positions whose ratio is below 1. clip_fraction_high counts only the other positions.
     """
     is_low_BL = ratio_BL < 1
     return {

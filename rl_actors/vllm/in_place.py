@@ -1,10 +1,12 @@
-"""Copy a version of the weights straight into the parameters of a running vLLM model. A plan maps the names of the version's tensors to slices of
-these parameters. The plan is made once.
+"""Copies a version of the weights straight into the parameters of a running vLLM model. A version is the weights of one policy_version.
 
-vLLM keeps query, key and value in one parameter, and gate and up in another parameter. Under tensor parallelism a worker has only some rows or
-columns of a parameter, and reads only these from the version. A copy in place is possible if vLLM computes with the parameters in the form that
-the version has. This is so for a model if its type is in MODEL_TYPES, it is on a GPU, it is not quantized, and it has no LoRA layers. For all
-other models vLLM's own reload loads the weights.
+A plan says for each tensor of a version which slice of a parameter gets the tensor. The first pull makes the plan for all pulls. A plan is needed
+because vLLM keeps query, key and value in one parameter, and gate and up in another parameter. Under tensor parallelism a worker has only some
+rows or columns of a parameter, and reads only these from the version.
+
+A copy in place is possible if vLLM computes with the parameters in the form that the version has. This is so for a model if its type is in
+MODEL_TYPES, it is on a GPU, it is not quantized, and it has no LoRA layers. For all other models, and if
+make_plan fails, vLLM's own reload loads the weights.
 """
 
 import math
@@ -34,7 +36,7 @@ Plan = Mapping[str, Target]
 
 
 MODEL_TYPES = ("qwen3", "llama", "mistral")
-"""model_type of dense models whose layers the plan knows."""
+"""Values of `model_type` in config.json, for the dense models that make_plan handles."""
 
 
 def is_possible(model: nn.Module, config: "VllmConfig") -> bool:
@@ -48,7 +50,10 @@ def is_possible(model: nn.Module, config: "VllmConfig") -> bool:
 
 
 def make_plan(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Plan:
-    """The targets of all tensors of a version. Raises ValueError naming a parameter that the targets would not fill exactly."""
+    """The targets of all tensors of a version.
+
+    Raises ValueError if the model has no place for a tensor, or if the targets would not fill a parameter exactly.
+    """
     modules = dict(model.named_modules())
     plan = {name: _target(model, modules, name, shape) for name, shape in shapes.items()}
     filled: dict[int, int] = {}
@@ -117,7 +122,10 @@ def _target(model: nn.Module, modules: Mapping[str, nn.Module], name: str, shape
 
 
 def _layer(model: nn.Module, modules: Mapping[str, nn.Module], name: str) -> tuple[nn.Module, int | None]:
-    """Find vLLM's layer for a module of the trainer's model. Returns (layer, index), where index is the module's index in a fused layer, or None."""
+    """Find vLLM's layer for a module that has a Hugging Face name, such as model.layers.0.self_attn.q_proj.
+
+    Returns (layer, index). For a fused layer, such as qkv_proj, the index is the module's index in the layer. For other layers it is None.
+    """
     parent, _, leaf = name.rpartition(".")
     for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
         if leaf in parts and f"{parent}.{fused}" in modules:
@@ -128,7 +136,7 @@ def _layer(model: nn.Module, modules: Mapping[str, nn.Module], name: str) -> tup
 
 
 def _fused_rows(layer: nn.Module, part: int) -> tuple[int, int, int]:
-    """Find which rows of a tensor this worker holds. `part` is the index of the tensor in the fused layer.
+    """Find which rows of a version's tensor this worker holds. `part` is the index of the tensor in the fused layer.
 
     Returns (first row in the worker's parameter, first row in the version's tensor, number of rows).
     """
@@ -147,7 +155,7 @@ def _fused_rows(layer: nn.Module, part: int) -> tuple[int, int, int]:
 
 
 def _num_padded(layer: nn.Module, parameter: Tensor) -> int:
-    """The number of padding values in a parameter. vLLM pads the vocabulary, and the version does not have the padding."""
+    """The number of padding values in a parameter. vLLM pads the vocabulary. A version does not have this padding."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     if not isinstance(layer, VocabParallelEmbedding):

@@ -1,6 +1,7 @@
 """Rollouts that run ahead of the trainer.
 
-The tests check on which groups a step trains, how old these groups may be, and that no group is lost, repeated or awaited for ever.
+A group is the completions of one problem. The tests check which groups a step trains on, how old these groups may be, and that no group is
+lost, repeated or awaited for ever.
 """
 
 import asyncio
@@ -50,31 +51,31 @@ def test_without_staleness_a_step_waits_for_all_groups():
     assert chosen_indices([(1, True), (1, True)], size=2, step=1, ahead=0) == [0, 1]
 
 
-def test_younger_groups_overtake_an_unfinished_group_until_it_is_due():
+def test_a_step_takes_younger_groups_while_an_older_group_is_unfinished_and_not_yet_due():
     described = [(1, False), (1, True), (1, True), (1, True)]
     assert chosen_indices(described, size=2, step=1, ahead=1) == [1, 2]
-    # Two groups that were drawn at step 1 are left, and step 2 must train on both. So step 2 waits for the group that has not finished,
-    # although two groups that were drawn at step 2 have finished.
+    # The two groups that are left from step 1 are due at step 2, but one of them has not finished. So step 2 waits, although two groups that
+    # were drawn at step 2 have finished.
     later = [(1, False), (1, True), (2, True), (2, True)]
     assert chosen_indices(later, size=2, step=2, ahead=1) is None
     later[0] = (1, True)
     assert chosen_indices(later, size=2, step=2, ahead=1) == [0, 1]
 
 
-def test_young_groups_are_left_if_taking_them_would_make_old_groups_overdue():
+def test_a_step_waits_if_training_on_young_groups_would_make_old_groups_overdue():
     # The four groups drawn at step 1 are due at step 3. If step 2 trained on the two groups drawn at step 2, step 3 would have to train on
     # all four, but a step trains on two.
     described = [(1, False), (1, False), (1, False), (1, False), (2, True), (2, True)]
     assert chosen_indices(described, size=2, step=2, ahead=2) is None
 
 
-def test_runs_of_indices_that_follow_each_other():
+def test_runs_of_splits_indices_into_stretches_of_consecutive_numbers():
     assert list(runs_of([3, 4, 9, 11, 12])) == [(0, 2), (2, 3), (3, 5)]
     assert list(runs_of([])) == []
 
 
 class Simulated:
-    """A simulated trainer and a simulated generator. Their time passes in turns of the event loop.
+    """A simulated trainer and a simulated generator. Their unit of time is one pass of the event loop.
 
     Groups take random times. In some groups all rewards are equal. A step without samples does not train. A step that trains raises the version
     by a random number, which may be 0.
@@ -153,7 +154,7 @@ def problem_of(index: int) -> NumberedProblem:
 @pytest.mark.parametrize("in_flight_updates", [True, False])
 @pytest.mark.parametrize("versions_per_step", [1, 2])
 @pytest.mark.parametrize("max_staleness", [0, 2, 3, 4])
-def test_with_random_times_every_problem_is_used_once_and_no_group_is_too_old(
+def test_with_random_times_no_problem_is_lost_or_repeated_and_no_group_is_too_old(
     max_staleness, versions_per_step, in_flight_updates
 ):
     oldest = 0
@@ -186,7 +187,7 @@ class ScriptedGenerator:
     failures: int = 0
     calls: list[list[list[int]]] = field(default_factory=list)
     finish: dict[int, asyncio.Event] = field(default_factory=dict)
-    num_open: int = 0
+    num_open: int = 0  # calls that have not ended
 
     def event(self, prompt: int) -> asyncio.Event:
         return self.finish.setdefault(prompt, asyncio.Event())
@@ -247,7 +248,7 @@ def test_the_next_groups_are_generated_while_a_step_trains():
     asyncio.run(scenario())
 
 
-def test_a_resumed_queue_completes_first_what_was_drawn_and_not_trained_on():
+def test_a_resumed_queue_first_completes_the_problems_that_were_drawn_but_not_trained_on():
     async def scenario() -> None:
         generator = ScriptedGenerator()
         for prompt in range(12):
@@ -260,7 +261,7 @@ def test_a_resumed_queue_completes_first_what_was_drawn_and_not_trained_on():
     asyncio.run(scenario())
 
 
-def test_a_rollout_that_the_generator_loses_is_asked_for_again_and_counted():
+def test_a_rollout_that_fails_in_the_generator_is_retried_and_the_retry_is_counted():
     async def scenario() -> None:
         generator = ScriptedGenerator(failures=1)
         for prompt in (0, 1):
@@ -286,7 +287,7 @@ def test_a_run_ends_with_the_generators_error_after_the_last_retry():
     asyncio.run(scenario())
 
 
-def test_the_error_of_a_reward_ends_the_wait_at_once_and_stops_the_requests():
+def test_an_error_of_the_reward_function_ends_next_batch_at_once_and_stops_the_requests():
     class Broken(Scores):
         async def score(self, environment, problem, texts):
             raise ZeroDivisionError("a bug in the reward")
@@ -303,7 +304,7 @@ def test_the_error_of_a_reward_ends_the_wait_at_once_and_stops_the_requests():
     asyncio.run(scenario())
 
 
-def test_an_error_while_a_step_trains_is_raised_by_the_next_wait():
+def test_an_error_of_the_generator_while_a_step_trains_is_raised_by_the_next_call_of_next_batch():
     async def scenario() -> None:
         generator = ScriptedGenerator()
         for prompt in (0, 1):

@@ -1,4 +1,7 @@
-"""Traffic of two FSDP2 ranks: the bytes that each rank reads from a Hugging Face directory and pushes, and the parameters that it gathers."""
+"""Traffic of two FSDP2 ranks.
+
+The tests count the bytes that each rank reads from a Hugging Face directory, the bytes that it pushes to the generator, and FSDP's all-gathers.
+"""
 
 from collections import Counter
 from functools import cache
@@ -38,7 +41,7 @@ def count_reads(monkeypatch) -> list[tuple[str, int]]:
 
 
 def count_gathers(monkeypatch) -> list[str]:
-    """A list to which every later all-gather of FSDP adds the name of the first parameter of its parameter group."""
+    """A list to which every later all-gather of FSDP adds a name: that of the first parameter in the gathered parameter group."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
     gathers: list[str] = []
@@ -53,7 +56,7 @@ def count_gathers(monkeypatch) -> list[str]:
 
 
 def observe(path: str, fields: dict, policy: str) -> dict:
-    """The traffic of this rank: the bytes that it reads and pushes, by tensor, and the number of gathers of each parameter group in each call."""
+    """The traffic of this rank: for each tensor the bytes read and pushed, and for each call the number of gathers of every parameter group."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         reads, gathers = count_reads(monkeypatch), count_gathers(monkeypatch)
         engine = make_engine(path, layout(shard=2, fsdp_reshard_after_forward=policy), fields)
@@ -119,7 +122,7 @@ def test_each_rank_reads_and_pushes_its_half_of_every_tensor(observed, model):
 
 
 def expected_gathers(model: str, policy: str, num_microbatches: int) -> dict[str, dict[str, int]]:
-    """Number of gathers of each block and of the head's group, for each call.
+    """Number of gathers of every parameter group, for each call. A group has the name of its first parameter or of its block.
 
     The last norm and the head are one group. A tied embedding is in that group, too. An untied embedding is gathered as often as a block.
     """
@@ -160,7 +163,7 @@ def expected_gathers(model: str, policy: str, num_microbatches: int) -> dict[str
         pytest.param("experts", "default", marks=pytest.mark.slow),
     ],
 )
-def test_the_reshard_policy_sets_the_number_of_gathers_and_chunks_of_the_head_add_none(observed, model, policy):
+def test_the_number_of_gathers_depends_on_the_reshard_policy_and_not_on_the_chunks_of_logits(observed, model, policy):
     _, ranks = observed(model, policy)
     for seen in ranks:
         assert seen["microbatches"] == 3 and seen["chunks"] > 1
@@ -170,7 +173,7 @@ def test_the_reshard_policy_sets_the_number_of_gathers_and_chunks_of_the_head_ad
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["always", "never"])
-def test_a_step_with_a_forward_in_it_is_the_same_however_long_gathered_weights_are_kept(observed, policy):
+def test_a_step_with_a_forward_in_it_has_the_same_result_under_every_reshard_policy(observed, policy):
     _, usual = observed("untied", "default")
     _, ranks = observed("untied", policy)
     results = [seen["result"] for seen in (*usual, *ranks)]

@@ -16,7 +16,7 @@ def num_microbatches(schedule: str, num_ranks: int, num_samples: int) -> int:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_interleaved_stages_take_a_multiple_of_the_number_of_ranks(num_ranks):
+def test_for_interleaved_stages_the_plan_pads_up_to_a_multiple_of_the_number_of_ranks(num_ranks):
     for num_samples in range(1, 3 * num_ranks + 1):
         rounds = -(-num_samples // num_ranks)
         assert num_microbatches("Interleaved1F1B", num_ranks, num_samples) == rounds * num_ranks

@@ -1,4 +1,4 @@
-"""A trainer of adapters can have several tenants. A tenant is a run that has its own adapters, and shares the base weights with other runs.
+"""A trainer of LoRA adapters can have several tenants. A tenant is a run that has its own adapters, and shares the base weights with other runs.
 
 Each tenant gets, bit for bit, the numbers that it would get in a trainer of its own.
 """
@@ -28,7 +28,7 @@ PARAMS = {
 }
 SEEDS = {"": 7, "a": 1, "b": 2}
 SCHEDULE = ["a", "", "a", "b", "a", "b", "", "a", "a", "b"]
-"""The tenant of each call. The calls of a tenant repeat this cycle: forward_backward, forward_backward, forward, optim_step."""
+"""The tenant of each call; "" is the first tenant. Each tenant repeats this cycle: forward_backward, forward_backward, forward, optim_step."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def base(tmp_path_factory) -> str:
 
 
 def nth_call(engine, tenant: str, number: int, samples=lambda seed: ppo_samples(LENGTHS, seed=seed)):
-    """Make call `number` of the tenant, and return its answer as values that can be compared."""
+    """Make call `number` of the tenant. Returns the answer of the call as values that can be compared."""
     kind, seed = number % 4, 100 * sorted(SEEDS).index(tenant) + number
     if kind == 3:
         result = engine.optim_step(PARAMS[tenant])
@@ -51,7 +51,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def state_of(engine) -> dict[str, torch.Tensor]:
-    """The trained weights, gradients and optimizer state of the tenant in use, as copies of this rank's shards."""
+    """Copies of the trained weights, gradients and optimizer state of the tenant in use. A copy has only this rank's shard."""
     found = {}
     for name, parameter in engine.built.model.named_parameters():
         if parameter.requires_grad:
@@ -88,7 +88,7 @@ def alone(engine, tenant: str, **calls) -> tuple[list, dict[str, torch.Tensor]]:
     return answers, state_of(engine)
 
 
-def test_tenants_in_turn_are_bit_equal_to_each_alone(make_engine, base):
+def test_tenants_that_take_turns_get_the_same_bits_as_each_in_its_own_trainer(make_engine, base):
     engine = make_engine(base, lora=LORA)
     answers, states = in_turn(engine)
     for name, seed in SEEDS.items():
@@ -101,7 +101,7 @@ def test_tenants_in_turn_are_bit_equal_to_each_alone(make_engine, base):
     assert engine.info().tenants == ("a", "b") and engine.info().lora_rank == 4
 
 
-def test_a_trainer_whose_parts_are_on_the_host_brings_them_back_for_the_next_tenant(make_engine, base):
+def test_an_offload_before_a_switch_of_tenants_changes_no_state(make_engine, base):
     engine, other = make_engine(base, lora=LORA), make_engine(base, lora=LORA)
     for each in (engine, other):
         each.new_tenant("a")
@@ -200,7 +200,7 @@ def test_a_dropped_tenant_is_gone_and_its_name_is_free(make_engine, base):
     assert nth_call(engine, "a", 0) and nth_call(engine, "a", 3)[1] == 1
 
 
-def test_what_a_trainer_cannot_do_with_tenants_is_refused_and_changes_nothing(make_engine, base, tmp_path):
+def test_impossible_calls_about_tenants_are_refused_and_change_nothing(make_engine, base, tmp_path):
     with pytest.raises(ValueError, match=r"new_tenant\('a'\) is not possible with lora.rank=0"):
         make_engine(base).new_tenant("a")
     experts = save_random(tmp_path / "experts", MOE)
@@ -228,7 +228,7 @@ def in_turn_and_alone(path, parallelism, fields):
     """Make the calls of all tenants in one trainer, and the calls of each tenant in a trainer of its own.
 
     Returns for each tenant three values of this rank: whether its answers in the two trainers are equal, whether its
-    states are equal, and its first gradient norm.
+    states at the end are equal, and its first gradient norm.
     """
     samples = samples_with(*TRAINED)
     calls = {"samples": lambda seed: samples[seed % 7 : 9]}
@@ -258,7 +258,9 @@ def in_turn_and_alone(path, parallelism, fields):
     ],
     ids=str,
 )
-def test_tenants_of_a_layout_are_bit_equal_to_each_alone(run, directory_of, parallelism, num_processes):
+def test_tenants_of_a_layout_get_the_same_bits_as_each_in_its_own_trainer(
+    run, directory_of, parallelism, num_processes
+):
     for rank in run(num_processes, in_turn_and_alone, directory_of("adapters"), parallelism, MODELS["adapters"][1]):
         assert all(answers and states for answers, states, _ in rank.values()), rank
-        assert len({norm for _, _, norm in rank.values()}) == 3  # the tenants differ
+        assert len({norm for _, _, norm in rank.values()}) == 3  # the tenants have different gradients
