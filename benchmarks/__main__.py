@@ -1,7 +1,7 @@
-"""Command line of the benchmarks. `python -m benchmarks` prints a list. `python -m benchmarks NAME [ARGUMENT ...]` runs a row or a program.
+"""Command line of the benchmarks. `python -m benchmarks` lists rows and programs. `python -m benchmarks NAME [ARGUMENT ...]` runs a row or a program.
 
 A row is one entry of the table in benchmarks/harness/register.py. A program is a file of benchmarks/ or benchmarks/harness/ that defines
-`main()`. The list shows the first line of its docstring. torch is not imported here, because its import takes seconds.
+`main()`. The list shows the first line of a program's docstring. This file does not import torch, because importing torch takes seconds.
 """
 
 import ast
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def programs() -> dict[str, tuple[str, str]]:
-    """Benchmarks and tools: {name: (module, first line of its docstring)}, such as {"overhead": ("benchmarks.overhead", "Cost of …")}.
+    """The programs: {name: (module, first line of its docstring)}, such as {"overhead": ("benchmarks.overhead", "Cost of …")}.
 
     The files are parsed and not imported, because importing them would import torch.
     """
@@ -36,7 +36,8 @@ def programs() -> dict[str, tuple[str, str]]:
 def rows() -> list[str]:
     """Lines of the printed list: a head, and a line for each row.
 
-    A line says which devices the row needs, whether this kind of machine has measured the row, and how its newest result compares to its target.
+    The column "here" is "measured" if the row has a result from this kind of device, "missing" if it has none, and "-"
+    if this machine cannot run the row. The columns after "here" describe the row's newest result and its target.
     """
     width = max(len(name) for name in TABLE)
     template = f"{{:<{width}}} {{:<7}} {{:<8}} {{:<24}} {{:<46}} {{:<24}} {{}}"
@@ -62,7 +63,9 @@ def main() -> None:
     known = programs()
     name, *arguments = sys.argv[1:] or [""]
     if not name:
-        print("make bench ROW=NAME runs a row; ROW=missing runs every row without a result (ARGS=--help for options)\n")
+        print(
+            "make bench ROW=NAME runs a row; ROW=missing runs every row that is missing here (ARGS=--help for options)\n"
+        )
         print("\n".join(rows()))
         print("\nPrograms with arguments of their own: python -m benchmarks NAME --help\n")
         for program, (_, first_line) in known.items():
@@ -71,7 +74,7 @@ def main() -> None:
     if name in TABLE:
         sys.exit(missing.run([name], arguments))
     if name not in known:
-        sys.exit(f"no row and no program {name!r}; `make bench` lists them")
+        sys.exit(f"there is no row or program {name!r}; `make bench` lists all rows and programs")
     sys.argv = [f"benchmarks.{name}", *arguments]
     module, _ = known[name]
     importlib.import_module(module).main()

@@ -1,10 +1,13 @@
-"""Measures the cost of TLS between hosts. Two programs take the same steps. The workers of the first program are at
-tls:// addresses, and the workers of the second program are at tcp:// addresses.
+"""Measures the cost of TLS between a program and the workers that run its actors.
 
-The programs run alternately, and all workers are on loopback. A step is a GRPO step without rewards: generate, forward_backward,
-optim_step, a push and a pull. FSDP spreads the trainer over two workers, and the second worker also has the generator.
-Monarch transfers the calls, their samples and their answers, so TLS encrypts these. Neither the weights nor the collectives of the
-ranks go through Monarch, so TLS does not encrypt them.
+A worker is a process that starts actors on its host. Two programs take the same steps alternately. The workers of the
+first program are at tls:// addresses, and the workers of the second program are at tcp:// addresses. All addresses are
+on loopback.
+
+A step is a GRPO step with fixed advantages instead of rewards: generate, forward_backward, optim_step, a push and a
+pull. FSDP spreads the trainer over two workers, and the second worker also has the generator. Monarch transfers the
+calls, their samples and their answers, so TLS encrypts these. The weights and the ranks' collectives do not go through
+Monarch, so TLS does not encrypt them.
 """
 
 import argparse
@@ -49,7 +52,7 @@ LINE = "step of {:,} completions of {} tokens"
 def program(addresses: str, certificates: str) -> None:
     """Take a step for each line of stdin. Print "ready" after the start, and the loss after each step.
 
-    addresses: the workers, separated by commas. certificates: the folder of the certificates; "" without TLS.
+    addresses: addresses of the workers, separated by commas. certificates: folder of the certificates; "": no TLS.
     """
     connected = hosts.connect(addresses.split(","), certificates=certificates)
     last = connected.part(NUM_WORKERS - 1, NUM_WORKERS)
@@ -113,7 +116,10 @@ def worker(scheme: str, certificates: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def side(scheme: str, certificates: str = "") -> Iterator[Callable[[], float]]:
-    """Start a program with workers of this scheme, and yield a function that lets it take one step and returns the loss."""
+    """Start workers at addresses of this scheme, and a program that uses them.
+
+    Yields a function that makes the program take one step, and returns the loss of the step.
+    """
     with contextlib.ExitStack() as stack:
         addresses = [stack.enter_context(worker(scheme, certificates)) for _ in range(NUM_WORKERS)]
         command = [sys.executable, "-m", "benchmarks", "tls_overhead", "--program", ",".join(addresses), certificates]
@@ -123,7 +129,9 @@ def side(scheme: str, certificates: str = "") -> Iterator[Callable[[], float]]:
             assert process.stdout is not None
             line = process.stdout.readline()
             if not line:
-                raise RuntimeError(f"the program at {scheme}:// ended with status {process.wait(END_SECONDS)}")
+                raise RuntimeError(
+                    f"the program with workers at {scheme}:// ended with status {process.wait(END_SECONDS)}"
+                )
             return line.strip()
 
         def one_step() -> float:
@@ -144,7 +152,7 @@ def side(scheme: str, certificates: str = "") -> Iterator[Callable[[], float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=40, help="timed steps of each side")
+    parser.add_argument("--repeats", type=int, default=40, help="timed steps of each program")
     parser.add_argument("--program", nargs=2, metavar=("ADDRESSES", "CERTIFICATES"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.program:

@@ -20,7 +20,7 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """All numbers that share a name. If the name ends in _total, the numbers are a counter, otherwise a gauge."""
+    """A metric of Prometheus: all numbers that share a name. It is a counter if the name ends in _total, otherwise a gauge."""
 
     name: str
     about: str = ""  # one line that explains the numbers
@@ -37,7 +37,8 @@ class Family:
 
 
 def text(families: Iterable[Family]) -> str:
-    """
+    """The text of several metrics, in the format that Prometheus reads.
+
     >>> text([Family(name="calls_total", numbers={(("call", "info"),): 3})])
     '# TYPE calls_total counter\\ncalls_total{call="info"} 3\\n'
     """
@@ -56,8 +57,8 @@ class MetricsPort:
     """Answers `GET /metrics` at one address until `close`, on threads of its own."""
 
     def __init__(self, host: str, port: int, read: Callable[[], str]) -> None:
-        """port: 0 stands for any free port. read: function that returns the text. Each request calls it on a thread of
-        its own.
+        """port: 0 stands for any free port. read: function that returns the text. Every request has its own thread,
+        which calls `read`.
 
         Raises OSError, naming the address, if the port cannot be opened.
         """
@@ -110,7 +111,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def address_of(value: str) -> tuple[str, int]:
-    """The host and the port of "127.0.0.1:9090" or "[::1]:9090". Raises ValueError naming the value."""
+    """The host and the port in a text such as "127.0.0.1:9090" or "[::1]:9090".
+
+    Raises ValueError, naming the text, if it has another form.
+    """
     host, colon, port = value.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:

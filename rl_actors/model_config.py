@@ -1,4 +1,4 @@
-"""Dimensions of a model. This module reads them from Hugging Face's config.json and writes them to it.
+"""Dimensions of a model. This module reads them from Hugging Face's config.json, and writes such files.
 
 ARCHITECTURES lists the supported kinds of models.
 """
@@ -22,11 +22,11 @@ ARCHITECTURES = {
     "qwen3": Architecture(hf_class="Qwen3ForCausalLM", has_qk_norm=True),
     "qwen3_moe": Architecture(hf_class="Qwen3MoeForCausalLM", has_qk_norm=True),
     "llama": Architecture(hf_class="LlamaForCausalLM", has_qk_norm=False),
-    # Sliding windows are not supported. The value null (None) switches them off. If the entry is missing, transformers
-    # uses a window of 4096.
+    # Sliding windows are not supported. The value null (None) of sliding_window switches them off. Without the entry
+    # transformers would use a window of 4096.
     "mistral": Architecture(hf_class="MistralForCausalLM", has_qk_norm=False, required=(("sliding_window", None),)),
 }
-"""The key is the model_type in config.json."""
+"""Each key is a value of model_type in config.json."""
 
 MOE_FIELDS = frozenset(
     {
@@ -55,7 +55,7 @@ LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """A Qwen3 (dense or a mixture of experts), a Llama or a Mistral. The fields are named as in Hugging Face's config.json."""
+    """Dimensions of a Qwen3 (dense or a mixture of experts), a Llama or a Mistral. The fields are named as in Hugging Face's config.json."""
 
     architecture: Literal["qwen3", "llama", "mistral"] = "qwen3"
     """Kind of decoder. It is the model_type in config.json, except that config.json says qwen3_moe for a Qwen3 with
@@ -105,9 +105,9 @@ class ModelConfig:
         for name in self.__dataclass_fields__:
             here, there = getattr(self, name), getattr(found, name)
             if here != there:
-                differing.append(f"{name}={here} but {there} in its config.json")
+                differing.append(f"{name}={there} instead of {here}")
         if differing:
-            raise ValueError(f"{path} holds another model: {'; '.join(differing)}")
+            raise ValueError(f"{path} holds another model: its config.json has {'; '.join(differing)}")
 
     @classmethod
     def from_hf(cls, path: str | Path) -> "ModelConfig":
@@ -129,8 +129,12 @@ class ModelConfig:
                 raise ValueError(f"{file} has {name}={values[name]!r}; supported is {supported!r}")
         for name, supported in ARCHITECTURES[model_type].required:
             if name not in values or values[name] != supported:
-                found = repr(values[name]) if name in values else "transformers' default"
-                raise ValueError(f"{file} has {name}={found}; supported is {supported!r}")
+                found = (
+                    f"has {name}={values[name]!r}"
+                    if name in values
+                    else f"lacks {name}, so transformers uses its default"
+                )
+                raise ValueError(f"{file} {found}; supported is only {name}={supported!r}")
         values = _with_defaults(values) | _rope(file, values)
         values["architecture"] = model_type.removesuffix("_moe")
         names = set(cls.__dataclass_fields__)
@@ -211,7 +215,7 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(
-                f"model.head_dim={self.head_dim}; it must be even: the rotary embedding turns pairs of dimensions"
+                f"model.head_dim={self.head_dim}; it must be even: the rotary embedding rotates pairs of dimensions"
             )
         experts, routed = self.num_experts, self.num_experts_per_tok
         if experts < 0 or (experts > 0 and routed > experts):
@@ -238,7 +242,7 @@ def _rope(file: Path, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """The content of a config.json, completed by the defaults that transformers has for entries which are missing."""
+    """The content of a config.json. Missing entries get transformers' defaults."""
     completed = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, **values}
     if values["model_type"] == "mistral":
         completed.setdefault("num_key_value_heads", 8)
@@ -250,7 +254,7 @@ def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_defaults_of_experts(values: dict[str, Any]) -> dict[str, Any]:
-    """The content of the config.json of a mixture of experts, completed by the defaults of transformers' Qwen3Moe."""
+    """The content of the config.json of a mixture of experts. Missing entries get the defaults of transformers' Qwen3Moe."""
     completed = {
         "norm_topk_prob": False,
         "decoder_sparse_step": 1,

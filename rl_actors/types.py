@@ -18,9 +18,9 @@ from rl_actors.metrics import Partials
 from rl_actors.parts import HostMove
 
 IGNORE_TARGET = -100
-"""Target id of a position without a target. Such a position is padding, or the caller has masked it. Its logprob is 0,
-and the trainer sets all its columns to 0. One of these columns is loss_weights, so every loss, mean and maximum leaves
-the position out."""
+"""Target id of a position without a target. Such a position is padding, or the caller has masked it. The logprob of the
+position is 0, and the trainer sets all columns to 0 there. One of these columns is loss_weights, so every loss, mean
+and maximum leaves the position out."""
 
 TOP_K_COLUMNS = {"target_ids": torch.int64, "target_weights": torch.float32}
 """Columns of shape [T, K] with their dtypes. K is the same in all samples of a call. Every other column is [T] float32."""
@@ -38,7 +38,10 @@ def column_dtype(name: str) -> torch.dtype:
 
 
 class CollectiveTimeoutError(TimeoutError):
-    """A rank of a trainer has waited too long for another rank. Later collectives of the trainer fail, too."""
+    """A rank of a trainer has waited too long for another rank in a collective.
+
+    Later collectives of the trainer fail, too.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +55,7 @@ class Sample:
     tokens: Tensor  # [T] int64
     targets: Tensor  # [T] int64
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # each [T] float32, except TOP_K_COLUMNS
-    temperature: float = 1.0  # the trainer divides logits by it before it computes logprobs
+    temperature: float = 1.0  # logprobs are computed from logits / temperature
 
     @classmethod
     def from_tokens(
@@ -67,8 +70,9 @@ class Sample:
         shifts tokens.
 
         A column is one number for all completion tokens, or a sequence of C numbers. A column in TOP_K_COLUMNS has the
-        shape [C, K].
-        Columns are 0 at positions whose target belongs to the prompt. `loss_weights` is 1 on the completion unless it is given.
+        shape [C, K]. In the sample, every column is 0 at positions whose target belongs to the prompt. If
+        `loss_weights` is not given, it is 1 for every completion token.
+
         from_tokens([5, 6], [7, 8], advantages=2.0) -> tokens [5, 6, 7], targets [6, 7, 8], advantages [0, 2, 2], loss_weights [0, 1, 1]
 
         Raises ValueError if the prompt or the completion is empty, or if the shape of a column is wrong.
@@ -113,9 +117,10 @@ def _sample_from_numpy(
 
 
 class SampleList(list[Sample]):
-    """List of samples. If all samples have the same columns, the list is pickled as one array per column.
+    """List of samples. If all samples have the same columns, the list is pickled as one array of all tokens, one array
+    of all targets, and one array for each column.
 
-    Pickling a thousand small arrays takes longer than a step of a small model.
+    Pickling a thousand small arrays would take longer than a step of a small model.
     """
 
     def __reduce__(self):
@@ -172,8 +177,8 @@ class OptimParams:
     weight_decay: float = 0.0
     # Largest norm of the gradient, after the division by grad_divisor. None: no clipping.
     grad_clip_norm: float | None = 1.0
-    # The step divides the gradient of the summed loss by this number. If it is num_loss_tokens(samples), the step uses
-    # the gradient of the mean loss per token.
+    # The step divides the gradient of the summed loss by this number. With num_loss_tokens(samples) the step uses the
+    # gradient of the mean loss per token.
     grad_divisor: float = 1.0
 
 
@@ -183,7 +188,7 @@ class OptimResult:
 
     policy_version: int  # after the step
     grad_norm: float  # after the division by grad_divisor, before clipping
-    skipped: bool = False  # True: the gradient was not finite, and the step only cleared it
+    skipped: bool = False  # True: the gradient was not finite, so the step only cleared the gradient
     # Names of parameters whose gradient is not finite, at most MAX_NAMES_REPORTED.
     nonfinite_parameters: tuple[str, ...] = ()
 
@@ -211,17 +216,18 @@ class ForwardBackwardOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOutput:
-    """The part of a ForwardBackwardOutput that one rank reports. It is defined here so that a client need not import the engine.
+    """The part of a ForwardBackwardOutput that one rank reports. This class is in types.py so that a client need not import the engine.
 
-    Each sample is reported once, by tensor-parallel rank 0 of the last pipeline stage. Under context parallelism only context-parallel
-    rank 0 reports samples, and every context-parallel rank reports its own metrics.
+    Only tensor-parallel rank 0 of the last pipeline stage reports samples and metrics. Under context parallelism every
+    context-parallel rank reports its own metrics, but only context-parallel rank 0 reports samples. So each sample is
+    reported once.
     """
 
     rank: int
-    indices: list[int]  # indices of the reported samples in the list of the call
+    indices: list[int]  # index of each reported sample in the call's list of samples
     lengths: list[int]  # T of each reported sample
     # "logprobs" (in a value model "values"): [sum of lengths] float32. If the rank computed them, also "entropy" [sum
-    # of lengths] and "target_logprobs" [sum of lengths, K]. Empty if the rank reports no sample.
+    # of lengths] and "target_logprobs" [sum of lengths, K]. The dict is empty if the rank reports no sample.
     values: dict[str, Tensor]
     metrics: Partials  # the client merges them over ranks; see rl_actors.metrics
     policy_version: int
@@ -243,9 +249,9 @@ class SamplingParams:
     top_k: int = 0  # 0 keeps the whole vocabulary
     stop_token_ids: tuple[int, ...] = ()  # a completion ends with the first stop token, and includes it
     seed: int | None = None  # completion i of prompt p is sampled with seed + p * n + i
-    ignore_stop: bool = False  # go on after an end token of the model's config; stop_token_ids still end a completion
-    top_logprobs: int = 0  # number of likeliest tokens that are given with each sampled token
-    # Number of likeliest tokens that are given with each token of the prompt after the first.
+    ignore_stop: bool = False  # True: the model's end token (EOS) ends no completion; stop_token_ids still do
+    top_logprobs: int = 0  # number of likeliest tokens that `Completion.top` has for each sampled token
+    # Number of likeliest tokens that `Completion.prompt_top` has for each token of the prompt after the first.
     prompt_top_logprobs: int = 0
 
 
@@ -262,11 +268,11 @@ class Completion:
     """One sampled completion."""
 
     tokens: list[int]  # C ids
-    # C log probabilities under the distribution that vLLM sampled from, after temperature, top_p and top_k. A greedy
-    # completion (temperature 0) has the log probabilities at temperature 1.
+    # C logprobs under the distribution that vLLM sampled from, after temperature, top_p and top_k. A greedy completion
+    # (temperature 0) has the logprobs at temperature 1.
     logprobs: list[float]
     policy_versions: list[int]  # C numbers: the version of the weights that produced each token
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str  # "stop": at an end token or a stop token; "length": at max_tokens or max_model_len
     top: TopLogprobs | None = None  # at the positions of the C tokens, under the distribution of `logprobs`
     prompt_top: TopLogprobs | None = None  # at the positions of the prompt's tokens after the first, at temperature 1
 
@@ -276,15 +282,17 @@ class Transfer:
     """Record of one push of a trainer, or of one pull of a generator."""
 
     policy_version: int
-    # A push: where the bytes are ("slots", "files" or "memory"). A pull: how the bytes came ("shared_memory", "tcp",
-    # …).
+    # A push: where the bytes are ("slots", "files" or "memory").
+    # A pull: how the bytes came ("shared_memory", "cuda_ipc", "tcp", "point_to_point", "files" or "memory").
     path: str
     reason: str = ""  # why a pull took this path
     num_bytes: int  # of the version, over all ranks; 0 for a pull of a version that the generator had already
-    seconds: float  # without the wait for the version
+    # A pull does not count its waits for the version and for running requests. With the path "memory" it also does not
+    # count the seconds in which it fetches the bytes from the actor that holds them.
+    seconds: float
     # Seconds of each phase. A push has the phases collect and write. A pull has the phases read and load. With the
-    # paths tcp and point_to_point a pull gets the bytes in the phase read. With every other path a pull reads the bytes
-    # while it loads, so `load` includes the time of reading.
+    # paths tcp and point_to_point the bytes come in the phase read. With shared_memory, cuda_ipc and files a pull reads
+    # the bytes while it loads, so `load` includes the time of reading.
     phases: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -309,13 +317,13 @@ class TrainerInfo:
     state: str  # "idle", "open", "broken" or "inconsistent" (some weights may have changed); see engine/call_order.py
     num_parameters: int
     vocab_size: int
-    max_sequence_length: int
+    max_sequence_length: int  # for this limit and the next two, see TrainerConfig
     tokens_per_row: int
     max_call_bytes: int
     layout: dict[str, int]  # data_parallel_shard, tensor_parallel, …, expert_parallel -> degree
     device: str
     device_name: str  # name of the GPU; "CPU" on a machine without one
-    dtype: str
+    dtype: str  # of the forward and backward pass
     head: str  # "logprobs", or "values" for a value model
     rank: int
     world_size: int
@@ -329,27 +337,29 @@ class TrainerInfo:
     on_host: Mapping[str, int] = field(default_factory=dict)  # bytes of each offloaded part (weights, …); see `offload`
     offloaded: HostMove = HostMove()  # sum of this rank's moves to the host since the trainer was built
     onloaded: HostMove = HostMove()  # sum of this rank's moves back to the device
-    # Seconds that this rank computes for one token in one module, such as a block, without waits for other ranks. It is
-    # the mean over the measured modules and over the forward passes that led to the last optim_step. None: the rank
-    # measured nothing; see engine/own_time.py.
+    # Seconds that this rank computes for one token in one module, such as a transformer block, without waits for other
+    # ranks. The number is the mean over the measured modules and over the forward passes that led to the last
+    # optim_step. None: the rank measured nothing; see engine/own_time.py.
     own_seconds_per_token: float | None = None
     lora_rank: int = 0  # 0: there are no adapters
-    tenants: tuple[str, ...] = ()  # names of the tenants that new_tenant has added; see TrainerClient.new_tenant
+    tenants: tuple[str, ...] = ()  # names of the tenants that TrainerClient.new_tenant has added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
     """A sign of life of a generator."""
 
-    is_idle: bool  # whether its engine waits for requests
-    num_done: int  # number of engine steps and of commands, such as a pull, that the engine has done
+    is_idle: bool  # whether the generator's engine waits for requests
+    num_done: int  # how many steps and commands (such as a pull) the engine has done
 
 
 ReplicaState = Literal["starting", "healthy", "stale", "dead", "restarting", "retired"]
-"""State of a generator of a client. starting: its first process starts. healthy: the client sends calls to it. stale:
-it runs, but it does not have the weights of the last pull. dead: its process has ended or was killed. restarting:
-another process starts in its place.
-retired: the client does not start it again."""
+"""State of one of the generators that a GeneratorClient uses.
+
+starting: the generator's first process starts. healthy: the client sends calls to the generator. stale: the generator
+runs, but does not have the weights of the last pull. dead: the generator's process has ended or was killed. restarting:
+a new process starts in its place. retired: the client does not start the generator again.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,16 +367,18 @@ class GeneratorReturn:
     """Record of a generator that died, was started again and became healthy."""
 
     name: str
-    cause: str  # the error of its death
+    cause: str  # text of the error of the death
     noticed: float  # when the client got this error, in seconds since 1970
     seconds: float  # from this error until the generator was healthy again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorInfo:
-    """State and limits of a generator. With several replicas, `info` returns the info of the replica with the oldest weights.
+    """State and limits of a generator.
 
-    The field `replicas` of this info then has the infos of all replicas.
+    A client may use several generators, its replicas. Then `info` returns the info of the healthy replica with the
+    oldest weights. The field `replicas` of this info has the last info of every replica that has been set up since its
+    last start.
     """
 
     policy_version: int  # -1 before the first pull
@@ -377,13 +389,16 @@ class GeneratorInfo:
     asleep: int = 0  # level of the last `sleep`; 0: the generator is awake
     replicas: tuple["GeneratorInfo", ...] = ()  # empty for a single generator
     state: ReplicaState = "healthy"  # in any other state the other fields have the last known values
-    restarts: int = 0  # number of restarts; `info` of several replicas gives the sum
-    max_adapters: int = 0  # number of adapters that the requests of one step may use; 0: none can be loaded
+    restarts: int = 0  # number of restarts; the info that `info` returns has the sum over the replicas
+    max_adapters: int = 0  # number of adapters that the requests of one engine step may use; 0: none can be loaded
     max_adapter_rank: int = 0
 
 
 def num_loss_tokens(samples: Sequence[Sample]) -> float:
-    """Number of positions that have a target and a loss weight other than 0. Most loops use it as `grad_divisor`."""
+    """Number of positions that have a target and a loss weight other than 0.
+
+    Most training loops pass this number as `grad_divisor`.
+    """
     count = 0
     for sample in samples:
         count += int(((sample.columns["loss_weights"] != 0) & (sample.targets != IGNORE_TARGET)).sum())

@@ -1,6 +1,6 @@
 """Fixtures for all tests.
 
-Because this file exists, pytest puts its folder on the import path, so tests can import references.py.
+Because this file exists, pytest puts this folder on the import path, so tests can import references.py.
 """
 
 import os
@@ -15,7 +15,7 @@ from xdist.scheduler import LoadScopeScheduling
 from rl_actors import ModelConfig, TrainerConfig
 from rl_actors.processes import threads
 
-threads.choose_kernels()  # before references.py computes in this process
+threads.choose_kernels()  # must run before references.py computes anything in this process
 # A background job of a shell ignores SIGINT, and the programs that it starts inherit this. Tests interrupt such
 # programs with SIGINT. So this process, which may be a background job, stops ignoring SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -71,7 +71,7 @@ def make_engine(process_group, tied_qwen3):
     """A function: make_engine(hf_path=..., any other field of TrainerConfig) makes a TrainEngine with the weights of
     hf_path.
 
-    The engine packs samples into rows of 64 tokens.
+    Unless a field says otherwise, the engine packs samples into rows of at most 64 tokens.
     """
 
     from rl_actors.engine.train_engine import TrainEngine

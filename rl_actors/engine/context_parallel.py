@@ -1,7 +1,8 @@
 """Context parallelism: each rank holds some positions of every row. This module shards the rows with torchtitan, and gathers them again.
 
-This module does not depend on the model. In shapes, B is the number of rows of a microbatch, L the length of a row, C
-the number of positions of a row that this rank holds, and N the number of positions of all samples together.
+A row is one sequence of the model's input, and holds one or more samples. This module does not depend on the model. In
+shapes, B is the number of rows of a microbatch, L the length of a row, C the number of positions of a row that this
+rank holds, and N the number of positions of all samples together.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from rl_actors.engine.batch import AttentionMasks, PackedBatch, RowPerSample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeRows:
-    """Adds the attention masks to a batch. It is used without context parallelism, when every rank holds whole rows."""
+    """Adds the attention masks to a batch. Used without context parallelism, when every rank holds whole rows."""
 
     masks: Callable[[PackedBatch], AttentionMasks]
 
@@ -29,16 +30,17 @@ class WholeRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowShards:
-    """Gives every rank of the mesh a part of each row, with attention masks.
+    """Turns a batch of whole rows into this rank's BatchShard: a part of each row, with the part's attention masks.
 
-    A load balancer makes the work in attention about equal on all ranks. The positions of a part may then lie apart.
+    A load balancer makes the work in attention about equal on all ranks. The positions of a part are then not always
+    adjacent.
     """
 
     masks: Callable[[Tensor], BlockMask]  # positions_BL -> flex attention's masks
     # This rank's shard of flex attention's masks -> the argument of the attention layers.
     local_masks: Callable[[BlockMask], AttentionMasks]
     mesh: DeviceMesh
-    load_balancer: str | None
+    load_balancer: str | None  # torchtitan's name of the load balancer; None: no load balancer
 
     def __call__(self, batch: PackedBatch) -> "BatchShard":
         shape = batch.tokens_BL.shape
@@ -86,8 +88,8 @@ class BatchShard(PackedBatch):
         index_BL = self._gather(self.index_BC)
         whole: dict[str, Tensor] = {}
         for name, value_BC in values.items():
-            # In gathered_BL the parts of the ranks follow one another. index_BL has the index of every value in its row. scatter_ moves each
-            # value to its index.
+            # In gathered_BL the part of rank 0 comes first, then the part of rank 1, and so on. index_BL has the index
+            # of each of these values in the whole row. scatter_ moves each value to its index.
             gathered_BL = self._gather(value_BC)
             whole[name] = torch.empty_like(gathered_BL).scatter_(1, _like(index_BL, gathered_BL), gathered_BL)
         return whole
@@ -104,6 +106,6 @@ class BatchShard(PackedBatch):
 
 
 def _like(index_BX: Tensor, value: Tensor) -> Tensor:
-    """An index [B, X], expanded over the further dimensions of a value [B, X, ...], as gather and scatter need it. X is C or L."""
+    """Expand an index [B, X] to the shape of a value [B, X, ...], as gather and scatter need it. X is C or L."""
     expanded = index_BX.view(*index_BX.shape, *[1] * (value.ndim - 2))
     return expanded.expand(*index_BX.shape, *value.shape[2:])

@@ -1,6 +1,6 @@
 """Send the output of a process (fd 1 and 2, log lines and warnings) to files.
 
-This module does not use actors or run folders.
+This module does not depend on the other modules of the package.
 """
 
 import atexit
@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 LOG_VARIABLE = "RL_ACTORS_LOG"
-"""Environment variable of an actor's process.
+"""Environment variable with the path of the log file of an actor's process.
 
-Its value is the path of the file with the output and the log lines of the process.
+If this package spawned the process, the file has all output and all log lines of the process. Otherwise the file has
+only the lines that `route_library_logs` sends there.
 """
 
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -31,13 +32,13 @@ LIBRARIES = ("datasets", "monarch", "torch", "torchao", "torchstore", "torchtita
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogRoute:
-    """Gives the files `<directory>/<name>-<rank>.log`, which hold the output and the log lines of the processes that a
-    client spawns.
+    """Names the log files of the processes that a client spawns: `<directory>/<name>-<rank>.log`.
 
-    With tee=True each line also appears on the terminal. Example:
-    TrainerClient.spawn(config, logs=LogRoute(directory=Path("logs"), tee=True)).
-    If no LogRoute is given, the files are in a new temporary directory. The field `logs` of TrainerInfo and GeneratorInfo has the path
-    of an actor's file.
+    Each file has the output and the log lines of one process. With tee=True each line also appears on the terminal.
+    Example: TrainerClient.spawn(config, logs=LogRoute(directory=Path("logs"), tee=True)).
+
+    A client that gets no LogRoute uses `default_log_route`. The field `logs` of TrainerInfo and GeneratorInfo has the
+    path of an actor's file.
     """
 
     directory: Path
@@ -49,7 +50,7 @@ class LogRoute:
 
 @functools.cache
 def default_log_route() -> LogRoute:
-    """A LogRoute to a temporary directory, which each process creates once.
+    """A LogRoute to a temporary directory. A process creates this directory at its first call and keeps it.
 
     The directory is not deleted, because it may have the output of a crash.
     """
@@ -57,10 +58,13 @@ def default_log_route() -> LogRoute:
 
 
 def route_library_logs(name: str) -> None:
-    """Send the log lines and warnings of LIBRARIES to a file, in a process that this package did not spawn.
+    """Send the log lines of LIBRARIES, and the warnings that code in site-packages raises, to a file.
 
-    The process belongs to another program, so its fd 1 and 2, its other loggers and its own warnings are not changed.
-    Does nothing if LOG_VARIABLE is set, because the output then goes to a file already.
+    Sets LOG_VARIABLE to the path of the file. Does nothing if LOG_VARIABLE is set already, because the lines then go to
+    a file already.
+
+    This function is for a process that this package did not spawn. Such a process belongs to another program, so its fd
+    1 and 2, its other loggers and its other warnings are not changed.
     """
     if LOG_VARIABLE in os.environ:
         return
@@ -106,7 +110,8 @@ class RoutedOutput(AbstractContextManager):
         """Copy new lines of the file to the terminal until the redirection ends.
 
         The process writes to a file and not to a pipe. If it wrote to a pipe, the last output before a crash would be
-        lost. Native code that writes while it holds the GIL would hang when the pipe is full.
+        lost. Native code that writes while it holds the GIL would hang once the pipe is full, because the thread that
+        empties the pipe needs the GIL.
         """
         partial, is_last = b"", False
         # An OSError means that the terminal does not exist any more. The file still gets all output.
@@ -120,7 +125,7 @@ class RoutedOutput(AbstractContextManager):
                 os.write(self._originals[1], b"".join(prefix.encode() + line + b"\n" for line in lines))
 
     def restore(self, *_) -> None:
-        """End the redirection of fd 1 and 2. If lines are also shown on the terminal, show the last lines.
+        """End the redirection of fd 1 and 2. If lines also appear on the terminal, show the last lines there, too.
 
         A second call does nothing.
         """
@@ -145,9 +150,8 @@ def route_process_output(path: str | Path, tee_prefix: str | None = None) -> Rou
 def route_logs(path: str | Path, *, label: str, verbose: bool = False) -> None:
     """Send the log lines and warnings of this process to a file.
 
-    If verbose is True, they also go to stderr, with `[label]` before each line.
-
-    Leave verbose False if `route_process_output` shows the lines of the same file on the terminal. Otherwise each line would appear twice.
+    With verbose=True they also go to stderr, with `[label]` before each line. If `route_process_output` already shows
+    the lines of the same file on the terminal, verbose must be False. Otherwise each line would appear twice.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     in_file: logging.Handler = logging.FileHandler(path)
@@ -159,7 +163,8 @@ def route_logs(path: str | Path, *, label: str, verbose: bool = False) -> None:
         handlers.append(on_terminal)
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
     logging.captureWarnings(True)
-    # Some libraries give their logger a handler that writes to the terminal. Remove it.
+    # Some libraries give their logger a handler that writes to the terminal. The lines of such a logger now go only to
+    # the handlers above.
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger) and any(type(h) is logging.StreamHandler for h in logger.handlers):
             logger.handlers, logger.propagate = [], True

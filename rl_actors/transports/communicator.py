@@ -4,7 +4,7 @@ otherwise gloo.
 A reader is a process that loads the trainer's weights, for example a worker of vLLM. A slot is the memory in which a rank keeps its part of
 one version of the weights (slots.py). point_to_point.py sends slots to readers through communicators.
 
-A communicator is a torch process group of the rank and the reader. It has a store of its own and does not belong to
+A communicator is a torch process group of the rank and the reader. It has a TCPStore of its own and does not belong to
 torch's default group. So if one of the two processes ends, only this process group breaks.
 
 A call of NCCL may wait for ever. So all calls of a communicator run on a thread of their own. The class Pair holds a
@@ -16,11 +16,11 @@ A slot is sent in pieces of PIECE_BYTES. The reader sends READY over the control
 the piece only then. So a GPU does not begin to send to a reader that has died. At most WINDOW pieces are on their way at the same time.
 NCCL sends and receives only in the memory of a GPU. So if the bytes are in the host's memory, they go through WINDOW buffers on the GPU.
 
-When a rank writes its next version into a slot, the rank waits for all work of its GPU, also for a piece that NCCL is
+When a rank writes its next version into a slot, the rank waits for all work of its GPU, including a piece that NCCL is
 sending. So a reader that hangs in the middle of a piece can delay this write until the deadline of the pull.
 
-The tests of NCCL are in tests/gpu/test_weights.py and need two GPUs. They passed on one host with two GPUs, with all of NCCL's paths and with
-only the loopback network. NCCL has not run between two hosts.
+The tests of NCCL are in tests/gpu/test_weights.py and need two GPUs. They passed on one host with two GPUs: in
+some cases NCCL could use all of its paths, in the other cases only the loopback network. NCCL has not run between two hosts.
 """
 
 import contextlib
@@ -51,6 +51,7 @@ TRAINER, READER = 0, 1
 READY = b"\4"
 """The byte that the reader sends when it is ready for the next piece."""
 PORT = struct.Struct("<H")
+"""Format of the message in which the rank tells the reader the port of its store."""
 WATCH_SECONDS = 0.1
 """Seconds between two checks of the control connection while a call runs."""
 ABORT_SECONDS = 5.0
@@ -76,13 +77,13 @@ class Group(Protocol):
 
 
 class Pieces(Protocol):
-    """Gives the memory from which a backend sends a piece, and the memory into which it receives a piece.
+    """Gives the memory from which a backend sends a piece, and the memory into which the backend receives a piece.
 
-    number: index of a piece in its slot.
+    The argument `number` is the index of the piece in its slot.
     """
 
     def active(self) -> AbstractContextManager[object]:
-        """The context in which pieces are sent and received."""
+        """A context manager. Pieces are sent and received inside its `with` block."""
 
     def outgoing(self, piece: Tensor, number: int) -> Tensor:
         """The piece, in memory from which the backend can send."""
@@ -91,7 +92,7 @@ class Pieces(Protocol):
         """Memory into which the backend can receive the piece."""
 
     def arrived(self, came: Tensor, piece: Tensor) -> None:
-        """Begin to copy a received piece to its place, `piece`. `came`: the memory that `incoming` returned for it."""
+        """Begin to copy a received piece to `piece`. came: the memory that `incoming` returned for this piece."""
 
     def finish(self) -> None:
         """Wait until all copies that `arrived` has begun are done."""
@@ -110,7 +111,7 @@ class HostPieces:
         return piece
 
     def arrived(self, came: Tensor, piece: Tensor) -> None:
-        """Does nothing, because gloo has received the bytes into `piece` itself."""
+        """Does nothing, because gloo has received the bytes directly into `piece`."""
 
     def finish(self) -> None:
         """Does nothing, because `arrived` begins no copy."""
@@ -163,8 +164,8 @@ def _nccl(store: object, member: int, host: str, timeout: timedelta) -> Group:
 
     options = ProcessGroupNCCL.Options()
     options.config.blocking = 0  # so that another thread can abort a call that waits
-    # torch reads TORCH_NCCL_BLOCKING_WAIT when it makes a group. If it is 1, `Work.wait` waits for the GPU until the
-    # timeout, and the group has no watchdog thread. A watchdog would end the trainer's process when a reader has died.
+    # torch reads TORCH_NCCL_BLOCKING_WAIT when it makes a group. With the value 1, `Work.wait` waits for the GPU until
+    # the timeout, and the group has no watchdog thread. A watchdog would end the trainer's process when a reader has died.
     # The other groups of the trainer keep their watchdogs, because this function restores the variable.
     before = os.environ.get(BLOCKING_WAIT)
     os.environ[BLOCKING_WAIT] = "1"

@@ -43,7 +43,9 @@ def test_a_generator_that_pulls_adapters_is_refused_if_its_hf_path_is_not_the_tr
 def test_an_hf_path_without_the_trainers_model_is_refused():
     with pytest.raises(ValueError, match="nowhere holds no config.json"):
         TrainerConfig(model=MODEL, hf_path="nowhere").validate()
-    with pytest.raises(ValueError, match="base holds another model: hidden_size=128 but 64 in its config.json$"):
+    with pytest.raises(
+        ValueError, match="base holds another model: its config.json has hidden_size=64 instead of 128$"
+    ):
         TrainerConfig(model=replace(MODEL, hidden_size=128), hf_path="base").validate()
 
 

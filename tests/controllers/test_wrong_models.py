@@ -123,5 +123,7 @@ def test_flags_that_do_not_fit_the_model_are_refused_and_the_model_itself_is_acc
     assert "trainer.tokenizer_path='elsewhere'; a run uses the tokenizer of" in refusal(
         "--trainer.tokenizer-path", "elsewhere"
     )
-    assert "num_hidden_layers=3 but 2 in its config.json" in refusal("--trainer.model.num-hidden-layers", "3")
+    other_layers = refusal("--trainer.model.num-hidden-layers", "3")
+    assert "./mine holds another model: its config.json has " in other_layers
+    assert "; num_hidden_layers=2 instead of 3; " in other_layers
     assert refusal() == ""

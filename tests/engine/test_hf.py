@@ -203,8 +203,14 @@ def test_a_directory_of_a_tied_model_may_hold_the_head(make_engine, directory, t
     "entry, message",
     [
         ({"model_type": "gemma3"}, "model_type 'gemma3'; supported are qwen3, qwen3_moe, llama, mistral"),
-        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window=4096; supported is None"),
-        ({"model_type": "mistral"}, "sliding_window=transformers' default; supported is None"),
+        (
+            {"model_type": "mistral", "sliding_window": 4096},
+            "sliding_window=4096; supported is only sliding_window=None",
+        ),
+        (
+            {"model_type": "mistral"},
+            "lacks sliding_window, so transformers uses its default; supported is only sliding_window=None",
+        ),
         ({"use_sliding_window": True}, "use_sliding_window=True; supported is False"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type='yarn'; supported are 'default'"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_type='llama3' without low_freq_factor"),

@@ -187,8 +187,8 @@ def test_the_error_for_weights_of_another_model_lists_every_differing_dimension(
     other = replace(ModelConfig.from_hf(tied_qwen3), hidden_size=128, num_hidden_layers=4)
     with pytest.raises(ValueError) as caught:
         make_engine(model=other)
-    differing = "hidden_size=128 but 64 in its config.json; num_hidden_layers=4 but 3 in its config.json"
-    assert str(caught.value) == f"{tied_qwen3} holds another model: {differing}"
+    differing = "hidden_size=64 instead of 128; num_hidden_layers=3 instead of 4"
+    assert str(caught.value) == f"{tied_qwen3} holds another model: its config.json has {differing}"
 
 
 @pytest.mark.parametrize("heads", ["tied", "untied"])

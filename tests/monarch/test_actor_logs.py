@@ -1,4 +1,8 @@
-"""Log lines of trainer actors appear in the terminal of the process that spawned the actors, with actor name and rank."""
+"""The output and the log lines of each rank of a trainer go to a file.
+
+With tee=True they also appear on the terminal of the process that spawned the ranks. Each line then begins with the
+trainer's name and the rank.
+"""
 
 import asyncio
 import logging
