@@ -1,6 +1,7 @@
 """Writes numbers as the text that Prometheus reads, and serves the text at a port."""
 
 import logging
+import math
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -46,7 +47,11 @@ def text(families: Iterable[Family]) -> str:
 
 
 def _shown(number: float) -> str:
-    return str(int(number)) if number == int(number) else f"{number:.6f}"
+    if math.isnan(number):
+        return "NaN"
+    if math.isinf(number):
+        return "+Inf" if number > 0 else "-Inf"
+    return str(int(number)) if number == int(number) else repr(float(number))
 
 
 def _escaped(value: str) -> str:

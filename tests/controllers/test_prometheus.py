@@ -1,6 +1,7 @@
 """Metrics for Prometheus: their text format, and the HTTP port from which Prometheus reads the text."""
 
 import contextlib
+import math
 import socket
 import urllib.error
 import urllib.request
@@ -24,7 +25,7 @@ def test_a_name_that_ends_in_total_is_a_counter_and_labels_are_escaped():
         "# TYPE open gauge",
         "open 2",
         "# TYPE calls_total counter",
-        r'calls_total{call="a\"b\\c\n",outcome="failed"} 0.250000',
+        r'calls_total{call="a\"b\\c\n",outcome="failed"} 0.25',
     ]
 
 
@@ -36,6 +37,14 @@ def get(url: str) -> tuple[int, str, str]:
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.headers["Content-Type"], error.read().decode()
+
+
+@pytest.mark.parametrize(
+    "number, shown",
+    [(3.0, "3"), (0.25, "0.25"), (2e-9, "2e-09"), (math.nan, "NaN"), (math.inf, "+Inf"), (-math.inf, "-Inf")],
+)
+def test_a_number_is_shown_as_prometheus_reads_it(number, shown):
+    assert text([Family(name="loss", numbers={(): number})]) == f"# TYPE loss gauge\nloss {shown}\n"
 
 
 def test_the_port_answers_with_the_text_and_survives_an_error():
