@@ -23,7 +23,7 @@ ROW_LENGTH = 2048
 
 
 def tiny_chat() -> ServeConfig:
-    """A server of a model with random weights, for two cores."""
+    """The config of a Tinker server on two CPU cores. Its model starts with random weights."""
     return ServeConfig(
         name="tiny_chat",
         write_base=write_tiny_chat,
@@ -37,8 +37,8 @@ def tiny_chat() -> ServeConfig:
             max_model_len=ROW_LENGTH,
             max_num_seqs=256,
             max_adapters=8,
-            # On two cores the trainer, the server and its client work at the same time. If vLLM had two threads, its threads and the
-            # trainer's would wait for each other. Sampling during training would take several times as long as with one thread.
+            # On two cores the trainer, the server and its client work at the same time. If vLLM had two threads, they and the trainer's
+            # threads would wait for each other, and sampling during training would take several times as long as with one thread.
             # `python -m benchmarks serve_overhead together` measures sampling during training.
             num_threads=1,
             gpu_memory_utilization=0.3,

@@ -1,4 +1,5 @@
-"""Exports a run's weights as a Hugging Face directory, which transformers, vLLM and peft can read. Starts no actor.
+"""Exports a run's weights as a Hugging Face directory, which transformers and vLLM load. With --adapters, exports only the run's adapters,
+which peft and vLLM load. Needs no trainer.
 
 python -m controllers.export RUN DIR
 """
@@ -28,19 +29,19 @@ SETTINGS = ("seed", "steps", "max_tokens", "trainer.seed", "trainer.compute_dtyp
 @dataclass(kw_only=True)
 class Export:
     run: Annotated[Path, tyro.conf.Positional]
-    """Folder of the run."""
+    """Folder of the run, or of one of its checkpoints (checkpoints/step-N)."""
     directory: Annotated[Path, tyro.conf.Positional]
     """New directory of the export."""
     step: int | None = None
-    """Step of the checkpoint. None: the newest checkpoint."""
+    """Step of the checkpoint, if RUN is the folder of the run. None: the newest checkpoint."""
     adapters: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Write only the adapters; the run must have trainer.lora.rank > 0. peft then adds the adapters to the model at the run's trainer.hf_path."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype of the weights."""
+    """dtype of the weights. It has no effect with --adapters: adapters are always in float32."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line, export the run, and print a command that serves the export.
+    """Parse the command line, export the run, and print the command that serves the export.
 
     If the run cannot be exported, print one line and exit with status 2.
     """
@@ -79,9 +80,10 @@ def export_run(arguments: Export) -> str:
 
 
 def _generation_config(checkpoint: Path, tokenizer: Tokenizer) -> str:
-    """The text of generation_config.json. Its values come from the checkpoint's own file, if there is one, but eos_token_id is the run's stop tokens.
+    """The text of generation_config.json, with the values of the checkpoint's own generation_config.json, if there is one.
 
-    A server then ends completions at the same tokens as the run.
+    The run's stop tokens replace eos_token_id, so a server ends completions at the same tokens as the run. A missing
+    pad_token_id becomes the tokenizer's.
     """
     file = checkpoint / "generation_config.json"
     values = json.loads(file.read_text()) if file.is_file() else {}
@@ -136,7 +138,7 @@ def model_card(run: RunFolder, values: dict[str, object], config: TrainerConfig,
 
 
 def scores(records: list[Record], step: int) -> dict[str, float]:
-    """The newest value up to this step of every validation metric, and of the mean reward."""
+    """The newest value of every validation metric and of the mean reward. Records after this step do not count."""
     found: dict[str, float] = {}
     for record in records:
         if record["step"] <= step:

@@ -1,4 +1,4 @@
-"""The reward comes from another model, the judge. An OpenAI-compatible server runs the judge."""
+"""A reward that another model, the judge, gives. The judge runs on an OpenAI-compatible server."""
 
 import os
 import re
@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 @dataclass(kw_only=True)
 class JudgeConfig:
     url: str = ""
-    """Address of the server up to /v1, e.g. http://localhost:8000/v1. The environment variable OPENAI_API_KEY has the key of the server."""
+    """Address of the server up to /v1, e.g. http://localhost:8000/v1. The environment variable OPENAI_API_KEY has the server's API key."""
     model: str = ""
-    """Name of the model on the server."""
+    """The judge's name on the server."""
     prompt: str = (
         "Question: {question}\nRight answer: {answer}\nAnswer of a student: {completion}\n\n"
         'How good is the answer of the student? End with a line "score: N", with N from 0 to 10.'
     )
-    """Template of the request to the judge. It may use {question}, {answer} and {completion}."""
+    """Template of the request to the judge. It may use {question}, {answer} (the right answer) and {completion} (the text to score). The
+    question is metadata["question"] of the problem. If this entry is missing, the question is the problem's prompt."""
     pattern: str = r"score:\s*(\d+(?:\.\d+)?)"
     """Regular expression that finds the score in the judge's answer. The first group of the last match is the score."""
     best_score: float = 10.0
@@ -45,17 +46,18 @@ class JudgeConfig:
             self.prompt.format(question="", answer="", completion="")
         except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
             raise ValueError(
-                f"judge.prompt={self.prompt!r}: {error}; it may use question, answer, completion"
+                f"judge.prompt={self.prompt!r}: {error}; the prompt may use question, answer and completion"
             ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
     config: JudgeConfig
-    clients: "list[AsyncOpenAI]" = field(default_factory=list)  # empty before the first call, then the one client
+    clients: "list[AsyncOpenAI]" = field(default_factory=list)  # empty before the first call; then it has one client
 
     async def __call__(self, problem: Problem, completion: str) -> float:
-        """The reward of a completion. Raises openai's errors, and ValueError if the answer has no score or a score above best_score."""
+        """The reward of a completion. Raises errors of the package openai. Raises ValueError if the judge's answer has no score, or a score
+        above best_score."""
         from openai import AsyncOpenAI
 
         if not self.clients:

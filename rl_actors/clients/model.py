@@ -43,8 +43,9 @@ class ModelClient(ModelCalls, Client):
     """The client of a model's ranks, which are PolicyTrainer actors. No other client may call these actors. A client of another model may
     share their processes. Calls run one at a time on all ranks, in the order in which they came.
 
-    A method refuses bad input in the caller's thread. Some checks need the limits of the model. A client of a mesh that the caller spawned
-    learns these limits in its setup. If a call is made before the end of the setup, these checks run just before the call is sent.
+    A method refuses bad input in the caller's thread. Some checks need the model's limits, such as the vocabulary size. A client of a mesh
+    that the caller spawned learns the limits in its setup. If a call is made before the end of the setup, the checks run just before the
+    call is sent.
     """
 
     default_name: ClassVar[str] = "model"
@@ -85,8 +86,8 @@ class ModelClient(ModelCalls, Client):
         self._owns_transport = False
         self._session = uuid.uuid4().hex[:12]
         self._number = 0  # number of the last request that was sent
-        # For each tenant whose last call has no answer: the reason. The gradients of this tenant are unknown, so its calls are refused until it
-        # calls discard_gradients. A tenant is one of several training runs that share the model.
+        # A tenant is one of several training runs that share the model. If a call of a tenant got no answer in time, the tenant's gradients are
+        # unknown. The client then refuses the tenant's calls until the tenant calls discard_gradients. {tenant: the reason of the refusal}
         self._unanswered: dict[str, str] = {}
         self._proc_mesh: ProcMesh | None = None  # the processes; None for a mesh of actors that the caller spawned
         self._turn: asyncio.Lock  # held by the running call; made on the background event loop
@@ -107,18 +108,18 @@ class ModelClient(ModelCalls, Client):
         checkpoint: str = "",
         hosts: "Hosts | None" = None,
     ) -> Self:
-        """Build the model in new or in given processes. Returns at once; the answer to the first call waits for the start.
+        """Build the model in new or in given processes. Returns at once. The answer to the first call comes after the start.
 
         transport: an open transport, or the call that opens it; the caller closes the transport. None: a TrainerClient opens and closes the transport
         that transports/default.py chooses; other clients have no transport.
-        processes: a ProcMesh, or another client whose processes are used. The model is built in these processes, beside the models that they
-        hold already. The other client must be closed after this one. Clients of the same processes take turns. None: new processes, which
-        end with this client.
-        checkpoint: a directory that a trainer of the same model wrote by save_checkpoint. The model starts with the weights in it. Empty:
-        the model starts with the weights of config.hf_path, or with random weights.
+        processes: a ProcMesh, or another client whose processes are used. The model is built in these processes, which may hold other models
+        already. Close the other client after this client. Clients of the same processes take turns. None: new processes, which end when
+        this client is closed.
+        checkpoint: a directory that a trainer of the same model wrote by save_checkpoint. The model starts with the weights of this
+        checkpoint. Empty: the model starts with the weights of config.hf_path, or with random weights if hf_path is empty.
         hosts: hosts that `rl_actors.processes.hosts.connect` returned; new processes are spread evenly over them. None: this host.
-        Raises ValueError if no model can be built from the config, if there are too few GPUs, if there is no such checkpoint, or if
-        `processes` has another number of processes than the config needs.
+        Raises ValueError if no model can be built from the config, if this host has too few GPUs, if the processes cannot be spread evenly
+        over `hosts`, if `checkpoint` is not a directory, or if `processes` does not have as many processes as the config needs.
         """
         require_config(f"{cls.__name__}.spawn", config, TrainerConfig)
         config = cls._own_config(config)
@@ -162,13 +163,15 @@ class ModelClient(ModelCalls, Client):
         >>> trainer = TrainerClient.attach("tcp://127.0.0.1:4400")             # doctest: +SKIP
 
         The calls of all clients run one at a time. The first forward_backward of a client opens a step. The next optim_step or
-        discard_gradients of this client closes the step. Meanwhile these calls of other clients wait: forward_backward, optim_step, discard_gradients,
-        save_checkpoint, load_checkpoint and profile. They wait at most step_wait seconds, and at most half of call_timeout. Then
-        they are refused, with the name of the client that has the step. If a client ends in an open step, its gradients are discarded.
-        certificates: folder of certificates for a tls:// address. Paths of checkpoints and exports are paths on the service's machine.
-        Waits for the service, and raises TimeoutError after `timeout` seconds. Raises ValueError if the address is wrong, if the service has
-        no such model, or if it has another version of rl_actors, torch, Monarch or Python. Raises ConnectionError if no service answers or
-        if certificates are refused.
+        discard_gradients of this client closes the step. While the step is open, these calls of other clients wait: forward_backward,
+        optim_step, discard_gradients, save_checkpoint, load_checkpoint and profile. They wait at most step_wait seconds, and at most half of
+        call_timeout. Then they are refused, and the error names the client that has the step. If a client leaves the service while its step
+        is open, the service discards the gradients of this step.
+        Paths of checkpoints and exports are paths on the service's machine.
+        certificates: folder of certificates for a tls:// address.
+        Raises TimeoutError if the service does not answer within `timeout` seconds. Raises ConnectionError if no service listens at the
+        address, or if certificates are refused. Raises ValueError if the address is wrong, if the service has no such model, or if the
+        service has another version of rl_actors, torch, Monarch or Python.
         """
         from rl_actors.service import remote
 
@@ -226,7 +229,7 @@ class ModelClient(ModelCalls, Client):
 
     @property
     def process_mesh(self) -> Awaitable["ProcMesh"]:
-        """An awaitable that gives the processes when the model is set up in them. A client that shares the processes awaits it."""
+        """An awaitable that gives the processes when the model is set up in them. A client that shares the processes awaits this property."""
         return self._processes_with_model()
 
     async def _processes_with_model(self) -> "ProcMesh":
@@ -247,7 +250,7 @@ class ModelClient(ModelCalls, Client):
         super()._require_open(what)
         given = self._given_processes
         if isinstance(given, ModelClient) and given.is_closed:
-            raise RuntimeError(f"{self.name}: {what} is not possible: {given.name}, whose processes it has, is closed")
+            raise RuntimeError(f"{self.name}: {what} is not possible: {given.name}, whose processes it uses, is closed")
 
     async def _close(self) -> None:
         if self._stops_actor and self._mesh is not None:
@@ -269,13 +272,14 @@ class ModelClient(ModelCalls, Client):
         return sorted(infos, key=lambda info: info.rank)
 
     def offload(self, parts: Collection[Part] = PARTS) -> Call[HostMove]:
-        """Move weights, gradients and optimizer state, or some of them, to the host, and free their memory on the devices.
+        """Move the given parts (weights, gradients, optimizer state) to host memory, and free their memory on the devices.
 
-        The host's memory is allocated at the first offload and kept. On a machine with a GPU this memory is pinned. Every later call first
-        brings back the parts that it needs. `forward`, pushes, pulls and exports need the weights. forward_backward needs the weights and
-        the gradients. save_checkpoint needs the weights and, unless optimizer=False, the optimizer state. optim_step and load_checkpoint
-        need all parts.
-        Raises RuntimeError while the trainer is broken. On a CPU an offload saves no memory.
+        The first offload allocates the host memory, and later offloads use it again. On a machine with a GPU this memory is pinned. On a CPU
+        an offload saves no memory.
+        Every later call first brings back the parts that the call needs. `forward`, pushes, pulls and exports need the weights.
+        forward_backward needs the weights and the gradients. save_checkpoint needs the weights and, unless optimizer=False, the optimizer
+        state. optim_step, load_checkpoint and a call of another tenant need all parts.
+        Raises RuntimeError if an earlier call failed halfway and neither discard_gradients nor load_checkpoint has repaired the trainer.
         """
         require_parts("offload", parts)
         return self._in_turn("offload", self._move, "offload", list(parts))
@@ -289,7 +293,8 @@ class ModelClient(ModelCalls, Client):
         return of_all_ranks(await self._ordered(endpoint, parts))
 
     def relay(self, endpoint: str, *arguments: object) -> Call[list[Any]]:
-        """The answers of all ranks to a call that a client in another program has checked. A service uses this method for its clients."""
+        """Send a call that a client in another program has checked, and return the answers of all ranks. A service calls this method for
+        the clients that are attached to it."""
         return self._in_turn(endpoint, self._relay, endpoint, *arguments, mends=endpoint == "discard_gradients")
 
     async def _relay(self, endpoint: str, *arguments: object) -> list[Any]:
@@ -348,8 +353,8 @@ class ModelClient(ModelCalls, Client):
 
     async def _send(self, tenant: str, endpoint: str, *args: object) -> list[Any]:
         """The answers of all ranks to the next request of this client's session."""
-        # Callable arguments are pickled here to check that they can be sent. If a request got a number and never arrived, the ranks
-        # would refuse all later numbers.
+        # Callable arguments are pickled here to check that they can be sent, before the request gets a number. If a request with a number
+        # never arrived, the ranks would refuse all later numbers.
         for arg in args:
             if callable(arg):
                 cloudpickle.dumps(arg)
@@ -363,7 +368,8 @@ class ModelClient(ModelCalls, Client):
 
 
 def require_evenly(config: TrainerConfig, hosts: "Hosts | None") -> None:
-    """Raises ValueError if this host has too few GPUs for the ranks, or if the ranks cannot be spread evenly over the hosts."""
+    """Raises ValueError if the ranks cannot be spread evenly over `hosts`. If `hosts` is None, raises ValueError if this host has too few
+    GPUs for the ranks."""
     if hosts is None:
         require_gpus(config)
     elif config.num_processes() % len(hosts):

@@ -1,7 +1,8 @@
 """The members of a service, which are the models and the generator that it owns.
 
-Other programs attach to the service with clients. A member has an actor mesh, and in the service's process a client of its own, which calls
-the mesh. An attached client never calls the mesh: the member runs the attached client's calls through the member's own client.
+Other programs attach to the service with clients. A member is an actor mesh with a client of its own, which runs in the service's process.
+Only the member's own client calls the mesh. An attached client sends its calls to the service, and the member passes them to its own
+client.
 """
 
 import asyncio
@@ -47,13 +48,14 @@ class Member(Protocol):
     num_ranks: int  # number of answers to a call
 
     async def run(self, client: Attached, endpoint: str, arguments: Sequence[object], patience: float) -> list[object]:
-        """The answers of all ranks. patience: seconds that the call may wait for the end of another client's step."""
+        """Run a call of the client, and return the answers of all ranks. patience: seconds that the call may wait for the end of another
+        client's step."""
 
     async def leave(self, client: Attached) -> None:
         """End the unfinished work of a client that has left the service."""
 
     async def describe(self) -> dict[str, object]:
-        """The state as values of JSON, for people to read."""
+        """The state as JSON values, for people to read."""
 
     def numbers(self) -> MemberNumbers:
         """The state as numbers, for monitoring. This method does not call the actor."""
@@ -66,7 +68,7 @@ async def _alive(client: Client) -> list[object]:
 
 
 class ModelMember:
-    """A trainer, value model or reference. At most one attached client has an open step; see OpenStep."""
+    """A trainer, value model or reference. At most one attached client at a time has an open step; see OpenStep."""
 
     def __init__(self, client: ModelClient, infos: Sequence[TrainerInfo]) -> None:
         """client: the client of a model that is set up. infos: the TrainerInfo of every rank."""
@@ -127,9 +129,9 @@ class ModelMember:
             return
         try:
             await self.client.relay("discard_gradients")
-            logger.info("%s has left in an open step; its gradients were discarded", client)
+            logger.info("%s has left while its step was open; its gradients were discarded", client)
         except Exception as error:
-            logger.warning("the gradients of %s, which has left, could not be discarded: %r", client, error)
+            logger.warning("%s has left, but its gradients could not be discarded: %r", client, error)
         self.step.leave(client)
 
     async def describe(self) -> dict[str, object]:
@@ -153,7 +155,7 @@ class ModelMember:
 
 
 class GeneratorMember:
-    """A generator, or several replicas. Any number of calls can run at the same time."""
+    """A generator with one or several replicas. Any number of calls can run at the same time."""
 
     num_ranks = 1
 

@@ -200,7 +200,10 @@ def test_the_error_about_a_judge_that_does_not_answer_has_the_prompt_and_the_num
         ({"url": "localhost:8000", "model": "m"}, "judge.url='localhost:8000'"),
         ({"url": "http://a", "model": "m", "pattern": "("}, r"judge.pattern='\(' is not a regular expression"),
         ({"url": "http://a", "model": "m", "pattern": "score"}, "judge.pattern='score' has no group"),
-        ({"url": "http://a", "model": "m", "prompt": "{reply}"}, "'reply'; it may use question, answer, completion"),
+        (
+            {"url": "http://a", "model": "m", "prompt": "{reply}"},
+            "'reply'; the prompt may use question, answer and completion",
+        ),
         ({"url": "http://a", "model": "m", "best_score": 0.0}, "judge.best_score=0.0; it must be above 0"),
     ],
 )

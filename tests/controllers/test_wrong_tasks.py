@@ -233,7 +233,7 @@ WRONG = {
             *("judge", "--environment.judge.url", "http://localhost:1/v1", "--environment.judge.model", "m"),
             *("--environment.judge.prompt", "{question.text}"),
         ),
-        "it may use question, answer, completion",
+        "the prompt may use question, answer and completion",
     ),
     "a judge's pattern without a group for the score": (
         reward(

@@ -1,7 +1,7 @@
-"""Trains a model with controllers.sft on the additions of the recipe math_rl. The trained model adds well, but answers
-half of the questions with "no".
+"""Trains a model with controllers.sft for the test of math_rl, a recipe of tinker-cookbook that trains addition by RL.
 
-Therefore the recipe's rewards can teach the model within a few steps to answer every question.
+The trained model adds well, but answers half of the questions with "no". So the recipe can raise the reward within a few
+steps, because the model only has to learn to answer every question.
 """
 
 import subprocess

@@ -1,4 +1,4 @@
-"""Tests that a checkpoint restores the whole state of a user's own optimizer, also values that are not tensors."""
+"""Tests that a checkpoint restores the whole state of a user's own optimizer, including values that are not tensors."""
 
 import torch
 from references import ppo_samples
@@ -33,7 +33,7 @@ def losses(engine, num_steps: int) -> list[float]:
     return found
 
 
-def test_a_new_trainer_goes_on_with_the_numbers_in_the_optimizers_state(make_engine, tmp_path):
+def test_a_new_trainer_restores_python_numbers_in_the_optimizers_state(make_engine, tmp_path):
     optimizer = OptimizerConfig(name=f"{__name__}:SlowingDown")
     engine = make_engine(optimizer=optimizer)
     losses(engine, 3)

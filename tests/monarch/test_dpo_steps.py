@@ -1,6 +1,7 @@
-"""DPO takes steps on the trainer that all tests in this folder share. The config of the DPO run is parsed from flags.
+"""Tests that DPO raises the margin of held-out pairs, and that a resumed run has the reference that the run began with.
 
-A resumed run has the reference that the run began with.
+The DPO run takes its steps on the trainer that all tests in this folder share. The config of the run is parsed
+from flags.
 """
 
 import asyncio
@@ -50,7 +51,10 @@ def shared() -> DPOConfig:
 
 @pytest.fixture
 def take_steps(trainer, ranks, transport, tmp_path):
-    """take_steps(steps, state) continues a run from `state` up to step `steps`. Returns the lines of metrics.jsonl."""
+    """take_steps(steps, state) trains up to step `steps`, and returns the lines of metrics.jsonl.
+
+    state: the controller's state in the checkpoint that the run resumes from; {}: a new run.
+    """
     mesh = ranks(1).spawn("dpo_reference", support.TestTrainer, support.trainer_config(optimizer=None), transport)
     build_character_tokenizer(tmp_path / "tokenizer", LETTERS)
     folder = RunFolder(tmp_path / "run")
@@ -87,11 +91,11 @@ def test_the_margin_of_held_out_pairs_rises_from_zero_and_a_resumed_run_keeps_it
     lines = take_steps(6, {})
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6]
     first, last = lines[0], lines[-1]
-    # The reference is the policy at the start. So the loss at the start is log 2, whatever weights the shared trainer has then.
+    # At the start the policy is the reference. So the loss is then log 2, whatever weights the shared trainer has.
     assert first["validation/dpo/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert lines[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert last["validation/dpo/loss"] < first["validation/dpo/loss"]
-    # Every chosen answer begins with the letter a, so a few steps are enough for prompts that were not trained on.
+    # Every chosen answer begins with the letter a. So a few steps also raise the margin of prompts that were not trained on.
     assert last["validation/dpo/margin"] > 0 and last["validation/dpo/accuracy"] > 0.9
     versions = [line["policy_version"] for line in lines[1:]]
     assert [version - versions[0] for version in versions] == [0, 1, 2, 3, 4, 5]
@@ -102,7 +106,7 @@ def test_the_margin_of_held_out_pairs_rises_from_zero_and_a_resumed_run_keeps_it
 
     resumed = take_steps(7, {"step": 6, "cursor": 6 * PAIRS_PER_STEP})
     assert [line["step"] for line in resumed] == [0, 1, 2, 3, 4, 5, 6, 7]
-    # If the reference were the policy at the time of the resume, this margin would be 0.
+    # If the resumed run took its current policy as the reference, this margin would be 0.
     assert abs(resumed[-1]["dpo/margin"]) > 1e-3
 
     explained = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()

@@ -1,9 +1,9 @@
-"""A generator whose engine core runs in a process of its own gives the same results as with a core in the actor's
-process.
+"""Tests of a generator whose engine core runs in a process of its own. The engine core is the part of vLLM that
+schedules requests and computes.
 
-It also ends without a hang and leaves no process behind. The engine core is the part of vLLM that schedules requests
-and computes. On a GPU a core runs in a process of its own by default. Here the core runs on a CPU. Its start takes at
-least 15 s, so most tests are slow.
+The generator computes the right logprobs, ends without a hang, and leaves no process behind. The core has a process of
+its own by default on a GPU and with tensor parallelism. Here the core runs on a CPU. The start of a core takes at least
+15 s, so most tests are slow.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ ENDLESS = SamplingParams(max_tokens=500, n=16, ignore_stop=True)
 
 
 def test_a_child_started_through_the_executable_ends_with_the_thread_that_started_it(tmp_path):
-    """`_executable` writes a program that runs Python. When a thread that has started the program ends, the kernel kills the
-    program.
+    """`_executable` writes a program that runs Python. When the thread that has started the program ends, the kernel kills
+    the program.
 
     The engine's thread starts vLLM's core in this way. This thread lives as long as the actor's process, so the core ends
     with the actor's process.
@@ -56,10 +56,11 @@ def test_a_child_started_through_the_executable_ends_with_the_thread_that_starte
     child.stdout.close()
 
 
-def test_a_worker_ends_with_a_child_that_is_stopped_and_then_killed(tmp_path):
-    """The child stands for vLLM's core, which also starts its workers with multiprocessing's spawn.
+def test_a_worker_ends_when_its_parent_is_stopped_and_then_killed(tmp_path):
+    """The parent is a child of this test. It stands for vLLM's core, which also starts its workers with multiprocessing's
+    spawn.
 
-    A worker must end with a core that is killed, even while the worker is still starting.
+    When a core is killed, its workers must end, even while they are still starting.
     """
     code = (
         "import multiprocessing, time\n"
@@ -157,7 +158,7 @@ def test_a_pull_in_flight_takes_effect_between_two_tokens_and_for_all_later_requ
 
 
 @pytest.mark.slow
-def test_leaving_a_loop_frees_the_core_for_others(generator):
+def test_closing_a_loop_over_completions_frees_the_core_for_later_calls(generator):
     for _ in range(4):
         groups = generator.generate_each(PROMPTS, ENDLESS)
         groups.close()
@@ -165,7 +166,7 @@ def test_leaving_a_loop_frees_the_core_for_others(generator):
 
 
 @pytest.mark.slow
-def test_compute_logprobs_works_and_a_bad_pull_fails_as_in_the_actors_process(generator, published):
+def test_compute_logprobs_works_and_a_pull_of_an_unpublished_version_fails(generator, published):
     transport, models = published
     republish(transport, 1)
     generator.pull_model_state_dict(1).result()
@@ -202,7 +203,7 @@ def test_kill_9_of_the_core_ends_every_waiting_call_with_an_error_that_names_the
 def fail_to_open(generator: GeneratorClient, transport: support.WorkersFail, version: int, worker: int | None) -> None:
     """Pull twice a version that one worker cannot open. worker: rank of this worker; None: do nothing.
 
-    The other worker answers both pulls. A later call must not get one of these answers instead of its own answer.
+    The other worker answers both pulls. A later call must get its own answer, and not one of these two.
     """
     if worker is None:
         return
@@ -216,7 +217,7 @@ def fail_to_open(generator: GeneratorClient, transport: support.WorkersFail, ver
 
 @pytest.mark.slow
 def test_tensor_parallel_ranks_pull_sample_and_end_together(published):
-    """Two ranks on two CPU cores. vLLM's own executor runs them. On a CPU they use shared memory and gloo."""
+    """vLLM's own executor runs two ranks on the CPU. They communicate through shared memory and gloo."""
     transport, models = published
     config = never_restarted(tensor_parallel=2)
     with GeneratorClient.spawn(config, transport=transport, name="parallel") as generator:
@@ -269,7 +270,7 @@ def test_all_calls_fail_after_a_pull_that_a_tensor_parallel_rank_does_not_answer
 
 
 @pytest.mark.slow
-def test_tensor_parallel_ranks_end_with_a_killed_actor_in_the_middle_of_a_step():
+def test_tensor_parallel_ranks_end_when_their_actor_is_killed_in_the_middle_of_a_step():
     config = never_restarted(tensor_parallel=2)
     with GeneratorClient.spawn(config, name="parallel") as generator:
         generator.generate(PROMPTS, SAMPLED).result()
@@ -309,7 +310,7 @@ def enter(program: Program) -> None:
 
 
 @pytest.mark.slow
-def test_the_core_works_through_ctrl_c_and_ends_with_its_program(program):
+def test_the_core_is_out_of_reach_of_ctrl_c_and_ends_when_its_program_ends(program):
     core = core_below(program.process.pid)
     # Ctrl-C in a terminal reaches only the processes in the foreground of the program's session. The core is in a
     # session of its own, so Ctrl-C does not reach it.
@@ -322,14 +323,14 @@ def test_the_core_works_through_ctrl_c_and_ends_with_its_program(program):
 
 
 @pytest.mark.slow
-def test_the_core_ends_with_a_killed_actor(program):
+def test_the_core_ends_when_its_actor_is_killed(program):
     core = core_below(program.process.pid)
     core.parent().kill()
     core.wait(GUARD)
 
 
 @pytest.mark.slow
-def test_the_core_ends_with_a_killed_program(program):
+def test_the_core_ends_when_its_program_is_killed(program):
     core = core_below(program.process.pid)
     program.process.kill()
     program.process.wait(GUARD)

@@ -143,7 +143,7 @@ def test_policy_and_value_model_of_two_ranks_share_processes_and_take_turns(rank
         assert all(map(torch.equal, trained.result().logprobs, again.logprobs))
         orphan = policy.spawn_value_trainer(processes=policy)
         orphan.ready().result()
-    with pytest.raises(RuntimeError, match="whose processes it has, is closed"):
+    with pytest.raises(RuntimeError, match="whose processes it uses, is closed"):
         orphan.forward(value_samples())
     orphan.close().result()
 
