@@ -116,7 +116,7 @@ def test_the_metrics_of_a_service_count_calls_by_outcome_and_show_the_state_of_e
         'calls_waiting{actor="trainer"} 1',
         'policy_version{actor="trainer"} 7',
         'restarts_total{actor="generator"} 2',
-        'step_open_seconds{actor="trainer"} 1.500000',
-        'silent_seconds{actor="trainer",process="trainer-0"} 0.500000',
+        'step_open_seconds{actor="trainer"} 1.5',
+        'silent_seconds{actor="trainer",process="trainer-0"} 0.5',
     } <= shown
     assert not any(line.startswith('policy_version{actor="generator') for line in shown)
