@@ -19,7 +19,7 @@ from controllers.schedules import ScheduleConfig
 def tiny_ppo_game() -> PPOConfig:
     """PPO on the guessing game of tiny_game, from random weights.
 
-    Each problem has one episode. The critic gives one value for each turn, because a turn's guess is one token.
+    Each group has only one episode. The critic gives one value for each turn, because a turn is one token.
     """
     return _with_critic(tiny_game())
 
@@ -30,7 +30,7 @@ def tiny_ppo_tool() -> PPOConfig:
 
 
 def _with_critic(config: GRPOConfig) -> PPOConfig:
-    """`config` with PPO instead of GRPO. A step has as many episodes as with `config`, but only one for each problem."""
+    """`config` with PPO instead of GRPO. A step has as many episodes as with `config`, but in groups of one episode."""
     fields = {each.name: getattr(config, each.name) for each in dataclasses.fields(GRPOConfig)}
     count = config.rollouts.groups_per_step * config.rollouts.group_size
     fields["rollouts"] = replace(config.rollouts, groups_per_step=count, group_size=1, max_refills=0, advantage="gae")
@@ -43,7 +43,7 @@ def tiny_ppo() -> PPOConfig:
     base = tiny()
     return PPOConfig(
         alphabet=base.alphabet,
-        max_tokens=base.max_tokens + 1,  # one more, so that a stop token fits after the longest right answer
+        max_tokens=base.max_tokens + 1,  # one more token, so that a stop token fits after the longest right answer
         environment=base.environment,
         trainer=base.trainer,
         generator=base.generator,

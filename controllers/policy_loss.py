@@ -1,6 +1,7 @@
-"""Fields of a config that choose the policy loss: the loss with its options, the correction and the aggregation.
+"""Config fields that choose the policy loss and its options, the correction and the aggregation.
 
-rl_actors.losses computes the losses. An example of the flags:
+The correction accounts for the difference between the generator's and the trainer's probabilities. The aggregation says how the losses of
+tokens are combined. rl_actors.losses computes the losses. An example of the flags:
 
 `--loss cispo --loss.ratio-high 4 --correction icepop --aggregation sequence_mean`
 """
@@ -49,18 +50,19 @@ class LossConfig:
     ] = "ppo"
     """Policy loss. docs/algorithms.md has the formulas and papers."""
     ratio_low: float | None = None
-    """For ppo, cispo and gspo: lower bound of the probability ratio. None: 0.8 for ppo, 0 for cispo, 1 - 3e-4 for gspo."""
+    """For ppo, cispo and gspo: lower bound of the ratio of a token's current to its old probability. For gspo the ratio is the geometric mean
+    over a sample. None: 0.8 for ppo, 0 for cispo, 1 - 3e-4 for gspo."""
     ratio_high: float | None = None
-    """For ppo, cispo and gspo: upper bound of the probability ratio. None: 1.28 for ppo, 4 for cispo, 1 + 4e-4 for gspo."""
+    """For ppo, cispo and gspo: upper bound of the ratio that ratio_low describes. None: 1.28 for ppo, 4 for cispo, 1 + 4e-4 for gspo."""
     dual_clip: float | None = None
     """For ppo and gspo: lower bound of a token's objective if its advantage A is negative. The bound is dual_clip * A. None: no bound."""
     beta: float | None = None
-    """For dro: beta / 2 is the weight of the squared distance from the generator's logprob. None: beta is 0.05."""
+    """For dro: beta / 2 is the weight of the squared difference between a token's current and old logprob. None: beta is 0.05."""
 
     def build(
         self, *, kl: KL | None, entropy_bonus: float, correction: Correction | None, sequence_mean: bool
     ) -> PolicyLoss:
-        """The loss. Raises ValueError for an option that the loss does not have, or whose value is out of its limits."""
+        """The loss. Raises ValueError if the user has set an option that the loss does not have, or if a value is out of its limits."""
         cls = POLICY_LOSSES[self.name]
         options = _options("loss", self.name, self, cls, SHARED_OPTIONS)
         if cls is PPO:
@@ -75,7 +77,7 @@ class CorrectionConfig:
     name: Annotated[Literal["none", "tis", "icepop"] | None, tyro.conf.arg(name="")] = None
     """Correction for the difference between the generator's and the trainer's probability of a token. q is p_trainer / p_generator. tis,
     truncated importance sampling: the objective is multiplied by min(q, cap). icepop: tokens with q outside [low, high] are dropped. none:
-    no correction. If no name is given, rollouts.max_staleness decides: tis if it is above 0, no correction if it is 0."""
+    no correction. If no name is given: tis if rollouts.max_staleness is above 0, otherwise no correction."""
     cap: float | None = None
     """For tis: the largest factor. None: 2."""
     low: float | None = None
@@ -85,15 +87,16 @@ class CorrectionConfig:
     reweights: bool | None = None
     """For icepop. True: the objective of a kept token is multiplied by q. None: False."""
     level: Level | None = None
-    """Which q the correction uses. token: each token has its own q. sequence: all tokens have the geometric mean of q over the completion.
-    None: token."""
+    """Which q the correction uses. token: each token has its own q. sequence: all tokens of a sample have the geometric mean of q over the
+    sample's trained tokens. None: token."""
 
     def chosen(self, *, is_stale: bool) -> str:
-        """The name of the correction. is_stale: True if a step may train on completions of older weights."""
+        """The name of the correction. is_stale: True if a step may train on completions that older weights generated."""
         return self.name or ("tis" if is_stale else "none")
 
     def build(self, *, is_stale: bool) -> Correction | None:
-        """The correction, or None. Raises ValueError for an option that the correction does not have, or whose value is out of its limits."""
+        """The correction, or None if there is none. Raises ValueError if the user has set an option that the correction does not have, or if a
+        value is out of its limits."""
         name = self.chosen(is_stale=is_stale)
         cls = CORRECTIONS.get(name)
         options = _options("correction", name, self, cls, ())
@@ -104,7 +107,8 @@ def grad_divisor(aggregation: Aggregation, samples: Sequence[Sample], max_tokens
     """The number by which the summed gradient of these samples is divided.
 
     token_mean: the number of trained tokens, so that every token counts the same (DAPO, arXiv 2503.14476).
-    sequence_mean: the number of samples. The loss has already divided each sample's part by the sample's length (GRPO, arXiv 2402.03300).
+    sequence_mean: the number of samples. The loss has already divided each sample's sum by the number of the sample's trained tokens (GRPO, arXiv
+    2402.03300).
     sequence_sum: the number of samples (RLOO, arXiv 2402.14740).
     constant: the number of samples times max_tokens. This divisor does not depend on the lengths of completions (Dr. GRPO, arXiv 2503.20783).
     """
@@ -118,7 +122,11 @@ def grad_divisor(aggregation: Aggregation, samples: Sequence[Sample], max_tokens
 def _options(
     flag: str, chosen: str, config: LossConfig | CorrectionConfig, cls: type | None, shared: Sequence[str]
 ) -> dict:
-    """The options that the user has set. If `cls` lacks one of these options, raises ValueError with the names of the options of `cls`."""
+    """The options that the user has set, by name. Raises ValueError if `cls` lacks one of these options. The error lists the options of `cls`.
+
+    flag: "loss" or "correction", for the error. chosen: the name of `cls` on the command line. cls: None for the correction "none".
+    shared: fields of `cls` that are not options of this flag.
+    """
     known = [] if cls is None else [each.name for each in fields(cls) if each.name not in shared]
     given = {each.name: getattr(config, each.name) for each in fields(config) if each.name != "name"}
     given = {name: value for name, value in given.items() if value is not None}

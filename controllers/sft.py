@@ -22,7 +22,7 @@ from rl_actors import CrossEntropy, Sample, num_loss_tokens
 @dataclass(kw_only=True)
 class SFTPhaseConfig:
     batch_size: int = 128
-    """Number of problems of one step."""
+    """Number of problems in one step."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate of the supervised steps."""
     stop_at_answer_probability: float = 1.0
@@ -30,8 +30,8 @@ class SFTPhaseConfig:
     phase stops when the mean of this probability over the last stop_window steps exceeds this value. With 1 the phase takes all its
     steps."""
     stop_window: int = 5
-    """Number of latest steps over which the answer's probability is averaged. Each step measures the probability on new problems before it
-    trains on them."""
+    """Number of latest steps over which the answer's probability is averaged. Each step measures the probability on the step's problems
+    before it trains on them."""
 
     def validate(self) -> None:
         if self.batch_size < 1 or self.stop_window < 1:
@@ -58,7 +58,7 @@ class SFTConfig(RunConfig):
 
 
 class SFTPhase:
-    """Takes supervised steps on the training problems in their order. A resumed run continues from the state that `state()` returned."""
+    """Takes supervised steps on the training problems in order. A resumed run continues from the state that `state()` returned."""
 
     def __init__(self, run: Run[Any], config: SFTPhaseConfig, *, total_steps: int) -> None:
         self.run, self.config = run, config
@@ -70,7 +70,7 @@ class SFTPhase:
         return {"cursor": self.cursor, "recent": list(self.recent)}
 
     def should_stop(self) -> bool:
-        """True if the mean probability of the answer exceeds stop_at_answer_probability."""
+        """True if the answer's mean probability over the last stop_window steps exceeds stop_at_answer_probability."""
         return fmean(self.recent) > self.config.stop_at_answer_probability
 
     async def train_step(self, step: int) -> dict[str, float]:
@@ -116,7 +116,7 @@ def answer_probability(samples: list[Sample], logprobs: list[torch.Tensor]) -> f
 
 
 async def train(run: Run[SFTConfig]) -> None:
-    """Take the supervised steps of the run. They end after config.steps steps, or earlier if `SFTPhase.should_stop` returns True.
+    """Take the supervised steps of the run: config.steps steps, or fewer if `SFTPhase.should_stop` returns True after a step.
 
     Validates and writes checkpoints as often as the config says.
     """
@@ -131,16 +131,16 @@ async def train(run: Run[SFTConfig]) -> None:
         if is_last or step % config.validate_every == 0:
             metrics |= await _validate(run, step)
         await run.record(step, metrics, phase="sft")
-        # The checkpoint comes after the step's record. If the run is killed between the record and the checkpoint, the
-        # resumed run repeats the step and writes the record again. If the checkpoint came first, the resumed run would
-        # never write the record.
+        # The step's record is written first, and then the checkpoint. If the run is killed between the two, the resumed
+        # run repeats the step and writes the record again. In the other order the resumed run would never write the
+        # record.
         await run.end_step({"step": step, **phase.state()}, phase_step=step, is_last=is_last)
         if is_last:
             return
 
 
 async def _validate(run: Run[SFTConfig], step: int) -> dict[str, float]:
-    """Give the trainer's weights to the generator, and score them on the held-out problems."""
+    """Give the trainer's weights to the generator, and score the weights on the held-out problems. Returns the metrics."""
     with run.timer("sync"):
         await run.turns.to_trainer()
         version = await run.trainer.push_model_state_dict()

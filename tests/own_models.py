@@ -24,11 +24,12 @@ CHAT_TEMPLATE = """\
         {{- '<think>\\n\\n</think>\\n\\n' }}
     {%- endif %}
 {%- endif %}"""
-"""A template like Qwen3's, with transformers' generation marks around the assistant's text."""
+"""A template like Qwen3's. The assistant's text is between {% generation %} and {% endgeneration %}, so that transformers can mark the tokens
+of this text."""
 
 
 def save_tokenizer(directory: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> int:
-    """Write the files of a byte-level tokenizer without merges, and return its number of tokens."""
+    """Write the files of a byte-level tokenizer without merges, and return the size of its vocabulary."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -44,7 +45,10 @@ def save_tokenizer(directory: Path, *, chat_template: str | None = CHAT_TEMPLATE
 
 
 def save_model(directory: Path, *, chat_template: str | None = CHAT_TEMPLATE, **dimensions: object) -> ModelConfig:
-    """Write a model with random weights and a tokenizer, and return the model's config. The generation config has two end tokens."""
+    """Write a model with random weights and a tokenizer, and return the model's config. generation_config.json has two end tokens.
+
+    dimensions: fields of ModelConfig. As in many published models, vocab_size is larger than the tokenizer's vocabulary by default.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     num_tokens = save_tokenizer(directory, chat_template=chat_template)
     values = {"vocab_size": num_tokens + 5, "head_dim": 32, "max_position_embeddings": 512, **dimensions}

@@ -1,4 +1,5 @@
-"""An environment that mixes the problems of several environments. An environment's weight says how frequent its problems are."""
+"""An environment that mixes the problems of several environments. The weight of an environment says how frequent its problems are in
+training."""
 
 from collections import Counter
 from collections.abc import Awaitable, Sequence
@@ -18,15 +19,15 @@ class Part:
     """One of the environments of a mixture."""
 
     name: str
-    weight: float
+    weight: float  # share of the training problems; the weights of all parts add up to 1
     config: EnvironmentConfig
 
 
 def read_parts(config: EnvironmentConfig) -> list[Part]:
-    """The parts of a mixture. Raises ValueError, naming the part, for a wrong part.
+    """The parts of a mixture. Raises ValueError, naming the part, if a part is wrong.
 
-    If a part does not set a field, the part has the value of that field in `config`. num_held_out is an exception: a part that does not set it
-    gets its share of config.num_held_out, by weight.
+    A field that a part does not set gets its value from `config`. num_held_out is an exception: if a part does not set this field, the part gets its
+    share of config.num_held_out, by weight, but at least 1.
     """
     if len(config.mixture) > BLOCK:
         raise ValueError(
@@ -40,10 +41,10 @@ def read_parts(config: EnvironmentConfig) -> list[Part]:
         own = {name: value for name, value in values.items() if name not in ("weight", "name")}
         if limits := [name for name in LIMITS_OF_RUN if name in own]:
             raise ValueError(
-                f"mixture[{number}] has {limits[0]}, which holds for the whole run: set environment.{limits[0]}"
+                f"mixture[{number}] sets {limits[0]}, which applies to the whole run; set environment.{limits[0]} instead"
             )
         if own.get("mixture"):
-            raise ValueError(f"mixture[{number}] is itself a mixture; list its parts in the outer one")
+            raise ValueError(f"mixture[{number}] is itself a mixture; list its parts in the outer mixture")
         if "task" not in own:
             raise ValueError(f"mixture[{number}]={values} names no task")
         try:
@@ -56,7 +57,7 @@ def read_parts(config: EnvironmentConfig) -> list[Part]:
         parts.append(Part(name=str(values.get("name", made.task)), weight=weight, config=made))
     repeated = [name for name, count in Counter(part.name for part in parts).items() if count > 1]
     if repeated:
-        raise ValueError(f"mixture has {repeated[0]!r} twice; give each part a name of its own")
+        raise ValueError(f"mixture has several parts with the name {repeated[0]!r}; give each part a different name")
     return parts
 
 
@@ -95,7 +96,7 @@ class MixedEnvironment:
 
 
 def _counts(weights: Sequence[float]) -> list[int]:
-    """The number of each environment's problems in a block: its share of BLOCK, rounded, but at least 1. The numbers add up to BLOCK."""
+    """For each environment the number of its problems in a block: weight * BLOCK, rounded, but at least 1. The numbers add up to BLOCK."""
     counts = [max(1, int(weight * BLOCK)) for weight in weights]
     remainders = [weight * BLOCK - count for weight, count in zip(weights, counts, strict=True)]
     while sum(counts) != BLOCK:

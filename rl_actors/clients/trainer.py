@@ -1,4 +1,5 @@
-"""The client of a trainer. Unless a method says otherwise, it returns a Call: `await` it in a program, or use `.result()` in a REPL."""
+"""The client of a trainer. Most methods return a Call: `await` the Call in async code, or call its `.result()` elsewhere. new_tenant and the
+methods that begin with spawn_ return a client."""
 
 import asyncio
 import contextlib
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from rl_actors.clients.value_trainer import ValueTrainerClient
 
 CLOSE_SAVE_TIMEOUT = 60.0
-"""Seconds that `close` waits for a checkpoint that is being written."""
+"""Largest number of seconds that `close` waits for a checkpoint that is being written."""
 
 
 class TrainerClient(TrainingCalls, ModelClient):
@@ -58,15 +59,15 @@ class TrainerClient(TrainingCalls, ModelClient):
         await self._ask(self._mesh.wait_for_checkpoint, f"writing {path}", self.call_timeout, breaks=False)
 
     def new_tenant(self, name: str, *, seed: int = 0) -> TenantClient:
-        """Add a tenant: another run on the same base model. Returns its client at once.
+        """Add a tenant: another run on the same base model. Returns the client of the tenant at once.
 
-        A tenant has its own adapters, gradients, optimizer and policy version. Its adapters start with random values of this seed, and have the
-        rank and the layers of the trainer's adapters. The calls of one tenant run in the order in which they are made. The trainer runs one
-        call at a time. The calls of this client work on the first tenant, which every trainer has.
-        Raises ValueError if the trainer has no adapters, if the name is taken, and for a client that is attached to a service.
+        A tenant has its own adapters, gradients, optimizer and policy_version. The adapters are initialized with this seed. They have the same
+        rank as the trainer's adapters and are on the same layers. The trainer runs one call at a time, and the calls of a tenant run in the
+        order in which they were made. The calls of this TrainerClient work on the first tenant, which every trainer has.
+        Raises ValueError if the trainer has no adapters, if another tenant has the name, or if this client is attached to a service.
         """
         if self._lease is not None:
-            raise ValueError(f"{self.name} is attached to a service, whose trainer has one tenant")
+            raise ValueError(f"{self.name} is attached to a service, whose trainer can have only one tenant")
         former = self._tenants.get(name)
         if former is not None and not former.ready().failed():
             raise ValueError(f"{self.name} has a tenant {name!r} already")
@@ -92,7 +93,8 @@ class TrainerClient(TrainingCalls, ModelClient):
         self._writing = writing
 
     def drop_tenant(self, name: str) -> Call[None]:
-        """Forget a tenant. Its name can then be used again. Raises ValueError if there is no such tenant."""
+        """Delete a tenant with its adapters, gradients and optimizer state. The name can then be used again. Raises ValueError if there is no such
+        tenant."""
         self._tenants.pop(name, None)
         return self._in_turn("drop_tenant", self._drop_tenant, name, mends=True)
 
@@ -101,8 +103,12 @@ class TrainerClient(TrainingCalls, ModelClient):
         self._unanswered.pop(name, None)
 
     def profile(self, directory: str, *, steps: int = 1) -> Call[None]:
-        """Trace the next `steps` steps with torch.profiler. Each rank N writes <directory>/rank-N.json before the optim_step of
-        the last traced step returns."""
+        """Trace the next `steps` training steps with torch.profiler. Each rank N writes <directory>/rank-N.json before the optim_step of
+        the last traced step returns.
+
+        A trace holds whole steps. So the call raises RuntimeError if gradients are accumulated. It also raises RuntimeError if an earlier trace has
+        not ended, and ValueError if `steps` is below 1.
+        """
         return self._in_turn(
             "profile",
             self._first,
@@ -113,21 +119,24 @@ class TrainerClient(TrainingCalls, ModelClient):
         )
 
     def push_model_state_dict(self) -> Call[int]:
-        """Publish the weights, so that generators can pull them. Returns policy_version, the version number of these weights."""
+        """Publish the weights, so that generators can pull them. Returns the policy_version of these weights."""
         return self._in_turn("push_model_state_dict", self._first, "push_model_state_dict")
 
     def spawn_generator(
         self, config: GeneratorConfig | None = None, *, name: str = "generator", logs: LogRoute | None = None
     ) -> GeneratorClient:
-        """Spawn a generator with the model and the current weights of the trainer. Returns its client at once; the first call waits for the start.
+        """Spawn a generator with the model and the current weights of the trainer. Returns the generator's client at once. The first call of that
+        client waits until the generator has started.
 
-        Raises ValueError for a value model and for a model with an expert bias, because vLLM cannot run these models as the trainer does. Also
-        raises ValueError if this client is attached to a service, or if `config` is None and this client did not spawn its trainer.
+        config: the config of the generator. None: a config for the trainer's model.
+        Raises ValueError for a value model and for a model with an expert bias (load_balance_coeff), because vLLM cannot run these models as the
+        trainer does. Also raises ValueError if this client is attached to a service, or if `config` is None and this client did not spawn its
+        trainer.
         """
         if self._lease is not None:
             raise ValueError(
                 f"{self.name} is attached to a service and cannot add a generator to it; "
-                f"use GeneratorClient.attach({str(self._lease.address)!r})"
+                f"to use the generator of the service, call GeneratorClient.attach({str(self._lease.address)!r})"
             )
         if self.config is not None:
             self.config.require_hf("spawn_generator")
@@ -153,12 +162,14 @@ class TrainerClient(TrainingCalls, ModelClient):
         name: str = "value_trainer",
         logs: LogRoute | None = None,
     ) -> "ValueTrainerClient":
-        """Spawn a value model, which is trained like a policy. Returns its client at once; the first call waits for the start.
+        """Spawn a value model, such as the critic of PPO. Returns its client at once. The first call of that client waits until the value model has
+        started.
 
         config: the config of the value model. Its field `head` is set to "values". None: the config of this trainer, without adapters.
-        processes, checkpoint: see `spawn`. If this client is passed as `processes`, the value model runs in the processes of this trainer. The
-        checkpoint may also be a checkpoint of a policy with the same dimensions. The head of the value model then starts at zero.
-        Raises ValueError as `spawn` does.
+        processes: see `spawn`. If `processes` is this client, the value model runs in the processes of this trainer.
+        checkpoint: see `spawn`. The checkpoint of a policy with the same dimensions is allowed, too. The head of the value model then starts at
+        zero.
+        Raises ValueError as `spawn` does, and if `config` is None and this client did not spawn its trainer.
         """
         from rl_actors.clients.value_trainer import ValueTrainerClient
 
@@ -174,11 +185,13 @@ class TrainerClient(TrainingCalls, ModelClient):
         name: str = "reference",
         logs: LogRoute | None = None,
     ) -> "ReferenceClient":
-        """Spawn a model that only infers. Returns its client at once; the first call waits for the start.
+        """Spawn a model that only infers. Returns its client at once. The first call of that client waits until the model has started.
 
-        config: the config of the model. None: the config of this trainer. The returned client's `refresh(version)` takes versions that this
-        trainer has pushed. A program may have several such models, for example a teacher with another config.
-        processes, checkpoint: see `spawn`. Raises ValueError as `spawn` does.
+        The client's method `refresh(version)` loads the weights of a version that this trainer has pushed. A program may have several such models,
+        for example a teacher with another config.
+        config: the config of the model. None: the config of this trainer.
+        processes, checkpoint: see `spawn`.
+        Raises ValueError as `spawn` does, and if `config` is None and this client did not spawn its trainer.
         """
         from rl_actors.clients.reference import ReferenceClient
 

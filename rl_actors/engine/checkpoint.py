@@ -1,6 +1,7 @@
-"""Read and write checkpoints of the whole trainer, as directories of torch.distributed.checkpoint (DCP).
+"""Read and write checkpoints of a trainer, as directories of torch.distributed.checkpoint (DCP).
 
-All ranks call these functions together. Hugging Face directories are read and written in hf.py.
+All ranks must call require_checkpoint, require_replaceable, load and CheckpointWriter.start together.
+Hugging Face directories are read and written in hf.py.
 """
 
 import shutil
@@ -33,7 +34,7 @@ HEAD = "lm_head.weight"
 class State(TypedDict):
     """The content of a checkpoint."""
 
-    model: dict[str, Tensor]
+    model: dict[str, Tensor]  # the adapters if the model has adapters, otherwise the whole state of the model
     policy_version: Tensor  # int64 scalar
     optimizer: NotRequired[dict[str, object]]  # torchtitan's flat state of all optimizers, by parameter name
 
@@ -41,7 +42,7 @@ class State(TypedDict):
 def is_checkpoint(path: str | Path) -> bool:
     """True if `path` is a directory with a complete checkpoint.
 
-    DCP writes the metadata file last, so its presence shows that the checkpoint is complete.
+    DCP writes the metadata file last. So if this file exists, the checkpoint is complete.
     """
     return (Path(path) / METADATA).is_file()
 
@@ -49,11 +50,11 @@ def is_checkpoint(path: str | Path) -> bool:
 def require_checkpoint(built: BuiltModel, path: str, *, optimizer: bool) -> None:
     """Check that `path` holds a checkpoint of this model, with optimizer state if `optimizer` is True. Changes nothing.
 
-    If optimizer is False, a value model may also load the checkpoint of a language model. The value model then
-    keeps its own head.
+    If `optimizer` is False, a value model also accepts the checkpoint of a language model. `load` then loads all weights
+    but the head, and the value model keeps its own head.
 
-    Raises ValueError on every rank if the check fails on any rank. The check also fails if other users can write the files, because DCP
-    unpickles them and unpickling can run code.
+    Raises ValueError on every rank if the check fails on any rank. The check also fails if other users can write the
+    files: DCP unpickles the files, and unpickling can run code.
     """
     if not on_all_ranks(is_checkpoint(path)):
         raise ValueError(f"{path} is not a checkpoint: it holds no {METADATA}")
@@ -93,9 +94,9 @@ def require_replaceable(path: str | Path) -> None:
 class CheckpointWriter:
     """Writes one checkpoint at a time while training goes on.
 
-    The writer has its own process group, because its collectives run in another thread than the collectives of
-    training. If the two threads used the same group, one rank could start the writer's collective first, while another
-    rank starts the collective of training first. Then the collectives of the ranks would not match.
+    The writer has its own process group, because its collectives run in a different thread than the collectives of
+    training. If the two threads shared a group, one rank could start the writer's collective first, and another rank
+    the collective of training. Then the collectives of the ranks would not match.
     """
 
     def __init__(self) -> None:
@@ -110,8 +111,9 @@ class CheckpointWriter:
     ) -> "Future[None]":
         """Copy the state to the CPU and return. The future is done when the directory is complete on disk.
 
+        If the previous checkpoint is still being written, waits for the end of that write first.
         extra_files: files that rank 0 copies into the directory.
-        If a rank could not write, the future raises RuntimeError with path and rank, and `path` is unchanged.
+        If a rank could not write, the future raises RuntimeError, naming path and rank, and `path` is unchanged.
         """
         self.wait()
         upload = dcp.async_save(
@@ -135,12 +137,12 @@ class CheckpointWriter:
 
 
 class _WholeDirectoryWriter(FileSystemWriter):
-    """Writes into a directory beside `path`, and renames it to `path` after all ranks have written.
+    """Writes into the directory <path>.partial, and renames this directory to `path` after all ranks have written.
 
     So `path` never holds a partial checkpoint.
 
-    DCP calls prepare_global_plan before the ranks write, and finish afterwards. It calls these two methods only on its
-    first rank, and sends their errors to all ranks.
+    DCP calls prepare_global_plan before the ranks write, and finish afterwards. DCP calls these two methods only on
+    rank 0, and sends their errors to all ranks.
     """
 
     def __init__(self, path: str, extra_files: Sequence[Path]) -> None:
@@ -180,9 +182,10 @@ def _settle(written: "Future[None]", upload: "Future[object]", what: str) -> Non
 
 
 def load(built: BuiltModel, path: str, *, optimizer: bool) -> int:
-    """Load a checkpoint into the model in place, and return its policy_version.
+    """Load a checkpoint into the model in place, and return the checkpoint's policy_version.
 
-    The checkpoint may have been saved under another parallel layout.
+    The checkpoint may have been saved under another parallel layout. If a value model loads the checkpoint of a
+    language model, the value model keeps its own head.
 
     optimizer=False: load only the weights, and reset the optimizer to the state that it has in a new trainer.
     """
@@ -214,8 +217,8 @@ def _state(built: BuiltModel, policy_version: int, *, optimizer: bool) -> State:
 
 
 def _optimizer_state(built: BuiltModel) -> dict[str, object]:
-    # torchtitan creates missing optimizer state by a step with zero gradients. Adam counts this step, which would
-    # change its bias correction. So this function sets the count back to zero.
+    # If an optimizer has no state yet, state_dict() creates the state by a step with zero gradients. Adam counts this
+    # step, and the count enters Adam's bias correction. So this function sets the count back to zero.
     without_state = [optimizer for optimizer in built.optimizers.optimizers if not optimizer.state]
     state_dict = built.optimizers.state_dict()
     for optimizer in without_state:

@@ -182,9 +182,9 @@ def test_a_users_function_gets_the_seed_and_the_options():
         ),
         (
             {"mixture": [{"task": "spell_backward", "reward_timeout": 1.0}]},
-            r"mixture\[0\] has reward_timeout, which holds for the whole run: set environment.reward_timeout",
+            r"mixture\[0\] sets reward_timeout, which applies to the whole run; set environment.reward_timeout instead",
         ),
-        ({"mixture": [{"task": "spell_backward"}] * 2}, "mixture has 'spell_backward' twice"),
+        ({"mixture": [{"task": "spell_backward"}] * 2}, "mixture has several parts with the name 'spell_backward'"),
         ({"mixture": [{"task": "spel_backward"}]}, "mixture, spel_backward: .*did you mean spell_backward"),
     ],
 )

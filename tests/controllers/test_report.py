@@ -1,4 +1,4 @@
-"""report.html and reward.png of runs in every state."""
+"""The report of a run (report.html and reward.png), for runs that have finished, failed, were interrupted or are still going on."""
 
 import json
 import re
@@ -24,7 +24,7 @@ def grpo_record(step: int) -> dict:
     record |= {"time/generate": 1.0, "time/train": 0.5, "time/sync": 0.1, "time/step": 2.0, "tokens/s": 500.0}
     record |= {"entropy": 0.4, "kl/policy_generator": 1e-9, "kl/reference": 1e-3, "policy_lag": 2}
     record |= {"age/max": 2, "age/mean": 1.5, "age/1": 2, "age/2": 2, "busy/trainer": 0.5, "busy/generator": 0.9}
-    # Only PPO has the critic's metrics. They are in this GRPO record so that one record has a value for every chart.
+    # Only PPO has the critic's metrics. They are in this GRPO record so that the report of one run has the charts of PPO, too.
     record |= {"critic/explained_variance": 0.2, "critic/value_mean": 0.4, "critic/return_mean": 0.5}
     record |= {"clip_fraction": 0.3, "clip_fraction/low": 0.1, "clip_fraction/high": 0.2}
     record |= {"completion/length_mean": 2.5, "completion/length_max": 3, "completion/truncated": 0.1}
@@ -117,7 +117,7 @@ class Nesting(HTMLParser):
 
 
 def episodes(step: int) -> dict:
-    """A group of two episodes. The first has two turns, the second has one."""
+    """A group of two episodes. In the first episode the policy has two turns, in the second it has one."""
     first = [("environment", "?", None), ("policy", "5", 0.0), ("environment", "+", None), ("policy", "<7>", 1.0)]
     second = [("environment", "?", None), ("policy", "", -0.5)]
     conversations = []
@@ -149,7 +149,7 @@ def written(tmp_path_factory) -> RunFolder:
     return folder
 
 
-def test_an_episode_is_a_conversation_with_the_reward_beside_each_turn_of_the_policy(tmp_path):
+def test_an_episode_is_shown_as_a_conversation_and_each_turn_of_the_policy_has_its_reward(tmp_path):
     folder = write_run(tmp_path / "run", [small_record(1)], [episodes(1), group(1)])
     write_report(folder.path)
     html = folder.report.read_text()
@@ -204,7 +204,7 @@ def test_a_chart_without_a_number_is_left_out(tmp_path):
     assert page.tags.count("svg") == 1 and "Loss, supervised" in page.text and "Entropy" not in page.text
 
 
-def test_groups_have_their_rewards_advantages_and_lengths(html):
+def test_groups_are_shown_with_their_rewards_advantages_and_lengths(html):
     page = Tags(html)
     assert re.findall(r'data-step="(\d+)" data-rewards="(\w+)"', html) == [
         *(("3", "differ"), ("4", "equal"), ("5", "differ"), ("6", "differ"))
@@ -217,7 +217,7 @@ def test_groups_have_their_rewards_advantages_and_lengths(html):
     assert page.tags.count("option") == 1 + 4 + 3 and "<option selected>6</option>" in html
 
 
-def test_held_out_problems_show_the_first_and_the_last_completion(html):
+def test_held_out_problems_are_shown_with_the_completions_of_the_first_and_the_last_validation(html):
     shown = " ".join(Tags(html).words)
     assert "set prompt answer step 0 step 5 reward passed own 1+1= 2 7 2 1 3 of 4 hard 12+34= 46 0 46 1 4 of 4" in shown
 
@@ -234,7 +234,7 @@ def test_the_table_has_every_metric_with_its_unit():
     ]
 
 
-def test_a_long_run_shows_groups_of_some_steps_and_of_the_last_one(monkeypatch):
+def test_the_report_of_a_long_run_shows_the_groups_of_evenly_spaced_steps_and_of_the_last_step(monkeypatch):
     groups = [{"step": step, "completions": ["x"] * 4} for step in range(1, 101)]
     assert shown_steps(groups) == list(range(1, 101))
     monkeypatch.setattr("controllers.report.COMPLETIONS_SHOWN", 50)
@@ -242,7 +242,7 @@ def test_a_long_run_shows_groups_of_some_steps_and_of_the_last_one(monkeypatch):
     assert shown_steps(groups) == [1, 10, 19, 28, 37, 46, 55, 64, 73, 82, 91, 100]
 
 
-def test_steps_of_different_sizes_stay_within_the_limit_and_the_last_one_is_always_shown(monkeypatch):
+def test_steps_of_different_sizes_stay_within_the_limit_and_the_last_step_is_always_shown(monkeypatch):
     monkeypatch.setattr("controllers.report.COMPLETIONS_SHOWN", 50)
     sizes = {1: 40, 2: 1, 3: 40, 4: 1, 5: 9}
     groups = [{"step": step, "completions": ["x"] * size} for step, size in sizes.items()]
@@ -301,13 +301,13 @@ def test_a_run_under_way_and_a_failed_run_have_a_report(tmp_path):
 
 
 def test_the_chart_of_rewards_has_at_most_as_many_supervised_steps_as_grpo_steps():
-    """An exception is a run without GRPO steps: its chart has all supervised steps."""
+    """A run without GRPO steps is an exception: its chart has all supervised steps."""
     for num_sft, num_grpo, first in ((10, 2, 8), (2, 10, 0), (10, 0, 0)):
         records = [{"step": s, "phase": "sft" if s < num_sft else "grpo"} for s in range(num_sft + num_grpo)]
         assert around_rewards(records) == records[first:]
 
 
-def test_the_restarts_of_a_run_are_a_table(tmp_path):
+def test_the_restarts_of_a_run_are_shown_in_a_table(tmp_path):
     folder = write_run(tmp_path, [small_record(1)])
     cut_short = {"restart": 1, "time": "2026-11-23T20:00:00", "after_step": 4, "cause": "trainer: <rank 1> ended"}
     lines = [cut_short | {"first_step": None, "seconds": None}, cut_short | {"first_step": 3, "seconds": 12.5}]

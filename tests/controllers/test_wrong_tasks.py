@@ -269,7 +269,7 @@ WRONG = {
     ),
     "a mixture with two parts of one name": (
         ["--environment.mixture", '[{"task": "good.jsonl"}, {"task": "copy.jsonl", "name": "good.jsonl"}]'],
-        "mixture has 'good.jsonl' twice",
+        "mixture has several parts with the name 'good.jsonl'",
     ),
     "a mixture in a mixture": (
         ["--environment.mixture", '[{"task": "x", "mixture": [{"task": "good.jsonl"}]}]'],

@@ -1,4 +1,4 @@
-"""The rows into which the engine puts the samples of a call, for each value of the field `packing`."""
+"""The rows into which the engine puts the samples of a call, for each value of `TrainerConfig.packing`."""
 
 from collections import Counter
 
@@ -10,8 +10,8 @@ from references import random_samples
     ("packing", "samples_per_row"),  # for every microbatch, the number of samples in each of its rows
     [
         ("packed", [[4]]),
-        # Each of the four samples gets a row. Rows have a multiple of 64 positions, so these rows have 64. The budget of 2 * 256 positions is
-        # enough for all four.
+        # Each of the four samples gets its own row. The length of a row is a multiple of 64, so these rows have 64 positions. A microbatch may
+        # have 2 * 256 positions, so all four rows fit into one microbatch.
         ("token_budget", [[1, 1, 1, 1]]),
         ("fixed", [[1, 1], [1, 1]]),
     ],

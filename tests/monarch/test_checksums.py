@@ -1,8 +1,8 @@
-"""A pull gives vLLM's engine bit for bit the same weights as loading them from a directory. The tests compare digests
-of the weights.
+"""A pull and a load from a directory give vLLM's engine the same weights, bit for bit. The tests compare digests of the
+weights.
 
-vLLM computes digests of its parameters. On a CPU the parameters of linear layers are empty, because these layers keep only
-packed weights. So the tests also compare digests of the weights that the layers compute with.
+vLLM can compute digests of its parameters. On a CPU the parameters of linear layers are empty, because these layers
+keep only packed weights. So the tests also compare digests of the weights that the layers compute with.
 """
 
 import asyncio
@@ -20,6 +20,8 @@ NUM_PULLS = 200
 DENSE = support.model_config(tied=False)
 EXPERTS = replace(DENSE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 FSDP2_TP2 = {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}
+# Each case has the model, the degrees of the trainer's parallelism, the adapters, and WeightsConfig.path. In the name of
+# a case the number after FSDP, TP, PP or EP is the degree.
 CASES = {
     "FSDP2 x TP2": (DENSE, FSDP2_TP2, LoRAConfig(), "auto"),
     "FSDP2 x TP2, point to point": (DENSE, FSDP2_TP2, LoRAConfig(), "point_to_point"),
@@ -82,7 +84,7 @@ def test_every_pull_gives_the_digests_of_an_engine_that_loaded_the_same_weights_
 
 def test_a_pull_and_a_directory_give_the_same_digests(trainer, generator, generator_mesh, tmp_path):
     """One engine pulls two versions, and then loads both versions from directories. The digests of the two versions
-    differ, so a pull or a load that left the old weights would fail the test.
+    differ. So the test would fail if a pull or a load left the old weights in the engine.
     """
     found = {}
     for seed in (1, 2):

@@ -1,6 +1,6 @@
 """Runs with a trainer over two hosts and a generator on one of these hosts.
 
-Each host is a worker on this machine, on loopback or in a network namespace.
+A worker process on this machine plays the part of each host. The worker listens on loopback or in a network namespace.
 """
 
 import contextlib
@@ -36,8 +36,8 @@ ENVIRONMENT = {
 def run(
     addresses: str, folder: Path, certificates: str = "", job: dict | None = None, before: Sequence[str] = ()
 ) -> dict:
-    """Run hosts_program.py and return its output. The entry "above" of the output has a list for each rank:
-    the process ids of all ancestors of the rank's process.
+    """Run hosts_program.py and return its output. The entry "above" of the output has a list for each rank of the trainer:
+    the process ids of all ancestors of the rank's process, beginning with the parent.
 
     before: words to put in front of the command, such as `ip netns exec NAME`.
     """
@@ -68,7 +68,7 @@ def free_port() -> int:
 
 
 class Worker:
-    """`python -m rl_actors.processes.worker` at `address`, or else at a free port of `host`."""
+    """A process that runs `python -m rl_actors.processes.worker`. It listens at `address`, or at a free port of `host` if `address` is empty."""
 
     def __init__(
         self, *flags: str, scheme: str = "tcp", host: str = "127.0.0.1", address: str = "", before: Sequence[str] = ()
@@ -114,7 +114,7 @@ def assert_same(found: dict, alone: dict) -> None:
     assert found["tokens"] == alone["tokens"]
 
 
-def test_a_trainer_over_two_hosts_gives_the_same_numbers_as_one_host_and_the_workers_take_the_next_run(
+def test_a_trainer_over_two_hosts_gives_the_same_numbers_as_one_host_in_two_runs_with_the_same_workers(
     alone, two_workers, tmp_path
 ):
     addresses = ",".join(worker.address for worker in two_workers)
@@ -129,8 +129,8 @@ def test_workers_of_a_monarch_job_give_the_same_numbers_as_one_host(alone, tmp_p
     found = run("process://2", tmp_path)
     assert_same(found, alone)
     [first, *_], [second, *_] = found["above"]
-    # Each rank has a worker of its own, so the first ancestors differ. The later ancestors are the same, because both
-    # workers are children of the program.
+    # Each rank has a worker of its own, so the parents of the ranks differ. Both workers are children of the program, so
+    # the ranks have other ancestors in common.
     assert first != second
 
 
@@ -204,12 +204,12 @@ def test_workers_that_a_job_starts_over_ssh_give_the_same_numbers_as_one_host(al
     wait_until(lambda: not workers_at(port), "the workers end with the run")
 
 
-# Beginnings of the keys whose values may differ between equal runs: measurements, and numbers of restarts.
+# Prefixes of the metrics that may differ between two runs of the same training: measurements, and numbers of restarts.
 MEASURED = ("time/", "busy/", "tokens/s", "memory/", "weights/", "mfu", "ranks/", "restarts")
 
 
 def start_grpo(folder: Path, *flags: str) -> subprocess.Popen:
-    """A GRPO run of a few steps with a trainer of two ranks."""
+    """Start a GRPO run of a few steps with a trainer of two ranks, and return its process."""
     sizes = ["--steps", "3", "--sft-steps", "5", "--rollouts.groups-per-step", "32", "--environment.num-held-out", "64"]
     layout = ["--trainer.parallelism.data-parallel-shard-degree", "2", "--trainer.deterministic"]
     if "--resume" not in flags:
@@ -221,13 +221,13 @@ def start_grpo(folder: Path, *flags: str) -> subprocess.Popen:
 
 
 def records(folder: Path) -> list[dict]:
-    """The records of a run, without the keys of MEASURED."""
+    """The records of a run, without the metrics that MEASURED names. A record has the metrics of one step."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if not key.startswith(MEASURED)} for line in lines]
 
 
 def grpo(folder: Path, *flags: str) -> list[dict]:
-    """The records of a GRPO run that ends by itself."""
+    """Run GRPO to its end, and return its records."""
     running = start_grpo(folder, *flags)
     output, _ = running.communicate(timeout=GUARD)
     assert running.returncode == 0, output
@@ -257,7 +257,7 @@ def test_grpo_over_two_ssh_hosts_writes_the_same_metrics_as_on_one_host(grpo_alo
 
 
 def kill_after_first_step(running: subprocess.Popen, folder: Path, pid: Callable[[], int]) -> None:
-    """Kill the process with this pid, a worker or a rank, when the first checkpoint is complete."""
+    """Wait until the run's first checkpoint is complete. Then kill the process whose id `pid()` returns: a worker or a rank."""
 
     def has_checkpoint() -> bool:
         assert running.poll() is None, running.stdout.read()
@@ -268,7 +268,7 @@ def kill_after_first_step(running: subprocess.Popen, folder: Path, pid: Callable
 
 
 def workers_of_job(pid: int) -> list[psutil.Process]:
-    """The workers that a job of this program has started."""
+    """The workers that the Monarch job of a run has started. pid: process id of the run."""
     children = psutil.Process(pid).children()
     return [child for child in children if "run_worker_loop_forever" in " ".join(child.cmdline())]
 
@@ -317,7 +317,8 @@ def test_a_run_goes_on_when_a_rank_on_a_host_is_killed(grpo_alone, two_workers, 
 
 
 class Networks:
-    """Three network namespaces with the addresses 10.231.N.1, .2 and .3. A bridge connects them to each other and to nothing else."""
+    """Three network namespaces with the addresses 10.231.N.1, .2 and .3 for a random N. A bridge connects them to each other and to nothing
+    else."""
 
     def __init__(self) -> None:
         self.ip, self.mark = program("ip"), uuid.uuid4().hex[:6]
@@ -362,12 +363,12 @@ class Networks:
         subprocess.run([self.ip, *arguments], check=True, capture_output=True, text=True)
 
     def within(self, index: int) -> list[str]:
-        """Words that run the command behind them in the namespace with this index."""
+        """Words to put in front of a command, which then runs in the namespace with this index."""
         return [self.ip, "netns", "exec", self.names[index]]
 
 
 def test_workers_in_two_network_namespaces_give_the_same_numbers_as_one_host(alone, tmp_path):
-    """The controller is in a third namespace. gloo, the rendezvous and Monarch go through the addresses of the namespaces."""
+    """The controller runs in a third namespace. gloo, torch's rendezvous and Monarch use the addresses of the namespaces."""
     with Networks() as networks, contextlib.ExitStack() as stack:
         workers = []
         for index in (1, 2):
