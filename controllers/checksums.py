@@ -1,7 +1,7 @@
 """Writes and checks the checksums of a checkpoint's files.
 
-The checksums are written before state.json, whose presence marks the checkpoint as complete. Before a run reads a checkpoint, it
-compares the files with their checksums.
+A save writes the checksums before state.json, whose presence marks the checkpoint as complete. Before a run reads a
+checkpoint, it compares the files with their checksums.
 """
 
 import hashlib
@@ -17,9 +17,9 @@ FILE = "checksums.json"
 
 
 def write(folder: Path, others: Mapping[str, str]) -> None:
-    """Write the checksums of all files in the folder and its subfolders.
+    """Write checksums.json with the checksums of all files in the folder and its subfolders.
 
-    others: the name and content of files that will be written later. Their checksums are written, too.
+    others: {name: content} of files that the caller will write later. Their checksums are included.
 
     Raises OSError naming the file that cannot be read or written.
     """
@@ -54,11 +54,11 @@ def fault(folder: Path) -> str:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a file atomically: a program that reads it meanwhile gets the old content or the new content, never a mixture.
+    """Write a file atomically: a program that reads the file meanwhile gets the old or the new content, never a mixture.
 
     When this function returns, the new content is on disk.
 
-    Raises OSError naming the file.
+    Raises OSError naming the temporary file, `path`.tmp.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     with naming(temporary):
@@ -68,7 +68,7 @@ def write_durably(path: Path, text: str) -> None:
             # Without fsync, a crash of the machine could leave the file without its content.
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        # Without this, a crash of the machine could bring the old file back.
+        # Without the fsync of the folder, a crash of the machine could bring the old file back.
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -77,10 +77,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def _checksums(paths: list[Path]) -> list[dict[str, object]]:
-    """Size and SHA-256 of each file.
-
-    Several threads compute them at the same time, because hashlib releases the GIL.
-    """
+    """Size and SHA-256 of each file. Several threads work at the same time, because hashlib releases the GIL."""
     with ThreadPoolExecutor() as threads:
         return list(threads.map(_checksum, paths))
 

@@ -8,17 +8,17 @@ import re
 from pathlib import Path
 
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-"""The form of an id: organisation/model."""
+"""The form of an id: organization/model."""
 
 FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
-"""Files of a repository that a run reads: weights, configs, and all forms of a tokenizer."""
+"""Patterns of the files in a repository that a run reads: weights, configs, and all forms of a tokenizer."""
 
 OTHER_FILES = ("*/*", "consolidated*")
-"""Files of a repository that are not downloaded. They have the same weights in other formats."""
+"""Patterns of files that are not downloaded: files in subfolders, and the same weights in other formats."""
 
 
 def find_model(name_or_path: str) -> str:
-    """The directory of the model with this Hub id. Any other text, such as the path of a directory or "", is returned as it is.
+    """The directory of the model with this Hub id. A text that is no id, such as the path of a directory or "", is returned unchanged.
 
     The model is taken from the cache of earlier downloads. Missing files are downloaded, unless HF_HUB_OFFLINE is set.
     For example find_model("Qwen/Qwen3-0.6B") returns "/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de2…".
@@ -41,7 +41,7 @@ def find_model(name_or_path: str) -> str:
         lacking = missing_files(directory)
         if not lacking:
             return directory
-        reason = f"the cache has it without {', '.join(lacking)} ({directory})"
+        reason = f"its copy in the cache lacks {', '.join(lacking)} ({directory})"
     except LocalEntryNotFoundError:
         pass
     if constants.is_offline_mode():
@@ -58,12 +58,12 @@ def find_model(name_or_path: str) -> str:
 
 
 def is_model_id(name_or_path: str) -> bool:
-    """True for a text of the form organisation/model that is not an existing directory."""
+    """True for a text of the form organization/model that is not an existing directory."""
     return MODEL_ID.fullmatch(name_or_path) is not None and not Path(name_or_path).is_dir()
 
 
 def require_directory(field: str, path: str) -> None:
-    """Raises ValueError naming the field and the remedy if `path` is the id of a model and not a directory."""
+    """Raises ValueError naming the field and the remedy if `path` has the form of a Hub id and is not a directory."""
     if is_model_id(path):
         raise ValueError(
             f"{field}={path!r} is not a directory; if it is the id of a model on the Hugging Face Hub, "
@@ -83,9 +83,9 @@ def model_name(path: str) -> str:
 
 
 def missing_files(directory: str) -> list[str]:
-    """Names of the files that the directory lacks and without which the model cannot be loaded.
+    """Names of the files that a model needs and that the directory lacks.
 
-    A model needs config.json and at least one *.safetensors. If there is an index of the weights, every file that it lists is needed.
+    A model needs config.json and at least one *.safetensors. If the directory has an index of the weights, the model needs every file in the index.
     Raises ValueError if the index is not a JSON object with a weight_map.
     """
     folder = Path(directory)
@@ -103,7 +103,10 @@ def missing_files(directory: str) -> list[str]:
 
 
 def require_weights(field: str, path: str) -> None:
-    """Raises ValueError naming the field if files are missing, or naming a file if it is cut off. Reads only the headers of the files."""
+    """Raises ValueError if the directory `path` lacks files that a model needs, or if a file of weights is cut off.
+
+    field: the name of the config field with this path, for the error text. Only the headers of the files are read.
+    """
     from safetensors import SafetensorError, safe_open
 
     lacking = missing_files(path)

@@ -76,7 +76,7 @@ def test_the_error_after_a_failed_download_has_the_reason(cache, monkeypatch):
 
 def test_a_cached_model_without_weights_is_refused_and_the_error_names_the_missing_files(cached):
     (cached / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"the cache has it without \*.safetensors .*to download it: hf download"):
+    with pytest.raises(ValueError, match=r"its copy in the cache lacks \*.safetensors .*to download it: hf download"):
         find_model(ID)
 
 

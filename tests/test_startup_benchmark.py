@@ -1,6 +1,6 @@
-"""The benchmark of a run's start. The files that a run writes show how long each part of its start took.
+"""The benchmark of a run's start finds how long each part took. The benchmark watches the files that the run writes.
 
-In these tests a program that writes such files stands for the run.
+In these tests a short program that writes such files stands for the run.
 """
 
 import sys
@@ -27,7 +27,7 @@ time.sleep(0.1)
 """
 
 
-def test_the_parts_of_a_start_are_read_from_the_files_of_the_run(tmp_path):
+def test_the_seconds_of_each_part_of_a_start_are_found_from_the_files_of_the_run(tmp_path):
     folder = RunFolder(tmp_path / "run")
     found = startup.measure([sys.executable, "-c", RUN, str(folder.path)], folder)
     assert tuple(found) == startup.PARTS

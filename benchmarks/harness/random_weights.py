@@ -1,7 +1,7 @@
 """Write a Hugging Face directory with random bfloat16 weights of a Qwen3 model: `python -m benchmarks random_weights 4b DIR`.
 
-The directory is for measurements and trials. It has a config.json, and safetensors with the names and shapes of the model's weights. A run
-can load it like a directory of trained weights.
+The directory is for measurements and trials. It has a config.json, and safetensors with the names and shapes of the model's weights. It has
+no tokenizer. A run can load it like a directory of trained weights.
 """
 
 import argparse
@@ -34,9 +34,9 @@ def scratch(model: ModelConfig, times: int = 4) -> str | None:
 def write(model: ModelConfig, directory: Path, *, seed: int = 0, scale: float = 1.0) -> None:
     """Write the directory.
 
-    The weights of matrices are drawn from a normal distribution with standard deviation STD. The weights of all norms but the last are 1.
+    The matrices are drawn from a normal distribution with standard deviation STD. The weights of all norms but the last are 1.
 
-    scale: the value of all weights of the last norm. It multiplies the logits.
+    scale: the value of all weights of the last norm. So the logits are `scale` times as large as with a scale of 1.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(seed)
@@ -60,7 +60,7 @@ def main() -> None:
         "--scale",
         type=float,
         default=1.0,
-        help="factor of the logits; 15 gives 0_6b an entropy of one to two nats a token",
+        help="factor that multiplies the logits; with 15 the model 0_6b has an entropy of 1 to 2 nats per token",
     )
     arguments = parser.parse_args()
     if arguments.directory.exists():

@@ -1,8 +1,8 @@
 """Read and write Hugging Face directories of the model: config.json, safetensors and tokenizer files.
 
-All ranks must call load, load_whole, state_dict, require_exportable, export and export_lora together. A Hugging Face directory has no
-optimizer state.
-The trainer's own checkpoints (checkpoint.py) have the optimizer state.
+All ranks must call load, load_whole, state_dict, require_exportable, export and export_lora together.
+
+A Hugging Face directory has no optimizer state. The trainer's own checkpoints (checkpoint.py) have the optimizer state.
 """
 
 import json
@@ -54,7 +54,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def require_same_tensors(config: ModelConfig, path: str) -> None:
-    """Raises ValueError if tensors of the directory `path` are missing, unexpected or of another shape than in this config.
+    """Raises ValueError if the tensors in the directory `path` differ in name or shape from those of a model of this config.
 
     Reads only the headers of the files.
     """
@@ -66,9 +66,10 @@ def require_same_tensors(config: ModelConfig, path: str) -> None:
 
 
 def require_same_shapes(config: ModelConfig, there: Mapping[str, tuple[int, ...]], where: str, what: str) -> None:
-    """Raises ValueError listing the tensors in which `there` differs from a model of this config. there: {name: shape}.
+    """Raises ValueError listing the tensors in which `there` differs from a model of this config.
 
-    where, what: the names that the error text gives to the tensors and to the model.
+    there: the shapes of the tensors that were found, by name.
+    where, what: the error text begins with "the tensors of {where} do not fit {what}".
     """
     here = tensor_shapes(config)
     # Some published directories hold tensors that the model does not have: the head of a model with tied embeddings, or
@@ -104,18 +105,18 @@ def whole_state(config: ModelConfig) -> dict[str, Tensor]:
 def load(built: BuiltModel, path: str) -> None:
     """Load a directory of safetensors into the sharded model, in place. Each rank reads its own shards of the tensors.
 
-    The router's expert biases and the head of a value model keep their values, because a Hugging Face directory does
-    not have these tensors.
+    Adapters, the router's expert biases and the head of a value model keep their values, because a Hugging Face
+    directory does not have these tensors.
     """
     with _to_fill(built) as tensors, plain_errors(f"loading {path}"):
         dcp.load(tensors, storage_reader=built.hf_adapter.get_hf_storage_reader(path))
 
 
 def load_whole(built: BuiltModel, whole: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy whole tensors under their Hugging Face names into the sharded model, in place, one after another. Each rank copies its shards.
+    """Copy whole tensors, named as in Hugging Face's files, into the sharded model, in place, one after another.
 
-    Raises ValueError if a tensor of this rank is missing. Joined parameters (see _to_fill) then keep their values. Every other parameter whose
-    tensor was there has its new value.
+    Each rank copies its own shards. Raises ValueError if a tensor that this rank needs is missing. The model is then loaded only in part: joined
+    parameters (see _to_fill) keep their old values, and every other parameter whose tensor was there has its new value.
     """
     with _to_fill(built) as tensors:
         missing = set(tensors)
@@ -132,7 +133,7 @@ def _to_fill(built: BuiltModel) -> Iterator[dict[str, Tensor]]:
     """Context manager that gives the model's tensors under their Hugging Face names, sharded. The body fills the tensors in place.
 
     A joined parameter (the experts of a block, or fused query, key and value; see hf_names.py) is several tensors in Hugging Face's form.
-    For a joined parameter the body fills temporary tensors. After the body the temporary tensors are joined, and copied into the parameter.
+    For a joined parameter the body fills temporary tensors. After the body these tensors are joined and copied into the parameter.
     """
     parameters = _parameters(built.model)
     if built.has_value_head:
@@ -154,12 +155,12 @@ def _to_fill(built: BuiltModel) -> Iterator[dict[str, Tensor]]:
 
 
 def state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """The weights under their Hugging Face names, sharded over the ranks. If head and embeddings are tied, only the
-    embeddings are included. Adapters are merged into the weights.
+    """The weights under their Hugging Face names, sharded over the ranks. Adapters are merged into the weights.
 
-    In a pipeline the dict of a rank has the names of the rank's own stages. Otherwise every rank has every name.
-    dtype: this function copies the joined tensors (hf_names.py), and converts the copies to this dtype. The other
-    tensors keep their own dtype. A transport converts them when it copies them.
+    If head and embeddings are tied, only the embeddings are included. In a pipeline a rank has only the names of its
+    own stages. Otherwise every rank has every name.
+    dtype: the dtype of the weights that are split from joined tensors (hf_names.py). The other weights keep their own
+    dtype, and a transport converts them when it copies them.
     """
     state: dict[str, Tensor] = {}
     for name, tensor in lora.merged(built.model, _parameters(built.model)).items():
@@ -176,7 +177,7 @@ def require_tokenizer(path: str) -> None:
 
 
 def tokenizer_files(source: str) -> list[Path]:
-    """The tokenizer files in the directory `source`; an empty list if `source` is ""."""
+    """The tokenizer files in the directory `source`, or an empty list if `source` is ""."""
     if not source:
         return []
     files = [Path(source) / name for name in TOKENIZER_FILES]
@@ -192,9 +193,11 @@ def adapter_state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) ->
 def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "", dtype: str = "float32") -> None:
     """Write a directory that transformers and vLLM load.
 
-    The directory is written beside `path` and then renamed. So `path` never holds half an export. Tensors are gathered
-    one at a time. So rank 0 holds at most MAX_FILE_BYTES of tensors, and one more tensor. source: a directory whose
-    tokenizer files are copied.
+    The files are written to the directory `path`.partial, which is then renamed to `path`. So `path` never holds half
+    an export. Tensors are gathered one at a time. So rank 0 holds at most MAX_FILE_BYTES of tensors, and one more
+    tensor.
+
+    source: a directory whose tokenizer files are copied.
     """
     target, temporary = Path(path), Path(f"{path}.partial")
 
@@ -223,7 +226,7 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
 
 
 def begin_directory(directory: Path, config: ModelConfig, *, source: str, dtype: str) -> None:
-    """Delete the directory if it exists, and make it again with config.json and the tokenizer files of `source`."""
+    """Make the directory with config.json and the tokenizer files of `source`. An old directory is deleted first."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     values = config.to_hf() | {"torch_dtype": dtype}
@@ -233,7 +236,10 @@ def begin_directory(directory: Path, config: ModelConfig, *, source: str, dtype:
 
 
 def export_lora(built: BuiltModel, config: LoRAConfig, path: str, *, base: str) -> None:
-    """Write the adapters in the format that peft and vLLM load. base: path or name of the base model. `path` never holds half an export."""
+    """Write the adapters in the format that peft and vLLM load. `path` never holds half an export.
+
+    base: path or name of the base model.
+    """
     tensors = lora.gather(built.model, built.hf_adapter.to_hf)
 
     def write() -> None:
@@ -243,7 +249,10 @@ def export_lora(built: BuiltModel, config: LoRAConfig, path: str, *, base: str) 
 
 
 def require_exportable(path: str, dtype: str) -> None:
-    """Raises ValueError on every rank if the dtype is unknown, or if `path` exists and is not an empty directory."""
+    """Raises ValueError if the dtype is unknown, or if `path` exists and is not an empty directory.
+
+    If any rank finds a fault, every rank raises the error.
+    """
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}; it must be one of {', '.join(DTYPES)}")
     if not on_all_ranks(_is_free(path)):
@@ -264,8 +273,10 @@ def _is_free(path: str) -> bool:
 
 
 class SafetensorsWriter:
-    """Writes model.safetensors. If the tensors have more than MAX_FILE_BYTES, writes model-00001-of-0000N.safetensors
-    and so on, and an index.
+    """Writes tensors to model.safetensors.
+
+    If the tensors have more than MAX_FILE_BYTES, writes an index and several files, named
+    model-00001-of-0000N.safetensors and so on.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -275,8 +286,8 @@ class SafetensorsWriter:
         self.written: list[list[str]] = []  # for each file on disk, the names of its tensors
 
     def add(self, tensors: dict[str, Tensor]) -> None:
-        """Keep the tensors for the next file. If a tensor would make the file too large, write the file without it, and
-        keep it for a new file.
+        """Collect the tensors of the next file. If a tensor would make the file too large, the file is written without
+        this tensor, and the tensor goes into a new file.
         """
         for name, tensor in tensors.items():
             num_bytes = tensor.numel() * tensor.element_size()
@@ -287,7 +298,7 @@ class SafetensorsWriter:
             self.total_bytes += num_bytes
 
     def finish(self) -> None:
-        """Write the last file and give all files their final names. The names contain the number of files, which is known only now."""
+        """Write the last file, and give all files their final names, which contain the number of files."""
         self._write()
         count = len(self.written)
         if count == 1:
@@ -329,7 +340,7 @@ def _first(names: list[str]) -> str:
 
 
 def _on_first_rank(work: Callable[[], None]) -> None:
-    """Call `work` on rank 0, for all ranks. If `work` fails, every rank raises the error, so that no rank continues without the others."""
+    """Call `work` on rank 0 only. All ranks must call this function. If `work` fails, every rank raises the error."""
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:

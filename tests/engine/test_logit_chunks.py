@@ -7,7 +7,7 @@ from rl_actors.losses import GSPO, PPO
 
 
 def record_chunks(engine) -> list[int]:
-    """A list to which every later use of the output projection adds the number of its positions."""
+    """A list that gets, at every later use of the output projection, the number of positions of this use."""
     sizes: list[int] = []
 
     def record(head, args, logits_BLV) -> None:
@@ -23,7 +23,7 @@ def record_chunks(engine) -> list[int]:
         (1024, [128]),
         (128, [128]),
         (127, [64, 64]),
-        # A chunk holds the same positions of both rows. Three chunks would be small enough, but 64, the length of a row, is not divisible by 3.
+        # A chunk holds the same positions of both rows. Three chunks would be small enough, but a row's 64 positions are not divisible by 3.
         (50, [32, 32, 32, 32]),
     ],
 )
@@ -38,4 +38,5 @@ def test_no_chunk_of_logits_has_more_positions_than_the_config_says(make_engine,
     assert sizes == expected
     sizes.clear()
     engine.forward_backward(samples, GSPO())
-    assert sizes == 2 * expected  # GSPO needs whole samples, so all logprobs are computed first, then each chunk again
+    # GSPO needs whole samples: a first pass computes all logprobs, and a second pass computes each chunk again.
+    assert sizes == 2 * expected

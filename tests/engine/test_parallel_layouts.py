@@ -1,4 +1,4 @@
-"""Every parallel layout gives the same numbers as one process.
+"""Every parallel layout gives the same numbers as one process, up to rounding.
 
 The ranks are real processes that use gloo and float32. A few of the packed samples are so long that context parallelism
 must split them between ranks. Each row of TABLE is one test of a layout with a model. layout_work.py has the models and
@@ -22,15 +22,16 @@ from rl_actors.config import DEGREES
 from rl_actors.types import ForwardBackwardOutput
 
 QUICK = {("FSDP2", "tied"), ("CP2", "tied"), ("TP2", "tied, drawn"), ("FSDP2, EP2", "experts")}
-TABLE = [  # name, parallelism, processes, model
+# In a name the digit is a degree: FSDP2 is FSDP over two ranks. SP is sequence parallelism.
+TABLE = [  # name, parallelism, number of processes, name of the model
     ("FSDP2", layout(shard=2), 2, "tied"),
     ("DDP2", layout(replicate=2), 2, "tied"),
     ("HSDP2x2", layout(replicate=2, shard=2), 4, "tied"),
     ("TP2", layout(tensor=2), 2, "tied"),
     ("TP2 without SP", layout(tensor=2, **NO_SP), 2, "tied"),
     ("CP2", layout(context=2), 2, "tied"),
-    ("CP2 by the blocks of the mask", layout(context=2, context_parallel_load_balancer="ptrr"), 2, "tied"),
-    ("CP2 in order", layout(context=2, context_parallel_load_balancer=None), 2, "tied"),
+    ("CP2 with load balancer ptrr", layout(context=2, context_parallel_load_balancer="ptrr"), 2, "tied"),
+    ("CP2 without a load balancer", layout(context=2, context_parallel_load_balancer=None), 2, "tied"),
     ("CP4", layout(context=4), 4, "tied"),
     ("FSDP2xTP2", layout(shard=2, tensor=2), 4, "tied"),
     ("FSDP2xCP2", layout(shard=2, context=2), 4, "tied"),
@@ -67,7 +68,7 @@ TABLE = [  # name, parallelism, processes, model
     ("PP2xTP2", layout(pipeline=2, tensor=2), 4, "four blocks"),
     ("PP2xCP2", layout(pipeline=2, context=2), 4, "four blocks"),
     ("PP2xDDP2", layout(pipeline=2, replicate=2), 4, "four blocks"),
-    ("PP4", layout(pipeline=4), 4, "four blocks"),  # has ranks that are neither the first nor the last
+    ("PP4", layout(pipeline=4), 4, "four blocks"),  # two of its ranks have neither the first nor the last stage
     ("PP2xFSDP2", layout(pipeline=2, shard=2), 4, "experts"),
     ("PP2xFSDP2", layout(pipeline=2, shard=2), 4, "adapters"),
     ("PP2xCP2", layout(pipeline=2, context=2), 4, "adapters"),
@@ -85,17 +86,24 @@ TABLE = [  # name, parallelism, processes, model
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """The answers of all ranks, merged into one."""
+    """The results of all ranks, merged.
 
-    outputs: dict[str, list[ForwardBackwardOutput]]  # by kind of call
-    gradients: dict[str, dict[str, Tensor]]  # by kind of call
-    grad_norms: dict[str, float]  # by kind of call
-    pushed: dict[str, Tensor]
-    pushed_later: dict[str, Tensor]  # after a step, when adapters are no longer zero
+    A kind of call is "forward", "policy", "policy evaluated", "sequence" or
+    "sequence evaluated". See layout_work.train.
+    """
+
+    outputs: dict[str, list[ForwardBackwardOutput]]  # kind of call -> the output of each call of this kind
+    gradients: dict[str, dict[str, Tensor]]  # kind of call -> name of a parameter -> gradient
+    grad_norms: dict[str, float]  # kind of call -> norm of the gradient
+    pushed: dict[str, Tensor]  # the weights that a push publishes before the first step, by name
+    pushed_later: dict[str, Tensor]  # the same after the first step, when the adapters are no longer zero
 
 
 def merged(answers: list[dict[str, Any]]) -> Numbers:
-    """Merge the answers of all ranks as the client does. Each rank of a pipeline has only the gradients and weights of its stages."""
+    """Merge the answers of all ranks. The outputs are merged as the client merges them.
+
+    Each rank of a pipeline has only the gradients and weights of its stages. The result has those of all stages.
+    """
     first = answers[0]
     gradients: dict[str, dict[str, Tensor]] = {"policy": {}, "sequence": {}}
     pushed: dict[str, Tensor] = {}
@@ -128,7 +136,7 @@ def merged(answers: list[dict[str, Any]]) -> Numbers:
 
 @pytest.fixture(scope="module")
 def one_process(run, directory_of):
-    """Function that returns the Numbers of a model in one process."""
+    """one_process(model) returns the Numbers of this model when it runs in one process."""
 
     @cache
     def numbers(model: str) -> Numbers:
@@ -138,11 +146,13 @@ def one_process(run, directory_of):
 
 
 def errors_of(actual: Numbers, expected: Numbers) -> dict[str, float]:
-    """The largest error of each kind.
+    """The largest error of each quantity, such as "logprobs", "loss" or "gradients".
 
-    The error of a logprob or an entropy is divided by 1 + the absolute expected value. The error of a parameter's
-    gradient is the norm of its difference from the expected gradient, divided by the norm of the expected gradient.
-    Before the division, 1e-7 of the norm of all expected gradients together is subtracted, because it may be noise.
+    - An error of a logprob or an entropy is divided by 1 + the absolute expected value.
+    - An error of a loss or a grad_norm is divided by the expected value.
+    - The error of a pushed weight is the norm of its difference from the expected weight, divided by the norm of the
+      expected weight. The error of a parameter's gradient is computed in the same way. But 1e-7 of the norm of all
+      expected gradients together is first subtracted from the difference, because rounding errors can be this large.
     """
     errors: dict[str, float] = {}
 
@@ -224,7 +234,7 @@ def num_processes_of(parallelism: dict[str, Any]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("saved_under, loaded_under, model", MOVES)
-def test_a_checkpoint_of_one_layout_goes_on_under_another(
+def test_a_layout_continues_from_a_checkpoint_of_another_layout(
     run, directory_of, tmp_path, saved_under, loaded_under, model
 ):
     config, fields = MODELS[model]

@@ -1,6 +1,7 @@
-"""Generators whose processes are killed or stopped. Every call gives the same completions as an undisturbed call.
+"""Generators whose processes are killed (SIGKILL) or stopped (SIGSTOP).
 
-tests/test_fleet.py tests the states and limits of restarts with fakes.
+Every call gives the same completions as an undisturbed call.
+tests/test_fleet.py tests the states and limits of restarts with fake generators.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from rl_actors.config import RestartPolicy
 pytestmark = pytest.mark.slow
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11], [12, 13]]
 LONG = SamplingParams(max_tokens=300, n=8, seed=7)
-SILENT_AFTER = 20.0  # seconds; so many, because a start on a busy machine may give no sign of life for a while
+SILENT_AFTER = 20.0  # seconds; a generator that starts on a busy machine may give no sign of life for a while
 
 
 def config(**fields):
@@ -32,6 +33,10 @@ def config(**fields):
 
 @pytest.fixture(scope="module")
 def transport():
+    """A transport with weights of the versions 1 and 2.
+
+    If a test puts the name of a generator's process under "victim", this process is killed in its next pull.
+    """
     transport = support.ReadersDie()
     asyncio.run(transport.open())
     for version in (1, 2):
@@ -78,8 +83,8 @@ def in_order(groups) -> list:
 def assert_close(groups, expected) -> None:
     """The tokens are the same, and the logprobs differ by at most 1e-5.
 
-    The batches are not those of the undisturbed call, because several generators may share the prompts, and only unfinished prompts are
-    sent again after a death. So the logprobs differ by rounding errors.
+    Several generators may share the prompts, and after a death only unfinished prompts are sent again. So the batches
+    differ from those of the undisturbed call, and the logprobs differ by rounding errors.
     """
     for group, wanted in zip(groups, expected, strict=True):
         for completion, other in zip(group, wanted, strict=True):
@@ -143,7 +148,7 @@ def test_an_engine_core_that_is_killed_or_stopped_in_its_first_start_is_replaced
         assert cause in lines[0]
 
 
-def test_of_two_generators_one_may_die_in_a_call_and_one_in_a_pull(transport, expected):
+def test_two_generators_survive_the_death_of_one_in_a_call_and_of_the_other_in_a_pull(transport, expected):
     with spawn(transport, "pair", replicas=2) as pair:
         assert_close(pair.generate(PROMPTS, LONG).result(), expected)
         groups = begin(pair)

@@ -1,4 +1,7 @@
-"""Two ranks on processes that the caller spawned, with SGD: info, signals, traces, is_alive, and refusals by the client."""
+"""A trainer of two ranks, with SGD: info, signals, traces, is_alive, and refusals by the client.
+
+The test spawns the processes of the ranks itself, and gives them to TrainerClient.
+"""
 
 import asyncio
 import json
@@ -47,8 +50,8 @@ def test_every_rank_reports_its_number_its_device_and_its_optimizer(trainer, mes
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ranks_still_work_after_a_signal_to_all_processes_of_a_program(trainer, number):
-    """At Ctrl-C a terminal sends SIGINT to all processes of a program, and a scheduler sends SIGTERM to all of them. The
-    ranks must survive both, because the program may still save a checkpoint.
+    """At Ctrl-C a terminal sends SIGINT to all processes of a program. A scheduler that ends a program sends SIGTERM to
+    all of them. The ranks must survive both signals, because the program may still save a checkpoint.
     """
     pids = [info.pid for info in trainer.info().result()]
     for pid in pids:
@@ -94,7 +97,7 @@ def test_a_field_that_the_optimizer_lacks_is_refused_before_any_rank_works(train
     assert ours == theirs and all(map(torch.equal, logprobs, same))
 
 
-def test_processes_of_the_caller_are_alive_while_a_call_runs_and_not_after_one_is_killed(mesh, tmp_path):
+def test_is_alive_is_true_while_a_call_runs_and_false_after_a_rank_is_killed(mesh, tmp_path):
     trainer = TrainerClient(mesh, name="ranks")
     pids = [info.pid for info in trainer.info().result()]
     trainer.discard_gradients().result()

@@ -1,4 +1,7 @@
-"""The official, unmodified Tinker SDK with a server of fake actors. The SDK's loops, retries and queues run over a real port."""
+"""The official, unmodified Tinker SDK works with the server of controllers/serve. The server's actors are fakes.
+
+The SDK uses its own event loop, retries and queues, and sends its requests to a real port.
+"""
 
 import asyncio
 import os
@@ -15,7 +18,7 @@ os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 
 class Background:
-    """A server of fake actors in a thread. The SDK reaches the server at `url`."""
+    """A server with fake actors, running in a thread. The SDK reaches the server at `url`."""
 
     def __init__(self, folder, **fields: object) -> None:
         self.ready = threading.Event()
@@ -41,7 +44,7 @@ class Background:
             await serving
 
     async def _with_faults(self, scope, receive, send) -> None:
-        """Serve the request. While `faults` has statuses, the answer to a training request is only the next status.
+        """Serve the request. While `faults` has statuses, the next of them replaces the answer to a training request.
 
         The server still executes the training request.
         """
@@ -62,7 +65,7 @@ class Background:
         self.thread.join(60)
 
 
-class _nothing:  # noqa: N801  (replaces a function that makes a context manager)
+class _nothing:  # noqa: N801  (replaces uvicorn's method capture_signals, which returns a context manager)
     def __enter__(self): ...
 
     def __exit__(self, *_): ...
@@ -101,7 +104,7 @@ def test_forty_pairs_of_calls_sent_without_waiting_run_in_order(service, backgro
     assert background.api.trainers[0].calls == 40 * ["forward_backward", "optim_step"]
 
 
-def test_a_call_of_2500_datums_comes_in_chunks_whose_gradients_add_up(service, background):
+def test_a_call_of_2500_datums_is_sent_in_chunks_whose_gradients_add_up(service, background):
     client = service.create_lora_training_client("letters", rank=0).result()
     output = client.forward_backward([datum()] * 2500, "cross_entropy").result()
     assert len(output.loss_fn_outputs) == 2500
@@ -114,7 +117,7 @@ def test_a_call_of_2500_datums_comes_in_chunks_whose_gradients_add_up(service, b
     assert gradient == pytest.approx(2.5 * background.api.trainers[1].numbers.grad.numpy(), rel=1e-4)
 
 
-def test_answers_that_get_lost_add_no_gradient_twice(service, background):
+def test_a_request_that_is_repeated_after_a_lost_answer_is_executed_only_once(service, background):
     client = service.create_lora_training_client("letters", rank=0).result()
     background.faults += [503, 500, 503]
     first = client.forward_backward([datum()], "cross_entropy")
@@ -124,7 +127,7 @@ def test_answers_that_get_lost_add_no_gradient_twice(service, background):
     assert background.api.trainers[0].calls == ["forward_backward", "optim_step"]
 
 
-def test_an_unknown_loss_is_an_error_of_its_call_and_the_client_goes_on(service):
+def test_an_unknown_loss_fails_only_its_own_call(service):
     client = service.create_lora_training_client("letters", rank=0).result()
     with pytest.raises(tinker.RequestFailedError, match="unknown loss 'entropy'"):
         client.forward_backward([datum()], "entropy").result()
@@ -132,7 +135,7 @@ def test_an_unknown_loss_is_an_error_of_its_call_and_the_client_goes_on(service)
     client.optim_step(ADAM).result()
 
 
-def test_a_custom_loss_equals_the_built_in_one(service, background):
+def test_a_custom_cross_entropy_has_the_loss_and_gradient_of_the_built_in_one(service, background):
     clients = [service.create_lora_training_client("letters", rank=0).result() for _ in range(2)]
     data = [datum(weights=[0.0, 1.0, 0.5]), datum(targets=(5, 6, 7), weights=[1.0, 1.0, 1.0])]
 
@@ -147,7 +150,7 @@ def test_a_custom_loss_equals_the_built_in_one(service, background):
     assert one == pytest.approx(other.numpy(), abs=1e-6)
 
 
-def test_states_and_samplers_by_name(service, background):
+def test_saved_states_and_sampler_weights_are_found_by_their_paths(service, background):
     client = service.create_lora_training_client("letters", rank=4, seed=9, train_unembed=False).result()
     [trainer] = background.api.trainers
     assert list(trainer.seeds.values()) == [9] and not trainer.config.lora.train_unembed
@@ -180,7 +183,7 @@ def test_states_and_samplers_by_name(service, background):
     assert len(rest.list_training_runs().result().training_runs) == 2
 
 
-def test_hundreds_of_samples_at_once(service, background):
+def test_300_sample_requests_at_once_are_answered_in_fewer_generator_calls(service, background):
     sampler = service.create_sampling_client(base_model="letters").result()
     params = tinker.types.SamplingParams(max_tokens=3)
     futures = [sampler.sample(tinker.types.ModelInput.from_ints([1, seq % 16]), 1, params) for seq in range(300)]
