@@ -38,10 +38,10 @@ The first step waits until the last checkpoint is written. The second step ends 
 DEATH_TIMEOUT = 1.0
 """When a call has failed, the run waits this many seconds for a report that an actor has died.
 
-If no report comes, `death_behind` makes other checks. If these pass too, the call has failed for another reason.
+If no report comes, `Actors.death_behind` looks for a death in other ways. If it finds none, the call has failed for another reason.
 """
 END_TIMEOUT = 60.0
-"""Seconds in which the run's current work must end when the run cancels it after the death of an actor."""
+"""Seconds in which the run's current work must end after the run has cancelled it. The run cancels the work after the death of an actor."""
 BEYOND_LIMIT = "this is the first of {num_deaths} deaths in the last hour, but survival.max_restarts_per_hour={limit}; the last death: {last}"
 """Note on the error that ends the run after too many deaths. The error reports the first death of the last hour.
 
@@ -65,12 +65,14 @@ class Death(Exception):
 
 
 class StartAgainError(Exception):
-    """A process on a host of `--hosts` has died. The run can go on only in a new program, because Monarch 0.7 cannot connect to hosts a
-    second time in the same program after one of them was lost.
+    """An actor of a run with `--hosts` has died. The run can go on only in a new program, because Monarch 0.7 cannot connect to hosts a
+    second time in the same program after one of the hosts was lost.
+
+    A worker is the program that starts the run's processes on a host.
     """
 
     def __init__(self, cause: str, lost: Sequence[str]) -> None:
-        """lost: names of the hosts whose workers have ended. Empty if only a process of a worker has died."""
+        """lost: names of the hosts whose workers have ended. Empty if all workers still run."""
         super().__init__(cause)
         self.lost = tuple(lost)
 
@@ -80,8 +82,9 @@ class Actors:
 
     Watches these actors, replaces actors that have died, and closes all of them.
 
-    The actors have names, called roles: "trainer", "generator", "reference", "critic" and "store". The store is the process of the
-    transport. A spawn method returns the client of its role, and makes a new client only if the role has none.
+    The actors have names, called roles: "trainer", "generator", "reference", "critic" and "store". The store is the process in which the
+    transport keeps the index of the published weights. A spawn method returns the client of its role. It spawns an actor only if the role
+    has no client.
     """
 
     def __init__(self, config: "RunConfig", folder: RunFolder, *, verbose: bool) -> None:
@@ -98,7 +101,7 @@ class Actors:
             for model in self.models.values():
                 model.tokenizer_path = str(tokenizer_folder)
         self.tell: Callable[[str], None] = logger.info
-        """Function that is called with a line of text when a generator dies, and again when the generator is back."""
+        """Function that is called with a line of text when a generator has died, is healthy again, or will not be started again."""
         self.clients: dict[str, TrainerClient | ReferenceClient | GeneratorClient] = {}
         self.restarts = Restarts(config.survival.policy(), note=BEYOND_LIMIT)
         self.deaths: dict[str, Exception] = {}  # role -> the error that reports its death
@@ -107,8 +110,8 @@ class Actors:
         # `connect` sets the address of this process. The address must be set before Monarch is first used, so `connect`
         # is called before the transport opens.
         self.placement = config.hosts.connect(self.logs.directory)
-        # Opening the transport takes time, because it imports modules. It runs in the background while the processes of
-        # the actors start.
+        # Opening the transport takes time, because it imports modules. So the transport opens in the background while
+        # the processes of the actors start.
         self._open_transport()
 
     def _open_transport(self) -> None:
@@ -228,10 +231,10 @@ class Actors:
         return None
 
     async def _silent_on_hosts(self) -> str | None:
-        """The role of the first model with a process that does not answer.
+        """The first role, except the generator, with a process that does not answer.
 
-        None if all answer, or if the run has no other hosts. This check is needed because Monarch may be late to report
-        the death of a process on another host.
+        None if all processes answer, or if the run uses only this machine. This check is needed because Monarch may be
+        late to report the death of a process on another host.
         """
         if self.placement.all is None:
             return None
@@ -253,8 +256,10 @@ class Actors:
     async def bury(self, others: Collection[str] = ()) -> set[str]:
         """Kill the remaining processes of dead actors, and the actors with the roles `others`.
 
-        Returns the roles of all killed actors. These roles can be spawned again. Raises StartAgainError if the run uses
-        `--hosts`.
+        If the store has died, kill all actors and open a new transport.
+
+        Returns the roles of these actors, which can be spawned again. If the run uses `--hosts`, kills nothing and raises
+        StartAgainError.
         """
         if self.placement.all is not None:
             lost = await asyncio.to_thread(self.placement.lost)
@@ -274,7 +279,7 @@ class Actors:
             await asyncio.wait_for(asyncio.gather(*ends, return_exceptions=True), KILL_TIMEOUT)
         except TimeoutError:
             raise TimeoutError(
-                f"{', '.join(sorted(roles))} did not end within {KILL_TIMEOUT:g} s after a kill"
+                f"{', '.join(sorted(roles))} did not end within {KILL_TIMEOUT:g} s after they were killed"
             ) from None
         if "store" in roles:
             with contextlib.suppress(Exception):
@@ -294,7 +299,11 @@ class Actors:
                     await asyncio.sleep(pause)
 
     def all_together(self) -> set[str]:
-        """The roles that must be replaced together, because they share the memory of GPUs and must start one after the other."""
+        """The roles of all actors if trainer and generator share GPUs, otherwise an empty set.
+
+        The actors of this set must be replaced together, because they share the memory of GPUs and must start one after
+        the other.
+        """
         shares = self.config.turns.enabled or (self.config.has_generator and shares_gpu(self.config))
         return set(self.clients) if shares else set()
 
@@ -309,9 +318,9 @@ class Actors:
         return trainer, generator
 
     async def _spawn(self, setup: Setup) -> tuple[TrainerClient, GeneratorClient]:
-        """Spawn trainer and generator. If both share a GPU, the generator is spawned when the trainer is ready.
+        """Spawn trainer and generator. If both share a GPU, the generator is spawned only when the trainer is ready.
 
-        vLLM measures the free memory at its start. Meanwhile the trainer must not allocate memory.
+        The reason is that vLLM measures the free memory at its start. Meanwhile the trainer must not allocate memory.
         """
         config = self.config
         if not config.has_generator:
@@ -327,9 +336,9 @@ class Actors:
         return self.spawn_trainer(), generator
 
     async def close(self) -> None:
-        """End all actors and close the transport, in at most CLOSE_TIMEOUT seconds.
+        """End all actors and close the transport. Waits at most CLOSE_TIMEOUT seconds until this is done.
 
-        Then end the workers that a job of this run has started on other hosts.
+        Then, if a job of this run has started workers on hosts, end these workers.
         """
         for watch in self._watches.values():
             watch.cancel()
@@ -345,7 +354,7 @@ class Actors:
 
 
 async def _end(task: asyncio.Task[T]) -> None:
-    """Cancel a task and wait for its end. Raises TimeoutError if it does not end."""
+    """Cancel a task and wait for its end. Raises TimeoutError if the task still runs after END_TIMEOUT seconds."""
     task.cancel()
     _, running = await asyncio.wait((task,), timeout=END_TIMEOUT)
     if running:
@@ -357,7 +366,7 @@ async def _end(task: asyncio.Task[T]) -> None:
 def shares_gpu(config: "RunConfig") -> bool:
     """True if the generator shares a GPU with a rank of the trainer.
 
-    If it does, the trainer's rank must not allocate memory while vLLM measures the free memory.
+    Then the rank must not allocate memory while vLLM measures the free memory.
     """
     return torch.cuda.is_available() and overlap(config.trainer.gpus(), config.generator.gpus())
 

@@ -5,7 +5,8 @@ The service runs no training loop. These commands start a service and ask for it
 python -m controllers.serve_actors --config tiny --address tcp://127.0.0.1:4400
 python -m controllers.serve_actors status tcp://127.0.0.1:4400
 
-A program calls TrainerClient.attach("tcp://127.0.0.1:4400") or GeneratorClient.attach(…). See docs/operations.md.
+To attach, a program calls TrainerClient.attach("tcp://127.0.0.1:4400") or GeneratorClient.attach(…). If the config has a value model (PPO),
+the service also owns this model, and a program calls ValueTrainerClient.attach(…). See docs/operations.md.
 """
 
 import argparse
@@ -56,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options of the service itself, from the command line."""
+    """The command-line options that only a service has."""
 
     address: Address
     certificates: str  # folder of certificates; empty: the service does not use TLS
@@ -97,8 +98,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         add_help=False,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Own the trainer and the generator of a config. Programs attach to them, call them, and leave.",
-        epilog=f"A running service: {prog} status|stop|logs ADDRESS.\nFields of the config follow; any of them can be set.",
+        description="Run a service that owns the trainer and the generator of a config. Other programs attach to them, call them, and detach.",
+        epilog=f"To ask or stop a running service: {prog} status|logs|stop ADDRESS\nAll other options, such as the fields of the config, are listed below.",
     )
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--config", help="name of a config, or a file of JSON, YAML or TOML (default: tiny)")
@@ -107,25 +108,28 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         default=DEFAULT_ADDRESS,
         help=f"tcp://HOST:PORT; port 0: any free port (default: {DEFAULT_ADDRESS})",
     )
-    parser.add_argument("--tls", default="", metavar="FOLDER", help="certificates; the address then begins with tls://")
+    parser.add_argument(
+        "--tls", default="", metavar="FOLDER", help="folder of the certificates; --address must then begin with tls://"
+    )
     parser.add_argument(
         "--insecure",
         action="store_true",
-        help="serve without TLS on an interface that other machines reach; everyone there can run code as you",
+        help="serve without TLS at an address that other machines can reach; everyone on these machines can then run code as you",
     )
     parser.add_argument(
         "--idle-timeout",
         type=float,
         metavar="SECONDS",
-        help="end if there was no client for this time (default: never)",
+        help="end the service after this time without a client (default: never)",
     )
     parser.add_argument(
         "--metrics",
         default=DEFAULT_METRICS,
         metavar="HOST:PORT",
-        help=f"where Prometheus reads numbers, without a password; port 0: any free port; none: nowhere (default: {DEFAULT_METRICS})",
+        help=f"address at which Prometheus reads numbers, without a password; port 0: any free port; none: no numbers are served "
+        f"(default: {DEFAULT_METRICS})",
     )
-    parser.add_argument("--without-generator", action="store_true", help="serve only the trainer")
+    parser.add_argument("--without-generator", action="store_true", help="do not start the generator")
     return parser
 
 
@@ -142,8 +146,8 @@ def _config_flags(own: argparse.Namespace, rest: Sequence[str]) -> list[str]:
 def _options(own: argparse.Namespace, *, has_generator: bool) -> Options:
     """The options of the service.
 
-    Raises ValueError if an option is wrong, if --tls does not fit the address, or if other machines reach the address
-    without TLS.
+    Raises ValueError if an option is wrong, if --tls does not fit the address, or if other machines can reach the address
+    without TLS and --insecure is not set.
     """
     address = Address.parse(own.address)
     if address.tls != bool(own.tls):
@@ -156,7 +160,7 @@ def _options(own: argparse.Namespace, *, has_generator: bool) -> Options:
         tls.require_files(own.tls)
     elif not address.is_loopback() and not own.insecure:
         raise ValueError(
-            f"--address {address} is reachable from other machines, and without TLS everyone there can run code as you; use --tls FOLDER "
+            f"--address {address} is reachable from other machines, and without TLS everyone on them can run code as you; use --tls FOLDER "
             "with tls://, a loopback address, or --insecure on a private network"
         )
     if own.idle_timeout is not None and own.idle_timeout <= 0:
@@ -179,11 +183,11 @@ def _require_servable(invocation: cli.Invocation, options: Options) -> None:
     config = invocation.config
     if invocation.resume or invocation.eval_only:
         raise ValueError(
-            "a service neither resumes nor evaluates a run, so leave out --resume and --eval-only; a client may call load_checkpoint"
+            "a service neither resumes nor evaluates a run, so leave out --resume and --eval-only; to load a checkpoint, a client calls load_checkpoint"
         )
     if config.alphabet == "auto":
         raise ValueError(
-            "alphabet='auto' takes the characters of a task, but a service has no task; name them, as in --alphabet 0123456789+="
+            "alphabet='auto' takes the characters of a task, but a service has no task; name the characters, as in --alphabet 0123456789+="
         )
     validation.require_gpus(config.trainer)
     if options.has_generator:
@@ -191,7 +195,7 @@ def _require_servable(invocation: cli.Invocation, options: Options) -> None:
 
 
 def _serve(invocation: cli.Invocation, options: Options) -> int:
-    """Serve until a signal, a `stop` or the idle timeout. Returns the exit status."""
+    """Serve until a signal, the command `stop` or the idle timeout ends the service. Returns the exit status."""
     folder = RunFolder(_folder(invocation))
     folder.path.mkdir(parents=True, exist_ok=True)
     route_logs(folder.log("service"), label="service", verbose=invocation.verbose)
@@ -210,17 +214,18 @@ def _serve(invocation: cli.Invocation, options: Options) -> int:
 
 
 def _folder(invocation: cli.Invocation) -> Path:
-    """The folder of the service: --output-dir, or runs/service-<time>."""
+    """The folder of the service: --output-dir, or runs/service-<time>-<pid>."""
     path = invocation.output_dir
     is_default = path.parent == Path("runs") and path.name.startswith(f"{invocation.config_name}-")
     return Path("runs") / f"service-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}" if is_default else path
 
 
 async def _run(invocation: cli.Invocation, options: Options, folder: RunFolder) -> int:
-    """Start the actors, let programs attach to them until the service ends, and close the actors.
+    """Start the actors, let programs attach to them until the service must end, and close the actors.
 
     Returns the exit status.
     """
+    # The result, (exit status, reason), is set when the service must end.
     ending: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
     _watch_signals(ending)
     actors = Actors(invocation.config, folder, verbose=invocation.verbose)
@@ -244,7 +249,7 @@ async def _keep_door_open(
     folder: RunFolder,
     ending: "asyncio.Future[tuple[int, str]]",
 ) -> None:
-    """Let programs attach at the address until `ending` has a result."""
+    """Let programs attach at options.address until `ending` has a result. The door is the port at which the service listens."""
     loop = asyncio.get_running_loop()
     service = Service(members)
     coordinator = await asyncio.to_thread(spawn_coordinator, service)
@@ -299,7 +304,7 @@ def _end(ending: "asyncio.Future[tuple[int, str]]", status: int, reason: str) ->
 
 
 async def _start(actors: Actors, config: RunConfig, *, has_generator: bool) -> dict[str, Member]:
-    """Spawn the actors of the config.
+    """Spawn the actors of the config, and wait until they are ready. Returns them by the names that clients ask for.
 
     If trainer and vLLM share a GPU, the trainer starts first, because vLLM measures the free memory at its start.
     """
@@ -322,11 +327,22 @@ async def _start(actors: Actors, config: RunConfig, *, has_generator: bool) -> d
 def _ask(prog: str, argv: Sequence[str]) -> int:
     """Send `status`, `stop` or `logs` to a running service, and print the answer. Returns the exit status."""
     parser = argparse.ArgumentParser(prog=f"{prog} {argv[0]}", allow_abbrev=False)
-    parser.add_argument("address", nargs="?", default=DEFAULT_ADDRESS, help=f"default: {DEFAULT_ADDRESS}")
-    parser.add_argument("--tls", default="", metavar="FOLDER", help="certificates, for an address tls://…")
-    parser.add_argument("--timeout", type=float, default=ATTACH_TIMEOUT, help="seconds (default: %(default)g)")
+    parser.add_argument(
+        "address", nargs="?", default=DEFAULT_ADDRESS, help=f"address of the service (default: {DEFAULT_ADDRESS})"
+    )
+    parser.add_argument(
+        "--tls", default="", metavar="FOLDER", help="folder of the certificates, for an address tls://…"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=ATTACH_TIMEOUT, help="seconds to wait for the answer (default: %(default)g)"
+    )
     if argv[0] == "logs":
-        parser.add_argument("--lines", type=int, default=20, help="lines of each log (default: %(default)s)")
+        parser.add_argument(
+            "--lines",
+            type=int,
+            default=20,
+            help="print at most this many lines from the end of each log (default: %(default)s)",
+        )
     asked = parser.parse_args(argv[1:])
     question = {"wants": argv[0]} | ({"lines": asked.lines} if argv[0] == "logs" else {})
     try:

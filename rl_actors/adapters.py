@@ -18,8 +18,8 @@ from rl_actors.model_config import ModelConfig
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 
-# Keys are torchtitan's names of layer configs. Values are peft's names of the layers that torchtitan builds from the
-# config. For example, torchtitan builds two layers from the config wkv.
+# The keys are torchtitan's names of layer configs. The values are peft's names of the layers that torchtitan builds from
+# the config. For example, torchtitan builds two layers from the config wkv.
 ATTENTION = {"wq": ("q_proj",), "wkv": ("k_proj", "v_proj"), "wo": ("o_proj",)}
 MLP = {"w1": ("gate_proj",), "w2": ("down_proj",), "w3": ("up_proj",)}
 UNEMBED = {"lm_head": ("lm_head",)}
@@ -96,7 +96,7 @@ def write(directory: Path, tensors: Mapping[str, Tensor], config: LoRAConfig, *,
 
 
 def is_adapter(directory: Path) -> bool:
-    """True if the directory has an adapter, and not a whole model."""
+    """True if the directory holds an adapter. False if it holds a whole model."""
     return (directory / CONFIG_FILE).is_file()
 
 
@@ -105,12 +105,13 @@ def rank_of(directory: Path) -> int:
     for file in (CONFIG_FILE, TENSORS_FILE):
         if not (directory / file).is_file():
             raise ValueError(
-                f"{directory} has no {file}; it must be a directory of peft's format, as export_lora writes"
+                f"{directory} has no {file}; it must be a directory in peft's format, such as export_lora writes"
             )
     values = json.loads((directory / CONFIG_FILE).read_text())
     if values.get("peft_type") != "LORA" or not isinstance(values.get("r"), int):
         raise ValueError(
-            f"{directory / CONFIG_FILE} has peft_type={values.get('peft_type')!r}, r={values.get('r')!r}; it must be a LORA with a rank"
+            f"{directory / CONFIG_FILE} has peft_type={values.get('peft_type')!r}, r={values.get('r')!r}; it must have peft_type='LORA' and "
+            "an integer r, which is the rank"
         )
     return int(values["r"])
 
@@ -140,7 +141,7 @@ def require_fits(directory: Path, weights: Mapping[str, tuple[int, ...]], layers
     for name, shape in found.items():
         if name not in possible:
             raise ValueError(
-                f"the adapter in {directory} has the tensor {name}; adapters are possible on {', '.join(layers)}"
+                f"the adapter in {directory} has the tensor {name}; this model can have adapters only on {', '.join(layers)}"
             )
         if shape != possible[name]:
             raise ValueError(

@@ -34,7 +34,7 @@ def save_qwen3(directory: Path, *, tied: bool) -> str:
 
 
 def save_random(directory: Path, model_config: ModelConfig, *, seed: int = 0) -> str:
-    """Save a random model of any dimensions, also with experts."""
+    """Save a model with random weights. model_config may have any dimensions, and experts."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**model_config.to_hf()))
@@ -58,7 +58,7 @@ def load_qwen3(path: str):
 
 def random_samples(lengths: Sequence[int], *, seed: int = 0, temperature: float = 1.0, **columns) -> list[Sample]:
     """Samples of random tokens with a random split into prompt and completion. columns: for each column a function of (generator, length of
-    the completion) that returns its values.
+    the completion) that returns the column's values.
     """
     generator = torch.Generator().manual_seed(seed)
     samples = []
@@ -71,7 +71,7 @@ def random_samples(lengths: Sequence[int], *, seed: int = 0, temperature: float 
 
 
 def ppo_samples(lengths: Sequence[int], *, seed: int = 0) -> list[Sample]:
-    """Samples with old_logprobs, advantages of both signs, and weights that are not all 1."""
+    """Samples with old_logprobs, advantages of both signs, and loss_weights between 0.5 and 1.5."""
     return random_samples(
         lengths,
         seed=seed,

@@ -27,7 +27,7 @@ class Job:
     """
 
     name: str
-    work: Callable[..., Any]  # must be defined at the top of a module, because it is pickled by name
+    work: Callable[..., Any]  # must be defined at the top level of a module, because it is pickled by name
     arguments: tuple = ()
     num_ranks: int = 1
 
@@ -46,7 +46,7 @@ class _Running:
     answers: dict[int, tuple[bool, Any]] = field(default_factory=dict)  # place -> (success, answer or traceback)
 
     def is_done(self) -> bool:
-        """True if all ranks have answered, a rank has failed, or the deadline is over."""
+        """True if all ranks have answered, a rank has failed, or the deadline has passed."""
         all_answered = len(self.answers) == len(self.places)
         return all_answered or bool(self.failures()) or time.monotonic() > self.deadline
 
@@ -82,7 +82,7 @@ class Ranks:
         free = set(range(len(self.processes)))
         for job in jobs:
             if job.num_ranks > len(free):
-                raise ValueError(f"{job.name} takes {job.num_ranks} ranks; there are {len(free)}")
+                raise ValueError(f"{job.name} needs {job.num_ranks} ranks, but there are only {len(free)} processes")
         while waiting or running:
             running += self._send_fitting(waiting, free)
             for done in self._some_done(running):
@@ -109,7 +109,7 @@ class Ranks:
         return started
 
     def _places(self, job: Job, free: set[int]) -> list[int]:
-        """Successive free places for a job's ranks; an empty list if there are none.
+        """Consecutive free places for a job's ranks; an empty list if there are none.
 
         torch caches the sizes of a rank's shards, and the key of this cache lacks the rank. Suppose that a process was rank 0 in one job, and
         is rank 1 in a later job with the same number of ranks. In the later job it would compute with the shard sizes of rank 0. The first
@@ -157,7 +157,7 @@ class Ranks:
             try:
                 each.answers[place] = self.processes[place].pipe.recv()
             except (EOFError, OSError):
-                each.answers[place] = (False, f"the process of place {place} ended")
+                each.answers[place] = (False, f"the process with index {place} ended without an answer")
 
     def _start(self, place: int) -> _Process:
         here, there = self.context.Pipe()

@@ -10,8 +10,9 @@ FIRST, LAST = 10, 99  # the smallest and the largest term
 
 
 def additions(*, seed: int, num_held_out: int) -> DataEnvironment:
-    """All additions of two two-digit terms. The rejected answer is the sum of two random terms, and differs from the
-    chosen answer. The random terms are unrelated to the prompt, so in most pairs even the first digits differ."""
+    """All additions of two two-digit terms. The chosen answer is the right sum. The rejected answer is a wrong sum: the sum
+    of two random terms. The random terms are unrelated to the prompt, so in most pairs even the first digits of the two
+    answers differ."""
     config = EnvironmentConfig(
         task="additions", answer_column="chosen", rejected_column="rejected", seed=seed, num_held_out=num_held_out
     )

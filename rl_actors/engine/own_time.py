@@ -3,10 +3,10 @@
 The measured seconds show which rank of a trainer is slow.
 
 The calls of a trainer take equally long on all ranks, because every rank waits in collectives for the slowest rank. So
-this file measures only torch modules without a collective. They are a few transformer blocks, or only the attention of
-these blocks if the blocks have collectives or the model has experts. Nothing is measured under context parallelism,
-because attention then has collectives, too. Nothing is measured if compile.enable is set, because torch then compiles
-each block into one graph, and a stopwatch cannot run in such a graph.
+this file measures only torch modules without a collective. These modules are a few transformer blocks, or only the
+attention of these blocks if the blocks have collectives or the model has experts. Nothing is measured under context
+parallelism, because attention then has collectives, too. Nothing is measured if compile.enable is set, because torch
+then compiles each block into one graph, and a stopwatch cannot run in such a graph.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ NUM_MODULES = 4
 
 
 def local_modules(model: nn.Module, config: TrainerConfig) -> list[nn.Module]:
-    """Modules of this rank that have no collective in their forward pass, and that take about equally long on all ranks."""
+    """Modules of this rank that have no collective in their forward pass, and that take about equally long on equally fast ranks."""
     parallelism = config.parallelism
     if config.compile.enable or parallelism.context_parallel_degree > 1:
         return []
@@ -60,9 +60,9 @@ class OwnTime:
             self._num_tokens += hidden.shape[0] * hidden.shape[1]
 
     def take(self) -> float | None:
-        """Mean seconds of a module for one token since the last `take`, or None if nothing was measured.
+        """Mean seconds that one module has needed for one token since the last `take`. None if nothing was measured.
 
-        On a GPU this waits until the measured work is done.
+        On a GPU this method waits until the measured work is done.
         """
         seconds, num_tokens = self._stopwatch.take(), self._num_tokens
         self._num_tokens = 0

@@ -27,7 +27,7 @@ def summed(values, rewards, is_action, last_value, gamma, factor) -> list[float]
     """sum_k (gamma * factor)^k (r_{a+k} + gamma V_{a+k+1} - V_{a+k}) at the position of the a-th action, 0 at other
     positions.
 
-    r_a is the reward and V_a the value at the a-th action. After the last action, V is last_value.
+    r_a is the reward and V_a the value at the a-th action. After the last action, V is last_value. factor is λ.
     """
     actions = [index for index, is_one in enumerate(is_action) if is_one]
     following = [values[index] for index in actions[1:]] + [last_value]
@@ -83,7 +83,7 @@ def test_with_lambda_1_the_returns_are_the_discounted_sums_of_the_rewards():
         assert returns.tolist() == pytest.approx([0.5 * 1 + 0.25 * 2, 1 + 0.5 * 2, 0.0, 2.0])
 
 
-def test_a_sequence_that_was_cut_off_goes_on_with_the_value_of_its_last_state():
+def test_the_value_of_the_last_state_stands_for_the_missing_rewards_of_a_sequence_that_was_cut_off():
     ended, cut_off = ([0.5], [0.0], [True], 0.0), ([0.5], [0.0], [True], 0.75)
     advantages, returns = run([ended, cut_off], GAEConfig(gamma=0.8))
     assert [row.item() for row in advantages] == pytest.approx([-0.5, 0.8 * 0.75 - 0.5])
@@ -111,7 +111,7 @@ def test_whitened_numbers_have_mean_0_and_standard_deviation_1_over_the_whole_ba
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-6)
 
 
-def test_wrong_lengths_and_sequences_without_an_action_are_named():
+def test_an_error_names_wrong_lengths_and_sequences_without_an_action():
     row, mask = torch.ones(3), torch.ones(3, dtype=torch.bool)
     with pytest.raises(ValueError, match="the numbers of sequences differ: .*'last_values': 2"):
         estimate([row], [row], [mask], [0.0, 0.0], GAEConfig())

@@ -1,9 +1,10 @@
 """PPO on a task whose values are known. PPO solves the task. If the critic's values are shifted by one state, PPO fails.
 
 An episode shows one of four cues, takes an action, shows an observation, and takes a second action. The reward comes
-after the second action, but only the first action decides it. With λ = 0 the advantage of the first action depends on
-the reward only through the values: it is the value of the state after the action minus the value of the state before
-the action. Values that are shifted by one position make this advantage wrong.
+after the second action, but only the first action decides it: the reward is 1 if the first action is RIGHT_ACTION, and
+0 otherwise. With λ = 0 the advantage of the first action depends on the reward only through the values: it is the value
+of the state after the action minus the value of the state before the action. Values that are shifted by one position
+make this advantage wrong.
 
 In shapes, E is the number of episodes, S the number of states before an action, and V the number of tokens in the
 vocabulary.
@@ -35,7 +36,7 @@ OBSERVATION = 7
 RIGHT_ACTION = 2
 NUM_EPISODES = 96
 STEPS = 30
-SOLVED = 0.9  # expected reward of a solved task; a random policy has 1/8
+SOLVED = 0.9  # a policy with a higher expected reward has solved the task; a random policy has 1/8
 
 
 @dataclass
@@ -84,7 +85,7 @@ def engines(process_group):
 
 
 def logprobs_of_states(policy: "TrainEngine", states: list[list[int]]) -> Tensor:
-    """[S, V]: the policy's logprobs of every next token."""
+    """[S, V]: the policy's logprobs of every next token in each state. A state is the list of the tokens so far."""
     ids = torch.arange(VOCABULARY)
     samples = []
     for tokens in states:
@@ -95,7 +96,7 @@ def logprobs_of_states(policy: "TrainEngine", states: list[list[int]]) -> Tensor
 
 
 def play(policy: "TrainEngine", draw: torch.Generator) -> tuple[list[Sample], list[Tensor]]:
-    """(the episodes as samples, the rewards of every position)."""
+    """Play NUM_EPISODES episodes with the policy. Returns (the episodes as samples, for each episode the reward at every position)."""
     episodes = [[int(cue)] for cue in torch.randint(len(CUES), (NUM_EPISODES,), generator=draw)]
     logprobs = []
     for following in ([OBSERVATION], []):
@@ -128,7 +129,7 @@ async def train(policy: "TrainEngine", client: EngineClient) -> None:
 async def step(
     policy: "TrainEngine", critic: Critic, samples: list[Sample], rewards: list[Tensor], order: Random
 ) -> None:
-    """A step of PPO: two passes of two minibatches."""
+    """A step of PPO: two passes over the samples, with two minibatches in each pass."""
     judged = critic.judge(samples, await critic.values(samples), rewards, [False] * len(samples))
     for _ in range(2):
         indices = order.sample(range(NUM_EPISODES), k=NUM_EPISODES)
@@ -140,7 +141,7 @@ async def step(
 
 
 async def train_on_a_leash(policy: "TrainEngine", client: EngineClient, control: KLControlConfig) -> list[float]:
-    """PPO whose reward has a penalty: the KL divergence from the first policy. Returns the mean divergence of a token, for every step."""
+    """Train with a penalty on the reward: the KL divergence from the initial policy. Returns the mean divergence of a token at each step."""
     critic = critic_of(client)
     reference = first_logprobs(policy)
     kl, measured = KL(coefficient=0.3, estimator="k1"), []
@@ -196,7 +197,7 @@ def values_of(critic: "TrainEngine", cue: int, action: int) -> tuple[float, floa
     return before_first, before_second
 
 
-def test_ppo_solves_the_task_and_its_values_are_the_known_ones(engines):
+def test_ppo_solves_the_task_and_the_critic_learns_the_known_values(engines):
     policy, critic = engines
     asyncio.run(train(policy, EngineClient(critic)))
     assert statistics.fmean(probabilities(policy)) > SOLVED
@@ -204,7 +205,7 @@ def test_ppo_solves_the_task_and_its_values_are_the_known_ones(engines):
         assert values_of(critic, cue, RIGHT_ACTION) == pytest.approx((known, 1.0), abs=0.05)
 
 
-def test_ppo_with_values_that_are_shifted_by_one_fails_the_task(engines):
+def test_ppo_fails_the_task_if_the_values_are_shifted_by_one_state(engines):
     policy, critic = engines
     asyncio.run(train(policy, ShiftedCritic(critic)))
     assert statistics.fmean(probabilities(policy)) < SOLVED / 2

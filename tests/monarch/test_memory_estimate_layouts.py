@@ -37,7 +37,7 @@ SIX_EXPERTS = replace(EXPERTS, num_experts=6)
         pytest.param(DENSE, {"data_parallel_shard": 2, "tensor_parallel": 2}, id="FSDP2 x TP2", marks=pytest.mark.slow),
     ],
 )
-def test_the_estimate_of_all_but_activations_is_exact_for_the_fullest_rank(ranks, model, degrees):
+def test_every_estimate_but_that_of_activations_is_the_exact_maximum_over_the_ranks(ranks, model, degrees):
     config = TrainerConfig(model=model, max_sequence_length=64)
     for name, degree in degrees.items():
         setattr(config.parallelism, f"{name}_degree", degree)
