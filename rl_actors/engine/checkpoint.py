@@ -71,16 +71,28 @@ def require_checkpoint(built: BuiltModel, path: str, *, optimizer: bool) -> None
     differing = []
     for name, shape in here.items():
         if there.get(name) != shape:
-            differing.append(f"{name} is {there.get(name)} in the checkpoint but {shape} in the model")
+            differing.append(difference(name, there.get(name), shape, "the model"))
     for name in there:
         if name.startswith("model.") and name not in known:
-            differing.append(f"{name} is not in the model")
+            differing.append(difference(name, there[name], None, "the model"))
     found_by_any = list(dict.fromkeys(chain.from_iterable(by_rank(differing))))
     if found_by_any:
         raise ValueError(f"{path} holds another model: {'; '.join(found_by_any[:MAX_NAMES_REPORTED])}")
     has_optimizer = any(name.startswith("optimizer.") for name in saved)
     if not on_all_ranks(has_optimizer or not optimizer):
         raise ValueError(f"{path} holds no optimizer state; optimizer=False loads only its weights")
+
+
+def difference(name: str, there: tuple[int, ...] | None, here: tuple[int, ...] | None, what: str) -> str:
+    """A text about a tensor whose shape in a checkpoint (`there`) is not the expected shape (`here`). None: there is no such tensor.
+
+    what: the thing that has the expected shape, such as "the model".
+    """
+    if there is None:
+        return f"{name} is not in the checkpoint"
+    if here is None:
+        return f"{name} is not in {what}"
+    return f"{name} is {there} in the checkpoint but {here} in {what}"
 
 
 def require_replaceable(path: str | Path) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from rl_actors import adapters
 from rl_actors.config import LoRAConfig, ModelConfig, TrainerConfig
 from rl_actors.engine import hf
-from rl_actors.engine.checkpoint import is_checkpoint, plain_errors
+from rl_actors.engine.checkpoint import difference, is_checkpoint, plain_errors
 from rl_actors.trusted_files import require_trusted
 from rl_actors.types import MAX_NAMES_REPORTED
 
@@ -113,7 +113,7 @@ def _require_checkpoint(checkpoint: str, config: TrainerConfig) -> dict[str, tup
     }
     here = _expected(config)
     differing = [
-        f"{name} is {there.get(name)} in the checkpoint but {here.get(name)} in the config"
+        difference(name, there.get(name), here.get(name), "the config")
         for name in sorted(there.keys() | here.keys())
         if there.get(name) != here.get(name)
     ]

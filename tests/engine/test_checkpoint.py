@@ -111,6 +111,9 @@ def test_loading_a_checkpoint_of_another_model_names_the_difference_and_changes_
         match=r"holds another model: .*w1.weight is \(32, 64\) in the checkpoint but \(96, 64\) in the model",
     ):
         engine.load_checkpoint(path)
+    deeper = make_engine("", model=replace(other, num_hidden_layers=5))
+    with pytest.raises(ValueError, match=r"holds another model: model.layers.\d.* is not in the checkpoint"):
+        deeper.load_checkpoint(path)
     assert engine.info().state == "idle"
     assert_bit_equal(state(engine), before)
 

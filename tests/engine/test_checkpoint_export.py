@@ -88,6 +88,7 @@ def test_what_cannot_be_exported_is_refused_with_the_reason(saved, tmp_path):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/thesis.txt").write_text("thesis")
     wider = TrainerConfig(model=replace(BASE, intermediate_size=128))
+    deeper = TrainerConfig(model=replace(BASE, num_hidden_layers=BASE.num_hidden_layers + 1))
     cases = [
         (str(tmp_path / "model"), engine.config, "new", "is not a checkpoint of a trainer"),
         (
@@ -96,6 +97,7 @@ def test_what_cannot_be_exported_is_refused_with_the_reason(saved, tmp_path):
             "new",
             r"holds another model: layers.0.feed_forward.w1.weight is \(96, 64\) in the checkpoint",
         ),
+        (checkpoint, deeper, "new", r"holds another model: layers.\d.attention.* is not in the checkpoint"),
         (checkpoint, engine.config, "taken", "is not an empty directory; an export never replaces files"),
     ]
     for source, config, target, message in cases:
