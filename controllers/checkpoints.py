@@ -1,8 +1,8 @@
-"""Checkpoints of a run: the trainers' weights and the state of the controller, the process that runs the training loop.
+"""Checkpoints of a run. A checkpoint holds the state of the trainer and of the controller, the process that runs the training loop.
 
-The folder checkpoints/step-N/trainer holds the trainer's weights and optimizer state, and checkpoints/step-N/state.json holds the
-controller's state. If a run has a value model, checkpoints/step-N/critic holds the state of this model.
-checkpoints/step-N/checksums.json has the checksums of all files. state.json is written last, so a checkpoint with a state.json is complete.
+The checkpoint after step N is the folder checkpoints/step-N. Its subfolder trainer/ holds the trainer's weights and optimizer state. If the
+run has a value model, the subfolder critic/ holds the state of this model. state.json holds the controller's state. checksums.json has the
+checksums of all other files. state.json is written last, so a checkpoint with a state.json is complete.
 """
 
 import asyncio
@@ -25,11 +25,15 @@ if TYPE_CHECKING:
 STATE = "state.json"
 
 State = dict[str, Any]
-"""The controller's state as JSON: "step" (number of steps done), "cursor", "random", "config" and other entries."""
+"""The controller's state as JSON: "step" (number of steps done), "cursor" (index of the first problem that was not drawn yet), "random" (random
+states), "config" and other entries."""
 
 
 class Checkpoints:
-    """Writes one checkpoint at a time while training continues, and removes old checkpoints."""
+    """Writes one checkpoint at a time while training continues, and removes old checkpoints.
+
+    keep, keep_every: see `removable`.
+    """
 
     def __init__(self, folder: Path, *, keep: int, keep_every: int = 0) -> None:
         self.folder, self.keep, self.keep_every = folder, keep, keep_every
@@ -54,23 +58,24 @@ class Checkpoints:
         self._writing = asyncio.create_task(self._commit(saved, path, text))
 
     async def finish(self) -> None:
-        """Wait until the last checkpoint is on disk. If the checkpoint could not be written, every call raises the error."""
+        """Wait until the last checkpoint is on disk. If it could not be written, every call of `finish` raises the error."""
         if self._writing is not None:
             await asyncio.shield(self._writing)  # shield: the writing goes on if the caller is cancelled
 
     async def abandon(self) -> None:
-        """Wait until the current checkpoint has been written or has failed. The run calls this after one of its actors has died.
+        """Wait until the current checkpoint is on disk or its writing has failed, without raising the error. The run calls this method
+        after one of its actors has died.
 
         The checkpoint may still become complete, if none of its trainers has died.
         """
         for task in (self._copying, self._writing):
             if task is not None:
                 await asyncio.wait((task,))
-                _ = task.cancelled() or task.exception()  # else asyncio logs an exception that was never retrieved
+                _ = task.cancelled() or task.exception()  # reads the error; otherwise asyncio would log it
         copying = self._copying
         if copying is not None and not copying.cancelled() and copying.exception() is None:
-            # The trainers may still write their parts. `_commit` waits for the parts, but it was not started if the caller of
-            # `save` was cancelled.
+            # The trainers may still write their parts. If the caller of `save` was cancelled, `_commit` was not started and
+            # does not wait for the parts.
             await asyncio.gather(*(part.wait() for part in copying.result()), return_exceptions=True)
         self._copying = self._writing = None
 
@@ -146,13 +151,13 @@ def set_aside_damaged(folder: Path) -> list[str]:
         damaged[checkpoint] = fault
     else:
         if damaged:
-            raise ValueError(f"no checkpoint in {folder} is whole: {'; '.join(damaged.values())}")
+            raise ValueError(f"every complete checkpoint in {folder} is damaged: {'; '.join(damaged.values())}")
     lines = []
     for checkpoint, fault in damaged.items():
         aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
         shutil.rmtree(aside, ignore_errors=True)
         checkpoint.rename(aside)
-        lines.append(f"{checkpoint} is skipped and now is {aside.name}: {fault}")
+        lines.append(f"{checkpoint} is damaged and was renamed to {aside.name}: {fault}")
     return lines
 
 
@@ -187,7 +192,7 @@ def find(path: Path, step: int | None = None) -> Path:
         )
     if step is not None and step not in found:
         raise ValueError(
-            f"{path} has no checkpoint of step {step}; it has those of {', '.join(map(str, sorted(found)))}"
+            f"{path} has no complete checkpoint of step {step}; it has the steps {', '.join(map(str, sorted(found)))}"
         )
     return require_whole(found[max(found) if step is None else step])
 

@@ -1,11 +1,10 @@
-"""The trainer as a Monarch actor. Each rank has one instance, which passes its calls on to the rank's TrainEngine.
+"""`PolicyTrainer`, the Monarch actor of one rank of a trainer. It passes its calls on to the rank's TrainEngine.
 
-Every rank must get the same calls in the same order, so only one TrainerClient may send them. The
-client sends an Order with each call. A rank reads the Order, and refuses a call that an earlier
-client has sent or that has a wrong number.
+Every rank must get the same calls in the same order, so only one client may send them. The client sends an Order with
+each call. A rank refuses a call whose Order has a wrong number, and a call of a client that another client has replaced.
 
-A tenant is one of several runs that train adapters over the trainer's base model. FIRST_TENANT is the tenant that every
-trainer has.
+A tenant is one of several training runs that share the trainer's base model. Each tenant trains its own adapters. Every
+trainer has the tenant FIRST_TENANT. A trainer without adapters has no other tenant.
 """
 
 import asyncio
@@ -46,7 +45,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PULL_TIMEOUT = 60.0
-"""Seconds to wait until a version is published. GeneratorClient.pull_model_state_dict has the same default."""
+"""Seconds that pull_model_state_dict waits until the version is published. The `timeout` of
+GeneratorClient.pull_model_state_dict has the same default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Reply(Generic[T]):
 
 
 class PolicyTrainer(Actor):
-    """One rank of a trainer. Its calls are endpoints. All but setup, info, probe and wait_for_checkpoint take an Order.
+    """One rank of a trainer. All its endpoints but setup, info, probe and wait_for_checkpoint take an Order.
 
     If the Order of a call is left out, the call runs for the first tenant as soon as it arrives. A program that leaves
     out the Order must be the only caller.
@@ -148,7 +148,10 @@ class PolicyTrainer(Actor):
         entropy: bool = False,
         order: Order | None = None,
     ) -> RankOutput:
-        """Compute the logprobs of the targets, or the values of a value model, and the metrics of `loss` if it is given. Changes nothing."""
+        """Compute the logprobs of the targets, or the values of a value model. Changes nothing.
+
+        If a loss is given, also compute its metrics. If `entropy` is True, also compute the entropies.
+        """
         return await self.in_order(order, lambda: self.engine.forward(samples, loss, entropy=entropy))
 
     @endpoint
@@ -162,7 +165,7 @@ class PolicyTrainer(Actor):
     async def optim_step(self, params: OptimParams, order: Order | None = None) -> OptimResult:
         """Divide and clip the gradients, step the optimizer, clear the gradients.
 
-        Advances policy_version by one unless the gradient is not finite.
+        If the gradient norm is finite, policy_version grows by one. If not, the optimizer does not step.
         """
         return await self.in_order(order, lambda: self.engine.optim_step(params))
 
@@ -173,7 +176,10 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def save_checkpoint(self, path: str, optimizer: bool = True, order: Order | None = None) -> int:
-        """Copy weights, optimizer state and policy_version, and begin to write them. Returns policy_version."""
+        """Copy weights, policy_version and, if `optimizer` is True, the optimizer state, and begin to write the copies.
+
+        Returns policy_version.
+        """
         return await self.in_order(order, lambda: self.begin_checkpoint(path, optimizer))
 
     def begin_checkpoint(self, path: str, optimizer: bool) -> int:
@@ -192,9 +198,10 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def load_checkpoint(self, path: str, optimizer: bool = True, order: Order | None = None) -> int:
-        """Read weights, optimizer state and policy_version. Returns policy_version.
+        """Read weights, policy_version and, if `optimizer` is True, the optimizer state. Returns policy_version.
 
-        Later calls of push_model_state_dict publish a new stream of versions; see Manifest.
+        Later pushes publish a new stream of versions, because the numbers of these versions may have been used already
+        (see Manifest).
         """
         return await self.in_order(order, lambda: self.read_checkpoint(path, optimizer))
 
@@ -206,7 +213,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def export_hf(self, path: str, dtype: str = "float32", order: Order | None = None) -> None:
-        """Write a Hugging Face directory of the weights."""
+        """Write a Hugging Face directory of the weights, with adapters merged."""
         return await self.in_order(order, lambda: self.engine.export_hf(path, dtype))
 
     @endpoint
@@ -216,7 +223,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def new_tenant(self, name: str, seed: int = 0, order: Order | None = None) -> None:
-        """Add a tenant. Its adapters are initialised with this seed, and its calls name the tenant in Order.tenant."""
+        """Add a tenant. Its adapters are initialized with this seed. Calls for the tenant name it in Order.tenant."""
         return await self.in_order(order, lambda: self.engine.new_tenant(name, seed))
 
     @endpoint
@@ -226,7 +233,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def profile(self, directory: str, steps: int, order: Order | None = None) -> None:
-        """Trace the next `steps` optimizer steps."""
+        """Trace the next `steps` optimizer steps with torch.profiler, and write the trace to `directory`."""
         return await self.in_order(order, lambda: self.engine.profile(directory, steps))
 
     @endpoint
@@ -241,10 +248,12 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def push_model_state_dict(self, order: Order | None = None) -> int:
-        """Publish the weights of the first tenant under policy_version. Each rank publishes its own shards.
+        """Publish the weights of the first tenant through the transport, as the version policy_version. Each rank
+        publishes its own shards. Returns policy_version.
 
         Each generator announces its dtype to the transport. The published tensors have the widest announced dtype, or
-        float32 if no generator has announced a dtype. Does nothing if this version is published already in that dtype.
+        float32 if no generator has announced a dtype. If the current stream (see Manifest) still has this version in
+        this dtype, nothing is published.
         """
         return await self.in_order(order, self.publish_weights)
 
@@ -265,8 +274,8 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def pull_model_state_dict(self, version: int, order: Order | None = None) -> int:
-        """Load the weights of a version that another trainer has published. Only a trainer without an optimizer can
-        load them.
+        """Load the weights of a version that another trainer has published. Only a language model without an optimizer
+        and without adapters can load them.
         """
         return await self.in_order(order, lambda: self.load_version(version))
 
@@ -282,7 +291,8 @@ class PolicyTrainer(Actor):
     async def find_together(self, version: int, publisher: Publisher) -> Manifest:
         """Rank 0 looks for the manifest of the version. Every rank returns the manifest that rank 0 found, or raises rank 0's error.
 
-        If every rank looked for itself, the ranks could find different manifests, because the pushing trainer may begin a new stream.
+        A manifest lists the tensors of a version. If every rank looked for itself, the ranks could find different
+        manifests, because the pushing trainer may begin a new stream meanwhile.
         """
         found: Manifest | Exception | None = None
         if self.rank == 0:

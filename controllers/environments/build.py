@@ -1,4 +1,7 @@
-"""Builds the environment that a config describes."""
+"""Builds the environment that a config describes.
+
+An environment gives the problems of a task, and scores completions or plays episodes.
+"""
 
 from controllers.environments.base import Environment
 from controllers.environments.config import EnvironmentConfig
@@ -38,11 +41,18 @@ def build_environment(config: EnvironmentConfig, *, trains: bool = True) -> AnyE
 
 
 def _of_function(config: EnvironmentConfig, *, trains: bool) -> AnyEnvironment:
+    """The environment that the user's function config.task returns.
+
+    Raises ValueError if the function fails, or if the environment has wrong methods or wrong problems.
+    """
     arguments = {"seed": config.seed, "num_held_out": config.num_held_out, **config.options}
     environment = called("task", config.task, **arguments)
     if not isinstance(environment, Environment | EpisodeEnvironment):
         missing = [name for name in ("problem", "held_out", "reward") if not hasattr(environment, name)]
-        raise ValueError(f"task={config.task!r} returned {type(environment).__name__} without {', '.join(missing)}")
+        raise ValueError(
+            f"task={config.task!r} returned {type(environment).__name__} without {', '.join(missing)}; it needs the methods "
+            "problem, held_out and reward, or for episodes problem, held_out and episode"
+        )
     name = f"task={config.task!r}"
     require_takes(f"{name}: problem", environment.problem, "index")
     require_takes(f"{name}: held_out", environment.held_out)

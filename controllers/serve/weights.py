@@ -1,10 +1,11 @@
-"""The transport from which the server's generator pulls the weights of samplers.
+"""`HfDirectories`, the transport from which the generator of a Tinker server pulls whole weights for samplers.
 
 A sampler samples from saved weights of a run, or from the base model.
 
-Every version of the weights is a Hugging Face directory. The directories are in one folder, and the name of a directory
-is the number of its version. A directory holds the base model, or weights that a trainer's export_hf has written. This
-transport only reads.
+Every version of the whole weights is a Hugging Face directory. The directories are in one folder, and the name of a
+directory is the number of its version. A directory holds the base model, or weights that a trainer's export_hf has
+written. The folder also has directories of adapters, which the generator loads without this transport. This transport
+only reads.
 """
 
 import json
@@ -26,7 +27,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class HfDirectories(Transport):
-    """A transport whose versions are the paths <folder>/<number>. Each path is a Hugging Face directory or a link to one."""
+    """A transport whose version N is the path <folder>/N, a Hugging Face directory or a link to such a directory."""
 
     kind = "files"
 
@@ -46,7 +47,7 @@ class HfDirectories(Transport):
 
     async def get_object(self, key: str) -> object | None:
         if key == "latest":
-            return STREAM, 0
+            return STREAM, 0  # `find` in transports/base.py uses the 0 only in an error text
         stream, _, rest = key.partition("/")
         version, _, name = rest.partition("/")
         directory = self.folder / version
@@ -55,7 +56,7 @@ class HfDirectories(Transport):
         return Manifest(stream=STREAM, version=int(version), tensors=tensors_of(directory))
 
     async def delete(self, manifest: Manifest) -> None:
-        """Does nothing: the server deletes directories."""
+        """Does nothing, because the server itself deletes the directories."""
 
 
 def tensors_of(directory: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

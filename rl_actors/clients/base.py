@@ -1,6 +1,7 @@
-"""`Client`, the base class of all clients. A client starts and ends the processes of an actor mesh, and calls the ranks of the mesh.
+"""`Client`, the base class of the clients of actor meshes. An actor mesh is a group of Monarch actors, one in each process.
 
-An error of a rank gets a note that names the rank.
+These actors are called ranks. A client calls the ranks of its mesh, and can start and end their processes. If a rank
+raises an error, the client adds a note that names the rank.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SHUTDOWN_TIMEOUT = 15.0
-"""Seconds to wait for the end of Monarch at the end of the program."""
+"""Seconds to wait at the end of the program until Monarch has shut down."""
 ASK_AGAIN = 10.0
 """Seconds that is_alive waits for an answer before it asks the processes again."""
 KILL_TIMEOUT = 5.0
@@ -36,16 +37,21 @@ KILL_TIMEOUT = 5.0
 POLL_SECONDS = 0.1
 """Seconds between two checks whether the processes of a client have started, or whether the client's setup has ended."""
 SILENCE = 2.0
-"""If a rank has waited too long for another rank, the client asks every process for a sign of life. The error names
-each process that has not answered after this number of seconds."""
+"""If a call fails because a rank has waited too long for another rank, the client asks every process for a sign of life.
+The error of the call names each process that has not answered after this number of seconds."""
 ATTACH_TIMEOUT = 30.0
-"""Seconds in which a service must answer a client that attaches."""
+"""Default number of seconds within which a service must answer a client that attaches to it. A service is a program that
+owns actors, and passes the calls of several other programs on to them."""
 STEP_WAIT = 60.0
-"""Largest number of seconds that a call to a service waits for the end of another client's step. The caller may choose another limit."""
+"""Default of `step_wait`: the largest number of seconds that a call to a service waits until another client's training
+step has ended."""
 
 
 class ActorDiedError(RuntimeError):
-    """A process of an actor has ended. The actor cannot be used any more."""
+    """A process of an actor has ended, or a generator's vLLM engine has failed for good.
+
+    The actor cannot be used any more.
+    """
 
     def __init__(self, text: str, actor: str) -> None:
         """actor: the name of the actor's client."""
@@ -54,7 +60,7 @@ class ActorDiedError(RuntimeError):
 
 
 class ActorSilentError(TimeoutError):
-    """An actor has not answered in time. Its processes may have stopped, or they may still run the call."""
+    """An actor has not answered in time. Its processes may hang, or they may still run the call."""
 
     def __init__(self, text: str, actor: str) -> None:
         """actor: the name of the actor's client."""
@@ -66,7 +72,7 @@ _open_clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
 
 
 class Client:
-    """A client of one actor mesh. Either the caller has spawned the mesh, or the client spawns the mesh on processes of its own."""
+    """The client of one actor mesh. Either the caller passes the mesh, or the client spawns it."""
 
     def __init__(
         self,
@@ -78,18 +84,19 @@ class Client:
         logs: LogRoute | None,
         hosts: "Hosts | None" = None,
     ) -> None:
-        """mesh: None if the client spawns processes of its own. hosts: the hosts where the client spawns them; None: this host.
+        """mesh: None if the client spawns the mesh. hosts: the hosts on which the client spawns processes; None: this host.
 
         A subclass sets its fields and then calls `_start`.
         """
         self.name, self.call_timeout, self.setup_timeout = name, call_timeout, setup_timeout
         self._mesh, self._hosts = mesh, hosts
         self._logs = default_log_route() if mesh is None and logs is None else logs
-        # A caller that gave a log route, or that spawned the mesh, knows where the actor's output is. So the client
-        # does not print the log folder.
+        # A caller that passed `logs` or a mesh knows where the actor's output is. So the client does not print the log
+        # folder.
         self._is_quiet = logs is not None or mesh is not None
         self._processes: ProcessMesh | None = None
-        # One Probe on each process of a mesh that the caller spawned. The client's own processes have their probe in _processes.
+        # A Probe is a second actor in a process. It answers even while the rank runs a call. These are the Probes in
+        # processes that this client did not spawn. The Probes in its own processes are in `_processes.probe`.
         self._probes: Sequence[Probe] = ()
         self._spawning = asyncio.Lock()
         self._closed = False
@@ -97,7 +104,7 @@ class Client:
         self._version: int | None = None  # the last policy_version that the actor reported
         self._lease: Lease | None = None  # None if the client is not attached to a service
         self._phases: list[str] = []  # names of the calls that the ranks are running
-        self._heard: dict[int, float] = {}  # {rank: time of its last answer to `death`, or of its start}
+        self._heard: dict[int, float] = {}  # {rank: time of the last sign of life of its process, or of the start}
         self._started: Call[None]
 
     def _start(self) -> None:
@@ -110,7 +117,7 @@ class Client:
         raise NotImplementedError
 
     def keep(self, lease: "Lease") -> None:
-        """Hold the connection to the service that has the actor. The connection ends at `close`, or when this client is
+        """Keep the connection to the service that owns the actor open until `close`, or until this client is
         garbage-collected.
         """
         self._lease = lease
@@ -131,7 +138,7 @@ class Client:
 
     @property
     def policy_version(self) -> int | None:
-        """The last policy_version that the actor reported to this client. None before its first answer."""
+        """The last policy_version that the actor reported to this client. None if the actor has reported none yet."""
         return self._version
 
     def ready(self) -> Call[None]:
@@ -141,7 +148,8 @@ class Client:
     def is_alive(self, timeout: float = 5.0) -> Call[bool]:
         """True if every process of the actor answers within `timeout` seconds. A process also answers while it runs a call.
 
-        False before the processes have started, and after `close`.
+        False before the processes have started, and after `close`. If the caller spawned the processes, also False before
+        the setup has ended.
         """
         return in_background(self._is_alive(timeout), f"{self.name}: is_alive")
 
@@ -165,8 +173,8 @@ class Client:
         """A call that is done when one of the processes that this client spawned has died. The result is an error that names the process.
 
         A process counts as dead if it has ended, or if it has not answered for silent_after seconds, as after a SIGSTOP. A process also
-        answers while it runs a call. The result is None if the client is closed. It is also None if the client has no processes of its own,
-        because the caller spawned them or because they did not start.
+        answers while it runs a call. The result is None if the client is closed, if the client has not spawned the processes, or if
+        their start has failed.
         """
         return in_background(self._death(silent_after), f"{self.name}: watch of its processes")
 
@@ -211,7 +219,8 @@ class Client:
     def seconds_silent(self) -> dict[str, float]:
         """Seconds since the last sign of life of each process that this client spawned, for example {"trainer-0": 1.2}.
 
-        A running call of `death` asks the processes for a sign every few seconds. Without such a call the seconds count from the start.
+        A running call of `death` asks the processes for a sign every few seconds. Without such a call the seconds count from
+        the start of the process.
         """
         now = time.monotonic()
         return {f"{self.name}-{rank}": now - heard for rank, heard in list(self._heard.items())}
@@ -256,7 +265,7 @@ class Client:
                 raise self._lost(error, "the start of its processes") from error
             # Python runs first the exit handler that was registered last. Our handler must run before Monarch's
             # handler. Monarch has registered its handler by now, because the spawn uses Monarch. So our handler is
-            # registered here. If an earlier spawn has registered it, that registration is removed.
+            # registered here. If an earlier spawn has registered our handler, the next line removes that registration.
             atexit.unregister(_close_all)
             atexit.register(_close_all)
         return self._processes.mesh
@@ -307,7 +316,8 @@ class Client:
     ) -> list[T]:
         """Call all ranks and collect their answers. An error of a rank is raised here, with a note that names client, rank and call.
 
-        breaks: True if a timeout breaks the client, because the ranks may still run the call. A broken ModelClient accepts only
+        phase: name of the call in error texts.
+        breaks: True: a timeout breaks the client, because the ranks may still run the call. A broken ModelClient accepts only
         drop_tenant and discard_gradients. discard_gradients repairs the client.
         """
         self._require_open(phase)
@@ -317,7 +327,7 @@ class Client:
         except TimeoutError:
             late = f"{phase} did not answer within {timeout:g} s"
             self._broken = late if breaks else self._broken
-            raise ActorSilentError(f"{self.name}: {late}; its ranks may still be running it", self.name) from None
+            raise ActorSilentError(f"{self.name}: {late}; its ranks may still run this call", self.name) from None
         except ActorError as error:
             cause = error.exception
             if isinstance(cause, CollectiveTimeoutError):
@@ -375,7 +385,7 @@ def _close_all() -> None:
     for closing in [client.close() for client in list(_open_clients)]:
         with contextlib.suppress(Exception):
             closing.result(timeout=10)
-    # Monarch's own handler waits one second for the shutdown, and then prints a traceback. A busy machine needs longer.
-    # So this function shuts Monarch down before that handler runs, and waits up to SHUTDOWN_TIMEOUT.
+    # Monarch's own exit handler waits one second for the shutdown, and then prints a traceback. On a busy machine the
+    # shutdown takes longer. So this function shuts Monarch down before that handler runs, and waits up to SHUTDOWN_TIMEOUT.
     with contextlib.suppress(Exception):
         shutdown_context().get(timeout=SHUTDOWN_TIMEOUT)

@@ -1,6 +1,7 @@
-"""A transport that writes weights to safetensors files, in a directory that all processes see.
+"""`FilesTransport`, which brings weights from a trainer to generators through safetensors files. All processes must see
+the directory of the files.
 
-It is for debugging, and for hosts that share nothing but a disk.
+This transport is for debugging, and for hosts that share only a disk.
 """
 
 import asyncio
@@ -24,7 +25,8 @@ from rl_actors.trusted_files import require_trusted
 
 
 class FilesTransport(Transport):
-    """One file for each rank and each version of the weights. The metadata of a file has the offsets of its shards.
+    """A transport with one file for each rank and each version of the weights. A file holds shards of tensors. The
+    metadata of a file has the offset of each shard in the whole tensor.
 
     `close` removes the directory if `open` created it.
     """
@@ -36,6 +38,7 @@ class FilesTransport(Transport):
         self._made = False
 
     def __getstate__(self) -> dict:
+        # A copy in another process must not remove the directory.
         return {**self.__dict__, "_made": False}
 
     async def open(self) -> None:
@@ -55,7 +58,8 @@ class FilesTransport(Transport):
         offsets = {name: json.dumps(offset) for name, (_, offset) in shards.items()}
         file = self.directory / key / f"rank{rank}.safetensors"
         file.parent.mkdir(parents=True, exist_ok=True)
-        # These are copies, because safetensors refuses tensors that share storage, as tied or sliced tensors may do.
+        # The shards are copied, because safetensors refuses tensors that share storage. Tied or sliced tensors may share
+        # it.
         contiguous = {name: shard.clone(memory_format=torch.contiguous_format) for name, (shard, _) in shards.items()}
         await asyncio.to_thread(save_file, contiguous, file, metadata=offsets)
 
@@ -65,7 +69,8 @@ class FilesTransport(Transport):
     async def put_object(self, key: str, value: object) -> None:
         file = self.directory / f"{key}.pickle"
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{uuid.uuid4().hex}.partial")  # two processes may put the same key
+        # Two processes may put the same key, so each writes to a file with a name of its own.
+        partial = file.with_suffix(f".{uuid.uuid4().hex}.partial")
         partial.write_bytes(pickle.dumps(value))
         partial.rename(file)  # atomic: a reader sees either the former value or the new value
 
@@ -84,7 +89,7 @@ class FilesTransport(Transport):
 class VersionInDirectory(Source, OpenVersion):
     """A version of the weights, in files of one directory. Every process that sees the directory can read the files.
 
-    A subclass reads the tensors.
+    The files need no opening, so this Source is also its own OpenVersion. A subclass reads the tensors.
     """
 
     directory: Path
@@ -111,7 +116,7 @@ class VersionInDirectory(Source, OpenVersion):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilesOfVersion(VersionInDirectory):
-    """The files of all ranks of one version."""
+    """A version in the files of FilesTransport, one file for each rank."""
 
     reason: str = "the config says so"
 

@@ -271,7 +271,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_newest_whole_one_is_taken(tmp
     with pytest.raises(ValueError, match=f"step-3 is damaged: .*{reason}"):
         checkpoints.find(tmp_path / "step-3")
     [line] = checkpoints.set_aside_damaged(tmp_path)
-    assert re.search(rf"step-3 is skipped and now is damaged-step-3: .*{reason}", line)
+    assert re.search(rf"step-3 is damaged and was renamed to damaged-step-3: .*{reason}", line)
     assert names(tmp_path) == ["step-1", "step-2"] and (tmp_path / "damaged-step-3").is_dir()
     assert checkpoints.newest(tmp_path).name == "step-2"
 
@@ -279,7 +279,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_newest_whole_one_is_taken(tmp
 def test_if_every_checkpoint_is_damaged_an_error_names_them_and_none_is_renamed(tmp_path):
     for step in (1, 2):
         flip_a_bit(write_checkpoint(tmp_path, step))
-    with pytest.raises(ValueError, match=f"no checkpoint in {tmp_path} is whole: .*step-2.*; .*step-1"):
+    with pytest.raises(ValueError, match=f"every complete checkpoint in {tmp_path} is damaged: .*step-2.*; .*step-1"):
         checkpoints.set_aside_damaged(tmp_path)
     assert names(tmp_path) == ["step-1", "step-2"]
 

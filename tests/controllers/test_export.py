@@ -112,7 +112,7 @@ def test_a_refused_export_writes_nothing_and_prints_one_line_with_the_reason(mak
     cases = [
         ([empty, new], f"{empty} is not a complete checkpoint of a run, nor a run's folder with one"),
         ([tmp_path / "nowhere", new], "nowhere is not a complete checkpoint of a run"),
-        ([run, new, "--step", 7], f"{run} has no checkpoint of step 7; it has those of 2, 3"),
+        ([run, new, "--step", 7], f"{run} has no complete checkpoint of step 7; it has the steps 2, 3"),
         ([run / "checkpoints/step-2", new, "--step", 2], "step-2 is a checkpoint itself, so step=2 cannot be chosen"),
         ([run, new, "--adapters"], "lora.rank=0: the run trained no adapters"),
         ([run, taken], "taken exists and is not an empty directory; an export never replaces files"),

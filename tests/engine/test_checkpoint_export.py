@@ -1,4 +1,4 @@
-"""Checkpoints are exported without a trainer. The exports have the same files as exports by the trainer, for whole weights and for adapters."""
+"""Tests of exports that are made from a checkpoint, without a trainer. They must equal the exports of the trainer that saved the checkpoint."""
 
 import json
 from dataclasses import replace
@@ -24,7 +24,7 @@ ADAPTERS = LoRAConfig(rank=4, alpha=16.0, train_unembed=True)
 
 @pytest.fixture
 def saved(make_engine, tmp_path):
-    """saved(path, lora) trains the model in the directory `path` for one step, and returns the engine and its checkpoint."""
+    """saved(path, lora) trains the model in the directory `path` for one step, and returns the engine and the path of its checkpoint."""
 
     def saved(path: str, lora: LoRAConfig | None = None):
         engine = make_engine(path, lora=lora or LoRAConfig())
@@ -67,7 +67,7 @@ def test_adapters_of_a_checkpoint_are_exported_merged_or_by_themselves(saved, tm
     )
 
 
-def test_transformers_generates_from_an_export_with_its_tokenizer_and_its_end_tokens(saved, tmp_path):
+def test_transformers_generates_with_the_tokenizer_and_the_end_tokens_of_an_export(saved, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     save_model(tmp_path / "model")
@@ -83,7 +83,7 @@ def test_transformers_generates_from_an_export_with_its_tokenizer_and_its_end_to
     assert model.generation_config.eos_token_id == [258, 256]
 
 
-def test_what_cannot_be_exported_is_refused_with_the_reason(saved, tmp_path):
+def test_an_impossible_export_is_refused_with_the_reason(saved, tmp_path):
     engine, checkpoint = saved(save_random(tmp_path / "model", BASE))
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/thesis.txt").write_text("thesis")

@@ -1,4 +1,7 @@
-"""Tests of adapters: which parameters train, and which tensors are saved, pushed and exported. peft's logprobs are the reference."""
+"""Tests of LoRA adapters: which parameters are trained, and which tensors are saved, pushed and exported.
+
+One test compares the logprobs with those that peft computes.
+"""
 
 from dataclasses import replace
 
@@ -48,7 +51,7 @@ def test_a_fresh_adapter_changes_no_logprob(make_engine, base):
 
 
 @pytest.mark.parametrize("config", [ALL, ATTENTION], ids=["all", "attention"])
-def test_only_adapters_train(make_engine, base, config):
+def test_training_changes_only_the_adapters(make_engine, base, config):
     engine = make_engine(base, lora=config)
     before = parameters(engine)
     train(engine)
@@ -60,7 +63,7 @@ def test_only_adapters_train(make_engine, base, config):
 
 
 @pytest.mark.parametrize("config", [ALL, ATTENTION], ids=["all", "attention"])
-def test_peft_loads_the_exported_adapter_with_equal_logprobs(make_engine, base, tmp_path, config):
+def test_peft_computes_the_same_logprobs_with_the_exported_adapter(make_engine, base, tmp_path, config):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -77,7 +80,7 @@ def test_peft_loads_the_exported_adapter_with_equal_logprobs(make_engine, base, 
     assert sorted(file.name for file in tmp_path.iterdir()) == ["adapter"]
 
 
-def test_pushed_and_exported_weights_are_merged(make_engine, base, tmp_path):
+def test_adapters_are_merged_into_pushed_and_exported_weights(make_engine, base, tmp_path):
     engine = make_engine(base, lora=ALL)
     train(engine)
     engine.export_hf(str(tmp_path / "merged"))
@@ -102,7 +105,7 @@ def test_a_push_of_unmerged_adapters_has_the_tensors_of_export_lora(make_engine,
     assert {x.dtype for x in engine.hf_state_dict(torch.bfloat16).values()} == {torch.bfloat16}
 
 
-def test_a_checkpoint_holds_only_the_adapters_and_training_goes_on_bit_for_bit(make_engine, base, tmp_path):
+def test_a_checkpoint_holds_only_the_adapters_and_training_from_it_goes_on_bit_for_bit(make_engine, base, tmp_path):
     from torch.distributed.checkpoint import FileSystemReader
 
     engine = make_engine(base, lora=ALL)
@@ -125,7 +128,7 @@ def test_the_seed_determines_the_initial_values_of_adapters(make_engine, base):
             assert torch.equal(one[name], same[name]) and not torch.equal(one[name], other[name]), name
 
 
-def test_without_adapters_there_is_nothing_to_export(make_engine, base, tmp_path):
+def test_export_lora_is_refused_without_adapters(make_engine, base, tmp_path):
     with pytest.raises(ValueError, match="export_lora is not possible with lora.rank=0"):
         make_engine(base).export_lora(str(tmp_path / "adapter"))
 

@@ -17,7 +17,7 @@ from rl_actors import SamplingParams, TrainerClient
 
 pytestmark = pytest.mark.gpu
 
-CACHE = 8 << 30
+CACHE = 8 << 30  # bytes of the key-value cache
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def _next_version(trainer) -> int:
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_releases_memory_and_a_pull_after_wake_gives_the_trainers_logprobs(actors, level):
     trainer, generator = actors
-    generator.generate(PROMPTS, SAMPLED).result()  # leaves prefixes in the cache
+    generator.generate(PROMPTS, SAMPLED).result()  # fills the prefix cache
     weights = 2 * trainer.info().result()[0].num_parameters
     free = torch.cuda.mem_get_info()[0]
     released = generator.sleep(level).result()

@@ -1,4 +1,7 @@
-"""The Tinker server with fake actors in this process. Tests send it requests in the form of the SDK, without a network."""
+"""A Tinker server whose trainers and generator are fakes in this process. A Tinker server serves programs that use the SDK `tinker`.
+
+Tests send requests in the form of this SDK, without a network.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,7 +23,7 @@ from controllers.serve.trainers import Trainers
 from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
 
 VOCABULARY = 16
-LONGEST = 64
+LONGEST = 64  # largest number of tokens in a sequence
 
 
 class Letters:
@@ -89,9 +92,9 @@ class Api:
         return response.json()
 
     async def fetch(self, promise: Mapping) -> httpx.Response:
-        """The response that a promise stands for. Asks for it until it is there.
+        """Ask for the result of a long request until the server has the result, and return the response.
 
-        promise: the server's first answer to a long request. Its request_id is used to ask for the result.
+        promise: the server's first answer to the request. Its request_id identifies the result.
         """
         while True:
             response = await self.http.post("/retrieve_future", json={"request_id": promise["request_id"]})
@@ -99,7 +102,7 @@ class Api:
                 return response
 
     async def answer(self, promise: Mapping) -> dict:
-        """The JSON answer of a promise."""
+        """The result of a promise, which must be JSON."""
         response = await self.fetch(promise)
         assert response.status_code == 200, response.text
         return response.json()
@@ -173,7 +176,10 @@ class Api:
 
 
 def forward_backward_body(model: str, seq: int, data: list, loss: str, *, config=None, forward_only=False) -> bytes:
-    """A request in protobuf. data: pairs (tokens, inputs), where inputs maps names to arrays."""
+    """The body of a forward_backward request, in protobuf.
+
+    data: a pair (tokens, inputs) for each datum. inputs: {name of an input of the loss: array}.
+    """
     message = codec.CLASSES["ForwardBackwardRequest"](model_id=model, seq_id=seq, loss_fn=loss)
     message.forward_only = forward_only
     for name, value in (config or {}).items():
