@@ -58,8 +58,8 @@ class FilesTransport(Transport):
         offsets = {name: json.dumps(offset) for name, (_, offset) in shards.items()}
         file = self.directory / key / f"rank{rank}.safetensors"
         file.parent.mkdir(parents=True, exist_ok=True)
-        # The shards are copied, because safetensors refuses tensors that share storage. Tied or sliced tensors may share
-        # it.
+        # The shards are copied, because safetensors refuses tensors that share storage, and tied or sliced tensors may
+        # share it.
         contiguous = {name: shard.clone(memory_format=torch.contiguous_format) for name, (shard, _) in shards.items()}
         await asyncio.to_thread(save_file, contiguous, file, metadata=offsets)
 
