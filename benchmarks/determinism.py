@@ -1,12 +1,14 @@
-"""Checks that trainers and generators give the same results again, bit for bit.
+"""Measures whether trainers and generators repeat their results bit for bit.
 
 There are two pairs of trainers: one pair with deterministic kernels, and one pair with the default kernels. The two trainers of a pair take
-the same five steps on the same rollouts. Every metric, logprob and entropy that they report is compared.
+the same five steps (--steps) on the same rollouts. Every metric, logprob and entropy that they report is compared.
 There are two generators. The first is in vLLM's batch-invariant mode, and the second is not. The batch-invariant mode
 needs a GPU, so only the second generator starts on a machine without a GPU. Each generator gets the same seeded
 requests four times: one at a time, twice together with other requests, and again one at a time. The tokens and logprobs
 of the last three times are compared with those of the first time.
 All actors start at the same time.
+The exit status is 1 if the trainers with deterministic kernels differ, or if a comparison fails with an error. All other differences are only
+recorded.
 """
 
 import argparse
@@ -159,7 +161,7 @@ def compare_generator(
 
 
 def one_by_one(client: GeneratorClient, prompts: Sequence[list[int]], num_tokens: int) -> list[Completion]:
-    """Completions of the same requests as in submit_seeded. Here each request is sent only after the answer to the previous request."""
+    """Send the requests of submit_seeded one at a time, each after the answer to the previous request. Returns the completions."""
     completions = []
     for i, prompt in enumerate(prompts):
         call = client.generate([prompt], seeded_params(i, num_tokens))
@@ -205,9 +207,10 @@ def reported(answer: Answer) -> dict[str, Any]:
 
 
 def compare_trainers(name: str, some: Sequence[Call[Answer]], others: Sequence[Call[Answer]]) -> bool:
-    """Record how many values differ, and for each name the first call in which its value differs. Returns True if no value differs.
+    """Compare the answers of two trainers to the same calls. Returns True if no value differs.
 
-    A value is one metric of a call, or all its logprobs, or all its entropies.
+    A value is one metric of a call, or all logprobs of a call, or all entropies of a call. Records how many values differ, and for each
+    value's name the index of the first call in which the values differ.
     """
     first_at: dict[str, int] = {}
     compared = differing = 0
@@ -261,7 +264,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--requests", type=int, default=12 if on_gpu else 4, help="seeded requests for each length of prompt"
     )
-    parser.add_argument("--tokens", type=int, default=128 if on_gpu else 32, help="new tokens of a request")
+    parser.add_argument("--tokens", type=int, default=128 if on_gpu else 32, help="new tokens of a seeded request")
     parser.add_argument(
         "--eager", action="store_true", help="no compiled blocks in the trainers, no CUDA graphs in the generators"
     )
@@ -319,7 +322,7 @@ def main() -> None:
 
 @contextmanager
 def recording_failure(name: str, failed: list[str]) -> Iterator[None]:
-    """Suppress an exception of the `with` block, so that the other comparisons still run. Record it as the result, and add `name` to `failed`."""
+    """Suppress an exception of the `with` block, so that the other comparisons still run. The exception becomes the result, and `failed` gets `name`."""
     try:
         yield
     except Exception as error:

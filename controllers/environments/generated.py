@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
 HELD_OUT_SHARE = 1 / 8
-"""Largest share of a task's problem keys that may be held out.
+"""The held-out problems are taken from this share of a task's problem keys: the keys with the lowest hashes.
 
-If `num_held_out` is more than this share of the keys, up to half of the keys may be held out.
+If fewer than `num_held_out` such keys are found, keys with higher hashes are held out, too, but at most half of all
+found keys.
 """
 
 DRAWS_PER_PROBLEM = 1000
@@ -48,7 +49,7 @@ class GeneratedEnvironment:
 
     def problem(self, index: int) -> Problem:
         # Entry i of reasoning-gym's seed s equals entry i + 1 of seed s - 1. If entries were taken in order, two
-        # neighbouring seeds would give nearly the same problems. So entries are drawn at random.
+        # neighboring seeds would give nearly the same problems. So entries are drawn at random.
         draws = Random(f"{self.config.seed}/{index}")
         for _ in range(DRAWS_PER_PROBLEM):
             problem = self._read(draws.randrange(len(self.dataset)))
@@ -75,7 +76,10 @@ class TaskScore:
 
 
 def reasoning_gym(config: EnvironmentConfig) -> GeneratedEnvironment:
-    """The environment of a reasoning-gym task. Raises ValueError for an unknown task or option."""
+    """The environment of a reasoning-gym task.
+
+    Raises ValueError for an unknown task, for options that the task refuses, and for a num_held_out that is too large.
+    """
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if config.task not in DATASETS:

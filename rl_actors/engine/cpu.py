@@ -22,8 +22,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 NORM_BLOCK = 1 << 15
 """Number of values that are copied to float64 at a time. The copy is 256 KiB, which fits into a core's cache."""
 
-# torchtitan assumes "cuda" if it finds no accelerator. Its modules copy the value of device_type when they are imported, so the value is
-# set before the imports below.
+# torchtitan assumes "cuda" if it finds no accelerator. torchtitan's modules copy the value of device_type when they are imported, so the value
+# is set before the imports below.
 if not torch.cuda.is_available():
     torchtitan.tools.utils.device_type, torchtitan.tools.utils.device_module = "cpu", torch.cpu
 
@@ -31,15 +31,15 @@ import torchtitan.models.common.attention as attention_module  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention  # noqa: E402
 
 from rl_actors.engine.batch import PackedBatch  # noqa: E402
-from rl_actors.metrics import HostCopy as HostCopy  # noqa: E402  (gpu.py has its own under this name)
-from rl_actors.metrics import Stopwatch as Stopwatch  # noqa: E402  (gpu.py has its own under this name)
+from rl_actors.metrics import HostCopy as HostCopy  # noqa: E402  (gpu.py defines its own HostCopy)
+from rl_actors.metrics import Stopwatch as Stopwatch  # noqa: E402  (gpu.py defines its own Stopwatch)
 from rl_actors.processes import threads  # noqa: E402
 
 
 class DenseAttention(FlexAttention):
-    """torch's scaled_dot_product_attention under a dense mask.
+    """An attention layer that calls torch's scaled_dot_product_attention with a dense mask.
 
-    On a CPU flex attention has no backward pass, and varlen attention has no kernel.
+    It replaces torchtitan's layers, because on a CPU flex attention has no backward pass and varlen attention has no kernel.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -86,7 +86,8 @@ def prepare(world_size: int) -> None:
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-    # Do not compile the function that creates block masks. By default torchtitan and torch compile it anew for every shape.
+    # Do not compile the function that creates block masks. By default torchtitan's attention and torch's context parallelism would compile the
+    # function again for every shape.
     attention_module._compiled_create_block_mask = create_block_mask
     context_parallel._compiled_create_block_mask = create_block_mask
     threads.prepare_cpu_process()
@@ -112,7 +113,7 @@ def require_cpu_offload() -> None:
 
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The norms, computed in float64.
+    """The norm of each tensor, computed in float64.
 
     On a CPU torch adds float32 squares one after another in float32, and a small square is lost when it is added to a large sum. torch's
     norm of 16 million random values is too small by 0.06 %, and its norm of 155 million values by 2 %.
@@ -137,10 +138,10 @@ def local_masks(masks: BlockMask) -> Tensor:
 
 
 def after_parallelize(model: nn.Module) -> None:
-    """Make FSDP reduce by a plain sum.
+    """Make FSDP reduce gradients by a plain sum.
 
-    By default FSDP multiplies by a factor within the reduction. It uses the operation PREMUL_SUM for this, which gloo does not have. torchtitan
-    sets the factor to 1, so a plain sum gives the same result.
+    torchtitan sets FSDP's gradient divide factor to 1. With such a factor FSDP reduces by the operation PREMUL_SUM, which gloo does not have.
+    Because the factor is 1, a plain sum gives the same result.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -17,8 +17,8 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 class KeepProducts(SelectiveAC):
     """Stores the result of every matrix product, so that the backward pass recomputes no matrix product.
 
-    torchtitan's SelectiveAC recomputes every second matrix product, and all products of experts. In float8 it also casts the inputs of the
-    recomputed products again.
+    torchtitan's SelectiveAC recomputes every second matrix product, and all matrix products of experts. In float8 it must also cast the inputs
+    of these products again.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -26,7 +26,7 @@ class KeepProducts(SelectiveAC):
         pass
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
-        # The grouped products of experts are not among the operators of get_save_ops.
+        # _grouped_mm, the matrix product of experts, is not among the operators of get_save_ops.
         kept = [*self.get_save_ops(), torch.ops.aten._grouped_mm.default]
         return checkpoint_wrapper(
             module, context_fn=partial(create_selective_checkpoint_contexts, kept), early_stop=False

@@ -3,8 +3,8 @@
 An option is not a loss. PolicyLoss in policy.py has the whole formula. w_i is the loss weight of position i. A position is trained if its
 w_i is not 0.
 
-Letters of shapes: B rows of a batch, L positions in a row. A correction with level="sequence" takes a mean over each row, so each of
-its rows must hold only one sample. With level="token" a row may hold several samples.
+Letters of shapes: B rows of a batch, L positions in a row. A correction with level="sequence" takes a mean over each row, so each row
+must hold only one sample. With level="token" a row may hold several samples.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Start a worker. A worker waits at an address for a run, and starts processes of the run on this machine. Ctrl-C or SIGTERM ends it.
+"""Start a worker. A worker waits at an address for a run, and starts processes of the run on this machine. Ctrl-C or SIGTERM ends the worker.
 
 python -m rl_actors.processes.worker tcp://10.0.0.5:4444
 """
@@ -15,13 +15,13 @@ from rl_actors.processes.address import Address
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m rl_actors.processes.worker", description=__doc__)
     parser.add_argument(
-        "address", help="tcp://HOST:PORT, or tls://HOST:PORT: the address by which other machines reach this one"
+        "address", help="tcp://HOST:PORT, or tls://HOST:PORT: the address at which other machines reach this machine"
     )
-    parser.add_argument("--tls", default="", metavar="FOLDER", help="certificates, for an address tls://…")
+    parser.add_argument("--tls", default="", metavar="FOLDER", help="folder of certificates, for an address tls://…")
     parser.add_argument(
         "--insecure",
         action="store_true",
-        help="listen without TLS on an interface that other machines reach; everyone there can run code as you",
+        help="listen without TLS on an interface that other machines reach; anyone who reaches it can run code as you",
     )
     given = parser.parse_args()
     try:

@@ -1,7 +1,8 @@
-"""The client's side of a service. A service is a program that runs a trainer and a generator, and lets clients of other programs use them.
+"""The client's side of a service. A service is a program that runs actors, such as a trainer and a generator, and lets clients in other
+programs call them.
 
 `attach` connects to a service and returns a RemoteMesh. A TrainerClient or GeneratorClient uses a RemoteMesh like an actor mesh of Monarch.
-The calls go to the coordinator, an actor of the service, which passes them on.
+The calls go to the coordinator, an actor of the service, which passes them on to the trainer, the generator or another actor.
 """
 
 import asyncio
@@ -37,6 +38,7 @@ class Lease:
     """
 
     def __init__(self, address: Address, connection: socket.socket, answer: Message) -> None:
+        """answer: the service's answer to the first message of the client."""
         self.address, self.answer = address, answer
         self.ended: Future[str] = Future()  # done when the connection ends; the result is the reason
         self._connection = connection
@@ -46,14 +48,19 @@ class Lease:
         watching.start()
 
     def close(self) -> None:
-        """Leave the service. The service then discards the gradients of a step that this client has open. A second call does nothing."""
+        """Leave the service. A second call does nothing.
+
+        The service then discards this client's gradients that no optim_step has used, and aborts this client's running generate calls.
+        """
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
 
 def _watch(connection: socket.socket, ended: "Future[str]", address: str) -> None:
-    """Read until the connection ends. The service's last line has the reason."""
+    """Read until the connection ends, and set the result of `ended` to a text with the reason. The service's last line has the reason if the
+    service ended the connection.
+    """
     received = b""
     with contextlib.suppress(OSError, ValueError):
         while part := connection.recv(4096):
@@ -69,7 +76,7 @@ class RemoteMesh:
     """A stand-in for an actor mesh. Its endpoints call the coordinator of a service. A call has one answer for each
     rank, but `is_alive` has one answer for all ranks.
 
-    number: this client's number at the service. patience: seconds that a call waits for the end of another client's step.
+    number: this client's number at the service. patience: seconds that a call may wait for the end of another client's step.
     """
 
     def __init__(self, coordinator: "Coordinator", lease: Lease, *, number: int, num_ranks: int, patience: float):
@@ -87,7 +94,10 @@ class RemoteMesh:
         return LocalEndpoint([RemoteProbe(RemoteEndpoint(self, "is_alive", num_answers=1))])
 
     async def send(self, endpoint: str, arguments: tuple[object, ...]) -> list[object]:
-        """The answers of all ranks. Raises the error of the call if the call fails, and ConnectionError as soon as the service is gone."""
+        """Call an endpoint of the actor, and return the answers of all ranks.
+
+        Raises the call's error if the call fails, and ConnectionError as soon as the service is gone.
+        """
         asked = self._coordinator.call.call_one(self._number, endpoint, cloudpickle.dumps(arguments), self._patience)
         answer = asyncio.ensure_future(_awaited(asked))
         ended = asyncio.wrap_future(self.lease.ended)
@@ -114,7 +124,9 @@ class RemoteEndpoint:
         self._num_answers = mesh.num_ranks if num_answers is None else num_answers
 
     def stream(self, *arguments: object, order: object = None) -> Iterator[Awaitable[object]]:
-        """The answers of the ranks. `order`, a policy_trainer.Order, is not sent, because the service numbers the calls."""
+        """The answers of the ranks. `order` has the number that the client gave the call (policy_trainer.Order). It is not sent, because the
+        service numbers the calls itself.
+        """
         answers = asyncio.ensure_future(self._mesh.send(self._name, arguments))
         return (_nth(answers, index) for index in range(self._num_answers))
 
@@ -190,7 +202,7 @@ def _plain(error: Exception, address: Address, timeout: float) -> Exception:
         case OSError():
             return ConnectionError(f"{address} cannot be reached: {error}")
         case ValueError():
-            return ConnectionError(f"{address} is not a service of rl_actors, or it uses TLS differently: {error}")
+            return ConnectionError(f"{address} is not a service of rl_actors, or only one side uses TLS: {error}")
     return error
 
 
@@ -216,11 +228,11 @@ def attach(
     """Attach to one actor of a service. Returns a RemoteMesh that stands for the actor, and the TrainerInfo or
     GeneratorInfo of the actor's first rank.
 
-    member: "trainer" or "generator". step_wait: seconds that a call waits for the end of another client's step, limited
-    to call_timeout / 2.
-    Raises ValueError for a wrong address, for versions of packages that differ, and for an actor that the service does
-    not have. Raises ConnectionError if no service answers or certificates are refused. Raises TimeoutError if the
-    service does not answer within `timeout` seconds.
+    member: the actor's name at the service, such as "trainer", "value_trainer" or "generator".
+    step_wait: seconds that a call may wait for the end of another client's step. At most call_timeout / 2 is used.
+    Raises ValueError for a wrong address, for a wrong folder of certificates, for versions of packages that differ, and
+    for an actor that the service does not have. Raises ConnectionError if no service can be reached at the address, or
+    if TLS fails. Raises TimeoutError if the service does not answer within `timeout` seconds.
     """
     target = Address.parse(address)
     name = f"{member}, pid {os.getpid()} on {socket.gethostname()}"
@@ -252,6 +264,6 @@ def join_monarch(transport: str, own_host: str, certificates: str) -> None:
     if transport == "tls":
         tls.use_for_monarch(certificates)
     host = f"[{own_host}]" if ":" in own_host else own_host
-    with contextlib.suppress(RuntimeError):  # raised if Monarch is in use; Monarch then keeps its address
+    with contextlib.suppress(RuntimeError):  # raised if Monarch is already in use; Monarch then keeps its address
         enable_transport(f"{transport}://{host}:0")
     context()

@@ -1,7 +1,8 @@
 """The memory in which one rank of a trainer keeps its newest weights, so that generators can read them.
 
 The memory consists of at most two slots. A slot holds this rank's part of one version of the weights. Writes alternate between the slots.
-The layout of a slot gives the offset of every tensor in the slot. It is computed only once, unless the tensors change.
+The layout of a slot gives the offset of every tensor in the slot. The layout is computed at the first write. It is computed again only if the
+names, shapes, dtypes or shardings of the tensors change.
 """
 
 import itertools
@@ -32,7 +33,9 @@ class Snapshot:
     def __init__(
         self, *, rank: int, timeout: float, choose_place: Callable[[int, torch.device], Place] | None = None
     ) -> None:
-        """choose_place: a function of the number of bytes of a slot and of the device of the weights. It returns where to make slots. None: the
+        """timeout: seconds that a write may take, including the wait for readers of the slot.
+
+        choose_place: a function that gets the bytes of one slot and the device of the weights, and returns where to make the slots. None: the
         slots are in the host's memory.
         """
         self.rank, self.timeout = rank, timeout
@@ -44,9 +47,9 @@ class Snapshot:
         self.before: Slot | None = None  # slot of the version before the newest; `forget` goes back to it
 
     def write(self, key: str, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Slot:
-        """Copy this rank's parts of the tensors into the older slot, cast to `dtype` if it is given.
+        """Copy this rank's parts of the tensors into the slot of the older version, cast to `dtype` if it is given.
 
-        Raises TimeoutError if readers hold the slot, or if the copy takes longer than the timeout.
+        Raises TimeoutError if the wait for readers of the slot and the copy together take longer than the timeout.
         """
         layout = self.plan.layout(tensors, dtype)
         slot = self._slot_for(layout, _device(tensors), key)
@@ -77,7 +80,7 @@ class Snapshot:
     def _slot_for(self, layout: Layout, device: torch.device, key: str) -> Slot:
         """The slot for the next write. If there are two slots of this layout, it is the slot that does not hold the newest version.
 
-        Makes a new slot if this layout has fewer slots than it may have (Place.num_slots). Ends a slot of a former layout, unless this slot
+        Makes a new slot if this layout has fewer slots than it may have (Place.num_slots). Drops each slot of a former layout, unless the slot
         holds the newest version.
         """
         alike = [slot for slot in self.slots if slot.layout is layout or slot.layout == layout]
@@ -100,7 +103,7 @@ class Snapshot:
 class Plan:
     """The part of every tensor that this rank holds, and the offset of that part in a slot.
 
-    The plan is made at the first write, and again if the tensors' names, shapes, dtypes or layouts change.
+    The plan is made at the first write, and again if the names, shapes, dtypes or shardings of the tensors change.
     """
 
     def __init__(self) -> None:

@@ -47,7 +47,7 @@ from tests.fakes import ParityReward
 class MortalTrainer(EngineTrainer):
     """An EngineTrainer with the methods by which a run starts, watches and ends a client.
 
-    It dies in the calls that `fate` names.
+    The engine runs in this process. The trainer dies in the calls that `fate` names.
     """
 
     name = "trainer"
@@ -87,11 +87,12 @@ class MortalTrainer(EngineTrainer):
 
 
 class Fate:
-    """Kills a trainer at chosen calls. deaths={("optim_step", 7): "raises"} kills it at the seventh optim_step.
+    """Kills a trainer at chosen calls. deaths={("optim_step", 7): "raises"} kills the trainer at the run's seventh optim_step.
 
-    "raises": the call raises the error of the death. "hangs": the call does not end, and the run learns of the death
-    only from `death`.
-    "other": the call raises another error, like a rank whose neighbouring rank has died.
+    "raises": the call raises the ActorDiedError.
+    "hangs": the call does not end. The run learns of the death only from the trainer's method `death`.
+    "other": the call raises another error, like a rank whose neighboring rank has died. The method `death` then gives
+    the ActorDiedError.
     """
 
     def __init__(self, deaths: dict[tuple[str, int], str]) -> None:
@@ -138,9 +139,10 @@ class MortalActors(Actors):
 
 @pytest.fixture
 def run(make_engine, monkeypatch):
-    """A function: run(folder, deaths) runs a training whose trainer dies at these calls, and returns the exit status.
+    """A function: run(folder, deaths) runs a training whose trainer dies at the calls in `deaths` (see Fate), and returns
+    the exit status.
 
-    `run.actors` has the actors of the last run.
+    `run.actors` has the actors of the last run, and `run.output` has its output.
     """
     monkeypatch.setattr("controllers.report.write_report", lambda _: None)
 
@@ -216,7 +218,7 @@ SLOW = pytest.mark.slow
         pytest.param({("push", 5): "hangs", ("push", 6): "hangs"}, 2, id="twice, the second time in the recovery"),
     ],
 )
-def test_a_run_whose_trainer_dies_goes_on_and_writes_the_lines_of_an_undisturbed_one(
+def test_a_run_whose_trainer_dies_goes_on_and_writes_the_lines_of_an_undisturbed_run(
     run, whole, tmp_path, deaths, checkpoint_every
 ):
     folder = RunFolder(tmp_path / "run")
@@ -262,9 +264,9 @@ def placements(monkeypatch) -> list[MortalPlacement]:
 
 
 def loses_host(placements: list[MortalPlacement], number: int) -> BeforeCall:
-    """A hook that loses the host at the `number`-th call of forward_backward.
+    """A hook that makes the run lose its host at the `number`-th call of forward_backward.
 
-    The call fails like on a rank whose neighbouring rank is gone.
+    The call fails like on a rank whose neighboring rank is gone.
     """
     calls = []
 
@@ -323,7 +325,7 @@ def test_a_bug_in_the_reward_ends_the_run_at_once(run, tmp_path):
     assert run.actors.num_trainers == 1 and not RunFolder(tmp_path / "run").restarts.exists()
 
 
-def test_beyond_the_limit_of_restarts_the_run_ends_with_the_first_cause(run, tmp_path):
+def test_a_run_with_too_many_deaths_in_an_hour_raises_the_error_of_the_first_death(run, tmp_path):
     config = replace(grpo_config(), survival=SurvivalConfig(max_restarts_per_hour=1))
     folder = RunFolder(tmp_path / "run")
     with pytest.raises(ActorDiedError, match="ended during optim_step") as error:
@@ -350,7 +352,7 @@ def test_a_signal_during_a_recovery_ends_the_run(run, tmp_path):
     assert checkpoints.read(checkpoints.newest(folder.checkpoints))["step"] >= 7
 
 
-def test_restarts_are_limited_within_an_hour_and_wait_longer_each_time():
+def test_the_restarts_in_an_hour_are_limited_and_the_pauses_before_them_grow():
     now = [0.0]
     restarts = Restarts(SurvivalConfig(max_restarts_per_hour=3, backoff=2.0).policy(), clock=lambda: now[0])
     deaths = [RuntimeError(str(number)) for number in range(9)]
@@ -363,7 +365,7 @@ def test_restarts_are_limited_within_an_hour_and_wait_longer_each_time():
     assert restarts.total == 6
 
 
-def test_no_restart_at_all_if_the_config_says_so():
+def test_with_max_restarts_per_hour_0_the_error_of_the_first_death_is_raised():
     with pytest.raises(RuntimeError, match="^died$") as error:
         Restarts(SurvivalConfig(max_restarts_per_hour=0).policy()).pause_after(RuntimeError("died"))
     assert not hasattr(error.value, "__notes__")
@@ -378,7 +380,7 @@ def test_pauses_do_not_grow_beyond_a_minute():
     "values",
     [{"max_restarts_per_hour": -1}, {"backoff": float("inf")}, {"silent_after": 0.5}, {"recorded_gigabytes": -1}],
 )
-def test_limits_of_survival_are_checked(values):
+def test_wrong_values_of_the_survival_config_are_refused(values):
     [(name, value)] = values.items()
     with pytest.raises(ValueError, match=f"survival.{name}={value}; it must be"):
         SurvivalConfig(**values).validate()
