@@ -206,12 +206,13 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
     # torchtitan's state-dict adapter can hold records of how experts are sharded. The experts here are whole tensors, so
     # a new adapter, which has no such records, renames them.
     adapter = hf_adapter(config)
-    failure: OSError | None = None
+    failure: Exception | None = None
     for name, whole in whole_tensors(lora.merged(built.model, _parameters(built.model))):
         if whole is not None and failure is None:
             try:
                 files.add(to_hf_names(adapter, {name: whole.to(DTYPES[dtype])}))
-            except OSError as error:
+            except Exception as error:
+                # This may be any error: if the disk is full, safetensors raises a SafetensorError, which is no OSError.
                 # If rank 0 raised the error here, the other ranks would wait for rank 0 in the next gather. So rank 0
                 # raises the error later, in `commit`. _on_first_rank then raises the error on all ranks.
                 failure = error

@@ -7,6 +7,7 @@ from shutil import copyfile
 import pytest
 import torch
 from references import BASE, random_samples, reference_logprobs, save_random
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rl_actors.config import ModelConfig, TrainerConfig
@@ -144,15 +145,33 @@ def test_an_export_copies_only_the_tokenizer_files_of_its_source_and_leaves_no_o
     assert sorted(file.name for file in tmp_path.iterdir()) == ["export", "source"]
 
 
-def test_an_export_that_fails_leaves_no_directory(make_engine, directory, tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [OSError, SafetensorError])
+def test_an_export_that_fails_leaves_no_directory_and_gathers_all_tensors(
+    make_engine, directory, tmp_path, monkeypatch, error
+):
+    """If rank 0 stopped at the error, the other ranks would wait for it in the gather of the next tensor."""
+
     def full(*_, **__):
-        raise OSError("No space left on device")
+        raise error("No space left on device")
+
+    gathered = []
+
+    def whole_tensors(named):
+        for name, whole in real_whole_tensors(named):
+            gathered.append(name)
+            yield name, whole
 
     engine = make_engine(directory("experts"))
+    real_whole_tensors = hf.whole_tensors
+    monkeypatch.setattr(hf, "whole_tensors", whole_tensors)
     monkeypatch.setattr(hf, "save_file", full)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(
+        hf, "MAX_FILE_BYTES", 1
+    )  # so that the first tensor is written before the second one is gathered
+    with pytest.raises(error, match="No space left"):
         engine.export_hf(str(tmp_path / "export"))
     assert not (tmp_path / "export").exists() and engine.info().state == "idle"
+    assert len(gathered) == len(list(engine.built.model.parameters()))
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
