@@ -1,17 +1,18 @@
-"""The queue of rollouts that run ahead of the trainer. It chooses the groups on which the next step trains.
+"""The queue of rollouts that run ahead of the trainer. The queue chooses the groups on which the next step trains.
 
-A group is the completions of one problem.
+A group is one problem with its completions. The queue draws a group by taking the environment's next problem and letting the
+generator complete it.
 
-The queue draws the next problems at the start of every step, after the newest weights have reached the generator. A step trains on
-`size` groups, the config's groups_per_step. At most (ahead + 1) * size groups are drawn and not yet trained on; the next
-paragraph defines `ahead`. While a step trains on its groups, the generator works on the other groups.
+The queue draws groups at the start of every step, after the newest weights have reached the generator. A step trains on
+`size` groups. `size` is the config's groups_per_step. At most (ahead + 1) * size groups are drawn and not yet trained on;
+the next paragraph defines `ahead`. While a step trains on its groups, the generator works on the other groups.
 
 No group becomes too old. A group that is drawn at step s is due at step s + ahead, which is the last step that may
-train on the group. Until then at most `ahead` steps have changed the weights, and each of them has advanced the
-version by at most `versions_per_step`. The config's max_staleness counts versions, so ahead = max_staleness //
-versions_per_step. A skipped step changes no weights, so a group may be less than max_staleness versions old when it
-is due. Before each step the queue computes the age of every group on which the step trains, and raises RuntimeError
-if an age is above max_staleness.
+train on the group. Until then at most `ahead` steps have changed the weights. Each optimizer step makes a new
+version of the weights, and a step has at most `versions_per_step` optimizer steps. The config's max_staleness counts
+versions, so ahead = max_staleness // versions_per_step. A skipped optimizer step makes no version, so a group may be
+less than max_staleness versions old when it is due. Before each step the queue computes the age of every group on which
+the step trains, and raises RuntimeError if an age is above max_staleness.
 
 One long completion does not hold up a step. A step takes the first `size` finished groups in the order in which they were drawn. So
 younger groups may overtake an unfinished group. But all groups that a step leaves in the queue must still be trained on
@@ -19,11 +20,11 @@ in time, and the k steps after step s can train on only k * size of them. So ste
 every k from 0 to `ahead`: of the groups that step s would leave, at most k * size are due at step s + k or earlier.
 
 The queue cannot deadlock. After every step the condition holds for all groups that are left, and a draw adds groups
-only up to (ahead + 1) * size. So when every group has finished, a step can take the first `size` of them. All groups do
-finish while a step waits, because the generator needs no new weights to go on. If ahead is 0, a step trains on all
-groups that it drew, which is the synchronous loop.
+only up to (ahead + 1) * size. So when every group has finished, a step can take the first `size` of them. All groups
+finish even if a step waits for them, because the generator needs no new weights to go on. If `ahead` is 0, each step
+trains on the groups that it drew. This is the synchronous loop.
 
-Under every rule for advantages but gae, a group whose rewards are all equal has only advantages of 0, so no step trains
+Under every advantage rule except gae, a group whose rewards are all equal has only advantages of 0, so no step trains
 on the group. When all groups of a draw have finished, the queue replaces those on which no step trains by groups of
 new problems, at most max_refills times. A new group takes the place of the group that it replaces, so the queue holds
 no more groups than before.
@@ -45,7 +46,7 @@ Found = TypeVar("Found")
 class Place:
     """An entry of the queue: a problem that was drawn, and its group as soon as the group has finished."""
 
-    index: int  # of the problem in the environment
+    index: int  # the problem's index in the environment
     step: int  # number of the last step that had begun when the problem was drawn; the first step is 1
     group: Group | None = None
 
@@ -56,7 +57,7 @@ class Place:
 def choose(places: Sequence[Place], *, size: int, step: int, ahead: int) -> list[Place] | None:
     """The places with the groups on which step number `step` trains, or None if the step must wait for more groups.
 
-    places: the entries whose groups are under way or wait for their step, in the order in which they were drawn.
+    places: the entries of the queue, in the order in which they were drawn.
     """
     chosen = [place for place in places if place.is_trainable()][:size]
     if len(chosen) < size:
@@ -73,7 +74,7 @@ def choose(places: Sequence[Place], *, size: int, step: int, ahead: int) -> list
 
 @dataclass(slots=True, kw_only=True)
 class _Finished:
-    """The events since the last step."""
+    """The filtered groups, refills and retries since the last batch. The next batch reports them."""
 
     filtered: list[Place] = field(default_factory=list)  # places whose groups cannot be trained on (Group.has_signal)
     num_refills: int = 0
@@ -84,8 +85,8 @@ class RolloutQueue:
     """Draws problems, completes and scores them through `rollouts`, and gives every step its batch. Use it in an `async with` block.
 
     cursor: index of the first problem that was never drawn. pending: indices of problems that the run had drawn before it was resumed, and
-    that were in no batch. They are completed again, before new problems. A checkpoint does not keep their completions, because the newer weights
-    give better ones.
+    that were in no batch. These problems are completed again, before new problems. A checkpoint does not keep their completions, because the
+    resumed run samples newer ones with the checkpoint's weights. versions_per_step: largest number of optimizer steps in a step.
     """
 
     def __init__(
@@ -122,11 +123,11 @@ class RolloutQueue:
         return {"cursor": self.cursor, "pending": sorted(unused) + self.pending}
 
     async def next_batch(self, version: int) -> RolloutBatch:
-        """Draw the problems that may be drawn now, and wait until enough groups for a step have a signal.
+        """Draw new groups up to the limit, wait until `choose` finds the groups of this step, and return their batch.
 
-        A group has a signal if it can be trained on. The config's groups_per_step says how many groups are enough. If
-        there are still too few such groups after the last refill that max_refills allows, the batch has fewer of them.
-        If no group has a signal, the batch has no samples.
+        A group has a signal if it can be trained on. The batch has groups_per_step groups with a signal. If fewer groups
+        have a signal after the last refill that max_refills allows, the batch has only these. If no group has a signal,
+        the batch has no samples.
         version: the version of the weights that trainer and generator have now.
         Raises the error of a rollout that cannot be completed. Raises RuntimeError if a group is too old: its age in
         versions is above max_staleness.
@@ -156,7 +157,7 @@ class RolloutQueue:
         """Context manager for an update of the generator's weights.
 
         If in_flight_updates is False, the update waits until no request is running, and new requests wait until the
-        update has ended. If in_flight_updates is True, neither waits.
+        update has ended. If in_flight_updates is True, neither the update nor a request waits.
         """
         return self.rollouts.generating.paused(wait=not self.config.in_flight_updates)
 
@@ -172,7 +173,7 @@ class RolloutQueue:
         return await self._until(groups)
 
     def _draw(self, count: int) -> list[Place]:
-        """The next `count` problems, as entries of the queue."""
+        """Take the next `count` problems, add them to the queue, and return their entries."""
         indices = self.pending[:count]
         del self.pending[:count]
         num_new = count - len(indices)
@@ -183,14 +184,14 @@ class RolloutQueue:
         return places
 
     def _start(self, places: list[Place]) -> None:
-        """Begin to complete the problems, in a task of their own."""
+        """Start a task that completes the problems."""
         if places:
             draw = asyncio.create_task(self._complete_all(places))
             draw.add_done_callback(lambda _: self._changed.set())
             self._draws.add(draw)
 
     async def _complete_all(self, places: list[Place]) -> None:
-        """Complete the problems of a draw. Groups that cannot be trained on are replaced by groups of new problems."""
+        """Complete the problems of a draw. Replace groups that cannot be trained on by groups of new problems, at most max_refills times."""
         for num_refills in range(self.config.max_refills + 1):
             await self._complete(places)
             filtered = [place for place in places if not place.is_trainable()]
@@ -203,7 +204,7 @@ class RolloutQueue:
             places = self._draw(len(filtered))
 
     async def _complete(self, places: list[Place]) -> None:
-        """Complete the problems. If the generator fails on some of them, ask for these again. Raises the generator's error if the last retry fails."""
+        """Complete the problems. If the generator fails on some of them, request these again. Raises the generator's error if the last retry fails."""
 
         def deliver(position: int, group: Group) -> None:
             places[position].group = group
@@ -221,7 +222,10 @@ class RolloutQueue:
             self.since.num_retries += len(places)
 
     async def _until(self, found: Callable[[], Found | None]) -> Found:
-        """The first answer of `found` that is not None. Raises the error of a draw that failed."""
+        """Call `found` at once and after every change of the queue, until its result is not None. Returns this result.
+
+        Raises the error of a draw that failed.
+        """
         while True:
             self._changed.clear()
             for draw in [draw for draw in self._draws if draw.done()]:

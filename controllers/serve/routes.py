@@ -1,8 +1,8 @@
-"""The routes of Tinker's protocol as a FastAPI application over a Server.
+"""The routes of Tinker's protocol as a FastAPI application. Most routes call a method of the Server.
 
-A request that cannot be read is refused with 400 or 422, and the SDK does not repeat it. A request for work (training or sampling) gets the id
-of a future at once. If the work then fails, the client gets the error when it retrieves this future. If the answer is not ready when the
-client asks for it, the reply is 408, and the SDK asks again.
+A request that the server cannot read gets a 400, 413, 415 or 422, and the SDK does not send it again. The reply to a request for work
+(training or sampling) is the id of a future, and comes at once. The client then asks for the answer with retrieve_future. If the work has
+failed, the answer is the error. If the answer is not ready within hold_seconds, the reply is 408, and the SDK asks again.
 """
 
 import logging
@@ -27,19 +27,20 @@ logger = logging.getLogger(__name__)
 
 PROTOBUF = "application/x-protobuf"
 INLINE_BYTES = 1 << 20
-"""Largest size in bytes of an answer that a client with allow_metadata_only gets at once.
+"""Largest size in bytes of an answer that the server sends to a retrieve_future with allow_metadata_only.
 
-For a larger answer, the client first gets only the answer's size.
+If the answer is larger, the reply has only its size, and the client asks again without allow_metadata_only.
 """
 PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
-"""Content-Security-Policy of the page: a browser loads nothing from another host."""
+"""Content-Security-Policy of the status page: a browser loads nothing from another host."""
 ANYONE = "anyone"
 """The owner of everything on a server without API keys."""
 
 
-# These two functions are coroutines. FastAPI would call plain functions in a thread, which would take longer than the rest of a request.
+# These two functions are coroutines. FastAPI would call plain functions in a thread. Handing the call to the thread would take
+# longer than the rest of a request.
 async def server_of(request: Request) -> Server:
     return request.app.state.server
 
@@ -55,9 +56,9 @@ pages = APIRouter()
 
 
 def make_app(server: Server, counts: Counts | None = None) -> FastAPI:
-    """The application. `server.begin` must have run on the loop that serves the application.
+    """The application. `server.begin` must have run on the event loop that serves the application.
 
-    counts: the numbers and seconds of requests that /metrics shows.
+    counts: the number and the duration of requests, which /metrics shows.
     """
     app = FastAPI(title="rl-actors", docs_url=None, redoc_url=None)
     app.state.server, app.state.counts, app.state.downloads = server, counts or Counts(), Downloads()
@@ -138,7 +139,7 @@ async def finish_session(session_id: str, body: messages.FinishSession, server: 
 
 @router.post("/telemetry")
 async def telemetry(request: Request) -> dict[str, Any]:
-    """Take the events of an SDK and drop them."""
+    """Read the SDK's telemetry events and discard them."""
     await read_body(request)
     return {"status": "accepted"}
 
@@ -224,7 +225,7 @@ async def get_sampler(sampler_id: str, server: Serving, owner: Owner) -> dict[st
 @router.post("/asample", response_model=None)
 async def asample(body: messages.Sample, server: Serving, owner: Owner) -> dict[str, Any] | Response:
     if server.futures.num_waiting >= server.config.max_waiting:
-        detail = f"{server.config.max_waiting} requests wait already"
+        detail = f"{server.config.max_waiting} requests (max_waiting) already wait for their answers"
         return JSONResponse({"detail": detail}, status_code=429, headers={"Retry-After": "1"})
     return server.sample(owner, body).reply()
 
@@ -237,7 +238,7 @@ async def retrieve_future(body: messages.RetrieveFuture, server: Serving, owner:
     try:
         promise = await server.futures.wait(body.request_id, server.config.hold_seconds, owner=owner)
     except KeyError:
-        detail = f"there is no request {body.request_id}: its answer is dropped, or the server was restarted"
+        detail = f"there is no request {body.request_id}: its answer was dropped, or the server was restarted"
         return JSONResponse({"detail": detail}, status_code=410)
     return _reply(promise, server, allow_metadata_only=body.allow_metadata_only)
 
@@ -348,5 +349,5 @@ async def session(session_id: str, server: Serving, owner: Owner) -> dict[str, A
 
 @router.api_route("/{rest:path}", methods=["GET", "POST", "PUT", "DELETE", "PATCH"], include_in_schema=False)
 async def unsupported(rest: str) -> Response:
-    """Refuse every other call with 404 and a text that names it."""
+    """Answer every other request with 404 and a text that names its path."""
     return JSONResponse({"detail": f"/api/v1/{rest} is not supported by this server"}, status_code=404)

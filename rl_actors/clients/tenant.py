@@ -1,4 +1,4 @@
-"""The client of one tenant of a trainer. A tenant has adapters of its own on the trainer's base model, which all tenants share.
+"""The client of one tenant. A tenant is one of several training runs that share a trainer and its base model. Each tenant has LoRA adapters of its own.
 
 This client sends nothing itself. The trainer's client sends the calls of all tenants, in the order in which they were queued.
 """
@@ -23,32 +23,33 @@ class Access:
     """The functions of a trainer's client through which the client of a tenant works."""
 
     in_turn: Callable[..., Call[Any]]
-    """`in_turn(what, send, *arguments, check=, mends=, tenant=)` queues a call. model_calls.py explains the arguments."""
+    """`in_turn(what, send, *arguments, check=, mends=, tenant=)` queues a call of a tenant. ModelCalls._in_turn explains the other arguments."""
     send: Callable[..., Awaitable[list[Any]]]
-    """`send(tenant, endpoint, *arguments)` sends a call to all ranks."""
+    """`send(tenant, endpoint, *arguments)` sends a call to all ranks and returns their answers."""
     infos: Callable[..., Awaitable[list[TrainerInfo]]]
-    """`infos(tenant)` returns the infos of the ranks."""
+    """`infos(tenant)` returns the TrainerInfo of every rank."""
     mend: Callable[[str], None]
-    """After a timeout the trainer's client refuses calls. `mend(tenant)` lets it send calls of this tenant again."""
+    """After a timeout the trainer's client refuses the calls of all tenants. `mend(tenant)` lets it send calls again. If another
+    tenant's call got no answer either, the calls of that tenant stay refused until `mend` is called for that tenant."""
     write: Callable[[str], Awaitable[None]]
     """`write(path)` waits until the ranks have written the checkpoint `path` to disk."""
     limits: Callable[[], TrainerLimits | None]
-    """The limits of the trainer; None before its start."""
+    """Returns the limits of the trainer, or None until the trainer has started."""
     writing: Callable[[], Call[None] | None]
-    """The call that writes the trainer's last checkpoint."""
+    """Returns the call that writes the trainer's last checkpoint, or None if no checkpoint was saved."""
     set_writing: Callable[[Call[None] | None], None]
     """Stores the call that writes the trainer's last checkpoint."""
 
 
 class TenantClient(TrainingCalls):
-    """One tenant of a trainer. It has its own adapters, gradients, optimizer, order of calls and version. All tenants share one base model.
+    """The client of one tenant of a trainer. A tenant has its own adapters, gradients, optimizer, order of calls and policy_version.
 
     >>> one, other = trainer.new_tenant("one", seed=1), trainer.new_tenant("other", seed=2)   # doctest: +SKIP
     >>> one.forward_backward(samples, loss="cross_entropy")                                   # doctest: +SKIP
     >>> other.forward_backward(samples, loss="cross_entropy")                                 # doctest: +SKIP
     >>> one.optim_step(OptimParams(learning_rate=1e-3)).result()                              # doctest: +SKIP
 
-    Only the trainer's own client can push weights, and offload and onload memory.
+    Only the trainer's own client can push weights, record a profile, and offload and onload memory.
     """
 
     _version: int | None = None
@@ -67,7 +68,7 @@ class TenantClient(TrainingCalls):
 
     @property
     def policy_version(self) -> int | None:
-        """The last policy_version that the trainer reported for this tenant. None before its first answer."""
+        """The last policy_version that the trainer reported for this tenant. None before the first answer."""
         return self._version
 
     def ready(self) -> Call[None]:
@@ -75,11 +76,11 @@ class TenantClient(TrainingCalls):
         return self._made
 
     def info(self) -> Call[list[TrainerInfo]]:
-        """The TrainerInfo of every rank, with state, version and skipped steps of this tenant."""
+        """The TrainerInfo of every rank. Its fields state, policy_version and steps_skipped are those of this tenant."""
         return self._in_turn("info", self._access.infos, self.tenant)
 
     def close(self) -> Call[None]:
-        """Make the trainer forget the tenant, with its gradients and its optimizer state. A second call does nothing."""
+        """Make the trainer forget the tenant, with its adapters, gradients and optimizer state. A second call does nothing."""
         if self._dropped is None:
             closed = self.trainer.is_closed
             self._dropped = in_background(_nothing(), self.name) if closed else self.trainer.drop_tenant(self.tenant)
@@ -122,4 +123,4 @@ class TenantClient(TrainingCalls):
 
 
 async def _nothing() -> None:
-    """Does nothing. `TenantClient.close` uses it if the trainer's client is closed, because the tenant has then ended already."""
+    """Does nothing. `TenantClient.close` calls this function if the trainer's client is closed, because the tenant has then ended already."""

@@ -1,6 +1,6 @@
 """`Optimizers` holds a model's optimizers, and `Hyperparameters` sets their learning rate, betas and weight decay before each step.
 
-`Optimizers` is torchtitan's container. Here it also takes an optimizer by its import path.
+`Optimizers` is torchtitan's container. It can also make an optimizer that the config names by its import path.
 """
 
 import pkgutil
@@ -20,9 +20,9 @@ from rl_actors.validation import HYPERPARAMETERS, supported_hyperparameters
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters under the model's own names.
+    """The model's parameters, with the names that they have without activation checkpointing.
 
-    Activation checkpointing adds a segment to torch's names. This function removes the segment.
+    Activation checkpointing inserts a segment into the names that torch gives. This function removes the segment.
     """
     return ((canonical_fqn(name), parameter) for name, parameter in model.named_parameters())
 
@@ -49,7 +49,7 @@ class AdamW(_StepsShards, torch.optim.AdamW):
 
 
 class _CanonicalNames:
-    """Takes the place of the model in torchtitan's _build_param_groups, and has the model's own names.
+    """Takes the place of the model in torchtitan's _build_param_groups. Its parameters have the names from `named_parameters` above.
 
     _build_param_groups calls no method of the model except named_parameters().
     """
@@ -100,10 +100,11 @@ class NoOptimizers:
 
 
 class Hyperparameters:
-    """Writes an OptimParams into the parameter groups of an optimizer. Each group has factors for the learning rate and the weight decay.
+    """Builds a model's optimizer, and writes the values of an OptimParams into the optimizer's parameter groups before each step.
 
-    The config gives each group a pattern. A parameter belongs to the first group whose pattern its name matches. A last
-    group holds the parameters that match no pattern.
+    The config gives each group a pattern, and multipliers of the learning rate and the weight decay. A parameter belongs
+    to the first group whose pattern its name matches. A last group holds the parameters that match no pattern,
+    and its multipliers are 1.
     """
 
     def __init__(self, config: OptimizerConfig, model: nn.Module, trained: list[str]) -> None:
@@ -111,7 +112,7 @@ class Hyperparameters:
 
         `model` has only the parameters of this rank's pipeline stages, so a pattern may match no name in `model`.
 
-        Raises ValueError if a pattern matches none of the names in `trained` that the earlier patterns left.
+        Raises ValueError if a pattern matches none of the names in `trained` that remain after the earlier patterns.
         """
         self.name = config.name
         names = [name for name, parameter in named_parameters(model) if parameter.requires_grad]
@@ -119,7 +120,8 @@ class Hyperparameters:
         for pattern, multipliers in {**config.groups, "": (1.0, 1.0)}.items():
             if pattern and not any(re.search(pattern, name) for name in trained):
                 raise ValueError(
-                    f"optimizer.groups: the pattern {pattern!r} matches no name that earlier patterns left: {trained}"
+                    f"optimizer.groups: the pattern {pattern!r} matches none of the parameters that remain after the "
+                    f"earlier patterns: {trained}"
                 )
             if any(re.search(pattern, name) for name in names):
                 groups[pattern] = multipliers
@@ -140,7 +142,7 @@ class Hyperparameters:
 
     @property
     def supported(self) -> tuple[str, ...]:
-        """The names in validation.HYPERPARAMETERS that the optimizer has as settings."""
+        """The fields of OptimParams in validation.HYPERPARAMETERS that this optimizer has."""
         return supported_hyperparameters(self.optimizer.param_groups[0])
 
     def set(self, params: OptimParams) -> None:

@@ -1,4 +1,4 @@
-"""Finds the network interface and the address by which this machine reaches another host. This module sends nothing over the network."""
+"""Finds the network interface and the address by which this machine reaches another host. This module sends nothing to the host."""
 
 import fcntl
 import os
@@ -17,7 +17,7 @@ def address_towards(host: str, port: int) -> str:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
+        probe.connect((host, port))  # for UDP, connect only chooses the local address and sends nothing
         return str(probe.getsockname()[0])
 
 
@@ -35,11 +35,11 @@ def interface_of(address: str) -> str:
 
 
 def lead_gloo_to(host: str, port: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Environment variables that let gloo listen on the interface that leads to a host.
+    """Environment variables that make gloo listen on the interface that leads to a host.
 
     By default gloo listens at the address to which this machine's name resolves. This address is often loopback, which
-    other hosts cannot reach. The result is empty if the user has chosen an interface, or if the address towards
-    the host is not the first IPv4 address of any interface, for example because it is an IPv6 address.
+    other hosts cannot reach. The result is empty if `environment` names an interface already. The result is also empty if
+    the address towards the host is not the first IPv4 address of any interface, for example if it is an IPv6 address.
     Raises OSError if no interface leads to the host.
     """
     if GLOO_INTERFACE in environment:

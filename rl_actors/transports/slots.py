@@ -1,12 +1,13 @@
-"""Slots and the locks on them. A slot is anonymous shared memory in which one rank keeps its part of one version of the weights.
+"""Slots and the locks on them. A slot is shared memory in which one rank of the trainer keeps its part of one version of the weights.
 
-A slot is a memfd, a file in memory without a name. So the kernel frees the slot when the last process that has it open ends, even after
-kill -9, and the size of /dev/shm does not limit it. A reader is a process that loads the weights. It opens the slot as
-/proc/<pid>/fd/<number>. The writer holds an exclusive flock on the slot while it writes, and readers hold a shared flock while they read. So
-a slot is never rewritten while a process reads it. When a process dies, the kernel releases its locks.
+A slot is a memfd, a file in memory that has no path. So the kernel frees the slot when no process has the slot open any more, even if the
+processes were killed with kill -9. The size of /dev/shm does not limit a slot. The writer is the process of the rank. A reader is a process
+that loads the weights. A reader opens the slot as /proc/<pid>/fd/<number>. The writer holds an exclusive flock on the slot while it writes,
+and readers hold a shared flock while they read. So a slot is never rewritten while a process reads it. When a process dies, the kernel
+releases its locks.
 
-The first page of a slot has the key of the version that the slot holds. The layout of the slot follows as JSON, and then the tensors. If
-the tensors are on a GPU, they are not in the memfd. The memfd then ends with the layout.
+The first page of a slot has the key of the version that the slot holds, for example "<stream>/7" for version 7. The layout of the slot
+follows as JSON, and then the tensors. If the tensors are on a GPU, they are not in the memfd. The memfd then ends with the layout.
 """
 
 import contextlib
@@ -41,8 +42,8 @@ MAGIC = b"rlweight"
 KEY_OFFSET = 64  # offset of one byte with the length of the key; the key follows
 LOCK_POLL_SECONDS = 0.002
 KEPT_MAPPINGS = 3
-"""Number of versions. A reader unmaps a slot when this many versions in a row did not use it. A rank may have two slots, and writes its
-versions to them in turn. A slot must then stay mapped although the next version does not use it."""
+"""A reader unmaps a slot when it has read this many versions in a row from other slots. If a rank has two slots, it writes its versions to
+them in turn. So a slot must stay mapped although the next version is not in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Layout:
     """The layout of a slot. `shards` maps the name of a tensor to the part that one rank holds, in the order in which the parts lie in the slot."""
 
     shards: Mapping[str, Shard]
-    num_bytes: int
+    num_bytes: int  # size of all parts in a slot, with the padding between them
 
     def to_json(self) -> bytes:
         rows = []
@@ -83,7 +84,7 @@ class Layout:
         return cls(shards, values["num_bytes"])
 
     def views(self, data: Tensor) -> dict[str, Tensor]:
-        """The parts as views of the bytes of a slot."""
+        """Each part as a view of `data`, the bytes of a slot's tensors."""
         views = {}
         for name, shard in self.shards.items():
             part = data[shard.offset : shard.offset + shard.num_bytes]
@@ -96,15 +97,15 @@ class SlotAddress:
     """Data with which another process finds a slot. The manifest of a version has the addresses of the slots that hold the version."""
 
     rank: int  # the trainer's rank that writes the slot
-    slot: int  # number of the slot in this rank
+    slot: int  # number of the slot among this rank's slots
     machine: str  # machine() of the rank
     pid: int
     fd: int
     token: bytes = b""  # random bytes that identify the slot, because a later process may have the same pid and fd
     num_bytes: int  # number of bytes of the tensors
-    address: tuple[str, int] | None = None  # host and port of the rank's server; None: the rank has no server
-    weights_on_gpu: bool = False  # True if the rank trains on a GPU; the slot may be in the host's memory all the same
-    # If the slot is on a GPU: the GPU's id, and the handle of the slot's memory. The memfd then has only the lock, the key and the layout.
+    address: tuple[str, int] | None = None  # host and port of the rank's server (server.py), if the rank has one
+    weights_on_gpu: bool = False  # True if the rank trains on a GPU; even then the slot may be in the host's memory
+    # If the slot is on a GPU: the GPU's id, and the CUDA IPC handle of the slot's memory. The memfd then has only the lock, the key and the layout.
     gpu: str = ""
     handle: bytes = field(default=b"", repr=False)
 
@@ -113,25 +114,22 @@ class SlotAddress:
 
 
 class VersionGoneError(RuntimeError):
-    """A version can no longer be read: its slot holds another version, or the trainer has dropped the slot or has ended."""
+    """A version can no longer be read: its slot no longer holds the version, or the trainer has dropped the slot or has ended."""
 
 
 def machine() -> str:
-    """An id that two processes have in common if they see each other in /proc.
-
-    The id consists of the id of the machine's boot and of the id of the process's pid namespace.
-    """
+    """The kernel's boot id and the id of this process's pid namespace. Two processes for which both ids are the same see each other in /proc."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def actor_name() -> str:
-    """The name of this process in error texts: "trainer-1 (pid 17)"."""
+    """The name of this process in error texts: "trainer-1 (pid 17)", or "pid 17" if this package did not spawn the process."""
     name = os.environ.get("RL_ACTORS_PROCESS")
     return f"{name} (pid {os.getpid()})" if name else f"pid {os.getpid()}"
 
 
 class Slot:
-    """A slot in the process that writes it. The constructor allocates all memory of the slot."""
+    """The writer's side of a slot. The constructor allocates all memory of the slot."""
 
     def __init__(self, layout: Layout, *, rank: int, number: int, place: Place, device: torch.device) -> None:
         """device: the device of the weights. If place.on_gpu is True, the tensors of the slot are on this device, too."""
@@ -142,7 +140,7 @@ class Slot:
         self.fd = os.memfd_create(f"rl_actors_weights_{rank}_{number}", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.fd)
         os.ftruncate(self.fd, self.data_offset + (0 if place.on_gpu else max(layout.num_bytes, 1)))
-        # MAP_POPULATE allocates every page now. Otherwise the first write would be slowed down by a page fault for each page.
+        # _map allocates every page now (MAP_POPULATE). Otherwise the first write would be slowed down by a page fault for each page.
         self.memory = _map(self.fd, mmap.PROT_READ | mmap.PROT_WRITE)
         self.memory[: HEAD.size] = HEAD.pack(MAGIC, self.token, len(text), self.data_offset, layout.num_bytes)
         self.memory[PAGE : PAGE + len(text)] = text
@@ -171,14 +169,15 @@ class Slot:
         self.memory[KEY_OFFSET] = len(encoded)
 
     def require(self, key: str) -> None:
-        """Raises VersionGoneError if the slot does not hold this version whole."""
+        """Raises VersionGoneError if the slot does not hold the complete version with this key."""
         _require(self.memory, key, f"slot {self.number} of trainer rank {self.rank} (pid {os.getpid()})")
 
     @contextlib.contextmanager
     def writing(self, key: str, timeout: float) -> Iterator[None]:
-        """Hold the exclusive lock. During the context the slot has no key. If the context ends without an error, the slot gets this key.
+        """Context manager that holds the exclusive lock. The body writes the slot. During the body the slot has no key. If the body raises no error,
+        the slot then gets this key.
 
-        Raises TimeoutError naming the processes that still read the slot.
+        Raises TimeoutError if readers hold the slot for more than `timeout` seconds. The error names these processes.
         """
         with self._locked(key, timeout):
             yield
@@ -186,18 +185,18 @@ class Slot:
 
     @contextlib.contextmanager
     def _locked(self, key: str, timeout: float) -> Iterator[None]:
-        """Hold the exclusive lock. Removes the slot's key as soon as the lock is held, so that no later reader finds a version in the slot."""
+        """Context manager that holds the exclusive lock. It removes the key at the beginning, so that no later reader finds a version in the slot."""
         what = f"push of {key}: {actor_name()}, rank {self.rank}: lock of slot {self.number}"
         with flock(self.fd, fcntl.LOCK_EX, timeout, what):
             self.key = ""
             yield
 
     def end(self, key: str, timeout: float) -> None:
-        """Wait until no reader uses the slot, and let no other reader begin.
+        """Wait until no reader uses the slot, and remove the key, so that a later reader gets a VersionGoneError.
 
         Call this before the slot is dropped, because GPU memory of the slot is freed when the slot is dropped.
 
-        key: key of the push, for error texts.
+        key: key of the push that drops the slot, for error texts.
         """
         with self._locked(key, timeout):
             pass
@@ -219,11 +218,11 @@ class Slot:
 
 
 class MappedSlot:
-    """A slot in a process that reads it. A slot in the host's memory stays readable even after the writer has died."""
+    """A reader's side of a slot. If the slot is in the host's memory, the reader can read it even after the writer has died."""
 
     def __init__(self, address: SlotAddress) -> None:
-        """Raises VersionGoneError if the writer has ended, and PermissionError if this process may not open the writer's
-        memory."""
+        """Raises VersionGoneError if the writer has ended or has dropped the slot. Raises PermissionError if this process may not open the
+        writer's memory."""
         self.address = address
         try:
             self.fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -234,7 +233,7 @@ class MappedSlot:
         fields = HEAD.unpack(head) if len(head) == HEAD.size else (b"", b"", 0, 0, 0)
         magic, token, layout_bytes, data_offset, num_bytes = fields
         if magic != MAGIC or token != address.token:
-            raise VersionGoneError(f"{address} is gone: another file has its place")
+            raise VersionGoneError(f"{address} is gone: its pid and file descriptor now belong to another file")
         # The memory is mapped only for reading. So a write by mistake ends this process, and does not change what other readers see.
         self.memory = _map(self.fd, mmap.PROT_READ)
         self.layout = Layout.from_json(self.memory[PAGE : PAGE + layout_bytes])
@@ -247,10 +246,10 @@ class MappedSlot:
         self.views = self.layout.views(self.data)
 
     def _host_bytes(self, offset: int, num_bytes: int) -> Tensor:
-        """The bytes of the tensors, pinned if this process uses a GPU."""
+        """The bytes of the tensors. They are pinned if this process uses a GPU and CUDA can pin them."""
         data = _bytes_of(self.memory, offset, num_bytes)
         if torch.cuda.is_initialized() and not pin_for(self, data, read_only=True):
-            # Not every driver pins memory that is mapped only for reading, so map the memory for reading and writing.
+            # Not every driver pins memory that is mapped only for reading, so map the memory again, for reading and writing.
             fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
             try:
                 self.memory = _map(fd, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -259,14 +258,17 @@ class MappedSlot:
             data = _bytes_of(self.memory, offset, num_bytes)
             if not pin_for(self, data, read_only=False):
                 logger.info(
-                    "CUDA does not pin the memory of %s, so copies out of it take about four times as long",
+                    "CUDA could not pin the memory of %s, so copies from this memory to the GPU take about four times as long",
                     self.address,
                 )
         return data
 
     @contextlib.contextmanager
     def reading(self, key: str, timeout: float) -> Iterator[None]:
-        """Hold a shared lock, so that the version stays in the slot. Raises VersionGoneError if the slot holds another version."""
+        """Context manager that holds a shared lock, so that the version with this key stays in the slot.
+
+        Raises VersionGoneError if the slot no longer holds the version, and TimeoutError if the lock is not free within `timeout` seconds.
+        """
         with shared_lock(self.fd, timeout, f"pull of {key}: {actor_name()}: lock of {self.address}"):
             _require(self.memory, key, str(self.address))
             yield
@@ -283,7 +285,7 @@ def _bytes_of(memory: mmap.mmap, offset: int, num_bytes: int) -> Tensor:
 
 
 def pin_for(owner: object, data: Tensor, *, read_only: bool) -> bool:
-    """Pin memory for as long as its owner lives. Returns False if CUDA refuses."""
+    """Pin `data` for as long as `owner` lives. Returns False if the memory could not be pinned (see cuda_ipc.pin)."""
     pinned = cuda_ipc.pin(data, read_only=read_only)
     if pinned:
         weakref.finalize(owner, cuda_ipc.unpin, data.data_ptr())
@@ -300,7 +302,7 @@ class Mappings:
         self.slots: dict[bytes, tuple[MappedSlot, int]] = {}
 
     def of(self, addresses: tuple[SlotAddress, ...]) -> list[MappedSlot]:
-        """The slots of one version. Unmaps slots that have not been used for KEPT_MAPPINGS versions."""
+        """The slots of one version. Unmaps the slots that none of the last KEPT_MAPPINGS versions used."""
         with self.guard:
             self.num_versions += 1
             found = []
@@ -318,7 +320,7 @@ MAPPINGS = Mappings()
 
 @contextlib.contextmanager
 def shared_lock(fd: int, timeout: float, what: str) -> Iterator[None]:
-    """Hold a shared lock on an open file."""
+    """Context manager that holds a shared lock on an open file. See `flock`."""
     # A flock belongs to one opening of a file. If two readers in this process shared one opening, the reader that ends first would release
     # the lock for both. So each reader opens the file again.
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -331,7 +333,11 @@ def shared_lock(fd: int, timeout: float, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def flock(fd: int, kind: int, timeout: float, what: str) -> Iterator[None]:
-    """Hold a lock on an open file. Raises TimeoutError naming `what` and the processes that hold the lock."""
+    """Context manager that holds a lock on an open file.
+
+    Raises TimeoutError if the lock is not free within `timeout` seconds. The error names `what` and the processes that hold the lock.
+    kind: fcntl.LOCK_SH or fcntl.LOCK_EX.
+    """
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -348,7 +354,7 @@ def flock(fd: int, kind: int, timeout: float, what: str) -> Iterator[None]:
 
 
 def _holders(fd: int) -> str:
-    """A text that says which processes hold a lock on a file now, as the kernel lists them: "it is held by pid 17, pid 18"."""
+    """A text that names the processes that hold a lock on a file now, as /proc/locks lists them: "it is held by pid 17, pid 18"."""
     inode = os.fstat(fd).st_ino
     pids = []
     for line in Path("/proc/locks").read_text().splitlines():
@@ -361,7 +367,7 @@ def _holders(fd: int) -> str:
 def _require(memory: mmap.mmap, key: str, slot: str) -> None:
     held = _key_in(memory)
     if held != key:
-        raise VersionGoneError(f"{key} is gone: {slot} holds {held or 'a push that did not end'}")
+        raise VersionGoneError(f"{key} is gone: {slot} holds {held or 'no complete version'}")
 
 
 def _key_in(memory: mmap.mmap) -> str:

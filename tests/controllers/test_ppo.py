@@ -28,7 +28,7 @@ def completion(tokens: list[int], reason: str = "stop") -> Completion:
 
 
 def batch_of(*rewards: float) -> RolloutBatch:
-    """One group for each reward. The first completion ends with a stop token, and a token limit cuts off the others."""
+    """One group for each reward, with one completion. The first completion ends with a stop token. A token limit cuts off the others."""
     groups = []
     for index, reward in enumerate(rewards):
         one = completion([7, 8, 9][: index + 1], "stop" if index == 0 else "length")
@@ -47,7 +47,7 @@ def batch_of(*rewards: float) -> RolloutBatch:
 
 
 def rewards_of(batch: RolloutBatch) -> list[torch.Tensor]:
-    """The rewards of every token in a run without a reference."""
+    """The rewards of every token in a run without a reference model."""
     config = tiny_ppo()
     rows, measured = asyncio.run(token_rewards(config, batch, batch.samples, None, config.kl()))
     assert measured == {}
@@ -101,7 +101,7 @@ def test_the_reward_of_a_turn_is_at_the_turns_last_token_and_the_environments_to
     assert judged.for_policy[0].columns["advantages"].tolist() == [0, -0.5, -1.5, 0, -4.0]
 
 
-def test_the_divergence_from_the_reference_is_subtracted_at_every_token():
+def test_the_kl_penalty_is_subtracted_from_the_reward_of_every_sampled_token():
     batch = batch_of(1.0, 0.5)
 
     async def logprobs(samples):
@@ -120,8 +120,9 @@ def test_the_divergence_from_the_reference_is_subtracted_at_every_token():
 def test_the_loss_takes_the_kl_coefficient_of_kl_control_and_a_kl_target_needs_a_reference_kl_above_0():
     config = replace(tiny_ppo(), reference_kl=0.3)
     assert config.make_loss().kl == KL(coefficient=0.3, estimator="k3")
+    # Without a target, next_kl does not change the coefficient.
     moved = config.kl_control.next_kl(config.kl(), 5.0)
-    assert config.make_loss(moved).kl == KL(coefficient=0.3, estimator="k3")  # there is no target yet
+    assert config.make_loss(moved).kl == KL(coefficient=0.3, estimator="k3")
     config.kl_control.target = 0.01
     assert config.make_loss(config.kl_control.next_kl(config.kl(), 5.0)).kl.coefficient == pytest.approx(0.306)
     config.validate()
@@ -147,7 +148,7 @@ def test_the_critic_gives_advantages_returns_and_old_values_at_the_actions():
     torch.testing.assert_close(found, (actions - actions.mean()) / actions.std())
 
 
-def test_every_epoch_shuffles_all_samples_into_parts_that_the_seed_and_the_step_decide():
+def test_every_epoch_shuffles_all_samples_into_minibatches_that_depend_on_the_seed_and_the_step():
     config = replace(tiny_ppo(), updates_per_step=3, epochs_per_step=2)
     samples = [Sample.from_tokens([index], [1]) for index in range(8)]
 
@@ -172,7 +173,7 @@ def test_every_epoch_shuffles_all_samples_into_parts_that_the_seed_and_the_step_
         ({"gae": GAEConfig(gamma=2.0)}, r"gae.gamma=2.0; it must be in \[0, 1\]"),
     ],
 )
-def test_wrong_values_are_refused_by_name(fields, message):
+def test_wrong_values_are_refused_and_the_error_names_the_field(fields, message):
     with pytest.raises(ValueError, match=message):
         replace(tiny_ppo(), **fields).validate()
 

@@ -1,4 +1,4 @@
-"""Small data sets. They have the names of the data sets that the cookbook's recipes load from the Hub. So the recipes need no network."""
+"""Writes small data sets under the names of those that tinker-cookbook's recipes load from the Hub. So the tests of recipes need no network."""
 
 import json
 import random
@@ -65,7 +65,7 @@ def problem(draw: random.Random) -> dict[str, str]:
 
 
 def write_additions(file: Path, refused: float = 0.0) -> None:
-    """Write a conversation for each addition that math_rl may ask. refused: share of the answers that are "no" instead of the sum."""
+    """Write a conversation for each addition that the recipe math_rl may ask. refused: share of the answers that are "no" instead of the sum."""
     draw = random.Random(0)
     rows = []
     for first in range(101):

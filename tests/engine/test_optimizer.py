@@ -165,7 +165,10 @@ def test_activation_checkpointing_changes_no_parameter_name_in_groups_and_result
 
 def test_a_pattern_that_matches_only_parameters_of_earlier_patterns_is_refused(make_engine):
     groups = {"norm": (1.0, 0.0), "attention_norm": (2.0, 0.0)}
-    with pytest.raises(ValueError, match="the pattern 'attention_norm' matches no name that earlier patterns left"):
+    with pytest.raises(
+        ValueError,
+        match="the pattern 'attention_norm' matches none of the parameters that remain after the earlier patterns",
+    ):
         make_engine(optimizer=OptimizerConfig(groups=groups))
 
 

@@ -51,7 +51,10 @@ def test_if_a_version_cannot_be_read_the_generator_keeps_its_weights(generator, 
     asyncio.run(transport.put_object("gone/900/manifest", gone))
     asyncio.run(transport.put_object("latest", ("gone", 900)))
     try:
-        with pytest.raises(RuntimeError, match="slot . of trainer rank 0 .* is gone: another file has its place"):
+        with pytest.raises(
+            RuntimeError,
+            match="slot . of trainer rank 0 .* is gone: its pid and file descriptor now belong to another file",
+        ):
             generator.pull_model_state_dict(900).result()
     finally:
         asyncio.run(transport.put_object("latest", latest))

@@ -1,5 +1,5 @@
-"""Two generators behind one client, with real processes: completions and pulls. test_dying_generators.py tests their
-deaths."""
+"""Tests completions, logprobs and pulls of two generators behind one client, in real processes. test_dying_generators.py
+tests generators that die."""
 
 import asyncio
 from dataclasses import replace

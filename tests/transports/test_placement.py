@@ -1,4 +1,4 @@
-"""Choice of the memory for a trainer's slots: the GPU or the host. A slot holds a rank's part of one version of the weights.
+"""Tests the choice of the memory for a trainer's slots: the GPU's or the host's. A slot holds a rank's part of one version of the weights.
 
 The rule is arithmetic, so the tests need no GPU.
 """
@@ -21,7 +21,7 @@ def on_gpu(num_gb: float, *, room_gb: float, path: str = "auto") -> Place:
 
 
 LEVELS = {33: (True, 2, False), 20: (True, 1, False), 16: (False, 2, True), -5: (False, 2, True)}
-"""Expected places of slots of 16.4 GB, by the GB that training leaves on the GPU. A place is (on the GPU, number of slots, pinned)."""
+"""GB that training leaves free on the GPU -> expected place of slots of 16.4 GB, as (on the GPU, number of slots, pinned)."""
 
 
 @pytest.mark.parametrize("path", ["auto", "point_to_point"])
@@ -51,9 +51,8 @@ def test_the_trainers_log_says_where_the_slots_are_and_why(room_gb, text, monkey
         place = transport._choose_place(int(16.4 * GB), torch.device("cuda"))
     assert (place.on_gpu, place.num_slots, place.pinned) == LEVELS[room_gb]
     [record] = caplog.records
-    assert re.search(
-        f"slots for the weights: {text}$", record.getMessage()
-    )  # Monarch may add the actor's name in front
+    # Monarch may add the actor's name in front of the message.
+    assert re.search(f"slots for the weights: {text}$", record.getMessage())
 
 
 @pytest.mark.parametrize("path", ["shared_memory", "tcp"])

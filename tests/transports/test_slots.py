@@ -129,7 +129,7 @@ def test_a_writer_that_is_killed_between_any_two_tensors_leaves_the_newest_versi
     # The writer has ended. A process that has mapped the slot can still read the slot, but a new mapping is refused.
     assert versions_in(read(newest)) == {2.0}
     with pytest.raises(
-        VersionGoneError, match=r"s/1 is gone: slot 0 of trainer rank 0 \(pid \d+\) holds a push that did not end"
+        VersionGoneError, match=r"s/1 is gone: slot 0 of trainer rank 0 \(pid \d+\) holds no complete version"
     ):
         read(older)
     with pytest.raises(VersionGoneError, match="the trainer's process has ended"):
@@ -233,7 +233,7 @@ def test_a_slot_of_the_former_layout_is_freed_only_when_its_readers_have_ended()
             snapshot.write("s/3", other, None)
         assert versions_in(dict(version.tensors())) == {1.0}
     snapshot.write("s/3", other, None)
-    with pytest.raises(VersionGoneError, match="s/1 is gone: slot 0 .* holds a push that did not end"):
+    with pytest.raises(VersionGoneError, match="s/1 is gone: slot 0 .* holds no complete version"):
         read(manifest)
 
 
