@@ -2,10 +2,31 @@
 size."""
 
 from fastapi import HTTPException, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MAX_WINDOW = 1 << 27
 """Largest window of a zstd frame, in bytes. The decompressor needs as much memory."""
 PIECE = 1 << 20
+
+
+class LimitedBodies:
+    """Middleware that limits the body of every request to `limit` bytes, as it was sent. A larger body is answered with 413."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self.app, self.limit = app, limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        num_bytes = 0
+
+        async def limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self.limit:
+                raise HTTPException(413, f"the body is larger than max_body_bytes={self.limit}")
+            return message
+
+        await self.app(scope, limited, send)
 
 
 async def read_body(request: Request) -> bytes:
@@ -15,17 +36,13 @@ async def read_body(request: Request) -> bytes:
     the zstd decoder reports an error.
     """
     limit = request.app.state.server.config.max_body_bytes
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > limit:
-            raise HTTPException(413, f"the body is larger than max_body_bytes={limit}")
+    body = await request.body()
     encoding = request.headers.get("content-encoding", "identity")
     if encoding == "identity":
-        return bytes(body)
+        return body
     if encoding != "zstd":
         raise HTTPException(415, f"content-encoding {encoding!r} is not supported; use identity or zstd")
-    return _decompressed(bytes(body), limit)
+    return _decompressed(body, limit)
 
 
 def _decompressed(body: bytes, limit: int) -> bytes:

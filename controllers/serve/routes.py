@@ -17,7 +17,7 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTex
 
 from controllers.serve import listings, messages, status
 from controllers.serve.access import Counts
-from controllers.serve.bodies import read_body
+from controllers.serve.bodies import LimitedBodies, read_body
 from controllers.serve.codec import read_forward_backward
 from controllers.serve.downloads import VALID_SECONDS, Downloads
 from controllers.serve.futures import NotFoundError, Promise, UserError
@@ -62,6 +62,7 @@ def make_app(server: Server, counts: Counts | None = None) -> FastAPI:
     """
     app = FastAPI(title="rl-actors", docs_url=None, redoc_url=None)
     app.state.server, app.state.counts, app.state.downloads = server, counts or Counts(), Downloads()
+    app.add_middleware(LimitedBodies, limit=server.config.max_body_bytes)
     app.include_router(pages)
     app.include_router(router)
     app.add_exception_handler(NotFoundError, _answer(404))

@@ -18,7 +18,15 @@ from monarch.actor import ActorError, shutdown_context
 
 from rl_actors.clients.call import Call, in_background
 from rl_actors.processes.output import LogRoute, default_log_route
-from rl_actors.processes.spawn import LONGEST_PAUSE, Probe, Process, ProcessMesh, collect, spawn_processes
+from rl_actors.processes.spawn import (
+    LONGEST_PAUSE,
+    NotSharedError,
+    Probe,
+    Process,
+    ProcessMesh,
+    collect,
+    spawn_processes,
+)
 from rl_actors.types import CollectiveTimeoutError
 
 if TYPE_CHECKING:
@@ -261,6 +269,8 @@ class Client:
                 self._heard = {process.rank: time.monotonic() for process in self._processes.processes}
             except TimeoutError as error:
                 raise ActorSilentError(str(error), self.name) from None
+            except NotSharedError:
+                raise
             except (RuntimeError, ValueError) as error:  # Monarch may raise either if a process is killed early
                 raise self._lost(error, "the start of its processes") from error
             # Python runs first the exit handler that was registered last. Our handler must run before Monarch's

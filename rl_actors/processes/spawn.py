@@ -285,8 +285,12 @@ def open_rendezvous(address: str) -> TCPStore:
     )
 
 
+class NotSharedError(ValueError):
+    """A host does not see the files of a folder that all hosts must share."""
+
+
 async def require_shared(name: str, read: Endpoint[..., tuple[int, str, str]], folder: Path) -> None:
-    """Write a file to the folder, and check that all hosts see the file. Raises ValueError, naming a host that does not see it.
+    """Write a file to the folder, and check that all hosts see the file. Raises NotSharedError, naming a host that does not see it.
 
     read: the endpoint of the Probes on the hosts.
     """
@@ -299,7 +303,7 @@ async def require_shared(name: str, read: Endpoint[..., tuple[int, str, str]], f
         mark.unlink(missing_ok=True)
     for rank, host, seen in sorted(answers):
         if seen != text:
-            raise ValueError(
+            raise NotSharedError(
                 f"{name}: rank {rank} on {host} does not see the files of {folder}; "
                 "put the run on a disk that all hosts share, under one path"
             )

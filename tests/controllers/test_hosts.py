@@ -12,6 +12,8 @@ import pytest
 from configs.tiny import tiny
 from controllers import describe_plan
 from controllers.hosts import HostsConfig
+from rl_actors import TrainerClient, TrainerConfig
+from rl_actors.clients import base
 from rl_actors.processes import hosts, spawn, worker
 
 THREE = "tcp://10.0.0.1:4444, tcp://10.0.0.2:4444,tcp://[fd00::3]:4444"
@@ -123,3 +125,15 @@ def test_a_host_that_does_not_see_the_run_folder_is_named_at_the_start(tmp_path)
         asyncio.run(spawn.require_shared("trainer", Reads(other), folder))
     asyncio.run(spawn.require_shared("trainer", Reads(folder), folder))
     assert list(folder.iterdir()) == []
+
+
+def test_a_host_that_does_not_see_the_run_folder_is_no_death_of_a_process(monkeypatch):
+    async def refuse(*given, **named):
+        raise spawn.NotSharedError("trainer: rank 1 on gpu-2 does not see the files of logs")
+
+    monkeypatch.setattr(base, "spawn_processes", refuse)
+    with (
+        TrainerClient.spawn(TrainerConfig()) as trainer,
+        pytest.raises(spawn.NotSharedError, match="gpu-2 does not see"),
+    ):
+        trainer.info().result()
