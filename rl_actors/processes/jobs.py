@@ -44,7 +44,7 @@ class JobConfig:
     """Options of the job that starts the workers."""
 
     insecure: bool = False
-    """Allow workers that other machines can reach. The workers of a job listen without TLS, so everyone in their network can run code as you."""
+    """Allow workers that other machines can reach. The workers of a job listen without TLS, so anyone who reaches them can run code as you."""
     port: int = 0
     """Port at which the workers listen. 0: Monarch's default, which is 22222, or 26600 on Kubernetes."""
     start_timeout: int = 600
@@ -85,7 +85,7 @@ class JobConfig:
             self._require_kubernetes()
         if not self.insecure and job.is_reachable():
             raise ValueError(
-                f"the workers of a job at {job.kind}:// listen without TLS, and other machines reach them, so everyone in their network "
+                f"the workers of a job at {job.kind}:// listen without TLS, and other machines reach them, so anyone who reaches them "
                 "can run code as you. In a private network set hosts.job.insecure. For TLS, start workers by `make worker` and name them as "
                 "tls://HOST:PORT"
             )

@@ -13,7 +13,11 @@ from rl_actors.processes.address import Address
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m rl_actors.processes.worker", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m rl_actors.processes.worker",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "address", help="tcp://HOST:PORT, or tls://HOST:PORT: the address at which other machines reach this machine"
     )
