@@ -1,14 +1,14 @@
 """The reference that the benchmark trainer_speed compares with our trainer: torchtitan's own components, without actors or our TrainEngine.
 
-The components are put together as in torchtitan's trainer. AdamW is fused. On a GPU the blocks and the loss are
-compiled. torchtitan's functions also compute the logits, clip the gradients and, on a GPU, make the attention masks. A
-`Row` (harness/rows.py) is one case of the benchmark. On a GPU the reference and our trainer use the attention kernel
-that the Row names. Each GPU has a process, and the host does not wait for the GPU between steps.
+The components are put together as in torchtitan's trainer. AdamW is fused. On a GPU the transformer blocks and the loss
+are compiled. torchtitan's functions also compute the logits, clip the gradients and, on a GPU, make the attention
+masks. A `Row` (harness/rows.py) is one case of the benchmark. On a GPU the reference and our trainer use the attention
+kernel that the Row names. Each GPU has its own process. The host does not wait for the GPU between steps.
 
-From rl_actors/engine the reference takes the configs of the model and of its attention layers, the recomputation
-policy, the settings of the machine and, on a CPU, the attention mask.
+The reference takes these parts from rl_actors/engine: the configs of the model and of its attention layers, the
+recomputation policy, the settings of the machine and, on a CPU, the attention mask.
 
-In names of tensors, B is the number of rows of a microbatch, L the tokens of a row, and D the hidden size.
+In names of tensors, B is the number of rows of a microbatch, L the number of tokens of a row, and D the hidden size.
 """
 
 import gc
@@ -39,9 +39,10 @@ from rl_actors.engine.machine import this_machine
 def run(
     row: Row, model: ModelConfig, rank: int, port: int, warmup: int, steps: int, trace: str, answer: Connection
 ) -> None:
-    """Measure on this rank, and send {"seconds": [seconds of each step], "peak_bytes": …} through `answer`.
+    """Measure the reference on this rank, and send {"seconds": [seconds of each step], "peak_bytes": …} through `answer`.
 
-    trace: a file for a profiler's trace of a few more steps; "" for no trace. Rank 0 writes it.
+    warmup: number of steps before the measured steps. trace: the file to which rank 0 writes a profiler's trace of a few
+    more steps. With "" there is no trace.
     """
     variables = {
         "RANK": rank,
@@ -54,7 +55,7 @@ def run(
     on_gpu = row.num_gpus > 0
     reference = Reference(row, model)
     gc.collect()
-    gc.disable()  # as in torchtitan's trainer, which calls gc.collect itself between steps
+    gc.disable()  # as in torchtitan's trainer, which by default collects garbage only every 50 steps
     for _ in range(warmup):
         reference.step()
     seconds = _timed_on_gpu(reference.step, steps) if on_gpu else _timed(reference.step, steps)
@@ -81,7 +82,7 @@ def _timed(step: Callable[[], None], steps: int) -> list[float]:
 
 
 def _timed_on_gpu(step: Callable[[], None], steps: int) -> list[float]:
-    """Seconds between events on the GPU's stream. The host does not wait for a step, so it may run ahead of the GPU."""
+    """Seconds of each step, measured with events on the GPU's stream. The host may launch a step before the GPU has finished the step before."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     torch.cuda.synchronize()
     events[0].record()
@@ -177,7 +178,7 @@ class Reference:
 
     def _masks(self, positions_BL: Tensor) -> Any:
         """The attention masks. On a GPU torchtitan makes them, in the form that the Row's attention kernel takes. On a
-        CPU this is a dense mask, because the CPU's kernel needs a dense mask.
+        CPU the result is a dense mask, because the CPU's kernel needs a dense mask.
         """
         if self.on_gpu:
             return self.module.get_attention_masks(positions_BL)
@@ -185,7 +186,7 @@ class Reference:
 
 
 def _batch(row: Row, vocab_size: int, seed: int) -> list[Tensor]:
-    """Tokens, labels and positions, each [B, L]. They are in pinned memory if there is a GPU."""
+    """Tokens, labels and positions, each [B, L]. The tensors are in pinned memory if there is a GPU."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocab_size, (row.rows, row.row_length + 1), generator=draw)
     positions = torch.arange(row.document).repeat(row.rows, row.row_length // row.document)

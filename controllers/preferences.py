@@ -1,4 +1,4 @@
-"""Preference pairs as samples, and the loss of direct preference optimisation.
+"""Preference pairs as samples, and the loss of direct preference optimization (DPO).
 
 A pair is two samples that follow each other in a list: first the chosen answer, then the rejected answer.
 T is the number of positions of one sample, P the number of pairs.
@@ -24,7 +24,9 @@ def pair(problem: Problem, rejected_column: str) -> list[Problem]:
     Raises ValueError, naming the prompt, if the problem has no such entry.
     """
     if rejected_column not in problem.metadata:
-        raise ValueError(f"the problem with the prompt {problem.prompt[:80]!r} has no {rejected_column!r}")
+        raise ValueError(
+            f"the problem with the prompt {problem.prompt[:80]!r} has no {rejected_column!r} in its metadata"
+        )
     return [problem, replace(problem, answer=str(problem.metadata[rejected_column]))]
 
 
@@ -38,13 +40,18 @@ def to_samples(problems: Iterable[Problem], tokenizer: Tokenizer, rejected_colum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DPO:
-    """Direct preference optimisation, Rafailov et al., arXiv 2305.18290, eq. 7: the sum over pairs of -log sigmoid(margin).
+    """Direct preference optimization, Rafailov et al., arXiv 2305.18290, eq. 7: the sum over pairs of -log sigmoid(margin).
 
     log pi is the sum of a completion's logprobs under the policy, and log ref their sum under the reference. The reward
     of a completion is beta * (log pi - log ref). The margin of a pair is the reward of the chosen completion minus the
     reward of the rejected one. The gradient is -beta * sigmoid(-margin) at each logprob of the chosen completion, and
-    beta * sigmoid(-margin) at each logprob of the rejected one. The loss goes to TrainerClient.forward_backward_custom,
-    because a pair may be split over microbatches and ranks. Samples need the columns loss_weights and ref_logprobs.
+    beta * sigmoid(-margin) at each logprob of the rejected one.
+
+    Samples need the columns loss_weights and ref_logprobs. The loss weight is 1 at each token of a completion, and 0
+    elsewhere. With other loss weights, both sums and the gradients are weighted.
+
+    The two samples of a pair may be in different microbatches or on different ranks. So this loss is for
+    TrainerClient.forward_backward_custom, which calls the loss with all samples at once.
 
     Example: one pair, one token in each completion, and beta 0.5. log pi - log ref is 2 for the chosen completion and 0
     for the rejected one. Then the margin is 1, the loss is log(1 + exp(-1)) = 0.3133, and the gradients are -0.1345 and
@@ -54,10 +61,10 @@ class DPO:
     beta: float = 0.1
 
     def __call__(self, samples: list[Sample], logprobs: list[Tensor]) -> tuple[Tensor, Partials]:
-        """The loss and the sums of its metrics. logprobs: [T] for each sample. Raises ValueError for an odd number of samples."""
+        """(the sum of the loss over the pairs, the metrics). logprobs: [T] for each sample. Raises ValueError for an odd number of samples."""
         if len(samples) % 2:
             raise ValueError(
-                f"{len(samples)} samples are no pairs; the samples must alternate between chosen and rejected"
+                f"{len(samples)} samples cannot form pairs; each chosen sample must be followed by its rejected sample"
             )
         rewards = []
         for sample, logprobs_T in zip(samples, logprobs, strict=True):

@@ -19,12 +19,13 @@ class SlowRank:
     def __init__(self) -> None:
         self._slow: int | None = None  # the rank that the last printed line called slow; None: no rank is slow
         self._candidate: int | None = None  # the rank that was slow in the last step; None: no rank was slow
-        self._num_steps = 0  # number of steps in a row with this candidate
+        self._num_steps = 0  # number of steps in a row in which the candidate was the same
 
     def step(self, seconds: Sequence[float | None]) -> tuple[dict[str, float], str]:
         """(metrics of the step, a line to print or "").
 
-        seconds: for each rank the time of the same work, without waits for other ranks. None: the time was not measured.
+        seconds: for each rank its own time for the same amount of work, such as one token, without its waits for other ranks. None: the
+        time was not measured.
 
         >>> SlowRank().step([1.0, 1.0, 1.2, 2.1])
         ({'ranks/slowest': 3, 'ranks/slowest_ratio': 2.1}, '')

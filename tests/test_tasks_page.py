@@ -1,4 +1,6 @@
-"""The command line accepts every command of docs/tasks.md. Every flag, reward and metric that the page names exists."""
+"""The command line accepts every command of docs/tasks.md. The rewards and the flags of `environment` that the page names exist, and
+docs/metrics.md explains the page's metrics of rewards and validation.
+"""
 
 import json
 import os
@@ -25,7 +27,9 @@ TABLE = re.findall(r"^\| `(--.*?)` \| [\d.]+ \|", PAGE, re.MULTILINE)
 
 
 def commands() -> list[list[str]]:
-    """The arguments of controllers.grpo in every command of the page, without repetitions."""
+    """The arguments of controllers.grpo in every command of the page, without repetitions. A row of the page's table has only the flags after
+    `--config blank`.
+    """
     found: list[list[str]] = []
     for line in "\n".join(FENCED).replace("\\\n", " ").splitlines():
         words = shlex.split(line)
@@ -58,13 +62,13 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def here(folder, monkeypatch):
-    """Work in `folder`, with the import path of a command that starts in `folder`."""
+    """Work in `folder`. The import path has `folder` and its examples, as for the commands of the page."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder / "examples"))
     monkeypatch.syspath_prepend(str(folder))
 
 
-def test_the_page_has_commands_of_every_kind():
+def test_the_page_has_commands_in_code_blocks_and_in_a_table():
     assert len(FENCED) >= 5 and len(TABLE) == 5 and len(commands()) >= 9
 
 
@@ -102,7 +106,7 @@ def test_the_page_lists_every_reward_and_names_only_flags_that_exist():
     assert flags - known == set() and {"held-out-task", "reward-workers", "mixture"} <= flags
 
 
-def test_the_metrics_of_the_page_are_explained():
+def test_metrics_md_explains_the_metrics_of_the_page():
     explained = (ROOT / "docs" / "metrics.md").read_text()
     metrics = set(re.findall(r"`((?:reward|validation)/[\w/<>]+)`", PAGE))
     assert len(metrics) >= 4

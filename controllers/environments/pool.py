@@ -1,7 +1,7 @@
-"""A pool of processes for slow rewards. The event loop goes on while the processes work, and several rewards are computed at once.
+"""A pool of processes for slow reward functions. The event loop goes on while the processes work, and several rewards are computed at once.
 
-The pools of the standard library are not used, for two reasons. Such a pool cannot end a single process whose call
-hangs. And its processes import the program's main module, which takes seconds.
+The process pools of the standard library are not used, for two reasons. They cannot end a single process whose call
+hangs. And their processes import the program's main module, which takes seconds.
 """
 
 import asyncio
@@ -80,8 +80,8 @@ class RewardPool:
     def start(self) -> None:
         """Start the processes. Raises ValueError, naming the functions, if a process cannot import them."""
         try:
-            # A process of the pool asks Linux to end it when the thread that started it ends (pool_worker.py). The
-            # threads of the pool live as long as the pool. So they start the processes.
+            # Linux kills a process of the pool when the thread that started the process ends (pool_worker.py). The
+            # threads of the pool live as long as the pool. So these threads start the processes.
             for _ in self._threads.map(self._start, self._workers):
                 pass
         except BaseException:
@@ -108,6 +108,7 @@ class RewardPool:
         """The answer of an environment's reward function. timeout: seconds, counted from the moment when a process is free.
 
         Raises TimeoutError after this time. Raises RewardFailed if the function raised an exception or ended its process.
+        Raises ValueError if the process that replaces a hanging or ended process cannot load the functions.
         """
         request = pickle.dumps((self._numbers[id(environment)], arguments))
         loop = asyncio.get_running_loop()
@@ -127,6 +128,7 @@ class RewardPool:
         return answer
 
     def _replace(self, worker: "_Worker", reason: Exception) -> None:
+        """Kill the worker's process, and start a new one. Does nothing if the pool is closed."""
         with self._lock:
             if self._is_closed:
                 return
@@ -137,6 +139,7 @@ class RewardPool:
         self._start(worker)
 
     def _start(self, worker: "_Worker") -> None:
+        """Start the worker's process, and send the reward functions to it. Does nothing if the pool is closed."""
         with self._lock:
             if self._is_closed:
                 return
@@ -144,7 +147,7 @@ class RewardPool:
         try:
             error = worker.ask(self._functions, START_TIMEOUT)
         except TimeoutError:
-            error = f"they were not imported within {START_TIMEOUT:g} s"
+            error = f"the process did not import them within {START_TIMEOUT:g} s"
         except RewardFailed as failure:
             error = str(failure)
         if error is not None and not self._is_closed:
@@ -177,18 +180,19 @@ class _Worker:
     def ask(self, request: bytes, timeout: float):
         """Send a message to the process, and return the answer.
 
-        Raises TimeoutError if there is no answer within `timeout` seconds, and RewardFailed if the process has ended.
+        Raises TimeoutError if there is no answer within `timeout` seconds, and RewardFailed if the process has ended or does
+        not exist.
         """
         connection = self._connection
         if connection is None:
-            raise RewardFailed("the process could not be started")
+            raise RewardFailed("the process could not be started, or the pool is closed")
         try:
             connection.send_bytes(request)
             has_answer = connection.poll(timeout)
             if has_answer:
                 return pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
-            raise RewardFailed(f"the process ended with {self._status()}") from None
+            raise RewardFailed(f"the process {self._status()}") from None
         raise TimeoutError(f"no answer within {timeout:g} s")
 
     def _status(self) -> str:
@@ -196,8 +200,8 @@ class _Worker:
         try:
             status = self._process.wait(END_TIMEOUT)
         except subprocess.TimeoutExpired:
-            return "a closed connection"
-        return signal.Signals(-status).name if status < 0 else f"exit status {status}"
+            return "closed its connection, but did not end"
+        return f"ended with {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
 
     def kill(self) -> None:
         """End the process and the other processes of its process group."""
@@ -218,7 +222,7 @@ def reward_function(environment: Environment) -> Callable:
 
 
 def is_async(function: Callable) -> bool:
-    """True for an `async` function, and for an object whose `__call__` is one."""
+    """True for an `async` function, and for an object whose `__call__` is `async`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 

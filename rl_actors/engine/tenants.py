@@ -3,13 +3,14 @@ other.
 
 All tenants train LoRA adapters over the same frozen weights. These weights are called the base.
 
-Each tenant has its own adapters, gradients, optimizer state, version of the weights, and state of its training step
+Each tenant has its own adapters, gradients, optimizer state, policy_version, and state of its training step
 (call_order.py).
 
 At a switch of tenants each rank works only on its own shards, without messages to other ranks. So a switch works in
 every parallel layout.
-FSDP keeps views of the adapters' weights, so a switch copies new values into the same memory. It does not copy
-gradients and optimizer state: it only moves references to these tensors out of and into the model and the optimizer.
+FSDP keeps views of the adapters' weights, so a switch copies new values into the memory of these weights. A switch
+does not copy gradients and optimizer state. It only moves references to these tensors out of the model and the
+optimizers, and into them.
 """
 
 from dataclasses import dataclass, field
@@ -42,17 +43,17 @@ class Stash:
 
 @dataclass(slots=True, kw_only=True)
 class Tenant:
-    """One run that trains adapters over the base."""
+    """The state of one run that trains adapters over the base."""
 
     step: StepState = field(default_factory=StepState)
     policy_version: int = 0
-    steps_skipped: int = 0
+    steps_skipped: int = 0  # number of optim_steps whose gradient was not finite
     # None while the tenant is in use, because the model and the optimizers then have its tensors.
     stash: Stash | None = None
 
 
 class Tenants:
-    """The tenants of a trainer. One tenant is in use. The first tenant, whose name is FIRST_TENANT, always exists."""
+    """The tenants of a trainer. Exactly one tenant is in use. The first tenant, whose name is FIRST_TENANT, always exists."""
 
     def __init__(self, built: BuiltModel, memory: Offload) -> None:
         self.built, self.memory = built, memory
@@ -64,7 +65,9 @@ class Tenants:
     def find(self, name: str) -> Tenant:
         """The tenant of this name. Raises ValueError for an unknown name."""
         if name not in self.by_name:
-            raise ValueError(f"there is no tenant {name!r}; this trainer has {sorted(self.by_name)}")
+            raise ValueError(
+                f"there is no tenant {name!r}; this trainer has {sorted(self.by_name)} ({FIRST_TENANT!r} is the first tenant)"
+            )
         return self.by_name[name]
 
     def use(self, name: str) -> None:
@@ -91,10 +94,12 @@ class Tenants:
     def add(self, name: str, seed: int) -> None:
         """Add a tenant, and put it in use.
 
-        Its adapters get the initial values of this seed. Raises ValueError for a name that exists already.
+        The initial values of the tenant's adapters depend on `seed`. Raises ValueError for a name that exists already.
         """
         if name in self.by_name:
-            raise ValueError(f"there is a tenant {name!r} already; this trainer has {sorted(self.by_name)}")
+            raise ValueError(
+                f"there is a tenant {name!r} already; this trainer has {sorted(self.by_name)} ({FIRST_TENANT!r} is the first tenant)"
+            )
         self._put_aside()
         self.name_in_use, self.in_use = name, Tenant()
         self.by_name[name] = self.in_use
@@ -104,7 +109,7 @@ class Tenants:
         lora.initialise(self.built.model, seed)
 
     def drop(self, name: str) -> None:
-        """Delete a tenant, even in the middle of its step.
+        """Delete a tenant, even in the middle of its step. If the tenant is in use, the first tenant is put in use instead.
 
         Raises ValueError for an unknown name and for the first tenant.
         """
@@ -120,9 +125,9 @@ class Tenants:
         return list(self.built.optimizers.optimizers)
 
     def _put_aside(self) -> None:
-        """Make the stash of the tenant in use.
+        """Move the tensors of the tenant in use into a new stash.
 
-        The stash gets copies of the weights. The gradients and the optimizer states move into it without copies.
+        The stash gets copies of the weights. The gradients and the optimizer states move into the stash without copies.
         """
         self.memory.onload()
         this_machine().wait()  # FSDP reads weights and writes gradients on its own CUDA streams

@@ -1,8 +1,8 @@
-"""The losses and their names. A loss of this package is a frozen dataclass. Its call takes logprobs and columns and returns sums. A loss
-never gets logits.
+"""The losses and their names. A loss is a function of logprobs and columns. It never gets logits. The losses of this package are frozen
+dataclasses.
 
-A column is a named tensor of the samples with a value for each position, such as advantages. In shapes,
-B is the number of rows, L the number of positions of a row, and K the number of ids for each position.
+A column is a named tensor of the samples with an entry for each position, such as advantages. In shapes, B is the number of rows, L the
+number of positions of a row, and K the number of ids that the column target_ids has for each position.
 """
 
 import inspect
@@ -20,11 +20,13 @@ from rl_actors.losses.value import ValueLoss, explained_variance
 from rl_actors.metrics import Partials
 
 Loss = Callable[..., tuple[Tensor, Partials]]
-"""A loss is called as loss(logprobs_BL, **columns_BL) and returns (sum, metrics). A metric named `x:mean` is a pair (numerator, denominator).
+"""A loss is called as loss(logprobs_BL, **columns_BL) and returns (sum over the positions, metrics). The end of a metric's name says how its
+values from several calls are merged: `:sum`, `:mean`, `:max` or `:min`. A metric named `x:mean` is a pair (numerator, denominator).
 
 A loss whose attribute `output` is "values" gets the values of a value model instead of logprobs.
 
-A loss whose attribute `whole_sequence` is true gets rows with one sample each, padded with zeros. Any other loss may get any piece of any row.
+A loss whose attribute `whole_sequence` is true gets rows with one sample each, padded with zeros. Any other loss may get only some of the
+positions in each call. The sums of the calls are then added up.
 Logprobs and columns are 0 at every position without a target: after the last sample of a row, and where a target is IGNORE_TARGET.
 """
 
@@ -39,8 +41,9 @@ LOSSES: dict[str, type] = {
 }
 
 COMPUTED_BY_ENGINE = frozenset({"entropy", "target_logprobs"})
-"""Arguments of a loss that are not columns, because the engine computes them: the entropy [B, L] of the whole distribution, and the
-logprobs [B, L, K] of the ids in the column target_ids, if the samples have that column."""
+"""Arguments of a loss that the engine computes, so they are not columns. `entropy`, [B, L], is the entropy of the distribution over the
+vocabulary. `target_logprobs`, [B, L, K], has the logprobs of the ids in the column target_ids. A loss gets target_logprobs only if the
+samples have this column."""
 
 __all__ = [
     "CISPO",
@@ -71,8 +74,8 @@ __all__ = [
 def resolve(loss: "str | Loss") -> Loss:
     """The loss that a caller gives as an object or by its name.
 
-    A name in LOSSES gives that loss with default options. "module:name" gives a loss of your own: a function, an instance, or a class that
-    needs no arguments. A callable that is not a class is returned as it is. Raises ValueError for anything else.
+    A name in LOSSES gives that loss with default options. "module:name" gives a loss of your own: a function, an instance, or an instance of
+    a class that needs no arguments. A callable that is not a class is returned as it is. Raises ValueError for anything else.
     """
     if isinstance(loss, str) and ":" in loss:
         loss = _imported(loss)
@@ -88,7 +91,10 @@ def resolve(loss: "str | Loss") -> Loss:
 
 
 def columns_of(loss: Loss) -> tuple[frozenset[str], frozenset[str]]:
-    """The (required, optional) columns of a loss: the keyword-only arguments of its call, or the result of its columns() method.
+    """(names of the required columns, names of the optional columns) of a loss.
+
+    These are the names that the loss's columns() method returns. For a loss without this method, these are its keyword-only arguments, and
+    arguments with a default are optional. The arguments in COMPUTED_BY_ENGINE are left out.
 
     columns_of(ImportanceSampling()) -> ({"advantages", "loss_weights", "old_logprobs"}, {"generator_logprobs"})
     """
@@ -108,7 +114,7 @@ def name_of(loss: Loss | None) -> str:
 
 
 def output_of(loss: Loss) -> str:
-    """The name of the first argument of the loss: "logprobs", or "values" for the loss of a value model."""
+    """The output of the model that the loss reads: "logprobs", or "values" for the loss of a value model."""
     return getattr(loss, "output", "logprobs")
 
 

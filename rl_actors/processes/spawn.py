@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
-LONGEST_PAUSE = 5.0  # largest number of seconds between two checks that the processes of an actor are alive
+LONGEST_PAUSE = 5.0  # longest pause in seconds between two checks that the processes of an actor answer
 START_TIMEOUT = 120.0  # seconds in which spawned processes must answer
 STOP_TIMEOUT = 20.0  # seconds within which Monarch must stop the processes; those that still run are then killed
 logger = logging.getLogger(__name__)
 
-# By default Monarch notices a dead process after nine seconds. This value makes it notice after about one second. If the user has set the
-# variable, the user's value is kept. Monarch also asks its processes whether they live. The time limits for their answers are not
-# changed. With shorter limits Monarch took a process on an overloaded machine for dead, because the process did not answer for over three
+# By default Monarch notices a dead process after nine seconds. With this value Monarch notices one after about one second. If the user has set
+# the variable, the user's value is kept. Monarch also asks its processes whether they are alive. The time limits for their answers are
+# not changed. With shorter limits Monarch took a process on an overloaded machine for dead, because the process did not answer for over three
 # seconds while it imported vLLM.
 _SUPERVISION = {"HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s"}
 
@@ -67,7 +67,7 @@ class Probe(Actor):
 
     @endpoint
     async def read(self, path: str) -> tuple[int, str, str]:
-        """(rank, name of the host, text of a file). The text is empty if the process cannot read it."""
+        """(rank, name of the host, text of a file). The text is empty if the process cannot read the file."""
         text = ""
         with contextlib.suppress(OSError, ValueError):
             text = Path(path).read_text()
@@ -126,7 +126,9 @@ class ProcessMesh:
         return [process for process in self.processes if process.handle is not None]
 
     async def first_end(self) -> Process:
-        """Wait until one of the processes of this host has ended for any reason, and return it."""
+        """Wait until one of the processes of this host has ended for any reason, and return this process. If all processes are on other hosts,
+        the wait never ends.
+        """
         loop = asyncio.get_running_loop()
         first: asyncio.Future[Process] = loop.create_future()
         # Copies of the handles, because an event loop takes only one reader per handle and several callers may wait.
@@ -161,8 +163,8 @@ class ProcessMesh:
         except TimeoutError:
             pass
         except Exception:
-            # The error means that a process has ended, and not that it is silent. If the process was on this host, `first_end` reports the end.
-            # So this method lets the time pass, and `first_end` can report first.
+            # The error means that a process has ended, not that the process is silent. `first_end` reports the end of a process of this host.
+            # So this method waits for `timeout` seconds, and `first_end` can report first.
             await asyncio.sleep(timeout)
         return [process for process in self.processes if process.rank not in answered]
 
@@ -187,7 +189,7 @@ class ProcessMesh:
         try:
             await asyncio.wait_for(_future(self.mesh.stop()), STOP_TIMEOUT)
         except Exception as error:
-            logger.info("%s does not stop and is killed: %r", self.mesh, error)
+            logger.info("Monarch did not stop %s, so its processes on this host are killed: %r", self.mesh, error)
             return False
         return True
 
@@ -204,7 +206,7 @@ async def spawn_processes(
 
     hosts: the hosts of the processes; None: this host. Every host gets the same number of processes, and the first host gets the first
     ranks.
-    The caller's process serves the rendezvous store, on a port that the system chose. So the port cannot already be in use.
+    The caller's process serves the rendezvous store. The system chooses a free port for the store.
     Raises TimeoutError if the processes have not started within START_TIMEOUT. Raises ValueError if the number of hosts does not divide the
     number of processes, or if the hosts do not share the folder of the logs.
     """
@@ -254,7 +256,7 @@ def _common_environment(num_processes: int, own_address: str, port: int) -> dict
 
 
 def _command(name: str, logs: LogRoute | None, common: Mapping[str, str], point: Point):
-    """The command that starts the process at this point of the mesh. It adds the environment of the rank to the common environment."""
+    """The command that starts the process at `point` of the mesh. The command sets the variables in `common` and those of this rank."""
     of_rank = {
         "RANK": str(point.rank),
         "LOCAL_RANK": str(point["gpus"]),
@@ -290,7 +292,7 @@ class NotSharedError(ValueError):
 
 
 async def require_shared(name: str, read: Endpoint[..., tuple[int, str, str]], folder: Path) -> None:
-    """Write a file to the folder, and check that all hosts see the file. Raises NotSharedError, naming a host that does not see it.
+    """Write a file to the folder, and check that all hosts see the file. Raises NotSharedError naming a host that does not see the file.
 
     read: the endpoint of the Probes on the hosts.
     """
@@ -305,20 +307,21 @@ async def require_shared(name: str, read: Endpoint[..., tuple[int, str, str]], f
         if seen != text:
             raise NotSharedError(
                 f"{name}: rank {rank} on {host} does not see the files of {folder}; "
-                "put the run on a disk that all hosts share, under one path"
+                "put the run on a disk that all hosts share, at the same path on each host"
             )
 
 
 async def collect(endpoint: Endpoint[..., T], *args: object, **kwargs: object) -> list[T]:
     """The answers of all ranks, in the order in which they arrive.
 
-    Raises the first error at once, without the remaining answers. Other ranks may wait in a collective for the rank that
-    failed, and would not answer.
+    Raises the first error at once, and does not wait for the remaining answers. They may never come, because other ranks may wait in a
+    collective for the rank that failed.
     """
     return [await answer for answer in endpoint.stream(*args, **kwargs)]
 
 
 def _prepare_rank(name: str, logs: LogRoute | None) -> None:
+    """Set up a spawned process. Monarch calls this function in the process before the first actor starts there."""
     collector.keep()
     os.environ |= network.lead_gloo_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     # A terminal sends Ctrl-C, and a scheduler sends SIGTERM, to all processes of a program. The ranks ignore both signals,
@@ -338,8 +341,8 @@ def prepare_this_process() -> None:
     """Set up Monarch in this process, before its first use. A second call does nothing."""
     for variable, value in _SUPERVISION.items():
         os.environ.setdefault(variable, value)
-    # Monarch's default hook ends this process when any actor dies. This process need not end, because every
-    # call to a dead actor raises an exception. So `_log_fault` replaces the hook.
+    # Monarch calls unhandled_fault_hook when any actor dies. The default hook ends this process. This process need not
+    # end, because every call to a dead actor raises an exception. So `_log_fault` replaces the default hook.
     if monarch.actor.unhandled_fault_hook is _DEFAULT_HOOK:
         monarch.actor.unhandled_fault_hook = _log_fault
 

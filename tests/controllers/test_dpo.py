@@ -117,7 +117,7 @@ def test_merged_metrics_of_two_parts_are_those_of_all_pairs_and_half_a_pair_is_r
     _, whole = loss(samples, logprobs)
     parts = [loss(samples[:2], logprobs[:2])[1], loss(samples[2:], logprobs[2:])[1]]
     assert finish(merge(parts)) == pytest.approx(finish(whole))
-    with pytest.raises(ValueError, match="3 samples are no pairs"):
+    with pytest.raises(ValueError, match="3 samples cannot form pairs"):
         loss(samples[:3], logprobs[:3])
 
 

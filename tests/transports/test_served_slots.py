@@ -1,7 +1,7 @@
 """A reader with the secret gets whole versions of the weights from the servers of the ranks, over the paths `tcp` and `point_to_point`.
 
-A slot is the memory in which a rank of the trainer holds its tensors of one version. The path `point_to_point` uses gloo in these tests.
-test_communicators.py tests the communicators of this path.
+A reader is a process that loads the weights. A slot is the memory in which a rank of the trainer holds its tensors of one version. A path is
+a way to get the bytes of a slot. The path `point_to_point` uses gloo in these tests. test_communicators.py tests the communicators of this path.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ def receive(manifest: Manifest, path: str, *, secret: bytes = SECRET, timeout: f
 
 @both_paths
 def test_the_bytes_from_a_server_are_those_in_shared_memory(path, monkeypatch):
-    monkeypatch.setattr(tcp, "MIN_STREAM_BYTES", 1 << 16)  # so that a slot comes in several streams
+    monkeypatch.setattr(tcp, "MIN_STREAM_BYTES", 1 << 16)  # so that a slot comes over several connections
     monkeypatch.setattr(communicator, "PIECE_BYTES", 100_001)  # so that every tensor is larger than a piece
     served = Served(num_ranks=2)
     draw = torch.Generator().manual_seed(0)
@@ -81,7 +81,7 @@ def test_the_bytes_from_a_server_are_those_in_shared_memory(path, monkeypatch):
     assert len(BUFFERS.free) == 2  # one for each rank: all versions used the same buffers
 
 
-def test_a_reader_on_another_host_takes_tcp_by_itself_and_says_why():
+def test_with_path_auto_a_reader_on_another_host_takes_tcp_and_says_why():
     served = Served()
     manifest = served.write(1)
     elsewhere = replace(manifest, parts=(replace(manifest.parts[0], machine="another"),))
@@ -94,7 +94,7 @@ def test_a_reader_on_another_host_takes_tcp_by_itself_and_says_why():
 
 
 @pytest.mark.parametrize("backend, path", [("nccl", "point_to_point"), ("gloo", "tcp")])
-def test_a_reader_on_another_host_takes_point_to_point_where_both_have_gpus(backend, path, monkeypatch):
+def test_a_reader_on_another_host_takes_point_to_point_only_if_both_sides_have_gpus(backend, path, monkeypatch):
     monkeypatch.setattr(point_to_point, "backend_for", lambda addresses: backend)
     served = Served(num_ranks=2)
     manifest = served.write(1)
@@ -130,7 +130,9 @@ def test_a_reader_without_the_secret_gets_nothing(path):
 
 @both_paths
 def test_bytes_whose_receipt_the_server_does_not_accept_are_not_used(path, monkeypatch):
-    """The server accepts a receipt only while it holds the slot's lock. Without the lock the trainer could replace the bytes while they are read."""
+    """The reader sends a receipt when all bytes have arrived. The server accepts the receipt only while the server holds the slot's lock. Without
+    the lock the trainer could replace the bytes while the server sends them.
+    """
 
     def fail(connection):
         raise ConnectionError
@@ -145,7 +147,7 @@ def test_bytes_whose_receipt_the_server_does_not_accept_are_not_used(path, monke
 
 
 @both_paths
-def test_a_version_whose_slot_holds_another_is_gone_for_readers_of_a_server_too(path):
+def test_a_replaced_or_dropped_version_is_gone_for_the_readers_of_a_server(path):
     served = Served()
     manifests = [served.write(version) for version in (1, 2, 3)]
     with pytest.raises(VersionGoneError, match="s/1 is gone: slot 0 of trainer rank 0 .* holds s/3"):
@@ -157,7 +159,7 @@ def test_a_version_whose_slot_holds_another_is_gone_for_readers_of_a_server_too(
 
 
 @both_paths
-def test_a_server_that_does_not_answer_is_a_timeout_that_names_rank_and_address(path):
+def test_the_timeout_for_a_server_that_does_not_answer_names_the_rank_and_the_address(path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         served = Served()
         manifest = served.write(1)
@@ -219,7 +221,9 @@ def between_any_two_pieces(*quick: str):
 
 
 @between_any_two_pieces("tcp", "point_to_point")
-def test_a_trainer_that_is_killed_between_any_two_pieces_gives_no_version(tmp_path, path, pieces, monkeypatch):
+def test_a_reader_gets_no_version_from_a_trainer_that_is_killed_between_any_two_pieces(
+    tmp_path, path, pieces, monkeypatch
+):
     monkeypatch.setattr(communicator, "PIECE_BYTES", (4 << 20) // NUM_PIECES)
     server = start(DYING_SERVER, tmp_path, pieces)
     wait_until((tmp_path / "manifest").exists)
@@ -227,7 +231,7 @@ def test_a_trainer_that_is_killed_between_any_two_pieces_gives_no_version(tmp_pa
     with pytest.raises(ConnectionError, match="read of slot 0 of trainer rank 0"):
         receive(manifest, path)
     assert server.wait(GUARD) == -signal.SIGKILL
-    served = Served()  # the trainer was started again
+    served = Served()  # the trainer after its restart
     assert versions_in(receive(served.write(3), path)[0]) == {3.0}
 
 
@@ -252,7 +256,7 @@ def count(*_):
     num_pieces += 1
 
 
-def left_or_death(deadline):  # `tcp` calls it before every part that a socket receives
+def left_or_death(deadline):  # `tcp` calls `left` before it connects and before it receives each part
     count()
     return left(deadline)
 
@@ -271,7 +275,7 @@ def test_a_reader_that_is_killed_between_any_two_pieces_leaves_nothing_behind(tm
     (tmp_path / "manifest").write_bytes(pickle.dumps(manifest))
     left = Left()
     assert start(DYING_READER, tmp_path, path, pieces).wait(GUARD) == -signal.SIGKILL
-    for version in (2, 3):  # version 3 takes the slot that the reader had
+    for version in (2, 3):  # version 3 goes into the slot that the reader was reading
         manifest = served.write(version, {"w": torch.full((1 << 20,), float(version))})
     assert versions_in(receive(manifest, "shared_memory")[0]) == {3.0}
     left.wait_for_none()
@@ -299,7 +303,7 @@ class Left:
 
 
 class IndexHere(IndexedTransport):
-    """An index in this process."""
+    """A transport whose index of the versions is in this process."""
 
     def __init__(self, weights: WeightsConfig) -> None:
         super().__init__(weights)
@@ -324,7 +328,7 @@ class IndexHere(IndexedTransport):
         ("auto", "127.0.0.1", "127.0.0.1"),
     ],
 )
-def test_ranks_serve_their_slots_only_where_the_config_asks_for_it(path, address, host):
+def test_ranks_serve_their_slots_only_if_the_config_asks_for_it(path, address, host):
     transport = IndexHere(WeightsConfig(path=path, address=address))
     slot = asyncio.run(transport.put_tensors("s/1", tensors_of(1), 0))
     assert slot.address == host or slot.address[0] == host
