@@ -166,7 +166,8 @@ class _Worker:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        self._connection, theirs = Pipe()
+        ours, theirs = Pipe()
+        self._connection = None  # `ask` fails until the process has started
         with theirs:
             path = [os.path.abspath(folder) for folder in sys.path]
             self._process = subprocess.Popen(
@@ -176,6 +177,7 @@ class _Worker:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C then reaches only the controller, which ends the new process later
             )
+        self._connection = ours
 
     def ask(self, request: bytes, timeout: float):
         """Send a message to the process, and return the answer.

@@ -228,6 +228,8 @@ async def spawn_processes(
     try:
         answers: list[tuple[int, int]] = await asyncio.wait_for(collect(probe.who), START_TIMEOUT)
     except TimeoutError:
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(_future(mesh.stop()), STOP_TIMEOUT)
         raise TimeoutError(f"{name}: not all of {num_processes} processes started within {START_TIMEOUT:g} s") from None
     if hosts is None:
         processes = [Process(rank, pid, os.pidfd_open(pid)) for rank, pid in sorted(answers)]

@@ -19,7 +19,7 @@ from test_grpo import PARITY, processes_of, start
 from waiting import GUARD, wait_until
 
 from controllers import launch
-from controllers.environments import EnvironmentConfig, Problem, RewardError, Scorer, build_environment
+from controllers.environments import EnvironmentConfig, Problem, RewardError, Scorer, build_environment, pool
 from controllers.run_folder import RunFolder, read_jsonl
 
 PROBLEM = Problem(prompt="2+3=", answer="5", key="2 3", metadata={"question": "2+3"})
@@ -81,6 +81,19 @@ def test_a_process_that_hangs_crashes_or_exits_is_replaced_and_its_child_is_kill
         wait_until(lambda: has_ended(child))
     assert all(map(has_ended, environment.pids("answered")))
     assert told in caplog.messages[0] and f"pid {failed} is replaced" in caplog.messages[0]
+
+
+def test_a_worker_whose_process_cannot_be_started_fails_each_call_with_the_reason(monkeypatch):
+    def fail(*given, **named):
+        raise OSError("no memory")
+
+    worker = pool._Worker()
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", fail)
+        with pytest.raises(OSError, match="no memory"):
+            worker.start()
+    with pytest.raises(pool.RewardFailed, match="the process could not be started"):
+        worker.ask(b"", 1.0)
 
 
 def test_a_reward_that_raises_is_asked_for_again_and_the_error_has_its_exception():

@@ -1,5 +1,7 @@
 """Programs that spawn actors leave no process, open port or shared memory behind. A client still works after an interrupt."""
 
+import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -13,6 +15,8 @@ import psutil
 import pytest
 import support
 from waiting import GUARD
+
+from rl_actors.processes import spawn
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
@@ -175,3 +179,14 @@ def test_actors_work_in_a_monarch_program_that_opens_its_own_torchstore(start):
     assert re.search(r"logprob_diff/max \S+e-0[67]; a key of mine: 7", output), output
     assert "frozen in a process of mine: 0\n" in output
     program.assert_nothing_is_left(set())
+
+
+def test_processes_that_start_too_late_are_ended(monkeypatch):
+    monkeypatch.setattr(spawn, "START_TIMEOUT", 0.05)
+    with pytest.raises(TimeoutError, match=r"late: not all of 2 processes started within 0.05 s"):
+        asyncio.run(spawn.spawn_processes("late", 2))
+    names = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            names.append(process.environ().get("RL_ACTORS_PROCESS", ""))
+    assert not [name for name in names if name.startswith("late")]
