@@ -1,12 +1,12 @@
-"""Compare parallel layouts of the trainer with one device: loss, gradients and logprobs from the same weights. Also move a checkpoint between two
-layouts.
+"""Compares losses, gradients and logprobs of parallel layouts with those of one device. Also moves a checkpoint between two layouts.
 
-In float32 a layout differs from one device only because it adds numbers in another order. TOLERANCE has the limits of these
-differences. In bfloat16 a layout also rounds at other places, so the limits are measured. They are twice the yardstick. The yardstick is the
-difference between bfloat16 and float32 on one device, and is recorded under the name `one, bfloat16`. In bfloat16 CP2 (context parallelism
-on two devices) uses flex attention. One device and all other layouts use FlashAttention 4. So the difference between CP2 and one device
-includes the difference between these two kernels.
-A checkpoint that is saved under one layout and loaded under another must continue with the same loss and gradient norm.
+Every layout starts with the same weights. In float32 a layout differs from one device only because it adds numbers in another order. TOLERANCE
+has the limits of these differences. In bfloat16 a layout also rounds at other places, so the limits are measured: they are twice the yardstick.
+The yardstick is the difference between bfloat16 and float32 on one device, and is recorded under the name `one, bfloat16`. On GPUs in bfloat16,
+CP2 (context parallelism on two devices) uses flex attention, and one device and all other layouts use FlashAttention 4. So the difference
+between CP2 and one device includes the difference between these two kernels.
+A checkpoint is saved under one layout and loaded under another. The next step must have the same loss and gradient norm under both layouts,
+within the limits of TOLERANCE.
 """
 
 import argparse
@@ -41,7 +41,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "PP2": {"pipeline_parallel": 2},
     "FSDP2xTP2": {"data_parallel_shard": 2, "tensor_parallel": 2},
 }
-# Maps a number of devices to the layout under which the checkpoint is saved and the layout under which it is loaded.
+# Maps the smallest number of devices to (layout under which the checkpoint is saved, layout under which it is loaded).
 MOVES = {4: ("FSDP2xTP2", "FSDP2"), 2: ("FSDP2", "one")}
 # Limits of the float32 differences, by the names that `differences` returns.
 TOLERANCE = {
@@ -60,7 +60,7 @@ STEP = OptimParams(learning_rate=1e-3, eps=1e-2, grad_divisor=1000.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A model and the samples of a call."""
+    """A model, and the sizes of the samples of one call."""
 
     model: ModelConfig
     row_length: int  # positions in a row, into which the trainer packs several documents
@@ -78,7 +78,8 @@ class Shape:
 
 
 def shape_here() -> Shape:
-    """On GPUs, four blocks of Qwen3-0.6B's width. On a CPU, a tiny model. Embedding and head are not tied, because pipelines refuse tied weights."""
+    """The shape for this machine. On GPUs the model has four blocks of Qwen3-0.6B's width, and on a CPU the model is tiny. Embedding and head
+    are not tied, because pipelines refuse tied weights."""
     if torch.cuda.is_available():
         model = ModelConfig(vocab_size=32_768, num_hidden_layers=4, tie_word_embeddings=False)
         return Shape(model=model, row_length=1024, documents=(512, 320, 128, 64), num_rows=8)
@@ -95,7 +96,7 @@ def shape_here() -> Shape:
     return Shape(model=model, row_length=256, documents=(128, 80, 32, 16), num_rows=4)
 
 
-# --- jobs, as each rank runs them ---------------------------------------------------------------------------------
+# --- functions that each rank of a job runs -----------------------------------------------------------------------
 
 
 def engine_of(shape: Shape, directory: str, layout: str, dtype: str) -> "TrainEngine":
@@ -121,6 +122,7 @@ def compare(shape: Shape, directory: str, layout: str, dtype: str, keep: str, ag
 
     keep: a file to which the unsharded gradients are written. against: a file of expected gradients, with which the unsharded gradients are
     compared. "" means no file. In the returned dict, "gradients" has the same form as Numbers.gradients, and is empty if `against` is "".
+    "seconds" has the seconds that building the engine took, and the seconds of the rest.
     """
     start = time.perf_counter()
     engine = engine_of(shape, directory, layout, dtype)
@@ -194,17 +196,17 @@ def merged(shape: Shape, answers: Sequence[Mapping[str, Any]]) -> Numbers:
 def differences(actual: Numbers, expected: Numbers) -> dict[str, float]:
     """Relative differences between the numbers of a job and the expected numbers.
 
-    "logprobs" is the mean difference divided by the mean absolute value. For "worst_logprob" the difference of each logprob is
-    divided by 1 + the absolute value of the expected logprob, and the largest quotient is taken. "gradient" and "worst_parameter" divide the
-    norm of a difference of gradients by the norm of the expected gradient. "gradient" does this for all parameters together, and
-    "worst_parameter" for the parameter with the largest result.
+    "logprobs" is the mean absolute difference divided by the mean absolute value of the expected logprobs. For "worst_logprob" the absolute
+    difference of each logprob is divided by 1 + the absolute value of the expected logprob, and the largest quotient is taken. "gradient" and
+    "worst_parameter" divide the norm of a difference of gradients by the norm of the expected gradient. "gradient" does this for all parameters
+    together. "worst_parameter" does this for each parameter, and takes the largest result.
     """
     losses = [numbers.output.metrics["loss:sum"] for numbers in (actual, expected)]
     logprobs, expected_logprobs = (torch.cat(numbers.output.logprobs) for numbers in (actual, expected))
     logprob_differences = (logprobs - expected_logprobs).abs()
     difference_norms, norms = Tensor(list(actual.gradients.values())).unbind(dim=1)
-    # If the gradient of a parameter is close to 0, it consists mostly of rounding errors of larger numbers. So for
-    # "worst_parameter" 1e-7 of the norm of the whole gradient is subtracted from the norm of every difference.
+    # A gradient close to 0 consists mostly of rounding errors of larger numbers. So for "worst_parameter" 1e-7 times the
+    # norm of the whole gradient is subtracted from the norm of every difference.
     errors = (difference_norms - 1e-7 * norms.norm()).clamp(min=0) / norms
     return {
         "loss": abs(losses[0] / losses[1] - 1),
@@ -217,7 +219,7 @@ def differences(actual: Numbers, expected: Numbers) -> dict[str, float]:
 
 
 def limits_of(dtype: str, yardstick: Mapping[str, float]) -> Mapping[str, float]:
-    """The limit of every difference. yardstick: the differences between bfloat16 and float32 on one device.
+    """The limit of every difference. In float32 this is TOLERANCE. yardstick: the differences between bfloat16 and float32 on one device.
 
     Suppose that a layout in bfloat16 and one device in bfloat16 both differ from float32 by the yardstick. Then they differ from each other by
     at most twice the yardstick. Loss and gradient norm are single numbers, so their yardsticks may be near 0 by chance. The loss is a sum
@@ -239,11 +241,11 @@ class Comparison:
         self.saved_under, self.loaded_under = MOVES[4 if num_devices >= 4 else 2]
         self.on_one_device: dict[str, Numbers] = {}  # by dtype
         self.yardstick: dict[str, float] = {}
-        self.reports_of_saved: list[StepReport] = []  # of the step after the checkpoint was saved, from all ranks
+        self.reports_of_saved: list[StepReport] = []  # each rank's report about the step after the checkpoint was saved
         self.failed: list[str] = []
 
     def phases(self, layouts: Sequence[str], dtypes: Sequence[str]) -> list[list[Job]]:
-        """All jobs in phases. Jobs of a phase run at the same time. A job may need files that jobs of earlier phases write."""
+        """All jobs, as a list of phases. Jobs of a phase may run at the same time. A job may need files that jobs of earlier phases write."""
         one_float32 = self._compare("one", "float32", keep="float32")
         second = [self._compare("one", "bfloat16", keep="bfloat16", against="float32")]
         if "float32" in dtypes:
@@ -297,7 +299,9 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     num_devices = torch.cuda.device_count() or 4
-    parser.add_argument("--gpus", type=int, default=min(4, num_devices), help="GPUs, or processes if there are no GPUs")
+    parser.add_argument(
+        "--gpus", type=int, default=min(4, num_devices), help="number of GPUs, or of processes if there are no GPUs"
+    )
     parser.add_argument("--layouts", nargs="*", choices=list(LAYOUTS)[1:], default=list(LAYOUTS)[1:])
     parser.add_argument("--dtypes", nargs="*", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     arguments = parser.parse_args()
@@ -305,7 +309,7 @@ def main() -> None:
         parser.error(f"--gpus {arguments.gpus}; a layout needs at least two devices")
     layouts = [name for name in arguments.layouts if num_ranks(name) <= arguments.gpus]
     with Ranks(arguments.gpus) as ranks, ExitStack() as stack:
-        # The ranks have just started. They import their modules while this process imports these.
+        # The processes of `ranks` have just started, and import torch. Meanwhile this process imports these two functions.
         from benchmarks.harness.random_weights import scratch, write
 
         model = shape_here().model
@@ -320,7 +324,7 @@ def main() -> None:
                     comparison.failed.append(job.name)
                 else:
                     comparison.take(job, answers)
-            if not comparison.on_one_device:  # the job on one device failed, and the other jobs are compared with it
+            if not comparison.on_one_device:  # the job on one device failed, so there is nothing to compare with
                 break
     if comparison.failed:
         say(f"beyond a limit, or failed: {', '.join(comparison.failed)}")
@@ -342,8 +346,8 @@ def record(
 def record_move(name: str, shape: Shape, saved: Sequence[StepReport], loaded: Sequence[StepReport]) -> list[str]:
     """Record the result of a moved checkpoint. Returns [name] if a difference is beyond its limit, or if saving failed; otherwise [].
 
-    saved: the reports of all ranks about the step after the checkpoint, from the trainer that saved it. loaded: the reports about the same step,
-    from the trainer that loaded the checkpoint.
+    saved: the reports of all ranks about the step after the checkpoint, from the trainer that saved the checkpoint. loaded: the reports about
+    the same step, from the trainer that loaded the checkpoint.
     """
     if not saved:
         return [name]

@@ -1,9 +1,9 @@
-"""PPO with models of Qwen3's shapes, for two H200 GPUs, which have 139 GiB of memory each.
+"""Configs of PPO with models of Qwen3's shapes, for two H200 GPUs, which have 139 GiB of memory each.
 
 The policy and the reference run on the first GPU, and the critic and the generator run on the second. Policy and
 critic train at the same time. Meanwhile the generator samples the completions of the next step. Weights and task are
-the same as in qwen3.py. The learning rates are verl's. qwen3_0_6b_ppo ran for six steps with
-random weights on two H100 GPUs. qwen3_4b_ppo has not been run on a GPU. Neither has been run with pretrained weights.
+the same as in qwen3.py. The learning rates are verl's. qwen3_0_6b_ppo ran for six steps with random weights on two
+H100 GPUs. qwen3_4b_ppo has not been run on a GPU. Neither config has been run with pretrained weights.
 """
 
 from dataclasses import fields, replace
@@ -20,8 +20,8 @@ UPDATES_PER_STEP = 4
 
 
 def qwen3_0_6b_ppo() -> PPOConfig:
-    """PPO at 0.6B. `--plan` estimates 58 GiB on the first GPU. On the second it estimates 35 GiB for the critic, and
-    vLLM also takes half of that GPU's memory. No activations are recomputed.
+    """PPO at 0.6B. `--plan` estimates 58 GiB for policy and reference on the first GPU, and 35 GiB for the critic on the
+    second. On the second GPU vLLM also takes half of the GPU's memory. No activations are recomputed.
     """
     base = qwen3.qwen3_0_6b()
     base.trainer.tokens_per_row = 16_384
@@ -29,8 +29,8 @@ def qwen3_0_6b_ppo() -> PPOConfig:
 
 
 def qwen3_4b_ppo() -> PPOConfig:
-    """PPO at 4B. `--plan` estimates 107 GiB on the first GPU. On the second it estimates 78 GiB for the critic, and
-    vLLM also takes 0.3 of that GPU's memory.
+    """PPO at 4B. `--plan` estimates 107 GiB for policy and reference on the first GPU, and 78 GiB for the critic on the
+    second. On the second GPU vLLM also takes 0.3 of the GPU's memory.
     """
     base = qwen3.qwen3_4b()
     base.trainer.tokens_per_row, base.trainer.logprob_chunk_tokens = 8192, 4096

@@ -27,7 +27,7 @@ class RunFolder:
 
     @property
     def step_files(self) -> tuple[Path, ...]:
-        """The files whose lines each belong to a step."""
+        """The files in which every line belongs to a step."""
         return self.metrics, self.rollouts, self.validation, self.timeline
 
     @property
@@ -62,9 +62,9 @@ class RunFolder:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Context manager that adds this path to an OSError of its body if the error names no file.
+    """Context manager that adds `path` to an OSError of the `with` block if the error names no file.
 
-    A write to a full disk raises an error without the name of a file.
+    For example, a write to a full disk raises an error without the name of a file.
     """
     try:
         yield
@@ -75,7 +75,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def read_jsonl(path: Path) -> list[Record]:
-    """The complete lines of a file in JSON Lines format. An empty list if the file does not exist."""
+    """The objects on the complete lines of a file in JSON Lines format. An empty list if the file does not exist."""
     if not path.exists():
         return []
     records = []
@@ -88,12 +88,15 @@ def read_jsonl(path: Path) -> list[Record]:
 
 
 def to_json(value: object) -> str:
-    """Strict JSON on one line. NaN and infinity become null. A tensor or an array becomes a list of its numbers."""
+    """Strict JSON on one line. NaN and infinity become null. `to_plain` converts values that JSON does not have."""
     return json.dumps(to_plain(value), allow_nan=False)
 
 
 def to_plain(value: object) -> Any:
-    """Convert a value to the types of JSON: dict, list, float, int, str, bool and None. NaN and infinity become None."""
+    """Convert a value to the types of JSON: dict, list, float, int, str, bool and None.
+
+    NaN and infinity become None. A tensor or an array becomes a list of its numbers. Any other object becomes a str.
+    """
     match value:
         case Mapping():
             return {str(key): to_plain(item) for key, item in value.items()}

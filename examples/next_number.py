@@ -1,4 +1,4 @@
-"""A task of your own with a graded reward: add 1 to a number. The reward falls with the distance from the right answer.
+"""An example task with a graded reward: add 1 to a number. The reward falls with the distance from the right answer.
 
 PYTHONPATH=examples python -m controllers.grpo --config blank --task next_number:NextNumber
 """
@@ -23,8 +23,8 @@ class NextNumber:
         return self.training[index % len(self.training)]
 
     def reward(self, problem: Problem, completion: str) -> float:
-        """1 for the right number, and 0.1 less for every unit of distance from it, but not below 0. A completion that
-        is not a number gets 0.
+        """1 for the right number. A wrong number gets 0.1 less for every unit of distance from the right number, but at
+        least 0. A completion that is not an integer gets 0.
         """
         try:
             distance = abs(int(completion) - int(problem.answer))

@@ -1,6 +1,6 @@
 """Results of benchmarks: files with one line of JSON for each result.
 
-A line has the figures of a result, and the command, date, device and versions of its measurement. This module
+A line has the figures of a result, and the command, date, device and package versions of its measurement. This module
 appends lines and never changes an old line. It measures nothing and does not import torch.
 """
 
@@ -38,15 +38,16 @@ def lines(benchmark: str) -> list[dict[str, Any]]:
 
 
 def kind(line: dict[str, Any]) -> str:
-    """Kind of device that measured a result. For the device "2 x NVIDIA H200" it is "NVIDIA H200". For every machine without a GPU it is "CPU"."""
+    """The kind of device on which a result was measured: "NVIDIA H200" for the device "2 x NVIDIA H200", and "CPU" for a machine without a GPU."""
     return line["device"].partition(" x ")[2] or CPU
 
 
 @cache
 def gpus() -> tuple[str, ...]:
-    """Names of the GPUs that this process may use: the first N names that nvidia-smi prints, if CUDA_VISIBLE_DEVICES names N GPUs.
+    """Names of the GPUs that this process may use. () if nvidia-smi is missing or fails.
 
-    The names are right only if all GPUs of the machine have the same name. torch also knows the names of the visible GPUs, but its CUDA
+    If CUDA_VISIBLE_DEVICES names N GPUs, the result is the first N names that nvidia-smi prints. If this variable is unset, the result is all
+    names. The names are right only if all GPUs of the machine have the same name. torch also knows the names of the visible GPUs, but its CUDA
     context would take memory on the GPU that is measured.
     """
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]

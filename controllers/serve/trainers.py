@@ -1,7 +1,8 @@
-"""The trainers of training runs. A run trains LoRA adapters over the base weights, or all weights if its LoRA rank is 0. Runs with adapters of
-the same shape are tenants of one trainer, which means that they share its base weights. A run of rank 0 has its own trainer.
+"""The trainers of a server's training runs. A run trains LoRA adapters over the base weights, or all weights if its LoRA rank is 0. Runs whose
+adapters have the same shape (LoRA rank and layers) are tenants of one trainer: they share the base weights of this trainer. A run of rank 0
+has a trainer of its own.
 
-At most max_trainers trainers are in memory, with at most max_tenants runs each. The state of the other runs waits on disk. The requests of a
+At most max_trainers trainers are in memory, with at most max_tenants runs each. The state of the other runs waits on disk. The requests to a
 run are done one after the other, in the order of their arrival. A trainer executes one request at a time.
 """
 
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 Shape = tuple[tuple[str, int | bool], ...]
-"""LoRA rank and layers of adapters: the sorted (name, value) pairs of a run's `lora`, without the seed."""
+"""The LoRA rank of a run, and the layers that have adapters: the sorted (name, value) pairs of `Run.lora`, without the seed."""
 
 
 class Calls(Protocol):
@@ -59,11 +60,11 @@ class Home:
     """A trainer in memory, and its runs."""
 
     trainer: Trainer
-    shape: Shape | None  # of the adapters of its runs; None: the only run has LoRA rank 0
+    shape: Shape | None  # shape that the adapters of all its runs have; None: its only run has LoRA rank 0
     runs: "dict[str, Resident]" = field(default_factory=dict)
 
     def calls_of(self, run: Run) -> Calls:
-        """The object whose methods train a new run: the trainer or a new tenant. Raises ValueError if the trainer cannot add the tenant."""
+        """The object whose methods train a new run: the trainer itself, or a new tenant. Raises ValueError if the trainer cannot add the tenant."""
         return self.trainer if self.shape is None else self.trainer.new_tenant(run.id, seed=run.lora["seed"])
 
 
@@ -75,7 +76,7 @@ class Resident:
     home: Home
     calls: Calls | None = None  # None while the run is being started
     used: float = field(default_factory=time.monotonic)  # time.monotonic of the run's last request
-    has_gradients: bool = False  # accumulated by forward_backward, and not used by optim_step yet
+    has_gradients: bool = False  # True: forward_backward has accumulated gradients that no optim_step has used yet
 
     @property
     def trainer(self) -> Calls:
@@ -95,7 +96,7 @@ class Trainers:
         spawn: Callable[[TrainerConfig], Trainer],
         is_abandoned: Callable[[Run], bool],
     ) -> None:
-        """folder: for the state of runs that wait on disk. is_abandoned: function that says whether the client of a run is gone."""
+        """folder: the folder for the state of runs that wait on disk. is_abandoned: a function that returns True if the client of a run is gone."""
         self.config, self.store, self.folder = config, store, folder
         self._spawn, self._is_abandoned = spawn, is_abandoned
         self.residents: dict[str, Resident] = {}
@@ -107,18 +108,18 @@ class Trainers:
         return self._turns.setdefault(run_id, asyncio.Lock())
 
     async def create(self, run: Run, checkpoint: str | None = None, *, optimizer: bool = False) -> None:
-        """Add a new run to a trainer, and start the trainer if necessary. If a checkpoint is given, the run begins with its state.
+        """Add a new run to a trainer, and start the trainer if necessary. If a checkpoint is given, the run begins with the checkpoint's weights.
 
-        Raises ValueError if no trainer can be built for the run, or if the checkpoint holds another model. Raises UserError if max_trainers or
-        max_tenants is reached and no other run may go to disk.
+        optimizer: True if the run also begins with the checkpoint's optimizer state. Raises ValueError if no trainer can be built for the run,
+        or if the checkpoint holds another model. Raises UserError if max_trainers or max_tenants is reached and no other run may go to disk.
         """
         async with self._turn(run.id):
             await self._start(run, checkpoint, optimizer=optimizer)
 
     @contextlib.asynccontextmanager
     async def using(self, run_id: str) -> AsyncIterator[Resident]:
-        """Context manager for one request to a run. It waits until the earlier requests to the run have ended, reads the run from disk if its state
-        waits there, and yields the run."""
+        """Context manager for one request to a run. It waits until the earlier requests to the run have ended, loads the run's state if this
+        state waits on disk, and yields the run. Raises UserError if the run is unknown, if its state is lost, or if no trainer has room for it."""
         async with self._turn(run_id):
             resident = self.residents.get(run_id) or await self._revive(run_id)
             resident.used = time.monotonic()
@@ -128,8 +129,8 @@ class Trainers:
 
     @contextlib.asynccontextmanager
     async def _noticing_death(self, resident: Resident) -> AsyncIterator[None]:
-        """Context manager for calls of a run. If the `with` block raises ActorDiedError, the context manager forgets
-        the trainer and raises RuntimeError naming the last saved state of the run."""
+        """Context manager for calls to the trainer of a run. If the `with` block raises ActorDiedError, the context manager forgets the trainer, and
+        raises a RuntimeError that names the last saved state of the run."""
         try:
             yield
         except ActorDiedError as error:
@@ -137,14 +138,14 @@ class Trainers:
             raise RuntimeError(self._ended(resident.run.id, error)) from error
 
     def _ended(self, run_id: str, error: Exception) -> str:
-        return f"the trainer of {run_id} has ended: {error}; {self._last_saved(run_id)}"
+        return f"the training run {run_id} has ended: {error}; {self._last_saved(run_id)}"
 
     async def _revive(self, run_id: str) -> Resident:
         run = self.store.run(run_id)
         if run is None:
             raise UserError(f"there is no training run {run_id}")
         if run.parked is None:
-            raise UserError(f"the trainer of {run_id} has ended; {self._last_saved(run_id)}")
+            raise UserError(f"the training run {run_id} has ended; {self._last_saved(run_id)}")
         resident = await self._start(run, run.parked, optimizer=True)
         self.store.update_run(run_id, parked=None)
         await asyncio.to_thread(shutil.rmtree, run.parked, ignore_errors=True)
@@ -194,7 +195,7 @@ class Trainers:
         return replace(self.config.trainer, lora=adapters)
 
     async def _make_room(self) -> None:
-        """While max_trainers is reached, write all runs of the least recently used trainer to disk. That trainer then ends."""
+        """Make room for a new trainer. If max_trainers is reached, the runs of the least recently used trainer go to disk, and this trainer ends."""
         while len(self.homes) >= self.config.max_trainers:
             for resident in list(self._least_needed_home().runs.values()):
                 await self._park(resident)
@@ -204,8 +205,8 @@ class Trainers:
         idle = [home for home in self.homes if all(self._may_go(resident) for resident in home.runs.values())]
         if not idle:
             raise UserError(
-                f"max_trainers={self.config.max_trainers}: every trainer in memory has a run that is at work or has gradients for a "
-                "step; try again later, or start the server with a larger --max-trainers"
+                f"max_trainers={self.config.max_trainers}: every trainer in memory has a run that is at work, or that has gradients and "
+                "waits for its optim_step; try again later, or start the server with a larger --max-trainers"
             )
         return min(idle, key=_last_use)
 
@@ -214,18 +215,18 @@ class Trainers:
         idle = [resident for resident in home.runs.values() if self._may_go(resident)]
         if not idle:
             raise UserError(
-                f"max_tenants={self.config.max_tenants}: every run with adapters of the same rank and layers is at work or has gradients for a "
-                "step; try again later, or start the server with a larger --max-tenants"
+                f"max_tenants={self.config.max_tenants}: every run with adapters of the same rank and layers is at work, or has gradients and "
+                "waits for its optim_step; try again later, or start the server with a larger --max-tenants"
             )
         return min(idle, key=lambda resident: resident.used)
 
     def _may_go(self, resident: Resident) -> bool:
-        """False for a run that is at work or has gradients that a step will use."""
+        """True if a run may go to disk now: none of its requests is at work, and it has no gradients or its client is gone."""
         is_free = not resident.has_gradients or self._is_abandoned(resident.run)
         return is_free and not self._turn(resident.run.id).locked()
 
     async def _remove(self, resident: Resident) -> None:
-        """Take a run out of its trainer, and end a trainer that has no other run."""
+        """Take a run out of its trainer. If this trainer has no other run, the trainer ends."""
         home, run_id = resident.home, resident.run.id
         if home.runs.pop(run_id, None) is None:
             return  # the trainer has died
@@ -237,7 +238,7 @@ class Trainers:
             await resident.calls.close()
 
     async def _lose(self, home: Home) -> None:
-        """Forget a trainer that has died, and all its runs."""
+        """Forget a trainer and all its runs, and close the trainer. The trainer may have died."""
         if home not in self.homes:
             return
         self.homes.remove(home)
@@ -248,15 +249,15 @@ class Trainers:
             await home.trainer.close()
 
     async def _park(self, resident: Resident, *, must_end: bool = False) -> None:
-        """Write the state of a run to disk and take the run out of its trainer. The run's next request brings the run back.
+        """Write the state of a run to disk and take the run out of its trainer. The next request to the run loads the state again.
 
-        If the run has gradients that no optim_step has used, it stays in memory. If must_end is True or the run's client is gone, the
-        gradients are dropped instead. If the trainer has died, all its runs are lost.
+        A run with gradients that no optim_step has used stays in memory. If must_end is True or the run's client is gone, the run goes to disk
+        without these gradients. If the trainer has died, all its runs are lost.
         """
         run = resident.run
         async with self._turn(run.id):
             if self.residents.get(run.id) is not resident:
-                return  # its trainer died before this call got the lock
+                return  # the run's trainer died before this call got the lock
             if resident.has_gradients and not (must_end or self._is_abandoned(run)):
                 return  # a forward_backward came before this call got the lock
             try:
@@ -267,10 +268,10 @@ class Trainers:
                 return
             self.store.update_run(run.id, parked=str(directory))
             await self._remove(resident)
-            logger.info("%s waits on disk", run.id)
+            logger.info("the training run %s waits on disk for its next request", run.id)
 
     async def _write(self, resident: Resident) -> Path:
-        """Write the state of a run, without the gradients of an open step, to the folder for runs that wait on disk."""
+        """Drop the gradients of a run, write its state to the folder for runs that wait on disk, and return the directory with the state."""
         if resident.has_gradients:
             await resident.trainer.discard_gradients()
             resident.has_gradients = False
@@ -284,10 +285,13 @@ class Trainers:
             return await resident.trainer.forward(batch.samples, batch.loss)
 
     async def forward_backward(self, run_id: str, batch: Batch) -> ForwardBackwardOutput:
-        """Raises RuntimeError if the trainer failed. The gradients of the open step are then lost."""
+        """Raises RuntimeError if the call fails in the trainer. All gradients since the last optim_step are then dropped.
+
+        Raises ValueError or TypeError if the trainer refuses the input. Earlier gradients are then kept.
+        """
         async with self.using(run_id) as resident:
             had_gradients = resident.has_gradients
-            # Set before the call, because the trainer finishes the call even if it is cancelled here.
+            # Set before the call, because the trainer finishes the call even if this coroutine is cancelled.
             resident.has_gradients = True
             try:
                 return await resident.trainer.forward_backward(batch.samples, batch.loss)
@@ -299,14 +303,14 @@ class Trainers:
                 raise RuntimeError(f"{error}; the gradients since the last optim_step are dropped") from error
 
     async def _mend(self, resident: Resident, error: Exception) -> None:
-        """Make a run usable again after a call that failed. If this is not possible, drops the run and raises RuntimeError."""
+        """Make a run usable again after a failed call, by dropping its gradients. If this fails, removes the run and raises RuntimeError."""
         try:
             await resident.trainer.discard_gradients()
             resident.has_gradients = False
         except Exception:
             try:
                 await self._remove(resident)
-            except Exception:  # the trainer cannot even drop the run, so the trainer is ended and all its runs are lost
+            except Exception:  # the trainer cannot even remove the run, so all runs of the trainer are lost
                 await self._lose(resident.home)
             raise RuntimeError(self._ended(resident.run.id, error)) from error
 
@@ -319,7 +323,7 @@ class Trainers:
             return result
 
     async def save(self, run_id: str, directory: Path) -> None:
-        """Write weights, optimizer state and version. Returns when they are on disk."""
+        """Write the weights, optimizer state and policy_version of a run to a directory. Returns when they are on disk."""
         async with self.using(run_id) as resident:
             require_no_gradients(resident)
             saved = await resident.trainer.save_checkpoint(str(directory), optimizer=True)
@@ -331,28 +335,31 @@ class Trainers:
             await resident.trainer.load_checkpoint(directory, optimizer=optimizer)
 
     async def export(self, run_id: str, directory: Path, dtype: Literal["float32", "bfloat16"]) -> None:
-        """Write a Hugging Face directory of the weights, with adapters merged."""
+        """Write the weights of a run, with the adapters merged into them, as a Hugging Face directory."""
         async with self.using(run_id) as resident:
             await resident.trainer.export_hf(str(directory), dtype)
 
     async def export_adapter(self, run_id: str, directory: Path) -> None:
-        """Write the adapter of a run, without the base weights."""
+        """Write the adapters of a run, without the base weights."""
         async with self.using(run_id) as resident:
             await resident.trainer.export_lora(str(directory))
 
     async def close(self) -> None:
-        """Write the state of all runs to disk and end their trainers. Gradients of open steps are dropped."""
+        """Write the state of all runs to disk and end their trainers. Gradients that no optim_step has used are dropped."""
         for resident in list(self.residents.values()):
             try:
                 await self._park(resident, must_end=True)
             except Exception:
-                logger.exception("%s was not written; its last saved state is still there", resident.run.id)
+                logger.exception(
+                    "the state of the training run %s could not be written to disk; its saved checkpoints are still there",
+                    resident.run.id,
+                )
         for home in list(self.homes):
             await self._lose(home)
 
 
 def _shape_of(run: Run) -> Shape | None:
-    """None for a run of rank 0."""
+    """The shape of a run's adapters. None if the run has LoRA rank 0."""
     return (
         tuple(sorted((name, value) for name, value in run.lora.items() if name != "seed")) if run.lora["rank"] else None
     )
@@ -363,6 +370,6 @@ def _last_use(home: Home) -> float:
 
 
 def require_no_gradients(resident: Resident) -> None:
-    """Raises UserError if an open step has gradients, which no checkpoint can hold."""
+    """Raises UserError if a run has gradients that no optim_step has used. A checkpoint cannot hold gradients."""
     if resident.has_gradients:
-        raise UserError("forward_backward has left gradients; call optim_step before you save or load a state")
+        raise UserError("forward_backward has accumulated gradients; call optim_step before you save or load a state")

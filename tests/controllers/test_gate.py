@@ -1,4 +1,4 @@
-"""Tests the gate of a run. A gate is a step and a reward.
+"""Tests of the gate of a run. A gate is a step and a reward.
 
 The first validation at or after the step must reach the reward. Otherwise the run ends with status 3.
 """
@@ -47,7 +47,7 @@ def test_a_resumed_run_recalls_the_first_validation_at_or_after_the_step(accurac
     assert gate.is_passed == is_passed
 
 
-def test_a_run_that_ends_before_the_validation_misses_the_gate():
+def test_a_run_that_ends_before_the_validation_of_its_gate_misses_the_gate():
     gate = Gate.parse("40:0.9")
     gate.check(39, {METRIC: 1.0})
     with pytest.raises(GateMissedError, match="without a validation at or after step 40"):
@@ -55,7 +55,7 @@ def test_a_run_that_ends_before_the_validation_misses_the_gate():
 
 
 @pytest.mark.parametrize("text", ["40", "40:", ":0.9", "x:0.9", "40:high", "-1:0.9", "40:inf", "40:0.9:1"])
-def test_a_text_that_is_no_gate_is_refused(text):
+def test_a_gate_that_is_not_a_step_and_a_reward_is_refused(text):
     config = tiny()
     config.gate = text
     with pytest.raises(ValueError, match=f"gate='{text}'; it must be STEP:REWARD, .* such as 40:0.9"):
@@ -70,7 +70,7 @@ def test_a_gate_is_refused_for_a_run_that_samples_nothing():
 
 
 @pytest.mark.slow
-def test_a_run_that_misses_its_gate_ends_there_with_status_3(tmp_path):
+def test_a_run_ends_with_status_3_at_the_step_at_which_it_misses_its_gate(tmp_path):
     flags = ["--config", "tiny", "--sft-steps", "2", "--steps", "3", "--validate-every", "1", "--gate", "3:0.99"]
     command = [sys.executable, "-m", "controllers.grpo", *flags, "--output-dir", str(tmp_path / "run")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,6 @@
-"""Metrics and rollouts that trackers get, read back with the tools of TensorBoard and wandb. Nothing uses the network."""
+"""Tests of trackers, such as TensorBoard and wandb. Metrics and rollouts are read back from the files that these two
+write. Nothing uses the network.
+"""
 
 import io
 import json
@@ -98,7 +100,7 @@ def test_tensorboard_reads_back_every_finite_number_of_a_record(tmp_path):
         tensorboard_scalars(tmp_path, "grad_norm")
 
 
-def test_tensorboard_shows_a_resumed_step_once(tmp_path):
+def test_tensorboard_drops_the_old_values_of_steps_that_a_resumed_run_repeats(tmp_path):
     with logger(tmp_path, "tensorboard") as log:
         for step in range(1, 5):
             log.step(step, {"loss": float(step)}, phase="grpo")
@@ -151,7 +153,7 @@ def test_trackers_join_no_process_group_although_a_scheduler_has_set_rank_and_wo
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_an_absent_package_is_refused_with_the_command_that_installs_it(name, monkeypatch, capsys):
+def test_a_tracker_without_its_package_is_refused_with_the_command_that_installs_the_package(name, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, name, None)
     message = f"trackers has '{name}', whose package is not installed: pip install {name}"
     with pytest.raises(ValueError) as error:
@@ -162,8 +164,8 @@ def test_an_absent_package_is_refused_with_the_command_that_installs_it(name, mo
     assert exit.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_a_folder_that_has_the_name_of_a_tracker_is_not_its_package(tmp_path, monkeypatch):
-    # Some trackers, such as wandb and dvclive, make a folder with their own name where a program runs.
+def test_a_folder_with_the_name_of_a_tracker_is_not_taken_for_a_package(tmp_path, monkeypatch):
+    # Some trackers, such as wandb and dvclive, make a folder with their own name in the current directory.
     (tmp_path / "comet_ml").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match="pip install comet_ml"):
@@ -177,7 +179,7 @@ def test_an_unknown_tracker_is_refused_with_the_names_of_the_known_ones(capsys):
     assert exit.value.code == 2 and "wandbb" in shown and "tensorboard" in shown and "trackio" in shown
 
 
-def test_trackers_are_tensorboard_unless_the_command_line_says_otherwise():
+def test_tensorboard_is_the_only_tracker_unless_flags_choose_trackers():
     def trackers(*flags: str) -> list[str]:
         return parse("prog", CONFIGS["controllers.grpo"], [*flags, "--dry-run"]).config.all_trackers()
 

@@ -1,4 +1,4 @@
-"""Models, samples and ranks for tests of layouts. The ranks are processes, forked from a process that has already imported torch."""
+"""Models, samples and ranks for tests of parallel layouts. Each rank is a process, forked from a process that has already imported torch."""
 
 import faulthandler
 import os
@@ -44,6 +44,7 @@ MODELS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "adapters": (UNTIED, {"lora": ADAPTERS}),
     "Llama": (LLAMA, {}),
     "Llama with adapters": (LLAMA, {"lora": ADAPTERS}),
+    # Experts cannot have adapters, so only the attention layers have adapters.
     "adapters beside experts": (EXPERTS, {"lora": LoRAConfig(rank=4, train_mlp=False)}),
     # Models without a directory. Their weights are drawn from the seed.
     "tied, drawn": (TIED, {"model": TIED, "seed": 5}),
@@ -56,7 +57,7 @@ MODELS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
 
 
 def layout(replicate=1, shard=1, context=1, tensor=1, expert=1, pipeline=1, **fields) -> dict[str, Any]:
-    """Fields of ParallelismConfig."""
+    """Fields of ParallelismConfig, by name: the degrees, and other fields."""
     degrees = {
         "data_parallel_replicate_degree": replicate,
         "data_parallel_shard_degree": shard,
@@ -143,7 +144,8 @@ def gradients(engine) -> dict[str, Tensor]:
 
 
 def refused(engine) -> list[tuple[str, int, str]]:
-    """Make two calls in which the loss fails on only one rank. Returns this rank's (message, failing rank, state afterwards) of each call.
+    """Make two calls in which the loss fails on only one rank. Returns for each call (error message, rank that failed, the engine's state after
+    the error), as this rank sees them.
 
     The first call has many microbatches, and the second call has one microbatch.
     """
@@ -177,7 +179,7 @@ def train(path: str, parallelism: dict[str, Any], fields: dict[str, Any]) -> dic
 
 
 def push(engine) -> dict[str, Tensor]:
-    """The tensors that a push publishes. {} for a model with an expert bias, because the engine refuses to push it."""
+    """The tensors that a push publishes. {} for a model with a load-balancing bias, because the engine refuses to push such a model."""
     return {} if engine.config.load_balance_coeff else engine.hf_state_dict()
 
 
@@ -216,13 +218,13 @@ def child(rank: int, world_size: int, folder: str, work: Callable, args: tuple) 
 
 
 def fork_processes(target: Callable, args: tuple, num_processes: int) -> None:
-    """Run target(rank, *args) in new processes that have everything imported, and wait until they end."""
+    """Run target(rank, *args) in new processes that have already imported the engine, and wait until the processes end."""
     mp.get_context("forkserver").set_forkserver_preload(["rl_actors.engine.train_engine", "references"])
     mp.start_processes(target, args=args, nprocs=num_processes, start_method="forkserver")
 
 
 def run_processes(tmp_path_factory, num_processes: int, work: Callable, *args) -> list[Any]:
-    """The result of work(*args) on each rank. The ranks are new processes that have everything imported.
+    """The result of work(*args) on each rank. Each rank is a new process that has already imported the engine.
 
     Raises ProcessRaisedException with the traceback of a rank that failed.
     """

@@ -1,4 +1,6 @@
-"""Every parallel layout has the random weights that torchtitan draws from the seed in one process. No part of a weight repeats another part."""
+"""Tests of random initial weights. Every parallel layout starts with the weights of one process. In a model without adapters these are the
+weights that torchtitan draws from the seed. No two rows of the weights are equal.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -15,7 +17,7 @@ from rl_actors.engine.initial_weights import draw, take_initialisers
 from rl_actors.engine.optimizer import named_parameters
 
 SEED = 3
-TABLE = [  # name, parallelism, processes, model
+TABLE = [  # name, parallelism, number of processes, name of the model
     ("FSDP2", layout(shard=2), 2, "tied, drawn"),
     ("FSDP2", layout(shard=2), 2, "recomputed, drawn"),
     ("HSDP2x2", layout(replicate=2, shard=2), 4, "tied, drawn"),
@@ -47,7 +49,7 @@ QUICK = {
 
 
 def weights(path: str, parallelism: dict[str, Any], fields: dict[str, Any]) -> dict[str, Tensor]:
-    """The parameters of this rank's part of the model. Each is gathered from the ranks that share it."""
+    """The parameters of this rank's part of the model. Each parameter is gathered from the ranks that hold its shards."""
     engine = make_engine(path, parallelism, fields)
     return {name: whole(parameter) for name, parameter in named_parameters(engine.built.model)}
 
@@ -79,7 +81,7 @@ def test_a_layout_starts_with_the_weights_of_one_process(
 
 
 @pytest.mark.parametrize("model", ["tied, drawn", "experts, drawn"])
-def test_no_part_of_a_weight_repeats_another(one_process, model):
+def test_no_two_rows_of_the_weights_are_equal(one_process, model):
     rows: list[Tensor] = []
     for parameter in one_process(model).values():
         if parameter.ndim > 1:
@@ -89,7 +91,7 @@ def test_no_part_of_a_weight_repeats_another(one_process, model):
 
 
 @pytest.mark.parametrize("model", [TIED, UNTIED, EXPERTS], ids=["tied", "untied", "experts"])
-def test_one_process_draws_what_torchtitan_draws(make_engine, model):
+def test_one_process_draws_the_weights_that_torchtitan_draws(make_engine, model):
     engine = make_engine("", model=model, seed=SEED)
     with torch.device("meta"):
         expected = qwen3_config(model).build()
@@ -111,7 +113,7 @@ def test_another_seed_gives_other_weights(make_engine):
         assert not torch.equal(first, whole(other.get_parameter(name)))
 
 
-def test_drawing_holds_few_parameters_at_a_time(make_engine):
+def test_drawing_keeps_only_a_few_parameters_in_memory_at_a_time(make_engine):
     model = replace(UNTIED, num_hidden_layers=8)
     built = make_engine("", model=model).built
     with torch.device("meta"):
@@ -124,7 +126,7 @@ def test_drawing_holds_few_parameters_at_a_time(make_engine):
     assert peak <= 4 * max(sizes) < sum(sizes) / 4
 
 
-def test_a_parameter_without_an_initialiser_is_named(make_engine):
+def test_the_error_names_a_parameter_without_an_initialiser(make_engine):
     built = make_engine("", model=UNTIED).built
     with torch.device("meta"):
         initialisers = take_initialisers(qwen3_config(UNTIED).build())

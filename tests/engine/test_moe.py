@@ -33,7 +33,7 @@ def gradients(engine) -> dict[str, torch.Tensor]:
     return {n: p.grad.full_tensor().clone() for n, p in engine.built.model.named_parameters()}
 
 
-# Maps the name of a split to (numbers of samples in each call, fields of TrainerConfig).
+# Maps the name of a split to (number of samples in each call, fields of TrainerConfig).
 SPLITS = {
     "one call": ([6], {}),
     "one call for each sample": ([1] * 6, {}),
@@ -43,7 +43,7 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_any_split_gives_the_same_counters_and_gradients_and_the_same_bias(make_engine, experts, split):
+def test_any_split_of_the_samples_gives_the_same_counters_gradients_and_bias(make_engine, experts, split):
     sizes, fields = SPLITS[split]
     samples = ppo_samples(LENGTHS)
     whole = make_engine(experts, load_balance_coeff=0.01)
@@ -80,7 +80,7 @@ def test_recomputation_does_not_change_the_bias(make_engine, experts, checkpoint
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_a_forward_counts_nothing(make_engine, experts):
+def test_forward_counts_no_tokens(make_engine, experts):
     engine = make_engine(experts)
     engine.forward_backward(ppo_samples(LENGTHS), PPO())
     before = counters(engine)
@@ -89,7 +89,7 @@ def test_a_forward_counts_nothing(make_engine, experts):
     assert counters(engine) == before
 
 
-def test_discarding_and_a_skipped_step_reset_the_counters_and_keep_the_bias(make_engine, experts):
+def test_discard_gradients_and_a_skipped_step_reset_the_counters_and_keep_the_bias(make_engine, experts):
     engine = make_engine(experts, load_balance_coeff=0.01)
     engine.forward_backward(ppo_samples(LENGTHS), PPO())
     engine.discard_gradients()
@@ -115,7 +115,7 @@ def test_ten_adamw_steps_of_experts_follow_a_plain_pytorch_loop(make_engine, exp
         assert engine.optim_step(params).grad_norm == pytest.approx(grad_norm, rel=1e-4)
 
 
-def test_a_trained_bias_has_no_place_in_a_hugging_face_directory(make_engine, experts, tmp_path):
+def test_a_model_with_a_load_balancing_bias_can_neither_be_exported_nor_pushed(make_engine, experts, tmp_path):
     engine = make_engine(experts, load_balance_coeff=0.01)
     with pytest.raises(ValueError, match="export_hf is not possible with load_balance_coeff=0.01"):
         engine.export_hf(str(tmp_path / "export"))

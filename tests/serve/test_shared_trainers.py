@@ -187,7 +187,7 @@ def test_a_tenant_that_fails_for_good_leaves_the_trainer_to_the_other_runs(api):
         broken = api.server.trainers.residents[models[0]].trainer
         broken._run = broken.discard_gradients = fail
         answer = await api.answer(await api.send_forward_backward(models[0], 1, DATA[0]))
-        assert f"the trainer of {models[0]} has ended: inconsistent; it saved no state" in answer["error"]
+        assert f"the training run {models[0]} has ended: inconsistent; it saved no state" in answer["error"]
         await step(api, models[1], 1)
         assert list(api.trainers[0].tenants) == [models[1]]
 
