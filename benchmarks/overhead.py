@@ -1,8 +1,8 @@
 """Cost of the actors: a training step and generation through the clients, compared with the same engines called directly.
 
-The calls of the client and of the engine alternate, so that the machine's other load affects both. The ratio is the
-client's median divided by the engine's median. For a training step the ratio compares times, so lower is better. For
-generation it compares tokens/s, so higher is better.
+The calls of the client and of the engine alternate, so that other load of the machine affects both alike. A ratio is
+the client's median divided by the engine's median. For a training step these are medians of the time, so a lower ratio
+is better. For generation they are medians of tokens/s, so a higher ratio is better.
 """
 
 import argparse
@@ -36,10 +36,10 @@ def compare(
 ) -> None:
     """Time the two sides alternately. Record the median of each side and the ratio of the medians.
 
-    through: one call on the first side, by default through a client. direct: the same work on the second side, by
-    default by the engine, without the client. tokens: number of tokens that a call generates; 0 for a training step.
-    benchmark: name of the file of results. sides: names of the two sides in the results. warms_up: call each side once
-    before the timed calls, because the first call fills caches.
+    through: does the work once on the first side, for example through a client. direct: does the same work on the
+    second side, for example with the engine and without a client. tokens: number of tokens that a call generates; 0 for
+    a training step. benchmark: name of the file of results. sides: names of the two sides in the results. warms_up:
+    call each side once before the timed calls, because the first call fills caches.
     """
     if warms_up:
         through()
@@ -59,7 +59,7 @@ def compare(
 
 
 def training(repeats: int) -> None:
-    """Compare a training step of the tiny model: forward_backward of 1,024 samples, then optim_step."""
+    """Compare client and engine in a step of the tiny model: forward_backward of 1,024 samples, then optim_step."""
     config = tiny().trainer
     generator = torch.Generator().manual_seed(0)
     samples = []
@@ -88,7 +88,7 @@ def training(repeats: int) -> None:
 
 
 def generation(repeats: int) -> None:
-    """Compare client and engine twice: in one call of 256 prompts, and then for 32 callers with one prompt each.
+    """Compare client and engine twice: for one call of 256 prompts, and for 32 simultaneous calls of one prompt each.
 
     Client and engine generate 64 tokens for each prompt, with logprobs.
     """
@@ -132,7 +132,7 @@ def main() -> None:
     if unknown:
         parser.error(f"no part {unknown}; there are: {', '.join(parts)}")
     # torch.set_num_threads does nothing in a process with vLLM. In such a process the training engine could not set its number of threads. So
-    # training and generation have processes of their own.
+    # training and generation each run in a process of their own.
     for name in arguments.parts:
         child = multiprocessing.get_context("spawn").Process(target=parts[name], args=(arguments.repeats,))
         child.start()

@@ -23,11 +23,11 @@ class DataEnvironment:
         """rows: the rows of the task. None: they are read from the file or the data set of the config.
         trains: False if no problem is trained on, so that all problems may be held out.
 
-        Raises ValueError for a bad row, and for too few problems. The error names the place of the row, or the number of problems.
+        Raises ValueError for a bad row, naming its place, and for too few problems, naming the source of the problems.
         """
         self.config, self.reward = config, text_score(config)
         # The held-out problems come from `source`. If the training problems have another source, or if trains is False,
-        # all problems of `source` may be held out. Otherwise some of them must be left to train on.
+        # all problems of `source` may be held out. Otherwise at most half of them may be held out.
         source = config.of_held_out()
         if trains and config.has_own_held_out:
             rows = read_rows(config) if rows is None else rows
@@ -46,7 +46,9 @@ class DataEnvironment:
         keys = {problem.key for problem in self._held_out}
         self._training = [problem for problem in problems if problem.key not in keys]
         if trains and not self._training:
-            raise ValueError(f"no problem of {config.source} is left to train on beside the {len(keys)} held-out ones")
+            raise ValueError(
+                f"no problem of {config.source} is left to train on without the {len(keys)} held-out problems"
+            )
 
     def problem(self, index: int) -> Problem:
         epoch, position = divmod(index, len(self._training))
@@ -153,9 +155,9 @@ def read_dataset(config: EnvironmentConfig) -> Iterator[Row]:
 def read_entries(config: EnvironmentConfig, rows: Iterable[Row]) -> Iterator[Entry]:
     """An Entry for each row: the question, the answer, the messages and the other columns.
 
-    Raises ValueError, naming the row, if a column is missing, if a value is neither text nor a number, or if a
-    conversation is not a list of messages. Also raises ValueError if a value has another type than its column has in
-    earlier rows, or if the chosen and the rejected answer of a row are equal.
+    Raises ValueError, naming the row, if a column is missing, if a question or an answer is neither text nor a number,
+    or if a conversation is not a list of messages. Also raises ValueError if a question or an answer has another type
+    than in earlier rows, or if the chosen and the rejected answer of a row are equal.
     """
     kinds: dict[str, tuple[type, str]] = {}  # for each column: the type of its values, and the place of its first row
     used = (config.prompt_column, config.answer_column, config.messages_column)
@@ -191,7 +193,11 @@ def _require_pair(
 def _conversation(
     config: EnvironmentConfig, where: str, row: Mapping[str, object]
 ) -> tuple[list[Message], object, object]:
-    """The messages of a row, the content of the last message that is not the assistant's, and the answer to this message."""
+    """The messages of a row, the question and the answer.
+
+    The question is the content of the last message that is not the assistant's. The answer is the value of the answer
+    column. If the row has no such column, the answer is the content of the last message, which must be the assistant's.
+    """
     messages = _messages(config.messages_column, where, row)
     asked = [message for message in messages if message["role"] != "assistant"]
     if not asked:

@@ -17,13 +17,19 @@ VALID_SECONDS = 3600
 
 
 class Downloads:
-    """Signs addresses with a secret of this process, so no address is valid after the server's end."""
+    """Makes signed addresses, and checks them.
+
+    Only this process has the secret for the signatures, so no address is valid after the server has ended.
+    """
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
 
     def urls(self, checkpoint: Checkpoint, base: str, now: float) -> dict[str, str]:
-        """The address of each file of a checkpoint, by the file's name. base: the server's address, with a slash at the end. now: as time.time()."""
+        """The address of each file of a checkpoint. Key: the file's name.
+
+        base: the server's address, with a slash at the end. now: the time in seconds, as time.time() returns it.
+        """
         expires = int(now) + VALID_SECONDS
         found = {}
         for file in sorted(Path(checkpoint.directory).iterdir()):
@@ -33,7 +39,7 @@ class Downloads:
         return found
 
     def require(self, path: str, name: str, expires: int, signature: str) -> None:
-        """Raises NotFoundError if `urls` has not given out this address, or if it is no longer valid."""
+        """Raises NotFoundError if `urls` did not make an address of these parts, or if the address is no longer valid."""
         if expires < time.time() or not hmac.compare_digest(signature, self._sign(path, name, expires)):
             raise NotFoundError("this address is wrong, or it is no longer valid")
 

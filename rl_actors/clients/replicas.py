@@ -1,7 +1,7 @@
-"""A client may have several generators. A `Replica` is the entry for one generator in the client's list.
+"""A GeneratorClient may have several generators. A `Replica` is the entry for one generator in the client's list.
 
-When the generator of a replica dies, the replica spawns another generator with the same config. The Fleet of
-the client (fleet.py) has the list of its replicas.
+The client's Fleet (fleet.py) has this list. Either the client spawns the generators, or the user has spawned one. When
+a generator that the client spawned dies, its replica spawns another generator with the same config.
 
 The states of a replica whose generator the client spawns, and the transitions between them:
 
@@ -9,12 +9,15 @@ starting ──► stale ──► healthy ──► dead ──► restarting �
                ▲          │         └─────► retired
                └──────────┘ make_stale
 
-From every state except retired such a replica becomes dead when a process of its generator has ended or is silent. The
-replica becomes healthy only after a complete pull of the version that the other replicas have. So it never generates
-with weights of which only a part has arrived.
+A replica also becomes dead from the states starting, stale and restarting. The cause of each death is that a process
+of the generator has ended or is silent, or that the generator could not be set up or could not get the weights.
 
-If the user spawned the generator, the replica goes from starting to healthy or to retired. Later its state does not
-change.
+The fleet's version is the version of the weights that all generators should have. The replica becomes healthy only
+after a complete pull of the fleet's version, if there is such a version yet. So its generator never samples with
+weights of which only a part has arrived.
+
+If the user spawned the generator, the replica goes from starting to healthy or to retired. Later the state of this
+replica does not change.
 """
 
 import asyncio
@@ -42,8 +45,8 @@ class Watcher:
     returned: Callable[[GeneratorReturn], None]
     """Called with the record of a replica that is healthy again after a death."""
     refit: Callable[["Replica"], Awaitable[None]]
-    """Pulls the fleet's version of the weights into a replica, and loads the fleet's adapters. Raises the error of the
-    last try."""
+    """Pulls the fleet's version of the weights into a replica, and loads the fleet's adapters. If this fails, `refit`
+    may try again. Raises the error of the last try."""
     may_restart: Callable[[], Awaitable[object]]
     """Waits until the fleet allows the start of a generator. The fleet allows no start while its generators sleep; see
     Fleet.sleep."""
@@ -52,8 +55,8 @@ class Watcher:
 class Replica:
     """A generator and its replacements.
 
-    `live` restarts a dead generator if the GeneratorClient spawned it. `live` does not watch or restart a generator
-    that the user spawned.
+    If the GeneratorClient spawned the generator, `live` watches the generator and replaces it after a death. `live`
+    does neither for a generator that the user spawned.
     """
 
     def __init__(self, name: str, spawn: Callable[[], OneGenerator], policy: RestartPolicy, watcher: Watcher) -> None:
@@ -65,15 +68,18 @@ class Replica:
         # Seconds without a sign of life after which the generator counts as dead.
         self.silent_after = policy.silent_after
         self.client = spawn()
-        self._death: asyncio.Future[Exception]  # the death of self.client; exists once live() watches self.client
-        # First death since the replica was healthy: time.time(), time.monotonic() and the error.
+        self._death: asyncio.Future[Exception]  # the death of self.client; `live` sets it before it watches self.client
+        # First death since the replica was last healthy: time.time(), time.monotonic() and the error. None: no death.
         self._died: tuple[float, float, Exception] | None = None
         self._is_final = False  # whether no restart follows the last death
         self._is_stale = asyncio.Event()
-        self._tasks: list[asyncio.Future[None]] = []  # tasks that watch and serve `client`
+        self._tasks: list[asyncio.Future[None]] = []  # tasks of `_watch` and `_serve` for self.client
 
     async def live(self) -> None:
-        """Keep a generator running. Ends when the replica is retired."""
+        """Keep a generator running until the replica is retired.
+
+        If the user spawned the generator, only wait until it is set up.
+        """
         if not self.client.is_owned:
             await self._begin()
             return
@@ -87,7 +93,7 @@ class Replica:
             self._retire(error)
 
     async def _begin(self) -> None:
-        """Wait until a generator that the caller spawned is set up. `live` does not watch such a generator later."""
+        """Wait until a generator that the user spawned is set up."""
         try:
             await self.client.ready()
         except Exception as error:
@@ -145,7 +151,10 @@ class Replica:
             self.lose(client, death)
 
     async def _serve(self, client: OneGenerator) -> None:
-        """Wait until the generator is set up. Then, and whenever it becomes stale, give it the weights of the last pull."""
+        """Wait until the generator is set up, and call `refit`. Call `refit` again whenever the replica becomes stale.
+
+        If the setup or `refit` fails, mark the generator as dead.
+        """
         try:
             await client.ready()
             while True:
@@ -157,11 +166,11 @@ class Replica:
         except Exception as error:
             cause = error
             if not isinstance(error, ActorDiedError | ActorSilentError):
-                # The start has failed although no process has died. If the replica has never been healthy, another
-                # start would fail, too, so no restart follows.
+                # The setup or the pull has failed although no process has died. If the replica has never been healthy,
+                # another start would fail, too, so no restart follows.
                 self._is_final = not self.was_ready
                 if self.was_ready:
-                    cause = ActorDiedError(f"{self.name} did not start again: {error!r}", self.name)
+                    cause = ActorDiedError(f"{self.name} did not become healthy again: {error!r}", self.name)
                     cause.__cause__ = error
             self.lose(client, cause)
 
@@ -177,9 +186,9 @@ class Replica:
         self.watcher.changed(self, f"{self.name} is back after {seconds:.1f} s")
 
     def make_stale(self, cause: Exception) -> None:
-        """Mark a healthy replica as stale until a pull has succeeded.
+        """Mark a healthy replica as stale, because a pull failed on its generator but not on all others.
 
-        Its weights differ from those of the other replicas.
+        The replica stays stale until the pull has succeeded on its generator, too.
         """
         logger.warning("%s does not have the weights of the last pull: %r", self.name, cause)
         self.state = "stale"
@@ -188,7 +197,7 @@ class Replica:
     def lose(self, client: OneGenerator, cause: Exception) -> None:
         """Mark a generator as dead, so that calls go to other generators.
 
-        Does nothing if it is dead already or has been replaced.
+        Does nothing if the generator is marked as dead already or has been replaced.
         """
         if client is not self.client or self._death.done():
             return

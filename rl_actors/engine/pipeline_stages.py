@@ -1,8 +1,8 @@
 """The stages of a pipeline. torchtitan splits the model into stages.
 
-`Stage` frees the tensors of a microbatch earlier than torch's own stages do. This module does not run the pipeline.
+`Stage` frees the tensors of a microbatch earlier than torch's own stages do. pipeline.py runs the stages.
 
-In names of tensors, B is the number of rows of a microbatch, L the tokens of a row, and D the hidden size.
+In names of tensors, B is the number of rows of a microbatch, L the number of tokens of a row, and D the hidden size.
 """
 
 from collections.abc import Sequence
@@ -67,15 +67,15 @@ class _Received(Protocol):
 class Stage(PipelineStage):
     """A stage for microbatches of one shape.
 
-    For each microbatch a stage receives and sends tensors. This class frees them as soon as the stage no longer needs them.
-
-    The stage gives torch the shapes of the tensors between the stages. Otherwise torch would run one extra microbatch, loss included, to
-    infer the shapes.
+    A stage receives and sends tensors for each microbatch. This class frees these tensors as soon as the stage no longer needs them.
 
     A call of a schedule runs several microbatches. torch's own stage has receive buffers for each of these microbatches,
     and keeps the buffers for later calls. In a call without gradients it also keeps the sent tensors, because torch's own
     backward_one_chunk then does nothing. This class frees received and sent tensors in backward_one_chunk. torch's
-    schedules call backward_one_chunk after each microbatch, even in a call without gradients.
+    schedules call backward_one_chunk once for each microbatch, even in a call without gradients.
+
+    The stage gives torch the shapes of the tensors between the stages. Otherwise torch would run one extra microbatch, loss included, to
+    infer the shapes.
     """
 
     def __init__(self, stage: PipelineStage, shape: torch.Size, hidden_BLD: Tensor) -> None:
@@ -130,7 +130,7 @@ class Stage(PipelineStage):
                 info.buffer = torch.empty_like(info.buffer, device=self.device)
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Does nothing. torch infers no shapes here, and its own method would drop the gradients that earlier calls accumulated."""
+        """Does nothing. torch infers no shapes here, and torch's own method would drop the gradients that earlier calls accumulated."""
 
 
 def _release(received: Sequence[_Received]) -> None:

@@ -1,6 +1,6 @@
 """The lines of JSON that a client and a service exchange before either of them unpickles anything.
 
-This module does not use actors.
+A service is a program that runs actors and lets other programs use them. This module does not use actors.
 """
 
 import importlib.metadata
@@ -15,7 +15,7 @@ import rl_actors
 PROTOCOL = "rl-actors service 1"
 """Value of the field `protocol` of every message.
 
-If a program sends another value, it is neither a service nor a client of a service.
+A program that sends another value is neither a service nor a client of a service.
 """
 
 MAX_LINE_BYTES = 1 << 20
@@ -43,10 +43,10 @@ def mismatch(of_service: dict[str, str], of_client: object) -> str:
     Empty if there is no difference.
     """
     if not isinstance(of_client, dict):
-        return f"the service has {of_service}, the client named none"
+        return f"the service has {of_service}, the client sent no versions"
     for name, version in of_service.items():
         if of_client.get(name) != version:
-            return f"the service has {name} {version}, the client {of_client.get(name, 'named none')}"
+            return f"the service has {name} {version}, the client {of_client.get(name, 'sent none')}"
     return ""
 
 
@@ -59,9 +59,9 @@ def decode(line: bytes) -> Message:
     try:
         message = json.loads(line)
     except ValueError:
-        raise ValueError(f"it sent {line[:60]!r}") from None
+        raise ValueError(f"the other program sent {line[:60]!r}") from None
     if not isinstance(message, dict) or message.get("protocol") != PROTOCOL:
-        raise ValueError(f"it sent {line[:60]!r}")
+        raise ValueError(f"the other program sent {line[:60]!r}")
     return message
 
 

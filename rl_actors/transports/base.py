@@ -2,8 +2,9 @@
 
 A version is the weights of one policy_version. It is published in two steps. First every rank puts its shards into the transport. After all
 ranks have put their shards, rank 0 writes the manifest, which is the list of the version's tensors. A generator reads only tensors that a
-manifest lists, so it never reads a version before all ranks have put their shards. A subclass of Transport decides where manifests and
-tensors are. In some transports the tensors are in slots. A slot is the memory of one rank for its shards of one version.
+manifest lists, so it never reads a version before all ranks have put their shards. A reader is a process that loads a version, for example a
+worker of a generator's vLLM. A subclass of Transport decides where manifests and tensors are. In some transports the tensors are in slots. A
+slot is the memory in which one rank keeps its shards of one version.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ INDEX_TIMEOUT = 60.0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The dtypes in which generators may compute, widest first."""
 LOAD_TIMEOUT = 600.0
-"""Source.timeout, in seconds, of transports that have no timeout of their own."""
+"""Seconds. Source.timeout of a version whose transport has no setting for the timeout."""
 
 Value = TypeVar("Value")
 
@@ -72,7 +73,7 @@ class Piece:
 
     @property
     def region(self) -> tuple[slice, ...]:
-        """The slices of the whole tensor that the part fills."""
+        """The slices of the whole tensor that this part fills."""
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.values.shape, strict=True))
 
 
@@ -108,7 +109,7 @@ class OpenVersion(ABC):
 
 
 class Source(ABC):
-    """A picklable description of where one version's tensors are. The process that reads the tensors receives it and opens it."""
+    """A picklable description of where one version's tensors are. A reader receives this description and opens it."""
 
     timeout: float
     """Seconds that each of two phases may take: opening the version, and then loading it."""
@@ -125,7 +126,7 @@ class Source(ABC):
 
 @dataclass(frozen=True, slots=True)
 class LoadedTensors(Source, OpenVersion):
-    """A Source that holds the tensors themselves. So it is also an open version."""
+    """A Source that contains the tensors themselves. So this Source is also an open version."""
 
     loaded: Mapping[str, Tensor]
     key: str = "tensors"
@@ -178,7 +179,7 @@ class Transport(ABC):
         """Put this rank's shard of every DTensor, and every plain tensor as a whole.
 
         dtype: dtype of the floating-point tensors in this version. None: each tensor keeps its own dtype.
-        Returns the address of the slot that holds the shards, if the transport has slots.
+        Returns the address of the slot that holds the shards, or None if the transport has no slots.
         """
 
     async def discard_tensors(self, key: str, rank: int) -> None:  # noqa: B027
@@ -300,7 +301,7 @@ async def _on_all_ranks(work: Awaitable[Value], version: int, gather: Gather) ->
         if text:
             failures.append(f"rank {rank}: {text}")
     if failures:
-        raise failure or RuntimeError(f"push of version {version}: nothing was published: {'; '.join(failures)}")
+        raise failure or RuntimeError(f"push of version {version} failed: {'; '.join(failures)}")
     return results
 
 
@@ -327,7 +328,7 @@ async def find(transport: Transport, version: int, timeout: float) -> Manifest:
 
 def local_shard(tensor: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, tuple[int, ...]]:
     """This rank's part of a tensor, on the CPU and in the published dtype, and the offset of the part in the whole tensor."""
-    # This import takes half a second. It is inside the function, because a program that only has clients has no DTensors and does not need it.
+    # These imports take half a second. They are inside the function, because a program that only has clients does not call this function.
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

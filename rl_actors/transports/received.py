@@ -23,6 +23,7 @@ class Buffers:
     buffer again if the rank's part still has the same size.
 
     If this process uses a GPU, the memory is pinned. `free` maps (rank of the trainer, number of bytes) to a buffer that is not in use.
+    `free` has at most one buffer for each rank.
     """
 
     def __init__(self) -> None:

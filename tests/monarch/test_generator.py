@@ -32,7 +32,7 @@ def flat(groups) -> list[Completion]:
     return list(chain.from_iterable(groups))
 
 
-def test_greedy_equals_greedy_of_transformers(generator, policy):
+def test_greedy_completions_equal_those_of_transformers(generator, policy):
     groups = generator.generate(PROMPTS, SamplingParams(max_tokens=32, temperature=0.0)).result()
     for prompt, [completion] in zip(PROMPTS, groups, strict=True):
         tokens = list(prompt)
@@ -44,7 +44,7 @@ def test_greedy_equals_greedy_of_transformers(generator, policy):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_equal_the_trainers_forward(generator, trainer, synced, temperature):
+def test_logprobs_equal_those_of_the_trainers_forward(generator, trainer, synced, temperature):
     groups = generator.generate(PROMPTS, replace(SAMPLED, temperature=temperature)).result()
     expected = trainer_logprobs(trainer, PROMPTS, groups, temperature)
     for completion, logprobs in zip(flat(groups), expected, strict=True):
@@ -62,7 +62,7 @@ def test_logprobs_under_top_p_and_top_k_are_those_of_the_renormalized_distributi
             torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
 
 
-def test_a_seed_gives_n_different_completions_and_gives_them_again(generator, synced):
+def test_a_seed_gives_n_different_completions_and_the_same_ones_in_every_call(generator, synced):
     first, second = (generator.generate(PROMPTS, SAMPLED).result() for _ in range(2))
     other = generator.generate(PROMPTS, replace(SAMPLED, seed=1007)).result()
     assert first == second
@@ -143,7 +143,7 @@ def test_concurrent_calls_give_the_same_completions_as_calls_one_after_another(g
     assert together[:4] == alone
 
 
-def test_compute_logprobs_equals_the_trainers_forward(generator, trainer, synced):
+def test_compute_logprobs_gives_the_logprobs_of_the_trainers_forward(generator, trainer, synced):
     """The last sequence has max_model_len tokens. It is a prompt with the longest completion that the generator can give for this prompt."""
     [[completion]] = generator.generate([[3] * 5], SamplingParams(max_tokens=MAX_MODEL_LEN, ignore_stop=True)).result()
     sequences = [[5, 6], list(range(30)), [3] * 5 + completion.tokens]
@@ -155,13 +155,15 @@ def test_compute_logprobs_equals_the_trainers_forward(generator, trainer, synced
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
-def test_a_pull_of_the_held_version_is_a_no_op(generator, generator_mesh, synced):
+def test_a_pull_of_the_version_that_the_generator_has_changes_nothing(generator, generator_mesh, synced):
     call = generator.generate([PROMPTS[0]], SamplingParams(max_tokens=50))
     assert generator.pull_model_state_dict(synced).result() == synced
     assert set(call.result()[0][0].policy_versions) == {synced}
 
 
-def test_a_pull_after_a_step_serves_the_new_weights_and_no_cached_prefix(generator, generator_mesh, trainer, synced):
+def test_after_a_pull_a_request_uses_the_new_weights_and_no_old_cached_prefix(
+    generator, generator_mesh, trainer, synced
+):
     block_size = generator_mesh.cache_block_size.call_one().get(timeout=GUARD)
     # vLLM caches only whole blocks. This prompt fills two blocks.
     prompt = [index % VOCAB_SIZE for index in range(2 * block_size + 1)]
@@ -196,13 +198,14 @@ def test_new_requests_never_use_the_old_cached_prefix_of_a_running_request(gener
     prompt = [index % VOCAB_SIZE for index in range(2 * block_size + 1)]
     new = support.step(trainer, seed=4)
     trainer.push_model_state_dict().result()
+    # Without recompute_running, the running request keeps its keys and values of the old weights.
     generator_mesh.recompute_running.call_one(False).get(timeout=GUARD)
     try:
         running = generator.generate([prompt], SamplingParams(max_tokens=200, seed=1))
         support.wait_until(lambda: min(generator_mesh.num_tokens_under_way.call_one().get(), default=0) > 3)
         generator.pull_model_state_dict(new).result()
         after = generator.generate([prompt], SAMPLED).result()
-        # The running request went on. The old policy sampled its first tokens, and the new policy sampled its last tokens.
+        # The running request went on. The old policy sampled its first tokens, and the new policy its last tokens.
         assert set(running.result()[0][0].policy_versions) == {synced, new}
     finally:
         generator_mesh.recompute_running.call_one(True).get(timeout=GUARD)
@@ -212,7 +215,7 @@ def test_new_requests_never_use_the_old_cached_prefix_of_a_running_request(gener
 
 
 def misfits(weights):
-    """Weights that do not fit the model. Maps the kind of misfit to (the changed weights, a part of the error's message)."""
+    """Weights that do not fit the model. Maps the kind of misfit to (the changed weights, a pattern of the error)."""
     name = "model.layers.1.mlp.up_proj.weight"
     missing = {n: w for n, w in weights.items() if n != name}
     return {
@@ -224,7 +227,9 @@ def misfits(weights):
 
 
 @pytest.mark.parametrize("kind", ["missing", "misshapen", "unknown", "integers"])
-def test_a_pull_that_does_not_fit_fails_and_leaves_the_weights(generator, transport, synced, kind):
+def test_a_pull_of_weights_that_do_not_fit_the_model_fails_and_keeps_the_old_weights(
+    generator, transport, synced, kind
+):
     weights, message = misfits(support.random_weights(tied=True, seed=1))[kind]
     before = generator.generate(PROMPTS, SAMPLED).result()
     latest = asyncio.run(transport.get_object("latest"))
@@ -245,7 +250,7 @@ def test_a_pull_of_an_unpublished_version_times_out_and_names_the_newest_version
 
 @pytest.mark.slow
 def test_a_pull_replaces_all_weights_of_an_untied_model():
-    """Here the head is a tensor of its own, and vLLM computes it with a kernel of its own. In most other tests the head is tied to the embedding."""
+    """Here the head has weights and a kernel of its own. In most other tests the head is tied to the embedding."""
     transport = MemoryTransport()
     asyncio.run(transport.open())
     with GeneratorClient.spawn(support.generator_config(tied=False), transport=transport) as generator:
@@ -284,7 +289,9 @@ for _field, _value, _error, _limit in BAD_SAMPLING_PARAMS:
 
 
 @pytest.mark.parametrize(("prompts", "params", "error", "words"), BAD_REQUESTS)
-def test_a_bad_request_is_refused_in_the_callers_thread_with_value_and_limit(generator, prompts, params, error, words):
+def test_a_bad_request_raises_in_the_callers_thread_and_the_error_has_value_and_limit(
+    generator, prompts, params, error, words
+):
     generator.ready().result()
     with pytest.raises(error) as raised:
         generator.generate(prompts, params)
@@ -292,7 +299,7 @@ def test_a_bad_request_is_refused_in_the_callers_thread_with_value_and_limit(gen
 
 
 @pytest.mark.parametrize(("prompts", "params", "error", "words"), BAD_REQUESTS)
-def test_a_bad_request_to_the_raw_endpoint_is_refused_likewise(generator_mesh, prompts, params, error, words):
+def test_a_bad_request_to_the_actors_endpoint_raises_the_same_error(generator_mesh, prompts, params, error, words):
     with pytest.raises(Exception) as raised:  # noqa: B017  # Monarch wraps it
         generator_mesh.start_generate.call_one(prompts, params).get(timeout=GUARD)
     assert type(raised.value.exception) is error
@@ -348,7 +355,7 @@ def test_a_generator_answers_the_call_after_one_that_timed_out(generator_mesh, s
     assert client.generate([[5]], SamplingParams(max_tokens=8)).result()
 
 
-def test_a_failing_step_reaches_every_waiting_caller_and_the_engine_works_afterwards(generator, generator_mesh, synced):
+def test_calls_raise_the_error_of_a_failed_engine_step_and_later_calls_succeed(generator, generator_mesh, synced):
     before = generator.generate(PROMPTS, SAMPLED).result()
     generator_mesh.fail_next_forward.call_one("the kernel is broken").get()
     calls = [generator.generate([prompt], SamplingParams(max_tokens=400)) for prompt in PROMPTS * 3]
@@ -359,7 +366,9 @@ def test_a_failing_step_reaches_every_waiting_caller_and_the_engine_works_afterw
     assert generator.generate(PROMPTS, SAMPLED).result() == before
 
 
-def test_a_failing_step_ends_the_calls_that_run(generator, generator_mesh, synced):
+def test_every_running_call_raises_the_error_of_a_failed_engine_step_with_the_generators_name(
+    generator, generator_mesh, synced
+):
     calls = [generator.generate([prompt], SamplingParams(max_tokens=490)) for prompt in PROMPTS]
     support.wait_until(lambda: len(generator_mesh.num_tokens_under_way.call_one().get()) == len(PROMPTS))
     generator_mesh.fail_next_forward.call_one("the kernel is broken").get()

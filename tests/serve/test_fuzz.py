@@ -1,4 +1,4 @@
-"""Request bodies that no client would send. They cause no server error, and the training run goes on."""
+"""Request bodies that no client would send. The server answers them without a server error, and training goes on."""
 
 import random
 
@@ -32,7 +32,7 @@ def with_another_value(body: bytes, model: str, draw: random.Random) -> bytes:
     return bytes(changed)
 
 
-def test_changed_protobuf_bodies(api):
+def test_changed_protobuf_bodies_cause_no_server_error_and_training_goes_on(api):
     async def use(api):
         model, draw = await api.create_model(), random.Random(0)
         seen = set()
@@ -47,7 +47,7 @@ def test_changed_protobuf_bodies(api):
             assert response.status_code in (200, 400), response.text
             if response.status_code == 200:
                 answer = await api.fetch(response.json())
-                is_error = answer.headers["content-type"] == "application/json"
+                is_error = answer.headers["content-type"] == "application/json"  # results are protobuf
                 assert not is_error or answer.json()["category"] == "user", answer.text
         assert seen == {200, 400}
         # The changed bodies have left gradients, which may be infinite or NaN. This step clears them.
@@ -59,7 +59,7 @@ def test_changed_protobuf_bodies(api):
     api(use)
 
 
-def test_odd_values_in_every_field_of_every_json_body(api):
+def test_an_odd_value_in_any_field_of_a_json_body_causes_no_server_error(api):
     async def use(api):
         schema = api.app.openapi()
         model = await api.create_model()
