@@ -1,8 +1,9 @@
-"""Measures the seconds from the death of a trainer's rank to the run's next step, and the same for a process of the generator.
+"""Measures how many seconds a run takes to its next step after the death of a trainer rank, and after the death of a generator process.
 
-The run is `controllers.grpo --config CONFIG`, with supervised steps and then GRPO. It restarts dead processes without help. A rank of the
-trainer is killed with signal 9 after the second GRPO step. The run then recovers and takes another step. Two steps after this step, a process
-of the generator is killed. The run must end with status 0 and have all its steps. Unknown flags are passed on to the controller.
+The run is `controllers.grpo --config CONFIG`, which takes supervised steps and then GRPO steps, and replaces dead processes by itself. After
+the second GRPO step this program kills a rank of the trainer with signal 9. The run recovers and takes a first step. Two steps later this
+program kills a process of the generator. The run must end with exit status 0 and have recorded all its steps. This program passes unknown flags
+on to the controller.
 """
 
 import argparse
@@ -18,11 +19,11 @@ from controllers.run_folder import RunFolder, read_jsonl
 
 KINDS = ("trainer", "generator")
 SFT_STEPS, STEPS = 4, 12
-BETWEEN = 2  # GRPO steps before the first death, and steps between the recovery's first step and the second death
+BETWEEN = 2  # GRPO steps before the first death, and steps from the first step after the recovery to the second death
 
 
 def flags(config: str, folder: Path) -> list[object]:
-    """The arguments of the controller. A checkpoint is written every second step, so that few steps are repeated."""
+    """The arguments of the controller. The run writes a checkpoint every second step, so that a recovery repeats few steps."""
     values: dict[str, object] = {
         "--config": config,
         "--output-dir": folder,
@@ -46,9 +47,11 @@ def last_step(folder: RunFolder) -> int:
 
 
 def kill_and_wait(kind: str, step: int, watch: Watch, draw: random.Random) -> tuple[float, int]:
-    """Kill a process of this kind after this step. Returns the seconds to the next step, and the number of the last recorded step.
+    """Wait until `step` is recorded, and kill a process of this kind, "trainer" or "generator".
 
-    Raises RuntimeError if the run ends before the next step, or if no step is recorded within
+    Returns the seconds from the death to the next step, and the number of the step that was then recorded last.
+
+    Raises RuntimeError if the run ends before this next step, or if one of the waits takes longer than
     benchmarks.resume.RUN_TIMEOUT seconds.
     """
     folder, run = watch.folder, watch.run
@@ -66,7 +69,7 @@ def kill_and_wait(kind: str, step: int, watch: Watch, draw: random.Random) -> tu
 
 
 def measure(config: str, further: list[str], seed: int) -> None:
-    """Run the config with both deaths and record the result. Raises SystemExit if a step is missing at the end."""
+    """Run the config, kill the two processes, and record the seconds. Raises SystemExit if the run has not recorded all steps at its end."""
     folder = RunFolder(f"runs/recovery-{config}-{datetime.now():%Y%m%d-%H%M%S}")
     draw = random.Random(seed)
     arguments = [*flags(config, folder.path), *further]
@@ -89,7 +92,7 @@ def main() -> None:
     parser.add_argument(
         "config", choices=CONFIGS["controllers.grpo"], metavar="CONFIG", help="a config of controllers.grpo"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed for choosing one of several processes to kill")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random choice of the processes to kill")
     arguments, further = parser.parse_known_args()
     measure(arguments.config, further, arguments.seed)
 

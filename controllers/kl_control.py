@@ -1,8 +1,8 @@
-"""Keeps the policy near a reference by the KL divergence between the two.
+"""Keeps the policy near a reference model by a penalty on the KL divergence between them.
 
 `penalised_rewards` subtracts a penalty from the reward of every action. An action is a position whose token the policy sampled.
-KLControlConfig changes the coefficient of the divergence from step to step, so that the divergence stays near a target. reference.py starts
-the reference. `rl_actors.KL` has the estimators and the term of the loss.
+KLControlConfig changes the coefficient of the penalty from step to step, so that the divergence stays near a target. reference.py starts
+the reference model. `rl_actors.KL` computes estimates of the divergence, and can add them to a loss.
 
 In shapes, T_n is the number of positions of sequence n. The suffix _T marks a tensor of the shape [T_n].
 """
@@ -22,12 +22,12 @@ class KLControlConfig:
     """Rule by which the coefficient of the KL divergence changes from step to step (arXiv 1909.08593, section 2.2)."""
 
     target: float | None = None
-    """The desired mean KL divergence of a token, in nats. None: the coefficient never changes."""
+    """Desired mean KL divergence per token, in nats. None: the coefficient never changes."""
     gain: float = 0.1
-    """Relative change of the coefficient in a step for each unit of the relative error. This error is divergence / target - 1. 0.1 is the
-    paper's value."""
+    """Strength of the control. After each step the coefficient is multiplied by 1 + gain * error. The error is divergence / target - 1,
+    limited by max_error. 0.1 is the paper's value."""
     max_error: float = 0.2
-    """Limit of the absolute value of the relative error. A larger error is replaced by the limit. 0.2 is the paper's value."""
+    """The error in `gain` is clamped to [-max_error, max_error]. 0.2 is the paper's value."""
 
     def validate(self) -> None:
         """Raises ValueError naming the value and the limit."""
@@ -44,17 +44,17 @@ class KLControlConfig:
     def next_coefficient(self, coefficient: float, divergence: float) -> float:
         """The coefficient of the next step. divergence: the mean KL divergence of a token in this step.
 
-        The result is coefficient * (1 + gain * e), where e is divergence / target - 1, limited to [-max_error, max_error]. Without a target the
+        The result is coefficient * (1 + gain * e), where e is divergence / target - 1, clamped to [-max_error, max_error]. Without a target the
         coefficient does not change.
 
         Example: target 0.01, gain 0.1, max_error 0.2, coefficient 1. A divergence of 0.02 gives 1.02, and a divergence of 0.009 gives 0.99.
 
-        Raises ValueError if the divergence is not a number.
+        Raises ValueError if there is a target and the divergence is NaN.
         """
         if self.target is None:
             return coefficient
         if math.isnan(divergence):
-            raise ValueError("the KL divergence from the reference is not a number")
+            raise ValueError("the KL divergence from the reference is NaN")
         error = min(max(divergence / self.target - 1, -self.max_error), self.max_error)
         return coefficient * (1 + self.gain * error)
 
@@ -73,7 +73,7 @@ def penalised_rewards(
     """For each sequence a tensor [T_n]: rewards - kl.coefficient * kl_t at the actions, and 0 at other positions.
 
     kl_t is the estimate of the divergence at position t. It is computed from the token's logprob under the policy that sampled the token,
-    and from its logprob under the reference. Numbers at positions that are no actions have no effect, so they may be NaN.
+    and from its logprob under the reference. Values at positions that are not actions have no effect, so these values may be NaN.
 
     Example: two actions, rewards 0 and 1, logprobs -0.5 and -1, ref_logprobs -1 and -1, estimator k1, coefficient 0.1 -> -0.05 and 1.
     """

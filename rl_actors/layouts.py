@@ -1,4 +1,8 @@
-"""Checks whether a trainer can have a config's parallel layout, and finds the nearest layouts that a trainer can have. Imports no torch."""
+"""Checks the parallel layout of a config. The error about a refused layout suggests the nearest possible layouts.
+
+A layout is possible if the trainer supports it, and if it is none of the combinations that `_require_verified` refuses for lack of a test. This
+module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +17,19 @@ if TYPE_CHECKING:
     from rl_actors.config import TrainerConfig
 
 ROW_MULTIPLE = 64
-"""Every row length is a multiple of this number, so that there are few different shapes and the logits of a row can be split into equal
-chunks."""
+"""Every row length is a multiple of this number. So there are few different shapes, and the logits of a row can be split into equal chunks. A row
+is one sequence of the model's input, with one or more samples."""
 
 NUM_SUGGESTIONS = 3
-"""Largest number of possible layouts in an error text."""
+"""Largest number of layouts that an error text suggests."""
 
 PIPELINE_SCHEDULES = {"1F1B": 1, "Interleaved1F1B": 2}
 """Schedule -> its default number of stages per rank. Training with these schedules gives the same results as training in one process."""
 
 LOAD_BALANCERS = (None, "headtail", "ptrr")
+"""Possible values of parallelism.context_parallel_load_balancer."""
 
-NOT_VERIFIED = "refused, because no test compares it with one process"
+NOT_VERIFIED = "refused, because no test compares this combination with training in one process"
 
 
 def row_multiple(config: TrainerConfig) -> int:
@@ -49,19 +54,19 @@ def in_multiples(length: int, multiple: int) -> int:
 
 
 def all_degrees(config: TrainerConfig) -> dict[str, int]:
-    """Degrees of the layout, and of expert_parallel, which uses the ranks of the other kinds of parallelism."""
+    """The degrees of config.layout(), and the degree of expert_parallel. Expert parallelism uses the ranks of the other kinds of parallelism."""
     return config.layout() | {"expert_parallel": config.parallelism.expert_parallel_degree}
 
 
 def described(layout: dict[str, int]) -> str:
-    """described({"data_parallel_shard": 2, "tensor_parallel": 1}) -> "data_parallel_shard=2"."""
+    """described({"data_parallel_shard": 2, "tensor_parallel": 1}) -> "data_parallel_shard=2". If all degrees are 1, the text is "one process"."""
     return " x ".join(f"{name}={degree}" for name, degree in layout.items() if degree > 1) or "one process"
 
 
 def validate(config: TrainerConfig) -> None:
-    """Raises ValueError if no trainer can have this layout.
+    """Raises ValueError if the config's layout is not possible.
 
-    The error text has the degrees that are refused, and the nearest possible layouts of the same number of processes.
+    The error text has the degrees that are refused, and the nearest possible layouts with the same number of processes.
     """
     num_processes, expert = config.num_processes(), config.parallelism.expert_parallel_degree
     if expert < 1:
@@ -70,11 +75,13 @@ def validate(config: TrainerConfig) -> None:
         require_possible(config)
     except ValueError as error:
         found = ", or ".join(map(described, nearest(config)))
-        raise ValueError(f"{error}; nearest on {num_processes} processes: {found}" if found else str(error)) from None
+        raise ValueError(
+            f"{error}; nearest possible on {num_processes} processes: {found}" if found else str(error)
+        ) from None
 
 
 def require_possible(config: TrainerConfig) -> None:
-    """If no trainer can have this layout, raises ValueError with the degrees that are refused."""
+    """Raises ValueError with the degrees that are refused, if the config's layout is not possible."""
     model, parallel = config.model, config.parallelism
     tensor, context = parallel.tensor_parallel_degree, parallel.context_parallel_degree
     balancer, attention = parallel.context_parallel_load_balancer, config.attention
@@ -91,7 +98,7 @@ def require_possible(config: TrainerConfig) -> None:
         (
             attention != "flex" and context > 1,
             f"parallelism.context_parallel_degree={context} with attention={attention!r}: "
-            "torchtitan splits rows only for flex attention",
+            "torchtitan splits a row over several ranks only with flex attention",
         ),
         (
             attention != "flex" and config.compute_dtype != "bfloat16",
@@ -128,9 +135,10 @@ def _refuse_first(*refusals: tuple[bool, str]) -> None:
 
 
 def _require_verified(config: TrainerConfig) -> None:
-    """Refuse layouts that no test compares with one process, although they may work.
+    """Refuses the combinations below, because no test compares them with training in one process. They may still work.
 
-    tests/engine/test_parallel_layouts.py has the layouts that are compared.
+    tests/engine/test_parallel_layouts.py has the layouts that are compared. Some other combinations are allowed although no test compares them,
+    such as data_parallel_shard x context_parallel x tensor_parallel for a dense model.
     """
     degrees = all_degrees(config)
     context, tensor = degrees["context_parallel"] > 1, degrees["tensor_parallel"] > 1
@@ -203,7 +211,7 @@ def _require_experts(config: TrainerConfig) -> None:
         (
             ranks % degree > 0,
             f"{expert_parallel} does not divide data_parallel_shard x context_parallel x tensor_parallel={ranks}, "
-            "whose ranks hold the experts",
+            "the number of ranks that hold the experts",
         ),
         (
             degree > 1 and tensor > 1 and not parallel.enable_sequence_parallel,
@@ -236,16 +244,18 @@ def _require_pipeline(config: TrainerConfig) -> None:
         ),
         (
             bool(csv),
-            f"parallelism.pipeline_parallel_schedule_csv={csv!r}: a file holds a schedule for one number of microbatches, "
-            "but every call may have another number",
+            f"parallelism.pipeline_parallel_schedule_csv={csv!r}: a CSV file has the schedule for one number of "
+            "microbatches, but this number differs from call to call",
         ),
         (
             microbatch_size != 1,
-            f"parallelism.pipeline_parallel_microbatch_size={microbatch_size}; rows_per_microbatch sets the rows of a microbatch",
+            f"parallelism.pipeline_parallel_microbatch_size={microbatch_size}; it must be 1, because rows_per_microbatch sets the size "
+            "of a microbatch",
         ),
         (
             parallel.module_fqns_per_model_part is not None,
-            "parallelism.module_fqns_per_model_part is not supported; use …_layers_per_stage and …_less_layers",
+            "parallelism.module_fqns_per_model_part is not supported; use pipeline_parallel_layers_per_stage, "
+            "pipeline_parallel_first_stage_less_layers and pipeline_parallel_last_stage_less_layers",
         ),
         (
             lora.rank > 0 and not (lora.train_attn or lora.train_mlp),
@@ -254,9 +264,9 @@ def _require_pipeline(config: TrainerConfig) -> None:
         (
             config.load_balance_coeff > 0 and config.activation_checkpointing != "none",
             f"{pipeline} with load_balance_coeff={config.load_balance_coeff:g} and "
-            f"activation_checkpointing={config.activation_checkpointing!r}: counts of the tokens of each expert must leave out padding. "
-            "A forward pass therefore subtracts its padding from the counts, but a recomputed forward pass would subtract the padding "
-            "of another microbatch",
+            f"activation_checkpointing={config.activation_checkpointing!r}: the counts of tokens per expert must leave out padding. "
+            "Each forward pass subtracts the padding of the newest microbatch, but a recomputed forward pass may belong to an earlier "
+            "microbatch",
         ),
         (
             per_stage is not None and per_stage < 1,
@@ -274,20 +284,20 @@ def _require_stages(config: TrainerConfig) -> None:
     pipeline = f"parallelism.pipeline_parallel_degree={degree} with {schedule}"
     if stages % degree or (stages == degree) != has_one_per_rank:
         raise ValueError(
-            f"{pipeline} and {parallel.pipeline_parallel_layers_per_stage} layers per stage has {stages} stages; "
-            f"each rank must have {'one' if has_one_per_rank else 'two or more'}"
+            f"{pipeline} and pipeline_parallel_layers_per_stage={parallel.pipeline_parallel_layers_per_stage} gives {stages} stages; "
+            f"every rank must have {'one stage' if has_one_per_rank else 'the same number of stages, at least two'}"
         )
     if num_units(config) // stages < max(1, first, last):
         raise ValueError(
             f"{pipeline} splits model.num_hidden_layers={model.num_hidden_layers} into {stages} stages, "
-            f"where embedding and head count as {first} and {last} layers: too few layers"
+            f"where embedding and head count as {first} and {last} layers: too few layers for this number of stages"
         )
     blocks = stage_blocks(config)
     first_trains, last_trains = len(blocks[0]) > 0, len(blocks[-1]) > 0 or lora.train_unembed
     if lora.rank and not (first_trains and last_trains):
         raise ValueError(
             f"{pipeline} and lora.rank={lora.rank} splits model.num_hidden_layers={model.num_hidden_layers} into "
-            f"{stages} stages; the {'last' if first_trains else 'first'} has no block and would train nothing"
+            f"{stages} stages; the {'last' if first_trains else 'first'} stage has no block and would train nothing"
         )
 
 
@@ -313,8 +323,8 @@ def num_stages(config: TrainerConfig) -> int:
 def stage_blocks(config: TrainerConfig) -> list[range]:
     """The transformer blocks of every stage.
 
-    `num_units` is the number of layers that torchtitan distributes over the stages. All stages get the same number of layers. If some layers
-    remain, each of the first stages gets one more.
+    torchtitan splits num_units(config) layers evenly over the stages. The layers that remain go to the first stages, one layer to each.
+    The layers for which embedding and head count are not blocks.
     """
     num_layers, stages = config.model.num_hidden_layers, num_stages(config)
     first = config.parallelism.pipeline_parallel_first_stage_less_layers
@@ -336,7 +346,7 @@ def is_possible(config: TrainerConfig) -> bool:
 
 
 def nearest(config: TrainerConfig) -> list[dict[str, int]]:
-    """Possible layouts of the same number of processes, at most NUM_SUGGESTIONS. The nearest to the config's layout is first; see _distance."""
+    """Possible layouts with the config's number of processes, at most NUM_SUGGESTIONS. The nearest to the config's layout is first; see _distance."""
     wanted = all_degrees(config)
     possible = []
     for factors in _factorizations(config.num_processes(), len(config.layout())):

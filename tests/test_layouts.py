@@ -40,7 +40,7 @@ def test_the_error_about_a_too_large_tensor_parallel_degree_suggests_the_nearest
     with pytest.raises(ValueError) as refusal:
         made.validate()
     assert str(refusal.value) == (
-        "model.num_key_value_heads=4 is not divisible by parallelism.tensor_parallel_degree=8; nearest on 16 processes: "
+        "model.num_key_value_heads=4 is not divisible by parallelism.tensor_parallel_degree=8; nearest possible on 16 processes: "
         "data_parallel_shard=4 x tensor_parallel=4, or data_parallel_shard=2 x context_parallel=2 x tensor_parallel=4, "
         "or data_parallel_replicate=2 x data_parallel_shard=2 x tensor_parallel=4"
     )
@@ -51,12 +51,12 @@ def test_the_error_about_a_too_large_tensor_parallel_degree_suggests_the_nearest
     [
         (
             config(tensor_parallel=3),
-            "num_attention_heads=8 is not divisible by .*tensor_parallel_degree=3; nearest on 3 ",
+            "num_attention_heads=8 is not divisible by .*tensor_parallel_degree=3; nearest possible on 3 ",
         ),
         (config(data_parallel_shard=0), "data_parallel_shard_degree=0; it must be at least 1"),
         (
             config(experts=12, data_parallel_shard=8, expert_parallel=8),
-            "num_experts=12 is not divisible by .*expert_parallel_degree=8; nearest on 8 processes: data_parallel_shard=8,",
+            "num_experts=12 is not divisible by .*expert_parallel_degree=8; nearest possible on 8 processes: data_parallel_shard=8,",
         ),
     ],
     ids=str,
@@ -141,7 +141,8 @@ def compiled(made: TrainerConfig) -> TrainerConfig:
 def test_a_layout_that_no_test_compares_with_one_process_is_refused(made, message):
     made.tokens_per_row = 4096
     with pytest.raises(
-        ValueError, match=f"{message}: refused, because no test compares it with one process; nearest on"
+        ValueError,
+        match=f"{message}: refused, because no test compares this combination with training in one process; nearest possible on",
     ):
         made.validate()
     for layout in nearest(made):
@@ -167,5 +168,5 @@ def test_with_adapters_the_first_and_last_stage_of_a_pipeline_need_something_to_
     made.parallelism.pipeline_parallel_last_stage_less_layers = less[1]
     if without is None:
         return made.validate()
-    with pytest.raises(ValueError, match=f"lora.rank=4 splits .* into 4 stages; the {without} has no block"):
+    with pytest.raises(ValueError, match=f"lora.rank=4 splits .* into 4 stages; the {without} stage has no block"):
         made.validate()

@@ -1,4 +1,4 @@
-"""Shards of a published tensor are put together by their offsets."""
+"""Tests of `assemble`, which puts the shards of a published tensor together by their offsets."""
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ def shards_at(*offsets: tuple[int, int]) -> dict[tuple[int, int], torch.Tensor]:
     return {(row, column): WHOLE[row : row + rows[row], column : column + columns[column]] for row, column in offsets}
 
 
-def test_shards_of_rows_and_columns_make_the_whole_in_any_order():
+def test_shards_of_rows_and_columns_make_the_whole_tensor_in_any_order():
     shards = shards_at((3, 2), (0, 0), (3, 0), (0, 2))
     assert torch.equal(assemble("w", (5, 6), torch.int64, shards), WHOLE)
 
 
-def test_a_tensor_with_a_missing_shard_is_refused_by_name():
+def test_if_a_shard_is_missing_the_error_names_the_tensor():
     with pytest.raises(RuntimeError, match="w: the shards hold 22 of 30 values"):
         assemble("w", (5, 6), torch.int64, shards_at((0, 0), (3, 0), (0, 2)))

@@ -1,4 +1,6 @@
-"""Checks requests for samples against the limits, and answers them with a generator. This module does not use HTTP.
+"""Checks sampling requests against the limits of the generator and its model, and samples the answers.
+
+This module does not use HTTP.
 
 In shapes, N is the number of tokens of the prompt.
 """
@@ -33,10 +35,9 @@ class StopStrings:
     tokenizer: Tokenizer
 
     def cut(self, completion: Completion) -> tuple[int, bool]:
-        """(number of tokens that are kept, whether the completion ended with a stop).
+        """(number of tokens to keep, whether the completion ended with a stop string or a stop token).
 
-        The completion ends with its first stop string. The tokens of this string are kept. If the completion has no
-        stop string, all tokens are kept.
+        The last kept token completes the first stop string. If the completion has no stop string, all tokens are kept.
         """
         tokens = completion.tokens
         if not self._is_in(tokens):
@@ -57,7 +58,7 @@ class StopStrings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A checked request for samples."""
+    """A sampling request that has been checked."""
 
     prompt: list[int]
     params: SamplingParams
@@ -68,7 +69,10 @@ class Wanted:
     topk_prompt: int  # number of likeliest tokens that are wanted at each position of the prompt
 
     async def run(self, weights: Weights) -> tuple[bytes, int]:
-        """(the answer as a SampleResponse, number of sampled tokens)."""
+        """(the bytes of the SampleResponse, number of sampled tokens).
+
+        The number includes the tokens after a stop string, which the answer leaves out.
+        """
         completions = await weights.sample(self.prompt, self.params)
         scores = await self._scores(weights) if self.prompt_logprobs else None
         sequences = [self._sequence(completion) for completion in completions]
@@ -91,9 +95,9 @@ class Wanted:
         return scores
 
     async def _topk_of_prompt(self, weights: Weights) -> TopK:
-        """The likeliest tokens at each of the prompt's N positions at temperature 1. The first position has none.
+        """The likeliest tokens at each of the N positions of the prompt, with their logprobs at temperature 1.
 
-        Positions that the request does not ask for have none.
+        The cells of the first position, and of positions that the request does not ask for, have the logprob NO_LOGPROB.
         """
         params = SamplingParams(max_tokens=1, ignore_stop=True, prompt_top_logprobs=self.topk_prompt)
         [completion] = await weights.sample(self.prompt, params)
@@ -120,7 +124,7 @@ class Wanted:
 def _topk(top: TopLogprobs, count: int | None = None) -> TopK:
     """The first `count` positions of `top`, or all positions if `count` is None.
 
-    A token that top_p or top_k excludes leaves its cell empty.
+    The cell of a token that top_p or top_k excludes has the id 0 and the logprob NO_LOGPROB.
     """
     ids, logprobs = top.token_ids[:count].numpy().astype(np.int32), top.logprobs[:count].numpy()
     is_there = np.isfinite(logprobs)
@@ -140,7 +144,7 @@ class SamplingLimits:
     tokenizer: Tokenizer
 
     def read(self, body: messages.Sample) -> Wanted:
-        """The checked request. Raises ValueError or TypeError naming the field, its value and the limit."""
+        """Check a request. Raises ValueError or TypeError naming the field, its value and the limit."""
         _refuse_unsupported(body)
         prompt = prompt_tokens(body.prompt)
         validate_prompts([prompt], max_model_len=self.max_model_len, vocab_size=self.vocab_size)
@@ -176,7 +180,7 @@ class SamplingLimits:
         ids = self.end_token_ids
         strings: tuple[str, ...] = ()
         if stop is not None:
-            # The request's `stop` replaces the model's end tokens, even if it is an empty list.
+            # A `stop` in the request replaces the model's end tokens, even if `stop` is an empty list.
             strings = tuple(each for each in stop if isinstance(each, str))
             if "" in strings:
                 raise ValueError("stop has an empty string")

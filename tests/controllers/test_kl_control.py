@@ -36,7 +36,7 @@ def sequences(draw):
 def columns(batch, fill: float | None = None) -> list[list[torch.Tensor]]:
     """Four lists with one tensor for each sequence: rewards, logprobs, logprobs of the reference, is_action.
 
-    fill: replaces the numbers at every position that is no action. None: they stay.
+    fill: replaces the numbers at every position that is not an action. None: the numbers stay.
     """
     found: list[list[torch.Tensor]] = [[], [], [], []]
     for *numbers, is_action in batch:
@@ -50,7 +50,9 @@ def columns(batch, fill: float | None = None) -> list[list[torch.Tensor]]:
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(sequences(), min_size=1, max_size=3), st.sampled_from(sorted(ESTIMATES)), st.floats(0, 2))
-def test_every_token_pays_for_its_own_divergence(batch, estimator, coefficient):
+def test_the_penalty_of_every_action_is_the_coefficient_times_the_estimate_at_that_action(
+    batch, estimator, coefficient
+):
     kl = KL(coefficient=coefficient, estimator=estimator)
     rows = columns(batch)
     estimates = []
@@ -67,7 +69,7 @@ def test_every_token_pays_for_its_own_divergence(batch, estimator, coefficient):
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(sequences(), min_size=1, max_size=3), st.sampled_from(sorted(ESTIMATES)))
-def test_nan_where_nothing_was_sampled_changes_nothing(batch, estimator):
+def test_nan_at_positions_that_are_not_actions_changes_neither_rewards_nor_mean(batch, estimator):
     kl = KL(coefficient=0.5, estimator=estimator)
     plain, broken = columns(batch), columns(batch, fill=math.nan)
     for expected, found in zip(penalised_rewards(*plain, kl), penalised_rewards(*broken, kl), strict=True):
@@ -75,7 +77,7 @@ def test_nan_where_nothing_was_sampled_changes_nothing(batch, estimator):
     assert mean_divergence(*plain[1:], kl) == mean_divergence(*broken[1:], kl)
 
 
-def test_sequences_without_an_action_have_no_mean():
+def test_the_mean_over_sequences_without_an_action_is_an_error():
     row = torch.zeros(3)
     with pytest.raises(ValueError, match="1 sequences have no action"):
         mean_divergence([row], [row], [torch.zeros(3, dtype=torch.bool)], KL(coefficient=1.0))
@@ -91,11 +93,11 @@ def test_the_coefficient_follows_the_rule_of_the_paper(coefficient, divergence, 
     assert config.next_coefficient(coefficient, divergence) == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_coefficient_without_a_target_is_fixed():
+def test_without_a_target_the_coefficient_does_not_change():
     assert KLControlConfig().next_coefficient(0.3, 5.0) == 0.3
 
 
-def test_the_coefficient_settles_where_the_divergence_is_its_target():
+def test_the_coefficient_converges_to_the_value_at_which_the_divergence_is_the_target():
     """The policy's divergence is 0.03 / (1 + coefficient), so it is at the target 0.01 when the coefficient is 2."""
     config = KLControlConfig(target=0.01, gain=0.5)
     for start in (1e-2, 100.0):
@@ -105,7 +107,7 @@ def test_the_coefficient_settles_where_the_divergence_is_its_target():
         assert coefficient == pytest.approx(2.0, rel=1e-3)
 
 
-def test_the_examples_of_the_docstrings():
+def test_the_examples_in_the_docstrings_are_right():
     config = KLControlConfig(target=0.01)
     assert config.next_coefficient(1.0, 0.02) == pytest.approx(1.02)
     assert config.next_coefficient(1.0, 0.009) == pytest.approx(0.99)
@@ -114,8 +116,8 @@ def test_the_examples_of_the_docstrings():
     assert found.tolist() == pytest.approx([-0.05, 1.0])
 
 
-def test_a_divergence_that_is_not_a_number_is_an_error():
-    with pytest.raises(ValueError, match="not a number"):
+def test_a_nan_divergence_is_an_error():
+    with pytest.raises(ValueError, match="reference is NaN"):
         KLControlConfig(target=0.1).next_coefficient(1.0, math.nan)
 
 
@@ -128,6 +130,6 @@ def test_a_divergence_that_is_not_a_number_is_an_error():
         ({"gain": 5.0, "max_error": 0.2}, "is 1; it must be below 1"),
     ],
 )
-def test_a_rule_that_cannot_work_is_refused(options, words):
+def test_a_config_with_an_impossible_target_gain_or_max_error_is_refused(options, words):
     with pytest.raises(ValueError, match=words):
         KLControlConfig(**options).validate()

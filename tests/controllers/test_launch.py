@@ -1,5 +1,5 @@
-"""Command lines that are refused before the run starts: too little memory, folders that cannot be written to, wrong bounds of a loss, and
-config.json files that hold no JSON object.
+"""Tests that a command line is refused before the run starts if the machine has too little memory, a folder is not writable, a bound of the loss
+is impossible, or config.json holds no JSON object.
 """
 
 import json
@@ -35,7 +35,7 @@ def command_line(monkeypatch, tmp_path, capsys):
 @on_cpu
 def test_a_config_larger_than_the_memory_is_refused_with_the_sizes_and_advice(command_line, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "_run", lambda *_: pytest.fail("the run began"))
-    for flag in ("--dry-run", "--output-dir"):  # --output-dir alone would start a run
+    for flag in ("--dry-run", "--output-dir"):  # with only --output-dir, the command would start a run
         value = ["run"] if flag == "--output-dir" else []
         status, out, err = command_line("--config", "qwen3_4b", flag, *value)
         assert (status, out) == (2, ""), err
@@ -52,7 +52,7 @@ def test_the_plan_of_a_config_larger_than_the_memory_is_printed_and_refused(comm
     assert "error: this machine has " in err and ", but its processes need 1" in err
 
 
-def test_the_tiny_config_fits(command_line, tmp_path):
+def test_the_tiny_config_fits_into_the_memory_and_a_dry_run_writes_no_file(command_line, tmp_path):
     assert command_line("--config", "tiny", "--plan")[0] == 0
     status, out, err = command_line("--config", "tiny", "--dry-run")
     assert (status, err) == (0, "") and json.loads(out)["steps"] == 72
@@ -97,7 +97,7 @@ def test_an_output_folder_that_is_not_writable_is_refused(nobody, tmp_path, fold
     assert f"--output-dir {parent / folder}: {parent} is not writable" in err
 
 
-def test_a_folder_that_nothing_is_written_to_need_not_be_writable(nobody, tmp_path, monkeypatch):
+def test_plan_and_a_dry_run_without_output_dir_need_no_writable_folder_but_a_run_does(nobody, tmp_path, monkeypatch):
     tmp_path.chmod(0o555)
     with monkeypatch.context() as patch:
         patch.setattr(launch, "_run", lambda *_: pytest.fail("the run began"))
@@ -108,7 +108,7 @@ def test_a_folder_that_nothing_is_written_to_need_not_be_writable(nobody, tmp_pa
         assert status == 2 and f"--output-dir {Path('runs')}" in err and "is not writable" in err
 
 
-def test_an_evaluation_needs_no_writable_folder_but_that_of_the_checkpoint(nobody, tmp_path, monkeypatch):
+def test_an_evaluation_needs_write_access_only_to_the_folder_of_the_checkpoint(nobody, tmp_path, monkeypatch):
     run, checkpoint, began = tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-1", []
     checkpoint.mkdir(parents=True)
     (run / "config.json").write_text(nobody("--config", "tiny", "--dry-run")[1])
@@ -140,7 +140,7 @@ def test_an_impossible_bound_of_the_probability_ratio_is_refused(command_line, n
 
 
 @pytest.mark.parametrize("text", ['{"model_type": "qwen3", "hid', "", "[1]"])
-def test_a_config_json_that_holds_no_json_object_is_named(command_line, tmp_path, text):
+def test_the_error_names_a_config_json_that_holds_no_json_object(command_line, tmp_path, text):
     directory = tmp_path / "model"
     directory.mkdir()
     (directory / "config.json").write_text(text)

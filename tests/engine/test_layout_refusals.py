@@ -144,14 +144,17 @@ def test_more_stages_than_layers_are_refused_by_us_and_by_torchtitan():
     ("layout", "message"),
     [
         ({"pipeline_parallel_schedule": "GPipe"}, "schedule='GPipe'; it must be one of 1F1B, Interleaved1F1B"),
-        ({"pipeline_parallel_schedule_csv": "a.csv"}, "csv='a.csv': a file holds a schedule for one number"),
-        ({"pipeline_parallel_microbatch_size": 2}, "microbatch_size=2; rows_per_microbatch sets"),
+        ({"pipeline_parallel_schedule_csv": "a.csv"}, "csv='a.csv': a CSV file has the schedule for one number"),
+        ({"pipeline_parallel_microbatch_size": 2}, "microbatch_size=2; it must be 1, because rows_per_microbatch sets"),
         (
             {"pipeline_parallel_layers_per_stage": 2},
-            "1F1B and 2 layers per stage has 3 stages; each rank must have one",
+            "1F1B and pipeline_parallel_layers_per_stage=2 gives 3 stages; every rank must have one stage",
         ),
         ({"pipeline_parallel_layers_per_stage": 0}, "layers_per_stage=0; it must be at least 1"),
-        ({"pipeline_parallel_layers_per_stage": 3, **INTERLEAVED}, "has 2 stages; each rank must have two or more"),
+        (
+            {"pipeline_parallel_layers_per_stage": 3, **INTERLEAVED},
+            "gives 2 stages; every rank must have the same number of stages, at least two",
+        ),
         ({"module_fqns_per_model_part": [["layers.0"]]}, "module_fqns_per_model_part"),
     ],
 )
@@ -169,7 +172,7 @@ def test_a_pipeline_that_cannot_run_is_refused(layout, message):
         ),
         (
             {"model": MOE, "load_balance_coeff": 1e-3, "activation_checkpointing": "full"},
-            "load_balance_coeff=0.001 and activation_checkpointing='full': counts of the tokens of each expert",
+            "load_balance_coeff=0.001 and activation_checkpointing='full': the counts of tokens per expert",
         ),
     ],
 )

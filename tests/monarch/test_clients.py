@@ -1,6 +1,4 @@
-"""Tests of the calls of a TrainerClient: their order, timeouts, failures and message numbers, and of closing the
-client.
-"""
+"""Tests of a TrainerClient: the order, timeouts, failures and message numbers of its calls, and `close`."""
 
 import asyncio
 import gc
@@ -22,7 +20,7 @@ from rl_actors.policy_trainer import Order
 STEP = OptimParams(learning_rate=0.01)
 
 
-def test_await_and_result_give_the_same(trainer):
+def test_await_and_result_give_the_same_answer(trainer):
     async def awaited():
         return await trainer.forward(random_samples())
 
@@ -31,7 +29,7 @@ def test_await_and_result_give_the_same(trainer):
     assert ours.policy_version == theirs.policy_version
 
 
-def test_a_trainer_says_what_it_is(trainer, trainer_mesh):
+def test_info_has_the_rank_layout_dtype_device_and_optimizer_of_a_trainer(trainer, trainer_mesh):
     [info] = trainer.info().result()
     assert trainer_mesh.shown.call_one().get(timeout=GUARD) == "PolicyTrainer(0)"
     assert (info.rank, info.world_size, info.optimizer) == (0, 1, "AdamW")
@@ -41,26 +39,26 @@ def test_a_trainer_says_what_it_is(trainer, trainer_mesh):
     assert info.memory_bytes > info.num_parameters * 4
 
 
-def test_in_a_spawned_process_the_garbage_collector_ignores_the_objects_of_the_setup(trainer, trainer_mesh):
+def test_in_a_spawned_process_the_garbage_collector_ignores_objects_that_the_setup_made(trainer, trainer_mesh):
     trainer.info().result()
     assert trainer_mesh.num_frozen.call_one().get(timeout=60) > 100_000
 
 
-def test_result_works_in_a_running_loop_as_in_jupyter(trainer):
+def test_result_works_inside_a_running_event_loop_such_as_jupyters(trainer):
     async def cell():
         return trainer.forward(random_samples()).result()
 
     assert len(asyncio.run(cell()).logprobs) == 8
 
 
-def test_a_client_outlives_any_number_of_event_loops(trainer):
+def test_a_client_works_in_several_event_loops_one_after_another(trainer):
     async def run():
         return (await trainer.info())[0].policy_version
 
     assert len({asyncio.run(run()) for _ in range(3)}) == 1
 
 
-def test_wait_for_ends_the_waiting_but_not_the_call(trainer, tmp_path):
+def test_a_timeout_of_asyncio_wait_for_does_not_end_the_call(trainer, tmp_path):
     gate = Gate(folder=tmp_path)
     call = trainer.forward_backward(random_samples(), loss=gate)
 
@@ -73,7 +71,7 @@ def test_wait_for_ends_the_waiting_but_not_the_call(trainer, tmp_path):
     assert len(call.result().logprobs) == 8
 
 
-def test_a_timeout_of_result_names_the_call_which_goes_on(trainer, tmp_path):
+def test_a_timeout_of_result_names_the_call_and_does_not_end_it(trainer, tmp_path):
     gate = Gate(folder=tmp_path)
     call = trainer.forward_backward(random_samples(), loss=gate)
     with pytest.raises(
@@ -85,7 +83,7 @@ def test_a_timeout_of_result_names_the_call_which_goes_on(trainer, tmp_path):
     assert trainer.optim_step(STEP).result().grad_norm > 0
 
 
-def test_calls_made_before_the_first_answer_run_in_their_order(trainer, tmp_path):
+def test_calls_made_before_the_first_answer_run_in_the_order_in_which_they_were_made(trainer, tmp_path):
     gate, done = Gate(folder=tmp_path), []
     calls = {
         "forward_backward": trainer.forward_backward(random_samples(), loss=gate),
@@ -118,7 +116,7 @@ def test_calls_from_many_threads_are_all_answered(trainer):
     assert all(torch.equal(answer.logprobs[1], answers[0].logprobs[1]) for answer in answers)
 
 
-def test_an_actors_exception_has_its_own_type_and_names_actor_rank_and_phase(trainer, tmp_path):
+def test_an_exception_of_an_actor_keeps_its_type_and_gets_a_note_with_actor_rank_and_call(trainer, tmp_path):
     with pytest.raises(ArithmeticError, match="the loss is broken") as raised:
         trainer.forward_backward(random_samples(), loss=FailingLoss(rank=0)).result()
     [note] = raised.value.__notes__
@@ -136,7 +134,7 @@ def test_an_exception_that_cannot_be_pickled_still_arrives_with_its_message(trai
     assert any("forward_backward" in note for note in raised.value.__notes__)
 
 
-def test_a_raw_call_is_refused_as_the_client_refuses_it_and_changes_nothing(trainer, trainer_mesh):
+def test_the_actor_refuses_a_bad_call_with_the_same_error_as_the_client_and_changes_nothing(trainer, trainer_mesh):
     bad = [*random_samples(), Sample.from_tokens([1, 2], [3, support.VOCAB_SIZE])]
     before = trainer.forward(random_samples()).result()
     with pytest.raises(ValueError, match="sample 8: targets") as ours:
@@ -150,7 +148,7 @@ def test_a_raw_call_is_refused_as_the_client_refuses_it_and_changes_nothing(trai
     assert trainer.info().result()[0].state == "idle"
 
 
-def test_a_refused_call_raises_where_it_is_made(trainer):
+def test_a_call_with_bad_arguments_raises_at_the_line_that_makes_it(trainer):
     trainer.ready().result()
     with pytest.raises(ValueError, match="sample 0: tokens") as raised:
         trainer.forward_backward([Sample.from_tokens([support.VOCAB_SIZE], [1])], loss="cross_entropy")
@@ -161,7 +159,7 @@ def test_a_refused_call_raises_where_it_is_made(trainer):
         trainer.forward_backward_custom(random_samples(), 3)
 
 
-def test_optim_step_raises_a_failure_that_nobody_asked_for_and_steps_nothing(trainer):
+def test_optim_step_does_not_step_and_raises_the_error_of_a_call_whose_answer_nobody_asked_for(trainer):
     version = support.step(trainer)
     trainer.forward_backward(random_samples(), loss="cross_entropy")
     trainer.forward_backward(random_samples(), loss=FailingLoss(rank=0))
@@ -180,14 +178,14 @@ def test_optim_step_raises_a_failure_that_nobody_asked_for_and_steps_nothing(tra
     assert trainer.optim_step(STEP).result().policy_version == version + 1
 
 
-def test_a_call_made_before_the_limits_are_known_and_refused_later_stops_the_next_optim_step(
+def test_if_a_call_is_refused_only_after_the_client_knows_the_limits_the_next_optim_step_raises_the_error(
     trainer, trainer_mesh, tmp_path
 ):
     gate = Gate(folder=tmp_path)
     trainer.forward(random_samples(), loss=gate)
     gate.wait_begun()
-    # The new client gets the limits in its set-up. The set-up waits for the end of the call that the gate blocks. So
-    # the client can check the two calls below only after gate.open().
+    # The new client gets the limits of the trainer, such as the vocabulary size, from its setup call. This call waits
+    # for the end of the call that the gate blocks. So the client can check the two calls below only after gate.open().
     trainer = TrainerClient(trainer_mesh)
     bad = [Sample.from_tokens([1], [support.VOCAB_SIZE])]
     trainer.forward_backward(random_samples(), loss="cross_entropy")
@@ -199,7 +197,7 @@ def test_a_call_made_before_the_limits_are_known_and_refused_later_stops_the_nex
     assert trainer.optim_step(STEP).result().grad_norm > 0
 
 
-def test_a_failed_call_that_nobody_asked_for_warns_when_it_is_collected(trainer):
+def test_a_failed_call_whose_answer_nobody_asked_for_warns_when_it_is_garbage_collected(trainer):
     with pytest.warns(
         RuntimeWarning, match="trainer: load_checkpoint failed and nobody asked for its answer: .*nowhere"
     ):
@@ -209,7 +207,7 @@ def test_a_failed_call_that_nobody_asked_for_warns_when_it_is_collected(trainer)
         gc.collect()
 
 
-def test_clients_and_calls_say_their_name_state_and_version(trainer_mesh, tmp_path):
+def test_repr_shows_name_state_and_version_of_a_client_and_name_and_state_of_a_call(trainer_mesh, tmp_path):
     trainer = TrainerClient(trainer_mesh)
     version = support.step(trainer)
     assert repr(trainer) == f"<TrainerClient trainer: ready, policy_version {version}>"
@@ -226,9 +224,9 @@ def test_clients_and_calls_say_their_name_state_and_version(trainer_mesh, tmp_pa
 
 @pytest.fixture
 def numbered(trainer, trainer_mesh):
-    """A function: numbered(number, endpoint, *args) calls an endpoint with this message number.
+    """A function: numbered(3, "forward", samples) calls the endpoint `forward` with the message number 3.
 
-    A network may deliver a message twice, both times with the same number.
+    If a network delivers a message twice, both copies have the same number.
     """
     trainer_mesh.setup.call_one("numbered").get(timeout=GUARD)
 
@@ -239,7 +237,7 @@ def numbered(trainer, trainer_mesh):
     return call
 
 
-def test_a_repeated_number_is_answered_and_not_run_again(numbered):
+def test_a_call_with_a_repeated_number_gets_the_first_answer_and_is_not_run_again(numbered):
     numbered(1, "forward_backward", random_samples(), "cross_entropy")
     first = numbered(2, "optim_step", STEP)
     assert numbered(2, "optim_step", STEP) == first
@@ -247,7 +245,7 @@ def test_a_repeated_number_is_answered_and_not_run_again(numbered):
     assert numbered(4, "optim_step", STEP).policy_version == first.policy_version + 1
 
 
-def test_a_repeated_number_of_a_failed_call_gets_the_same_error(numbered):
+def test_a_call_that_repeats_the_number_of_a_failed_call_gets_the_error_of_that_call(numbered):
     for _ in range(2):
         with pytest.raises(Exception, match="no gradients are accumulated"):
             numbered(1, "optim_step", STEP)
@@ -255,7 +253,7 @@ def test_a_repeated_number_of_a_failed_call_gets_the_same_error(numbered):
 
 
 @pytest.mark.parametrize("number", [1, 4])
-def test_a_message_number_that_does_not_follow_the_last_is_refused_and_not_run(numbered, number):
+def test_a_call_whose_number_does_not_follow_the_last_number_is_refused_and_not_run(numbered, number):
     numbered(1, "forward", random_samples())
     numbered(2, "forward_backward", random_samples(), "cross_entropy")
     with pytest.raises(Exception, match=f"call number {number} does not follow 2; it was not run"):
@@ -263,7 +261,7 @@ def test_a_message_number_that_does_not_follow_the_last_is_refused_and_not_run(n
     assert numbered(3, "optim_step", STEP).grad_norm > 0
 
 
-def test_a_second_client_replaces_the_first_whose_next_call_says_so(trainer, trainer_mesh):
+def test_after_a_second_client_has_called_the_trainer_the_calls_of_the_first_client_fail(trainer, trainer_mesh):
     trainer.forward(random_samples()).result()
     second = TrainerClient(trainer_mesh)
     assert len(second.forward(random_samples()).result().logprobs) == 8
@@ -274,7 +272,7 @@ def test_a_second_client_replaces_the_first_whose_next_call_says_so(trainer, tra
 
 def test_a_call_that_outlasts_call_timeout_breaks_the_client_until_gradients_are_discarded(trainer_mesh, tmp_path):
     gate = Gate(folder=tmp_path)
-    trainer = TrainerClient(trainer_mesh, call_timeout=1.0)  # every call to this client must time out
+    trainer = TrainerClient(trainer_mesh, call_timeout=1.0)  # short, because two calls below must time out
     with pytest.raises(TimeoutError, match="trainer: forward_backward did not answer within 1 s; its ranks may still"):
         trainer.forward_backward(random_samples(), loss=gate).result()
     with pytest.raises(RuntimeError, match="trainer is broken: forward_backward did not .*call discard_gradients"):
@@ -288,18 +286,18 @@ def test_a_call_that_outlasts_call_timeout_breaks_the_client_until_gradients_are
     assert trainer.info().result()[0].state == "idle"
 
 
-def test_closing_twice_is_closing_once_and_a_call_after_it_is_refused(trainer_mesh):
+def test_a_second_close_does_nothing_and_a_call_after_close_is_refused(trainer_mesh):
     trainer = TrainerClient(trainer_mesh)
     trainer.ready().result()
     trainer.close().result()
     trainer.close().result()
     with pytest.raises(RuntimeError, match="trainer: forward is not possible after close"):
         trainer.forward(random_samples())
-    with TrainerClient(trainer_mesh) as other:  # the caller spawned the mesh, so closing does not stop it
+    with TrainerClient(trainer_mesh) as other:  # `close` has not stopped the mesh, because the client did not spawn it
         assert other.info().result()[0].state == "idle"
 
 
-def test_closing_a_client_that_is_still_starting_leaves_no_process():
+def test_after_close_of_a_client_that_is_still_starting_no_process_is_left():
     before = support.descendants(os.getpid())
     trainer = TrainerClient.spawn(support.trainer_config())
     trainer.close().result()
@@ -324,7 +322,7 @@ def test_two_trainers_in_one_program_do_not_disturb_each_other(trainer, transpor
             asyncio.run(support.find(other._transport, 1, 0.0))
 
 
-def test_the_failure_of_a_rank_and_the_death_of_a_rank_during_a_call_reach_the_caller(tmp_path, capfd):
+def test_the_caller_gets_an_error_if_a_rank_fails_and_if_a_rank_dies_during_a_call(tmp_path, capfd):
     """The loss fails on rank 1 of 2, and rank 0 does not wait for rank 1.
 
     Then SIGABRT ends rank 1 during a call, and the log of rank 1 has the traceback.
@@ -340,7 +338,7 @@ def test_the_failure_of_a_rank_and_the_death_of_a_rank_during_a_call_reach_the_c
     gate = Gate(folder=tmp_path)
     pending = trainer.forward_backward(random_samples(), loss=gate)
     gate.wait_begun()
-    assert trainer.is_alive(GUARD).result()  # also while a call runs
+    assert trainer.is_alive(GUARD).result()  # is_alive works even while a call runs
     os.kill(info.pid, signal.SIGABRT)
     for call, phase in ((pending, "forward_backward"), (trainer.forward(random_samples()), "forward")):
         with pytest.raises(RuntimeError, match=rf"pair: the process of rank 1 \(pid {info.pid}\) ended during {phase}"):
@@ -354,7 +352,7 @@ def test_the_failure_of_a_rank_and_the_death_of_a_rank_during_a_call_reach_the_c
 
 
 @pytest.mark.slow
-def test_a_clients_own_store_has_the_weights_in_the_dtype_of_its_generator_from_the_first_push_on():
+def test_a_client_without_a_given_transport_publishes_every_version_in_the_dtype_of_its_generator():
     config = support.generator_config(dtype="bfloat16")
     with TrainerClient.spawn(support.trainer_config()) as trainer, trainer.spawn_generator(config) as generator:
         generator.ready().result()

@@ -1,4 +1,7 @@
-"""Tests the order in which a trainer gets the calls of several clients. A fake stands for the trainer."""
+"""Tests of the order in which a trainer gets the calls of several clients of a service. A fake stands for the trainer.
+
+A client opens a step with forward_backward, and closes the step with optim_step or discard_gradients.
+"""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -16,7 +19,7 @@ LONG = 600.0
 class FakeModel:
     """Stands for the client with which the service calls its trainer. The trainer has two ranks.
 
-    It records the calls. While `gate` is not set, calls wait.
+    The fake records the calls in `sent`. A call waits until `gate` is set.
     """
 
     name: str = "trainer"
@@ -55,7 +58,7 @@ async def open_service() -> tuple[FakeModel, Service]:
 
 
 async def settle() -> None:
-    """Let all tasks run until each task has ended or waits for something."""
+    """Let the other tasks run until each of them has ended or waits for something."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -87,7 +90,7 @@ def test_a_step_of_one_client_ends_before_the_step_of_another_begins():
     assert trained == {name: [0, 1, 2] for name in "abc"}
 
 
-def test_if_a_client_ends_its_step_is_discarded_and_the_step_of_another_client_begins():
+def test_if_a_client_leaves_the_service_its_gradients_are_discarded_and_the_next_client_opens_a_step():
     async def main():
         model, service = await open_service()
         dying, other = service.attach("dying", "trainer"), service.attach("other", "trainer")
@@ -108,7 +111,7 @@ def test_if_a_client_ends_its_step_is_discarded_and_the_step_of_another_client_b
     ]
 
 
-def test_if_a_client_ends_during_its_forward_backward_the_gradients_are_discarded_after_the_call():
+def test_if_a_client_leaves_the_service_during_its_forward_backward_the_gradients_are_discarded_after_the_call():
     async def main():
         model, service = await open_service()
         dying, other = service.attach("dying", "trainer"), service.attach("other", "trainer")
@@ -129,7 +132,7 @@ def test_if_a_client_ends_during_its_forward_backward_the_gradients_are_discarde
     ]
 
 
-def test_a_client_that_ends_while_it_waits_runs_nothing():
+def test_a_waiting_call_of_a_client_that_leaves_the_service_is_not_run():
     async def main():
         model, service = await open_service()
         holder, dying = service.attach("holder", "trainer"), service.attach("dying", "trainer")
@@ -146,14 +149,14 @@ def test_a_client_that_ends_while_it_waits_runs_nothing():
     assert [call[0] for call in asyncio.run(main())] == ["forward_backward", "optim_step", "forward_backward"]
 
 
-def test_a_call_that_waits_too_long_names_the_client_with_the_open_step():
+def test_the_error_of_a_call_that_waits_too_long_names_the_client_with_the_open_step():
     async def main():
         model, service = await open_service()
         holder, other = service.attach("slow", "trainer"), service.attach("other", "trainer")
         await service.call(holder.number, "forward_backward", ["slow"], LONG)
         with pytest.raises(RuntimeError, match=r"optim_step waited 0.01 s, and client 1 \(slow\) still has the step"):
             await service.call(other.number, "optim_step", ["other"], 0.01)
-        # Calls that only read the weights need not wait.
+        # Calls that only read the weights do not wait.
         await service.call(other.number, "forward", ["other"], 0.01)
         await service.call(other.number, "push_model_state_dict", [], 0.01)
         await service.call(holder.number, "optim_step", ["slow"], LONG)
@@ -185,7 +188,7 @@ def test_a_refused_forward_backward_opens_no_step_and_a_failed_optim_step_leaves
     asyncio.run(main())
 
 
-def test_the_state_names_clients_and_the_open_step():
+def test_the_description_of_a_service_names_the_clients_and_the_client_with_the_open_step():
     async def main():
         _, service = await open_service()
         client = service.attach("someone, pid 7 on here", "trainer")

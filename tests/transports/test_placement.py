@@ -35,7 +35,10 @@ def test_slots_are_on_the_gpu_as_far_as_training_leaves_room(room_gb, path):
     "room_gb, text",
     [
         (33, "2 on the GPU, each of 16.400 GB, because a version takes 16.4 GB and training leaves 33.0 GB of the GPU"),
-        (20, "1 on the GPU, each of 16.400 GB, because .* leaves 20.0 GB of the GPU, which is too little for two"),
+        (
+            20,
+            "1 on the GPU, each of 16.400 GB, because .* leaves 20.0 GB of the GPU, which is too little for two slots",
+        ),
         (
             16,
             "2 in memory of the host, each of 16.400 GB, because .* leaves 16.0 GB of the GPU, which is too little for one slot",
