@@ -234,8 +234,8 @@ def _require_fits(problem: Problem, tokenizer: Tokenizer, config: RunConfig) -> 
 def _scorer(config: RunConfig, environment: AnyEnvironment, validation_sets: Sequence[ValidationSet]) -> Scorer:
     """The scorer of the run, which calls the reward functions.
 
-    If environment.reward_workers is above 0, other processes call these functions. Then raises ValueError for a function that cannot be sent to
-    a process, and for an environment with episodes.
+    If environment.reward_workers is above 0, the scorer calls these functions in other processes. With such workers, this function raises
+    ValueError if a reward function cannot be sent to a process, or if an environment has episodes.
     """
     environments: dict[str, AnyEnvironment] = {"environment": environment}
     environments |= {f"validation.{each.name}": each.environment for each in validation_sets if each.name}

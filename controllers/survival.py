@@ -39,7 +39,9 @@ class SurvivalConfig:
     checkpoint a recovered run then generates new completions for every repeated step."""
 
     def policy(self) -> RestartPolicy:
-        """The limits of the run's restarts. The same limits also hold for each generator on its own, because GeneratorClient restarts generators."""
+        """The limits of the run's restarts. The restarts of a generator are not restarts of the run. They are counted for each
+        generator, with the same limits.
+        """
         return RestartPolicy(
             max_per_hour=self.max_restarts_per_hour, backoff=self.backoff, silent_after=self.silent_after
         )

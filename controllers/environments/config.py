@@ -14,7 +14,8 @@ from controllers.environments.sandbox import CLOCK_FACTOR, SandboxConfig
 
 REWARDS = ("exact_match", "math_verify", "regex", "task", "judge", "python")
 LIMITS_OF_RUN = ("reward_workers", "reward_timeout", "reward_retries", "reward_concurrency")
-"""Fields that apply to all rewards of a run. A task of a mixture cannot set them, and neither can a named validation set."""
+"""Fields that apply to all rewards of a run. Only the field `environment` of a run's config can set them. The tasks of a mixture and the
+environments in the field `validation` cannot."""
 
 FILE_FORMATS = (".jsonl", ".json", ".parquet", ".csv")
 

@@ -78,11 +78,11 @@ class SingleRunner:
     def _release_tied_gradient(self) -> None:
         """Free the second gradient of a tied embedding: 622 MB for Qwen3 0.6B.
 
-        FSDP reduces the gradient of a tied embedding twice. The first reduction has the gradient of the output
-        projection. The second reduction has one tensor with the gradient of the embedding's lookup and the gradient of
-        the last norm. FSDP adds the lookup's gradient to the first gradient. The norm's gradient is a view of the
-        tensor of the second reduction. Without a copy, this view would keep the whole tensor in memory. So this method
-        copies the norm's gradient.
+        The embedding and the last norm are in one group of FSDP, so FSDP reduces their gradients together, as one tensor.
+        FSDP reduces the gradient of a tied embedding twice. The first tensor has the gradient of the output projection.
+        The second tensor has the gradient of the embedding's lookup and the gradient of the norm. FSDP adds the lookup's
+        gradient to the first gradient. The norm's gradient stays a view of the second tensor, and would keep the whole
+        tensor in memory. So this method copies the norm's gradient.
         """
         norm = self.built.model.norm.weight
         if norm.grad is None:

@@ -41,7 +41,8 @@ def options(config: GeneratorConfig) -> dict[str, object]:
     """vLLM's arguments. Decoding runs in CUDA graphs, unless config.enforce_eager is True.
 
     The model is not compiled, because that would take minutes.
-    The function also limits the host threads with which the calling thread computes, so call it on the thread that will run the engine.
+    The function also limits the number of processor cores that torch uses for operations of the calling thread. So call it on the thread that
+    will run the engine.
     """
     from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 

@@ -146,8 +146,8 @@ def expected_gathers(model: str, policy: str, num_microbatches: int) -> dict[str
         "forward of one microbatch": counts(1, 1 + more),
         "forward_backward": counts(block_in_forward_backward, m * (2 + more)),
         "forward in an open step": counts(block_in_forward, m * (1 + more)),
-        # For whole sequences the head runs twice in the forward pass, and its group is gathered each time. The third gather is for the backward pass
-        # of the norm.
+        # A loss over whole sequences, such as GSPO, needs the head twice in the forward pass. Its group is gathered both times, and a third
+        # time for the backward pass of the norm, which is in the same group.
         "forward_backward of whole sequences": counts(block_in_forward_backward, m * (3 + more)),
         "step": {},
     }

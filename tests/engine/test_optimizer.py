@@ -1,6 +1,6 @@
 """The optimizer compared with plain PyTorch: its class, its parameter groups, and the OptimParams of each step.
 
-Other tests cover configs that are refused, and gradients that are not finite.
+The last tests of this file cover configs that are refused, and gradients that are not finite.
 """
 
 from dataclasses import replace

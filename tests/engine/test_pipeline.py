@@ -152,8 +152,8 @@ def refusing(engine) -> dict:
 
 
 def interrupted(engine, directory: Path) -> None:
-    """Make a call fail inside torch's schedule, and discard its gradients. Later calls of `child` check that the engine
-    still works.
+    """Make a call fail inside torch's schedule, and discard its gradients. After this function `child` makes more calls,
+    which check that the engine still works.
 
     Also check that all ranks refuse a checkpoint if only the last stage cannot load it.
     """

@@ -68,8 +68,8 @@ class Target:
     def require_alive(self) -> None:
         """Train and sample once, in a new session.
 
-        No generated request has used the sequence numbers of this session, so the server takes no call of this session
-        for a repetition of an earlier request.
+        The session is new because a server answers a repeated sequence number of a session with the earlier answer. The
+        generated requests have used other sessions.
         """
         service = tinker.ServiceClient(base_url=self.url, api_key="tml-test")
         inputs = {"target_tokens": [2, 3, 4]}

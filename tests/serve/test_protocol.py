@@ -410,7 +410,7 @@ def test_copied_weights_can_be_used_after_the_originals_are_deleted(api):
     api(use)
 
 
-def test_a_copy_of_weights_that_failed_can_be_sent_again(api, monkeypatch):
+def test_a_copy_weights_request_that_failed_can_be_sent_again(api, monkeypatch):
     async def use(api):
         model = await api.create_model()
         saved = await api.answer(await api.post("save_weights", model_id=model, path="a", seq_id=1))
