@@ -182,7 +182,7 @@ def test_a_run_that_needs_more_gpus_than_there_are_is_refused_before_it_begins(m
 
 
 def test_shares_gpu_is_true_only_if_trainer_and_generator_have_a_gpu_in_common(monkeypatch):
-    assert not shares_gpu(qwen3_0_6b_one_gpu())  # vLLM measures no free memory on a CPU, so both may start together
+    assert not shares_gpu(qwen3_0_6b_one_gpu())  # this machine has no GPU
     on_gpus(monkeypatch, 2, "")
     behind = qwen3_0_6b()
     behind.trainer.gpu = 1

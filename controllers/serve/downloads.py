@@ -40,7 +40,8 @@ class Downloads:
 
     def require(self, path: str, name: str, expires: int, signature: str) -> None:
         """Raises NotFoundError if `urls` did not make an address of these parts, or if the address is no longer valid."""
-        if expires < time.time() or not hmac.compare_digest(signature, self._sign(path, name, expires)):
+        expected = self._sign(path, name, expires)
+        if expires < time.time() or not hmac.compare_digest(signature.encode(), expected.encode()):
             raise NotFoundError("this address is wrong, or it is no longer valid")
 
     def _sign(self, path: str, name: str, expires: int) -> str:

@@ -28,11 +28,12 @@ from rl_actors.config import RestartPolicy
 from rl_actors.types import DeviceMemory, GeneratorInfo, GeneratorReturn, SamplingParams, Transfer
 
 FIRST_PULL_TIMEOUT = 60.0
-"""Largest number of seconds for which the first pull waits until its version of the weights is published. Usually the
-version is published already, because the first pull begins after the push of the version has returned."""
+"""`Fleet._refit` pulls the weights into a generator before the generator becomes healthy. This is the largest number of
+seconds for which its first pull waits until the version is published. Usually the version is published already, because
+the first pull begins after the push of the version has returned."""
 REFIT_TIMEOUT = 5.0
-"""The same limit for all other pulls of `Fleet._refit`, the method that gives a generator the weights before it becomes
-healthy. Usually the version is published already, because a generator has pulled it before."""
+"""Largest number of seconds for which a later pull of `Fleet._refit` waits until the version is published. Usually the
+version is published already, because a generator has pulled it before."""
 REFIT_PAUSE = 0.5
 """Seconds between a failed try of `Fleet._refit` and the next try."""
 

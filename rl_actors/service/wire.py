@@ -58,7 +58,7 @@ def decode(line: bytes) -> Message:
     """The message in a line. Raises ValueError if the line is not from a service or its client."""
     try:
         message = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # RecursionError: thousands of brackets
         raise ValueError(f"the other program sent {line[:60]!r}") from None
     if not isinstance(message, dict) or message.get("protocol") != PROTOCOL:
         raise ValueError(f"the other program sent {line[:60]!r}")

@@ -275,7 +275,7 @@ def test_the_plan_of_ppo_has_every_rank_on_the_gpus_that_the_config_names(two_gp
     assert second.startswith(f"  GPU 1: critic-0 {size['critic']} + generator-0 {share} of 140.0 GiB")
 
 
-def test_the_ranks_of_a_trainer_have_the_gpus_from_trainer_gpu_on(two_gpus, monkeypatch):
+def test_the_first_rank_of_a_trainer_has_the_gpu_of_its_config_and_the_others_the_next_gpus(two_gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     config = qwen3_8b()
     config.trainer.gpu, config.generator.gpu = 2, 0

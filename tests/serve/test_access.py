@@ -168,7 +168,10 @@ def test_a_signed_url_fetches_exported_weights_without_a_key(api):
         plain = httpx.AsyncClient(transport=httpx.ASGITransport(app))
         fetched = await plain.get(url)
         assert name == "numbers.pt" and fetched.status_code == 200 and len(fetched.content) > 100
-        for wrong in (url.replace("/download/", "/download/9"), url.replace("numbers.pt", "state.pt"), url + "x"):
+        later = url.replace("/download/", "/download/9")
+        expires, signature = url.partition("/download/")[2].split("/")[:2]
+        of_another = url.replace(f"{expires}/{signature}", f"{expires}/%C3%A9")
+        for wrong in (later, of_another, url.replace("numbers.pt", "state.pt"), url + "x"):
             assert (await plain.get(wrong)).status_code == 404
         await api.http.delete(f"/training_runs/{model}/checkpoints/external_weights/out")
         assert (await plain.get(url)).status_code == 404

@@ -15,7 +15,7 @@ from rl_actors import GeneratorClient, TrainerClient, ValueTrainerClient
 from rl_actors.clients.call import in_background
 from rl_actors.processes.address import Address
 from rl_actors.service import door as door_module
-from rl_actors.service import remote
+from rl_actors.service import remote, wire
 from rl_actors.service.door import Door
 from rl_actors.service.service import Service
 from rl_actors.service.wire import PROTOCOL
@@ -171,11 +171,17 @@ def test_the_door_answers_requests_for_the_status_for_logs_and_for_a_stop(served
         remote.ask(address, {"wants": "dance"}, timeout=TIMEOUT)
 
 
-def test_a_connection_that_sends_something_other_than_a_request_is_closed(served):
+@pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\n", b"[" * 5000 + b"\n"], ids=["HTTP", "brackets"])
+def test_a_connection_that_sends_something_other_than_a_request_is_closed(served, sent):
     host, port = "127.0.0.1", Address.parse(served[1]).port
     with socket.create_connection((host, port)) as connection:
-        connection.sendall(b"GET / HTTP/1.1\r\n")
+        connection.sendall(sent)
         assert connection.recv(100) == b""
+
+
+def test_a_line_of_thousands_of_brackets_is_not_a_message():
+    with pytest.raises(ValueError, match=r"the other program sent b'\[\["):
+        wire.decode(b"[" * 100_000)
 
 
 def test_a_parsed_address_prints_the_text_that_was_parsed():
