@@ -82,7 +82,7 @@ def _timed(step: Callable[[], None], steps: int) -> list[float]:
 
 
 def _timed_on_gpu(step: Callable[[], None], steps: int) -> list[float]:
-    """Seconds of each step, measured with events on the GPU's stream. The host may launch a step before the GPU has finished the step before."""
+    """Seconds of each step, measured with events on the GPU's stream. The host may launch the next step before the GPU has finished a step."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     torch.cuda.synchronize()
     events[0].record()

@@ -32,7 +32,7 @@ COLUMNS = (  # title, width, key of the record, format
     ("loss", 9, "loss", ".3g"),
     ("grad_norm", 9, "grad_norm", ".3g"),
     ("lr", 8, "learning_rate", ".2e"),
-    # Positions of the trained samples, counted once per epoch, divided by the step's seconds.
+    # Positions of the trained samples, divided by the step's seconds. Every epoch counts the positions again.
     ("tokens/s", 8, "tokens/s", ",.0f"),
     ("generate", 8, "time/generate", ".2f"),
     ("train", 5, "time/train", ".2f"),

@@ -19,15 +19,15 @@ younger groups may overtake an unfinished group. But all groups that a step leav
 in time, and the k steps after step s can train on only k * size of them. So step s waits until a condition holds for
 every k from 0 to `ahead`: of the groups that step s would leave, at most k * size are due at step s + k or earlier.
 
-The queue cannot deadlock. After every step the condition holds for all groups that are left, and a draw adds groups
-only up to (ahead + 1) * size. So when every group has finished, a step can take the first `size` of them. All groups
-finish even if a step waits for them, because the generator needs no new weights to go on. If `ahead` is 0, each step
+The queue cannot deadlock. All groups finish even if a step waits for them, because the generator needs no new weights to
+go on. When all groups have finished, a step takes the first `size` of them, and the condition then holds for the groups
+that it leaves. For k below `ahead` it holds because it held with k + 1 after the former step, and this step takes the
+groups that are due first. For k = `ahead` it holds because the queue has at most (ahead + 1) * size groups. If `ahead` is 0, each step
 trains on the groups that it drew. This is the synchronous loop.
 
 Under every advantage rule except gae, a group whose rewards are all equal has only advantages of 0, so no step trains
-on the group. When all groups of a draw have finished, the queue replaces those on which no step trains by groups of
-new problems, at most max_refills times. A new group takes the place of the group that it replaces, so the queue holds
-no more groups than before.
+on the group. When all groups of a draw have finished, the queue removes these groups, and new problems take their
+places. It does so at most max_refills times for a draw. The queue never holds more groups than before.
 """
 
 import asyncio
@@ -191,7 +191,7 @@ class RolloutQueue:
             self._draws.add(draw)
 
     async def _complete_all(self, places: list[Place]) -> None:
-        """Complete the problems of a draw. Replace groups that cannot be trained on by groups of new problems, at most max_refills times."""
+        """Complete the problems of a draw. At most max_refills times, remove the groups that cannot be trained on, and complete new problems in their places."""
         for num_refills in range(self.config.max_refills + 1):
             await self._complete(places)
             filtered = [place for place in places if not place.is_trainable()]

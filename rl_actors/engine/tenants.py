@@ -9,8 +9,8 @@ Each tenant has its own adapters, gradients, optimizer state, policy_version, an
 At a switch of tenants each rank works only on its own shards, without messages to other ranks. So a switch works in
 every parallel layout.
 FSDP keeps views of the adapters' weights, so a switch copies new values into the memory of these weights. A switch
-does not copy gradients and optimizer state. It only moves references to these tensors out of the model and the
-optimizers, and into them.
+does not copy gradients and optimizer state. It only takes the references to the old tenant's tensors out of the model and
+the optimizers, and puts references to the new tenant's tensors there.
 """
 
 from dataclasses import dataclass, field

@@ -35,7 +35,7 @@ class Snapshot:
     ) -> None:
         """timeout: seconds that a write may take, including the wait for readers of the slot.
 
-        choose_place: a function that gets the bytes of one slot and the device of the weights, and returns where to make the slots. None: the
+        choose_place: a function that takes the size of one slot in bytes and the device of the weights, and returns where to make the slots. None: the
         slots are in the host's memory.
         """
         self.rank, self.timeout = rank, timeout

@@ -51,7 +51,7 @@ def test_two_slow_rewards_are_computed_at_the_same_time_while_the_event_loop_run
         asked = asyncio.ensure_future(scorer.score(environment, PROBLEM, ["a", "bcd", "ef"]))
         num_turns = 0
         while len(environment.pids("begun")) < 2:
-            await asyncio.sleep(0.01)  # this returns, so the event loop runs while no reward is done
+            await asyncio.sleep(0.01)  # this returns, so the event loop runs, although no reward has finished
             num_turns += 1
             assert num_turns < 100 * GUARD and not asked.done()
         (tmp_path / "go").touch()

@@ -182,9 +182,9 @@ def test_with_random_times_no_problem_is_lost_or_repeated_and_no_group_is_too_ol
 
 @dataclass
 class ScriptedGenerator:
-    """A generator that finishes a prompt when the test sets the prompt's event. The first `failures` calls fail at their last prompt."""
+    """A generator that finishes a prompt when the test sets the prompt's event."""
 
-    failures: int = 0
+    failures: int = 0  # this many calls, the first ones, fail at their last prompt
     calls: list[list[list[int]]] = field(default_factory=list)
     finish: dict[int, asyncio.Event] = field(default_factory=dict)
     num_open: int = 0  # calls that have not ended

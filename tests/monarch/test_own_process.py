@@ -117,8 +117,8 @@ def core_below(parent: int | None = None, name: str = "generator") -> psutil.Pro
     """
     found = []
     for process in psutil.Process(parent).children(recursive=True):
-        # vLLM overwrites the environment of a core with the title of the process. So this function reads the
-        # environment of the core's parent.
+        # vLLM sets the title of a core's process. The title is written into the memory of the process's environment, so
+        # this function reads the environment of the core's parent.
         if "EngineCore" in process.name() and process.parent().environ()["RL_ACTORS_PROCESS"] == f"{name}-0":
             found.append(process)
     [core] = found
