@@ -8,8 +8,9 @@ lower is better. The ratio of sampling compares tokens/s (SDK / client), so high
 The part `together` does not use the actors' clients. It times sampling requests to the server twice: while another
 client of the SDK trains, and while no client trains. Its ratio is the time without training divided by the time with
 training.
-By default the config of the server is `tiny_chat`. With `--model tiny` it is `qwen3`, with the model of `tiny_chat`.
-With `--model 0_6b` it is `qwen3`, with random weights in the shape of Qwen3 0.6B.
+By default the server has the config `tiny_chat` and the small model of that config. With `--model tiny` it has the config
+`qwen3` and the same small model. With `--model 0_6b` it has the config `qwen3` and random weights in the shape of Qwen3
+0.6B.
 This benchmark needs the SDK `tinker`.
 """
 
@@ -215,7 +216,7 @@ def in_background(call: Callable[[], None]) -> Iterator[None]:
 
 
 def together(service: tinker.ServiceClient, config: ServeConfig, sizes: Sizes) -> None:
-    """Compare the time of many requests while no client trains with their time while a client trains.
+    """Time many requests while a client trains, and again while no client trains. Compare the two times.
 
     A training step has 64 samples of 256 tokens.
     """

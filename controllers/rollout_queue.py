@@ -191,7 +191,10 @@ class RolloutQueue:
             self._draws.add(draw)
 
     async def _complete_all(self, places: list[Place]) -> None:
-        """Complete the problems of a draw. At most max_refills times, remove the groups that cannot be trained on, and complete new problems in their places."""
+        """Complete the problems of a draw.
+
+        At most max_refills times, remove the groups that cannot be trained on, and complete new problems in their places.
+        """
         for num_refills in range(self.config.max_refills + 1):
             await self._complete(places)
             filtered = [place for place in places if not place.is_trainable()]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 ADAPTER_ID = 1
-"""vLLM's number of the adapter that every pull replaces. A generator that pulls an adapter has no other adapters."""
+"""The id that vLLM has for the adapter that every pull replaces. A generator that pulls an adapter has no other adapters."""
 TIMED_OUT = "RPC call to answer timed out."
 """Text of vLLM's error when a worker does not answer. In the text, "answer" is the name of the worker's method that `_ask` calls. If
 vLLM's engine core has its own process, that process sends only the text of an error, not the error's type. So `_ask` recognizes the error by
@@ -44,7 +44,7 @@ class Opened:
 class WholeWeights:
     """The kind of pull that replaces every parameter of the model."""
 
-    request: "LoRARequest | None" = None  # adapter of requests that name no adapter; here they use none
+    request: "LoRARequest | None" = None  # the adapter of a request that names none: no adapter
 
     def begin(self, engine: "LLMEngine") -> None:
         """Does nothing. Until the first pull the engine computes with the weights that it was started with."""
