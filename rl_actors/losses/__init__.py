@@ -74,8 +74,9 @@ __all__ = [
 def resolve(loss: "str | Loss") -> Loss:
     """The loss that a caller gives as an object or by its name.
 
-    A name in LOSSES gives that loss with default options. "module:name" gives a loss of your own. `name` may be a function, an object that can
-    be called, or a class. A class is called without arguments to make the loss. A callable that is not a class is returned as it is. Raises ValueError for anything else.
+    A name in LOSSES gives that loss with default options. "module:name" gives a loss of your own. `name` may be a function, an object that
+    can be called, or a class. A class is called without arguments to make the loss. A callable that is not a class is returned as it is.
+    Raises ValueError for anything else.
     """
     if isinstance(loss, str) and ":" in loss:
         loss = _imported(loss)
