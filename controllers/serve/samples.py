@@ -23,7 +23,7 @@ class Batch:
 
     samples: list[Sample]
     loss: Loss
-    # K of each datum before it is padded to the largest K. None if target_tokens is [T] instead of [T, K].
+    # The K of each datum. In `samples` the targets are padded to the largest K. None if target_tokens has only one dimension.
     widths: list[int] | None
 
 

@@ -68,14 +68,14 @@ class ModelCalls:
         what: name of the call, for error texts.
         send: function that sends the call and returns the answer. It is called with `arguments`.
         check: runs at once if the client knows the limits of the model, otherwise just before the call is sent.
-        mends: True for a call that is sent even if the client is broken, such as discard_gradients, which repairs the client. A timeout breaks
-        the client, and a broken client refuses all other calls.
+        mends: True for a call that is sent even if the client is broken. A timeout breaks the client. A broken client refuses all calls without
+        `mends`. discard_gradients has mends=True, and repairs the client.
         """
         raise NotImplementedError
 
     def _mend(self) -> None:
         """Record that the ranks answer again and that this client's tenant has no gradients, so that the client is no longer broken. The
-        trainer's own client works on the first tenant.
+        tenant of a TrainerClient is the first tenant.
         """
         raise NotImplementedError
 
