@@ -90,7 +90,7 @@ class RunConfig:
     """Says whether and how prompts go through the model's chat template."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
-    """Config of the generators. The trainer's fields model and lora replace the fields model and lora of this config."""
+    """Config of the generators. Its fields `model` and `lora` are overwritten with those of `trainer`."""
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     """The GPUs of the reference policy, if the run has a reference policy."""
     optimizer: AdamConfig = field(default_factory=AdamConfig)
@@ -326,7 +326,8 @@ class Run(Generic[Config]):
     timer: Timer = field(default_factory=Timer)
     turns: Turns = field(default_factory=SideBySide)
     state: State = field(default_factory=dict)
-    """State of the controller, which is the process of the training loop, in the checkpoint from which the run goes on. Empty in a new run."""
+    """State of the controller in the checkpoint from which the run goes on. Empty in a new run. The controller is the process of the training
+    loop."""
     last_state: State = field(default_factory=dict)
     """State of the controller after the newest finished step. Empty before the first step, and after a death until the next step has ended."""
     gate: Gate | None = None

@@ -39,7 +39,7 @@ class Downloads:
         return found
 
     def require(self, path: str, name: str, expires: int, signature: str) -> None:
-        """Raises NotFoundError if `urls` did not make an address of these parts, or if the address is no longer valid."""
+        """Raises NotFoundError if `urls` made no address with these parts, or if the address is no longer valid."""
         expected = self._sign(path, name, expires)
         if expires < time.time() or not hmac.compare_digest(signature.encode(), expected.encode()):
             raise NotFoundError("this address is wrong, or it is no longer valid")

@@ -31,8 +31,8 @@ def local_modules(model: nn.Module, config: TrainerConfig) -> list[nn.Module]:
     chosen = blocks[::stride]
     # Under tensor parallelism a block has collectives, but its inner attention has none. Under expert parallelism a block
     # with experts also has collectives. Without expert parallelism a block with experts still takes longer than a block
-    # without experts, so a pipeline stage with more experts would seem slow. In all these cases only the inner attention
-    # is measured.
+    # without experts, so a pipeline stage that has more blocks with experts would seem slow. In all these cases only the
+    # inner attention is measured.
     if parallelism.tensor_parallel_degree > 1 or config.model.num_experts:
         return [block.attention.inner_attention for block in chosen]
     return chosen

@@ -48,7 +48,7 @@ class JobConfig:
     port: int = 0
     """Port at which the workers listen. 0: Monarch's default, which is 22222, or 26600 on Kubernetes."""
     start_timeout: int = 600
-    """Seconds within which the workers must listen or, for slurm://, the Slurm job must run. The wait in a scheduler's queue counts."""
+    """Seconds within which the workers must listen or, for slurm://, the Slurm job must have started. The wait in a scheduler's queue counts."""
     arguments: str = ""
     """Further arguments for ssh, such as "-p 2222 -l me", or for sbatch, such as "--constraint=h100
     --reservation=mine"."""

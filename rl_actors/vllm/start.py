@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 ENGINE_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 BATCH_INVARIANT_ENV = {"VLLM_BATCH_INVARIANT": "1"}  # vLLM reads this variable when vLLM's modules are imported
 ADAPTERS_ON_HOST = 4
-"""vLLM keeps up to this many adapters in host memory for each adapter that one step can use. vLLM reads all other
-adapters from their directories when requests need them."""
+"""Largest number of adapters in host memory, divided by the largest number of adapters in one step. vLLM reads all
+other adapters from their directories when requests need them."""
 
 WORKER_EXTENSION = "rl_actors.vllm.weights.WeightsExtension"
 """Class whose methods vLLM adds to its workers. A pull of weights calls these methods, so the worker process reads the

@@ -1,5 +1,5 @@
-"""Tests of random initial weights. Every parallel layout starts with the weights of one process. In a model without adapters these are the
-weights that torchtitan draws from the seed. No two rows of the weights are equal.
+"""Tests of random initial weights. In every parallel layout a model has the same initial weights as in one process. In a model without
+adapters these are the weights that torchtitan draws from the seed. No two rows of the weights are equal.
 """
 
 from dataclasses import replace
@@ -67,7 +67,7 @@ def one_process(run, directory_of):
 
 
 @pytest.mark.parametrize("parallelism, num_processes, model", layout_cases(TABLE, QUICK))
-def test_a_layout_starts_with_the_weights_of_one_process(
+def test_a_layout_gives_the_same_initial_weights_as_one_process(
     run, one_process, directory_of, parallelism, num_processes, model
 ):
     expected = one_process(model)
