@@ -174,8 +174,8 @@ class Store:
         return None if row is None else _checkpoint(row)
 
     def checkpoints(self, *, run_id: str | None = None, owner: str | None = None) -> list[Checkpoint]:
-        """Checkpoints, newest first. run_id: only checkpoints of this run. owner: only checkpoints of this owner. None: of all runs, or of
-        all owners.
+        """Checkpoints, newest first. run_id: only checkpoints of this run. owner: only checkpoints of this owner. An argument
+        that is None excludes no checkpoint.
         """
         where, arguments = _owned(owner)
         if run_id is not None:
@@ -235,8 +235,8 @@ class Store:
         return self._all(query, owner, limit)
 
     def forgotten_versions(self, seen_before: float) -> list[int]:
-        """Numbers of the versions without a name whose session was last seen before this time (seconds since 1970). Leaves out dropped
-        and unfinished versions.
+        """Numbers of the versions that have no name and belong to a run whose session was last seen before this time (seconds
+        since 1970). Leaves out dropped and unfinished versions.
         """
         query = """SELECT number FROM versions JOIN runs ON runs.id = versions.run_id JOIN sessions ON sessions.id = runs.session_id
             WHERE is_ephemeral AND NOT is_dropped AND directory != '' AND sessions.last_seen < ?"""

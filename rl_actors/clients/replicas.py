@@ -186,7 +186,7 @@ class Replica:
         self.watcher.changed(self, f"{self.name} is back after {seconds:.1f} s")
 
     def make_stale(self, cause: Exception) -> None:
-        """Mark a healthy replica as stale, because a pull failed on its generator but not on all others.
+        """Mark a healthy replica as stale, because a pull failed on its generator and succeeded on another one.
 
         The replica stays stale until the pull has succeeded on its generator, too.
         """

@@ -11,7 +11,7 @@ from references import random_samples
     [
         ("packed", [[4]]),
         # Each of the four samples gets its own row. The length of a row is a multiple of 64, so these rows have 64 positions. A microbatch may
-        # have 2 * 256 positions, so all four rows fit into one microbatch.
+        # have rows_per_microbatch * tokens_per_row = 2 * 256 positions, so all four rows fit into one microbatch.
         ("token_budget", [[1, 1, 1, 1]]),
         ("fixed", [[1, 1], [1, 1]]),
     ],
