@@ -1,6 +1,6 @@
 """Pure functions that compute advantages [G, N] from rewards [G, N]: G groups, each with N completions of one prompt.
 
-The functions use neither tokens nor losses. Other modules decide on which groups a step trains.
+The functions use neither tokens nor losses. Other modules choose the groups that a step trains on.
 """
 
 from collections.abc import Callable

@@ -71,8 +71,8 @@ class SlotSource(Source):
     def _map(self) -> tuple[list[MappedSlot], str]:
         """(the slots, mapped into this process; the reason why they are mapped or not).
 
-        The list of slots is empty if the slots cannot be mapped, or if the config asks for tcp or point_to_point. Raises ValueError if the config
-        asks for shared_memory or cuda_ipc and the slots cannot be mapped.
+        The list of slots is empty if the config asks for tcp or point_to_point, or if it says "auto" and the slots cannot be mapped. Raises
+        ValueError if the config asks for shared_memory or cuda_ipc and the slots cannot be mapped.
         """
         if self.path in RECEIVED:
             return [], CONFIG
@@ -87,7 +87,7 @@ class SlotSource(Source):
             except PermissionError as error:
                 reason = f"{actor_name()} may not open the memory of the trainer: {error}"
                 if any(address.handle for address in self.manifest.parts):
-                    reason += '; weights.path="shared_memory" would be faster'
+                    reason += '; weights.path="shared_memory" would be faster than tcp'
         if self.path in ("shared_memory", "cuda_ipc"):
             raise ValueError(f'weights.path="{self.path}": {reason}')
         return [], reason

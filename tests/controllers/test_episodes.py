@@ -168,7 +168,7 @@ def test_token_ids_of_an_observation_stay_as_they_are(characters):
     ],
     ids=["turns", "tokens"],
 )
-def test_an_episode_is_cut_off_at_a_limit_after_the_policys_last_token(characters, limits):
+def test_an_episode_that_reaches_a_limit_ends_with_a_token_of_the_policy(characters, limits):
     endless = Echo([Reply(observation="+", reward=0.5)] * 9)
     episode = play(endless, turns(*[[2, 1]] * 9), characters, limits)
     plus = characters.encode("+")
@@ -501,7 +501,7 @@ def test_the_game_and_the_products_reward_only_right_answers():
 
 @pytest.mark.parametrize("make_config", [tiny_game, tiny_tool])
 def test_random_turns_of_a_shipped_task_fit_its_alphabet_and_its_limits(tmp_path, make_config):
-    """A policy with random weights may produce any text, so this policy samples random tokens.
+    """A policy with random weights may produce any text, so the test's policy samples random tokens.
 
     In the task with a tool, many of the turns begin like a request to the calculator or like an answer.
     """

@@ -144,8 +144,8 @@ def gradients(engine) -> dict[str, Tensor]:
 
 
 def refused(engine) -> list[tuple[str, int, str]]:
-    """Make two calls in which the loss fails on only one rank. Returns for each call (error message, rank that failed, the engine's state after
-    the error), as this rank sees them.
+    """Make two calls in which the loss fails on only one rank. Returns for each call what this process sees: (error message, rank that failed,
+    the engine's state after the error).
 
     The first call has many microbatches, and the second call has one microbatch.
     """

@@ -356,7 +356,7 @@ def test_a_reader_that_cannot_open_the_trainers_gpu_takes_tcp_and_says_what_is_f
     with source.open() as version:
         assert version.path == "tcp"
         assert "this process does not see the GPU GPU-7" in version.reason
-        assert 'weights.path="shared_memory" would be faster' in version.reason
+        assert 'weights.path="shared_memory" would be faster than tcp' in version.reason
         assert all(torch.equal(tensor, tensors[name]) for name, tensor in version.tensors())
     with pytest.raises(ValueError, match='weights.path="cuda_ipc": .* this process does not see the GPU GPU-7'):
         receive(manifest, "cuda_ipc")
