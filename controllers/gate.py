@@ -46,7 +46,8 @@ class Gate:
     def recall(self, records: Iterable[Record]) -> None:
         """Find out whether the run has passed the gate already. records: the lines of metrics.jsonl.
 
-        After a validation that missed the gate, the next validation of the resumed run decides.
+        Only the first recorded validation at or after the gate's step counts. If its accuracy is too low,
+        `is_passed` stays False, and the next validation of the resumed run decides.
         """
         for record in records:
             found = record.get(METRIC)

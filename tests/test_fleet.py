@@ -157,7 +157,7 @@ class FakeGenerator:
 
 
 class Started:
-    """Starts a fleet of `count` fake generators for an `async with` block, and closes it at the end. `lines` has the fleet's lines of text."""
+    """Starts a fleet of `count` fake generators for an `async with` block, and closes it at the end. `lines` has the texts that the fleet gives to `tell`."""
 
     def __init__(self, count: int = 1, policy: RestartPolicy = NO_PAUSE, **options) -> None:
         self.count, self.policy, self.options = count, policy, options
@@ -626,7 +626,7 @@ async def test_expect_signs_shortens_the_silence_after_which_a_generator_is_repl
         assert [replica.silent_after for replica in fleet.replicas] == [30.0, 30.0]
 
 
-def test_the_time_given_to_a_clients_death_method_limits_the_silence_of_its_generators(monkeypatch):
+def test_a_call_of_death_shortens_the_silence_after_which_a_clients_generators_count_as_dead(monkeypatch):
     silences = []
 
     class Silent:
@@ -693,7 +693,7 @@ def test_the_pauses_before_restarts_grow_and_too_many_deaths_raise_the_first_err
 @pytest.mark.parametrize(
     ("field", "value"), [("max_per_hour", -1), ("backoff", -0.5), ("backoff", float("inf")), ("silent_after", 0.5)]
 )
-def test_limits_of_restarts_that_are_out_of_range_are_refused_by_name(field, value):
+def test_the_error_for_a_restart_policy_with_a_value_out_of_range_names_the_field(field, value):
     with pytest.raises(ValueError, match=rf"generator.restarts.{field}={value}; it must be finite and at least"):
         GeneratorClient.spawn(GeneratorConfig(restarts=RestartPolicy(**{field: value})))
 

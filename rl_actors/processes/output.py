@@ -50,7 +50,7 @@ class LogRoute:
 
 @functools.cache
 def default_log_route() -> LogRoute:
-    """A LogRoute to a temporary directory. A process creates this directory at its first call and keeps it.
+    """A LogRoute to a temporary directory. The first call in a process creates the directory; later calls use it again.
 
     The directory is not deleted, because it may have the output of a crash.
     """
@@ -139,7 +139,9 @@ class RoutedOutput(AbstractContextManager):
 
 
 def route_process_output(path: str | Path, tee_prefix: str | None = None) -> RoutedOutput:
-    """Append to a file everything that this process and its later children write to fd 1 and 2, also from C++ and Rust.
+    """From now on, append to a file everything that this process writes to fd 1 and 2, also from C++ and Rust.
+
+    Child processes that start after this call inherit fd 1 and 2, so the file also gets their output.
 
     If tee_prefix is a text such as "[trainer 0] ", each line also appears on the original fd 2 within 0.2 s, with this
     prefix.
