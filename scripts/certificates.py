@@ -4,8 +4,8 @@ certificate for all machines.
 python scripts/certificates.py certificates --host gpu-1 --host 10.0.0.5
 
 This command writes the folder `certificates`. Copy the folder, without its subfolder `authority`, to every machine, over a connection that
-you trust. A person who has the folder can run code in the service or on the hosts. If the command runs again, it makes a new certificate of
-the same authority, for the hosts that are then named.
+you trust. A person who has the folder can run code in the service or on the hosts. If you run the command again, it makes a new certificate
+of the same authority, for the hosts that the new command names.
 """
 
 import argparse

@@ -1275,8 +1275,8 @@ def reached_by(node: ast.AST, own: set[str]) -> list[str]:
     elif isinstance(node, ast.Import):
         names = [part for alias in node.names for part in alias.name.split(".")]
     elif isinstance(node, ast.Attribute):
-        # Our code uses its own private attributes only through self, cls or super(). On any other object, an attribute with
-        # the name of one of ours belongs to another package.
+        # Our code uses its own private attributes only through self, cls or super(). A private attribute of any other
+        # object belongs to another package, even if our code has an attribute of the same name.
         is_own = node.attr in own and ast.unparse(node.value) in ("self", "cls", "super()")
         names = [] if is_own or node.attr == "_replace" else [node.attr]  # _replace of named tuples is public
     elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
@@ -1321,7 +1321,7 @@ def overridden_names() -> Iterator[tuple[str, str]]:
 
 
 def overridden_in(thing: type) -> list[str]:
-    """The private methods of another package's base class that this class, or a base class of ours, overrides."""
+    """The private methods of other packages' classes that are overridden in this class or in a base class of ours."""
     foreign = [base for base in thing.__mro__ if base.__module__.split(".")[0] in FOREIGN]
     ours = [base for base in thing.__mro__ if base.__module__.split(".")[0] in CODE]
     methods = {name for base in ours for name, value in vars(base).items() if inspect.isroutine(value)}
@@ -1344,7 +1344,7 @@ def main() -> None:
     for name, check in CHECKS.items():
         try:
             check()
-        except (Exception, pytest.fail.Exception) as error:  # pytest.raises raises the second one
+        except (Exception, pytest.fail.Exception) as error:  # pytest.raises raises pytest.fail.Exception
             failed = traceback.extract_tb(error.__traceback__)[-1]
             found[name] = f"{type(error).__name__}: {error} at {failed.filename}:{failed.lineno}: {failed.line}"
     print(json.dumps(found))
