@@ -1,8 +1,8 @@
 """Recovers a run inside its process. After the death of an actor the run goes on from its newest complete checkpoint.
 
 A dead generator needs no recovery, because GeneratorClient replaces it. A run with `--hosts` cannot recover inside its
-process: the death of another actor raises StartAgainError, and new_program.py continues the run in a new program if it
-can.
+process: every death that needs a recovery raises StartAgainError, and new_program.py continues the run in a new program
+if it can.
 
 A recovery replaces the dead actor. The other actors stay, unless the trainer and the generator share GPUs. In that case
 all actors are replaced. All actors are replaced, too, if the store has died. The store is the process in which the

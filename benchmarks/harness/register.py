@@ -20,7 +20,7 @@ Line = dict[str, Any]
 class TableRow:
     """One row of the table.
 
-    A line of results belongs to the row if its name is `line` and it has the values that `fields` and `compared_fields` give.
+    A line of results belongs to the row if it has the name that `line` gives, and the values that `fields` and `compared_fields` give.
     """
 
     what: str  # text of the column "what": what the row measures

@@ -110,7 +110,7 @@ async def _abort_started(
     abort: Callable[[int], Coroutine[object, None, None]],
     fetching: Call[list[tuple[int, T]]] | None,
 ) -> None:
-    """Abort a generation as soon as it has started. The abort makes a waiting fetch fail. The error of this fetch is expected, and dropped."""
+    """Wait until a generation has started, then abort it. The abort makes a waiting fetch fail. The error of this fetch is expected, and dropped."""
     with contextlib.suppress(Exception):
         await abort(await started)
     if fetching is not None:

@@ -127,7 +127,7 @@ def test_a_host_that_does_not_see_the_run_folder_is_named_at_the_start(tmp_path)
     assert list(folder.iterdir()) == []
 
 
-def test_a_host_that_does_not_see_the_run_folder_is_no_death_of_a_process(monkeypatch):
+def test_a_host_that_does_not_see_the_run_folder_does_not_count_as_a_dead_process(monkeypatch):
     async def refuse(*given, **named):
         raise spawn.NotSharedError("trainer: rank 1 on gpu-2 does not see the files of logs")
 
