@@ -168,7 +168,7 @@ def _date(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help="run only those of these rows that are missing")
+    parser.add_argument("rows", nargs="*", metavar="ROW", help="a row to run if it is missing (default: all rows)")
     parser.add_argument(
         "--since", type=_date, help="ignore results before this date and time, such as 2026-11-23T08:00 in UTC"
     )

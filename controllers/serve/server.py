@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 ABANDONED_SECONDS = 120.0
 """The client of a run counts as gone if for this many seconds the session has sent no heartbeat and the run has got no request."""
 SILENT_SECONDS = 24 * 3600.0
-"""If a session has sent no heartbeat for this many seconds, the weights that its runs saved for samplers without a name are deleted."""
+"""If a session has sent no heartbeat for this many seconds, the unnamed weights that its runs saved for samplers are deleted."""
 SWEEP_SECONDS = 60.0
 """Seconds between two calls of Server.sweep, which deletes expired checkpoints and unnamed weights of silent sessions."""
 
@@ -240,7 +240,7 @@ class Server:
             self._run(owner, body.model_id)
             result = await self.trainers.optim_step(body.model_id, _optim_params(body))
             if result.skipped:
-                # If only the sum over all parameters overflows, no parameter has a name here.
+                # If only the norm over all parameters overflows, nonfinite_parameters is empty.
                 names = ", ".join(result.nonfinite_parameters) or "none by itself, only their norm"
                 raise UserError(
                     f"the gradient is not finite (parameters: {names}); it was dropped, and no weight has changed"
@@ -374,7 +374,7 @@ class Server:
             link.symlink_to(directory.absolute())
 
     def _drop_old_versions(self, run: Run) -> None:
-        """Drop the run's versions without a name, except the newest `samplers_kept`.
+        """Drop the run's versions without a name, except the `samplers_kept` newest ones.
 
         The newest version that was saved with the kind "inflight" also stays, because all the run's samplers of this kind use it.
         """

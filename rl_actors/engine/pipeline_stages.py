@@ -28,8 +28,8 @@ def split_into_stages(
 ) -> list[PipelineStage]:
     """This rank's stages, first to last, with parallelized modules. options: the other arguments of torchtitan's pipeline_llm."""
     # pipeline_llm makes the stages and a schedule. We take the stages out of this schedule, and never run the schedule.
-    # The schedule's constructor refuses some numbers of microbatches. So pipeline_llm gets a number that all schedules
-    # of layouts.py accept: twice the pipeline degree.
+    # The schedule's constructor refuses some numbers of microbatches. All schedules of layouts.py accept twice the
+    # pipeline degree. local_batch_size is the number of microbatches, because pipeline_parallel_microbatch_size is 1.
     training = replace(training, local_batch_size=2 * parallelism.pipeline_parallel_degree)
     schedule, *_ = pipeline_llm(
         model,

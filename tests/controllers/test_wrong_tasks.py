@@ -222,12 +222,12 @@ WRONG = {
         reward("wrong_tasks:one"),
         "reward='wrong_tasks:one' must take (answer, completion): too many positional arguments",
     ),
-    "the reward regex without a pattern": (reward("regex"), "the reward regex needs a pattern"),
+    "reward=regex without a pattern": (reward("regex"), "the reward regex needs a pattern"),
     "a pattern that is not a regular expression": (
         reward("regex", "--environment.reward-pattern", "("),
         "is not a regular expression",
     ),
-    "the reward judge without a URL and a model": (reward("judge"), "the reward judge needs both"),
+    "reward=judge without a URL and a model": (reward("judge"), "the reward judge needs both"),
     "a judge's prompt with an attribute": (
         reward(
             *("judge", "--environment.judge.url", "http://localhost:1/v1", "--environment.judge.model", "m"),
@@ -246,7 +246,7 @@ WRONG = {
         reward("python", "--environment.sandbox.cpu-seconds", "0"),
         "sandbox.cpu_seconds=0",
     ),
-    "less time for a reward than for a program": (
+    "as much time for a reward as for a program": (
         reward("python", "--environment.sandbox.cpu-seconds", "15"),
         "reward_timeout=60; it must be above 60, the wall-clock seconds that a program may take (4 times sandbox.cpu_seconds=15)",
     ),

@@ -1,7 +1,7 @@
 """Generators whose processes are killed (SIGKILL) or stopped (SIGSTOP).
 
 Every call gives the same completions as an undisturbed call.
-tests/test_fleet.py tests the states and limits of restarts with fake generators.
+tests/test_fleet.py tests restarts and their limits, with fake generators.
 """
 
 import asyncio
