@@ -150,7 +150,7 @@ def parse() -> argparse.Namespace:
         "--steps",
         type=int,
         default=50 if on_gpu else 3,
-        help="begin no turn after more than this many optimizer steps",
+        help="the last turn begins after at most this many optimizer steps",
     )
     parser.add_argument("--updates", type=int, default=2 if on_gpu else 1, help="optimizer steps per turn")
     parser.add_argument(

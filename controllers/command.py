@@ -55,8 +55,8 @@ def main() -> None:
         print(f"{COMMAND}: error: there is no command {name}; did you mean {' or '.join(near)}?", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"{COMMAND} {name}", *arguments[1:]]
-    # A user's module:function may lie in the current folder, so Python must search the current folder. Python searches
-    # it last, so a package `configs` in the current folder cannot hide this project's package `configs`.
+    # The module of `--task my_task:MyTask` may lie in the current folder, so Python must search the current folder. Python
+    # searches it last, so a package `configs` in the current folder cannot hide this project's package `configs`.
     sys.path.append(os.getcwd())
     try:
         require_own_packages()
@@ -94,7 +94,10 @@ def usage() -> str:
 
 
 def require_own_packages() -> None:
-    """Raise ImportError if Python finds a package `controllers` or `configs` that is not beside rl_actors. The error names both paths."""
+    """Raise ImportError if Python finds a package `controllers` or `configs` that is not beside rl_actors.
+
+    The error names the folder of this package and the folder of the package beside rl_actors.
+    """
     own = Path(rl_actors.__file__).parents[1]
     for name in ("controllers", "configs"):
         spec = find_spec(name)

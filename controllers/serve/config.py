@@ -12,8 +12,8 @@ from rl_actors.model_config import ModelConfig
 class ServeConfig:
     """Config of a server of one base model, which clients train and sample.
 
-    A run trains LoRA adapters or all weights. A sampler generates with a saved version of a run's weights, or with the base model. Runs whose
-    adapters have the same rank and layers share a trainer, and all samplers share one generator.
+    A run trains LoRA adapters or all weights. A sampler generates with a saved version of a run's weights, or with the base model. If the
+    adapters of several runs have the same rank and the same layers, these runs share a trainer. All samplers share one generator.
     """
 
     name: str
@@ -33,11 +33,11 @@ class ServeConfig:
     max_tenants: int = 16
     """Largest number of runs with adapters in one trainer."""
     samplers_kept: int = 8
-    """Number of a run's newest samplers without a name that keep their weights. The weights of older samplers without a name are deleted. The
-    exception is the newest weights that were saved for `inflight` samplers: all `inflight` samplers of the run use these weights."""
+    """Each run keeps the weights of this many samplers without a name, the newest ones. The weights of older samplers without a name are
+    deleted. The exception is the newest weights that were saved for `inflight` samplers: all `inflight` samplers of the run use these weights."""
     hold_seconds: float = 30.0
-    """If a client asks for an answer that is not ready, the server replies after at most this many seconds that the client must ask again. The SDK
-    gives up after 45 seconds without a reply."""
+    """If a client asks for an answer that is not ready, the server waits at most this many seconds for the answer, and then replies that
+    the client must ask again. The SDK gives up after 45 seconds without a reply."""
     max_body_bytes: int = 64 << 20
     """Largest size of a request's body in bytes. The limit holds for the body as it was sent, and for the decompressed body."""
     max_samples: int = 1024
