@@ -35,7 +35,7 @@ KEYS = (
 class Timer:
     """Measures the seconds of each phase since the last reset. `with timer("generate"): …` adds to `timer.seconds["generate"]`.
 
-    `timeline` also records when each phase in which an actor works begins and ends.
+    `timeline` also records the beginning and the end of each phase in which an actor works.
     """
 
     def __init__(self):
@@ -113,8 +113,8 @@ class MetricsLogger(AbstractContextManager):
         console: Console | None = None,  # None: stdout
     ):
         folder.path.mkdir(parents=True, exist_ok=True)
-        # The lines of all steps after `_last_step` are removed. If steps_done is 0, a resumed run repeats step 0, the first validation. With -1
-        # the line of step 0 is removed, too.
+        # The lines of all steps after `_last_step` are removed. If steps_done is 0, a resumed run repeats step 0, the first validation. So
+        # `_last_step` is then -1, and the line of step 0 is removed, too.
         self._last_step = steps_done or -1
         self.folder, self._groups_per_step = folder, groups_per_step
         self._files: dict[Path, TextIO] = {}

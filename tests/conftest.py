@@ -16,8 +16,8 @@ from rl_actors import ModelConfig, TrainerConfig
 from rl_actors.processes import threads
 
 threads.choose_kernels()  # must run before references.py computes anything in this process
-# A background job of a shell ignores SIGINT, and the programs that it starts inherit this. Tests interrupt such
-# programs with SIGINT. So this process, which may be a background job, stops ignoring SIGINT.
+# A background job of a shell ignores SIGINT, and the programs that it starts inherit this. Tests start programs
+# and interrupt them with SIGINT. So this process, which may be a background job, stops ignoring SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
