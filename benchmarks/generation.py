@@ -40,7 +40,7 @@ Shutdown = Callable[[], None]
 
 WARM_UP = 1 if torch.cuda.is_available() else 3
 """Number of rounds at the beginning that are not counted. In a round each side runs once. A CPU needs more of these
-rounds than a GPU, because oneDNN compiles kernels for every new size of a batch, in the second round too."""
+rounds than a GPU, because oneDNN compiles kernels for every new batch size, and the second round still has new sizes."""
 FIRST_TOKEN = 2
 """The smallest token id in a prompt. Smaller ids are special tokens of the tiny model."""
 WAYS = {
@@ -198,7 +198,7 @@ class Rounds:
 
     def __init__(self, arguments: argparse.Namespace, vocab_size: int) -> None:
         self.arguments = arguments
-        self.share = arguments.replicas  # the client of N replicas gets N times the requests
+        self.share = arguments.replicas  # the client of N replicas gets N times as many requests as the other side
         prompt_tokens, self.new_tokens = (128, 256) if torch.cuda.is_available() else (16, 64)
         self.vocab_size = vocab_size
         self.prompts = prompts_of(max(arguments.requests) * self.share, prompt_tokens, vocab_size)

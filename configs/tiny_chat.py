@@ -75,7 +75,7 @@ def write_tiny_chat(directory: Path) -> None:
 
 
 def write_chat_tokenizer(directory: Path) -> "PreTrainedTokenizerFast":
-    """Write a tokenizer whose tokens are bytes and SPECIAL_TOKENS into the directory, and return the tokenizer."""
+    """Write a tokenizer into the directory, and return the tokenizer. Its tokens are bytes and SPECIAL_TOKENS."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -35,7 +35,7 @@ def validate_samples(
     """Raises ValueError (TypeError for a wrong type) if a trainer cannot take the samples or the loss. The error names
     the sample, the value and the limit.
 
-    loss: None for a call without a loss of the trainer. The samples may then have any columns.
+    loss: None if the trainer computes no loss in the call. The samples may then have any columns.
     head: what the trainer's model computes: "logprobs", or "values" for a value model.
     """
     if loss is not None and output_of(loss) != head:

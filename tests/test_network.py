@@ -15,5 +15,5 @@ def test_an_interface_that_the_user_has_chosen_is_kept():
     assert network.lead_gloo_to("127.0.0.1", 1, {"GLOO_SOCKET_IFNAME": "ib0"}) == {}
 
 
-def test_an_address_that_no_interface_has_gives_an_empty_name():
+def test_the_name_of_the_interface_is_empty_if_no_interface_has_the_address():
     assert network.interface_of("192.0.2.1") == ""

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 HELD_OUT_SHARE = 1 / 8
 """The held-out problems are taken from this share of a task's problem keys: the keys with the lowest hashes.
 
-If fewer than `num_held_out` such keys are found, keys with higher hashes are held out, too, but at most half of all
-found keys.
+If fewer than `num_held_out` such keys are found, keys with higher hashes are held out, too. ValueError is raised
+if `num_held_out` is more than half of all found keys.
 """
 
 DRAWS_PER_PROBLEM = 1000
@@ -49,7 +49,7 @@ class GeneratedEnvironment:
 
     def problem(self, index: int) -> Problem:
         # Entry i of reasoning-gym's seed s equals entry i + 1 of seed s - 1. If entries were taken in order, two
-        # neighboring seeds would give nearly the same problems. So entries are drawn at random.
+        # datasets with neighboring seeds would give nearly the same problems. So entries are drawn at random.
         draws = Random(f"{self.config.seed}/{index}")
         for _ in range(DRAWS_PER_PROBLEM):
             problem = self._read(draws.randrange(len(self.dataset)))

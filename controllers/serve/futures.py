@@ -36,7 +36,7 @@ class Answer:
     json: Json | None = None
     proto: bytes | None = None
     error: str | None = None
-    category: str = "unknown"  # of the error: "user" or "server"
+    category: str = "unknown"  # "user" or "server" for an error, otherwise "unknown"
 
     @property
     def num_bytes(self) -> int:
@@ -53,7 +53,7 @@ class Promise:
     what: str  # name of the call, for logs
     owner: str
     extra: Json  # further fields of the reply to the request
-    begun: float  # a time of Futures.now, as are answered and fetched
+    begun: float  # the fields begun, answered and fetched are times of Futures.now
     answered: float | None = None
     fetched: float | None = None
     answer: Answer | None = None
@@ -76,7 +76,7 @@ class Futures:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """keep_fetched: seconds for which an answer is kept after it was fetched.
-        keep_keys: seconds after the answer for which the server still recognises a repeated request by its key.
+        keep_keys: how many seconds after the answer the server still recognises a repeated request by its key.
         keep_unfetched: seconds for which an unfetched answer is kept. If keep_keys is larger, it is used instead.
         max_answers: largest number of promises. If there are more, the oldest answered promises are forgotten.
         """

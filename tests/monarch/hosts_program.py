@@ -7,8 +7,8 @@ The program has four arguments:
 3. a folder of TLS certificates; "": no TLS
 4. the fields of JobConfig as JSON
 
-It prints one line of JSON. "steps" has the loss and the gradient norm of each step, "tokens" the tokens of the
-completion, and "above" for each rank a list of the process ids of its process's ancestors.
+It prints one line of JSON. "steps" has the loss and the gradient norm of each step. "tokens" has the tokens of the
+completion. "above" has one list for each rank: the process ids of all ancestors of the rank's process.
 """
 
 import json

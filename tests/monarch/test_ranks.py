@@ -1,6 +1,6 @@
 """A trainer of two ranks, with SGD: info, signals, traces, is_alive, and refusals by the client.
 
-The test spawns the processes of the ranks itself, and gives them to TrainerClient.
+TrainerClient does not spawn the ranks here. The fixture `mesh` spawns their processes and actors.
 """
 
 import asyncio
