@@ -290,7 +290,7 @@ def _require_same(before: Mapping[str, object], after: Mapping[str, object], fix
 def require_writable(flag: str, folder: Path) -> None:
     """Raise ValueError if the folder cannot be made, or if nothing can be written to it."""
     existing = folder
-    # If this user may not enter the parent folder, Path.exists would raise an error. os.path.exists returns False.
+    # If this user may not enter the parent folder, Path.exists would raise an error, but os.path.exists returns False.
     while not os.path.exists(existing) and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir():

@@ -124,7 +124,7 @@ def trainer_info(**values: object) -> TrainerInfo:
 class AnswersEach:
     """A mixin that adds `generate_each` to a fake that has `generate`. All prompts finish at the same time.
 
-    The fake never dies. So `returns` is empty, and `on_news` never calls `tell`.
+    The fake never dies. So `returns`, the list of recoveries after a death, is empty, and `on_news` never calls `tell`.
     """
 
     returns = ()

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypedDict, runtime_checkable
 
 Reward = float | Mapping[str, float]
-"""A finite number, or the components of a reward: a mapping from names to finite numbers. The reward is then the component "reward", or
-else the sum of the components."""
+"""A finite number, or the components of a reward: a mapping from names to finite numbers. A component of the name "reward" is
+the reward. If there is none, the reward is the sum of the components."""
 
 
 class Message(TypedDict):

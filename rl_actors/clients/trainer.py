@@ -106,8 +106,8 @@ class TrainerClient(TrainingCalls, ModelClient):
         """Trace the next `steps` training steps with torch.profiler. Each rank N writes <directory>/rank-N.json before the optim_step of
         the last traced step returns.
 
-        A trace holds whole steps. So the call raises RuntimeError if gradients are accumulated. It also raises RuntimeError if an earlier trace has
-        not ended, and ValueError if `steps` is below 1.
+        A trace holds whole steps. So the call raises RuntimeError between a forward_backward and the optim_step or discard_gradients that ends
+        the step. It also raises RuntimeError if an earlier trace has not ended, and ValueError if `steps` is below 1.
         """
         return self._in_turn(
             "profile",

@@ -49,7 +49,8 @@ def test_a_call_ends_after_the_deadline_if_a_rank_is_stopped(layout):
     try:
         trainer.forward_backward(samples, loss="cross_entropy").result(GUARD)
         trainer.discard_gradients().result(GUARD)
-        # The backward pass may still run on the GPU when forward_backward returns. Then the next call raises the error.
+        # A rank can answer forward_backward while the backward pass still runs on its GPU. If the pass then fails, the
+        # next call, here info, raises the error.
         with pytest.raises((ActorDiedError, ActorSilentError), match="trainer: .*rank [01]"):
             trainer.forward_backward(samples, loss=StopsTheLastRank()).result(GUARD)
             trainer.info().result(GUARD)

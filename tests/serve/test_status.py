@@ -4,16 +4,16 @@ from controllers.serve import status
 from controllers.serve.curves import POINTS, Rates
 
 
-def test_each_add_after_the_first_gives_a_rate_one_more_point_and_only_the_newest_points_are_kept():
+def test_every_add_but_the_first_adds_a_point_to_each_rate_and_only_the_newest_points_are_kept():
     rates = Rates()
     for second in range(POINTS + 2):
         rates.add(2.0 * second, {"tokens": 10.0 * second * second})
     curve = rates.per_second["tokens"]
-    # The point of add number `second` is 5 * (2 * second - 1). The first point, 5, was dropped.
+    # Every round of the loop but the first adds the point 5 * (2 * second - 1). The first point, 5, was dropped.
     assert len(curve) == POINTS and curve[0] == 5.0 * 3 and curve[-1] == 5.0 * (2 * POINTS + 1)
 
 
-def test_the_page_shows_an_owner_only_its_own_requests_weights_and_runs_and_the_base_model(api):
+def test_the_page_shows_an_owner_the_base_model_and_only_its_own_requests_weights_and_runs(api):
     async def use(api):
         model = await api.create_model()
         promise = await api.post("save_weights_for_sampler", model_id=model, path="seven", seq_id=1)
