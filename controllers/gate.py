@@ -46,14 +46,13 @@ class Gate:
     def recall(self, records: Iterable[Record]) -> None:
         """Find out whether the run has passed the gate already. records: the lines of metrics.jsonl.
 
-        Only the first recorded validation at or after the gate's step counts. If its accuracy is too low,
-        `is_passed` stays False, and the next validation of the resumed run decides.
+        A run that has missed its gate ends. If it is resumed, its next validation decides. So the gate is passed if any
+        recorded validation at or after the gate's step reached the reward.
         """
         for record in records:
             found = record.get(METRIC)
-            if record["step"] >= self.step and isinstance(found, float):
-                self.is_passed = found >= self.reward
-                return
+            if record["step"] >= self.step and isinstance(found, float) and found >= self.reward:
+                self.is_passed = True
 
     def check(self, step: int, metrics: Mapping[str, object]) -> None:
         """Compare the accuracy in the metrics of a step with the gate. Raises GateMissedError if the accuracy is too low.

@@ -150,7 +150,13 @@ class RewardPool:
             error = f"the process did not import them within {START_TIMEOUT:g} s"
         except RewardFailed as failure:
             error = str(failure)
-        if error is not None and not self._is_closed:
+        if error is None:
+            return
+        with self._lock:
+            # The process may still send its answer. The next `ask` would take that answer for the answer to its own request.
+            worker.kill()
+            worker.disconnect()
+        if not self._is_closed:
             raise ValueError(f"a process of reward_workers cannot load the rewards {self._names}: {error}")
 
 

@@ -92,7 +92,9 @@ class FinishedGroups(Generic[T]):
             return None
         self._num_left = 0
         self._finished.clear()
-        return in_background(_abort_started(self._started, self._abort, self._fetching), self._what)
+        # A task may still wait for the answer of this fetch. Without the fetch in `_fetching`, `_take` drops the answer.
+        fetching, self._fetching = self._fetching, None
+        return in_background(_abort_started(self._started, self._abort, fetching), self._what)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # at the end of the program the background thread may have ended

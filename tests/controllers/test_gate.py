@@ -34,14 +34,11 @@ def test_the_first_validation_at_or_after_the_step_decides():
     gate.end()
 
 
-@pytest.mark.parametrize("accuracy, is_passed", [(0.9, True), (0.89, False)])
-def test_a_resumed_run_recalls_the_first_validation_at_or_after_the_step(accuracy, is_passed):
-    records = [
-        {"step": 39, METRIC: 1.0},
-        {"step": 40},
-        {"step": 41, METRIC: accuracy},
-        {"step": 50, METRIC: 0.95 - accuracy},
-    ]
+@pytest.mark.parametrize("accuracies, is_passed", [((0.9, 0.1), True), ((0.89, 0.5), False), ((0.89, 0.95), True)])
+def test_a_resumed_run_recalls_whether_it_has_passed_its_gate(accuracies, is_passed):
+    """In the third case the run missed its gate, was resumed, and passed."""
+    records = [{"step": 39, METRIC: 1.0}, {"step": 40}]
+    records += [{"step": 41 + index, METRIC: accuracy} for index, accuracy in enumerate(accuracies)]
     gate = Gate.parse("40:0.9")
     gate.recall(records)
     assert gate.is_passed == is_passed

@@ -96,6 +96,25 @@ def test_a_worker_whose_process_cannot_be_started_fails_each_call_with_the_reaso
         worker.ask(b"", 1.0)
 
 
+def test_a_process_that_imports_the_rewards_too_late_gives_no_answer_to_another_request(tmp_path, monkeypatch):
+    environment = pooled_rewards.Waiting(tmp_path)
+    (tmp_path / "go").touch()
+
+    def length(text: str) -> float:
+        answer = asyncio.run(rewards.ask(environment, PROBLEM, text, timeout=GUARD))
+        return answer["length"]
+
+    with pool.RewardPool({"environment": environment}, num_workers=1) as rewards:
+        [worker] = rewards._workers
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "START_TIMEOUT", 0.0)
+            with pytest.raises(ValueError, match="the process did not import them within 0 s"):
+                rewards._threads.submit(rewards._replace, worker, RuntimeError("a test")).result()
+        with pytest.raises(pool.RewardFailed):
+            length("a")  # the pool then starts another process
+        assert [length("a"), length("bcd")] == [1, 3]
+
+
 def test_a_reward_that_raises_is_asked_for_again_and_the_error_has_its_exception():
     environment = pooled_rewards.Raising()
     with pooled(environment, reward_retries=1) as scorer:
