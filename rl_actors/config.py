@@ -314,8 +314,9 @@ class RestartPolicy:
     """Seconds between the second death of an hour and the restart after it. The pause doubles with every further death, up to a minute.
     After the first death there is no pause."""
     silent_after: float = 120.0
-    """Seconds without a sign of life after which an actor is killed. An actor gives no sign of life while its process does not answer. A
-    generator also gives none while its engine runs a single step of vLLM or a single command, such as loading a version of the weights."""
+    """An actor that gives no sign of life for this number of seconds is killed. An actor gives no sign of life while its process does not
+    answer. A generator also gives none while its engine runs a single step of vLLM or a single command, such as loading a version of the
+    weights."""
 
     def validate(self, name: str) -> None:
         """Raises ValueError naming the field, its value and the limit. name: the name of the field that holds this policy."""
@@ -475,7 +476,7 @@ class GeneratorConfig:
             raise ValueError(f"generator.gpu_memory_utilization={self.gpu_memory_utilization}; it must be in (0, 1]")
         if self.lora.syncs_adapter and not self.hf_path:
             raise ValueError(
-                'generator.hf_path is empty with lora.sync="adapter": the generator loads the weights under the adapters from it'
+                'generator.hf_path is empty with lora.sync="adapter": the generator must load the frozen weights from hf_path'
             )
         longest = self.model.max_position_embeddings
         if self.max_model_len > longest:

@@ -225,8 +225,9 @@ def _activations(config: TrainerConfig) -> int:
 def _microbatches_held(config: TrainerConfig) -> float:
     """Largest amount of saved activations on the first rank of a pipeline. The unit is the activations of one microbatch in all blocks.
 
-    The first of p ranks runs some forwards before forwards and backwards alternate: p - 1 if each rank has one stage. If each rank has
-    v > 1 stages, it runs p (v - 1) + 2 (p - 1) forwards of one stage each. It holds the activations of these forwards and of one more.
+    The first of p ranks begins with forwards only: p - 1 forwards if each rank has one stage, or p (v - 1) + 2 (p - 1) forwards of one
+    stage each if each rank has v > 1 stages. After them the rank alternates one forward and one backward. So it holds the activations of
+    the first forwards and of one more.
     """
     ranks = config.parallelism.pipeline_parallel_degree
     if ranks == 1:

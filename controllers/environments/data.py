@@ -47,7 +47,7 @@ class DataEnvironment:
         self._training = [problem for problem in problems if problem.key not in keys]
         if trains and not self._training:
             raise ValueError(
-                f"no problem of {config.source} is left to train on without the {len(keys)} held-out problems"
+                f"no problem of {config.source} is left to train on after {len(keys)} problems are held out"
             )
 
     def problem(self, index: int) -> Problem:

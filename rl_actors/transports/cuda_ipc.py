@@ -1,6 +1,7 @@
-"""GPU memory that other processes of the host can open, for slots on a GPU. The module also pins host memory, for slots
-on the host.
-A slot is the memory in which a rank keeps its shards of one version of the weights (slots.py).
+"""GPU memory that other processes of the host can open.
+
+A slot is the memory in which a rank keeps its shards of one version of the weights (slots.py). This module allocates
+and opens slots on a GPU. It also pins the memory of slots on the host.
 
 torch can share CUDA tensors, too, but it counts references in files of /dev/shm. These files stay when a process is
 killed. So this module calls CUDA itself. It calls cudaMalloc once per slot. `SlotAddress.handle` is CUDA's handle of

@@ -260,7 +260,7 @@ def test_all_problems_of_a_held_out_split_are_held_out(tmp_path, monkeypatch):
         ({"held_out_task": "spell_backward"}, "held_out_task='spell_backward'.*must be a file or a data set"),
         ({"held_out_split": "test"}, "held_out_split='test'; the file .*rows.jsonl has no splits"),
         ({"held_out_task": "rows.jsonl"}, "the problems of task=.*rows.jsonl' itself; leave both fields empty"),
-        ({"held_out_task": "copy.jsonl"}, "no problem of task=.* is left to train on without the 40 held-out problems"),
+        ({"held_out_task": "copy.jsonl"}, "no problem of task=.* is left to train on after 40 problems are held out"),
         ({"held_out_task": "empty.csv"}, "empty.csv has no rows"),
         ({"task": "spell_backward", "held_out_task": "rows.jsonl"}, "task='spell_backward'; only a file or a data set"),
         (
