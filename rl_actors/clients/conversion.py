@@ -56,8 +56,9 @@ def _require_each_once(outputs: Sequence[RankOutput]) -> None:
 def as_tensors(samples: Sequence[Sample]) -> list[Sample]:
     """The samples in a new list. Their tokens, targets and columns are CPU tensors of the right dtypes, int64 or float32.
 
-    The tensors may share memory with the caller's arrays and tensors. If `samples` is not a sequence, an element is not a Sample, or a
-    column cannot become a tensor, this value stays as it is. Validation later refuses the value, with an error that names it.
+    The tensors may share memory with the caller's arrays and tensors. A value that cannot be converted stays as it is:
+    `samples` that is not a sequence, an element that is not a Sample, or a column that cannot become a tensor. Validation later refuses the
+    value, with an error that names it.
     """
     if not isinstance(samples, Sequence):
         return samples  # type: ignore[unreachable]  # validation refuses it
@@ -92,6 +93,6 @@ def _tensor(values: T, dtype: torch.dtype) -> Tensor | T:
     except (TypeError, ValueError, RuntimeError):
         return values
     # A float such as 2.7 is not a token id, but a cast would turn it into 2. So the tensor keeps its float dtype, and validation refuses the
-    # tensor. torch also makes a float tensor of an empty list, which has nothing to lose.
+    # tensor. torch makes a float tensor of an empty list, too. That tensor is cast, because it has no fraction that a cast could lose.
     loses_fraction = tensor.is_floating_point() and not dtype.is_floating_point and tensor.numel() > 0
     return tensor if loses_fraction else tensor.to(dtype)

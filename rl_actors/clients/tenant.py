@@ -23,7 +23,7 @@ class Access:
     """The functions of a trainer's client through which the client of a tenant works."""
 
     in_turn: Callable[..., Call[Any]]
-    """`in_turn(what, send, *arguments, check=, mends=, tenant=)` queues a call of a tenant. ModelCalls._in_turn explains the other arguments."""
+    """`in_turn(what, send, *arguments, check=, mends=, tenant=)` queues a call of `tenant`. ModelCalls._in_turn explains the arguments before `tenant`."""
     send: Callable[..., Awaitable[list[Any]]]
     """`send(tenant, endpoint, *arguments)` sends a call to all ranks and returns their answers."""
     infos: Callable[..., Awaitable[list[TrainerInfo]]]

@@ -96,7 +96,8 @@ class Numbers:
     gradients: dict[str, dict[str, Tensor]]  # kind of call -> name of a parameter -> gradient
     grad_norms: dict[str, float]  # kind of call -> norm of the gradient
     pushed: dict[str, Tensor]  # the weights that a push publishes before the first step, by name
-    pushed_later: dict[str, Tensor]  # the same after the first step, when the adapters are no longer zero
+    # The weights that a push publishes after the first step, by name. The adapters are no longer zero then.
+    pushed_later: dict[str, Tensor]
 
 
 def merged(answers: list[dict[str, Any]]) -> Numbers:
@@ -151,8 +152,9 @@ def errors_of(actual: Numbers, expected: Numbers) -> dict[str, float]:
     - An error of a logprob or an entropy is divided by 1 + the absolute expected value.
     - An error of a loss or a grad_norm is divided by the expected value.
     - The error of a pushed weight is the norm of its difference from the expected weight, divided by the norm of the
-      expected weight. The error of a parameter's gradient is computed in the same way. But 1e-7 of the norm of all
-      expected gradients together is first subtracted from the difference, because rounding errors can be this large.
+      expected weight. The error of a parameter's gradient is computed in the same way. But first 1e-7 of the norm
+      of all expected gradients together is subtracted from the norm of the difference, because rounding errors can be
+      this large.
     """
     errors: dict[str, float] = {}
 

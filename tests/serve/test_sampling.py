@@ -111,7 +111,7 @@ def test_simultaneous_requests_for_three_versions_each_use_their_own_version(api
 
 
 async def seen(api, sampler: str, seq: int) -> float:
-    """The logprob of the trained token, 3, after the prompt 1."""
+    """The logprob of token 3, which `train` makes likelier, in the prompt [1, 3]."""
     response = await api.sample(sampler, seq, [1, 3], prompt_logprobs=True)
     return float(np.frombuffer(response.prompt_logprobs, "<f4")[1])
 
@@ -281,7 +281,7 @@ def test_a_request_that_is_cancelled_when_its_version_has_come_is_not_counted_as
                 await asyncio.Event().wait()
 
         task = asyncio.create_task(request())
-        while not versions.num_running:  # the loop ends when the request is admitted, but has not run again yet
+        while not versions.num_running:  # ends when the request is counted, before its task runs again
             await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
