@@ -58,7 +58,7 @@ def of_all_ranks(moves: Iterable[HostMove]) -> HostMove:
 
 
 def require_parts(call: str, parts: Collection[str]) -> None:
-    """Raises TypeError if `parts` is not a collection, and ValueError if it has a name that is not in PARTS.
+    """Raises TypeError if `parts` is a str or no collection, and ValueError if it has a name that is not in PARTS.
 
     call: the name with which the error text begins, such as "offload".
     """

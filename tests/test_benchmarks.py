@@ -271,11 +271,11 @@ def test_a_row_that_ignores_an_interrupt_is_killed_after_a_while_or_at_a_second_
 
 
 def training_line(name: str, *, reference_attention: str, speed: float) -> dict[str, Any]:
-    """The fields of a line of trainer_speed that was measured with the settings of the row `name`."""
+    """The fields of a result that trainer_speed measured with the settings of the row `name`."""
     return {**asdict(ROWS[name]), "reference_attention": reference_attention, "tokens_per_second": speed}
 
 
-def test_a_training_line_counts_for_a_row_if_its_fields_match_and_the_reference_has_the_same_kernel(folder):
+def test_a_result_counts_for_a_training_row_if_its_fields_match_and_its_reference_used_the_kernel_of_the_row(folder):
     made = training_line("4b-packed", reference_attention="flex", speed=100.0)
     keep(folder, "trainer_speed", "4b-packed", "1 x NVIDIA H200", **made)
     assert table.newest(TABLE["4b-packed"], H200) is None
@@ -360,7 +360,7 @@ def test_a_target_may_require_that_a_field_is_true():
     assert table.verdict(row, {"bit_equal": False}) == "misses bit equal"
 
 
-def test_a_row_that_this_machine_cannot_run_is_refused_by_name(folder, rows):
+def test_nothing_runs_if_this_machine_cannot_run_a_row_and_the_error_names_that_row(folder, rows):
     rows({**fake_rows("a"), **fake_rows("g", num_gpus=2)})
     with pytest.raises(SystemExit, match="g needs 2 GPUs; this machine has no GPU"):
         missing.run(["a", "g"])

@@ -27,7 +27,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 PATIENCE = 1.0
 """New requests for the version that the generator holds start at once, until a request for another version has waited this number of
-seconds. From then on new requests for the held version wait, too. So the running requests end, and the generator can pull the other version."""
+seconds. From then on new requests for the held version wait, too. When all running requests have ended, the generator pulls the other version."""
 GATHER_SECONDS = 0.003
 """Requests are gathered into one call of the generator until no further request has come for this number of seconds."""
 LONGEST_GATHER_SECONDS = 0.06
@@ -58,7 +58,8 @@ class _Waiter:
     """A request that waits until the generator holds the request's version."""
 
     since: float  # time.monotonic() when the wait began
-    admitted: asyncio.Future[None]  # `_switch` sets its result, and then counts the request in num_running
+    # `_switch` counts the request in num_running and sets the result, or sets an exception if the pull failed.
+    admitted: asyncio.Future[None]
 
     @property
     def is_counted(self) -> bool:

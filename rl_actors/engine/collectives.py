@@ -40,7 +40,7 @@ def raise_together(failure: Exception | None) -> None:
     A rank that failed raises its own exception. The other ranks raise the exception of the lowest rank that failed, with
     that rank's traceback in a note. If this exception cannot be pickled, the other ranks raise a RuntimeError with the repr
     of the exception instead.
-    The attribute `rank` of the raised exception is the rank that failed.
+    The attribute `rank` of the raised exception is the rank on which this exception occurred.
     """
     if on_all_ranks(failure is None):
         return
