@@ -10,10 +10,11 @@ process copies it out. Each process copies with all its threads (--threads). Eac
 three ways once, so that a slow moment of the machine affects all of them.
 
 With --actors the program also times a push by a real trainer and a pull by a real generator, as their callers see them,
-and each phase of the push and the pull. On a machine with GPUs the program measures only these actors, so it needs
---actors there. On such a machine it also times two plain copies of the same number of bytes, one in each direction,
-because push and pull together copy the bytes twice. If the weights came by cuda_ipc, these copies are between the first
-GPU and the generator's GPU. Otherwise they are between the first GPU and pinned memory.
+and each phase of the push and the pull. On a machine with GPUs the program leaves out the three ways and their
+plain copy, so without --actors it measures nothing there. On such a machine it also times two plain copies of the same
+number of bytes, one in each direction, because push and pull together copy the bytes twice. If the weights came by
+cuda_ipc, these copies are between the first GPU and the generator's GPU. Otherwise they are between the first GPU and
+pinned memory.
 
 With --path point_to_point --network, NCCL may use neither direct access between GPUs nor shared memory. So NCCL sends
 the bytes over the network, as between hosts.
@@ -267,8 +268,8 @@ def report_actors(
 ) -> None:
     """Print and record the figures of the pushes and pulls.
 
-    path: the path of the weights, as the flags name it. plain: seconds of two plain copies of the same number of bytes.
-    None: not measured.
+    path: the path of the weights, as the flags name it. plain: seconds of two plain copies, each of as many bytes as a
+    pull copies, or None if these copies were not timed.
     """
     _, _, push, pull = syncs[-1]
     figures: dict[str, float | str] = {

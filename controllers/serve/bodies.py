@@ -5,12 +5,12 @@ from fastapi import HTTPException, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MAX_WINDOW = 1 << 27
-"""Largest window of a zstd frame, in bytes. The decompressor needs as much memory."""
+"""Largest window of a zstd frame, in bytes. The limit exists because the decompressor holds a whole window in memory."""
 PIECE = 1 << 20
 
 
 class LimitedBodies:
-    """Middleware that limits the body of every request to `limit` bytes, as it was sent. A larger body is answered with 413."""
+    """Middleware that limits the body of every request, before it is decompressed, to `limit` bytes. A larger body is answered with 413."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self.app, self.limit = app, limit
@@ -54,7 +54,8 @@ def _decompressed(body: bytes, limit: int) -> bytes:
         ) from None
     decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
     try:
-        # The first pass only counts bytes, because the second pass decompresses the whole frame at once.
+        # The second pass decompresses the whole frame at once. So the first pass only counts the bytes, and refuses a frame that would be
+        # larger than the limit.
         num_bytes = 0
         with decompressor.stream_reader(body) as reader:
             while piece := reader.read(PIECE):

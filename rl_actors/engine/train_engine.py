@@ -91,7 +91,7 @@ class TrainEngine:
         self.tenants.use(tenant)
 
     def new_tenant(self, name: str, seed: int = 0) -> None:
-        """Add a tenant on the same base model, and make later calls work on it. The seed sets the initial values of its adapters.
+        """Add a tenant on the same base model, and make later calls work on this tenant. The seed sets the initial values of its adapters.
 
         The new tenant has policy_version 0, no gradients and no optimizer state.
 
@@ -326,7 +326,8 @@ class TrainEngine:
     def profile(self, directory: str, steps: int) -> None:
         """Trace the next `steps` optimizer steps with torch.profiler, and write the trace to <directory>/rank-N.json.
 
-        Raises RuntimeError in an open step, because a trace holds whole steps, and while an earlier trace is not done.
+        Raises RuntimeError in an open step, because a trace holds whole steps. Also raises RuntimeError if an earlier
+        trace is not done.
         """
         require_optimizer("profile", self.config.optimizer)
         self.step.require("profile")

@@ -28,7 +28,8 @@ SHORT = [
     "--rollouts.groups-per-step",
     "8",
 ]
-# A model with random weights gets this reward for about half of its completions. So the rewards of a group usually differ.
+# With parity_reward a model with random weights gets the reward 1 for about half of its completions, and 0 for the others. So the rewards
+# of a group usually differ.
 PARITY = ["--environment.task", "tests.fakes:parity_reward", "--environment.options", "{}"]
 PARITY += ["--updates-per-step", "1", "--epochs-per-step", "1"]
 

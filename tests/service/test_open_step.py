@@ -17,7 +17,7 @@ LONG = 600.0
 
 @dataclass
 class FakeModel:
-    """Stands for the client with which the service calls its trainer. The trainer has two ranks.
+    """Stands for a trainer with two ranks, and for the TrainerClient with which the service calls this trainer.
 
     The fake records the calls in `sent`. A call waits until `gate` is set.
     """
@@ -90,7 +90,7 @@ def test_a_step_of_one_client_ends_before_the_step_of_another_begins():
     assert trained == {name: [0, 1, 2] for name in "abc"}
 
 
-def test_if_a_client_leaves_the_service_its_gradients_are_discarded_and_the_next_client_opens_a_step():
+def test_the_gradients_of_a_client_that_leaves_the_service_are_discarded_and_the_next_client_opens_a_step():
     async def main():
         model, service = await open_service()
         dying, other = service.attach("dying", "trainer"), service.attach("other", "trainer")
