@@ -137,7 +137,9 @@ def _combine(name: str, a: Partial, b: Partial) -> Partial:
 def _larger(a: Scalar, b: Scalar) -> Scalar:
     """The larger of two numbers, or NaN if one of them is NaN. Python's max would lose a NaN: max(1.0, nan) is 1.0."""
     if isinstance(a, Tensor):
-        return torch.maximum(a, b)
+        return torch.maximum(a, b if isinstance(b, Tensor) else torch.full_like(a, b))
+    if isinstance(b, Tensor):
+        return torch.maximum(torch.full_like(b, a), b)
     return a if a > b or a != a else b
 
 

@@ -50,6 +50,15 @@ def test_scalar_tensors_merge_like_numbers():
     assert to_numbers({}) == {}
 
 
+@pytest.mark.parametrize("name, merged", [("a:max", 2.0), ("a:min", 1.0), ("a:sum", 3.0)])
+def test_a_tensor_and_a_number_merge_in_any_order(name, merged):
+    values = [torch.tensor(1.0), 2.0]
+    for order in (values, values[::-1]):
+        assert merge({name: value} for value in order)[name].item() == merged
+    for order in ([torch.tensor(2.0), math.nan], [math.nan, torch.tensor(2.0)]):
+        assert math.isnan(merge({name: value} for value in order)[name])
+
+
 def test_numbers_merge_in_double_precision():
     assert merge([{"a:max": 1 + 1e-12}, {"a:max": 1.0}])["a:max"] == 1 + 1e-12
 
