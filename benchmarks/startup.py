@@ -75,7 +75,9 @@ def accuracy(folder: RunFolder) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 0, 0], help="a run with each of these seeds")
-    parser.add_argument("--whole", action="store_true", help="whole runs instead of runs of one step")
+    parser.add_argument(
+        "--whole", action="store_true", help="whole runs instead of runs of one supervised step and one GRPO step"
+    )
     options, flags = parser.parse_known_args()
     runs: list[dict[str, float]] = []
     accuracies: list[float] = []

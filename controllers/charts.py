@@ -76,7 +76,7 @@ class Plan:
     title: str
     unit: str
     # {name of a metric in metrics.jsonl: name of its curve}. A comparison of runs draws only the first metric.
-    # Exception: validation/accuracy stands for all validation metrics of completions.
+    # The name validation/accuracy stands for all validation metrics of completions, also in a comparison.
     metrics: dict[str, str]
     phases: tuple[str, ...] = ROLLOUT_PHASES  # the chart shows the steps of these phases of the run
     is_log: bool = False

@@ -32,7 +32,7 @@ def read_parts(config: EnvironmentConfig) -> list[Part]:
     if len(config.mixture) > BLOCK:
         raise ValueError(
             f"mixture has {len(config.mixture)} parts, but at most {BLOCK} are allowed: each needs at least one problem in every block "
-            f"of {BLOCK}"
+            f"of {BLOCK} training problems"
         )
     around = asdict(config) | {"mixture": []}
     total = sum(_weight(number, values) for number, values in enumerate(config.mixture))

@@ -212,7 +212,7 @@ def _adapters(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Te
 
 
 def _tensors_of(path: str, wanted: Mapping[str, object]) -> Iterator[tuple[str, Tensor]]:
-    """Read the tensors that `wanted` names from a directory of safetensors files, one at a time."""
+    """Read tensors from the safetensors files of a directory, one at a time. Only tensors whose names are in `wanted` are read."""
     for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - `tensors` is not a dict

@@ -15,7 +15,7 @@ from controllers.charts import COLORS
 
 @pytest.fixture(scope="module")
 def two_runs(tmp_path_factory) -> list[Path]:
-    """The folders of two runs. The first run has ended. The second still runs, has no validation and another config."""
+    """The folders of two runs. The first has ended. The second still runs. It has another config and no validation."""
     tmp_path = tmp_path_factory.mktemp("runs")
     first = whole_run(tmp_path / "first")
     records = [{**grpo_record(step), "reward/mean": 0.9, "validation/accuracy": None} for step in (1, 2)]

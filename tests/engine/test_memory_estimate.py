@@ -78,7 +78,7 @@ def test_a_trainer_that_only_infers_holds_neither_gradients_nor_optimizer_state(
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 @pytest.mark.parametrize(("num_ranks", "less"), [(2, (1, 1)), (3, (1, 1)), (3, (2, 1)), (4, (1, 2)), (4, (0, 0))])
-def test_the_fullest_rank_of_a_pipeline_has_stages_that_torchtitan_makes(num_ranks, less, schedule):
+def test_the_fullest_rank_of_a_pipeline_holds_the_blocks_that_torchtitan_gives_it(num_ranks, less, schedule):
     # Imported here, because the engine must set torchtitan's device before other modules of torchtitan are imported.
     from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
 
@@ -104,7 +104,9 @@ def of_layout(**degrees) -> TrainerConfig:
 
 
 @pytest.mark.parametrize(("num_ranks", "of_rank"), [(2, 1), (2, 2), (4, 1), (4, 2), (2, 4)])
-def test_the_first_rank_of_a_pipeline_holds_torchs_warm_up_forwards_and_one_more(num_ranks, of_rank):
+def test_the_first_rank_of_a_pipeline_holds_the_activations_of_torchs_warm_up_and_of_one_more_forward(
+    num_ranks, of_rank
+):
     config = of_layout(pipeline_parallel=num_ranks)
     if of_rank > 1:
         config.parallelism.pipeline_parallel_schedule = "Interleaved1F1B"
