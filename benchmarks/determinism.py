@@ -210,7 +210,7 @@ def compare_trainers(name: str, some: Sequence[Call[Answer]], others: Sequence[C
     """Compare the answers of two trainers to the same calls. Returns True if no value differs.
 
     A value is one metric of a call, or all logprobs of a call, or all entropies of a call. Records how many values differ, and for each
-    value's name the index of the first call in which the values differ.
+    name of a value the index of the first call whose values of this name differ.
     """
     first_at: dict[str, int] = {}
     compared = differing = 0

@@ -8,10 +8,10 @@ The run of a round must end with status 0, with all steps, and at the same posit
 trained on the same number of problems as the undisturbed run, and on no problem twice. A synchronous run must have trained on exactly the
 problems of the undisturbed run. No process and no shared memory may be left.
 
-The program also measures the seconds from the first signal to the record of the next step after the recovery. BARS has a limit of these seconds,
-the bar, for each kind of process. The bars hold for rounds that send only one signal, after the actors have started. The median must not be
-above the bar, and the longest time must not be above twice the bar. After a SIGSTOP `--silent-after` is added to both limits. The exit status
-is 1 if a round has a fault. It is also 1 if a limit is exceeded, unless `--without-bars` is given.
+The program also measures the seconds from the first signal to the record of the next step after the recovery. Each kind of process has an upper
+limit of these seconds, the bar (see BARS). The bars hold for rounds that send only one signal, after the actors have started. The median must
+not be above the bar, and the longest time must not be above twice the bar. After a SIGSTOP both limits are higher by the seconds of
+`--silent-after`. The exit status is 1 if a round has a fault. It is also 1 if a limit is exceeded, unless `--without-bars` is given.
 
 Every finished round writes a line to drills.jsonl in the folder that `--folder` names. If the program is interrupted, the same command runs the
 rounds that have no line yet.
@@ -246,9 +246,9 @@ def seconds_to_next_step(restarts: Sequence[Record], steps: Sequence[tuple[float
 
     restarts: lines of restarts.jsonl. steps: see Watch.steps. moment: the time of the death, in seconds since 1970.
 
-    If the death has no line in restarts.jsonl, the seconds end at the next recorded step. The death of the trainer or of the store has no line if
-    trainer and generator had not been ready yet. The death of a generator gets its line at the end of the first step after the generator's
-    return. If no step after the death needs the generator, the run may end before this return, and then the death has no line.
+    If the death has no line in restarts.jsonl, the seconds end at the next recorded step. The death of the trainer or of the store has no line if it
+    comes before trainer and generator are ready for the first time. The death of a generator gets its line at the end of the first step after
+    the generator's return. If no step after the death needs the generator, the run may end before this return, and then the death has no line.
     """
     for line in restarts:
         noticed = datetime.fromisoformat(line["time"]).timestamp()
@@ -314,7 +314,7 @@ def run_round(drawn: Round, base: Path, args: argparse.Namespace) -> Record:
 
 
 def undisturbed(drawn: Round, base: Path, args: argparse.Namespace) -> RunFolder:
-    """The folder of the finished undisturbed run of this variant. If there is no such run, this function first makes or continues it."""
+    """The folder of the undisturbed run of this variant. If this run is not finished, the function first starts or continues it."""
     folder = RunFolder(base / f"undisturbed-{drawn.variant}")
     if folder.outcome.exists() and json.loads(folder.outcome.read_text())["status"] == "finished":
         return folder
@@ -398,7 +398,9 @@ def main() -> None:
     parser.add_argument("--loops", default=",".join(LOOPS), help="training loops of the runs, separated by commas")
     parser.add_argument("--modes", default=",".join(MODES), help="sync, async or both, separated by a comma")
     parser.add_argument("--seed", type=int, default=0, help="seed of the runs, and of the random choices in the rounds")
-    parser.add_argument("--ranks", type=int, default=1, help="ranks of the trainer, which share its weights by FSDP")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="number of ranks over which FSDP shards the trainer's weights"
+    )
     parser.add_argument(
         "--silent-after",
         type=float,

@@ -125,7 +125,7 @@ class Access:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        begin, status = time.perf_counter(), 499  # 499 stays if no answer begins, because the client has gone away
+        begin, status = time.perf_counter(), 499  # 499 stays if the request is cancelled before an answer begins
 
         async def note_status(message: Message) -> None:
             nonlocal status

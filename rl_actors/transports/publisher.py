@@ -18,7 +18,7 @@ VERSIONS_KEPT = 2
 
 
 class Publisher:
-    """Publishes versions into a transport, and deletes all but the VERSIONS_KEPT that were published last.
+    """Publishes versions into a transport. Deletes the oldest version when there are more than VERSIONS_KEPT versions.
 
     Every rank of a trainer has a Publisher. All ranks must make the same calls, because each call is a collective.
     """
