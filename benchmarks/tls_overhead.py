@@ -118,7 +118,7 @@ def worker(scheme: str, certificates: str) -> Iterator[str]:
 def side(scheme: str, certificates: str = "") -> Iterator[Callable[[], float]]:
     """Start workers at addresses of this scheme, and a program that uses them.
 
-    Yields a function that makes the program take one step, and returns the loss of the step.
+    Yields a function. A call of the function makes the program take one step, and returns the loss of the step.
     """
     with contextlib.ExitStack() as stack:
         addresses = [stack.enter_context(worker(scheme, certificates)) for _ in range(NUM_WORKERS)]

@@ -71,7 +71,7 @@ class Wanted:
     async def run(self, weights: Weights) -> tuple[bytes, int]:
         """(the bytes of the SampleResponse, number of sampled tokens).
 
-        The number includes the tokens after a stop string, which the answer leaves out.
+        The answer leaves out the tokens after a stop string. The number includes these tokens.
         """
         completions = await weights.sample(self.prompt, self.params)
         scores = await self._scores(weights) if self.prompt_logprobs else None

@@ -77,8 +77,8 @@ class ValueLoss:
 def explained_variance(metrics: dict[str, float]) -> float:
     """1 - Var(R - V) / Var(R) over the trained positions, from the metrics of ValueLoss. NaN if all returns are equal.
 
-    The result is 1 if values and returns differ only by a constant. It is 0 if the values predict the returns as well as the mean of
-    the returns does, and negative if they predict the returns worse.
+    The result is 1 if values and returns differ only by a constant. It is 0 if the values predict the returns no better and no worse
+    than a constant does, and negative if they predict the returns worse.
     """
     variance = metrics["return_square:mean"] - metrics["return:mean"] ** 2
     unexplained = metrics["value_error_square:mean"] - metrics["value_error:mean"] ** 2

@@ -2,7 +2,7 @@
 requests and runs the model. This module handles neither requests nor weights.
 
 A core in its own process schedules and computes while the generator actor's process handles the outputs. On a GPU this is faster; see docs/loop.md.
-On a CPU this is not faster, because the two processes share the processors. The start also takes 10 s longer.
+On a CPU this is not faster, because the two processes share the processors. On a CPU a start also takes 10 s longer.
 """
 
 import atexit
@@ -44,7 +44,8 @@ between the braces."""
 
 PARENT_VARIABLE = "RL_ACTORS_CORE_PARENT"
 """Environment variable with which a process tells its pid to the processes that it starts. The core sets the variable, and so does every process
-that the core starts, directly or through another process. If the variable is not set when CHILD begins, CHILD is in the core's process."""
+that the core starts, directly or through another process. If the variable is not set when the program CHILD (see below)
+begins, CHILD is in the core's process."""
 
 # A program that runs first in the core's process and in each process that the core starts.
 # - vLLM's core and its workers do not notice if their parent is killed with kill -9 while they start. So the program makes the kernel end the

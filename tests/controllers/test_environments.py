@@ -82,7 +82,7 @@ def test_only_problems_whose_prompts_match_the_pattern_are_trained_on_or_held_ou
     assert keys == {f"Half of {n}?" for n in range(10)}
 
 
-def test_training_never_shows_the_prompt_of_a_held_out_problem_without_operands():
+def test_training_never_shows_a_held_out_prompt_of_a_task_without_operands():
     environment = build_environment(EnvironmentConfig(task="spell_backward", num_held_out=16, reward="task"))
     held_out = environment.held_out()
     training = [environment.problem(index) for index in range(100)]
@@ -99,7 +99,7 @@ def jsonl(tmp_path):
     return str(path)
 
 
-def test_every_epoch_has_all_problems_of_a_file_that_are_not_held_out_in_a_new_order(jsonl):
+def test_every_epoch_is_a_new_order_of_all_problems_of_a_file_that_are_not_held_out(jsonl):
     environment = build_environment(EnvironmentConfig(task=jsonl, num_held_out=10, prompt="[{level}] {question}"))
     held_out = {problem.key for problem in environment.held_out()}
     epochs = [[environment.problem(index).key for index in range(start, start + 30)] for start in (0, 30)]
