@@ -55,7 +55,7 @@ class RolloutConfig:
     """Largest number of times that a problem's completions are requested again after the generator has failed. If the last attempt also fails,
     the run ends with the generator's error."""
     overlong_buffer: int = 0
-    """Number of tokens before the limit max_tokens over which a penalty on the reward grows. The penalty is 0 for a completion of up to
+    """A penalty on the reward grows over the last overlong_buffer tokens before the limit max_tokens. The penalty is 0 for a completion of up to
     max_tokens - overlong_buffer tokens, and overlong_penalty at max_tokens (DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13). In a
     task with episodes, the limit is episodes.max_tokens, and all tokens of an episode count, also its prompt. 0: no penalty."""
     overlong_penalty: float = 1.0

@@ -169,7 +169,11 @@ def write(page: Path, marks: tuple[str, str], table: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", default=H200, help="kind of GPU; rows that need a GPU show only results of this kind")
+    parser.add_argument(
+        "--gpu",
+        default=H200,
+        help="kind of GPU; a row that needs a GPU shows another kind's result only if it has no result of this kind",
+    )
     parser.add_argument("--headline", action="store_true", help="print only the rows that the README shows")
     parser.add_argument(
         "--write",

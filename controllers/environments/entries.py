@@ -33,7 +33,7 @@ def to_problem(entry: Entry, config: EnvironmentConfig) -> Problem:
     try:
         prompt = config.prompt.format(**fields)
     except KeyError as error:
-        known = f"the problems of task={config.task!r} have {', '.join(fields)}"
+        known = f"the problems of task={config.task!r} have these fields: {', '.join(fields)}"
         raise ValueError(f"prompt={config.prompt!r} uses the unknown field {error}; {known}") from None
     except (ValueError, IndexError, AttributeError, TypeError) as error:
         raise ValueError(f"prompt={config.prompt!r} is not a template: {error}") from None

@@ -17,7 +17,7 @@ the piece only then. So a GPU does not begin to send to a reader that has died. 
 NCCL sends and receives only in the memory of a GPU. So if the bytes are in the host's memory, they go through WINDOW buffers on the GPU.
 
 When a rank writes its next version into a slot, the rank waits for all work of its GPU, including a piece that NCCL is
-sending. So a reader that hangs in the middle of a piece can delay this write until the deadline of the pull.
+sending. So a reader that hangs in the middle of a piece can delay this write until the deadline of `Pair.send`.
 
 The tests of NCCL are in tests/gpu/test_weights.py and need two GPUs. They passed on one host with two GPUs: in
 some cases NCCL could use all of its paths, in the other cases only the loopback network. NCCL has not run between two hosts.

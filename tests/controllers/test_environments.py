@@ -159,7 +159,10 @@ def test_a_users_function_gets_the_seed_and_the_options():
         ({"options": {"digits": 3}}, "digits.*known options: min_terms, max_terms"),
         ({"options": {"min_terms": 0}}, "min_terms must be positive"),
         ({"options": [1]}, r"options=\[1\] is not a JSON object"),
-        ({"prompt": "{expresion}"}, "uses the unknown field 'expresion'; the problems of task=.* have .*expression"),
+        (
+            {"prompt": "{expresion}"},
+            "uses the unknown field 'expresion'; the problems of task=.* have these fields: .*expression",
+        ),
         ({"num_held_out": 0}, "num_held_out=0; it must be at least 1"),
         ({"prompt_pattern": "["}, r"prompt_pattern='\[' is not a regular expression"),
         ({"prompt_pattern": "no"}, r"num_held_out=512 is more than half of the 0 .* and prompt_pattern='no'"),
@@ -370,7 +373,7 @@ def cut_off(tmp_path) -> str:
             "a.jsonl",
             '{"question": "1", "value": 1}',
             {"prompt": "{level}"},
-            "uses the unknown field 'level'; the problems of task=.* have question",
+            "uses the unknown field 'level'; the problems of task=.* have these fields: question",
         ),
         (
             "a.jsonl",

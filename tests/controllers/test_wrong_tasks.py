@@ -153,7 +153,7 @@ WRONG = {
     "a data set that does not exist": (of("no/where"), "task='no/where', split='train': "),
     "a field that the rows lack": (
         of("good.jsonl", "--environment.prompt", "[{level}] {question}"),
-        "uses the unknown field 'level'; the problems of task='good.jsonl' have question",
+        "uses the unknown field 'level'; the problems of task='good.jsonl' have these fields: question",
     ),
     "a template that is cut off": (
         of("good.jsonl", "--environment.prompt", "{question"),

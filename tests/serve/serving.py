@@ -102,7 +102,7 @@ class Api:
                 return response
 
     async def answer(self, promise: Mapping) -> dict:
-        """The result of a promise, which must be JSON."""
+        """The result of a promise, decoded from JSON."""
         response = await self.fetch(promise)
         assert response.status_code == 200, response.text
         return response.json()
