@@ -1,9 +1,9 @@
 """Kills runs at random moments and resumes them. A resumed run must report the same metrics as an uninterrupted run. No speed is measured.
 
 The script first makes a short run of GRPO or PPO, with real trainers and vLLM, and lets it end. This is the uninterrupted run. Then come the
-rounds. A round begins the same run again, and kills the controller or the trainer with signal 9, either up to half a second after a random
-step or while a checkpoint is being written. Then the round resumes the killed run, and compares every line of its metrics.jsonl with the same
-line of the uninterrupted run. Metrics of speed, memory and weight transfers are not compared.
+rounds. A round starts a new run with the same flags, and kills its controller or its trainer with signal 9, either up to half a second after
+a random step or while a checkpoint is being written. Then the round resumes the killed run, and compares every line of its metrics.jsonl
+with the same line of the uninterrupted run. Metrics of speed, memory and weight transfers are not compared.
 """
 
 import argparse
@@ -96,7 +96,7 @@ class Controller:
             )
 
     def processes(self) -> list[psutil.Process]:
-        """The processes of this run that have not ended. A process that an earlier call found counts even if its parent has ended."""
+        """The processes of this run that have not ended. They include each process that an earlier call found, even if its parent has ended."""
         found = []
         parents = {process.pid for process in list(self.seen) if process.is_running()}
         for process in psutil.process_iter():

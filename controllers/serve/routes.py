@@ -2,7 +2,7 @@
 
 A request that the server cannot read gets a 400, 413, 415 or 422, and the SDK does not send it again. The reply to a request for work
 (training or sampling) is the id of a future, and comes at once. The client then asks for the answer with retrieve_future. If the work has
-failed, the answer is the error. If the answer is not ready within hold_seconds, the reply is 408, and the SDK asks again.
+failed, the answer is the error. If the answer is not ready within hold_seconds, the reply to retrieve_future is 408, and the SDK asks again.
 """
 
 import logging
@@ -29,7 +29,7 @@ PROTOBUF = "application/x-protobuf"
 INLINE_BYTES = 1 << 20
 """Largest size in bytes of an answer that the server sends to a retrieve_future with allow_metadata_only.
 
-If the answer is larger, the reply has only its size, and the client asks again without allow_metadata_only.
+If the answer is larger, the server sends only the answer's size, and the client asks again without allow_metadata_only.
 """
 PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
@@ -39,8 +39,8 @@ ANYONE = "anyone"
 """The owner of everything on a server without API keys."""
 
 
-# These two functions are coroutines. FastAPI would call plain functions in a thread. Handing the call to the thread would take
-# longer than the rest of a request.
+# These two functions are coroutines, because FastAPI would call plain functions in a thread. Handing the call to the thread would
+# take longer than all other work on a request.
 async def server_of(request: Request) -> Server:
     return request.app.state.server
 

@@ -41,7 +41,7 @@ def prepare_base(config: ServeConfig, folder: Path) -> None:
             this_machine().require_possible(config.generator)
         except ValueError as error:
             logger.warning(
-                "vLLM cannot apply adapters on this machine, so a sampler of an adapter gets weights with the adapter merged in: %s",
+                "a sampler of an adapter gets weights with the adapter merged in, because vLLM cannot apply adapters on this machine: %s",
                 error,
             )
             config.generator.max_adapters = 0

@@ -1,4 +1,4 @@
-"""`HfDirectories`, the transport from which the generator of a Tinker server pulls whole weights for samplers.
+"""`HfDirectories`, the transport from which a Tinker server's generator pulls whole weights (not adapters) for samplers.
 
 A sampler samples from saved weights of a run, or from the base model.
 

@@ -105,7 +105,7 @@ class PipelineRunner:
 
         # A shard has attention masks, and a call should not hold the masks of all its microbatches at once. So a shard is made when the
         # first stage of this rank runs the microbatch. If this rank has a second stage, that stage runs the same microbatch later: this
-        # rank's next num_ranks - 1 forward passes come in between. So the cache keeps num_ranks + 1 shards.
+        # rank's next num_ranks - 1 forward passes come in between. So num_ranks shards are in use at once. The cache keeps one more.
         batch = lru_cache(self.num_ranks + 1)(shard)
         call = self._call = PipelineCall(batch=batch, loss=loss, with_entropy=with_entropy, training=training)
         numbers = [torch.tensor(number) for number in range(len(whole))]

@@ -4,7 +4,8 @@ Another program connects to the port in order to use the actors (to attach), or 
 Both sides send lines of JSON. Calls to actors do not go through this port.
 A program that attaches must have the same versions of Python and of some packages as the service (see wire.py). The service answers with the
 reference to the coordinator, which is the actor that takes the program's calls. The connection stays open until the program closes or drops its
-client (for example a TrainerClient), or until the program or the service ends. Each side then knows that the other side is gone.
+client (for example a TrainerClient), or until the program or the service ends. When the connection ends, each side knows that the
+other side is gone.
 """
 
 import asyncio
