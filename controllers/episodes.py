@@ -306,7 +306,7 @@ def require_demonstrations(environment: AnyEnvironment) -> None:
     """Raises ValueError if the environment has episodes but no demonstrations. A supervised phase would train on the demonstrations."""
     if isinstance(environment, EpisodeEnvironment) and not isinstance(environment, Demonstrating):
         raise ValueError(
-            f"{type(environment).__name__} has no method demonstration, so a run cannot have supervised steps; use --sft-steps 0"
+            f"{type(environment).__name__} has no method `demonstration`, so a run cannot have supervised steps; use --sft-steps 0"
         )
 
 

@@ -111,7 +111,7 @@ def _require_no_limits(config: EnvironmentConfig) -> None:
         if getattr(config, name) != getattr(default, name):
             given = f"{name}={getattr(config, name)}"
             raise ValueError(
-                f"{given}: a set cannot have its own {name}; set environment.{name}, which applies to all rewards of a run"
+                f"{given}: a set cannot have its own {name}; use environment.{name}, which applies to all rewards of a run"
             )
 
 

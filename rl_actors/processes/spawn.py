@@ -50,8 +50,8 @@ START_TIMEOUT = 120.0  # seconds in which spawned processes must answer
 STOP_TIMEOUT = 20.0  # seconds within which Monarch must stop the processes; those that still run are then killed
 logger = logging.getLogger(__name__)
 
-# By default Monarch notices a dead process after nine seconds. With this value Monarch notices one after about one second. If the user has set
-# the variable, the user's value is kept. Monarch also asks its processes whether they are alive. The time limits for their answers are
+# By default Monarch notices a dead process after nine seconds. With this value Monarch takes about one second. If the user has set the
+# variable, the user's value is kept. Monarch also asks its processes whether they are alive. The time limits for their answers are
 # not changed. With shorter limits Monarch took a process on an overloaded machine for dead, because the process did not answer for over three
 # seconds while it imported vLLM.
 _SUPERVISION = {"HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s"}
@@ -164,7 +164,7 @@ class ProcessMesh:
             pass
         except Exception:
             # The error means that a process has ended, not that the process is silent. `first_end` reports the end of a process of this host.
-            # So this method waits for `timeout` seconds, and `first_end` can report first.
+            # This method waits for `timeout` seconds, so that `first_end` reports first.
             await asyncio.sleep(timeout)
         return [process for process in self.processes if process.rank not in answered]
 

@@ -23,7 +23,7 @@ LENGTH = struct.Struct("<Q")
 MAX_REQUEST_BYTES = 4096
 SERVED, GONE = b"\0", b"\1"
 """The first byte of an answer. SERVED: the layout of the slot follows (names, shapes and places of the tensors), and then the bytes come by
-the path of the request. GONE: the version cannot be read, and the text of the error follows."""
+the path that the request names. GONE: the version cannot be read, and the text of the error follows."""
 RECEIPT, ACCEPTED = b"\2", b"\3"
 """When all bytes have arrived, the reader sends RECEIPT. The server keeps the slot locked until it has the RECEIPT, and then answers
 ACCEPTED. If the reader does not get this answer, it drops the bytes, because they may be wrong. A server that waits too long for the RECEIPT

@@ -474,7 +474,7 @@ def test_a_demonstration_trains_the_policy_on_its_turns_with_their_end_tokens(tm
     assert trained == tokenizer.encode(f"c{expression}") + eos + tokenizer.encode(problem.answer) + eos
     game = GuessingGame(seed=0, num_held_out=10)
     with pytest.raises(
-        ValueError, match="GuessingGame has no method demonstration, so a run cannot have supervised steps"
+        ValueError, match="GuessingGame has no method `demonstration`, so a run cannot have supervised steps"
     ):
         asyncio.run(player.demonstrate(game, game.problem(0)))
 

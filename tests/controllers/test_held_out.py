@@ -65,7 +65,7 @@ WRONG = {
     "validation has a set named ''": ["--validation", '{"": {"task": "chain_sum"}}'],
     "validation.hard: task='hard.jsonl' is not a file": ["--validation", '{"hard": {"task": "hard.jsonl"}}'],
     "validation.hard: num_held_out=0; it must be at least 1": ["--validation", '{"hard": {"num_held_out": 0}}'],
-    "validation.hard: reward_workers=2: a set cannot have its own reward_workers; set environment.reward_workers, which applies to all rewards of a run": [
+    "validation.hard: reward_workers=2: a set cannot have its own reward_workers; use environment.reward_workers, which applies to all rewards of a run": [
         *("--validation", '{"hard": {"task": "chain_sum", "reward_workers": 2}}')
     ],
     "hard.tusk is not a field; did you mean task?": ["--validation", '{"hard": {"tusk": "chain_sum"}}'],
