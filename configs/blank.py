@@ -52,7 +52,7 @@ def _no_task() -> EnvironmentConfig:
 
 
 def _model() -> ModelConfig:
-    # A run replaces vocab_size by the number of characters in the problems plus the number of special tokens.
+    # A run replaces vocab_size by the number of characters in the run's alphabet plus the number of special tokens.
     # rope_theta, the base of the rotary embedding, is small because the texts have only some tens of tokens. With a
     # base of 10,000 most angles of the embedding would hardly change over so few tokens.
     return tiny_model(vocab_size=128, max_position_embeddings=256, rope_theta=100.0)

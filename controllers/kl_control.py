@@ -27,7 +27,7 @@ class KLControlConfig:
     """Strength of the control. After each step the coefficient is multiplied by 1 + gain * error. The error is divergence / target - 1,
     limited by max_error. 0.1 is the paper's value."""
     max_error: float = 0.2
-    """The error in `gain` is clamped to [-max_error, max_error]. 0.2 is the paper's value."""
+    """The error is clamped to [-max_error, max_error] before it is multiplied by gain. 0.2 is the paper's value."""
 
     def validate(self) -> None:
         """Raises ValueError naming the value and the limit."""

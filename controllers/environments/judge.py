@@ -53,7 +53,7 @@ class JudgeConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
     config: JudgeConfig
-    clients: "list[AsyncOpenAI]" = field(default_factory=list)  # empty before the first call; then it has one client
+    clients: "list[AsyncOpenAI]" = field(default_factory=list)  # the first call adds the only client
 
     async def __call__(self, problem: Problem, completion: str) -> float:
         """The reward of a completion. Raises errors of the package openai. Raises ValueError if the judge's answer has no score, or a score

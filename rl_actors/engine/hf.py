@@ -194,8 +194,8 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
     """Write a directory that transformers and vLLM load.
 
     The files are written to the directory `path`.partial, which is then renamed to `path`. So `path` never holds half
-    an export. Tensors are gathered one at a time. So rank 0 holds at most MAX_FILE_BYTES of tensors, and one more
-    tensor.
+    an export. Tensors are gathered one at a time, and a file is written when it is full. So rank 0 holds at most
+    MAX_FILE_BYTES of tensors, and one more tensor.
 
     source: a directory whose tokenizer files are copied.
     """

@@ -286,8 +286,8 @@ class EngineThread:
 
         request_id = str(self.num_started)
         self.num_started += 1
-        # vLLM's prefix cache uses the salt in its keys. So a request uses only cached keys and values that were
-        # computed with the current version of the weights.
+        # cache_salt is part of the hash by which vLLM's prefix cache finds a block. The salt is the version of the
+        # weights, so a request finds only cached blocks of requests that began with the same version.
         prompt = tokens_input(list(request.call.prompts[request.prompt]), cache_salt=str(self.version))
         self.engine.add_request(request_id, prompt, params, lora_request=adapter)
         self.requests[request_id] = request

@@ -142,7 +142,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once_and_without_a_checkpoint(tmp_path):
     wait_until(lambda: steps_of(folder), "the first step")
     terminal.press_ctrl_c()
     wait_until(lambda: terminal.shows("SIGINT: "), "the answer to Ctrl-C")
-    time.sleep(REPEATED_WITHIN)  # an earlier second signal would be ignored
+    time.sleep(REPEATED_WITHIN)  # until then the run ignores a second signal
     terminal.press_ctrl_c()
     shown = "\n".join(terminal.finish())
     assert terminal.process.returncode == 130, shown

@@ -243,7 +243,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_without_require_possible_vllm_fails_with_adapters_and_experts_on_a_cpu(tmp_path):
+def test_vllm_itself_fails_with_adapters_and_experts_on_a_cpu(tmp_path):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     base = save_random(tmp_path / "base", replace(support.model_config(tied=False), **experts))
     (tmp_path / "program.py").write_text(BARE_VLLM)
