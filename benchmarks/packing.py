@@ -1,9 +1,9 @@
 """Speed of training with samples packed into rows, compared with samples that are each padded to 4,096 positions.
 
-Speed is the number of tokens that forward_backward processes in a second, without padding. Sample lengths are log-normal
-(median 600, sigma 1, clipped to 4,096, seed 0). One process trains a tiny model on a CPU, or a model of Qwen3 0.6B's
-shape in bfloat16 on a GPU. The timed calls alternate between the ways of packing, so that a slow period of the machine
-affects all ways. The docstring of `plan` in rl_actors/engine/packing.py explains the ways.
+Speed is the number of tokens that forward_backward processes in a second. Padding does not count. Sample lengths are
+log-normal (median 600, sigma 1, clipped to 4,096, seed 0). One process trains a tiny model on a CPU, or a model of
+Qwen3 0.6B's shape in bfloat16 on a GPU. The timed calls alternate between the ways of packing, so that a slow period of
+the machine affects all ways. The docstring of `plan` in rl_actors/engine/packing.py explains the ways.
 
 A plan puts samples into rows, and rows into the microbatches of every rank. The program also prints the time to make
 plans, and their share of padding.
@@ -70,7 +70,7 @@ def print_planning() -> None:
     highest cost. So the highest costs of all microbatches are added up. Imbalance is the excess of this sum over the
     mean cost of a rank.
     """
-    print("plans with rows of 4,096 positions and one row in a microbatch; seconds: the best of three times")
+    print("plans with tokens_per_row=4,096 and rows_per_microbatch=1; seconds: the best of three times")
     print(
         f"{'samples':>9} {'ranks':>6} {'policy':<13} {'seconds':>8} {'padding':>7} {'microbatches':>13} {'slowest rank':>13}"
     )

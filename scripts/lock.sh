@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Rewrite rl_actors/requirements/{cpu,cuda}.txt from pyproject.toml with uv. If pyproject.toml still allows a version that the old file pins, uv
-# keeps this version. The arguments of this script tell uv where the CPU build of torch is. So uv gets them only for cpu.txt, and the argument
-# `--upgrade` upgrades only cpu.txt.
+# keeps this version. The script passes its arguments to uv only for cpu.txt, because uv must be told where the CPU build of torch is. So
+# `--upgrade` as a further argument upgrades only cpu.txt.
 #
 #   scripts/lock.sh --torch-backend cpu       # or: --find-links DIR_WITH_THE_CPU_WHEEL_OF_TORCH
 set -euo pipefail

@@ -27,7 +27,7 @@ INDEX_TIMEOUT = 60.0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The dtypes in which generators may compute, widest first."""
 LOAD_TIMEOUT = 600.0
-"""Seconds. Source.timeout of a version whose transport has no setting for the timeout."""
+"""Source.timeout, in seconds, if the transport has no setting for this timeout."""
 
 Value = TypeVar("Value")
 
@@ -166,7 +166,7 @@ class Transport(ABC):
         """Stop the processes and remove the directories of `open`."""
 
     async def death(self, silent_after: float) -> str:
-        """Wait until a process that `open` started ends, or does not answer for silent_after seconds. Returns a text that names the process.
+        """Wait until one of the processes of `open` has ended, or has not answered for silent_after seconds. Returns a text that names the process.
 
         If `open` started no process, this waits for ever.
         """

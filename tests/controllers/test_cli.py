@@ -233,7 +233,7 @@ def test_a_folder_that_holds_a_run_is_refused_with_the_command_that_resumes_the_
     assert f"my run holds a run; to continue it: {PROG} --resume 'my run'" in message
 
 
-def test_resume_takes_the_config_of_the_run_and_flags_edit_this_config():
+def test_flags_edit_the_config_that_resume_takes_from_the_run():
     folder = past_run(replace(tiny_tp2(), steps=77, mode="slow"))
     invocation = parse("--resume", folder, "--steps", "99")
     assert invocation.config == replace(tiny_tp2(), steps=99, mode="slow")

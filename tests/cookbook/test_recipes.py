@@ -1,4 +1,7 @@
-"""Runs unmodified recipes (training programs) of tinker-cookbook against our Tinker server, by `make test-cookbook`."""
+"""Runs unmodified recipes (training programs) of tinker-cookbook against our Tinker server.
+
+`make test-cookbook` runs these tests.
+"""
 
 import json
 import re
@@ -97,10 +100,11 @@ def test_rl_numerics_check_finds_sampler_and_trainer_equal(cookbook):
 
 
 def test_logprobs_are_those_of_the_tempered_distribution(cookbook):
-    # The program prints seven rows. Each of the first six rows compares the logprobs at one temperature with the
-    # logprobs at temperature 1. For the seventh row the program samples a sequence at consistency_check_temp, and then
-    # samples the token at each position again. If the two tokens of a position are equal, the program compares their
-    # logprobs. The temperature is low, so that even a model with random weights samples equal tokens.
+    # The program prints seven rows. Each of the first six rows is for one temperature. It compares the difference of
+    # two tokens' logprobs at this temperature with their difference at temperature 1, divided by this temperature. For
+    # the seventh row the program samples a sequence at consistency_check_temp, and then samples the token at each
+    # position again. If the two tokens of a position are equal, the program compares their logprobs. The temperature
+    # is low, so that even a model with random weights samples equal tokens.
     arguments = [f"base_model={MODEL}", "consistency_check_temp=0.01"]
     done = cookbook.run_program("validate_temperature_logprobs.py", *arguments).require_success()
     # The columns of a row: the temperature, two counts, the mean difference and the largest difference. The second

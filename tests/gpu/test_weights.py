@@ -104,7 +104,7 @@ def test_a_process_reads_the_slots_of_another_process_and_nothing_is_left_in_dev
 @pytest.mark.parametrize("network", [False, True], ids=["all of NCCL's paths", "only the network"])
 @pytest.mark.parametrize("place", [Place(on_gpu=True), Place(pinned=True)], ids=["slots on the GPU", "pinned"])
 def test_point_to_point_sends_versions_by_nccl_and_raises_an_error_if_the_trainer_dies(place, network, monkeypatch):
-    """Every case has a new reader process, because NCCL reads its variables only once in a process."""
+    """Every case starts a new process for the reader, because NCCL reads its environment variables only once in a process."""
     for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE") if network else ():
         monkeypatch.setenv(name, "1")
     reader = multiprocessing.get_context("spawn").Process(target=read_from_trainers_that_are_killed, args=(place,))
@@ -117,9 +117,9 @@ def test_point_to_point_sends_versions_by_nccl_and_raises_an_error_if_the_traine
 
 
 def read_from_trainers_that_are_killed(place: Place) -> None:
-    """Read versions of two trainers, one after the other, on another GPU. Each trainer is killed while it sends.
+    """Read versions from two trainers, one after the other. The trainers are on GPU 0, the reader is on GPU 1.
 
-    The reader must survive the death of the trainer.
+    Each trainer is killed while it sends. The reader must survive the death of the trainer.
     """
     communicator.PIECE_BYTES = 100_000  # several pieces
     torch.zeros(1, device="cuda:1")

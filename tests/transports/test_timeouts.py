@@ -94,7 +94,7 @@ def test_after_a_silent_worker_the_engine_gets_no_further_call_and_the_error_nam
 
 @pytest.mark.parametrize("failing", ["open_version", "load_version"])
 @pytest.mark.parametrize("error", [VersionGoneError("slot 0 is gone"), NoPickleError(1, 2)])
-def test_an_error_of_one_worker_is_raised_when_all_have_answered_and_the_version_is_closed(failing, error):
+def test_when_all_workers_have_answered_the_error_of_one_is_raised_and_the_version_is_closed(failing, error):
     engine = Workers(failing, error)
     expected = VersionGoneError if isinstance(error, VersionGoneError) else RuntimeError
     with pytest.raises(expected, match=r"slot 0 is gone|NoPickleError\(1, 2\)") as raised, pull.opened(engine, SOURCE):
