@@ -1,6 +1,6 @@
 """Speed of training through TrainerClient, compared with the reference: torchtitan's own components, without our actors.
 
-A row of the table in harness/rows.py is one model, batch shape and number of GPUs, with its settings. A run of a row measures
+Each row of the table in harness/rows.py has a model, a batch shape, a number of GPUs and settings. A run of a row measures
 both sides: our trainer and the reference. Speeds come from the median time of the steps after warm-up. The reference runs first
 and ends before our trainer starts, so each side has the GPUs for itself.
 """

@@ -218,9 +218,8 @@ class ForwardBackwardOutput:
 class RankOutput:
     """The part of a ForwardBackwardOutput that one rank reports. This class is in types.py so that a client need not import the engine.
 
-    Only tensor-parallel rank 0 of the last pipeline stage reports samples and metrics. Under context parallelism every
-    context-parallel rank reports its own metrics, but only context-parallel rank 0 reports samples. So each sample is
-    reported once.
+    A rank reports metrics only if it is in the last pipeline stage and has tensor-parallel rank 0. Of these ranks, only
+    those with context-parallel rank 0 report samples. So each sample is reported once.
     """
 
     rank: int
@@ -313,7 +312,7 @@ class TrainerInfo:
     """State and limits of a trainer. Ranks differ only in `rank`, `pid`, `device`, `logs` and the values of memory, moves, pushes and times."""
 
     policy_version: int
-    steps_skipped: int  # number of optim_steps whose gradient was not finite, counted separately for each tenant
+    steps_skipped: int  # number of one tenant's optim_steps whose gradient was not finite; see TenantClient.info
     state: str  # "idle", "open", "broken" or "inconsistent" (some weights may have changed); see engine/call_order.py
     num_parameters: int
     vocab_size: int
@@ -377,8 +376,8 @@ class GeneratorInfo:
     """State and limits of a generator.
 
     A client may use several generators, its replicas. Then `info` returns the info of the healthy replica with the
-    oldest weights. The field `replicas` of this info has the last info of every replica that has been set up since its
-    last start.
+    oldest weights. The field `replicas` of this info has the last info of every replica whose newest process
+    has been set up.
     """
 
     policy_version: int  # -1 before the first pull

@@ -72,7 +72,7 @@ class Process:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault of the connection. It replaces the answer to a training request, which is a request that begins as in WORK."""
+    """A fault of the connection. It replaces the answer to a training request. Such a request begins with an entry of WORK."""
 
     reaches_server: bool  # False: the proxy closes the connection instead of passing the request on
     answer: bytes = b""  # sent to the client in place of the server's answer; then the proxy closes the connection

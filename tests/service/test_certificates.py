@@ -93,7 +93,7 @@ def test_a_program_without_tls_gets_no_answer(served):
 
 
 def test_a_client_does_not_trust_a_service_whose_certificate_lacks_the_service_address(tmp_path, certificates):
-    """The certificate lists 127.0.0.1, but the service listens at 127.0.0.2, which is also an address of this machine."""
+    """Every certificate lists 127.0.0.1, but this service listens at 127.0.0.2, which is also an address of this machine."""
     service = Service({"trainer": NoTrainer()})
     door = Door(service, b"", logs=tmp_path, stop=lambda reason: None, transport="tls")
     opening = door.open(Address("127.0.0.2", 0, tls=True), tls.server_context(certificates))
@@ -104,7 +104,7 @@ def test_a_client_does_not_trust_a_service_whose_certificate_lacks_the_service_a
 
 
 @pytest.mark.parametrize("name", [tls.AUTHORITY, tls.CERTIFICATE, tls.KEY])
-def test_the_error_names_a_missing_file_before_the_client_connects(tmp_path, name):
+def test_attach_names_a_missing_file_and_does_not_connect(tmp_path, name):
     folder = make(tmp_path / "certificates")
     os.unlink(Path(folder) / name)
     with pytest.raises(ValueError, match=f"{name} does not exist; `make certificates`"):
