@@ -41,7 +41,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "PP2": {"pipeline_parallel": 2},
     "FSDP2xTP2": {"data_parallel_shard": 2, "tensor_parallel": 2},
 }
-# Maps the smallest number of devices to (layout under which the checkpoint is saved, layout under which it is loaded).
+# Key: how many devices the move uses. Value: (layout under which the checkpoint is saved, layout under which it is loaded).
 MOVES = {4: ("FSDP2xTP2", "FSDP2"), 2: ("FSDP2", "one")}
 # Limits of the float32 differences, by the names that `differences` returns.
 TOLERANCE = {

@@ -1,5 +1,5 @@
-"""Training loops and a server for programs of the Tinker SDK, with their tasks, rewards, checkpoints, reports and
-command lines.
+"""Training loops, and a server for programs of the Tinker SDK. Also tasks, rewards, checkpoints, reports and command
+lines.
 """
 
 import gc

@@ -50,7 +50,7 @@ def test_output_before_an_abort_is_in_the_file(tmp_path):
     assert log.read_text() == "last words\n"
 
 
-def test_terminal_writes_to_the_original_stdout_and_the_end_of_the_block_restores_stdout(tmp_path):
+def test_the_stream_terminal_writes_to_the_original_stdout_and_the_end_of_the_block_restores_stdout(tmp_path):
     log = tmp_path / "controller.log"
     code = """
 print("before")

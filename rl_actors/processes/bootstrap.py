@@ -26,7 +26,7 @@ except SystemExit as error:
 
 The process collects no garbage until `collector.keep` is called.
 
-The exit handler `end` ends the process at once. Without `end`, Python would delete the objects of the thousands of modules that torch and vLLM
-import, one by one. This would be of no use, and would take one second of processor time in a trainer, and two seconds in a generator. At the
+The exit handler `end` ends the process at once. Without `end`, Python would delete, one by one, the objects of the thousands of modules that torch
+and vLLM import. This would be of no use, and would take one second of processor time in a trainer, and two seconds in a generator. At the
 end Python waits for all non-daemon threads, and then runs the exit handlers in reverse order. `end` is registered first, so it runs last.
 """

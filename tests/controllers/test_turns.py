@@ -43,7 +43,7 @@ TIMES = ("time/", "tokens/s", "busy/", "memory/")
 
 
 class Gpu:
-    """The state of a GPU that fakes of trainer, critic and generator share. The calls of the fakes check and change this state.
+    """The state of a GPU. The fake trainer, critic and generator share this GPU, and their calls check and change its state.
 
     If `is_generators` is True, only the generator may work. Otherwise only the trainer and the critic may work.
     """

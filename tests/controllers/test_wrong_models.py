@@ -61,7 +61,7 @@ CHANGES = {
         {"model.safetensors.index.json": '{"weight_map": {"a": '},
         "mine/model.safetensors.index.json is not a JSON object with a weight_map",
     ),
-    "an index whose files have no names": (
+    "an index with a number in place of a file name": (
         {"model.safetensors.index.json": '{"weight_map": {"a": 1}}'},
         "mine/model.safetensors.index.json is not a JSON object with a weight_map",
     ),

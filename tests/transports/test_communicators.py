@@ -63,7 +63,7 @@ def test_a_restarted_trainer_gets_another_communicator(made):
     assert sorted(made) == [0, 0, 1, 1]
 
 
-def test_a_pull_from_a_trainer_that_hangs_times_out_and_the_next_pull_makes_another_communicator(made, monkeypatch):
+def test_a_pull_times_out_if_the_trainer_hangs_and_the_next_pull_makes_another_communicator(made, monkeypatch):
     served, goes_on = Served(), threading.Event()
     manifest = served.write(1)
     assert versions_in(receive(manifest, PATH)[0]) == {1.0}
