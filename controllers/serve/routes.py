@@ -5,7 +5,6 @@ A request that the server cannot read gets a 400, 413, 415 or 422, and the SDK d
 failed, the answer is the error. If the answer is not ready within hold_seconds, the reply to retrieve_future is 408, and the SDK asks again.
 """
 
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
@@ -22,8 +21,6 @@ from controllers.serve.codec import read_forward_backward
 from controllers.serve.downloads import VALID_SECONDS, Downloads
 from controllers.serve.futures import NotFoundError, Promise, UserError
 from controllers.serve.server import Server
-
-logger = logging.getLogger(__name__)
 
 PROTOBUF = "application/x-protobuf"
 INLINE_BYTES = 1 << 20

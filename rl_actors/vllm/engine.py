@@ -62,6 +62,7 @@ class EngineThread:
         self.config, self.weights = config, weights
         self.core = core_of(config)
         self.version = NO_VERSION
+        self.num_weights = 0  # how often the weights were replaced
         self.broken = ""  # why the model has no usable weights; empty if it holds all weights of one version
         # Requests that have not finished, by id. `Any` is here because their calls have results of different types.
         self.requests: dict[str, Request[Any]] = {}
@@ -262,6 +263,7 @@ class EngineThread:
     def _set_version(self, version: int) -> None:
         """Set the version of the weights. vLLM marks the tokens of later steps with this version."""
         self.version = version
+        self.num_weights += 1
         self.engine.set_weight_version(str(version))
 
     def _add_requests(self, call: EngineCall[T]) -> None:
@@ -286,9 +288,11 @@ class EngineThread:
 
         request_id = str(self.num_started)
         self.num_started += 1
-        # cache_salt is part of the hash by which vLLM's prefix cache finds a block. The salt is the version of the
-        # weights, so a request finds only cached blocks of requests that began with the same version.
-        prompt = tokens_input(list(request.call.prompts[request.prompt]), cache_salt=str(self.version))
+        # vLLM's prefix cache uses the salt in its keys. So a request uses only cached keys and values that were
+        # computed with the current weights. The version alone would not do: after the load of a checkpoint a trainer
+        # publishes other weights under a number that it has used before.
+        salt = f"version {self.version}, weights {self.num_weights}"
+        prompt = tokens_input(list(request.call.prompts[request.prompt]), cache_salt=salt)
         self.engine.add_request(request_id, prompt, params, lora_request=adapter)
         self.requests[request_id] = request
 
