@@ -156,7 +156,7 @@ def test_an_attached_client_raises_the_same_errors_as_other_clients(service):
         with pytest.raises(RuntimeError, match="no gradients are accumulated") as caught:
             trainer.optim_step(OptimParams(learning_rate=0.0)).result()
         assert any("optim_step" in note for note in caught.value.__notes__)
-        with pytest.raises(ValueError, match="use GeneratorClient.attach"):
+        with pytest.raises(ValueError, match="call GeneratorClient.attach"):
             trainer.spawn_generator()
         with pytest.raises(ValueError, match="this service has no generator; it has trainer"):
             GeneratorClient.attach(service.address)
