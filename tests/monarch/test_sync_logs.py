@@ -47,5 +47,5 @@ def test_info_and_the_log_name_the_path_and_later_syncs_add_no_log_lines(tmp_pat
     # The first two syncs may add lines about the path, and about slots, the trainer's memory for pushed weights.
     assert sizes[1] == sizes[-1]
     written, pulled = (log.read_text() for log in logs)
-    assert written.count("slots of") == 1 and "in memory of the host" in written
+    assert written.count("slots for the weights") == 1 and "in memory of the host" in written
     assert pulled.count(f"the weights come by {taken}: {reason}") == 1
