@@ -67,12 +67,13 @@ class Death(Exception):
 class StartAgainError(Exception):
     """An actor of a run with `--hosts` has died. The run can go on only in a new program, because Monarch 0.7 cannot connect to hosts a
     second time in the same program after one of the hosts was lost.
-
-    A worker is the program that starts the run's processes on a host.
     """
 
     def __init__(self, cause: str, lost: Sequence[str]) -> None:
-        """lost: names of the hosts whose workers have ended. Empty if all workers still run."""
+        """lost: names of the hosts whose workers have ended. Empty if all workers still run.
+
+        A worker is the program that starts the run's processes on a host.
+        """
         super().__init__(cause)
         self.lost = tuple(lost)
 

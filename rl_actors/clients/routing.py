@@ -27,7 +27,7 @@ class Router:
 
     def __init__(self, num_replicas: int) -> None:
         self.loads = [0] * num_replicas
-        self._known: OrderedDict[int, int] = OrderedDict()  # replica by the hash of the prompt
+        self._known: OrderedDict[int, int] = OrderedDict()  # hash of a prompt -> the replica that got it
 
     def assign(self, prompt: Sequence[int], n: int, among: Sequence[int]) -> int:
         """Choose the replica for all n completions of a prompt, and add n requests to its load.
@@ -53,8 +53,8 @@ class Router:
         self.loads[replica] -= num_requests
 
     def forget(self) -> None:
-        """Forget all prompts. Call this after a pull, which empties the caches, and after a replica has died, because
-        its cache is lost.
+        """Forget all prompts. Call this after a pull, because the caches hold nothing for the new weights, and after a
+        replica has died, because its cache is lost.
         """
         self._known.clear()
 

@@ -89,7 +89,8 @@ class FilesTransport(Transport):
 class VersionInDirectory(Source, OpenVersion):
     """A version of the weights, in files of one directory. Every process that sees the directory can read the files.
 
-    The files need no opening, so this Source is also its own OpenVersion. A subclass reads the tensors.
+    `open` has nothing to do, so this Source is also its own OpenVersion. A subclass opens the files when it reads the
+    tensors.
     """
 
     directory: Path

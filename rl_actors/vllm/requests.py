@@ -47,7 +47,7 @@ class EngineCall(Generic[T]):
         adapter with which the requests run. name: the call's name in error texts.
         """
         self.prompts, self.make_params, self.read, self.adapter, self.name = prompts, make_params, read, adapter, name
-        # Unfinished prompt -> place -> result. Request says what a place is.
+        # Unfinished prompt -> place -> result. A place is an index among the requests of the prompt.
         self._results: dict[int, dict[int, T]] = {index: {} for index in range(len(prompts))}
         self._finished: list[tuple[int, list[T]]] = []  # finished prompts that no `take` has returned
         self._failure: BaseException | None = None

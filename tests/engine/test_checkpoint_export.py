@@ -1,4 +1,7 @@
-"""Tests of exports that are made from a checkpoint, without a trainer. They must equal the exports of the trainer that saved the checkpoint."""
+"""Tests of exports that are made from a checkpoint, without a trainer.
+
+Such an export must equal the export of the trainer that saved the checkpoint.
+"""
 
 import json
 from dataclasses import replace

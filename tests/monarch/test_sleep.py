@@ -1,4 +1,4 @@
-"""A generator that sleeps, so that its device memory is free for others. The generator falls asleep when its running requests have ended, and
+"""A generator that sleeps, so that other processes can use its device memory. The generator falls asleep when its running requests have ended, and
 refuses requests and pulls until it is woken. After a sleep of level 1 the generator has its weights again. After a sleep of level 2 it needs a pull.
 
 On a CPU vLLM has no sleep mode, so these tests release no memory. tests/gpu/test_gpu_sleep.py checks the released memory.
