@@ -19,7 +19,8 @@ from controllers.run_folder import RunFolder, read_jsonl
 
 KINDS = ("trainer", "generator")
 SFT_STEPS, STEPS = 4, 12
-BETWEEN = 2  # GRPO steps before the first death, and steps from the first step after the recovery to the second death
+# The first death comes after this many GRPO steps, and the second death this many steps after the first step of the recovered run.
+BETWEEN = 2
 
 
 def flags(config: str, folder: Path) -> list[object]:

@@ -43,7 +43,7 @@ def from_values(cls: type[Config], values: object) -> Config:
 
     Raises ValueError with a line for each wrong field.
     """
-    # A config is a plain dataclass without settings for pydantic. So the settings belong to a pydantic model whose only field is the config.
+    # A config is a plain dataclass without settings for pydantic. A pydantic model, whose only field is the config, has the settings.
     # The settings forbid unknown fields and conversions of types. pydantic applies them to the fields of the config, too.
     around = create_model("ConfigFile", __config__=ConfigDict(extra="forbid", strict=True), config=(cls, ...))
     try:

@@ -324,7 +324,7 @@ def stage_blocks(config: TrainerConfig) -> list[range]:
     """The transformer blocks of every stage.
 
     torchtitan splits num_units(config) layers evenly over the stages. The layers that remain go to the first stages, one layer to each.
-    The layers for which embedding and head count are not blocks.
+    The ranges leave out the layers that stand for the embedding or the head.
     """
     num_layers, stages = config.model.num_hidden_layers, num_stages(config)
     first = config.parallelism.pipeline_parallel_first_stage_less_layers
@@ -346,7 +346,7 @@ def is_possible(config: TrainerConfig) -> bool:
 
 
 def nearest(config: TrainerConfig) -> list[dict[str, int]]:
-    """Possible layouts with the config's number of processes, at most NUM_SUGGESTIONS. The nearest to the config's layout is first; see _distance."""
+    """At most NUM_SUGGESTIONS possible layouts with the config's number of processes. The nearest to the config's layout is first; see _distance."""
     wanted = all_degrees(config)
     possible = []
     for factors in _factorizations(config.num_processes(), len(config.layout())):

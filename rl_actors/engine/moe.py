@@ -105,7 +105,7 @@ class RouterCounters:
         ids_BLK = _local(expert_ids_BLK)
         padding_BLK = is_padding_BL[..., None].expand_as(ids_BLK).to(counts_E.dtype)
         # scatter_add_ gets all positions, and positions that are not padding add 0. To select only the padding, the
-        # host would have to wait for the device, because it would need the number of padding positions.
+        # host would have to wait for the device, because the host would need the number of padding positions.
         counts_E.scatter_add_(0, ids_BLK.flatten(), -padding_BLK.flatten())
 
 

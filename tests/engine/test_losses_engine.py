@@ -5,8 +5,8 @@ transformers model in float64.
 
 A closed form has the arguments p, c, h and all_TV of one sample with T positions. p [T] are the logprobs of the
 targets, c the sample's columns by name, h [T] the entropies of the model's distributions, and all_TV the logprobs of
-all tokens. In shapes, V is the size of the vocabulary, K the number of target ids of a position, and N the number of
-positions of a chunk.
+the whole vocabulary. In shapes, V is the size of the vocabulary, K the number of target ids of a position, and N the
+number of positions of a chunk.
 """
 
 from dataclasses import replace

@@ -83,7 +83,7 @@ def test_a_value_model_starts_from_the_checkpoint_of_a_policy_or_of_a_value_mode
         assert torch.equal(values_of(again), trained)
     with ValueTrainerClient.spawn(config, processes=ranks(1)) as resumed:
         assert resumed.load_checkpoint(str(tmp_path / "critic")).result() == saved.policy_version + 2
-        # The next step gives the same values as before, because the checkpoint also has the optimizer's state.
+        # One more step gives the values in `following`, because the checkpoint also has the optimizer's state.
         assert_close(fit(resumed, 1), following, rtol=0, atol=0)
 
 
