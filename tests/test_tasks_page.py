@@ -1,4 +1,4 @@
-"""The command line accepts every command of docs/tasks.md. The rewards and the flags of `environment` that the page names exist, and
+"""The command line accepts every command of docs/tasks.md. The page names only rewards and `--environment` flags that exist.
 docs/metrics.md explains the page's metrics of rewards and validation.
 """
 

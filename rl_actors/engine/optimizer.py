@@ -142,7 +142,7 @@ class Hyperparameters:
 
     @property
     def supported(self) -> tuple[str, ...]:
-        """The fields of OptimParams in validation.HYPERPARAMETERS that this optimizer has."""
+        """The fields of OptimParams that validation.HYPERPARAMETERS lists and that this optimizer has."""
         return supported_hyperparameters(self.optimizer.param_groups[0])
 
     def set(self, params: OptimParams) -> None:

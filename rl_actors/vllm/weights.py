@@ -126,7 +126,7 @@ class WeightsExtension:
         return time.perf_counter() - begin
 
     def _plan_for(self, version: OpenVersion, model: nn.Module) -> Plan:
-        """The slice of a parameter into which each tensor of a version is copied.
+        """The plan: for each tensor of a version, the slice of a parameter into which the tensor is copied.
 
         The plan is empty if vLLM's own reload must load the weights. The first pull makes the plan for all pulls.
         """
@@ -195,7 +195,7 @@ class WeightsExtension:
 
 
 class PromptLogprobs:
-    """vLLM's computation of prompt logprobs. It applies a request's adapter to every row (position) of the prompt.
+    """Runs vLLM's computation of prompt logprobs. Applies a request's adapter to every row (position) of the prompt.
 
     In shapes, T is the number of positions, D the hidden size and V the size of the vocabulary.
     """

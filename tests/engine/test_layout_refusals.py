@@ -79,8 +79,8 @@ def upstream_experts(num_experts: int, parallelism: dict[str, Any]) -> None:
 def upstream_local_map() -> bool:
     """Call local_map while the all-gather of its input still runs. Returns whether the output requires a gradient.
 
-    The output should require a gradient, because the input requires one. But local_map drops the gradient, so our hook
-    (rl_actors.engine.moe.wait_for_input) makes the experts wait for the all-gather.
+    The output should require a gradient, because the input requires one. But local_map drops the gradient while the
+    all-gather runs. So our hook (rl_actors.engine.moe.wait_for_input) makes the experts wait for the all-gather.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor

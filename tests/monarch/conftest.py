@@ -1,6 +1,6 @@
 """Fixtures for the tests in this folder.
 
-All tests share one trainer with one process, one vLLM generator and one torchstore.
+The tests share one vLLM generator, one torchstore, and one trainer with a single process.
 """
 
 import asyncio

@@ -250,7 +250,7 @@ def test_a_pull_of_an_unpublished_version_times_out_and_names_the_newest_version
 
 @pytest.mark.slow
 def test_a_pull_replaces_all_weights_of_an_untied_model():
-    """Here the head has weights and a kernel of its own. In most other tests the head is tied to the embedding."""
+    """Here the head has weights of its own. In most other tests the head is tied to the embedding."""
     transport = MemoryTransport()
     asyncio.run(transport.open())
     with GeneratorClient.spawn(support.generator_config(tied=False), transport=transport) as generator:

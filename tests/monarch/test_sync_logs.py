@@ -44,7 +44,7 @@ def test_info_and_the_log_name_the_path_and_later_syncs_add_no_log_lines(tmp_pat
             assert (pull.path, pull.reason) == (taken, reason)
             sizes.append([len(log.read_text().splitlines()) for log in logs])
     in_background(transport.close(), "transport").result()
-    # The first two syncs may add lines about the path, and about slots, the trainer's memory for pushed weights.
+    # The first two syncs may add lines about the path and about slots. A slot is a rank's memory for one version.
     assert sizes[1] == sizes[-1]
     written, pulled = (log.read_text() for log in logs)
     assert written.count("slots for the weights") == 1 and "in memory of the host" in written

@@ -1,6 +1,7 @@
 """Runs with a trainer over two hosts and a generator on one of these hosts.
 
-A worker process on this machine plays the part of each host. The worker listens on loopback or in a network namespace.
+Two worker processes on this machine play the parts of the two hosts. A worker listens on loopback or in a network
+namespace.
 """
 
 import contextlib
