@@ -103,8 +103,8 @@ class Client:
         # folder.
         self._is_quiet = logs is not None or mesh is not None
         self._processes: ProcessMesh | None = None
-        # A Probe is a second actor in a process. It answers even while the rank runs a call. These are the Probes in
-        # processes that this client did not spawn. The Probes in its own processes are in `_processes.probe`.
+        # A Probe is a second actor in a process. It answers even while the rank runs a call. `_probes` has the Probes
+        # in processes that this client did not spawn. The Probes in its own processes are in `_processes.probe`.
         self._probes: Sequence[Probe] = ()
         self._spawning = asyncio.Lock()
         self._closed = False

@@ -35,7 +35,7 @@ def prepare(world_size: int) -> None:
 
     Under context parallelism torch creates the masks with a function that it compiles anew for every shape. torch compiles a function for at
     most eight shapes (`recompile_limit`), so the ninth shape raises an error. To avoid the error, torchtitan's
-    compiled function replaces torch's. torch can compile torchtitan's function for many shapes at once.
+    compiled function replaces torch's. One compilation of torchtitan's function can serve many shapes.
     """
     threads.prepare_gpu_process()
     FlexAttention.inductor_configs["max_autotune"] = False

@@ -1,4 +1,6 @@
-"""Writes small data sets under the names of those that tinker-cookbook's recipes load from the Hub. So the tests of recipes need no network."""
+"""Writes small data sets. Each has the name of a data set that tinker-cookbook's recipes load from the Hub. So the tests of recipes need no
+network.
+"""
 
 import json
 import random

@@ -1,5 +1,5 @@
 """If a rank hangs during a call, another rank waits for it in a collective. The call then fails after collective_timeout,
-the limit of the process groups, and not only after the client's longer call_timeout.
+the limit of the process groups. The client does not wait until its longer call_timeout has passed.
 """
 
 import os

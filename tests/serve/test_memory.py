@@ -49,8 +49,8 @@ class Mixture:
     def fill_cache(self) -> None:
         """Send prompts that use every block of the generator's KV cache.
 
-        A page of memory counts as resident only after its first use. So the whole cache must be in use before the
-        memory is measured for the first time.
+        A page of memory counts as resident only after its first use. So every page of the cache must have been used
+        before the memory is measured for the first time.
 
         The cache has 256 MiB, which is enough for 65,536 tokens. All prompts together have 72,000 tokens. The tokens are
         random, because prompts with a common beginning would share blocks.
