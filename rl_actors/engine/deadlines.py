@@ -19,8 +19,8 @@ from rl_actors.engine.collectives import on_all_ranks
 LATE = re.compile(r"Timed out waiting \d+ms for (recv|send) operation|Application timeout caused pair closure")
 """Matches two error messages of gloo.
 
-gloo raises the first error in a collective whose deadline has passed. It raises the second error in every later collective
-between the same two ranks.
+gloo raises the first error in a collective whose deadline has passed. The rank that waited then closes all its
+connections in this group. So gloo raises the second error in every later collective of this rank in this group.
 """
 
 

@@ -104,7 +104,8 @@ def gpu_environment() -> dict[str, str]:
 def prepare_gpu_process() -> None:
     """Limit the host threads of this process, unless OMP_NUM_THREADS is set. Call this from the thread that will compute.
 
-    This package sets OMP_NUM_THREADS for the processes that it spawns. Another program may start a process without it.
+    This package sets OMP_NUM_THREADS for the processes that it spawns. A process that another program starts may lack
+    this variable.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(HOST_THREADS, torch.get_num_threads()))

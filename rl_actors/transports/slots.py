@@ -234,7 +234,8 @@ class MappedSlot:
         magic, token, layout_bytes, data_offset, num_bytes = fields
         if magic != MAGIC or token != address.token:
             raise VersionGoneError(f"{address} is gone: its pid and file descriptor now belong to another file")
-        # The memory is mapped only for reading. So a write by mistake ends this process, and does not change what other readers see.
+        # As long as the memory is mapped only for reading, a write by mistake ends this process, and does not change what other
+        # readers see. _host_bytes maps the memory for writing, too, if CUDA cannot pin it otherwise.
         self.memory = _map(self.fd, mmap.PROT_READ)
         self.layout = Layout.from_json(self.memory[PAGE : PAGE + layout_bytes])
         self.on_gpu: cuda_ipc.OpenedMemory | None = None

@@ -24,7 +24,7 @@ COLUMNS = ("loss_weights", "returns", "old_values")
 LOSS = ValueLoss(clip=0.2)
 STEP = OptimParams(learning_rate=1e-2, eps=1e-2, grad_divisor=100.0, grad_clip_norm=1.0)
 WITH_VALUES = {"tied", "experts", "balanced experts", "four blocks", "Llama"}
-"""Names of the models in the layout table with which these tests run.
+"""Names of the models that these tests take from the layout table.
 
 Models with adapters are left out, because they cannot have values. A value head is never tied, so with a value head
 "tied" and "untied" are the same model, and "untied" is left out.
@@ -49,8 +49,8 @@ def value_samples() -> list[Sample]:
 def train(path: str, parallelism: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     """Take two steps, and return their numbers.
 
-    The head is zero before the first step, so only the second step has gradients in the trunk. The trunk is
-    the model without its head.
+    The trunk is the model without its head. The head is zero before the first step, so only the second step has
+    gradients in the trunk.
     """
     engine = make_engine(path, parallelism, {**fields, "head": "values"})
     samples = value_samples()
