@@ -57,7 +57,10 @@ class ChatTemplate:
             )
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of the conversation and of the beginning of the assistant's next turn. A last turn of the assistant is left out."""
+        """The tokens of the conversation and of the beginning of the assistant's next turn.
+
+        If the conversation ends with a turn of the assistant, this turn is left out.
+        """
         conversation = self._with_system(messages)
         if conversation[-1]["role"] == "assistant":
             conversation = conversation[:-1]

@@ -1,4 +1,4 @@
-"""Check this machine and .venv. Print what is there, and each problem with the command that fixes the problem.
+"""Check this machine and .venv. Print what is there. For each problem, also print the command that fixes it.
 
 This program uses only the standard library and runs with any Python 3.8+. So it also works when .venv is missing or torch cannot be
 imported. The exit status is 1 if there is a problem, otherwise 0. A warning does not count as a problem.
@@ -187,7 +187,8 @@ def check_stamp(report: Report, stamp: str, device: str) -> bool:
 
 
 def check_packages(report: Report, device: str) -> bool:
-    """True when every package of the lock file is installed in its version, and on a CPU no package of CUDA_ONLY_ON_PYPI is installed.
+    """True when every package of the lock file is installed in the version that the lock file gives. For the device "cpu", also requires that
+    no package of CUDA_ONLY_ON_PYPI is installed.
 
     Otherwise reports each difference. All other packages may be installed, too.
     """

@@ -221,7 +221,7 @@ class Trainers:
         return min(idle, key=lambda resident: resident.used)
 
     def _may_go(self, resident: Resident) -> bool:
-        """True if a run may go to disk now: none of its requests is at work, and it has no gradients or its client is gone."""
+        """True if a run may go to disk now: none of its requests is at work, and either it has no gradients or its client is gone."""
         is_free = not resident.has_gradients or self._is_abandoned(resident.run)
         return is_free and not self._turn(resident.run.id).locked()
 
@@ -251,8 +251,8 @@ class Trainers:
     async def _park(self, resident: Resident, *, must_end: bool = False) -> None:
         """Write the state of a run to disk and take the run out of its trainer. The next request to the run loads the state again.
 
-        A run with gradients that no optim_step has used stays in memory. If must_end is True or the run's client is gone, the run goes to disk
-        without these gradients. If the trainer has died, all its runs are lost.
+        A run with gradients that no optim_step has used stays in memory, unless must_end is True or the run's client is gone. In these two cases
+        the gradients are dropped. If the trainer has died, all its runs are lost.
         """
         run = resident.run
         async with self._turn(run.id):

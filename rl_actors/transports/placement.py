@@ -32,8 +32,8 @@ def choose(num_bytes: int, *, weights_on_gpu: bool, path: WeightsPath, room: int
     If the weights are on a CPU, the slots are in the host's memory, which is not pinned. If the weights are on a GPU and the path is
     shared_memory or tcp, the slots are in pinned memory of the host. With every other path the choice is the first of these three that fits: two
     slots on the GPU, one slot on the GPU, two slots in pinned memory of the host.
-    The path cuda_ipc is an exception, because its slots must be on the GPU. With cuda_ipc, raises ValueError if the weights are on a CPU or no
-    slot fits on the GPU.
+    The path cuda_ipc excludes the third choice, because its slots must be on the GPU. With cuda_ipc, raises ValueError if the
+    weights are on a CPU or no slot fits on the GPU.
     The paths auto and point_to_point may serve readers on other hosts. The slots can be on the GPU even then: NCCL sends the bytes from the
     GPU, and gloo and TCP send them in pieces through the host's memory.
     num_bytes: size of one slot. room: bytes of the GPU that training leaves free.

@@ -2,8 +2,8 @@
 trainer's base weights, which are frozen.
 
 A tenant gets the same numbers as it would get alone. A failed call of one tenant does not disturb the other tenants,
-but a timeout does: the trainer's client then refuses all calls until any tenant discards its gradients. The calls of
-the tenant whose call timed out are refused until this tenant itself discards its gradients.
+but a timeout does: the trainer's client then refuses all calls until any tenant discards its gradients. The tenant
+whose call timed out must discard its own gradients: until then, its calls stay refused.
 """
 
 from dataclasses import replace
