@@ -59,7 +59,8 @@ def read(cls: type[Config], file: Path) -> Config:
     try:
         values = _FORMATS[file.suffix].load(file.read_text(encoding="utf-8"))
         return from_values(cls, values)
-    except (ValueError, yaml.YAMLError, OSError) as error:  # tomllib's and json's errors are ValueErrors
+    # tomllib's and json's errors are ValueErrors. A YAML key that is a mapping or a date gives a TypeError.
+    except (ValueError, TypeError, yaml.YAMLError, OSError) as error:
         raise ValueError(f"{file}: {error}") from None
 
 

@@ -340,6 +340,8 @@ def test_a_config_with_a_null_that_toml_cannot_hold_is_refused():
         ("a.yaml", "steps: 1\nsteps: 2", "the key 'steps' appears twice.*line 2"),
         ("a.yaml", "schedule: {learning_rate: fast}", "schedule.learning_rate='fast': it should be a valid number"),
         ("a.yaml", "", "the config=None: it should be an object"),
+        ("a.yaml", "steps: {{n}}", "unhashable"),
+        ("a.yaml", "2026-11-23: 1", "keys must be"),
         ("a.toml", "steps = 1\nsteps = 2", "Cannot overwrite a value"),
         ("a.toml", "[schedule\nkind = 1", "line 1"),
         ("a.toml", "[schedul]\nkind = 1", "schedul is not a field; did you mean schedule"),
