@@ -390,7 +390,8 @@ def test_logprobs_of_samples_match_the_distribution_at_the_sampling_temperature(
     every = [sampler.compute_logprobs(types.ModelInput.from_ints([*PROMPT, token])) for token in range(261)]
     at_one = torch.tensor([future.result()[-1] for future in every], dtype=torch.float64)
     assert at_one.exp().sum().item() == pytest.approx(1.0, abs=1e-4)
-    # One request asks for the logprobs of all tokens at the last position of the prompt.
+    # One request asks for the logprobs that all tokens would have in the place of the prompt's last token. It also asks for
+    # the logprob of the prompt's second token.
     ids = torch.full((len(PROMPT) - 1, 261), -1)
     ids[-1], ids[0, 0] = torch.arange(261), PROMPT[1]
     wanted = types.TensorData.from_torch_sparse(ids, pad_value=-1)

@@ -126,13 +126,13 @@ def test_a_writer_that_is_killed_between_any_two_tensors_leaves_the_newest_versi
         (tmp_path / "go").touch()
         assert writer.wait(GUARD) == -signal.SIGKILL
         assert versions_in(dict(version.tensors())) == {2.0}
-    # The writer has ended. A process that has mapped the slot can still read the slot, but a new mapping is refused.
+    # The writer has ended. This process keeps its mapping of the slot, so it can still read the slot.
     assert versions_in(read(newest)) == {2.0}
     with pytest.raises(
         VersionGoneError, match=r"s/1 is gone: slot 0 of trainer rank 0 \(pid \d+\) holds no complete version"
     ):
         read(older)
-    with pytest.raises(VersionGoneError, match="the trainer's process has ended"):
+    with pytest.raises(VersionGoneError, match="the trainer's process has ended"):  # a new mapping is refused
         Mappings().of(newest.parts)
 
 
