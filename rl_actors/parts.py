@@ -35,7 +35,9 @@ class HostMove:
         )
 
     def since(self, earlier: "HostMove") -> "HostMove":
-        """The sum of the moves after `earlier`. Both `earlier` and this HostMove are sums of all moves since the trainer was built."""
+        """The sum of the moves between two moments. This HostMove is the sum of all moves from the start of the trainer to the
+        later moment, and `earlier` is the sum up to the earlier one.
+        """
         return HostMove(
             num_bytes=self.num_bytes - earlier.num_bytes,
             seconds=self.seconds - earlier.seconds,

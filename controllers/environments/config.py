@@ -43,8 +43,9 @@ class EnvironmentConfig:
     mixture: Annotated[list[dict[str, object]], _json_field(list)] = field(default_factory=list)
     """Several tasks instead of one task. The flag takes a JSON list with one object for each task. An object has "task"
     and other fields of this config. A field that an object leaves out has this config's value. The field num_held_out
-    is an exception: an object that leaves it out gets a part of this config's value, in proportion to its weight. An object may also have a "name", and a "weight" (default 1). The number of a
-    task's training problems is proportional to its weight."""
+    is an exception: an object that leaves it out gets a part of this config's value, in proportion to its weight. An
+    object may also have a "name", and a "weight" (default 1). The number of a task's training problems is proportional
+    to its weight."""
     prompt_column: str = "prompt"
     """Column of the prompt in a file or a data set."""
     answer_column: str = "answer"

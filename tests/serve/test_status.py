@@ -13,7 +13,7 @@ def test_every_add_but_the_first_adds_a_point_to_each_rate_and_only_the_newest_p
     assert len(curve) == POINTS and curve[0] == 5.0 * 3 and curve[-1] == 5.0 * (2 * POINTS + 1)
 
 
-def test_the_page_shows_an_owner_the_base_model_and_only_its_own_requests_weights_and_runs(api):
+def test_the_page_shows_the_base_model_and_hides_what_belongs_to_other_owners(api):
     async def use(api):
         model = await api.create_model()
         promise = await api.post("save_weights_for_sampler", model_id=model, path="seven", seq_id=1)
