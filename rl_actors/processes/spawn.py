@@ -228,8 +228,7 @@ async def spawn_processes(
     try:
         answers: list[tuple[int, int]] = await asyncio.wait_for(collect(probe.who), START_TIMEOUT)
     except TimeoutError:
-        with contextlib.suppress(Exception):
-            await asyncio.wait_for(_future(mesh.stop()), STOP_TIMEOUT)
+        await _stop(mesh)
         raise TimeoutError(f"{name}: not all of {num_processes} processes started within {START_TIMEOUT:g} s") from None
     if hosts is None:
         processes = [Process(rank, pid, os.pidfd_open(pid)) for rank, pid in sorted(answers)]
@@ -276,8 +275,14 @@ async def _require_shared_or_stop(name: str, mesh: ProcMesh, probe: Probe, folde
     try:
         await require_shared(name, probe.read, folder)
     except BaseException:
-        await _future(mesh.stop())
+        await _stop(mesh)
         raise
+
+
+async def _stop(mesh: ProcMesh) -> None:
+    """End the processes of a mesh whose start failed. The error of the start is more useful than an error of this stop."""
+    with contextlib.suppress(Exception):
+        await asyncio.wait_for(_future(mesh.stop()), STOP_TIMEOUT)
 
 
 def open_rendezvous(address: str) -> TCPStore:

@@ -289,10 +289,9 @@ class EngineThread:
         request_id = str(self.num_started)
         self.num_started += 1
         # cache_salt is part of the hash by which vLLM's prefix cache finds a block. So a request finds only cached blocks
-        # of requests that began with the same weights. The version alone is not enough: after the load of a checkpoint
-        # a trainer publishes other weights under a number that it has used before.
-        salt = f"version {self.version}, weights {self.num_weights}"
-        prompt = tokens_input(list(request.call.prompts[request.prompt]), cache_salt=salt)
+        # of requests that began with the same weights. The version would not be enough: after the load of a checkpoint a
+        # trainer publishes other weights under a number that it has used before.
+        prompt = tokens_input(list(request.call.prompts[request.prompt]), cache_salt=str(self.num_weights))
         self.engine.add_request(request_id, prompt, params, lora_request=adapter)
         self.requests[request_id] = request
 

@@ -121,7 +121,7 @@ def reward(name: str, *flags: str) -> list[str]:
     return of("good.jsonl", "--environment.reward", name, *flags)
 
 
-# What is wrong -> (the flags, a part of the message).
+# The fault -> (the flags, a part of the message).
 WRONG = {
     "no task": ([], "environment.task is empty: --task takes"),
     "a file that does not exist": (of("none.jsonl"), "task='none.jsonl' is not a file"),
