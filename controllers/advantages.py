@@ -1,6 +1,6 @@
 """Pure functions that compute advantages [G, N] from rewards [G, N]: G groups, each with N completions of one prompt.
 
-The functions use neither tokens nor losses. Other modules choose the groups that a step trains on.
+Rewards may be float64; advantages are float32. The functions use neither tokens nor losses. Other modules choose the groups that a step trains on.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,8 @@ def grpo(rewards_GN: Tensor, eps: float = 1e-6) -> Tensor:
 
     grpo([[1, 0]]) -> [[0.7071, -0.7071]]
     """
-    return dr_grpo(rewards_GN) / (rewards_GN.float().std(dim=1, keepdim=True) + eps)
+    centered_GN = _centered(rewards_GN)
+    return (centered_GN / (centered_GN.std(dim=1, keepdim=True) + eps)).float()
 
 
 def dr_grpo(rewards_GN: Tensor) -> Tensor:
@@ -22,8 +23,7 @@ def dr_grpo(rewards_GN: Tensor) -> Tensor:
 
     dr_grpo([[1, 0, 0, 1]]) -> [[0.5, -0.5, -0.5, 0.5]]
     """
-    rewards_GN = _checked(rewards_GN)
-    return rewards_GN - rewards_GN.mean(dim=1, keepdim=True)
+    return _centered(rewards_GN).float()
 
 
 def rloo(rewards_GN: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def rloo(rewards_GN: Tensor) -> Tensor:
     """
     num_completions = rewards_GN.shape[-1]
     # r - (sum - r) / (N - 1) equals N / (N - 1) * (r - sum / N).
-    return dr_grpo(rewards_GN) * num_completions / (num_completions - 1)
+    return (_centered(rewards_GN) * num_completions / (num_completions - 1)).float()
 
 
 def reinforce_plus_plus(rewards_GN: Tensor, eps: float = 1e-6) -> Tensor:
@@ -41,16 +41,17 @@ def reinforce_plus_plus(rewards_GN: Tensor, eps: float = 1e-6) -> Tensor:
 
     A group whose rewards are further apart gets larger advantages. `grpo` gives all groups advantages of about the same size.
     """
-    centered_GN = dr_grpo(rewards_GN)
-    return (centered_GN - centered_GN.mean()) / (centered_GN.std() + eps)
+    centered_GN = _centered(rewards_GN)
+    return ((centered_GN - centered_GN.mean()) / (centered_GN.std() + eps)).float()
 
 
-def _checked(rewards_GN: Tensor) -> Tensor:
+def _centered(rewards_GN: Tensor) -> Tensor:
+    """reward - group mean, in float64: float32 would lose the differences of large rewards."""
     if rewards_GN.ndim != 2 or rewards_GN.shape[0] < 1 or rewards_GN.shape[1] < 2:
         raise ValueError(f"rewards have shape {tuple(rewards_GN.shape)}; expected [G, N] with G >= 1 and N >= 2")
     if not torch.isfinite(rewards_GN).all():
         raise ValueError(f"{int((~torch.isfinite(rewards_GN)).sum())} of {rewards_GN.numel()} rewards are not finite")
-    return rewards_GN.float()
+    return rewards_GN.double() - rewards_GN.double().mean(dim=1, keepdim=True)
 
 
 ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {

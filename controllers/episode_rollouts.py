@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from controllers.environments import EpisodeEnvironment
-from controllers.episodes import Player, Sampled, TurnSender, together
+from controllers.environments.together import together
+from controllers.episodes import Player, Sampled, TurnSender
 from controllers.rollouts import SEEDS_PER_RUN, Deliver, GenerationError, Group, Penalty, RolloutConfig, Rollouts
 from controllers.run import Config, Run
 from controllers.timeline import Timeline

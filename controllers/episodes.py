@@ -10,9 +10,9 @@ because encoding could give tokens that the policy did not sample.
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, Self, TypeVar, cast
 
@@ -27,6 +27,7 @@ from controllers.environments import (
     Reply,
     Scorer,
 )
+from controllers.environments.base import as_reward
 from controllers.run_folder import Record
 from controllers.tokenizer import Tokenizer
 from rl_actors import Completion, GeneratorClient, Sample, SamplingParams
@@ -86,7 +87,7 @@ class PlayedEpisode:
 
     @property
     def reward(self) -> float:
-        return sum(self.rewards_per_token)
+        return math.fsum(self.rewards_per_token)
 
     @property
     def num_turns(self) -> int:
@@ -271,12 +272,13 @@ class Player:
 def _checked(reply: object, where: str) -> Reply:
     if not isinstance(reply, Reply):
         raise EpisodeError(f"{where} returned {reply!r}; it must be a Reply")
-    reward = reply.reward
-    if not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise EpisodeError(f"{where} returned the reward {reward!r}; it must be a finite number")
+    try:
+        reward = as_reward(reply.reward)
+    except ValueError as error:
+        raise EpisodeError(f"{where} returned the reward {reply.reward!r}; it must be a finite number") from error
     if not isinstance(reply.is_over, bool):
         raise EpisodeError(f"{where} returned is_over={reply.is_over!r}; it must be True or False")
-    return reply
+    return replace(reply, reward=reward)
 
 
 def _checked_observation(observation: object, where: str, *, num_tokens: int) -> Observation:
@@ -397,13 +399,3 @@ class Sampled:
 
     async def __call__(self, tokens: list[int], turn: int) -> Completion:
         return await self.sender.complete(tokens, self.first_number + turn)
-
-
-async def together(work: Iterable[Coroutine[object, None, T]]) -> list[T]:
-    """The results of all coroutines, in order. The first error cancels the other coroutines and is raised."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(each) for each in work]
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]

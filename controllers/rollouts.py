@@ -16,6 +16,7 @@ import torch
 
 from controllers.advantages import ADVANTAGES
 from controllers.environments import AnyEnvironment, Environment, Problem, Scorer
+from controllers.environments.base import are_equal
 from controllers.episodes import PlayedEpisode
 from controllers.run_folder import Record
 from controllers.timeline import Timeline
@@ -96,7 +97,8 @@ class Group:
     task_rewards: list[float]
     rewards: list[float]  # task_rewards minus all penalties. Advantages are computed from these rewards.
     overlong_penalties: list[float] = field(default_factory=list)  # empty if overlong_buffer is 0
-    components: dict[str, list[float]] = field(default_factory=dict)  # components of the task_rewards, by name
+    # Components of the task_rewards, by name; None where a reward lacks the component.
+    components: dict[str, list[float | None]] = field(default_factory=dict)
     num_retries: int = 0  # times that a reward function was called again, or an episode was played again
     needs_difference: bool = True  # False: the group is trained on even if all its rewards are equal
     # KL divergence of the policy from the reference model on each completion, summed over the tokens. Empty if no KL penalty is
@@ -161,7 +163,7 @@ class Group:
         A group whose rewards are all equal can be trained on only with the rule gae. Every other rule gives all completions of such a group the
         advantage 0.
         """
-        return not self.needs_difference or len(set(self.rewards)) > 1
+        return not self.needs_difference or not are_equal(self.rewards)
 
 
 Penalty = Callable[[Sequence[Group]], Awaitable[list[Group]]]
@@ -222,7 +224,7 @@ class RolloutBatch:
             values[f"reward/{source}/mean"] = fmean(reward for rewards in of_source for reward in rewards)
         for name in sorted({name for group in self.groups for name in group.components}):
             of_name = [group.components.get(name, []) for group in self.groups]
-            values[f"reward/component/{name}"] = fmean(value for row in of_name for value in row)
+            values[f"reward/component/{name}"] = fmean(value for row in of_name for value in row if value is not None)
         episodes = [episode for group in self.groups for episode in group.episodes]
         if episodes:
             values["episode/turns_mean"] = fmean(episode.num_turns for episode in episodes)
@@ -452,7 +454,8 @@ def group_advantages(groups: Sequence[Group], config: RolloutConfig) -> list[lis
     """
     if config.advantage == "gae":
         return [group.rewards for group in groups]
-    return ADVANTAGES[config.advantage](torch.tensor([group.rewards for group in groups])).tolist()
+    rewards_GN = torch.tensor([group.rewards for group in groups], dtype=torch.float64)
+    return ADVANTAGES[config.advantage](rewards_GN).tolist()
 
 
 def to_samples(groups: Sequence[Group], config: RolloutConfig) -> list[Sample]:

@@ -12,7 +12,7 @@ import torch
 
 from controllers.checkpoints import State
 from controllers.environments import EpisodeEnvironment
-from controllers.episodes import together
+from controllers.environments.together import together
 from controllers.launch import main
 from controllers.run import Run, RunConfig, split
 from controllers.schedules import ScheduleConfig

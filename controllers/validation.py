@@ -3,7 +3,6 @@
 The accuracy is the mean reward of greedy completions. For pass@k a completion passes if its reward is at least `PassAtKConfig.threshold`.
 """
 
-import asyncio
 import json
 import math
 import re
@@ -23,7 +22,8 @@ from controllers.environments import (
     build_environment,
 )
 from controllers.environments.config import LIMITS_OF_RUN
-from controllers.episodes import Player, Sampled, TurnSender, together
+from controllers.environments.together import together
+from controllers.episodes import Player, Sampled, TurnSender
 from controllers.run_folder import Record
 from controllers.tokenizer import Tokenizer
 from rl_actors import GeneratorClient, SamplingParams
@@ -181,7 +181,7 @@ class Validator:
         answers = await self.generator.generate(prompts, params)
         texts = [[self.tokenizer.decode(completion.tokens) for completion in completions] for completions in answers]
         asked = [self.scorer.score(environment, *pair) for pair in zip(one.problems, texts, strict=True)]
-        return texts, [found.totals for found in await asyncio.gather(*asked)]
+        return texts, [found.totals for found in await together(asked)]
 
     async def _played(
         self, environment: EpisodeEnvironment, problems: Sequence[Problem], params: SamplingParams

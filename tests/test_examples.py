@@ -35,7 +35,7 @@ def test_the_word_problems_have_an_answer_that_the_pattern_finds():
         prompt_column="question",
         num_held_out=10,
         reward="regex",
-        reward_pattern=r"#### (-?\d+)",
+        reward_pattern=r"#### (-?\d+(?:,\d{3})*(?:\.\d+)?)",
     )
     problems = [*build_environment(config).held_out(), *map(build_environment(config).problem, range(40))]
     assert len({problem.prompt for problem in problems}) == 50

@@ -526,3 +526,14 @@ def test_ppo_written_by_the_caller_has_the_gradients_of_the_built_in_ppo():
 def test_a_loss_of_the_caller_must_return_a_scalar_and_named_metrics(loss, error, words):
     with pytest.raises(error, match=words):
         output_gradients(loss, [], [torch.zeros(3), torch.zeros(2)])
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "cross_entropy"])
+def test_a_kl_that_is_only_reported_leaves_the_gradient_alone_where_its_estimate_overflows(name):
+    logprobs_BL, columns = with_options()
+    base = run(LOSSES[name](), logprobs_BL, columns)
+    far = columns | {"ref_logprobs": columns["ref_logprobs"] + 95.0}  # exp(95) overflows float32
+    value, gradient_BL, metrics = run(LOSSES[name](kl=KL(coefficient=0.0)), logprobs_BL, far)
+    assert value == base[0]
+    torch.testing.assert_close(gradient_BL, base[1], rtol=0, atol=0)
+    assert metrics["kl_reference:mean"] == math.inf

@@ -1,6 +1,7 @@
 """The protocol `Environment`: a task that gives problems, and computes the rewards of completions."""
 
-from collections.abc import Awaitable, Mapping
+import math
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypedDict, runtime_checkable
 
@@ -45,3 +46,19 @@ class Environment(Protocol):
 
 class RewardError(ValueError):
     """A reward is not a finite number, or the environment gave no reward."""
+
+
+def as_reward(value: object) -> float:
+    """A number, or a scalar of numpy or torch, as a float. Raises ValueError for anything else, and if it is not finite."""
+    try:
+        number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{value!r} is not a finite number")
+    return number
+
+
+def are_equal(rewards: Sequence[float]) -> bool:
+    """True if the rewards differ by no more than the rounding of a few sums, as 0.1 + 0.2 and 0.3 do."""
+    return math.isclose(min(rewards), max(rewards), rel_tol=1e-12, abs_tol=1e-12)

@@ -9,7 +9,7 @@ from random import Random
 
 from controllers.environments.base import Message, Problem
 from controllers.environments.config import EnvironmentConfig
-from controllers.environments.entries import Entry, fits, text_score, to_problem
+from controllers.environments.entries import Entry, fits, require_answer, text_score, to_problem
 from controllers.environments.held_out import hold_out
 
 Row = tuple[str, Mapping[str, object]]
@@ -59,8 +59,13 @@ class DataEnvironment:
 
 
 def _read_problems(config: EnvironmentConfig, rows: Iterable[Row]) -> list[Problem]:
-    problems = (to_problem(entry, config) for entry in read_entries(config, rows))
-    return [problem for problem in problems if fits(problem, config)]
+    problems = []
+    for entry in read_entries(config, rows):
+        problem = to_problem(entry, config)
+        if fits(problem, config):
+            require_answer(entry, config)
+            problems.append(problem)
+    return problems
 
 
 @functools.lru_cache(maxsize=4)
@@ -172,7 +177,7 @@ def read_entries(config: EnvironmentConfig, rows: Iterable[Row]) -> Iterator[Ent
         if config.rejected_column:
             _require_pair(config, where, row, kinds)
         metadata = {name: value for name, value in row.items() if name not in used}
-        yield Entry(question=str(question), answer=str(answer), metadata=metadata, messages=messages)
+        yield Entry(question=str(question), answer=str(answer), metadata=metadata, messages=messages, where=where)
 
 
 def _require_pair(

@@ -25,6 +25,19 @@ class Entry:
     answer: str
     metadata: Mapping[str, object]
     messages: list[Message] = field(default_factory=list)
+    where: str = ""  # place in the data, for error texts
+
+
+def require_answer(entry: Entry, config: EnvironmentConfig) -> None:
+    """Raise ValueError, naming the place, if no completion can earn the reward of the entry's answer."""
+    if config.reward == "math_verify" and not scores.gold_values(entry.answer):
+        raise ValueError(
+            f"{entry.where}: the answer {entry.answer[:80]!r} has no value that the reward math_verify can compare"
+        )
+    if config.reward == "python" and not entry.answer.strip():
+        raise ValueError(
+            f"{entry.where}: column {config.answer_column!r} is empty; the reward python needs tests there"
+        )
 
 
 def to_problem(entry: Entry, config: EnvironmentConfig) -> Problem:

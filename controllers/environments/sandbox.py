@@ -12,12 +12,17 @@ import secrets
 import signal
 import sys
 import tempfile
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 from controllers.environments.base import Problem
 
-CODE_BLOCK = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
+FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([^\s`]*)[^\n`]*$", re.MULTILINE)
+"""A line that opens or closes a block of code. Group 1: the fence. Group 2: the language."""
+LANGUAGES = ("", "python", "python3", "py", "py3")
+DEFINITION = re.compile(r"^(?:async\s+def|def|class)\s+(\w+)|^(\w+)\s*(?::[^=\n]+)?=(?!=)", re.MULTILINE)
+"""A definition at the top level of a program."""
 MAX_FILE_BYTES = 1 << 20
 CLOCK_FACTOR = 4
 """Wall-clock seconds that a program may take, for each CPU second that the program may use."""
@@ -29,12 +34,12 @@ CLOCK_FACTOR = 4
 # example, and its exit status may be 0. Therefore passed tests give a secret exit status (`passed`), which is removed
 # from sys.argv before the program runs.
 LIMITED = """
-import ctypes, os, resource, runpy, signal, sys
+import ctypes, os, resource, signal, sys, types
 CLONE_NEWUSER, CLONE_NEWNET, PR_SET_PDEATHSIG = 0x10000000, 0x40000000, 1
 libc = ctypes.CDLL(None)
 libc.unshare(CLONE_NEWUSER | CLONE_NEWNET)
 libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-program, parent, passed, seconds, memory, file_size = sys.argv[1], *map(int, sys.argv[2:])
+program, tests, parent, passed, seconds, memory, file_size = *sys.argv[1:3], *map(int, sys.argv[3:])
 if os.getppid() != parent:
     sys.exit(1)  # the parent ended before prctl
 sys.argv[:] = [program]
@@ -42,7 +47,12 @@ resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
 resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-runpy.run_path(program, run_name="__main__")
+# The program is imported, so that its own `if __name__ == "__main__"` does not run. Then the tests run as the main program.
+module = sys.modules["__main__"] = sys.modules["program"] = types.ModuleType("program")
+for path, name in ((program, "program"), (tests, "__main__")):
+    module.__name__ = name
+    with open(path, encoding="utf-8") as file:
+        exec(compile(file.read(), path, "exec"), module.__dict__)
 sys.exit(passed)
 """
 PASSED_STATUSES = [*range(100, 120), *range(121, 256)]
@@ -78,15 +88,16 @@ class Sandbox:
         The problem's answer is the code of the tests, such as assert statements.
         """
         with tempfile.TemporaryDirectory() as folder:
-            program = Path(folder) / "program.py"
-            program.write_text(f"{program_of(completion)}\n\n{problem.answer}\n", encoding="utf-8", errors="replace")
-            return float(await self._passes(program))
+            program, tests = Path(folder) / "program.py", Path(folder) / "tests.py"
+            program.write_text(program_of(completion, problem.answer), encoding="utf-8", errors="replace")
+            tests.write_text(problem.answer, encoding="utf-8", errors="replace")
+            return float(await self._passes(program, tests))
 
-    async def _passes(self, program: Path) -> bool:
+    async def _passes(self, program: Path, tests: Path) -> bool:
         passed = secrets.choice(PASSED_STATUSES)
         limits = (self.config.cpu_seconds, self.config.memory_mib << 20, MAX_FILE_BYTES)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-c", LIMITED, str(program), *map(str, (os.getpid(), passed, *limits))),
+            *(sys.executable, "-I", "-c", LIMITED, *map(str, (program, tests, os.getpid(), passed, *limits))),
             cwd=program.parent,
             env={},
             stdin=asyncio.subprocess.DEVNULL,
@@ -105,7 +116,39 @@ class Sandbox:
             await process.wait()
 
 
-def program_of(completion: str) -> str:
-    """The code in the completion's last block of ```, ```python or ```py. If there is no such block, the whole completion."""
-    blocks = CODE_BLOCK.findall(completion)
-    return blocks[-1] if blocks else completion
+def program_of(completion: str, tests: str) -> str:
+    """The completion's longest block of Python that defines a name of the tests; else its last block; else the completion."""
+    text = completion.replace("\r\n", "\n").replace("\r", "\n")
+    blocks = _blocks(text)
+    named = set(re.findall(r"\w+", tests))
+    defining = [block for block in blocks if _defined(block) & named]
+    if defining:
+        return max(defining, key=len)
+    return blocks[-1] if len(blocks) > 1 else text
+
+
+def _blocks(text: str) -> list[str]:
+    """What stands before the first fence, and the blocks of Python. The last block may lack its closing fence."""
+    blocks = []
+    first = FENCE.search(text)
+    if first is not None:
+        blocks.append(text[: first.start()])
+    opening = first
+    while opening is not None:
+        closing = next(
+            (
+                match
+                for match in FENCE.finditer(text, opening.end())
+                if match[1].startswith(opening[1]) and not match[2]
+            ),
+            None,
+        )
+        if opening[2].lower() in LANGUAGES:
+            end = closing.start() if closing else len(text)
+            blocks.append(textwrap.dedent(text[opening.end() : end].lstrip("\n")))
+        opening = FENCE.search(text, closing.end()) if closing else None
+    return blocks
+
+
+def _defined(block: str) -> set[str]:
+    return {one or other for one, other in DEFINITION.findall(block)}

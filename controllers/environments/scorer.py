@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from controllers.environments.base import Environment, Problem, RewardError
+from controllers.environments.base import Environment, Problem, RewardError, as_reward
 from controllers.environments.config import EnvironmentConfig
 from controllers.environments.episode import AnyEnvironment, EpisodeEnvironment
 from controllers.environments.mixture import MixedEnvironment
 from controllers.environments.pool import RewardPool, reward_function
+from controllers.environments.together import together
 
 TOTAL = "reward"
 """Name of the component that is taken as the reward. If no component has this name, the reward is the sum of all components."""
@@ -33,7 +34,8 @@ class Rewards:
     """Rewards of the completions of one problem."""
 
     totals: list[float]
-    components: dict[str, list[float]]  # by name; empty if the rewards are plain numbers
+    # By name; None where the completion's reward lacks the component. Empty if the rewards are plain numbers.
+    components: dict[str, list[float | None]]
     num_retries: int
 
 
@@ -99,19 +101,20 @@ class Scorer:
         owner = environment.environments[problem.source] if isinstance(environment, MixedEnvironment) else environment
         if getattr(owner, "rewards", None) is not None:
             answers, num_retries = await self._ask(owner, problem, list(texts))
-            if not isinstance(answers, Sequence) or len(answers) != len(texts):
+            if hasattr(answers, "tolist"):  # an array of numpy or a tensor
+                answers = answers.tolist()
+            if not isinstance(answers, Sequence) or isinstance(answers, str | bytes) or len(answers) != len(texts):
                 raise RewardError(
                     f"the method rewards gave {answers!r} for {len(texts)} completions of prompt {problem.prompt!r}; it must give one reward for each"
                 )
         else:
-            asked = [self._ask(owner, problem, text) for text in texts]
-            pairs = await asyncio.gather(*asked)
+            pairs = await together(self._ask(owner, problem, text) for text in texts)
             answers, num_retries = [answer for answer, _ in pairs], sum(retries for _, retries in pairs)
         parts = [_parts(answer, problem, text) for answer, text in zip(answers, texts, strict=True)]
         names = sorted({name for each in parts for name in each} - {TOTAL})
         return Rewards(
             totals=[each[TOTAL] for each in parts],
-            components={name: [each.get(name, 0.0) for each in parts] for name in names},
+            components={name: [each.get(name) for each in parts] for name in names},
             num_retries=num_retries,
         )
 
@@ -170,10 +173,12 @@ def _parts(answer: Any, problem: Problem, text: str) -> dict[str, float]:
     """
     found = dict(answer) if isinstance(answer, Mapping) else {TOTAL: answer}
     try:
-        parts = {str(name): float(value) for name, value in found.items()}
-    except (TypeError, ValueError):
-        parts = {}
-    if not parts or not all(map(math.isfinite, parts.values())):
+        parts = {str(name): as_reward(value) for name, value in found.items()}
+        if not parts:
+            raise ValueError("it has no component")
+        if TOTAL not in parts:
+            parts[TOTAL] = as_reward(math.fsum(parts.values()))  # fsum: 0.7 + 0.2 + 0.1 is 1.0
+    except (ValueError, OverflowError) as error:
         where = f"completion {text!r} of prompt {problem.prompt!r}"
-        raise RewardError(f"the reward of {where} is {answer!r}; it must be a finite number")
-    return {TOTAL: sum(parts.values())} | parts
+        raise RewardError(f"the reward of {where} is {answer!r}; it must be a finite number ({error})") from None
+    return parts

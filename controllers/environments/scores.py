@@ -1,7 +1,15 @@
 """Functions that score a completion by comparing it with the right answer. They use no model."""
 
+import functools
 import re
 import threading
+
+DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[|\\begin\{")
+"""A text with one of these says itself where its mathematics is."""
+WORDS = re.compile(r"[^\W\d_]{2,}")
+NAME = re.compile(r"\\text\{([^{}]+)\}|([^\W\d_]{2,}(?: [^\W\d_]+)*)")
+LEAD_IN = re.compile(r"\bis\b|:")
+NUMBER_WITH_SEPARATORS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
 def exact_match(answer: str, completion: str) -> float:
@@ -10,28 +18,86 @@ def exact_match(answer: str, completion: str) -> float:
 
 def math_verify(answer: str, completion: str) -> float:
     """1.0 when both texts have the same mathematical value, such as "0.5" and "$\\frac{1}{2}$"; else 0.0."""
-    from math_verify import parse, verify
+    from math_verify import verify
 
-    # The package implements its timeout with SIGALRM, and Python lets only the main thread handle signals. Other threads use no timeout.
-    timeout = 5 if threading.current_thread() is threading.main_thread() else None
-    gold, target = (parse(text, parsing_timeout=timeout) for text in (answer, completion))
-    return float(verify(gold, target, timeout_seconds=timeout))
+    name = _name(answer)
+    if name is not None and name in map(_name, _candidates(completion)):
+        return 1.0
+    return float(verify(list(gold_values(answer)), _values(completion), timeout_seconds=_timeout()))
+
+
+@functools.lru_cache(maxsize=4096)
+def gold_values(answer: str) -> tuple:
+    """The values of a right answer: LaTeX with or without delimiters, an expression or a name. () if it has none.
+
+    gold_values(r"2\\sqrt{3}") -> (2*sqrt(3), "2\\sqrt{3}")
+    """
+    name = _name(answer)
+    # Without \text, LaTeX reads a name as a product of letters, and an anagram has the same value.
+    values = _values(answer) if name is None else _parse(rf"$\text{{{name}}}$")
+    return tuple(values) if any(not isinstance(value, str) for value in values) else ()
+
+
+def _name(text: str) -> str | None:
+    """The words of a text that is nothing but words, of which the first has two letters or more; lower case."""
+    found = NAME.fullmatch(text.strip())
+    return (found[1] or found[2]).lower() if found else None
+
+
+def _values(text: str) -> list:
+    """What math_verify parses from a text. LaTeX without delimiters is read as LaTeX, whole."""
+    if not DELIMITED.search(text):
+        for candidate in _candidates(text):
+            if _is_bare_math(candidate) and (values := _parse(f"${candidate}$")):
+                return values
+    return _parse(text)
+
+
+def _candidates(text: str) -> list[str]:
+    """The whole text, and what follows "is" or a colon in its last line."""
+    last_line = (text.strip().splitlines() or [""])[-1]
+    return [text.strip(), LEAD_IN.split(last_line)[-1].strip().rstrip(".")]
+
+
+def _is_bare_math(text: str) -> bool:
+    """True for one line without words: the names of LaTeX's commands, and what stands in \\text, are none."""
+    without_commands = re.sub(r"\\text\{[^{}]*\}|\\[A-Za-z]+", " ", text)
+    return bool(text) and "\n" not in text and not WORDS.search(without_commands)
+
+
+def _parse(text: str) -> list:
+    from math_verify import parse
+
+    return parse(text, parsing_timeout=_timeout())
+
+
+def _timeout() -> int | None:
+    # The package implements its timeout with SIGALRM, and Python lets only the main thread handle signals.
+    return 5 if threading.current_thread() is threading.main_thread() else None
 
 
 def last_match(pattern: str, answer: str, completion: str) -> float:
     """1.0 when the last match of the pattern in the completion equals the last match in the answer; else 0.0.
 
-    If the answer has no match, the whole answer is used instead. If the pattern has groups, only the first group of a match is compared.
+    If the answer has no match, the whole answer is used instead. If the pattern has groups, the first group that took
+    part in the match is compared. Thousands separators do not count: "2,125" equals "2125".
     last_match(r"#### (-?\\d+)", "72", "so 70 + 2\\n#### 72") -> 1.0
     """
     found = _last_found(pattern, completion)
     expected = _last_found(pattern, answer)
-    return float(found is not None and found == (answer.strip() if expected is None else expected))
+    if expected is None:
+        expected = _without_separators(answer.strip())
+    return float(bool(found) and found == expected)
 
 
 def _last_found(pattern: str, text: str) -> str | None:
-    found = list(re.finditer(pattern, text))
-    if not found:
-        return None
-    last = found[-1].group(1) if found[-1].re.groups else found[-1].group()
-    return (last or "").strip()
+    found = None
+    for match in re.finditer(pattern, text):
+        groups = [group for group in match.groups() if group is not None]
+        if groups or not match.re.groups:
+            found = groups[0] if groups else match.group()
+    return None if found is None else _without_separators(found.strip())
+
+
+def _without_separators(text: str) -> str:
+    return text.replace(",", "") if NUMBER_WITH_SEPARATORS.fullmatch(text) else text

@@ -115,8 +115,9 @@ class PolicyLoss:
         loss = -(policy_weights_BL * objective_BL).sum()
         if self.kl is not None:
             assert ref_logprobs is not None
-            kl_BL = self.kl(logprobs_BL, where_trained(ref_logprobs))
-            loss = loss + self.kl.coefficient * (weights_BL * kl_BL).sum()
+            kl_BL = self.kl(logprobs_BL if self.kl.coefficient else current_BL, where_trained(ref_logprobs))
+            if self.kl.coefficient:  # 0 times an infinite estimate would be NaN
+                loss = loss + self.kl.coefficient * (weights_BL * kl_BL).sum()
             metrics["kl_reference:mean"] = _mean(kl_BL.detach(), is_trained_BL)
         if entropy is not None:
             loss = loss - self.entropy_coefficient * (weights_BL * entropy).sum()

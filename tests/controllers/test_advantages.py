@@ -57,3 +57,9 @@ def test_integer_rewards_are_accepted_and_bad_shapes_and_nan_are_refused(name):
         ADVANTAGES[name](torch.zeros(3, 1))
     with pytest.raises(ValueError, match="1 of 2 rewards are not finite"):
         ADVANTAGES[name](torch.tensor([[float("nan"), 0.0]]))
+
+
+@pytest.mark.parametrize("rule", ADVANTAGES.values())
+def test_differences_of_large_rewards_are_not_lost(rule):
+    small = torch.tensor([[0.0, 1.0, 2.0, 3.0]], dtype=torch.float64)
+    assert rule(small + 1e8).tolist() == rule(small).tolist() != [[0.0] * 4]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from controllers.environments import EnvironmentConfig, Problem, build_environment, math_verify
+from controllers.environments.scores import last_match
 
 ADDITION = {
     "min_terms": 2,
@@ -435,3 +436,68 @@ def test_the_regex_reward_compares_last_matches_and_a_users_function_can_be_the_
     assert build_environment(whole).reward(problem, "7 and 72") == 1.0
     own = EnvironmentConfig(task=jsonl, num_held_out=10, reward=f"{__name__}:closeness")
     assert build_environment(own).reward(problem, "123") == 0.5
+
+
+GSM8K = r"#### (-?\d+(?:,\d{3})*(?:\.\d+)?)"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "answer", "completion", "reward"),
+    [
+        (r"\\boxed\{(-?\d+)\}|#### (-?\d+)", "#### 5", "#### 7", 0.0),
+        (r"\\boxed\{(-?\d+)\}|#### (-?\d+)", "#### 5", "#### 5", 1.0),
+        (r"\\boxed\{(-?\d+)\}|#### (-?\d+)", "#### 5", r"\boxed{5}", 1.0),
+        (r"(\d+)?x", "x", "x", 0.0),  # no group took part in either match
+        (r"(\d*)x", "", "x", 0.0),
+        (GSM8K, "#### 2,125", "#### 2", 0.0),
+        (GSM8K, "#### 2,125", "#### 2,125", 1.0),
+        (GSM8K, "#### 2,125", "#### 2125", 1.0),
+        (GSM8K, "2,125", "#### 2125.", 1.0),
+        (GSM8K, "#### 2.5", "#### 2", 0.0),
+        (GSM8K, "#### 2.5", "so #### 2.5", 1.0),
+        (GSM8K, "#### -1,000,000", "#### -1000000", 1.0),
+        (r"(\d,\d)", "1,2", "1,2", 1.0),
+        (r"([\d,]+)", "1,2", "12", 0.0),  # "1,2" has no thousands separator
+    ],
+)
+def test_the_regex_reward_compares_the_first_group_that_took_part(pattern, answer, completion, reward):
+    assert last_match(pattern, answer, completion) == reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        (
+            r"2\sqrt{3}",
+            [r"2\sqrt{3}", r"so \boxed{2\sqrt{3}}", r"The answer is 2\sqrt{3}.", r"$\sqrt{12}$"],
+            ["2", "3"],
+        ),
+        ("x^2+1", ["x^2+1", r"\boxed{x^2+1}", "it is $1+x^2$"], ["1", "2", "x^2"]),
+        (r"\text{Evelyn}", ["Evelyn", r"\boxed{\text{Evelyn}}", r"\boxed{Evelyn}"], ["Evelny", r"\boxed{Evelny}", ""]),
+        ("listen", ["listen", r"\boxed{listen}", "The answer is listen."], ["silent", r"\boxed{silent}"]),
+        ("[2,5]", ["[2,5]", "[2, 5]", r"\boxed{[2,5]}"], ["2", "5", "(2,5)", "[2,6]"]),
+        ("(C)", ["(C)", r"\boxed{C}", r"\boxed{\text{(C)}}", "The answer is (C)."], ["(D)", r"\boxed{D}", ""]),
+        ("2", ["2", "2.0", r"\frac{4}{2}"], [r"2\sqrt{3}", r"The answer is 2\sqrt{3}", "3"]),
+        (r"\left(3, \frac{\pi}{2}\right)", [r"\boxed{(3, \frac{\pi}{2})}"], ["3", r"\boxed{(3, \pi)}"]),
+        ("2,125", ["2125", "So 2,125"], ["2", "125"]),
+        ("0.5", ["1/2", r"it is $\frac{1}{2}$"], ["5", "0"]),
+    ],
+)
+def test_math_verify_reads_answers_without_delimiters(answer, right, wrong):
+    assert [math_verify(answer, text) for text in right] == [1.0] * len(right)
+    assert [math_verify(answer, text) for text in wrong] == [0.0] * len(wrong)
+
+
+@pytest.mark.parametrize(
+    ("fields", "answer", "message"),
+    [
+        ({"reward": "math_verify"}, "???", "tasks.jsonl:11: the answer '[?]{3}' has no value"),
+        ({"reward": "python"}, " ", "tasks.jsonl:11: column 'answer' is empty"),
+    ],
+)
+def test_an_answer_that_no_completion_can_match_is_refused_with_its_row(tmp_path, fields, answer, message):
+    rows = [{"prompt": f"{n}?", "answer": "1"} for n in range(10)] + [{"prompt": "?", "answer": answer}]
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match=message):
+        build_environment(EnvironmentConfig(task=str(file), num_held_out=2, **fields))

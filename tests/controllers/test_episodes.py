@@ -16,8 +16,9 @@ from controllers.environments import EpisodeError, Message, Problem, Reply, Scor
 from controllers.environments.calculator import CalculatorError, Products, calculate
 from controllers.environments.config import EnvironmentConfig
 from controllers.environments.guessing import GuessingGame
+from controllers.environments.together import together
 from controllers.episode_rollouts import EpisodeRollouts
-from controllers.episodes import EpisodeLimits, PlayedEpisode, Player, Sampled, TurnSender, together
+from controllers.episodes import EpisodeLimits, PlayedEpisode, Player, Sampled, TurnSender
 from controllers.rollout_queue import RolloutQueue
 from controllers.rollouts import RolloutConfig
 from controllers.tokenizer import Tokenizer, build_character_tokenizer, load_tokenizer

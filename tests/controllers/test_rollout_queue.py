@@ -388,3 +388,19 @@ def test_groups_without_a_signal_are_replaced_at_most_max_refills_times():
         assert replace(batch).metrics()["groups/filtered"] == 6
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("rewards", "has_signal"),
+    [([0.1 + 0.2, 0.3], False), ([1e8, 1e8 + 1], True), ([0.0, 1e-6], True), ([0.7 + 0.2 + 0.1, 1.0], False)],
+)
+def test_rewards_that_differ_by_rounding_are_no_signal(rewards, has_signal):
+    assert replace(group(0), rewards=rewards).has_signal() == has_signal
+
+
+def test_a_component_is_averaged_over_the_completions_that_have_it():
+    one = replace(group(0), components={"format": [0.5, None]})
+    other = replace(group(1), components={"right": [1.0, 0.0]})
+    batch = RolloutBatch.of([one, other], RolloutConfig(), num_refills=0, num_retries=0, version=0)
+    values = batch.metrics()
+    assert values["reward/component/format"] == 0.5 and values["reward/component/right"] == 0.5

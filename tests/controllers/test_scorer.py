@@ -15,8 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy
 import psutil
 import pytest
+import torch
 from waiting import wait_until
 
 from controllers.environments import EnvironmentConfig, Problem, RewardError, Scorer, build_environment
@@ -294,3 +296,96 @@ def test_wrong_limits_of_the_sandbox_are_refused():
     limits = "the first must be at least 1, the second at least 64"
     with pytest.raises(ValueError, match=f"sandbox.cpu_seconds=0, sandbox.memory_mib=1024; {limits}"):
         build_environment(EnvironmentConfig(reward="python", sandbox=SandboxConfig(cpu_seconds=0)))
+
+
+SUM = "def add(a, b):\n    return a + b\n"
+ADDS = Problem(prompt="add", answer="assert add(1, 2) == 3", key="add")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"```Python\n{SUM}```",
+        f"```python3\n{SUM}```",
+        f"```python\n{SUM}```".replace("\n", "\r\n"),
+        f"1. So:\n   ```python\n   {SUM.replace(chr(10), chr(10) + '   ')}\n   ```",
+        f"```python\n{SUM}",
+        f"~~~py\n{SUM}~~~",
+        f'```python title="add.py"\n{SUM}```',
+        f"```python\n{SUM}```\nUse it:\n```python\nprint(add(1, 2), add(int(input()), 3), 'and a long text that makes this block long')\n```",
+        f"```python\n{SUM}```\nwhich prints\n```\n3\n```",
+        f"```python\ndef add(a, b): ...\n```\nor rather\n```python\n{SUM}```",
+        f"{SUM}```\nThat is the function.",
+        f"{SUM}if __name__ == '__main__':\n    print(add(int(input()), int(input())))\n",
+    ],
+)
+def test_the_block_that_defines_what_the_tests_name_is_run(text):
+    assert asyncio.run(Scorer().score(Coded(), ADDS, [text])).totals == [1.0]
+
+
+def test_tests_run_as_the_main_program():
+    tests = "class T:\n    ran = False\nif __name__ == '__main__':\n    assert add(1, 2) == 3"
+    problem = Problem(prompt="add", answer=tests, key="add")
+    texts = [SUM, SUM.replace("+", "-")]
+    assert asyncio.run(Scorer().score(Coded(), problem, texts)).totals == [1.0, 0.0]
+
+
+def test_a_sum_of_components_has_no_error_of_rounding():
+    class Parts:
+        def reward(self, problem, completion):
+            return {"right": 0.7, "format": 0.2, "length": 0.1}
+
+    assert score(Parts(), "a").totals == [1.0]
+
+
+def test_a_component_that_a_reward_lacks_is_none():
+    class Sometimes:
+        def reward(self, problem, completion):
+            return {"right": 1.0} | ({"format": 0.5} if completion == "a" else {})
+
+    found = score(Sometimes(), "a", "b")
+    assert found.totals == [1.5, 1.0]
+    assert found.components == {"right": [1.0, 1.0], "format": [0.5, None]}
+
+
+@pytest.mark.parametrize("value", [{"a": 1.7e308, "b": 1.7e308}, "10", b"1", 1j, numpy.array([1.0, 2.0])])
+def test_components_that_overflow_and_values_that_are_no_number_are_refused(value):
+    class Wrong:
+        def reward(self, problem, completion):
+            return value
+
+    with pytest.raises(RewardError, match="it must be a finite number"):
+        score(Wrong(), "a")
+
+
+@pytest.mark.parametrize("answers", [numpy.array([0.5, 1.0]), torch.tensor([0.5, 1.0]), (numpy.float32(0.5), True)])
+def test_rewards_may_be_values_of_numpy_and_torch(answers):
+    class Array:
+        def rewards(self, problem, completions):
+            return answers
+
+    assert score(Array(), "a", "b").totals == [0.5, 1.0]
+
+
+def test_rewards_that_are_a_text_are_refused():
+    class Text:
+        def rewards(self, problem, completions):
+            return "10"
+
+    with pytest.raises(RewardError, match="gave '10' for 2 completions"):
+        score(Text(), "a", "b")
+
+
+def test_a_reward_that_fails_leaves_no_other_reward_running():
+    class OneFails:
+        async def reward(self, problem, completion):
+            if completion == "b":
+                raise ConnectionError("down")
+            await asyncio.sleep(3600)
+
+    async def fail() -> set[asyncio.Task]:
+        with pytest.raises(RewardError, match="down"):
+            await Scorer(max_retries=0).score(OneFails(), PROBLEM, ["a", "b"])
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert asyncio.run(fail()) == set()
