@@ -10,6 +10,7 @@ the run must reach at a given step (gate.py).
 import asyncio
 import contextlib
 import functools
+import json
 import logging
 import shlex
 import signal
@@ -361,6 +362,8 @@ def _prepare(folder: RunFolder, config: RunConfig) -> None:
     checkpoints.remove_incomplete(folder.checkpoints)
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.config.write_text(config_file.to_json(config))
+    if not folder.data.exists():
+        folder.data.write_text(json.dumps(config.data_digests(), indent=2))
     if config.alphabet:
         build_character_tokenizer(folder.path / "tokenizer", config.alphabet)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, ClassVar, Generic, Literal, Self, TypeVar
@@ -12,6 +13,7 @@ from controllers.algorithms import Algorithm
 from controllers.chat import ChatConfig
 from controllers.checkpoints import Checkpoints, State, random_states
 from controllers.environments import AnyEnvironment, EnvironmentConfig, Problem, Scorer
+from controllers.environments.files import digest
 from controllers.episodes import EpisodeConfig, EpisodeLimits, Player
 from controllers.gate import Gate
 from controllers.hosts import HostsConfig
@@ -294,7 +296,21 @@ class RunConfig:
         return list(dict.fromkeys([*self.trackers, *(["wandb"] if self.wandb_project else [])]))
 
     def validate_resumed(self, folder: RunFolder) -> None:
-        """Raises ValueError, naming the field, if the run in this folder cannot be resumed with this config."""
+        """Raises ValueError, naming the field or the file, if the run in this folder cannot be resumed with this config."""
+        if not folder.data.is_file():
+            return
+        before = json.loads(folder.data.read_text())
+        changed = sorted(task for task, digest in self.data_digests().items() if before.get(task, digest) != digest)
+        if changed:
+            raise ValueError(
+                f"{', '.join(changed)} has changed since this run began, so a resumed run would train on other problems; "
+                "restore the data, or start a new run"
+            )
+
+    def data_digests(self) -> dict[str, str]:
+        """A hash of the contents of each file and directory that the run reads problems from."""
+        environments = [self.environment, *self.validation.values()]
+        return {task: digest(task) for each in environments for task in each.data_files()}
 
 
 Config = TypeVar("Config", bound=RunConfig)

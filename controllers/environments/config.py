@@ -9,6 +9,7 @@ from typing import Annotated
 
 from tyro.constructors import PrimitiveConstructorSpec
 
+from controllers.environments.files import FORMATS_TEXT, is_data_file
 from controllers.environments.judge import JudgeConfig
 from controllers.environments.sandbox import CLOCK_FACTOR, SandboxConfig
 
@@ -16,8 +17,6 @@ REWARDS = ("exact_match", "math_verify", "regex", "task", "judge", "python")
 LIMITS_OF_RUN = ("reward_workers", "reward_timeout", "reward_retries", "reward_concurrency")
 """Fields that apply to all rewards of a run. Only the field `environment` of a run's config can set them. The tasks of a mixture and the
 environments in the field `validation` cannot."""
-
-FILE_FORMATS = (".jsonl", ".json", ".parquet", ".csv")
 
 
 def _json_field(kind: type) -> PrimitiveConstructorSpec:
@@ -34,8 +33,8 @@ def _json_field(kind: type) -> PrimitiveConstructorSpec:
 @dataclass(kw_only=True)
 class EnvironmentConfig:
     task: str = "basic_arithmetic"
-    """The source of the problems: a reasoning-gym task; a .jsonl, .json, .parquet or .csv file; a Hugging Face data
-    set; or a function as module:function. A data set is given by a directory or by an id. Both must contain a slash. If
+    """The source of the problems: a reasoning-gym task; a .jsonl, .json, .csv, .tsv or .parquet file; a Hugging Face
+    data set; or a function as module:function. A data set is given by a directory or by an id. Both must contain a slash. If
     `mixture` is set, `task` is not used."""
     options: Annotated[dict[str, object], _json_field(dict)] = field(default_factory=dict)
     """Arguments of the reasoning-gym task, of the user's function, or of `datasets.load_dataset` for a Hugging Face
@@ -118,7 +117,7 @@ class EnvironmentConfig:
 
     @property
     def is_file(self) -> bool:
-        return self.task.endswith(FILE_FORMATS)
+        return is_data_file(self.task)
 
     @property
     def is_function(self) -> bool:
@@ -133,6 +132,13 @@ class EnvironmentConfig:
         """The task with its options and its prompt pattern, for error texts."""
         text = f"task={self.task!r} with options={self.options}"
         return text + (f" and prompt_pattern={self.prompt_pattern!r}" if self.prompt_pattern else "")
+
+    def data_files(self) -> list[str]:
+        """The files and directories of this task, its parts and its held-out problems."""
+        tasks = {self.task, self.held_out_task}
+        for part in self.mixture:
+            tasks |= {str(part.get("task", "")), str(part.get("held_out_task", ""))}
+        return sorted(task for task in tasks if is_data_file(task) or ("/" in task and Path(task).is_dir()))
 
     def validate(self) -> None:
         """Raises ValueError for a wrong value that can be found without reading the data of the task.
@@ -163,6 +169,8 @@ class EnvironmentConfig:
             )
         if self.reward == "task" and (self.is_file or self.is_function or self.is_dataset):
             raise ValueError(f"reward='task' needs a reasoning-gym task, but task={self.task!r}")
+        if Path(self.task).is_file() and not self.is_file:
+            raise ValueError(f"task={self.task!r} is a file of an unknown format; the formats are {FORMATS_TEXT}")
         if self.is_file and not Path(self.task).is_file():
             raise ValueError(f"task={self.task!r} is not a file")
         if self.has_own_held_out:

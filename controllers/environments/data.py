@@ -1,19 +1,16 @@
 """Problems from a file or from a Hugging Face data set. All problems are read at the start."""
 
 import functools
-import json
-import os
+import math
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from decimal import Decimal
 from random import Random
 
 from controllers.environments.base import Message, Problem
 from controllers.environments.config import EnvironmentConfig
 from controllers.environments.entries import Entry, fits, require_answer, text_score, to_problem
+from controllers.environments.files import Row, read_dataset, read_file
 from controllers.environments.held_out import hold_out
-
-Row = tuple[str, Mapping[str, object]]
-"""A row of the data, as (place, {column: value}). The place is a text for error messages, such as "tasks.jsonl:3"."""
 
 
 class DataEnvironment:
@@ -75,86 +72,7 @@ def _shuffled(length: int, seed: str) -> list[int]:
 
 def read_rows(config: EnvironmentConfig) -> Iterator[Row]:
     """The rows of the file or the data set of a config."""
-    return read_file(config.task) if config.is_file else read_dataset(config)
-
-
-def read_file(path: str) -> Iterator[Row]:
-    """The rows of a .jsonl, .json, .parquet or .csv file. Raises ValueError naming the file and, if it is known, the row."""
-    reader = {".jsonl": _read_jsonl, ".json": _read_json}.get(Path(path).suffix, _read_table)
-    has_rows = False
-    try:
-        for row in reader(path):
-            has_rows = True
-            yield row
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{path}:{line} is not UTF-8 text: {error}") from None
-    if not has_rows:
-        raise ValueError(f"{path} has no rows")
-
-
-def _read_text(path: str) -> str:
-    return Path(path).read_text(encoding="utf-8-sig")  # utf-8-sig drops a byte order mark
-
-
-def _read_jsonl(path: str) -> Iterator[Row]:
-    # splitlines would also split at U+2028, which a JSON string may hold.
-    text = _read_text(path).rstrip()
-    for number, line in enumerate(text.split("\n") if text else [], 1):
-        try:
-            values = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number} is not JSON ({error}): {line[:80]}") from None
-        yield f"{path}:{number}", _as_row(f"{path}:{number}", values)
-
-
-def _read_json(path: str) -> Iterator[Row]:
-    try:
-        rows = json.loads(_read_text(path))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(rows, list):
-        raise ValueError(f"{path} holds {type(rows).__name__}, not a list of objects")
-    for number, values in enumerate(rows):
-        yield f"{path}[{number}]", _as_row(f"{path}[{number}]", values)
-
-
-def _as_row(where: str, values: object) -> Mapping[str, object]:
-    if not isinstance(values, dict):
-        raise ValueError(f"{where} is {str(values)[:80]!r}, not an object with columns")
-    return values
-
-
-def _read_table(path: str) -> Iterator[Row]:
-    import pyarrow
-    from pyarrow import csv, parquet
-
-    try:
-        table = parquet.read_table(path) if path.endswith(".parquet") else csv.read_csv(path)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} cannot be read; it may be cut off: {error}") from None
-    for number, values in enumerate(table.to_pylist()):
-        yield f"{path}, row {number}", values
-
-
-def read_dataset(config: EnvironmentConfig) -> Iterator[Row]:
-    """The rows of a Hugging Face data set. config.task is a directory, or the id of a data set that is in the cache or can be fetched.
-
-    Raises ValueError, naming the data set, if it cannot be loaded. If config.task is an id, the error has the command that fetches the
-    data set.
-    """
-    from datasets import load_dataset
-
-    try:
-        rows = load_dataset(config.task, split=config.split, **config.options)
-    except Exception as error:  # load_dataset raises errors of different classes for local and for remote data
-        remedy = "" if os.path.isdir(config.task) else f"; to fetch it: hf download --repo-type dataset {config.task}"
-        reason = str(error).split("\n")[0]
-        raise ValueError(f"task={config.task!r}, split={config.split!r}: {reason}{remedy}") from None
-    for number, values in enumerate(rows):
-        yield f"{config.task}, row {number}", values
+    return read_file(config.task) if config.is_file else read_dataset(config.task, config.split, config.options)
 
 
 def read_entries(config: EnvironmentConfig, rows: Iterable[Row]) -> Iterator[Entry]:
@@ -220,7 +138,8 @@ def _column(name: str, where: str, row: Mapping[str, object]) -> object:
 
 
 def _require_kind(column: str, value: object, where: str, kinds: dict[str, tuple[type, str]]) -> None:
-    if not isinstance(value, str | int | float | bool):
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    if not isinstance(value, str | int | float | bool | Decimal) or not is_finite:
         raise ValueError(f"{where}: column {column!r} holds {str(value)[:80]!r}, which is neither text nor a number")
     kind, first = kinds.setdefault(column, (type(value), where))
     if type(value) is not kind:

@@ -1,0 +1,199 @@
+"""Reads the rows of data files and of Hugging Face data sets. Columns of CSV and TSV are text, and no value is guessed."""
+
+import csv
+import gzip
+import hashlib
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pyarrow import ChunkedArray, Table
+
+Row = tuple[str, Mapping[str, object]]
+"""A row of the data, as (place, {column: value}). The place is a text for error messages, such as "tasks.jsonl:3"."""
+
+TEXT_FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+FORMATS = (*TEXT_FORMATS, ".parquet", *(f"{each}.gz" for each in TEXT_FORMATS))
+"""Endings of the files that can be read, in lower case."""
+FORMATS_TEXT = ".jsonl, .ndjson, .json, .csv, .tsv (each also with .gz) and .parquet"
+SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def is_data_file(path: str) -> bool:
+    return path.lower().endswith(FORMATS)
+
+
+def read_file(path: str) -> Iterator[Row]:
+    """The rows of a file in one of FORMATS. Raises ValueError naming the file and, if it is known, the row."""
+    ending = Path(path.lower().removesuffix(".gz")).suffix
+    readers = {".json": _read_json, ".csv": _read_csv, ".tsv": _read_csv, ".parquet": _read_parquet}
+    has_rows = False
+    try:
+        for place, row in readers.get(ending, _read_jsonl)(path):
+            has_rows = True
+            _require_text(place, row)
+            yield place, row
+    except (OSError, EOFError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path}:{line} is not UTF-8 text: {error}") from None
+    if not has_rows:
+        raise ValueError(f"{path} has no rows")
+
+
+def digest(task: str) -> str:
+    """A hash of the contents of a data file, or of the data files in a directory. "" if `task` is neither."""
+    if Path(task).is_dir():
+        files = sorted(path for path in Path(task).rglob("*") if path.is_file() and is_data_file(path.name))
+    else:
+        files = [Path(task)] if Path(task).is_file() else []
+    whole = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            whole.update(hashlib.file_digest(file, "sha256").digest())
+    return whole.hexdigest() if files else ""
+
+
+def _read_text(path: str) -> str:
+    data = Path(path).read_bytes()
+    if path.lower().endswith(".gz"):
+        data = gzip.decompress(data)
+    return data.decode("utf-8-sig")  # utf-8-sig drops a byte order mark
+
+
+def _read_jsonl(path: str) -> Iterator[Row]:
+    # splitlines would also split at U+2028, which a JSON string may hold.
+    text = _read_text(path).rstrip()
+    for number, line in enumerate(text.split("\n") if text else [], 1):
+        place = f"{path}:{number}"
+        yield place, _as_row(place, _parsed(place, line))
+
+
+def _read_json(path: str) -> Iterator[Row]:
+    rows = _parsed(path, _read_text(path))
+    if not isinstance(rows, list):
+        raise ValueError(f"{path} holds {type(rows).__name__}, not a list of objects")
+    for number, values in enumerate(rows):
+        yield f"{path}[{number}]", _as_row(f"{path}[{number}]", values)
+
+
+def _parsed(place: str, text: str) -> object:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{place} is nested too deeply: {text[:80]}") from None
+    except ValueError as error:  # not JSON, or an integer of thousands of digits
+        raise ValueError(f"{place} is not JSON ({error}): {text[:80]}") from None
+
+
+def _as_row(place: str, values: object) -> Mapping[str, object]:
+    if not isinstance(values, dict):
+        raise ValueError(f"{place} is {str(values)[:80]!r}, not an object with columns")
+    return values
+
+
+def _read_csv(path: str) -> Iterator[Row]:
+    delimiter = "\t" if ".tsv" in path.lower()[-7:] else ","
+    csv.field_size_limit(sys.maxsize)
+    reader = csv.reader(io.StringIO(_read_text(path), newline=""), delimiter=delimiter, strict=True)
+    names: Sequence[str] | None = None
+    while True:
+        place = f"{path}:{reader.line_num + 1}"
+        try:
+            values = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise ValueError(f"{place} cannot be read; the file may be cut off: {error}") from None
+        if names is None:
+            names = values
+            if len(set(names)) < len(names):
+                raise ValueError(f"{place} names a column twice: {names}")
+        elif values:  # an empty line has no values
+            if len(values) != len(names):
+                raise ValueError(f"{place} has {len(values)} values for the {len(names)} columns {', '.join(names)}")
+            yield place, dict(zip(names, values, strict=True))
+
+
+def _read_parquet(path: str) -> Iterator[Row]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        table = parquet.read_table(path)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} cannot be read; it may be cut off: {error}") from None
+    yield from _rows_of(path, table)
+
+
+def _rows_of(source: str, table: "Table") -> Iterator[Row]:
+    columns = {name: _column_values(table.column(name)) for name in table.column_names}
+    for number, values in enumerate(zip(*columns.values(), strict=True)):
+        yield f"{source}, row {number}", dict(zip(columns, values, strict=True))
+
+
+def _column_values(column: "ChunkedArray") -> list[object]:
+    """The values of a column as its writer meant them: float32 by its shortest digits, and nullable integers as such."""
+    from pyarrow import float64, string, types
+
+    if types.is_float16(column.type) or types.is_float32(column.type):
+        column = column.cast(string()).cast(float64())  # 0.1 of float32 would become 0.10000000149011612
+    values = column.to_pylist()
+    if types.is_float64(column.type):
+        numbers = [value for value in values if value is not None and value == value]
+        if len(numbers) < len(values) and all(number.is_integer() for number in numbers):
+            # pandas writes a column of integers with gaps as floats
+            return [None if value is None or value != value else int(value) for value in values]
+    return values
+
+
+def _require_text(place: str, row: Mapping[str, object]) -> None:
+    for name, value in row.items():
+        if _has_surrogate(value) or SURROGATE.search(name):
+            raise ValueError(f"{place}: column {name!a} holds a lone surrogate, which is no text: {str(value)[:80]!a}")
+
+
+def _has_surrogate(value: object) -> bool:
+    if isinstance(value, str):
+        return not value.isascii() and SURROGATE.search(value) is not None
+    if isinstance(value, Mapping):
+        return any(_has_surrogate(key) or _has_surrogate(each) for key, each in value.items())
+    return isinstance(value, list) and any(map(_has_surrogate, value))
+
+
+def read_dataset(task: str, split: str, options: Mapping[str, object]) -> Iterator[Row]:
+    """The rows of a Hugging Face data set. task: a directory, or the id of a data set in the cache or on the Hub.
+
+    Raises ValueError, naming the data set, if it cannot be loaded. If task is an id, the error has the command that
+    fetches the data set.
+    """
+    from datasets import load_dataset
+
+    try:
+        data = load_dataset(task, split=split, **{**_text_columns(task, split, options), **options})
+    except Exception as error:  # load_dataset raises errors of different classes for local and for remote data
+        remedy = "" if os.path.isdir(task) else f"; to fetch it: hf download --repo-type dataset {task}"
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"task={task!r}, split={split!r}: {reason}{remedy}") from None
+    for place, row in _rows_of(task, data.with_format("arrow")[:]):
+        _require_text(place, row)
+        yield place, row
+
+
+def _text_columns(task: str, split: str, options: Mapping[str, object]) -> dict[str, object]:
+    """For a data set of CSV files: options that keep every value as text. {} for other data sets."""
+    from datasets import Features, Value, load_dataset, load_dataset_builder
+    from datasets.packaged_modules.csv.csv import CsvConfig
+
+    builder = load_dataset_builder(task, **options)
+    if not isinstance(builder.config, CsvConfig):
+        return {}
+    [first] = load_dataset(task, split=split, streaming=True, **options).take(1)
+    return {"features": Features({name: Value("string") for name in first}), "keep_default_na": False}
