@@ -111,14 +111,17 @@ def _read_csv(path: str) -> Iterator[Row]:
         except StopIteration:
             return
         except csv.Error as error:
-            raise ValueError(f"{place} cannot be read; the file may be cut off: {error}") from None
+            raise ValueError(f"{place} cannot be read; it may be cut off: {error}") from None
         if names is None:
             names = values
             if len(set(names)) < len(names):
                 raise ValueError(f"{place} names a column twice: {names}")
         elif values:  # an empty line has no values
             if len(values) != len(names):
-                raise ValueError(f"{place} has {len(values)} values for the {len(names)} columns {', '.join(names)}")
+                raise ValueError(
+                    f"{place} cannot be read; it may be cut off: "
+                    f"{len(values)} values for the {len(names)} columns {', '.join(names)}"
+                )
             yield place, dict(zip(names, values, strict=True))
 
 

@@ -56,8 +56,12 @@ def test_newlines_in_the_values_of_a_large_csv_file_cut_no_row(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.csv", 'prompt,answer\n1,2\n3,"4\n', r"a.csv:3 cannot be read; the file may be cut off"),
-        ("a.csv", "prompt,answer\n1,2\n3\n", r"a.csv:3 has 1 values for the 2 columns prompt, answer"),
+        ("a.csv", 'prompt,answer\n1,2\n3,"4\n', r"a.csv:3 cannot be read; it may be cut off"),
+        (
+            "a.csv",
+            "prompt,answer\n1,2\n3\n",
+            r"a.csv:3 cannot be read; it may be cut off: 1 values for the 2 columns prompt, answer",
+        ),
         ("a.csv", "prompt,answer,answer\n1,2,3\n", r"a.csv:1 names a column twice"),
         ("a.jsonl", '{"a": 1}\n{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", r"a.jsonl:2 is nested too deeply"),
         ("a.jsonl", '{"a": 1}\n{"a": ' + "9" * 5000 + "}", r"a.jsonl:2 is not JSON .*4300 digits"),

@@ -142,7 +142,7 @@ WRONG = {
     "a line that is cut off": (of("broken.jsonl"), "broken.jsonl:3 is not JSON"),
     "an empty file": (of("empty.jsonl"), "empty.jsonl has no rows"),
     "a table without rows": (of("nothing.csv"), "nothing.csv has no rows"),
-    "a table that is cut off": (of("cut.csv"), "cut.csv cannot be read; it may be cut off"),
+    "a table that is cut off": (of("cut.csv"), "cut.csv:3 cannot be read; it may be cut off"),
     "a text that is not UTF-8": (of("latin.jsonl"), "latin.jsonl:2 is not UTF-8 text"),
     "JSON that is not a list": (of("object.json"), "object.json holds dict, not a list of objects"),
     "a Parquet file that is cut off": (of("cut.parquet"), "cut.parquet cannot be read; it may be cut off"),
