@@ -44,6 +44,10 @@ class CollectiveTimeoutError(TimeoutError):
     """
 
 
+class NonFiniteError(ValueError):
+    """Weights or logprobs are NaN or infinite."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """One training sequence. Position i reads `tokens[i]` and predicts `targets[i]`. Entry i of every column belongs to `targets[i]`.
