@@ -9,10 +9,11 @@ from itertools import chain
 from pathlib import Path
 
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rl_actors.config import LoRAConfig
+from rl_actors.finite import require_finite
 from rl_actors.model_config import ModelConfig
 
 CONFIG_FILE = "adapter_config.json"
@@ -131,6 +132,7 @@ def require_fits(directory: Path, weights: Mapping[str, tuple[int, ...]], layers
     """Raises ValueError naming the directory and the tensor if the adapter does not fit the model.
 
     The adapter does not fit if it has a tensor that fits no layer of the model, or if it has only one of a layer's two tensors A and B.
+    Raises NonFiniteError if a tensor is not finite.
 
     weights: shapes of the model's weights by their Hugging Face names. layers: the layers that may have adapters, by
     peft's names.
@@ -150,3 +152,4 @@ def require_fits(directory: Path, weights: Mapping[str, tuple[int, ...]], layers
         other = name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
         if other not in found:
             raise ValueError(f"the adapter in {directory} has {name}, but not {other}")
+    require_finite(f"the adapter in {directory}", load_file(directory / TENSORS_FILE))
