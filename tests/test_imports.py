@@ -35,6 +35,7 @@ LEVELS = {
     "rl_actors.processes.threads": 0,
     "rl_actors.adapters": 0,
     "rl_actors.config": 0,
+    "rl_actors.field_types": 0,
     "rl_actors.finite": 0,
     "rl_actors.hub": 0,
     "rl_actors.layouts": 0,

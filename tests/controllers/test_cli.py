@@ -159,7 +159,7 @@ def test_other_flags_override_a_preset_and_the_preset_is_printed_with_its_paper(
             "correction=tis has no such option; its options are cap, level",
         ),
         (["--correction", "tis", "--correction.cap", "0"], "cap=0.0; it must be finite and above 0"),
-        (["--entropy-bonus", "nan"], "entropy_coefficient=nan; it must be a finite number"),
+        (["--entropy-bonus", "nan"], "entropy_bonus=nan; it must be a number"),
         (["--rollouts.overlong-buffer", "-1"], "rollouts.overlong_buffer=-1; it must be at least 0"),
         (["--rollouts.overlong-penalty", "inf"], "rollouts.overlong_penalty=inf; it must be finite"),
         (["--loss", "pppo"], "invalid choice 'pppo'"),
