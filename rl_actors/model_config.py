@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rl_actors.json_files import read_object
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
@@ -117,12 +119,7 @@ class ModelConfig:
         file = Path(path) / "config.json"
         if not file.is_file():
             raise ValueError(f"{path} holds no config.json, so it is not a Hugging Face model directory")
-        try:
-            values = json.loads(file.read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{file} is not valid JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"{file} is not a JSON object")
+        values = read_object(file)
         model_type = values.get("model_type")
         if model_type not in ARCHITECTURES:
             raise ValueError(f"{file} has model_type {model_type!r}; supported are {', '.join(ARCHITECTURES)}")

@@ -38,6 +38,7 @@ LEVELS = {
     "rl_actors.field_types": 0,
     "rl_actors.finite": 0,
     "rl_actors.hub": 0,
+    "rl_actors.json_files": 0,
     "rl_actors.layouts": 0,
     "rl_actors.losses": 0,
     "rl_actors.memory_estimate": 0,

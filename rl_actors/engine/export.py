@@ -15,13 +15,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from rl_actors import adapters
 from rl_actors.config import LoRAConfig, ModelConfig, TrainerConfig
 from rl_actors.engine import hf
-from rl_actors.engine.checkpoint import difference, is_checkpoint, plain_errors
+from rl_actors.engine.checkpoint import difference, is_checkpoint, plain_errors, read_metadata
 from rl_actors.finite import require_finite
 from rl_actors.trusted_files import require_trusted
 from rl_actors.types import MAX_NAMES_REPORTED, NonFiniteError
@@ -118,7 +117,7 @@ def _require_checkpoint(checkpoint: str, config: TrainerConfig) -> dict[str, tup
     if not is_checkpoint(checkpoint):
         raise ValueError(f"{checkpoint} is not a checkpoint of a trainer")
     require_trusted(checkpoint)
-    saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    saved = read_metadata(checkpoint)
     there = {
         name.removeprefix("model."): tuple(entry.size)
         for name, entry in saved.items()

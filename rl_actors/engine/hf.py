@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -61,9 +62,20 @@ def require_same_tensors(config: ModelConfig, path: str) -> None:
     """
     if not any(Path(path).glob("*.safetensors")):
         raise ValueError(f"{path} holds no *.safetensors")
+    for file in Path(path).glob("*.safetensors"):
+        require_whole(file)
     metadata = HuggingFaceStorageReader(path).read_metadata().state_dict_metadata
     there = {name: tuple(entry.size) for name, entry in metadata.items()}
     require_same_shapes(config, there, path, "its config.json")
+
+
+def require_whole(file: Path) -> None:
+    """Raises ValueError naming the safetensors file if it is cut off or corrupt. Reads only its header."""
+    try:
+        with safe_open(file, framework="pt"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{file} is cut off or no safetensors file: {error}") from None
 
 
 def require_same_shapes(config: ModelConfig, there: Mapping[str, tuple[int, ...]], where: str, what: str) -> None:
