@@ -16,7 +16,7 @@ def require_field_types(config: Any, prefix: str = "") -> None:
 
     prefix: what the names of fields begin with, such as "generator.".
     """
-    hints = _hints(type(config))
+    hints = _hints(config.__class__)
     for field in fields(config):
         if field.name in hints:
             _require(f"{prefix}{field.name}", getattr(config, field.name), hints[field.name])
