@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from controllers import checksums
+from rl_actors.json_files import read_object
 
 if TYPE_CHECKING:
     from rl_actors.clients.model_calls import SavedCheckpoint
@@ -172,7 +173,7 @@ def read(path: Path) -> State:
     """The controller's state in a checkpoint. Raises ValueError if `path` is not a complete checkpoint of a run."""
     if not (path / STATE).is_file():
         raise ValueError(f"{path} is not a complete checkpoint of a run: it holds no {STATE}")
-    return json.loads((path / STATE).read_text())
+    return read_object(path / STATE)
 
 
 def find(path: Path, step: int | None = None) -> Path:

@@ -11,6 +11,7 @@ import difflib
 import os
 import shlex
 import sys
+import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
@@ -297,6 +298,12 @@ def require_writable(flag: str, folder: Path) -> None:
         raise ValueError(f"{flag} {folder}: {existing} is not a folder")
     if not os.access(existing, os.W_OK | os.X_OK, effective_ids=True):
         raise ValueError(f"{flag} {folder}: {existing} is not writable")
+    try:
+        # Some file systems, such as /proc, say that root may write, and then refuse.
+        with tempfile.TemporaryDirectory(dir=existing):
+            pass
+    except OSError as error:
+        raise ValueError(f"{flag} {folder}: nothing can be written to {existing}: {error.strerror}") from None
 
 
 def _require_no_run(prog: str, output_dir: Path) -> None:

@@ -21,6 +21,7 @@ from controllers.run_folder import Record, RunFolder, read_jsonl
 from controllers.tokenizer import Tokenizer, load_tokenizer
 from rl_actors import TrainerConfig
 from rl_actors.hub import model_name
+from rl_actors.json_files import read_object
 
 SETTINGS = ("seed", "steps", "max_tokens", "trainer.seed", "trainer.compute_dtype", "trainer.lora.rank")
 """Fields of the config that a model card shows. The run's config.json has all fields."""
@@ -63,7 +64,9 @@ def export_run(arguments: Export) -> str:
     run = RunFolder(checkpoint.resolve().parents[1])
     if not run.config.is_file():
         raise ValueError(f"{run.config} is missing; only this file says which model {checkpoint} holds")
-    values = json.loads(run.config.read_text())
+    values = read_object(run.config)
+    if "trainer" not in values:
+        raise ValueError(f"{run.config} has no field trainer, so it is not the config of a run")
     config = config_file.from_values(TrainerConfig, values["trainer"])
     # This import comes after the checks, so that their errors do not wait until torchtitan is loaded.
     from rl_actors.engine.export import export_adapters, export_checkpoint
@@ -86,7 +89,7 @@ def _generation_config(checkpoint: Path, tokenizer: Tokenizer) -> str:
     pad_token_id becomes the tokenizer's.
     """
     file = checkpoint / "generation_config.json"
-    values = json.loads(file.read_text()) if file.is_file() else {}
+    values = read_object(file) if file.is_file() else {}
     values["eos_token_id"] = list(tokenizer.stop_token_ids)
     if values.get("pad_token_id") is None:
         values["pad_token_id"] = tokenizer.hf.pad_token_id

@@ -39,11 +39,12 @@ from rl_actors import (
     WeightsConfig,
 )
 from rl_actors.config import LoRAConfig
+from rl_actors.field_types import require_field_types
 from rl_actors.hub import find_model, require_weights
 from rl_actors.model_flops import training_flops
 from rl_actors.processes.output import LogRoute
 from rl_actors.types import Transfer
-from rl_actors.validation import validate_optim_params
+from rl_actors.validation import require_seed, validate_optim_params
 
 DEFAULT_PARAMS = OptimParams(learning_rate=0.0)
 
@@ -232,6 +233,8 @@ class RunConfig:
 
     def validate(self) -> None:
         """Raises ValueError naming the field, its value and the limit."""
+        require_field_types(self)
+        require_seed("seed", self.seed)
         for name in ("steps", "max_tokens", "samples_per_forward_backward", "validate_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; it must be at least 1")

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rl_actors.config import LoRAConfig
+from rl_actors.finite import require_finite
+from rl_actors.json_files import read_object
 from rl_actors.model_config import ModelConfig
 
 CONFIG_FILE = "adapter_config.json"
@@ -107,7 +109,7 @@ def rank_of(directory: Path) -> int:
             raise ValueError(
                 f"{directory} has no {file}; it must be a directory in peft's format, such as export_lora writes"
             )
-    values = json.loads((directory / CONFIG_FILE).read_text())
+    values = read_object(directory / CONFIG_FILE)
     if values.get("peft_type") != "LORA" or not isinstance(values.get("r"), int):
         raise ValueError(
             f"{directory / CONFIG_FILE} has peft_type={values.get('peft_type')!r}, r={values.get('r')!r}; it must have peft_type='LORA' and "
@@ -131,13 +133,14 @@ def require_fits(directory: Path, weights: Mapping[str, tuple[int, ...]], layers
     """Raises ValueError naming the directory and the tensor if the adapter does not fit the model.
 
     The adapter does not fit if it has a tensor that fits no layer of the model, or if it has only one of a layer's two tensors A and B.
+    Raises NonFiniteError if a tensor is not finite.
 
     weights: shapes of the model's weights by their Hugging Face names. layers: the layers that may have adapters, by
     peft's names.
     """
     possible = _shapes(layers, rank_of(directory), weights)
-    with safe_open(directory / TENSORS_FILE, framework="pt") as opened:
-        found = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118  (not a mapping)
+    tensors = _load(directory / TENSORS_FILE)
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name, shape in found.items():
         if name not in possible:
             raise ValueError(
@@ -150,3 +153,11 @@ def require_fits(directory: Path, weights: Mapping[str, tuple[int, ...]], layers
         other = name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
         if other not in found:
             raise ValueError(f"the adapter in {directory} has {name}, but not {other}")
+    require_finite(f"the adapter in {directory}", tensors)
+
+
+def _load(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is cut off or no safetensors file: {error}") from None

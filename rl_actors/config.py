@@ -11,6 +11,7 @@ import tyro
 from torchtitan.config import CompileConfig, ParallelismConfig
 
 from rl_actors import hub, layouts, validation
+from rl_actors.field_types import require_field_types
 from rl_actors.model_config import ModelConfig
 
 MAX_VLLM_RANK = 512
@@ -102,6 +103,7 @@ class LoRAConfig:
 
     def validate(self, model: ModelConfig, hf_path: str) -> None:
         """Raises ValueError naming the value and the limit if this model cannot have these adapters."""
+        validation.require_seed("lora.seed", self.seed)
         if self.rank < 0 or not 0 < self.alpha < float("inf"):
             raise ValueError(f"lora.rank={self.rank}, lora.alpha={self.alpha}; rank must be at least 0, alpha positive")
         if not self.rank:
@@ -211,7 +213,8 @@ class TrainerConfig:
     export. The value should be above the longest time of such work."""
 
     def __post_init__(self) -> None:
-        if self.hf_path and self.model == ModelConfig() and not hub.is_model_id(self.hf_path):
+        is_given = isinstance(self.hf_path, str) and self.hf_path
+        if is_given and self.model == ModelConfig() and not hub.is_model_id(self.hf_path):
             # A command line shows an error of `validate` on one line, and an error of this method as a traceback. If the directory holds no
             # model, the error is therefore suppressed here, and `validate` raises it later.
             with contextlib.suppress(ValueError):
@@ -242,6 +245,7 @@ class TrainerConfig:
 
     def validate(self) -> None:
         """Raises ValueError naming the value and the limit if no trainer can be built from this config."""
+        require_field_types(self)
         model = self.model
         model.validate()
         if self.hf_path:
@@ -282,8 +286,9 @@ class TrainerConfig:
             "call_timeout",
             "collective_timeout",
         ):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)}; it must be positive")
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)}; it must be positive and finite")
+        validation.require_seed("seed", self.seed)
         layouts.validate(self)
 
     def require_hf(self, call: str) -> None:
@@ -349,6 +354,7 @@ class WeightsConfig:
 
     def validate(self) -> None:
         """Raises ValueError naming the value and the limit."""
+        require_field_types(self, "weights.")
         if not 0 < self.timeout < float("inf"):
             raise ValueError(f"weights.timeout={self.timeout}; it must be positive and finite")
 
@@ -447,6 +453,7 @@ class GeneratorConfig:
 
     def validate(self) -> None:
         """Raises ValueError naming the value and the limit if no engine can be started from this config."""
+        require_field_types(self, "generator.")
         self.model.validate()
         hub.require_directory("generator.hf_path", self.hf_path)
         names = (
@@ -461,8 +468,9 @@ class GeneratorConfig:
         )
         for name in names:
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"generator.{name}={value}; it must be positive")
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"generator.{name}={value}; it must be positive and finite")
+        validation.require_seed("generator.seed", self.seed)
         self.restarts.validate("generator.restarts")
         self._validate_adapters()
         if self.own_process is False and self.tensor_parallel > 1:

@@ -4,9 +4,12 @@ ARCHITECTURES lists the supported kinds of models.
 """
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+from rl_actors.json_files import read_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,8 @@ SUPPORTED_VALUES = {
 """Entries of config.json for which only one value is supported. They may be missing."""
 
 
-LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL_LENGTH)
 """Entries that the rotary embedding in config.json must have if its rope_type is llama3."""
 
 
@@ -115,12 +119,7 @@ class ModelConfig:
         file = Path(path) / "config.json"
         if not file.is_file():
             raise ValueError(f"{path} holds no config.json, so it is not a Hugging Face model directory")
-        try:
-            values = json.loads(file.read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{file} is not valid JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"{file} is not a JSON object")
+        values = read_object(file)
         model_type = values.get("model_type")
         if model_type not in ARCHITECTURES:
             raise ValueError(f"{file} has model_type {model_type!r}; supported are {', '.join(ARCHITECTURES)}")
@@ -168,7 +167,9 @@ class ModelConfig:
                 value = getattr(self, name)
                 content[name] = list(value) if isinstance(value, tuple) else value
         if self.rope_scaling:
-            content["rope_scaling"] = {"rope_type": "llama3", **self.rope_scaling}
+            # transformers and vLLM take only an integer for this entry.
+            length = {ORIGINAL_LENGTH: int(self.rope_scaling[ORIGINAL_LENGTH])}
+            content["rope_scaling"] = {"rope_type": "llama3", **self.rope_scaling, **length}
         return content
 
     @property
@@ -198,8 +199,8 @@ class ModelConfig:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if is_number and name != "num_experts" and value <= 0:
-                raise ValueError(f"model.{name}={value}; it must be positive")
+            if is_number and name != "num_experts" and not 0 < value < math.inf:
+                raise ValueError(f"model.{name}={value}; it must be positive and finite")
         if self.model_type not in ARCHITECTURES:
             raise ValueError(
                 f"model.num_experts={self.num_experts} with model.architecture={self.architecture!r}; only qwen3 has experts"
@@ -208,6 +209,10 @@ class ModelConfig:
             raise ValueError(
                 f"model.rope_scaling has {', '.join(self.rope_scaling)}; it must have {', '.join(LLAMA3_SCALING)}"
             )
+        for name, value in self.rope_scaling.items():
+            if not 0 < value < math.inf or (name == ORIGINAL_LENGTH and value % 1):
+                must = "a positive, whole number" if name == ORIGINAL_LENGTH else "positive and finite"
+                raise ValueError(f"model.rope_scaling[{name!r}]={value}; it must be {must}")
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads % kv_heads:
             raise ValueError(

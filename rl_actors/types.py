@@ -37,11 +37,42 @@ def column_dtype(name: str) -> torch.dtype:
     return TOP_K_COLUMNS.get(name, torch.float32)
 
 
+def require_convertible(what: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Raises ValueError naming dtype, layout and device unless the tensor can become a dense CPU tensor of this dtype.
+
+    A bool is no number, a complex number no real one, and a float no token id. Sparse, nested, quantized and meta
+    tensors do not hold their values as an array.
+    """
+    is_dense = tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
+    loses_fraction = tensor.is_floating_point() and not dtype.is_floating_point and tensor.numel() > 0
+    if not is_dense or tensor.dtype == torch.bool or tensor.is_complex() or loses_fraction:
+        raise ValueError(
+            f"{what} has dtype {tensor.dtype}, layout {tensor.layout} and device {tensor.device}; "
+            f"it must be a dense tensor of {str(dtype).removeprefix('torch.')} numbers"
+        )
+
+
+def _tensor(what: str, values: object) -> Tensor:
+    # torch would turn the bools of a list that also holds numbers into numbers.
+    if isinstance(values, list | tuple) and bool in set(map(type, values)):
+        raise ValueError(f"{what} holds a bool; it must hold numbers")
+    return torch.as_tensor(values)
+
+
+def _cast(what: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    require_convertible(what, tensor, dtype)
+    return tensor.to("cpu", dtype)
+
+
 class CollectiveTimeoutError(TimeoutError):
     """A rank of a trainer has waited too long for another rank in a collective.
 
     Later collectives of the trainer fail, too.
     """
+
+
+class NonFiniteError(ValueError):
+    """Weights or logprobs are NaN or infinite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,22 +106,25 @@ class Sample:
 
         from_tokens([5, 6], [7, 8], advantages=2.0) -> tokens [5, 6, 7], targets [6, 7, 8], advantages [0, 2, 2], loss_weights [0, 1, 1]
 
-        Raises ValueError if the prompt or the completion is empty, or if the shape of a column is wrong.
+        Raises ValueError if the prompt or the completion is empty, if the shape of a column is wrong, or if a value is
+        no number, or no token id.
         """
         if len(prompt) == 0 or len(completion) == 0:
             raise ValueError(
                 f"prompt has {len(prompt)} tokens and completion has {len(completion)}; both need at least 1"
             )
-        tokens = torch.as_tensor([*prompt, *completion], dtype=torch.int64)
+        ids = {"prompt": prompt, "completion": completion}
+        tokens = torch.cat([_cast(name, _tensor(name, values), torch.int64) for name, values in ids.items()])
         num_positions, num_completion = len(tokens) - 1, len(completion)
         full: dict[str, Tensor] = {}
         for name, values in {"loss_weights": 1.0, **columns}.items():
-            values = torch.as_tensor(values, dtype=column_dtype(name))
+            values = _tensor(f"column {name!r}", values)
             has_right_rank = values.ndim == 2 if name in TOP_K_COLUMNS else values.ndim < 2
             if not has_right_rank or (values.ndim and len(values) != num_completion):
                 raise ValueError(
                     f"column {name!r} has shape {tuple(values.shape)}, but the completion has {num_completion} tokens"
                 )
+            values = _cast(f"column {name!r}", values, column_dtype(name))
             full[name] = torch.zeros(num_positions, *values.shape[1:], dtype=values.dtype)
             full[name][-num_completion:] = values
         # The targets are a copy, so that masking a target does not change a token.

@@ -8,7 +8,7 @@ of a sample. K is the number of ids at each position in the column target_ids, a
 import math
 import pkgutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rl_actors import layouts
+from rl_actors.field_types import require_field_types
 from rl_actors.losses import Loss, columns_of, name_of, output_of
 from rl_actors.types import IGNORE_TARGET, TOP_K_COLUMNS, OptimParams, Sample, SamplingParams, column_dtype
 
@@ -40,6 +41,8 @@ def validate_samples(
     """
     if loss is not None and output_of(loss) != head:
         raise ValueError(f"{name_of(loss)} reads {output_of(loss)}, but head={head!r}: the model computes {head}")
+    if is_dataclass(loss):
+        require_field_types(loss, f"{type(loss).__name__}.")
     if not isinstance(samples, Sequence) or len(samples) == 0:
         raise ValueError(f"samples is {samples!r}; give a list of at least 1 Sample")
     required, optional = columns_of(loss) if loss is not None else (frozenset(), None)
@@ -125,6 +128,7 @@ def _validate_shapes(where: str, sample: Sample, max_sequence_length: int) -> No
     for name, ids in (("tokens", sample.tokens), ("targets", sample.targets)):
         if not isinstance(ids, Tensor):
             raise TypeError(f"{where}: {name} is a {type(ids).__name__}; it must be a Tensor, [T] int64")
+        _require_dense(f"{where}: {name}", ids)
         if ids.ndim != 1 or ids.dtype != torch.int64:
             raise ValueError(
                 f"{where}: {name} has shape {tuple(ids.shape)} and dtype {ids.dtype}; it must be [T] int64"
@@ -136,7 +140,7 @@ def _validate_shapes(where: str, sample: Sample, max_sequence_length: int) -> No
         raise ValueError(f"{where} has {length} positions but max_sequence_length={max_sequence_length}")
     if sample.targets.numel() != length:
         raise ValueError(f"{where}: targets has {sample.targets.numel()} positions but tokens has {length}")
-    _POSITIVE.require(f"{where}: temperature", sample.temperature)
+    _TEMPERATURE.require(f"{where}: temperature", sample.temperature)
     if not isinstance(sample.columns, Mapping):
         raise TypeError(f"{where}: columns is a {type(sample.columns).__name__}; it must map names to tensors")
     for name, column in sample.columns.items():
@@ -147,6 +151,7 @@ def _validate_column(where: str, name: str, column: Tensor, length: int) -> None
     if not isinstance(column, Tensor):
         shape, dtype = "[T, K]" if name in TOP_K_COLUMNS else "[T]", str(column_dtype(name)).removeprefix("torch.")
         raise TypeError(f"{where} is a {type(column).__name__}; it must be a Tensor, {shape} {dtype}")
+    _require_dense(where, column)
     has_k = name in TOP_K_COLUMNS
     fits = column.ndim == (2 if has_k else 1) and column.shape[0] == length and column.numel() > 0
     if column.dtype != column_dtype(name) or not fits:
@@ -154,6 +159,14 @@ def _validate_column(where: str, name: str, column: Tensor, length: int) -> None
         raise ValueError(
             f"{where} has shape {tuple(column.shape)} and dtype {column.dtype}; "
             f"it must be [{length}{', K' if has_k else ''}] {dtype}"
+        )
+
+
+def _require_dense(where: str, tensor: Tensor) -> None:
+    # A nested or quantized tensor has a layout of its own, or a dtype that the check of dtypes refuses.
+    if tensor.layout != torch.strided or not tensor.is_cpu:
+        raise ValueError(
+            f"{where} has layout {tensor.layout} and device {tensor.device}; it must be a dense tensor on the CPU"
         )
 
 
@@ -336,6 +349,8 @@ def _is_number(value: object) -> bool:
 _AT_LEAST_ZERO = _Limit(_is_number, lambda x: 0 <= x < math.inf, "a finite number of at least 0")
 _DECAY = _Limit(_is_number, lambda x: 0 <= x < 1, "a number in [0, 1)")
 _POSITIVE = _Limit(_is_number, lambda x: 0 < x < math.inf, "a positive, finite number")
+# Logits are divided by it: below this range the quotient overflows, and above it every token is equally likely.
+_TEMPERATURE = _Limit(_is_number, lambda x: 1e-6 <= x <= 1e6, "a positive, finite number from 1e-06 to 1e+06")
 _POSITIVE_OR_NONE = _Limit(
     lambda x: x is None or _is_number(x),
     lambda x: x is None or 0 < x < math.inf,
@@ -476,6 +491,16 @@ def validate_pull(version: int, timeout: float) -> None:
     """
     _INDEX.require("version", version)
     _TIMEOUT.require("timeout", timeout)
+
+
+SEEDS = 1 << 31
+"""Seeds of configs are below this number. numpy, which vLLM seeds with a sum of two of them, takes seeds below 2**32."""
+
+
+def require_seed(name: str, value: int) -> None:
+    """Raises ValueError naming the field, its value and the limit."""
+    if not 0 <= value < SEEDS:
+        raise ValueError(f"{name}={value}; it must be at least 0 and below 2**31")
 
 
 def require_config(call: str, config: object, expected: type) -> None:

@@ -64,6 +64,15 @@ def test_an_adapter_that_does_not_fit_the_model_is_refused(tmp_path, changed, me
         adapters.require_fits(write(tmp_path / "wrong", **changed), WEIGHTS, adapters.served(MODEL))
 
 
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize("length", [0, 40])
+def test_a_file_of_an_adapter_that_was_cut_off_is_refused_with_its_name(tmp_path, name, length):
+    file = write(tmp_path / "adapter") / name
+    file.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(ValueError, match=f"^{file} is (not valid JSON|cut off or no safetensors file)"):
+        adapters.require_fits(tmp_path / "adapter", WEIGHTS, adapters.served(MODEL))
+
+
 class Loading:
     """A fake client of one generator. Its only work is to load and unload adapters."""
 

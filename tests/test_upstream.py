@@ -947,6 +947,28 @@ def _() -> None:
     assert 'f"{instance_identifier}-{shm_group_identifier}-cpushm"' in source(cpu_communicator)
 
 
+@row("vllm.v1.kv_cache_interface.KVCacheConfig.needs_kv_cache_zeroing, EngineArgs.scheduler_cls")
+def _() -> None:
+    from vllm import EngineArgs
+    from vllm.config import SchedulerConfig
+    from vllm.v1.core import kv_cache_coordinator
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker import cpu_model_runner, gpu_worker
+
+    from rl_actors.vllm import clean_blocks
+    from rl_actors.vllm.core import SCHEDULER
+
+    assert hasattr(KVCacheConfig, "needs_kv_cache_zeroing")
+    assert "kv_cache_config.needs_kv_cache_zeroing" in source(Scheduler.__init__)
+    assert "self.kv_cache_config.needs_kv_cache_zeroing" in source(kv_cache_coordinator)
+    assert "kv_cache_config.needs_kv_cache_zeroing" in source(gpu_worker)
+    assert "def _zero_block_ids" in source(cpu_model_runner)
+    assert "scheduler_cls" in parameters(EngineArgs)
+    assert "resolve_obj_by_qualname(self.scheduler_cls)" in source(SchedulerConfig.get_scheduler_cls)
+    assert f"{clean_blocks.__name__}.{clean_blocks.scheduler.__name__}" == SCHEDULER
+
+
 @row(
     "vllm QKVParallelLinear: num_heads, num_kv_heads, num_kv_head_replicas, head_size; "
     "MergedColumnParallelLinear.output_sizes; tp_rank, tp_size; VocabParallelEmbedding.shard_indices; packed_modules_mapping"

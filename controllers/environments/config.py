@@ -12,6 +12,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 from controllers.environments.files import FORMATS_TEXT, is_data_file
 from controllers.environments.judge import JudgeConfig
 from controllers.environments.sandbox import CLOCK_FACTOR, SandboxConfig
+from rl_actors.field_types import require_field_types
 
 REWARDS = ("exact_match", "math_verify", "regex", "task", "judge", "python")
 LIMITS_OF_RUN = ("reward_workers", "reward_timeout", "reward_retries", "reward_concurrency")
@@ -201,6 +202,7 @@ class EnvironmentConfig:
             )
         if self.reward == "judge":
             self.judge.validate()
+        require_field_types(self)
 
     def _validate_own_held_out(self) -> None:
         given = f"held_out_task={self.held_out_task!r}, held_out_split={self.held_out_split!r}"

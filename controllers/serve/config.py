@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_actors import GeneratorConfig, TrainerConfig
+from rl_actors.field_types import require_field_types
 from rl_actors.model_config import ModelConfig
 
 
@@ -54,6 +55,7 @@ class ServeConfig:
 
     def validate(self) -> None:
         """Raises ValueError naming the value and the limit if the server cannot start from this config."""
+        require_field_types(self)
         if ":" in self.name or not self.name:
             raise ValueError(
                 f"name={self.name!r}; it must not be empty, and must not have ':', because the SDK cuts a name there"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_actors import metrics
-from rl_actors.types import ForwardBackwardOutput, RankOutput, Sample, column_dtype
+from rl_actors.types import ForwardBackwardOutput, RankOutput, Sample, column_dtype, require_convertible
 
 T = TypeVar("T")
 
@@ -92,7 +92,8 @@ def _tensor(values: T, dtype: torch.dtype) -> Tensor | T:
         tensor = torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         return values
-    # A float such as 2.7 is not a token id, but a cast would turn it into 2. So the tensor keeps its float dtype, and validation refuses the
-    # tensor. torch makes a float tensor of an empty list, too. That tensor is cast, because it has no fraction that a cast could lose.
-    loses_fraction = tensor.is_floating_point() and not dtype.is_floating_point and tensor.numel() > 0
-    return tensor if loses_fraction else tensor.to(dtype)
+    try:
+        require_convertible("a value", tensor, dtype)
+    except ValueError:
+        return tensor  # validation refuses it, with its name
+    return tensor.to(dtype)

@@ -15,15 +15,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from rl_actors import adapters
 from rl_actors.config import LoRAConfig, ModelConfig, TrainerConfig
 from rl_actors.engine import hf
-from rl_actors.engine.checkpoint import difference, is_checkpoint, plain_errors
+from rl_actors.engine.checkpoint import difference, is_checkpoint, plain_errors, read_metadata
+from rl_actors.finite import require_finite
 from rl_actors.trusted_files import require_trusted
-from rl_actors.types import MAX_NAMES_REPORTED
+from rl_actors.types import MAX_NAMES_REPORTED, NonFiniteError
 
 LAYER = re.compile(r"\.(\d+)\.")
 LORA_A, LORA_B = ".lora_a.weight", ".lora_b.weight"
@@ -46,6 +46,7 @@ def export_checkpoint(
     further file replaces the copy of the same name.
     Raises ValueError if `checkpoint` is not a checkpoint of this model, if other users can write its files, if `path`
     exists and is not an empty directory, if the dtype is unknown, or if Hugging Face's format cannot express the model.
+    Raises NonFiniteError, and writes nothing, if a weight is not finite.
     """
     config.require_hf("export")
     shapes = _require_checkpoint(checkpoint, config)
@@ -55,6 +56,7 @@ def export_checkpoint(
     files = hf.SafetensorsWriter(temporary)
     tensors = _merged(checkpoint, shapes, config) if config.lora.rank else _whole(checkpoint, shapes, config.model)
     for name, tensor in tensors:
+        _require_finite(checkpoint, {name: tensor}, temporary)
         files.add({name: tensor.to(hf.DTYPES[dtype])})
     files.finish()
     _write_texts(temporary, texts)
@@ -76,12 +78,22 @@ def export_adapters(
     tensors = _adapters(_read(checkpoint, shapes), config.model)
     target, temporary = Path(path), Path(f"{path}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
+    _require_finite(checkpoint, tensors, temporary)
     temporary.mkdir(parents=True)
     adapters.write(temporary, tensors, config.lora, base=config.hf_path)
     for file in hf.tokenizer_files(checkpoint):
         shutil.copyfile(file, temporary / file.name)
     _write_texts(temporary, texts)
     temporary.rename(target)
+
+
+def _require_finite(checkpoint: str, tensors: Mapping[str, Tensor], temporary: Path) -> None:
+    """Raises NonFiniteError, and removes the partial export, if a tensor is not finite."""
+    try:
+        require_finite(f"export of {checkpoint}", tensors)
+    except NonFiniteError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def policy_version(checkpoint: str) -> int:
@@ -105,7 +117,7 @@ def _require_checkpoint(checkpoint: str, config: TrainerConfig) -> dict[str, tup
     if not is_checkpoint(checkpoint):
         raise ValueError(f"{checkpoint} is not a checkpoint of a trainer")
     require_trusted(checkpoint)
-    saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    saved = read_metadata(checkpoint)
     there = {
         name.removeprefix("model."): tuple(entry.size)
         for name, entry in saved.items()

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -24,7 +25,7 @@ from rl_actors.config import LoRAConfig, ModelConfig
 from rl_actors.engine import lora
 from rl_actors.engine.build import BuiltModel, qwen3_config
 from rl_actors.engine.checkpoint import HEAD, plain_errors
-from rl_actors.engine.collectives import on_all_ranks, raise_together, whole_tensors
+from rl_actors.engine.collectives import by_rank, on_all_ranks, raise_together, whole_tensors
 from rl_actors.engine.hf_names import (
     FUSED,
     empty_split_over_rows,
@@ -36,6 +37,7 @@ from rl_actors.engine.hf_names import (
 )
 from rl_actors.engine.initial_weights import assign
 from rl_actors.engine.optimizer import named_parameters
+from rl_actors.finite import require_finite
 from rl_actors.types import MAX_NAMES_REPORTED
 
 MAX_FILE_BYTES = 4 << 30
@@ -60,9 +62,20 @@ def require_same_tensors(config: ModelConfig, path: str) -> None:
     """
     if not any(Path(path).glob("*.safetensors")):
         raise ValueError(f"{path} holds no *.safetensors")
+    for file in Path(path).glob("*.safetensors"):
+        require_whole(file)
     metadata = HuggingFaceStorageReader(path).read_metadata().state_dict_metadata
     there = {name: tuple(entry.size) for name, entry in metadata.items()}
     require_same_shapes(config, there, path, "its config.json")
+
+
+def require_whole(file: Path) -> None:
+    """Raises ValueError naming the safetensors file if it is cut off or corrupt. Reads only its header."""
+    try:
+        with safe_open(file, framework="pt"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{file} is cut off or no safetensors file: {error}") from None
 
 
 def require_same_shapes(config: ModelConfig, there: Mapping[str, tuple[int, ...]], where: str, what: str) -> None:
@@ -198,8 +211,11 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
     MAX_FILE_BYTES of tensors, and one more tensor.
 
     source: a directory whose tokenizer files are copied.
+    Raises NonFiniteError on every rank, and writes nothing, if a weight is not finite.
     """
     target, temporary = Path(path), Path(f"{path}.partial")
+    weights = lora.merged(built.model, _parameters(built.model))
+    require_finite("export_hf", weights, by_rank)
 
     _on_first_rank(lambda: begin_directory(temporary, config, source=source, dtype=dtype))
     files = SafetensorsWriter(temporary)
@@ -207,7 +223,7 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
     # a new adapter, which has no such records, renames them.
     adapter = hf_adapter(config)
     failure: Exception | None = None
-    for name, whole in whole_tensors(lora.merged(built.model, _parameters(built.model))):
+    for name, whole in whole_tensors(weights):
         if whole is not None and failure is None:
             try:
                 files.add(to_hf_names(adapter, {name: whole.to(DTYPES[dtype])}))
@@ -240,7 +256,9 @@ def export_lora(built: BuiltModel, config: LoRAConfig, path: str, *, base: str) 
     """Write the adapters in the format that peft and vLLM load. `path` never holds half an export.
 
     base: path or name of the base model.
+    Raises NonFiniteError on every rank, and writes nothing, if a weight is not finite.
     """
+    require_finite("export_lora", lora.peft_state_dict(built.model, built.hf_adapter.to_hf), by_rank)
     tensors = lora.gather(built.model, built.hf_adapter.to_hf)
 
     def write() -> None:

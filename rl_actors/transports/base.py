@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from rl_actors.finite import require_finite
+
 if TYPE_CHECKING:
     from rl_actors.transports.slots import SlotAddress
 
@@ -240,7 +242,9 @@ async def publish(
     dtype: dtype of the floating-point tensors in this version. None: each tensor keeps its own dtype.
     If this rank fails, raises its error. If only other ranks fail, raises RuntimeError naming these ranks and their errors. If a rank could
     not put its tensors, no manifest is written, so generators cannot read the version.
+    Raises NonFiniteError on every rank, before any rank puts a tensor, if a tensor is not finite.
     """
+    require_finite(f"push of version {version}", tensors, gather)
     key = f"{stream}/{version}"
     shapes = {name: (tuple(tensor.shape), published_dtype(tensor, dtype)) for name, tensor in tensors.items()}
     try:

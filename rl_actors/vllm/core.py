@@ -42,6 +42,9 @@ KILLED_AT_START = r"Failed core proc\(s\): \{(\}|'EngineCore\w*': -\d+)"
 """Pattern of vLLM's error for a core that was killed before it was ready. If vLLM does not know the exit code yet, nothing is
 between the braces."""
 
+SCHEDULER = "rl_actors.vllm.clean_blocks.scheduler"
+"""Makes vLLM's scheduler; see clean_blocks.py."""
+
 PARENT_VARIABLE = "RL_ACTORS_CORE_PARENT"
 """Environment variable with which a process tells its pid to the processes that it starts. The core sets the variable, and so does every process
 that the core starts, directly or through another process. If the variable is not set when the program CHILD (see below)
@@ -147,6 +150,7 @@ class OwnProcess:
         chosen: dict[str, object] = {
             "tensor_parallel_size": config.tensor_parallel,
             "distributed_executor_backend": "mp" if several else "uni",  # one rank computes in the core's process
+            "scheduler_cls": SCHEDULER,
         }
         if torch.cuda.is_available():
             # With True, vLLM raises an error if it cannot schedule asynchronously. By default it would only log this.

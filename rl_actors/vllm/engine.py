@@ -384,9 +384,12 @@ class EngineThread:
                 call.fail(error)
             return
         for output in outputs:
-            if output.finished:
-                request = self.requests.pop(output.request_id)
-                request.call.put(request, output)
+            # A request is missing if an earlier output of this step has made its call fail.
+            if output.finished and (request := self.requests.pop(output.request_id, None)):
+                try:
+                    request.call.put(request, output)
+                except Exception as error:  # of this call alone
+                    self._abort_call(request.call, error)
 
     def _run_into(self, future: "Future[T]", function: Callable[[], T]) -> None:
         """Put the result or the error of the function into the future."""

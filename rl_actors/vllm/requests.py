@@ -3,6 +3,7 @@
 Other modules pass the requests to vLLM's engine.
 """
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from rl_actors.types import Completion, SamplingParams, TopLogprobs
+from rl_actors.types import Completion, NonFiniteError, SamplingParams, TopLogprobs
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -76,8 +77,19 @@ class EngineCall(Generic[T]):
             return self._failure is not None or not (self._results or self._finished)
 
     def put(self, request: "Request[T]", output: "RequestOutput") -> None:
-        """Add the result of a finished request. output: vLLM's output of this request."""
-        result = self.read(output)
+        """Add the result of a finished request. output: vLLM's output of this request.
+
+        Raises NonFiniteError naming call, adapter and prompt if the output has a logprob that is not finite.
+        """
+        try:
+            result = self.read(output)
+        except NonFiniteError as error:
+            prompt = self.prompts[request.prompt]
+            adapter = "" if self.adapter is None else f" with the adapter {self.adapter!r}"
+            raise NonFiniteError(
+                f"{self.name}{adapter}: {error}, for the prompt of {len(prompt)} tokens that begins with "
+                f"{list(prompt[:8])}. The weights are not finite, or so large that the model overflows; use earlier weights"
+            ) from None
         with self._lock:
             results = self._results[request.prompt]
             results[request.place] = result
@@ -154,12 +166,14 @@ def read_completion(params: SamplingParams, output: "RequestOutput") -> Completi
     """The completion of a finished request, with the policy version of every token."""
     completion = output.outputs[0]
     tokens = list(completion.token_ids)
+    logprobs = [by_token[token].logprob for token, by_token in zip(tokens, completion.logprobs, strict=True)]
+    _require_finite("the completion", tokens, logprobs)
     versions: list[int] = []
     for span in completion.weight_versions or []:
         versions += [int(span.version)] * (span.end - span.start)
     return Completion(
         tokens=tokens,
-        logprobs=[by_token[token].logprob for token, by_token in zip(tokens, completion.logprobs, strict=True)],
+        logprobs=logprobs,
         policy_versions=versions,
         finish_reason=completion.finish_reason,
         top=read_top(completion.logprobs, params.top_logprobs),
@@ -192,5 +206,13 @@ def _rank(pair: "tuple[int, Logprob]") -> int:
 
 def read_prompt_logprobs(output: "RequestOutput") -> Tensor:
     """Logprobs of the T tokens of the prompt, [T - 1] float32. The first token has no logprob."""
-    pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
-    return torch.tensor([by_token[token].logprob for token, by_token in pairs])
+    tokens = output.prompt_token_ids[1:]
+    logprobs = [by_token[token].logprob for token, by_token in zip(tokens, output.prompt_logprobs[1:], strict=True)]
+    _require_finite("the sequence after its first token", tokens, logprobs)
+    return torch.tensor(logprobs)
+
+
+def _require_finite(what: str, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+    for position, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+        if not math.isfinite(logprob):
+            raise NonFiniteError(f"the logprob of token {token} at position {position} of {what} is {logprob}")

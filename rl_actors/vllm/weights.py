@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_actors.transports.base import OpenVersion, Source
+from rl_actors.vllm import clean_blocks
 from rl_actors.vllm.in_place import Plan, is_possible, load_in_place, make_plan
 from rl_actors.vllm.start import this_machine
 
@@ -286,3 +287,4 @@ def _is_of_a_layer_with_weights(record: logging.LogRecord) -> bool:
 
 # vLLM imports this module in every worker before the worker loads the model.
 this_machine().prepare_worker()
+clean_blocks.zero_new_blocks()

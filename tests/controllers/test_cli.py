@@ -145,6 +145,28 @@ def test_other_flags_override_a_preset_and_the_preset_is_printed_with_its_paper(
 @pytest.mark.parametrize(
     "argv, message",
     [
+        (["--seed", str(1 << 64)], "seed=18446744073709551616; it must be at least 0 and below 2**31"),
+        (["--seed", "-1"], "seed=-1; it must be at least 0 and below 2**31"),
+        (["--trainer.seed", str(1 << 32)], "seed=4294967296; it must be at least 0"),
+        (["--generator.seed", str(1 << 32)], "generator.seed=4294967296; it must be at least 0"),
+        (["--trainer.model.rope-theta", "nan"], "trainer.model.rope_theta=nan; it must be a number"),
+        (["--trainer.model.rope-theta", "inf"], "model.rope_theta=inf; it must be positive and finite"),
+        (["--trainer.call-timeout", "nan"], "trainer.call_timeout=nan; it must be a number"),
+        (["--trainer.setup-timeout", "nan"], "trainer.setup_timeout=nan; it must be a number"),
+        (["--generator.call-timeout", "inf"], "generator.call_timeout=inf; it must be positive and finite"),
+        (["--output-dir", "/proc/nothing"], "--output-dir /proc/nothing: nothing can be written to /proc"),
+    ],
+)
+def test_a_value_with_which_no_run_can_start_is_refused_with_the_reason(capsys, argv, message):
+    with pytest.raises(SystemExit) as exit:
+        parse_grpo(*argv)
+    assert exit.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
         (["--algorithm", "dpao"], "--algorithm dpao is not a preset; did you mean dapo"),
         (["--resume", "a", "--algorithm", "dapo"], "cannot be combined with --config, --algorithm or --eval-only"),
         (
@@ -159,7 +181,7 @@ def test_other_flags_override_a_preset_and_the_preset_is_printed_with_its_paper(
             "correction=tis has no such option; its options are cap, level",
         ),
         (["--correction", "tis", "--correction.cap", "0"], "cap=0.0; it must be finite and above 0"),
-        (["--entropy-bonus", "nan"], "entropy_coefficient=nan; it must be a finite number"),
+        (["--entropy-bonus", "nan"], "entropy_bonus=nan; it must be a number"),
         (["--rollouts.overlong-buffer", "-1"], "rollouts.overlong_buffer=-1; it must be at least 0"),
         (["--rollouts.overlong-penalty", "inf"], "rollouts.overlong_penalty=inf; it must be finite"),
         (["--loss", "pppo"], "invalid choice 'pppo'"),

@@ -179,7 +179,7 @@ def test_a_users_function_gets_the_seed_and_the_options():
         ({"reward": "regex", "reward_pattern": "("}, r"reward_pattern='\(' is not a regular expression"),
         ({"mixture": [{"weight": 2}]}, r"mixture\[0\]={'weight': 2} names no task"),
         ({"mixture": [{"task": "spell_backward", "weight": 0}]}, "weight is a number above 0"),
-        ({"mixture": ["spell_backward"]}, r"mixture\[0\]=spell_backward; it must be an object"),
+        ({"mixture": ["spell_backward"]}, r"mixture\[0\]='spell_backward' is of type str; it must be dict"),
         (
             {"mixture": [{"task": "spell_backward", "promt": "x"}]},
             r"mixture\[0\]: promt is not a field; did you mean prompt",

@@ -119,6 +119,9 @@ def test_a_refused_export_writes_nothing_and_prints_one_line_with_the_reason(mak
     ]
     for arguments, message in cases:
         assert message in export_fails(*arguments), arguments
+    whole = (run / "config.json").read_text()
+    (run / "config.json").write_text(whole[:-9])
+    assert f"{run}/config.json is not valid JSON: " in export_fails(run, new)
     (run / "config.json").unlink()
     assert "config.json is missing; only this file says which model" in export_fails(run, new)
     assert not new.exists() and (taken / "thesis.txt").exists()

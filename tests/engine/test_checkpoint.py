@@ -1,5 +1,6 @@
 """Checkpoints: training that continues from a checkpoint, writing in the background, and directories that are refused."""
 
+import pickle
 import shutil
 import threading
 from dataclasses import replace
@@ -12,6 +13,7 @@ from waiting import GUARD
 
 from controllers.tokenizer import build_character_tokenizer, load_tokenizer
 from rl_actors.engine.checkpoint import _WholeDirectoryWriter, is_checkpoint
+from rl_actors.engine.export import export_checkpoint
 from rl_actors.losses import PPO
 from rl_actors.types import OptimParams
 
@@ -97,6 +99,24 @@ def test_loading_a_path_that_is_no_checkpoint_is_refused_and_changes_nothing(mak
         engine.load_checkpoint(str(path))
     assert str(caught.value) == f"{path} is not a checkpoint: it holds no .metadata"
     assert engine.info().state == "idle" and engine.policy_version == 1
+    assert_bit_equal(state(engine), before)
+
+
+@pytest.mark.parametrize("damage", ["cut off", "empty", "another object", "noise"])
+def test_loading_a_checkpoint_whose_metadata_is_damaged_names_the_file_and_changes_nothing(
+    make_engine, tmp_path, damage
+):
+    path = tmp_path / "checkpoint"
+    engine = make_engine()
+    engine.save_checkpoint(str(path)).result()
+    whole = (path / ".metadata").read_bytes()
+    contents = {"cut off": whole[:-50], "empty": b"", "another object": pickle.dumps({"a": 1}), "noise": b"\x00" * 99}
+    (path / ".metadata").write_bytes(contents[damage])
+    before = state(engine)
+    for call in (engine.load_checkpoint, lambda path: export_checkpoint(path, engine.config, str(tmp_path / "out"))):
+        with pytest.raises(ValueError, match=f"{path}/.metadata is cut off or corrupt: "):
+            call(str(path))
+    assert engine.info().state == "idle" and not (tmp_path / "out").exists()
     assert_bit_equal(state(engine), before)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from shutil import copyfile
 
 import pytest
@@ -257,6 +258,26 @@ def test_entries_that_a_config_lacks_have_the_defaults_of_transformers(tmp_path,
     assert found.head_dim == expected.head_dim or (
         expected.head_dim is None and found.head_dim * 16 == found.hidden_size
     )
+
+
+def test_an_export_of_a_llama_3_has_a_whole_number_of_original_positions(tmp_path):
+    config = SHAPES["Llama 3, tied"]
+    config.save(tmp_path)
+    scaling = json.loads((tmp_path / "config.json").read_text())["rope_scaling"]
+    assert scaling["original_max_position_embeddings"] == 64 and scaling["factor"] == 8.0
+    assert isinstance(scaling["original_max_position_embeddings"], int)
+    assert ModelConfig.from_hf(tmp_path) == config
+
+
+def test_a_file_of_weights_that_was_cut_off_is_refused_with_its_name(directory, tmp_path):
+    for file in Path(directory("1 query head per key head")).iterdir():
+        copyfile(file, tmp_path / file.name)
+    weights = tmp_path / "model.safetensors"
+    whole = weights.read_bytes()
+    for length in (len(whole) - 10, 20, 0):
+        weights.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=f"{weights} is cut off or no safetensors file"):
+            hf.require_same_tensors(ModelConfig.from_hf(tmp_path), str(tmp_path))
 
 
 def test_a_path_without_weights_is_refused(make_engine, tmp_path):

@@ -474,3 +474,24 @@ def test_a_program_goes_on_from_its_last_saved_state_after_its_server_was_killed
     sampler = service.create_sampling_client(model_path=weights).result()
     assert math.isfinite(sampler.compute_logprobs(types.ModelInput.from_ints(PROMPT)).result()[1])
     assert second.end() == 0
+
+
+def test_a_run_whose_weights_overflow_fails_its_own_samples_and_no_others(service):
+    """Weights of 1e30 are finite, so they can be saved. The model overflows with them, and its KV cache then holds NaN."""
+    prompt, params = types.ModelInput.from_ints(PROMPT), types.SamplingParams(max_tokens=8, seed=5)
+
+    def sample(sampler):
+        [sequence] = sampler.sample(prompt, num_samples=1, sampling_params=params).result().sequences
+        return sequence.tokens, sequence.logprobs
+
+    base = service.create_sampling_client(base_model="tiny_chat").result()
+    expected = sample(base)
+    run = service.create_lora_training_client("tiny_chat", rank=RANK).result()
+    run.forward_backward(policy_data(), "importance_sampling").result()
+    run.optim_step(types.AdamParams(learning_rate=1e30)).result()
+    spoiled = run.save_weights_and_get_sampling_client().result()
+    for _ in range(3):
+        with pytest.raises(tinker.RequestFailedError, match="is nan, for the prompt of 7 tokens"):
+            sample(spoiled)
+        assert sample(base) == expected
+    assert sample(service.create_sampling_client(base_model="tiny_chat").result()) == expected

@@ -1,0 +1,93 @@
+"""Checks that the fields of a dataclass have the types of their annotations, as strictly as a config file is checked.
+
+A bool is no number, an int is a float, and NaN is neither.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+
+def require_field_types(config: Any, prefix: str = "") -> None:
+    """Raises ValueError naming the first field that has a wrong type or is NaN, and its value, also in nested dataclasses.
+
+    prefix: what the names of fields begin with, such as "generator.".
+    """
+    hints = _hints(config.__class__)
+    for field in fields(config):
+        if field.name in hints:
+            _require(f"{prefix}{field.name}", getattr(config, field.name), hints[field.name])
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    try:
+        return get_type_hints(cls)
+    except NameError:  # the class is a caller's own, and imports an annotation only for type checkers
+        return {}
+
+
+def _require(name: str, value: object, hint: Any) -> None:
+    if isinstance(value, float) and math.isnan(value):
+        raise ValueError(f"{name}={value}; it must be a number")
+    chosen = next((each for each in _alternatives(hint) if _is_of(value, each)), None)
+    if chosen is None:
+        raise ValueError(f"{name}={value!r} is of type {type(value).__name__}; it must be {_words(hint)}")
+    if is_dataclass(value) and not isinstance(value, type):
+        require_field_types(value, f"{name}.")
+    for place, item, of_item in _items(value, chosen):
+        _require(f"{name}[{place!r}]", item, of_item)
+
+
+def _alternatives(hint: Any) -> Iterable[Any]:
+    """The members of a union, or the hint alone."""
+    if get_origin(hint) is Annotated:
+        return _alternatives(get_args(hint)[0])
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _is_of(value: object, hint: Any) -> bool:
+    """True if the value, without its items, has the type. An annotation that no value can be compared with counts as fitting."""
+    if hint is None or hint is NoneType:
+        return value is None
+    if get_origin(hint) is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
+    kind, arguments = get_origin(hint) or hint, get_args(hint)
+    if kind is tuple and arguments and arguments[-1] is not Ellipsis:
+        return isinstance(value, tuple) and len(value) == len(arguments)
+    if kind in (int, float):
+        return isinstance(value, int | float if kind is float else int) and not isinstance(value, bool)
+    if kind is Callable or kind is type(Callable):
+        return callable(value)
+    if isinstance(hint, TypeVar) or kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
+        return True
+    return isinstance(value, kind)
+
+
+def _items(value: Any, hint: Any) -> Iterable[tuple[object, object, Any]]:
+    """(key or index, item, type of the item) of a container."""
+    kind, arguments = get_origin(hint), get_args(hint)
+    if not isinstance(kind, type) or not arguments:
+        return
+    if issubclass(kind, Mapping):
+        for key, item in value.items():
+            yield key, key, arguments[0]
+            yield key, item, arguments[1]
+    elif issubclass(kind, tuple) and arguments[-1] is not Ellipsis:
+        yield from zip(range(len(value)), value, arguments, strict=True)
+    elif issubclass(kind, Sequence | Set):
+        yield from ((index, item, arguments[0]) for index, item in enumerate(value))
+
+
+def _words(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(repr, get_args(hint)))
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(map(_words, get_args(hint)))
+    if hint is NoneType:
+        return "None"
+    names = {int: "an integer", float: "a number", bool: "True or False", str: "a string"}
+    return names.get(hint) or (hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint))
