@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from controllers.environments import EpisodeEnvironment
 from controllers.episodes import Player, Sampled, TurnSender, together
-from controllers.rollouts import SEEDS_PER_RUN, Deliver, GenerationError, Group, Penalty, RolloutConfig, Rollouts
+from controllers.rollouts import Deliver, GenerationError, Group, Penalty, RolloutConfig, Rollouts
 from controllers.run import Config, Run
 from controllers.timeline import Timeline
 from rl_actors import Completion, GeneratorClient
@@ -46,16 +46,16 @@ class EpisodeRollouts(Rollouts):
         )
         self.episodes, self.player = environment, player
 
-    async def _complete_run(self, indices: Sequence[int], first: int, tasks: asyncio.TaskGroup, keep: Deliver) -> None:
-        """Play the episodes of these problems. `keep` is called with first + k and the group of the problem with index indices[k].
+    async def _complete_all(self, indices: Sequence[int], tasks: asyncio.TaskGroup, keep: Deliver) -> None:
+        """Play the episodes of these problems. `keep` is called with k and the group of the problem with index indices[k].
 
         `tasks` is not used here. The base class uses it for tasks that compute rewards, but an episode that has ended already has its rewards.
         """
 
         async def play(place: int, index: int) -> None:
-            keep(first + place, await self._play(index, sender))
+            keep(place, await self._play(index, sender))
 
-        params = self.sampling_params(n=1, seed=self.seed * SEEDS_PER_RUN % 2**62)
+        params = self.sampling_params(n=1)
         async with TurnSender(self.generator, params, self.generating.call) as sender:
             await together(play(place, index) for place, index in enumerate(indices))
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 from controllers.chat import ChatConfig, ChatTemplate
 from controllers.environments import Message, Observation, Problem
 from rl_actors import Sample
+from rl_actors.stop_tokens import stop_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,7 +75,7 @@ class Tokenizer:
 
     hf: "PreTrainedTokenizerBase"
     chat: ChatTemplate
-    # Tokens that end a completion. generation_config.json lists them. If it does not, the tokenizer's end token is the only one.
+    # Tokens that end a completion; see rl_actors.stop_tokens.
     stop_token_ids: tuple[int, ...]
 
     def __len__(self) -> int:
@@ -158,7 +159,9 @@ def load_tokenizer(directory: str | Path, chat: ChatConfig | None = None) -> Tok
     if not config.is_file():
         raise ValueError(f"{directory} holds no tokenizer_config.json, so it is not the directory of a tokenizer")
     hf = _load(directory, is_ours='"character_level": true' in config.read_text())
-    stops = _stop_token_ids(Path(directory), hf)
+    stops = stop_token_ids(directory, hf)
+    if not stops:
+        raise ValueError(f"neither a JSON file nor the tokenizer of {directory} has an eos_token_id")
     template = ChatTemplate(hf=hf, config=chat or ChatConfig(), stop_token_ids=stops)
     if template.config != ChatConfig():
         template.require_usable()
@@ -175,22 +178,3 @@ def _load(directory: str | Path, *, is_ours: bool) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-
-
-def _stop_token_ids(directory: Path, hf: "PreTrainedTokenizerBase") -> tuple[int, ...]:
-    file = directory / "generation_config.json"
-    source, found = str(file), None
-    if file.is_file():
-        try:
-            found = json.loads(file.read_text()).get("eos_token_id")
-        except (json.JSONDecodeError, AttributeError):
-            raise ValueError(f"{file} is not a JSON object") from None
-    if found is None:
-        source, found = f"the tokenizer of {directory}", hf.eos_token_id
-    if found is None:
-        raise ValueError(f"neither generation_config.json nor the tokenizer of {directory} has an eos_token_id")
-    ids = tuple(found) if isinstance(found, list) else (found,)
-    for token in ids:
-        if type(token) is not int or not 0 <= token < len(hf):
-            raise ValueError(f"{source} has eos_token_id={found}, but the tokenizer has the tokens 0 to {len(hf) - 1}")
-    return ids

@@ -367,6 +367,8 @@ def test_prompt_logprobs_cover_the_whole_prompt_or_its_last_tokens(api):
         ([1], {"params": {"top_p": 0.0}}, "top_p=0.0"),
         ([1], {"params": {"stop": [""]}}, "empty string"),
         ([1], {"params": {"stop": [99]}}, "stop_token_ids"),
+        ([1], {"params": {"seed": 1 << 62}}, "seed=4611686018427387904; it must be an integer in [0, 2**62)"),
+        ([1], {"params": {"seed": -1}}, "seed=-1"),
         ([1, 2], {"prompt_logprobs_last_n": 1}, "needs prompt_logprobs"),
         ([1], {"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not supported"),
     ],
