@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from controllers.environments import EpisodeEnvironment
 from controllers.episodes import Player, Sampled, TurnSender, together
+from controllers.problems import Take, consecutive
 from controllers.rollouts import Deliver, GenerationError, Group, Penalty, RolloutConfig, Rollouts
 from controllers.run import Config, Run
 from controllers.timeline import Timeline
@@ -32,6 +33,7 @@ class EpisodeRollouts(Rollouts):
         seed: int,
         penalty: Penalty | None = None,
         timeline: Timeline | None = None,
+        take: Take = consecutive,
     ) -> None:
         super().__init__(
             config,
@@ -43,6 +45,7 @@ class EpisodeRollouts(Rollouts):
             penalty=penalty,
             scorer=player.scorer,
             timeline=timeline,
+            take=take,
         )
         self.episodes, self.player = environment, player
 
@@ -99,9 +102,14 @@ class _Policy(Sampled):
 def make_rollouts(run: Run[Config], config: RolloutConfig, *, penalty: Penalty | None = None) -> Rollouts:
     """EpisodeRollouts if the run's task has episodes, otherwise Rollouts."""
     seed, timeline = run.config.seed, run.timer.timeline
+    take = run.problems.take
     if isinstance(run.environment, EpisodeEnvironment):
         return EpisodeRollouts(
-            config, run.environment, run.generator, run.player(), seed=seed, penalty=penalty, timeline=timeline
+            *(config, run.environment, run.generator, run.player()),
+            seed=seed,
+            penalty=penalty,
+            timeline=timeline,
+            take=take,
         )
     return Rollouts(
         config,
@@ -113,4 +121,5 @@ def make_rollouts(run: Run[Config], config: RolloutConfig, *, penalty: Penalty |
         penalty=penalty,
         scorer=run.scorer,
         timeline=timeline,
+        take=take,
     )

@@ -17,6 +17,7 @@ import torch
 from controllers.advantages import ADVANTAGES
 from controllers.environments import AnyEnvironment, Environment, Problem, Scorer
 from controllers.episodes import PlayedEpisode
+from controllers.problems import Take, consecutive
 from controllers.run_folder import Record
 from controllers.timeline import Timeline
 from controllers.tokenizer import Tokenizer
@@ -336,9 +337,11 @@ class Rollouts:
         penalty: Penalty | None = None,
         scorer: Scorer | None = None,
         timeline: Timeline | None = None,
+        take: Take = consecutive,
     ) -> None:
         self.config, self.environment, self.tokenizer, self.generator = config, environment, tokenizer, generator
         self.max_tokens, self.seed, self.penalty = max_tokens, seed, penalty
+        self.take = take
         self.scorer = scorer or Scorer()
         self.generating = Generating(timeline or Timeline())
 

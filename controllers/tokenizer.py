@@ -105,6 +105,24 @@ class Tokenizer:
         messages = self._messages(problem)
         return self.chat.prompt(messages) if messages else self.encode(problem.prompt)
 
+    def encode_prompts(self, problems: Sequence[Problem]) -> list[list[int]]:
+        """`encode_prompt` of many problems. Texts without messages are encoded together, which is faster."""
+        if self.hf.init_kwargs.get("character_level") or any(self._messages(problem) for problem in problems):
+            return [self.encode_prompt(problem) for problem in problems]
+        return self._encode_all([problem.prompt for problem in problems])
+
+    def sample_lengths(self, problems: Sequence[Problem]) -> list[int]:
+        """`len(to_sample(problem))` of many problems."""
+        if self.hf.init_kwargs.get("character_level") or any(self._messages(problem) for problem in problems):
+            return [len(self.to_sample(problem)) for problem in problems]
+        pairs = zip(self.encode_prompts(problems), self._encode_all([each.answer for each in problems]), strict=True)
+        # The end token adds one token, and the shift of the targets takes one away.
+        return [len(prompt) + len(answer) for prompt, answer in pairs]
+
+    def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of many texts."""
+        return self.hf(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"] if texts else []
+
     def encode_observation(self, observation: Observation, *, after: int | None = None) -> list[int]:
         """The tokens of an observation, which the policy reads before its next turn. A list of token ids is returned as it is.
 

@@ -25,6 +25,7 @@ class Entry:
     answer: str
     metadata: Mapping[str, object]
     messages: list[Message] = field(default_factory=list)
+    place: str = ""  # file and row
 
 
 def to_problem(entry: Entry, config: EnvironmentConfig) -> Problem:
@@ -40,7 +41,9 @@ def to_problem(entry: Entry, config: EnvironmentConfig) -> Problem:
     prompt = "".join(prompt.split()) if config.remove_whitespace else prompt
     # A run trains on no problem that has the key of a held-out problem.
     key = conversation_text(entry.messages) if len(entry.messages) > 1 else operands_or_text(entry)
-    return Problem(prompt=prompt, answer=entry.answer, key=key, metadata=fields, messages=entry.messages)
+    return Problem(
+        prompt=prompt, answer=entry.answer, key=key, metadata=fields, messages=entry.messages, place=entry.place
+    )
 
 
 def fits(problem: Problem, config: EnvironmentConfig) -> bool:
