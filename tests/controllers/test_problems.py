@@ -105,7 +105,7 @@ def test_both_answers_of_every_pair_are_checked(tmp_path, column):
 
 def test_the_alphabet_of_a_run_has_the_characters_of_every_row(tmp_path):
     rows = rows_of(3000)
-    rows[2999] = {"prompt": "7*8=", "answer": "56"}
+    rows[2998] = {"prompt": "7*8=", "answer": "56"}
     made = EnvironmentConfig(task=write(tmp_path, rows), num_held_out=8)
     environment = build_environment(made)
     config = GRPOConfig(environment=made, **FIELDS | {"alphabet": "auto"})
