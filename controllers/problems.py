@@ -85,11 +85,12 @@ class Rule:
         """For each problem why the run cannot take it, "" if it can. Raises ValueError if the tokenizer refuses one."""
         lengths = [len(tokens) for tokens in self.tokenizer.encode_prompts(problems)]
         found = [self._of_prompt(*pair) for pair in zip(problems, lengths, strict=True)]
-        if self.longest_sample is not None:
-            answers = [self.with_all_answers(problem) for problem in problems]
-            for column in zip(*answers, strict=True):
-                lengths = self.tokenizer.sample_lengths(column)
-                found = [text or self._of_sample(*pair) for text, *pair in zip(found, column, lengths, strict=True)]
+        places = [place for place, text in enumerate(found) if not text and self.longest_sample is not None]
+        answers = [self.with_all_answers(problems[place]) for place in places]
+        for column in zip(*answers, strict=True):
+            lengths = self.tokenizer.sample_lengths(column)
+            for place, problem, length in zip(places, column, lengths, strict=True):
+                found[place] = found[place] or self._of_sample(problem, length)
         return found
 
     def reason(self, problem: Problem) -> str:
@@ -108,7 +109,8 @@ class Rule:
         return ""
 
     def _of_sample(self, problem: Problem, length: int) -> str:
-        if self.longest_sample is None or length <= self.longest_sample:
+        assert self.longest_sample is not None
+        if length <= self.longest_sample:
             return ""
         return (
             f"the prompt {problem.prompt[:80]!r} and the answer {problem.answer[:80]!r} have {length} tokens, "

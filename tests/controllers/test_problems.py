@@ -57,6 +57,15 @@ def check(path: str, kind: type[RunConfig] = GRPOConfig, **more: str) -> None:
     launch._tokenizer(config, environment, build_sets(environment, {}, seed=0))
 
 
+@pytest.mark.parametrize("kind", [GRPOConfig, SFTConfig, DPOConfig])
+def test_an_empty_prompt_is_refused_by_every_kind_of_run(tmp_path, kind):
+    rows = rows_of(1100)
+    rows[1050]["prompt"] = ""
+    rejected = "rejected" if kind is DPOConfig else ""
+    with pytest.raises(ValueError, match="tasks.jsonl:1051: the prompt is empty"):
+        check(write(tmp_path, rows), kind, rejected_column=rejected)
+
+
 @pytest.mark.parametrize("row", [3, 1010, 2499])
 @pytest.mark.parametrize(
     ("prompt", "message"),
