@@ -217,3 +217,27 @@ def test_a_record_has_the_speed_of_its_step_and_the_memory_peak_of_the_trainer(f
             continue
         assert record["tokens/s"] == pytest.approx(record["tokens/trained"] / record["time/step"])
         assert record["tflops/trained"] > 0 and "mfu" not in record  # the peak speed of a CPU is not known
+
+
+class SomeTooLong(ParityReward):
+    """Every third problem leaves no room for a completion."""
+
+    def problem(self, index: int) -> Problem:
+        problem = super().problem(index)
+        return replace(problem, prompt="1" * 300) if index % 3 == 1 else problem
+
+
+def test_a_run_skips_problems_that_leave_no_room_and_counts_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(rl_actors, "TrainerClient", NearTrainer, raising=False)
+    monkeypatch.setattr(rl_actors, "GeneratorClient", RandomGenerator, raising=False)
+    config = replace(make_config(), validation={}, steps=2)
+    build_character_tokenizer(tmp_path / "tokenizer", config.alphabet)
+    environment = SomeTooLong(0.0, NUM_HELD_OUT)
+    run = asyncio.run(
+        run_grpo(config, RunFolder(tmp_path / "run"), environment, load_tokenizer(tmp_path / "tokenizer"))
+    )
+    drawn = [index for generation in run.training for index in generation.indices]
+    # The two supervised steps took the eight problems below 12 that fit.
+    assert drawn == [index for index in range(12, 12 + 3 * len(drawn)) if index % 3 != 1][: len(drawn)]
+    skipped = {record["step"]: record.get("problems/skipped", 0) for record in run.records}
+    assert skipped[1] == 2 and sum(skipped.values()) == (drawn[-1] + 2) // 3
