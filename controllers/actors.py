@@ -17,7 +17,7 @@ import torch
 import rl_actors
 from controllers.run_folder import RunFolder
 from controllers.turns import overlap
-from rl_actors import GeneratorClient, ReferenceClient, TrainerClient, ValueTrainerClient
+from rl_actors import GeneratorClient, GeneratorConfig, ReferenceClient, TrainerClient, ValueTrainerClient
 from rl_actors.clients.base import ActorDiedError, ActorSilentError
 from rl_actors.clients.call import in_background
 from rl_actors.clients.restarts import Restarts
@@ -94,13 +94,17 @@ class Actors:
         self.models = config.models()
         for name, model in self.models.items():
             self.models[name] = replace(model, seed=config.seed + model.seed)
-        self.generator_config = replace(
-            config.generator, seed=config.seed + config.generator.seed, restarts=config.survival.policy()
-        )
         tokenizer_folder = folder.path.absolute() / "tokenizer"
         if config.alphabet and tokenizer_folder.is_dir():
             for model in self.models.values():
                 model.tokenizer_path = str(tokenizer_folder)
+        stops = config.generator.stop_token_ids
+        self.generator_config = replace(
+            config.generator,
+            seed=config.seed + config.generator.seed,
+            stop_token_ids=GeneratorConfig.of(self.models["trainer"]).stop_token_ids if stops is None else stops,
+            restarts=config.survival.policy(),
+        )
         self.tell: Callable[[str], None] = logger.info
         """Function that is called with a line of text when a generator has died, is healthy again, or will not be started again."""
         self.clients: dict[str, TrainerClient | ReferenceClient | GeneratorClient] = {}

@@ -93,8 +93,8 @@ async def train(run: Run[DPOConfig]) -> None:
         await run.record(0, await _validate(run, 0, loss, held_out), phase="start")
     cursor = run.state.get("cursor", 0)  # index of the next problem
     for step in range(run.state.get("step", 0) + 1, config.steps + 1):
-        problems = [run.environment.problem(index) for index in range(cursor, cursor + config.pairs_per_step)]
-        cursor += config.pairs_per_step
+        indices, cursor = run.problems.take(cursor, config.pairs_per_step)
+        problems = [run.environment.problem(index) for index in indices]
         samples = await reference.with_logprobs(_samples(run, problems))
         values = await train_step(run, loss, samples, schedule(step))
         is_last = step == config.steps

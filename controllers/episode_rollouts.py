@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from controllers.environments import EpisodeEnvironment
 from controllers.environments.together import together
 from controllers.episodes import Player, Sampled, TurnSender
-from controllers.rollouts import SEEDS_PER_RUN, Deliver, GenerationError, Group, Penalty, RolloutConfig, Rollouts
+from controllers.problems import Take, consecutive
+from controllers.rollouts import Deliver, GenerationError, Group, Penalty, RolloutConfig, Rollouts
 from controllers.run import Config, Run
 from controllers.timeline import Timeline
 from rl_actors import Completion, GeneratorClient
@@ -33,6 +34,7 @@ class EpisodeRollouts(Rollouts):
         seed: int,
         penalty: Penalty | None = None,
         timeline: Timeline | None = None,
+        take: Take = consecutive,
     ) -> None:
         super().__init__(
             config,
@@ -44,19 +46,20 @@ class EpisodeRollouts(Rollouts):
             penalty=penalty,
             scorer=player.scorer,
             timeline=timeline,
+            take=take,
         )
         self.episodes, self.player = environment, player
 
-    async def _complete_run(self, indices: Sequence[int], first: int, tasks: asyncio.TaskGroup, keep: Deliver) -> None:
-        """Play the episodes of these problems. `keep` is called with first + k and the group of the problem with index indices[k].
+    async def _complete_all(self, indices: Sequence[int], tasks: asyncio.TaskGroup, keep: Deliver) -> None:
+        """Play the episodes of these problems. `keep` is called with k and the group of the problem with index indices[k].
 
         `tasks` is not used here. The base class uses it for tasks that compute rewards, but an episode that has ended already has its rewards.
         """
 
         async def play(place: int, index: int) -> None:
-            keep(first + place, await self._play(index, sender))
+            keep(place, await self._play(index, sender))
 
-        params = self.sampling_params(n=1, seed=self.seed * SEEDS_PER_RUN % 2**62)
+        params = self.sampling_params(n=1)
         async with TurnSender(self.generator, params, self.generating.call) as sender:
             await together(play(place, index) for place, index in enumerate(indices))
 
@@ -100,9 +103,14 @@ class _Policy(Sampled):
 def make_rollouts(run: Run[Config], config: RolloutConfig, *, penalty: Penalty | None = None) -> Rollouts:
     """EpisodeRollouts if the run's task has episodes, otherwise Rollouts."""
     seed, timeline = run.config.seed, run.timer.timeline
+    take = run.problems.take
     if isinstance(run.environment, EpisodeEnvironment):
         return EpisodeRollouts(
-            config, run.environment, run.generator, run.player(), seed=seed, penalty=penalty, timeline=timeline
+            *(config, run.environment, run.generator, run.player()),
+            seed=seed,
+            penalty=penalty,
+            timeline=timeline,
+            take=take,
         )
     return Rollouts(
         config,
@@ -114,4 +122,5 @@ def make_rollouts(run: Run[Config], config: RolloutConfig, *, penalty: Penalty |
         penalty=penalty,
         scorer=run.scorer,
         timeline=timeline,
+        take=take,
     )

@@ -30,11 +30,12 @@ from controllers import checkpoints, cli, config_file, describe_plan, new_progra
 from controllers.actors import StartAgainError
 from controllers.command import started_as
 from controllers.display import LineDisplay
-from controllers.environments import AnyEnvironment, EpisodeError, Problem, RewardError, Scorer, build_environment
+from controllers.environments import AnyEnvironment, EpisodeError, RewardError, Scorer, build_environment
 from controllers.episodes import require_demonstrations
 from controllers.gate import MISSED_STATUS, GateMissedError
 from controllers.interruption import Interrupted, Interruption
 from controllers.metrics import MetricsLogger
+from controllers.problems import known_problems, require_fitting
 from controllers.recovery import Train, train_to_end
 from controllers.run import Run, RunConfig, make_validator, open_generator, open_run
 from controllers.run_folder import RunFolder, read_jsonl
@@ -43,10 +44,6 @@ from controllers.validation import ValidationSet, build_sets
 from rl_actors import validation
 from rl_actors.processes.output import route_logs, route_process_output
 from rl_actors.vllm.start import require_machine
-
-PROBLEMS_CHECKED = 1000
-"""Number of training problems that are checked before a run. The tokenizer must be able to encode each of them, and none may be too long
-for the trainer or the generator. All held-out problems are checked, too."""
 
 SHUTDOWN_TIMEOUT = 15.0  # seconds
 
@@ -174,22 +171,16 @@ def _task(config: RunConfig) -> tuple[AnyEnvironment, list[ValidationSet]]:
     return environment, build_sets(environment, config.validation, seed=config.seed)
 
 
-def _first_problems(environment: AnyEnvironment, validation_sets: Sequence[ValidationSet]) -> list[Problem]:
-    """The problems that are checked before a run: all held-out problems, and the first PROBLEMS_CHECKED training problems."""
-    held_out = [problem for each in validation_sets for problem in each.problems]
-    return [*held_out, *map(environment.problem, range(PROBLEMS_CHECKED))]
-
-
 def _with_alphabet(
     config: RunConfig, environment: AnyEnvironment, validation_sets: Sequence[ValidationSet]
 ) -> RunConfig:
-    """The config. If its alphabet is "auto", the alphabet is made from the prompts and answers of the checked problems (see `alphabet_of`).
+    """The config. If its alphabet is "auto", the alphabet is made from the prompts and answers of the known problems (see `alphabet_of`).
 
     The model's vocab_size then becomes the number of characters in the alphabet plus the number of special tokens.
     """
     if config.alphabet != "auto":
         return config
-    problems = _first_problems(environment, validation_sets)
+    problems = known_problems(environment, validation_sets)
     texts = [problem.prompt for problem in problems]
     for problem in problems:
         texts += [each.answer for each in config.with_all_answers(problem)]
@@ -211,25 +202,8 @@ def _tokenizer(config: RunConfig, environment: AnyEnvironment, validation_sets: 
         tokenizer = load_tokenizer(config.trainer.hf_path, config.chat)
     if len(tokenizer) > (rows := config.trainer.model.vocab_size):
         raise ValueError(f"the tokenizer has {len(tokenizer)} tokens but trainer.model.vocab_size={rows}")
-    for problem in _first_problems(environment, validation_sets):
-        _require_fits(problem, tokenizer, config)
+    require_fitting(config, tokenizer, environment, validation_sets)
     return tokenizer
-
-
-def _require_fits(problem: Problem, tokenizer: Tokenizer, config: RunConfig) -> None:
-    """Raise ValueError for a problem that the tokenizer, its chat template, the trainer or the generator cannot take."""
-    longest = config.trainer.max_sequence_length
-    limit = min(config.generator.max_model_len, longest) - config.max_tokens
-    if config.has_generator and (length := len(tokenizer.encode_prompt(problem))) > limit:
-        room = f"with max_tokens={config.max_tokens} a prompt may have at most {limit}"
-        raise ValueError(f"the prompt {problem.prompt[:80]!r} has {length} tokens, but {room}")
-    for each in config.with_all_answers(problem):
-        tokenizer.encode(each.answer)
-        if config.is_supervised and (length := len(tokenizer.to_sample(each))) > longest:
-            raise ValueError(
-                f"the prompt {problem.prompt[:80]!r} and the answer {each.answer[:80]!r} have {length} tokens, "
-                f"but trainer.max_sequence_length={longest}"
-            )
 
 
 def _scorer(config: RunConfig, environment: AnyEnvironment, validation_sets: Sequence[ValidationSet]) -> Scorer:

@@ -176,9 +176,8 @@ class RolloutQueue:
         """Take the next `count` problems, add them to the queue, and return their entries."""
         indices = self.pending[:count]
         del self.pending[:count]
-        num_new = count - len(indices)
-        indices += range(self.cursor, self.cursor + num_new)
-        self.cursor += num_new
+        new, self.cursor = self.rollouts.take(self.cursor, count - len(indices))
+        indices += new
         places = [Place(index=index, step=self.step) for index in indices]
         self.places += places
         return places

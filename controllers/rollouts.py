@@ -7,7 +7,7 @@ is one problem with its N completions.
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 from typing import Literal, cast
@@ -18,13 +18,12 @@ from controllers.advantages import ADVANTAGES
 from controllers.environments import AnyEnvironment, Environment, Problem, Scorer
 from controllers.environments.base import are_equal
 from controllers.episodes import PlayedEpisode
+from controllers.problems import Take, consecutive
 from controllers.run_folder import Record
 from controllers.timeline import Timeline
 from controllers.tokenizer import Tokenizer
 from rl_actors import Completion, GeneratorClient, Sample, SamplingParams
-
-SEEDS_PER_RUN = 1 << 20
-"""Distance between the sampling seeds of two runs whose `seed` differs by 1."""
+from rl_actors.seeds import hashed_seed
 
 
 @dataclass(kw_only=True)
@@ -340,9 +339,11 @@ class Rollouts:
         penalty: Penalty | None = None,
         scorer: Scorer | None = None,
         timeline: Timeline | None = None,
+        take: Take = consecutive,
     ) -> None:
         self.config, self.environment, self.tokenizer, self.generator = config, environment, tokenizer, generator
         self.max_tokens, self.seed, self.penalty = max_tokens, seed, penalty
+        self.take = take
         self.scorer = scorer or Scorer()
         self.generating = Generating(timeline or Timeline())
 
@@ -358,8 +359,7 @@ class Rollouts:
         failure: GenerationError | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
-                for start, end in runs_of(indices):
-                    tasks.create_task(self._complete_run(indices[start:end], start, tasks, keep))
+                await self._complete_all(indices, tasks, keep)
         except ExceptionGroup as errors:
             first = errors.exceptions[0]
             if not isinstance(first, GenerationError):
@@ -374,37 +374,34 @@ class Rollouts:
         if failure is not None:
             raise failure
 
-    async def _complete_run(self, indices: Sequence[int], first: int, tasks: asyncio.TaskGroup, keep: Deliver) -> None:
-        """Complete problems with consecutive indices, in one call to the generator. For each group, a task in `tasks` computes the rewards
-        and gives the group to `keep`.
-
-        first: position of the first of these problems in the list that `complete` got.
+    async def _complete_all(self, indices: Sequence[int], tasks: asyncio.TaskGroup, keep: Deliver) -> None:
+        """Complete the problems in one call to the generator. For each group, a task in `tasks` computes the rewards and gives the group to
+        `keep`.
         """
         problems = [self.environment.problem(index) for index in indices]
         prompts = [self.tokenizer.encode_prompt(problem) for problem in problems]
-        size = self.config.group_size
-        params = self.sampling_params(n=size, seed=(self.seed * SEEDS_PER_RUN + indices[0] * size) % 2**62)
+        params = self.sampling_params(n=self.config.group_size)
 
         async def score(place: int, completions: list[Completion]) -> None:
-            keep(first + place, await self._scored(problems[place], prompts[place], completions))
+            keep(place, await self._scored(problems[place], prompts[place], completions))
 
         try:
             async with self.generating.call():
-                async for place, completions in self.generator.generate_each(prompts, params):
+                async for place, completions in self.generator.generate_each(prompts, params, indices):
                     tasks.create_task(score(place, completions))
         except (ValueError, TypeError):
             raise  # the generator refuses the input, so a retry would be refused, too
         except Exception as error:
             raise GenerationError(error) from error
 
-    def sampling_params(self, *, n: int, seed: int) -> SamplingParams:
+    def sampling_params(self, *, n: int) -> SamplingParams:
         return SamplingParams(
             n=n,
             max_tokens=self.max_tokens,
             temperature=self.config.temperature,
             top_p=self.config.top_p,
             stop_token_ids=self.tokenizer.stop_token_ids,
-            seed=seed,
+            seed=hashed_seed(self.seed, "rollouts"),
         )
 
     def penalised(
@@ -436,15 +433,6 @@ class Rollouts:
             num_retries=found.num_retries,
             needs_difference=self.config.advantage != "gae",
         )
-
-
-def runs_of(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The positions (start, end) of each stretch of consecutive numbers in the list. Example: runs_of([3, 4, 9]) -> (0, 2), (2, 3)."""
-    start = 0
-    for end in range(1, len(indices) + 1):
-        if end == len(indices) or indices[end] != indices[end - 1] + 1:
-            yield start, end
-            start = end
 
 
 def group_advantages(groups: Sequence[Group], config: RolloutConfig) -> list[list[float]]:

@@ -19,6 +19,7 @@ from controllers.gate import Gate
 from controllers.hosts import HostsConfig
 from controllers.interruption import Interruption
 from controllers.metrics import MetricsLogger, Timer, transfers, usage
+from controllers.problems import TrainingProblems
 from controllers.run_folder import Record, RunFolder
 from controllers.slow_rank import SlowRank
 from controllers.survival import Recording, Recoveries, SurvivalConfig
@@ -164,6 +165,11 @@ class RunConfig:
     def has_generator(self) -> bool:
         """False if the run samples nothing, so that only trainers start."""
         return True
+
+    @property
+    def samples_problems(self) -> bool:
+        """True if the run samples completions of its training problems."""
+        return self.has_generator
 
     @property
     def has_reference(self) -> bool:
@@ -354,8 +360,12 @@ class Run(Generic[Config]):
     recoveries: Recoveries = field(default_factory=Recoveries)
     slow_rank: SlowRank = field(default_factory=SlowRank)
     saved_step: int = 0  # step of the last checkpoint
+    problems: TrainingProblems = field(init=False)
     # The newest push and the newest pull whose metrics are in a record. A record is the line of one step in metrics.jsonl.
     transfers: tuple[Transfer | None, Transfer | None] = (None, None)
+
+    def __post_init__(self) -> None:
+        self.problems = TrainingProblems(self.config, self.tokenizer, self.environment)
 
     async def measure(self) -> Scores:
         """Score the generator's current weights on all held-out problems."""
@@ -403,14 +413,15 @@ class Run(Generic[Config]):
         if self.scorer.num_replaced:
             values["reward/processes_replaced"] = self.scorer.num_replaced
         values |= self._new_transfers(infos[0].last_push)
-        of_ranks, news = self.slow_rank.step([info.own_seconds_per_token for info in infos])
-        values |= of_ranks
+        of_ranks, of_slow_rank = self.slow_rank.step([info.own_seconds_per_token for info in infos])
+        of_problems, of_skipped = self.problems.report()
+        values |= of_ranks | of_problems
         values |= self.turns.metrics(infos)
         values |= self.recoveries.end(self.log.restart, step)
         if self.config.has_generator:
             values |= self.recoveries.of_generators(self.log.restart, self.generator.returns, step)
         self.log.step(step, values, phase=phase, skipped=skipped)
-        if news:
+        for news in filter(None, (of_slow_rank, of_skipped)):
             self.log.note(news)
         self.log.timeline(step, timeline)
         if self.gate is not None:

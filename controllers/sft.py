@@ -52,6 +52,10 @@ class SFTConfig(RunConfig):
     def is_supervised(self) -> bool:
         return True
 
+    @property
+    def samples_problems(self) -> bool:
+        return False
+
     def validate(self) -> None:
         super().validate()
         self.sft.validate()
@@ -97,9 +101,9 @@ class SFTPhase:
         }
 
     async def _next_samples(self) -> list[Sample]:
-        first, self.cursor = self.cursor, self.cursor + self.config.batch_size
+        indices, self.cursor = self.run.problems.take(self.cursor, self.config.batch_size)
         environment = self.run.environment
-        problems = [environment.problem(index) for index in range(first, self.cursor)]
+        problems = [environment.problem(index) for index in indices]
         if isinstance(environment, EpisodeEnvironment):
             player = self.run.player()
             return await together(player.demonstrate(environment, problem) for problem in problems)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 from controllers.chat import ChatConfig, ChatTemplate
 from controllers.environments import Message, Observation, Problem
 from rl_actors import Sample
+from rl_actors.stop_tokens import stop_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,7 +75,7 @@ class Tokenizer:
 
     hf: "PreTrainedTokenizerBase"
     chat: ChatTemplate
-    # Tokens that end a completion. generation_config.json lists them. If it does not, the tokenizer's end token is the only one.
+    # Tokens that end a completion; see rl_actors.stop_tokens.
     stop_token_ids: tuple[int, ...]
 
     def __len__(self) -> int:
@@ -103,6 +104,24 @@ class Tokenizer:
         """
         messages = self._messages(problem)
         return self.chat.prompt(messages) if messages else self.encode(problem.prompt)
+
+    def encode_prompts(self, problems: Sequence[Problem]) -> list[list[int]]:
+        """`encode_prompt` of many problems. Texts without messages are encoded together, which is faster."""
+        if self.hf.init_kwargs.get("character_level") or any(self._messages(problem) for problem in problems):
+            return [self.encode_prompt(problem) for problem in problems]
+        return self._encode_all([problem.prompt for problem in problems])
+
+    def sample_lengths(self, problems: Sequence[Problem]) -> list[int]:
+        """`len(to_sample(problem))` of many problems."""
+        if self.hf.init_kwargs.get("character_level") or any(self._messages(problem) for problem in problems):
+            return [len(self.to_sample(problem)) for problem in problems]
+        pairs = zip(self.encode_prompts(problems), self._encode_all([each.answer for each in problems]), strict=True)
+        # The end token adds one token, and the shift of the targets takes one away.
+        return [len(prompt) + len(answer) for prompt, answer in pairs]
+
+    def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of many texts."""
+        return self.hf(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"] if texts else []
 
     def encode_observation(self, observation: Observation, *, after: int | None = None) -> list[int]:
         """The tokens of an observation, which the policy reads before its next turn. A list of token ids is returned as it is.
@@ -158,7 +177,9 @@ def load_tokenizer(directory: str | Path, chat: ChatConfig | None = None) -> Tok
     if not config.is_file():
         raise ValueError(f"{directory} holds no tokenizer_config.json, so it is not the directory of a tokenizer")
     hf = _load(directory, is_ours='"character_level": true' in config.read_text())
-    stops = _stop_token_ids(Path(directory), hf)
+    stops = stop_token_ids(directory, hf)
+    if not stops:
+        raise ValueError(f"neither a JSON file nor the tokenizer of {directory} has an eos_token_id")
     template = ChatTemplate(hf=hf, config=chat or ChatConfig(), stop_token_ids=stops)
     if template.config != ChatConfig():
         template.require_usable()
@@ -175,22 +196,3 @@ def _load(directory: str | Path, *, is_ours: bool) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-
-
-def _stop_token_ids(directory: Path, hf: "PreTrainedTokenizerBase") -> tuple[int, ...]:
-    file = directory / "generation_config.json"
-    source, found = str(file), None
-    if file.is_file():
-        try:
-            found = json.loads(file.read_text()).get("eos_token_id")
-        except (json.JSONDecodeError, AttributeError):
-            raise ValueError(f"{file} is not a JSON object") from None
-    if found is None:
-        source, found = f"the tokenizer of {directory}", hf.eos_token_id
-    if found is None:
-        raise ValueError(f"neither generation_config.json nor the tokenizer of {directory} has an eos_token_id")
-    ids = tuple(found) if isinstance(found, list) else (found,)
-    for token in ids:
-        if type(token) is not int or not 0 <= token < len(hf):
-            raise ValueError(f"{source} has eos_token_id={found}, but the tokenizer has the tokens 0 to {len(hf) - 1}")
-    return ids

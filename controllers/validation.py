@@ -27,6 +27,7 @@ from controllers.episodes import Player, Sampled, TurnSender
 from controllers.run_folder import Record
 from controllers.tokenizer import Tokenizer
 from rl_actors import GeneratorClient, SamplingParams
+from rl_actors.seeds import hashed_seed
 
 SAMPLES_KEPT = 8
 """Largest number of problems of a set whose completions are written to validation.jsonl. They are the same problems at every validation."""
@@ -204,7 +205,7 @@ class Validator:
             max_tokens=self.max_tokens,
             temperature=self.pass_at_k.temperature,
             stop_token_ids=self.tokenizer.stop_token_ids,
-            seed=self.seed % 2**62,  # the same at every validation
+            seed=hashed_seed(self.seed, "validation", one.name),  # the same at every validation
         )
         _, rewards = await self._answers(one, params)
         return [sum(reward >= self.pass_at_k.threshold for reward in row) for row in rewards]

@@ -13,6 +13,7 @@ from torchtitan.config import CompileConfig, ParallelismConfig
 from rl_actors import hub, layouts, validation
 from rl_actors.field_types import require_field_types
 from rl_actors.model_config import ModelConfig
+from rl_actors.stop_tokens import stop_token_ids
 
 MAX_VLLM_RANK = 512
 """Largest rank of an adapter in vLLM 0.32."""
@@ -369,6 +370,9 @@ class GeneratorConfig:
     """Adapters that a pull brings when lora.sync is "adapter". In a run they are the trainer's."""
     hf_path: str = ""
     """Hugging Face directory of config.json and weights. Empty: the weights come with the first pull."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """Tokens that end every completion, except with SamplingParams.ignore_stop. None: the stop tokens of hf_path. In a run, and with
+    TrainerClient.spawn_generator, None means those of the trainer's tokenizer. () for a model without files."""
     max_adapters: int = 0
     """Largest number of different adapters that the requests of one step of the engine may use. `load_adapter` may load more. vLLM
     then moves adapters into and out of the device's memory, and a request waits until its adapter is there. 0: no adapters can be loaded."""
@@ -445,11 +449,18 @@ class GeneratorConfig:
         """Config of a generator for the trainer's model and adapters. The configs of model and adapters are copies.
 
         max_model_len is the number of tokens of the trainer's longest samples, or the model's number of positions if that is smaller.
+        The stop tokens are those of the trainer's tokenizer_path or hf_path.
         """
         # A sample of T positions is a sequence of T + 1 tokens.
         longest = min(trainer.max_sequence_length + 1, trainer.model.max_position_embeddings)
         base = trainer.hf_path if trainer.lora.syncs_adapter else ""
-        return cls(model=replace(trainer.model), lora=replace(trainer.lora), hf_path=base, max_model_len=longest)
+        return cls(
+            model=replace(trainer.model),
+            lora=replace(trainer.lora),
+            hf_path=base,
+            stop_token_ids=stop_token_ids(trainer.tokenizer_path or trainer.hf_path),
+            max_model_len=longest,
+        )
 
     def validate(self) -> None:
         """Raises ValueError naming the value and the limit if no engine can be started from this config."""
@@ -485,6 +496,10 @@ class GeneratorConfig:
         if self.lora.syncs_adapter and not self.hf_path:
             raise ValueError(
                 'generator.hf_path is empty with lora.sync="adapter": the generator must load the frozen weights from hf_path'
+            )
+        if any(not 0 <= token < self.model.vocab_size for token in self.stop_token_ids or ()):
+            raise ValueError(
+                f"generator.stop_token_ids={self.stop_token_ids}; the model has the tokens 0 to {self.model.vocab_size - 1}"
             )
         longest = self.model.max_position_embeddings
         if self.max_model_len > longest:

@@ -22,6 +22,7 @@ from rl_actors.model_config import ModelConfig
 from rl_actors.processes.errors import sends_errors
 from rl_actors.processes.output import LOG_VARIABLE, route_library_logs
 from rl_actors.processes.spawn import Probe, probe_here
+from rl_actors.stop_tokens import stop_token_ids
 from rl_actors.transports.base import Manifest, Transport, announce, find
 from rl_actors.types import (
     MAX_NAMES_REPORTED,
@@ -121,6 +122,8 @@ class Generator(Actor):
         with model_directory(self.config) as directory:
             self.parameters = expected_tensors(directory)
             self.served = adapters.served(ModelConfig.from_hf(directory))
+            own = self.config.stop_token_ids
+            self.stop_token_ids = stop_token_ids(directory) if own is None else own
         self.vocab_size = self.parameters["model.embed_tokens.weight"][0]
         lora = self.config.lora
         self.expected = adapters.shapes(lora, self.parameters) if lora.syncs_adapter else self.parameters
@@ -150,7 +153,7 @@ class Generator(Actor):
             # The engine accepts one token more than max_model_len (see start_vllm). So the limit is enforced here.
             room = self.config.max_model_len - len(prompts[index])
             place = index if indices is None else indices[index]
-            return vllm_params(replace(params, max_tokens=min(params.max_tokens, room)), place)
+            return vllm_params(replace(params, max_tokens=min(params.max_tokens, room)), place, self.stop_token_ids)
 
         call = next(self.numbers)
         self.calls[call] = self.engine.start(prompts, params_of, partial(read_completion, params), adapter)

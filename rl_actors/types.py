@@ -280,9 +280,12 @@ class SamplingParams:
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 keeps the whole vocabulary
-    stop_token_ids: tuple[int, ...] = ()  # a completion ends with the first stop token, and includes it
-    seed: int | None = None  # completion i of prompt p is sampled with seed + p * n + i
-    ignore_stop: bool = False  # True: the model's end token (EOS) ends no completion; stop_token_ids still do
+    # A completion ends with the first stop token, and includes it. The model's end tokens are stop tokens, too.
+    stop_token_ids: tuple[int, ...] = ()
+    # Completion i of prompt p is sampled with hashed_seed(seed, p, i) of rl_actors/seeds.py. So calls with different
+    # seeds share no seed of a completion. p is the prompt's index in the call, or the number in `indices`.
+    seed: int | None = None
+    ignore_stop: bool = False  # True: the model's end tokens (EOS) end no completion; stop_token_ids still do
     top_logprobs: int = 0  # number of likeliest tokens that `Completion.top` has for each sampled token
     # Number of likeliest tokens that `Completion.prompt_top` has for each token of the prompt after the first.
     prompt_top_logprobs: int = 0

@@ -18,6 +18,7 @@ from torch import Tensor
 from rl_actors import layouts
 from rl_actors.field_types import require_field_types
 from rl_actors.losses import Loss, columns_of, name_of, output_of
+from rl_actors.seeds import MAX_SEED
 from rl_actors.types import IGNORE_TARGET, TOP_K_COLUMNS, OptimParams, Sample, SamplingParams, column_dtype
 
 if TYPE_CHECKING:
@@ -380,7 +381,7 @@ SAMPLING_LIMITS = {
     "top_k": _INDEX,
     "seed": _Limit(
         lambda x: x is None or _is_integer(x),
-        lambda x: x is None or 0 <= x < 1 << 62,
+        lambda x: x is None or 0 <= x <= MAX_SEED,
         "an integer in [0, 2**62), or None",
     ),
     "ignore_stop": _Limit(lambda x: isinstance(x, bool), lambda _: True, "True or False"),

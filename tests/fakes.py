@@ -28,6 +28,7 @@ from rl_actors.clients.base import ActorDiedError
 from rl_actors.clients.limits import TrainerLimits
 from rl_actors.clients.model_calls import SavedCheckpoint
 from rl_actors.metrics import to_numbers
+from rl_actors.seeds import hashed_seed
 
 
 class ConstantReward:
@@ -132,8 +133,10 @@ class AnswersEach:
     def on_news(self, tell) -> None: ...
 
     async def generate_each(
-        self, prompts: list[list[int]], params: SamplingParams
+        self, prompts: list[list[int]], params: SamplingParams, indices: Sequence[int] | None = None
     ) -> AsyncIterator[tuple[int, list[Completion]]]:
+        if indices is not None:  # `generate` takes no indices, so they go into the seed of the call
+            params = replace(params, seed=hashed_seed(params.seed, *indices))
         for pair in enumerate(await self.generate(prompts, params)):
             yield pair
 
@@ -228,9 +231,10 @@ class NearTrainer(ActorOfNothing):
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """A call of `generate` and its answer."""
+    """A call of `generate` or `generate_each`, and its answer."""
 
     prompts: list[list[int]]
+    indices: Sequence[int]
     params: SamplingParams
     answer: list[list[Completion]]
 
@@ -252,11 +256,22 @@ class RandomGenerator(AnswersEach, ActorOfNothing):
         return version
 
     async def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[Completion]]:
+        return self._generate(prompts, params, range(len(prompts)))
+
+    async def generate_each(
+        self, prompts: list[list[int]], params: SamplingParams, indices: Sequence[int] | None = None
+    ) -> AsyncIterator[tuple[int, list[Completion]]]:
+        for pair in enumerate(self._generate(prompts, params, indices or range(len(prompts)))):
+            yield pair
+
+    def _generate(
+        self, prompts: list[list[int]], params: SamplingParams, indices: Sequence[int]
+    ) -> list[list[Completion]]:
         answer = []
-        for prompt in prompts:
-            group = [self._completion(random.Random(f"{params.seed}/{prompt}/{i}"), params) for i in range(params.n)]
-            answer.append(group)
-        self.generations.append(Generation(prompts=prompts, params=params, answer=answer))
+        for prompt, index in zip(prompts, indices, strict=True):
+            draws = [random.Random(f"{params.seed}/{index}/{prompt}/{i}") for i in range(params.n)]
+            answer.append([self._completion(draw, params) for draw in draws])
+        self.generations.append(Generation(prompts=prompts, indices=indices, params=params, answer=answer))
         return answer
 
     def _completion(self, draw: random.Random, params: SamplingParams) -> Completion:

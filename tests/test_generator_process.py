@@ -28,6 +28,7 @@ from rl_actors.clients import base
 from rl_actors.clients.generator import config_of_replica
 from rl_actors.clients.one_generator import process_environment
 from rl_actors.processes import threads
+from rl_actors.seeds import hashed_seed
 from rl_actors.vllm import cpu, gpu
 from rl_actors.vllm.start import require_machine
 
@@ -81,7 +82,10 @@ def test_replicas_and_tensor_parallel_ranks_have_gpus_of_their_own(monkeypatch):
     replicas = [config_of_replica(config, index) for index in range(2)]
     visible = [process_environment(replica)["CUDA_VISIBLE_DEVICES"] for replica in replicas]
     assert visible == ["3,4,2,5,6,7", "5,6,2,3,4,7"]  # the two GPUs of each replica first
-    assert [(replica.replicas, replica.seed) for replica in replicas] == [(1, 5), (1, 6)]
+    assert [(replica.replicas, replica.seed) for replica in replicas] == [
+        (1, hashed_seed(5, 0)),
+        (1, hashed_seed(5, 1)),
+    ]
     for too_many in (replace(config, replicas=3), replace(config, tensor_parallel=3)):
         with pytest.raises(ValueError, match=r"takes 6 GPUs from generator.gpu=1 on, but this program sees 6"):
             GeneratorClient.spawn(too_many)

@@ -46,6 +46,8 @@ LEVELS = {
     "rl_actors.model_config": 0,
     "rl_actors.model_flops": 0,
     "rl_actors.parts": 0,
+    "rl_actors.seeds": 0,
+    "rl_actors.stop_tokens": 0,
     "rl_actors.trusted_files": 0,
     "rl_actors.types": 0,
     "rl_actors.validation": 0,

@@ -27,6 +27,7 @@ class Problem:
     # tokens from it, and the text `prompt` is only shown in reports.
     messages: list[Message] = field(default_factory=list)
     source: str = ""  # name of the environment that the problem comes from, if the task is a mixture
+    place: str = field(default="", compare=False)  # file and row, such as "tasks.jsonl:3"; "" if it has none
 
 
 @runtime_checkable

@@ -51,6 +51,11 @@ class DataEnvironment:
         epoch, position = divmod(index, len(self._training))
         return self._training[_shuffled(len(self._training), f"{self.config.seed}/{epoch}")[position]]
 
+    @property
+    def training_problems(self) -> list[Problem]:
+        """All training problems, in the order of the file."""
+        return self._training
+
     def held_out(self) -> list[Problem]:
         return list(self._held_out)
 
@@ -95,7 +100,7 @@ def read_entries(config: EnvironmentConfig, rows: Iterable[Row]) -> Iterator[Ent
         if config.rejected_column:
             _require_pair(config, where, row, kinds)
         metadata = {name: value for name, value in row.items() if name not in used}
-        yield Entry(question=str(question), answer=str(answer), metadata=metadata, messages=messages, where=where)
+        yield Entry(question=str(question), answer=str(answer), metadata=metadata, messages=messages, place=where)
 
 
 def _require_pair(

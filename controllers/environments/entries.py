@@ -25,18 +25,18 @@ class Entry:
     answer: str
     metadata: Mapping[str, object]
     messages: list[Message] = field(default_factory=list)
-    where: str = ""  # place in the data, for error texts
+    place: str = ""  # file and row
 
 
 def require_answer(entry: Entry, config: EnvironmentConfig) -> None:
     """Raise ValueError, naming the place, if no completion can earn the reward of the entry's answer."""
     if config.reward == "math_verify" and not scores.gold_values(entry.answer):
         raise ValueError(
-            f"{entry.where}: the answer {entry.answer[:80]!r} has no value that the reward math_verify can compare"
+            f"{entry.place}: the answer {entry.answer[:80]!r} has no value that the reward math_verify can compare"
         )
     if config.reward == "python" and not entry.answer.strip():
         raise ValueError(
-            f"{entry.where}: column {config.answer_column!r} is empty; the reward python needs tests there"
+            f"{entry.place}: column {config.answer_column!r} is empty; the reward python needs tests there"
         )
 
 
@@ -53,7 +53,9 @@ def to_problem(entry: Entry, config: EnvironmentConfig) -> Problem:
     prompt = "".join(prompt.split()) if config.remove_whitespace else prompt
     # A run trains on no problem that has the key of a held-out problem.
     key = conversation_text(entry.messages) if len(entry.messages) > 1 else operands_or_text(entry)
-    return Problem(prompt=prompt, answer=entry.answer, key=key, metadata=fields, messages=entry.messages)
+    return Problem(
+        prompt=prompt, answer=entry.answer, key=key, metadata=fields, messages=entry.messages, place=entry.place
+    )
 
 
 def fits(problem: Problem, config: EnvironmentConfig) -> bool:

@@ -192,7 +192,7 @@ class SamplingLimits:
             top_p=given.top_p,
             top_k=max(given.top_k, 0) if given.top_k >= -1 else given.top_k,
             stop_token_ids=ids,
-            seed=None if given.seed is None else given.seed % (1 << 62),
+            seed=given.seed,
             ignore_stop=True,  # vLLM then stops only at stop_token_ids, not at the end tokens of the model's config
             top_logprobs=body.topk_sample_logprobs,
         )

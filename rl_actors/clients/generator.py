@@ -24,6 +24,7 @@ from rl_actors.clients.one_generator import OneGenerator
 from rl_actors.config import GeneratorConfig, RestartPolicy
 from rl_actors.generator import Generator
 from rl_actors.processes.output import LogRoute
+from rl_actors.seeds import hashed_seed
 from rl_actors.transports.base import Transport
 from rl_actors.types import (
     MAX_NAMES_REPORTED,
@@ -527,4 +528,4 @@ def config_of_replica(config: GeneratorConfig, index: int, num_hosts: int = 1) -
     gpu = config.gpu
     if torch.cuda.is_available():
         gpu = (config.gpu or 0) + index // num_hosts * config.tensor_parallel
-    return replace(config, replicas=1, gpu=gpu, seed=config.seed + index)
+    return replace(config, replicas=1, gpu=gpu, seed=hashed_seed(config.seed, index))

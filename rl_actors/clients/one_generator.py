@@ -103,8 +103,8 @@ class OneGenerator(Client):
     ) -> int:
         """Start a generate call. Returns the number of the call, for finished_groups and abort_generate.
 
-        indices: for each prompt its number p. If params.seed is set, completion i of the prompt is sampled with the
-        seed params.seed + p * params.n + i. adapter: name of a loaded adapter; None: no adapter.
+        indices: for each prompt its number p; see SamplingParams.seed. adapter: name of a loaded adapter; None: no
+        adapter.
         """
         return await self._one("start_generate", prompts, params, indices, adapter, phase="generate")
 

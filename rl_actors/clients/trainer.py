@@ -145,6 +145,8 @@ class TrainerClient(TrainingCalls, ModelClient):
                 raise ValueError("spawn_generator needs a GeneratorConfig: this client did not spawn its trainer")
             config = GeneratorConfig.of(self.config)
         check_config(config)  # before the push
+        if config.stop_token_ids is None and self.config is not None:
+            config = replace(config, stop_token_ids=GeneratorConfig.of(self.config).stop_token_ids)
         push = self._in_turn("push_model_state_dict", self._push_for, config.dtype)
         return GeneratorClient.spawn(config, transport=self._opened, name=name, logs=logs, first_version=push)
 

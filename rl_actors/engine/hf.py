@@ -38,6 +38,7 @@ from rl_actors.engine.hf_names import (
 from rl_actors.engine.initial_weights import assign
 from rl_actors.engine.optimizer import named_parameters
 from rl_actors.finite import require_finite
+from rl_actors.stop_tokens import stop_token_ids
 from rl_actors.types import MAX_NAMES_REPORTED
 
 MAX_FILE_BYTES = 4 << 30
@@ -243,10 +244,14 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
 
 
 def begin_directory(directory: Path, config: ModelConfig, *, source: str, dtype: str) -> None:
-    """Make the directory with config.json and the tokenizer files of `source`. An old directory is deleted first."""
+    """Make the directory with config.json and the tokenizer files of `source`. An old directory is deleted first.
+
+    config.json has the stop tokens of `source`, because only its own config.json may name them.
+    """
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    values = config.to_hf() | {"torch_dtype": dtype}
+    stops = list(stop_token_ids(source)) if source else []
+    values = config.to_hf() | {"torch_dtype": dtype, "eos_token_id": stops or None}
     (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n")
     for file in tokenizer_files(source):
         shutil.copyfile(file, directory / file.name)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from rl_actors.seeds import hashed_seed
 from rl_actors.types import Completion, NonFiniteError, SamplingParams, TopLogprobs
 
 if TYPE_CHECKING:
@@ -133,15 +134,16 @@ class Request(Generic[T]):
     num_of_prompt: int  # number of requests of the prompt
 
 
-def vllm_params(params: SamplingParams, prompt: int) -> list["VLLMParams"]:
+def vllm_params(params: SamplingParams, prompt: int, model_stops: Sequence[int] = ()) -> list["VLLMParams"]:
     """The parameters of the vLLM requests for one prompt. Each completion is a request of its own, so that it has its own
     seed and its own policy versions.
 
-    prompt: the number of the prompt, which is p in the formula of SamplingParams.seed.
+    prompt: the number of the prompt, which is p in SamplingParams.seed. model_stops: the end tokens of the model.
     """
     from vllm import SamplingParams as VLLMParams
     from vllm.sampling_params import RequestOutputKind
 
+    stops = params.stop_token_ids if params.ignore_stop else {*params.stop_token_ids, *model_stops}
     requests = []
     for completion in range(params.n):
         request = VLLMParams(
@@ -149,9 +151,9 @@ def vllm_params(params: SamplingParams, prompt: int) -> list["VLLMParams"]:
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
-            stop_token_ids=list(params.stop_token_ids),
-            seed=None if params.seed is None else params.seed + prompt * params.n + completion,
-            ignore_eos=params.ignore_stop,
+            stop_token_ids=list(stops),
+            seed=None if params.seed is None else hashed_seed(params.seed, prompt, completion),
+            ignore_eos=True,  # vLLM would take end tokens of its own from generation_config.json; `stops` has them
             logprobs=params.top_logprobs,  # in addition to the logprob of the sampled token
             prompt_logprobs=params.prompt_top_logprobs or None,
             detokenize=False,

@@ -14,6 +14,7 @@ from rl_actors import adapters
 from rl_actors.config import GeneratorConfig
 from rl_actors.model_config import ModelConfig
 from rl_actors.processes import collector
+from rl_actors.seeds import hashed_seed
 from rl_actors.vllm import cpu, gpu, sleeping
 from rl_actors.vllm.core import Core, OwnProcess, core_of
 
@@ -148,7 +149,7 @@ def _engine_arguments(config: GeneratorConfig, directory: str, options: dict[str
         # The logprobs are log_softmax(logits / temperature) after top-p and top-k. This is the distribution that vLLM
         # samples from.
         logprobs_mode="processed_logprobs",
-        seed=config.seed,
+        seed=hashed_seed(config.seed) % 2**32,  # NumPy takes no larger seed
         disable_log_stats=True,
         worker_extension_cls=WORKER_EXTENSION,
         **options,

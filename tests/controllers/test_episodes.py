@@ -24,6 +24,7 @@ from controllers.rollouts import RolloutConfig
 from controllers.tokenizer import Tokenizer, build_character_tokenizer, load_tokenizer
 from controllers.validation import PassAtKConfig, ValidationSet, Validator
 from rl_actors import Completion, SamplingParams
+from rl_actors.seeds import hashed_seed
 
 LIMITS = EpisodeLimits(max_turns=4, max_tokens=64, max_tokens_per_turn=6)
 
@@ -320,10 +321,10 @@ def test_turns_that_are_ready_together_go_in_one_call_and_have_distinct_seeds(ch
     assert len(generator.calls[0]) == 6  # 2 groups of 3 episodes
     indices = [index for call in generator.calls for index in call]
     assert len(set(indices)) == len(indices)
-    # The seed of a turn is params.seed plus the turn's index. With 3 episodes per problem and at most
+    # The seed of a turn is a hash of params.seed and the turn's index. With 3 episodes per problem and at most
     # 4 turns per episode, the turns of episode e of problem p have the indices from (3 p + e) * 4 on.
     assert sorted(generator.calls[0]) == [0, 4, 8, 12, 16, 20]  # the first turns of 2 problems with 3 episodes each
-    assert {params.seed for params in generator.params} == {0}
+    assert {params.seed for params in generator.params} == {hashed_seed(0, "rollouts")}
 
 
 def test_a_slow_tool_delays_only_its_own_episode(characters):

@@ -27,6 +27,7 @@ from controllers.sft import SFTPhaseConfig
 from controllers.tokenizer import build_character_tokenizer, load_tokenizer
 from controllers.validation import PassAtKConfig, build_sets
 from rl_actors import num_loss_tokens
+from rl_actors.seeds import hashed_seed
 
 NUM_SFT_STEPS, NUM_STEPS, NUM_HELD_OUT, NUM_HARDER = 2, 3, 5, 11
 
@@ -94,6 +95,11 @@ async def run_grpo(config: GRPOConfig, folder: RunFolder, environment: ParityRew
         )
 
 
+def seeds_of(generation: Generation) -> list[int]:
+    numbers = range(generation.params.n)
+    return [hashed_seed(generation.params.seed, p, i) for p in generation.indices for i in numbers]
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> FinishedRun:
     """A run of two supervised and three GRPO steps."""
@@ -125,11 +131,14 @@ def test_the_reported_difference_of_logprobs_is_between_trainer_and_generator(fi
 
 
 def test_no_two_training_completions_of_a_run_are_sampled_with_the_same_seed(finished):
-    seeds: list[int] = []
-    for generation in finished.training:  # the seed of the k-th completion of a call is the call's seed + k
-        first = generation.params.seed
-        seeds += range(first, first + len(generation.prompts) * generation.params.n)
+    seeds = [seed for generation in finished.training for seed in seeds_of(generation)]
     assert len(seeds) >= NUM_STEPS * 3 * 16 and len(set(seeds)) == len(seeds)
+
+
+def test_no_completion_of_a_validation_has_a_seed_of_training_or_of_another_set(finished):
+    training = {seed for generation in finished.training for seed in seeds_of(generation)}
+    own, even = (set(seeds_of(generation)) for generation in finished.attempts[:2])
+    assert not training & (own | even) and not own & even
 
 
 def test_training_problems_are_sampled_at_the_temperature_of_the_config(finished):
@@ -208,3 +217,27 @@ def test_a_record_has_the_speed_of_its_step_and_the_memory_peak_of_the_trainer(f
             continue
         assert record["tokens/s"] == pytest.approx(record["tokens/trained"] / record["time/step"])
         assert record["tflops/trained"] > 0 and "mfu" not in record  # the peak speed of a CPU is not known
+
+
+class SomeTooLong(ParityReward):
+    """Every third problem leaves no room for a completion."""
+
+    def problem(self, index: int) -> Problem:
+        problem = super().problem(index)
+        return replace(problem, prompt="1" * 300) if index % 3 == 1 else problem
+
+
+def test_a_run_skips_problems_that_leave_no_room_and_counts_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(rl_actors, "TrainerClient", NearTrainer, raising=False)
+    monkeypatch.setattr(rl_actors, "GeneratorClient", RandomGenerator, raising=False)
+    config = replace(make_config(), validation={}, steps=2)
+    build_character_tokenizer(tmp_path / "tokenizer", config.alphabet)
+    environment = SomeTooLong(0.0, NUM_HELD_OUT)
+    run = asyncio.run(
+        run_grpo(config, RunFolder(tmp_path / "run"), environment, load_tokenizer(tmp_path / "tokenizer"))
+    )
+    drawn = [index for generation in run.training for index in generation.indices]
+    # The two supervised steps took the eight problems below 12 that fit.
+    assert drawn == [index for index in range(12, 12 + 3 * len(drawn)) if index % 3 != 1][: len(drawn)]
+    skipped = {record["step"]: record.get("problems/skipped", 0) for record in run.records}
+    assert skipped[1] == 2 and sum(skipped.values()) == (drawn[-1] + 2) // 3

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from controllers.rollout_queue import Place, RolloutQueue, choose
-from controllers.rollouts import Group, RolloutBatch, RolloutConfig, Rollouts, runs_of
+from controllers.rollouts import Group, RolloutBatch, RolloutConfig, Rollouts
 from rl_actors import Completion, SamplingParams
 from tests.fakes import ParityReward
 
@@ -69,11 +69,6 @@ def test_a_step_waits_if_training_on_young_groups_would_make_old_groups_overdue(
     assert chosen_indices(described, size=2, step=2, ahead=2) is None
 
 
-def test_runs_of_splits_indices_into_stretches_of_consecutive_numbers():
-    assert list(runs_of([3, 4, 9, 11, 12])) == [(0, 2), (2, 3), (3, 5)]
-    assert list(runs_of([])) == []
-
-
 class Simulated:
     """A simulated trainer and a simulated generator. Their unit of time is one pass of the event loop.
 
@@ -102,7 +97,7 @@ class Simulated:
         self.queue = RolloutQueue(rollouts, versions_per_step=versions_per_step)
 
     async def generate_each(
-        self, prompts: list[list[int]], params: SamplingParams
+        self, prompts: list[list[int]], params: SamplingParams, indices: list[int]
     ) -> AsyncIterator[tuple[int, list[Completion]]]:
         self.num_running += 1
         began = {place: self.version for place in range(len(prompts))}
@@ -192,7 +187,8 @@ class ScriptedGenerator:
     def event(self, prompt: int) -> asyncio.Event:
         return self.finish.setdefault(prompt, asyncio.Event())
 
-    async def generate_each(self, prompts, params):
+    async def generate_each(self, prompts, params, indices):
+        assert [[index] for index in indices] == prompts
         self.calls.append(prompts)
         self.num_open += 1
         try:
@@ -256,7 +252,7 @@ def test_a_resumed_queue_first_completes_the_problems_that_were_drawn_but_not_tr
         async with queue_of(generator, max_staleness=1, pending=[4, 6], cursor=8) as queue:
             assert indices(await queue.next_batch(0)) == [4, 6]
             assert indices(await queue.next_batch(0)) == [8, 9]
-            assert generator.calls == [[[4]], [[6]], [[8], [9]]]
+            assert generator.calls == [[[4], [6], [8], [9]]]
 
     asyncio.run(scenario())
 

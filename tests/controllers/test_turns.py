@@ -140,10 +140,10 @@ class SleepingGenerator(RandomGenerator):
         self.gpu.calls.append(f"pull {version}")
         return await super().pull_model_state_dict(version)
 
-    async def generate(self, prompts, params):
+    def _generate(self, prompts, params, indices):
         self.gpu.require(True, "generate")
         assert self.gpu.has_weights
-        return await super().generate(prompts, params)
+        return super()._generate(prompts, params, indices)
 
     async def info(self) -> GeneratorInfo:
         return GeneratorInfo(policy_version=self.version, max_model_len=64, vocab_size=16, logs="")

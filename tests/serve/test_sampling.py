@@ -9,7 +9,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from controllers.serve import codec, sampling
+from controllers.serve import codec, messages, sampling
+from controllers.serve.requests import SamplingLimits
+from rl_actors.vllm.requests import vllm_params
 
 TEXT = [([1], {"target_tokens": [3]})]
 
@@ -367,6 +369,8 @@ def test_prompt_logprobs_cover_the_whole_prompt_or_its_last_tokens(api):
         ([1], {"params": {"top_p": 0.0}}, "top_p=0.0"),
         ([1], {"params": {"stop": [""]}}, "empty string"),
         ([1], {"params": {"stop": [99]}}, "stop_token_ids"),
+        ([1], {"params": {"seed": 1 << 62}}, "seed=4611686018427387904; it must be an integer in [0, 2**62)"),
+        ([1], {"params": {"seed": -1}}, "seed=-1"),
         ([1, 2], {"prompt_logprobs_last_n": 1}, "needs prompt_logprobs"),
         ([1], {"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not supported"),
     ],
@@ -457,3 +461,19 @@ def test_a_request_gets_the_likeliest_tokens_of_the_prompt_and_of_the_samples(ap
         assert "topk_prompt_logprobs=17; it must be at most 16" in await api.error(wrong)
 
     api(use)
+
+
+def test_two_requests_with_neighbouring_seeds_share_no_seed_of_a_completion():
+    limits = SamplingLimits(max_model_len=64, vocab_size=16, end_token_ids=(1,), tokenizer=None)
+
+    def seeds(seed: int) -> list[int | None]:
+        body = {
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]},
+            "sampling_params": {"seed": seed, "max_tokens": 4},
+            "num_samples": 8,
+        }
+        params = limits.read(messages.Sample.model_validate(body)).params
+        return [request.seed for request in vllm_params(params, prompt=0)]
+
+    found = [seed for given in range(20) for seed in seeds(given)]
+    assert len(set(found)) == 20 * 8 and seeds(3) == found[24:32]

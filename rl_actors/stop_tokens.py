@@ -1,0 +1,52 @@
+"""The tokens that end a completion, from the files of a model."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def stop_token_ids(directory: str | Path, tokenizer: "PreTrainedTokenizerBase | None" = None) -> tuple[int, ...]:
+    """`eos_token_id` of generation_config.json, or else the tokenizer's end token, or else `eos_token_id` of config.json.
+
+    tokenizer: the tokenizer of the directory. None: it is loaded if it is needed. () if no file names an end token.
+    Raises ValueError naming the source, the value and the limit if it is not an id or a list of ids.
+    """
+    generation, config = Path(directory) / "generation_config.json", Path(directory) / "config.json"
+    source, found = str(generation), _entry(generation, "eos_token_id")
+    if found is None and (tokenizer is not None or (Path(directory) / "tokenizer_config.json").is_file()):
+        tokenizer = tokenizer if tokenizer is not None else _load(directory)
+        source, found = f"the tokenizer of {directory}", tokenizer.eos_token_id
+    if found is None:
+        source, found = str(config), _entry(config, "eos_token_id")
+    if found is None:
+        return ()
+    ids = tuple(found) if isinstance(found, list) else (found,)
+    owner = "model" if tokenizer is None else "tokenizer"
+    num_tokens = _entry(config, "vocab_size") if tokenizer is None else len(tokenizer)
+    for token in ids:
+        if type(token) is not int or token < 0 or (type(num_tokens) is int and token >= num_tokens):
+            last = "…" if num_tokens is None else num_tokens - 1
+            raise ValueError(f"{source} has eos_token_id={found}, but the {owner} has the tokens 0 to {last}")
+    return ids
+
+
+def _entry(file: Path, name: str) -> Any:
+    """The entry `name` of a JSON file. None if there is no such entry or no such file."""
+    if not file.is_file():
+        return None
+    try:
+        return json.loads(file.read_text()).get(name)
+    except (json.JSONDecodeError, AttributeError):
+        raise ValueError(f"{file} is not a JSON object") from None
+
+
+def _load(directory: str | Path) -> "PreTrainedTokenizerBase":
+    # AutoTokenizer would choose a subclass. But importing it takes a second.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    has_fast = (Path(directory) / "tokenizer.json").is_file()
+    kind = PreTrainedTokenizerFast if has_fast else AutoTokenizer
+    return kind.from_pretrained(str(directory), local_files_only=True)
