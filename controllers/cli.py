@@ -102,6 +102,8 @@ def _parse(
     if chosen.algorithm:
         _apply_preset(base, chosen.algorithm)
     argv = _without_short_flags(argv, base.short_flags)
+    if not chosen.resume:
+        _drop_options_of_other_task(base, argv)
     about = _about(base.short_flags)
     flags = cast(_Flags, tyro.cli(_flags(configs, name, base), prog=prog, description=about, args=argv))
     config = flags.config.with_local_models()
@@ -194,6 +196,43 @@ def _without_short_flags(argv: Sequence[str], short_flags: Mapping[str, str]) ->
         flag, equals, value = argument.partition("=")
         whole.append(short_flags.get(flag, flag) + equals + value)
     return whole
+
+
+FIELDS_OF_TASK = (
+    "options",
+    "mixture",
+    "prompt_column",
+    "answer_column",
+    "rejected_column",
+    "messages_column",
+    "split",
+    "held_out_task",
+    "held_out_split",
+    "prompt",
+    "remove_whitespace",
+    "prompt_pattern",
+    "reward",
+    "reward_pattern",
+)
+"""Fields of the environment that describe one task, and say nothing about another."""
+
+
+def _drop_options_of_other_task(config: "RunConfig", argv: Sequence[str]) -> None:
+    """If the flags name another task than the config has, give the fields of the config's task their defaults."""
+    source = ArgumentParser(add_help=False, allow_abbrev=False)
+    source.add_argument("--environment.task", dest="task")
+    task = source.parse_known_args(list(argv))[0].task
+    environment = getattr(config, "environment", None)
+    if task is None or environment is None or task == environment.task:
+        return
+    defaults = type(environment)()
+    dropped = [name for name in FIELDS_OF_TASK if getattr(environment, name) != getattr(defaults, name)]
+    for name in dropped:
+        setattr(environment, name, getattr(defaults, name))
+    if dropped:
+        print(
+            f"--task {task}: the config's own {', '.join(dropped)} belong to its task and are dropped", file=sys.stderr
+        )
 
 
 def _require_own(config: str | None, configs: Configs, configs_by_controller: Mapping[str, Configs]) -> None:

@@ -74,6 +74,8 @@ def export_run(arguments: Export) -> str:
     source, directory = str(checkpoint / "trainer"), str(arguments.directory)
     step = checkpoints.read(checkpoint)["step"]
     texts = {"README.md": model_card(run, values, config, step, adapters=arguments.adapters)}
+    if run.held_out.is_file():
+        texts["held_out.json"] = run.held_out.read_text()
     if arguments.adapters:
         export_adapters(source, config, directory, texts=texts)
         return f"{directory}: the adapters after step {step}; to serve them:\n{_serve(directory, config.hf_path)}"

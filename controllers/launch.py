@@ -31,6 +31,9 @@ from controllers.actors import StartAgainError
 from controllers.command import started_as
 from controllers.display import LineDisplay
 from controllers.environments import AnyEnvironment, EpisodeError, RewardError, Scorer, build_environment
+from controllers.environments.data import DataEnvironment
+from controllers.environments.held_out import HeldOut, digest_of
+from controllers.environments.mixture import Excluding, MixedEnvironment
 from controllers.episodes import require_demonstrations
 from controllers.gate import MISSED_STATUS, GateMissedError
 from controllers.interruption import Interrupted, Interruption
@@ -165,9 +168,21 @@ def _resume_text(prog: str, folder: RunFolder, config: RunConfig) -> str:
 
 def _task(config: RunConfig) -> tuple[AnyEnvironment, list[ValidationSet]]:
     """The environment and the validation sets of the run. Raises ValueError for a task that cannot be built."""
-    environment = build_environment(replace(config.environment, seed=config.seed + config.environment.seed))
+    own = replace(config.environment, seed=config.seed + config.environment.seed)
+    before = config.held_out_before()
+    if before is not None and own.held_out_seed is None:
+        own.held_out_seed = before.seed
+    environment = build_environment(own)
     if config.is_supervised:
         require_demonstrations(environment)
+    if before is not None:
+        print(f"held out as in the run that made {config.trainer.hf_path}", file=sys.stderr)
+        if isinstance(environment, Excluding):
+            environment.exclude(before.digests)
+    parts = environment.environments.values() if isinstance(environment, MixedEnvironment) else [environment]
+    for part in parts:
+        if isinstance(part, DataEnvironment) and part.num_excluded:
+            print(f"{part.config.task}: {part.num_excluded} rows have held-out prompts; not trained", file=sys.stderr)
     return environment, build_sets(environment, config.validation, seed=config.seed)
 
 
@@ -294,7 +309,7 @@ async def _train(
     config = invocation.config
     newest = checkpoints.newest(folder.checkpoints) if invocation.resume else None
     state = checkpoints.read(newest) if newest else {}
-    _prepare(folder, config)
+    _prepare(folder, config, environment)
     try:
         with MetricsLogger(
             folder,
@@ -331,11 +346,21 @@ async def _train(
     return 0
 
 
-def _prepare(folder: RunFolder, config: RunConfig) -> None:
+def _prepare(folder: RunFolder, config: RunConfig, environment: AnyEnvironment) -> None:
     """Remove incomplete checkpoints, and write the config and the character-level tokenizer, if there is one, to the run's folder."""
     checkpoints.remove_incomplete(folder.checkpoints)
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.config.write_text(config_file.to_json(config))
+    if not folder.held_out.exists():
+        before = config.held_out_before()
+        seed = config.seed + config.environment.seed
+        if config.environment.held_out_seed is not None:
+            seed = config.environment.held_out_seed
+        elif before is not None:
+            seed = before.seed
+        digests = frozenset(digest_of(problem.key) for problem in environment.held_out())
+        held_out = HeldOut(seed=seed, digests=digests | (before.digests if before else frozenset()))
+        folder.held_out.write_text(held_out.to_json())
     if not folder.data.exists():
         folder.data.write_text(json.dumps(config.data_digests(), indent=2))
     if config.alphabet:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Self
 
 from controllers.environments import AnyEnvironment, EpisodeEnvironment, Problem
 from controllers.environments.data import DataEnvironment
+from controllers.environments.held_out import digest_of
 from controllers.environments.mixture import MixedEnvironment
 from controllers.tokenizer import Tokenizer
 
@@ -181,6 +182,8 @@ class TrainingProblems:
         self.num_skipped = 0  # since the last report
         self.news = ""  # a line about the first problem that was skipped, until the next report
         self._has_skipped = False
+        before = config.held_out_before()
+        self._held_out_before = before.digests if before else frozenset()
 
     @cached_property
     def rule(self) -> Rule | None:
@@ -196,7 +199,7 @@ class TrainingProblems:
         indices: list[int] = []
         num_skipped = 0
         while len(indices) < count:
-            reason = self.rule.reason(self.environment.problem(cursor))
+            reason = self._reason(self.environment.problem(cursor), self.rule)
             if not reason:
                 indices.append(cursor)
             num_skipped = num_skipped + 1 if reason else 0
@@ -207,6 +210,11 @@ class TrainingProblems:
                 )
             cursor += 1
         return indices, cursor
+
+    def _reason(self, problem: Problem, rule: Rule) -> str:
+        if digest_of(problem.key) in self._held_out_before:
+            return f"the run that made {self.config.trainer.hf_path} held out the problem {problem.key[:80]!r}"
+        return rule.reason(problem)
 
     def _note(self, index: int, reason: str) -> None:
         if reason:

@@ -5,6 +5,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, ClassVar, Generic, Literal, Self, TypeVar
 
 import rl_actors
@@ -14,6 +15,7 @@ from controllers.chat import ChatConfig
 from controllers.checkpoints import Checkpoints, State, random_states
 from controllers.environments import AnyEnvironment, EnvironmentConfig, Problem, Scorer
 from controllers.environments.files import digest
+from controllers.environments.held_out import HeldOut
 from controllers.episodes import EpisodeConfig, EpisodeLimits, Player
 from controllers.gate import Gate
 from controllers.hosts import HostsConfig
@@ -315,6 +317,10 @@ class RunConfig:
                 f"{', '.join(changed)} has changed since this run began, so a resumed run would train on other problems; "
                 "restore the data, or start a new run"
             )
+
+    def held_out_before(self) -> HeldOut | None:
+        """What the run held out whose export this run starts from. None if it starts from other weights."""
+        return HeldOut.read(Path(self.trainer.hf_path) / "held_out.json") if self.trainer.hf_path else None
 
     def data_digests(self) -> dict[str, str]:
         """A hash of the contents of each file and directory that the run reads problems from."""

@@ -24,6 +24,7 @@ class RunFolder:
         self.report, self.reward_png = self.path / "report.html", self.path / "reward.png"
         self.checkpoints, self.tensorboard = self.path / "checkpoints", self.path / "tensorboard"
         self.reference = self.path / "reference"
+        self.held_out = self.path / "held_out.json"  # HeldOut.to_json
         self.data = self.path / "data.json"  # RunConfig.data_digests, when the run began
 
     @property

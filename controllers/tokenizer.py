@@ -94,7 +94,8 @@ class Tokenizer:
             missing = sorted({character for character in text if character not in known})
             if missing:
                 alphabet = "".join(sorted(known.keys() - {PAD, EOS}, key=known.__getitem__))
-                raise ValueError(f"{missing} of {text!r} are not in the tokenizer's alphabet {alphabet!r}")
+                shown = repr(alphabet) if len(alphabet) <= 200 else f"of {len(alphabet)} characters"
+                raise ValueError(f"{missing} of {text!r} are not in the tokenizer's alphabet {shown}")
         return self.hf.encode(text, add_special_tokens=False)
 
     def encode_prompt(self, problem: Problem) -> list[int]:

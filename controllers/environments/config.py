@@ -106,6 +106,13 @@ class EnvironmentConfig:
     held_out_split is set, there may be fewer. A named validation set from a file or a data set may also have fewer."""
     seed: int = 0
     """Seed of the problems, of their order, and of the choice of the held-out problems."""
+    held_out_seed: int | None = None
+    """Seed of the choice of the held-out problems alone. None: `seed`; a run that starts from an export of another run
+    takes that run's."""
+
+    @property
+    def seed_of_held_out(self) -> int:
+        return self.seed if self.held_out_seed is None else self.held_out_seed
 
     @property
     def has_own_held_out(self) -> bool:

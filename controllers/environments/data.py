@@ -10,7 +10,7 @@ from controllers.environments.base import Message, Problem
 from controllers.environments.config import EnvironmentConfig
 from controllers.environments.entries import Entry, fits, require_answer, text_score, to_problem
 from controllers.environments.files import Row, read_dataset, read_file
-from controllers.environments.held_out import hold_out
+from controllers.environments.held_out import digest_of, hold_out
 
 
 class DataEnvironment:
@@ -35,16 +35,34 @@ class DataEnvironment:
         self._held_out = hold_out(
             held_out,
             number=config.num_held_out,
-            seed=config.seed,
+            seed=config.seed_of_held_out,
             share=0.0,
             source=source.source,
             may_be_all=config.has_own_held_out or not trains,
         )[0]
         keys = {problem.key for problem in self._held_out}
         self._training = [problem for problem in problems if problem.key not in keys]
-        if trains and not self._training:
+        self.trains = trains
+        # Rows that leave training because a held-out problem or an earlier run has their key.
+        self.num_excluded = 0
+        if trains:
+            self.num_excluded = len(problems) - len(self._training)
+            self.num_excluded -= 0 if config.has_own_held_out else len(keys)
+            self._require_training()
+
+    def exclude(self, digests: frozenset[str]) -> None:
+        """Train on no problem whose key has one of these digests. Raises ValueError if no problem is left."""
+        left = [problem for problem in self._training if digest_of(problem.key) not in digests]
+        self.num_excluded += len(self._training) - len(left)
+        self._training = left
+        if self.trains:
+            self._require_training()
+
+    def _require_training(self) -> None:
+        if not self._training:
             raise ValueError(
-                f"no problem of {config.source} is left to train on after {len(keys)} problems are held out"
+                f"no problem of {self.config.source} is left to train on after {len(self._held_out)} problems are held out"
+                + (f", and {self.num_excluded} rows have held-out prompts" if self.num_excluded else "")
             )
 
     def problem(self, index: int) -> Problem:

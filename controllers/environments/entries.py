@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import unicodedata
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,8 +52,7 @@ def to_problem(entry: Entry, config: EnvironmentConfig) -> Problem:
     except (ValueError, IndexError, AttributeError, TypeError) as error:
         raise ValueError(f"prompt={config.prompt!r} is not a template: {error}") from None
     prompt = "".join(prompt.split()) if config.remove_whitespace else prompt
-    # A run trains on no problem that has the key of a held-out problem.
-    key = conversation_text(entry.messages) if len(entry.messages) > 1 else operands_or_text(entry)
+    key = key_of(prompt, entry.messages)
     return Problem(
         prompt=prompt, answer=entry.answer, key=key, metadata=fields, messages=entry.messages, place=entry.place
     )
@@ -63,27 +63,17 @@ def fits(problem: Problem, config: EnvironmentConfig) -> bool:
     return not config.prompt_pattern or re.fullmatch(config.prompt_pattern, problem.prompt) is not None
 
 
-def conversation_text(messages: Sequence[Message]) -> str:
-    """Key of an entry that has a conversation: roles and texts of all messages, without a final message of the assistant.
+def key_of(prompt: str, messages: Sequence[Message]) -> str:
+    """The text that identifies a problem: its prompt, or its conversation without the answer, normalized for white space.
 
-    If only one message is left, the key is only the text of this message.
+    key_of("12 +  3 = ", []) -> "12 + 3 ="
     """
-    asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+    asked = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
     if len(asked) == 1:
-        return asked[0]["content"]
-    return "\n".join(f"{message['role']}: {message['content']}" for message in asked)
-
-
-def operands_or_text(entry: Entry) -> str:
-    """Key of an entry that has no conversation.
-
-    If metadata["expression"] is plain arithmetic, the key is its sorted operands: "12 + 34" and "34 + 12" both give "12 34". Otherwise
-    the key is the question.
-    """
-    expression = str(entry.metadata.get("expression", ""))
-    if not re.fullmatch(r"[\d\s.+\-*/()]+", expression):
-        return entry.question
-    return " ".join(sorted(re.findall(r"\d+(?:\.\d+)?", expression)))
+        prompt = str(asked[0]["content"])
+    elif asked:
+        prompt = "\n".join(f"{message['role']}: {message['content']}" for message in asked)
+    return " ".join(unicodedata.normalize("NFC", prompt).split())
 
 
 def text_score(config: EnvironmentConfig) -> Score:

@@ -1,6 +1,7 @@
 """An environment whose problems are drawn at random from a task of reasoning-gym."""
 
 import difflib
+import re
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING
 from controllers.environments.base import Problem
 from controllers.environments.config import EnvironmentConfig
 from controllers.environments.entries import Entry, Score, fits, text_score, to_problem
-from controllers.environments.held_out import fraction, hold_out
+from controllers.environments.held_out import digest_of, fraction, hold_out
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
@@ -37,10 +38,16 @@ class GeneratedEnvironment:
         self._held_out, self._highest_held_out = hold_out(
             (problem for problem in probes if fits(problem, config)),
             number=config.num_held_out,
-            seed=config.seed,
+            seed=config.seed_of_held_out,
             share=HELD_OUT_SHARE,
             source=config.source,
+            key_of=operands_or_key,
         )
+        self._excluded: frozenset[str] = frozenset()
+
+    def exclude(self, digests: frozenset[str]) -> None:
+        """Give no training problem whose key has one of these digests (digest_of)."""
+        self._excluded |= digests
 
     def _read(self, position: int) -> Problem:
         drawn = self.dataset[position]
@@ -53,15 +60,27 @@ class GeneratedEnvironment:
         draws = Random(f"{self.config.seed}/{index}")
         for _ in range(DRAWS_PER_PROBLEM):
             problem = self._read(draws.randrange(len(self.dataset)))
-            if fits(problem, self.config) and fraction(problem.key, self.config.seed) > self._highest_held_out:
+            if fits(problem, self.config) and not self._is_held_out(problem):
                 return problem
         draw = f"training problem {index}: each of {DRAWS_PER_PROBLEM} draws of task={self.config.task!r} was held out"
         if self.config.prompt_pattern:
             draw += f" or did not match prompt_pattern={self.config.prompt_pattern!r}"
         raise ValueError(draw)
 
+    def _is_held_out(self, problem: Problem) -> bool:
+        hashed = fraction(operands_or_key(problem), self.config.seed_of_held_out)
+        return hashed <= self._highest_held_out or digest_of(problem.key) in self._excluded
+
     def held_out(self) -> list[Problem]:
         return list(self._held_out)
+
+
+def operands_or_key(problem: Problem) -> str:
+    """The sorted operands of plain arithmetic, else the key: if "12 + 34" is held out, "34 + 12" is not trained either."""
+    expression = str(problem.metadata.get("expression", ""))
+    if not re.fullmatch(r"[\d\s.+\-*/()]+", expression):
+        return problem.key
+    return " ".join(sorted(re.findall(r"\d+(?:\.\d+)?", expression)))
 
 
 @dataclass(frozen=True, slots=True)

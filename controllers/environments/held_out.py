@@ -3,10 +3,36 @@
 Problems whose keys have higher hashes may be trained on.
 """
 
-from collections.abc import Iterable
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from hashlib import blake2b
+from operator import attrgetter
+from pathlib import Path
 
 from controllers.environments.base import Problem
+from rl_actors.json_files import read_object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """What a run held out, so that later runs from its weights hold out the same problems and train on none of them."""
+
+    seed: int
+    digests: frozenset[str]  # digest_of of every key
+
+    @classmethod
+    def read(cls, file: Path) -> "HeldOut | None":
+        """None if there is no such file. Raises ValueError, naming the file, if it is damaged."""
+        if not file.is_file():
+            return None
+        values = read_object(file)
+        if not isinstance(values.get("seed"), int) or not isinstance(values.get("keys"), list):
+            raise ValueError(f"{file} has no seed or no keys")
+        return cls(seed=values["seed"], digests=frozenset(map(str, values["keys"])))
+
+    def to_json(self) -> str:
+        return json.dumps({"seed": self.seed, "keys": sorted(self.digests)}, indent=1)
 
 
 def fraction(key: str, seed: int) -> float:
@@ -14,8 +40,20 @@ def fraction(key: str, seed: int) -> float:
     return int.from_bytes(blake2b(f"{seed}/{key}".encode(), digest_size=6).digest(), "big") / 2**48
 
 
+def digest_of(key: str) -> str:
+    """A short hash of a key, under which a run remembers its held-out problems."""
+    return blake2b(key.encode(), digest_size=8).hexdigest()
+
+
 def hold_out(
-    problems: Iterable[Problem], *, number: int, seed: int, share: float, source: str, may_be_all: bool = False
+    problems: Iterable[Problem],
+    *,
+    number: int,
+    seed: int,
+    share: float,
+    source: str,
+    may_be_all: bool = False,
+    key_of: Callable[[Problem], str] = attrgetter("key"),
 ) -> tuple[list[Problem], float]:
     """The held-out problems, and the highest hash of their keys.
 
@@ -25,15 +63,16 @@ def hold_out(
     half of the keys read.
 
     If may_be_all is True, `number` has no limit, and ValueError is raised only if the source has no problem. If
-    `number` is larger than the number of keys, all keys are held out.
+    `number` is larger than the number of keys, all keys are held out. key_of: makes the key from a problem.
     """
     found: dict[str, tuple[float, Problem]] = {}
     num_low = 0
     for problem in problems:
-        if problem.key in found:
+        key = key_of(problem)
+        if key in found:
             continue
-        hashed = fraction(problem.key, seed)
-        found[problem.key] = (hashed, problem)
+        hashed = fraction(key, seed)
+        found[key] = (hashed, problem)
         num_low += hashed < share
         if num_low == number:
             break

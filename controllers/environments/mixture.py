@@ -5,10 +5,15 @@ from collections import Counter
 from collections.abc import Awaitable, Sequence
 from dataclasses import asdict, dataclass, replace
 from random import Random
+from typing import Protocol, runtime_checkable
 
 from controllers import config_file
 from controllers.environments.base import Environment, Problem, Reward
 from controllers.environments.config import LIMITS_OF_RUN, EnvironmentConfig
+from controllers.environments.held_out import digest_of
+
+DRAWS_PER_PROBLEM = 1000
+"""Largest number of problems of a part that are looked at for one training problem."""
 
 BLOCK = 100
 """Training problems come in blocks of this many consecutive indices. An environment has the same number of problems in every block."""
@@ -68,6 +73,13 @@ def _weight(number: int, values: dict[str, object]) -> float:
     return float(weight)
 
 
+@runtime_checkable
+class Excluding(Protocol):
+    """An environment that can leave out training problems."""
+
+    def exclude(self, digests: frozenset[str]) -> None: ...
+
+
 class MixedEnvironment:
     """Problems of several environments. Each problem has the name of its environment as `source`."""
 
@@ -76,6 +88,16 @@ class MixedEnvironment:
         self.environments = dict(zip(self.names, environments, strict=True))
         self.seed = seed
         self.counts = _counts([part.weight for part in parts])
+        self._excluded: frozenset[str] = frozenset()
+        # A problem that one part holds out is trained by no part.
+        self.exclude(frozenset(digest_of(problem.key) for problem in self.held_out()))
+
+    def exclude(self, digests: frozenset[str]) -> None:
+        """Give no training problem whose key has one of these digests (digest_of)."""
+        self._excluded |= digests
+        for environment in self.environments.values():
+            if isinstance(environment, Excluding):
+                environment.exclude(digests)
 
     def problem(self, index: int) -> Problem:
         block, position = divmod(index, BLOCK)
@@ -83,7 +105,18 @@ class MixedEnvironment:
         Random(f"{self.seed}/{block}").shuffle(order)
         name = order[position]
         count = self.counts[self.names.index(name)]
-        return self._of(name, self.environments[name].problem(block * count + order[:position].count(name)))
+        return self._of(name, self._part_problem(name, block * count + order[:position].count(name)))
+
+    def _part_problem(self, name: str, index: int) -> Problem:
+        """The part's problem of this index, or of the next drawn index if its key is excluded, as in a user's own part."""
+        draws = Random(f"{self.seed}/{name}/{index}")
+        tried = index
+        for _ in range(DRAWS_PER_PROBLEM):
+            problem = self.environments[name].problem(tried)
+            if digest_of(problem.key) not in self._excluded:
+                return problem
+            tried = draws.randrange(2**31)
+        raise ValueError(f"mixture, {name}: {DRAWS_PER_PROBLEM} problems drawn for problem {index} are all held out")
 
     def held_out(self) -> list[Problem]:
         return [self._of(name, problem) for name in self.names for problem in self.environments[name].held_out()]

@@ -105,7 +105,7 @@ def test_every_epoch_is_a_new_order_of_all_problems_of_a_file_that_are_not_held_
     held_out = {problem.key for problem in environment.held_out()}
     epochs = [[environment.problem(index).key for index in range(start, start + 30)] for start in (0, 30)]
     assert len(held_out) == 10
-    assert set(epochs[0]) == set(epochs[1]) == {f"Half of {n}?" for n in range(40)} - held_out
+    assert set(epochs[0]) == set(epochs[1]) == {f"[{n % 3}] Half of {n}?" for n in range(40)} - held_out
     assert epochs[0] != epochs[1]
     assert re.fullmatch(r"\[[012]\] Half of \d+\?", environment.problem(0).prompt)
 
