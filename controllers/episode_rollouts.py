@@ -73,6 +73,7 @@ class EpisodeRollouts(Rollouts):
         return Group(
             problem=problem,
             prompt=played[0].prompt,
+            prompt_text=self.tokenizer.decode_prompt(played[0].prompt),
             completions=[episode.completion for episode in played],
             texts=[episode.text for episode in played],
             task_rewards=totals,

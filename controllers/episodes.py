@@ -215,6 +215,8 @@ class Player:
         beginning: Observation = await self._ask("reset", episode.reset)
         prompt, text = self._read(beginning, f"reset of {problem.prompt!r}")
         limits, playing = self.limits, _Playing(prompt, text)
+        keeps = getattr(environment, "keeps_special_tokens", False)
+        decode = self.tokenizer.decode_turn if keeps else self.tokenizer.decode
         if not prompt or len(prompt) + limits.max_tokens_per_turn > limits.max_tokens:
             raise EpisodeError(
                 f"reset of {problem.prompt!r} gave {len(prompt)} tokens; it must give at least 1, and leave room for a turn of "
@@ -222,7 +224,7 @@ class Player:
             )
         for turn in range(limits.max_turns):
             completion = await policy(prompt + playing.tokens, turn)
-            said = self.tokenizer.decode(completion.tokens)
+            said = decode(completion.tokens)
             where = f"step after turn {turn + 1} of {problem.prompt!r}"
             reply = _checked(await self._ask(f"turn {turn + 1}", partial(episode.step, said)), where)
             playing.add_turn(completion, said, float(reply.reward))

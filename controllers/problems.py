@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
 from controllers.environments import AnyEnvironment, EpisodeEnvironment, Problem
+from controllers.environments.base import text_of
 from controllers.environments.data import DataEnvironment
 from controllers.environments.held_out import digest_of
 from controllers.environments.mixture import MixedEnvironment
@@ -121,7 +122,7 @@ class Rule:
 
 def _has_text(problem: Problem) -> bool:
     if problem.messages:
-        return any(message["content"] for message in problem.messages if message["role"] != "assistant")
+        return any(text_of(message) for message in problem.messages if message["role"] != "assistant")
     return bool(problem.prompt)
 
 

@@ -98,6 +98,7 @@ class Group:
     overlong_penalties: list[float] = field(default_factory=list)  # empty if overlong_buffer is 0
     # Components of the task_rewards, by name; None where a reward lacks the component.
     components: dict[str, list[float | None]] = field(default_factory=dict)
+    prompt_text: str = ""  # decoded from `prompt`
     num_retries: int = 0  # times that a reward function was called again, or an episode was played again
     needs_difference: bool = True  # False: the group is trained on even if all its rewards are equal
     # KL divergence of the policy from the reference model on each completion, summed over the tokens. Empty if no KL penalty is
@@ -258,7 +259,7 @@ class RolloutBatch:
             shown.append(
                 record
                 | {
-                    "prompt": group.problem.prompt,
+                    "prompt": group.prompt_text or group.problem.prompt,
                     "answer": group.problem.answer,
                     "completions": group.texts,
                     "rewards": group.task_rewards,
@@ -424,6 +425,7 @@ class Rollouts:
         return Group(
             problem=problem,
             prompt=prompt,
+            prompt_text=self.tokenizer.decode_prompt(prompt),
             completions=completions,
             texts=texts,
             task_rewards=found.totals,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from controllers.chat import ChatConfig, ChatTemplate
 from controllers.environments import Message, Observation, Problem
+from controllers.environments.files import SURROGATE
 from rl_actors import Sample
 from rl_actors.stop_tokens import stop_token_ids
 
@@ -77,6 +78,8 @@ class Tokenizer:
     chat: ChatTemplate
     # Tokens that end a completion; see rl_actors.stop_tokens.
     stop_token_ids: tuple[int, ...]
+    # What the tokenizer itself puts before a text, such as BOS. A chat template writes its own.
+    prefix_token_ids: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.hf)
@@ -88,7 +91,12 @@ class Tokenizer:
         return own if own in self.stop_token_ids else self.stop_token_ids[0]
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text. No special tokens are added. Raises ValueError for a character that a character-level tokenizer lacks."""
+        """The token ids of a text. No special tokens are added, and a text that spells one does not become it.
+
+        Raises ValueError for a character that a character-level tokenizer lacks, and for a lone surrogate.
+        """
+        if not text.isascii() and SURROGATE.search(text):
+            raise ValueError(f"{text[:80]!a} holds a lone surrogate, which is no text")
         if self.hf.init_kwargs.get("character_level"):
             known = self.hf.get_vocab()
             missing = sorted({character for character in text if character not in known})
@@ -96,7 +104,11 @@ class Tokenizer:
                 alphabet = "".join(sorted(known.keys() - {PAD, EOS}, key=known.__getitem__))
                 shown = repr(alphabet) if len(alphabet) <= 200 else f"of {len(alphabet)} characters"
                 raise ValueError(f"{missing} of {text!r} are not in the tokenizer's alphabet {shown}")
-        return self.hf.encode(text, add_special_tokens=False)
+        return self.hf.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+    def encode_beginning(self, text: str) -> list[int]:
+        """`encode`, after the tokens that the tokenizer puts before a text."""
+        return [*self.prefix_token_ids, *self.encode(text)]
 
     def encode_prompt(self, problem: Problem) -> list[int]:
         """The tokens of the problem's prompt. If the problem has messages, the chat template formats them.
@@ -104,13 +116,13 @@ class Tokenizer:
         If the problem has only a text, the chat template formats the text if chat.enabled is set. Otherwise the text is encoded as it is.
         """
         messages = self._messages(problem)
-        return self.chat.prompt(messages) if messages else self.encode(problem.prompt)
+        return self.chat.prompt(messages, problem.tools) if messages else self.encode_beginning(problem.prompt)
 
     def encode_prompts(self, problems: Sequence[Problem]) -> list[list[int]]:
         """`encode_prompt` of many problems. Texts without messages are encoded together, which is faster."""
         if self.hf.init_kwargs.get("character_level") or any(self._messages(problem) for problem in problems):
             return [self.encode_prompt(problem) for problem in problems]
-        return self._encode_all([problem.prompt for problem in problems])
+        return [[*self.prefix_token_ids, *row] for row in self._encode_all([each.prompt for each in problems])]
 
     def sample_lengths(self, problems: Sequence[Problem]) -> list[int]:
         """`len(to_sample(problem))` of many problems."""
@@ -122,7 +134,10 @@ class Tokenizer:
 
     def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of many texts."""
-        return self.hf(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"] if texts else []
+        if not texts:
+            return []
+        options = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
+        return self.hf(list(texts), **options)["input_ids"]
 
     def encode_observation(self, observation: Observation, *, after: int | None = None) -> list[int]:
         """The tokens of an observation, which the policy reads before its next turn. A list of token ids is returned as it is.
@@ -133,7 +148,7 @@ class Tokenizer:
         messages = observation
         if isinstance(observation, str):
             if not self.chat.config.enabled:
-                return self.encode(observation)
+                return self.encode_beginning(observation) if after is None else self.encode(observation)
             messages = [Message(role="user", content=observation)]
         if not messages or not isinstance(messages[0], dict):
             return cast(list[int], list(observation))
@@ -150,17 +165,29 @@ class Tokenizer:
         """
         messages = self._messages(problem)
         if not messages:
-            return Sample.from_tokens(self.encode(problem.prompt), [*self.encode(problem.answer), self.end_token_id])
+            prompt = self.encode_beginning(problem.prompt)
+            return Sample.from_tokens(prompt, [*self.encode(problem.answer), self.end_token_id])
         if messages[-1]["role"] != "assistant":
             messages = [*messages, Message(role="assistant", content=problem.answer)]
-        turns = self.chat.turns(messages)
-        first = turns.is_trained.index(True)
-        weights = [float(trained) for trained in turns.is_trained[first:]]
-        return Sample.from_tokens(turns.tokens[:first], turns.tokens[first:], loss_weights=weights)
+        turns = self.chat.turns(messages, problem.tools)
+        first = next(place for place, weight in enumerate(turns.weights) if weight)
+        return Sample.from_tokens(turns.tokens[:first], turns.tokens[first:], loss_weights=turns.weights[first:])
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of a completion, without special tokens."""
         return self.hf.decode(list(tokens), skip_special_tokens=True)
+
+    def decode_turn(self, tokens: Sequence[int]) -> str:
+        """The text of a turn with its special tokens, but without the stop token at its end."""
+        ends = bool(tokens) and tokens[-1] in self.stop_token_ids
+        return self.hf.decode(list(tokens[: len(tokens) - ends]), skip_special_tokens=False)
+
+    def decode_prompt(self, tokens: Sequence[int]) -> str:
+        """The text of a prompt as the policy reads it, special tokens included, but for the tokenizer's own prefix."""
+        start = (
+            len(self.prefix_token_ids) if tuple(tokens[: len(self.prefix_token_ids)]) == self.prefix_token_ids else 0
+        )
+        return self.hf.decode(list(tokens[start:]), skip_special_tokens=False)
 
     def _messages(self, problem: Problem) -> list[Message]:
         if problem.messages or not self.chat.config.enabled:
@@ -184,7 +211,17 @@ def load_tokenizer(directory: str | Path, chat: ChatConfig | None = None) -> Tok
     template = ChatTemplate(hf=hf, config=chat or ChatConfig(), stop_token_ids=stops)
     if template.config != ChatConfig():
         template.require_usable()
-    return Tokenizer(hf=hf, chat=template, stop_token_ids=stops)
+    return Tokenizer(hf=hf, chat=template, stop_token_ids=stops, prefix_token_ids=_prefix(hf))
+
+
+def _prefix(hf: "PreTrainedTokenizerBase") -> tuple[int, ...]:
+    """The tokens that the tokenizer's own rule puts before a text. What it puts after a text, such as EOS, is left out."""
+    text = hf.encode("1", add_special_tokens=False)
+    whole = hf.encode("1", add_special_tokens=True)
+    for start in range(len(whole) - len(text) + 1):
+        if whole[start : start + len(text)] == text:
+            return tuple(whole[:start])
+    return ()
 
 
 def _load(directory: str | Path, *, is_ours: bool) -> "PreTrainedTokenizerBase":

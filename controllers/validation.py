@@ -218,7 +218,10 @@ class Validator:
         shown: list[Record] = []
         for index in range(0, len(one.problems), stride)[:SAMPLES_KEPT]:
             problem = one.problems[index]
-            line: Record = {"set": one.name, "prompt": problem.prompt, "answer": problem.answer}
+            shown_prompt = problem.prompt
+            if not isinstance(one.environment, EpisodeEnvironment):
+                shown_prompt = self.tokenizer.decode_prompt(self.tokenizer.encode_prompt(problem))
+            line: Record = {"set": one.name, "prompt": shown_prompt, "answer": problem.answer}
             line |= {"completion": texts[index][0], "reward": rewards[index][0]}
             if passed:
                 line |= {"passed": passed[index], "samples": self.pass_at_k.num_samples}

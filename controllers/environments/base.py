@@ -3,18 +3,29 @@
 import math
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypedDict, runtime_checkable
+from typing import Any, Protocol, Required, TypedDict, runtime_checkable
 
 Reward = float | Mapping[str, float]
 """A finite number, or the components of a reward: a mapping from names to finite numbers. A component of the name "reward" is
 the reward. If there is none, the reward is the sum of the components."""
 
 
-class Message(TypedDict):
-    """One message of a conversation."""
+class Message(TypedDict, total=False):
+    """One message of a conversation. Fields that are not listed here reach the chat template, too."""
 
-    role: str  # "system", "user" or "assistant"
-    content: str
+    role: Required[str]  # "system", "user", "assistant", "tool" or another role that the template knows
+    content: Required[str | list[dict[str, Any]]]  # "" beside tool_calls; a list of parts if the template takes one
+    reasoning_content: str
+    tool_calls: list[dict[str, Any]]
+    tool_call_id: str
+    name: str
+    weight: float  # of an assistant's message in supervised training: 0 is not trained; default 1
+
+
+def text_of(message: Message) -> str:
+    """The text of a message: its content, or the texts of the content's parts, joined."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +37,7 @@ class Problem:
     # The conversation that the completion continues. If the list is not empty, the model's chat template makes the prompt's
     # tokens from it, and the text `prompt` is only shown in reports.
     messages: list[Message] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)  # descriptions of tools, for the chat template
     source: str = ""  # name of the environment that the problem comes from, if the task is a mixture
     place: str = field(default="", compare=False)  # file and row, such as "tasks.jsonl:3"; "" if it has none
 

@@ -54,9 +54,12 @@ class EnvironmentConfig:
     """Column of an answer that is worse than the answer in answer_column, in a file or a data set. controllers.dpo
     trains on pairs of these two answers."""
     messages_column: str = "messages"
-    """Column of a conversation in a file or a data set: a list of {"role": …, "content": …}. This column is used if a
+    """Column of a conversation in a file or a data set: a list of {"role": …, "content": …}, of which all fields reach
+    the template; "weight" says how much a turn of the assistant is trained. This column is used if a
     row of the data has no prompt column. The model's chat template then makes the prompt from the conversation. If the
     row has no answer column either, and the last message has the role assistant, this message is the answer."""
+    tools_column: str = "tools"
+    """Column of the tools that the chat template shows beside the conversation: a list of descriptions, or its JSON."""
     split: str = "train"
     """Split of a Hugging Face data set."""
     held_out_task: str = ""

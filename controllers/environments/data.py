@@ -1,12 +1,14 @@
 """Problems from a file or from a Hugging Face data set. All problems are read at the start."""
 
 import functools
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from random import Random
+from typing import Any, cast
 
-from controllers.environments.base import Message, Problem
+from controllers.environments.base import Message, Problem, text_of
 from controllers.environments.config import EnvironmentConfig
 from controllers.environments.entries import Entry, fits, require_answer, text_score, to_problem
 from controllers.environments.files import Row, read_dataset, read_file
@@ -109,8 +111,10 @@ def read_entries(config: EnvironmentConfig, rows: Iterable[Row]) -> Iterator[Ent
     used = (config.prompt_column, config.answer_column, config.messages_column)
     for where, row in rows:
         messages: list[Message] = []
+        tools: list[dict[str, Any]] = []
         if config.prompt_column not in row and config.messages_column in row:
             messages, question, answer = _conversation(config, where, row)
+            tools = _tools(config.tools_column, where, row)
         else:
             question, answer = _column(config.prompt_column, where, row), _column(config.answer_column, where, row)
         _require_kind(config.prompt_column, question, where, kinds)
@@ -118,7 +122,14 @@ def read_entries(config: EnvironmentConfig, rows: Iterable[Row]) -> Iterator[Ent
         if config.rejected_column:
             _require_pair(config, where, row, kinds)
         metadata = {name: value for name, value in row.items() if name not in used}
-        yield Entry(question=str(question), answer=str(answer), metadata=metadata, messages=messages, place=where)
+        yield Entry(
+            question=str(question),
+            answer=str(answer),
+            metadata=metadata,
+            messages=messages,
+            tools=tools,
+            place=where,
+        )
 
 
 def _require_pair(
@@ -148,9 +159,9 @@ def _conversation(
     asked = [message for message in messages if message["role"] != "assistant"]
     if not asked:
         raise ValueError(f"{where}: column {config.messages_column!r} has only messages of the assistant")
-    question: object = asked[-1]["content"]
+    question: object = text_of(asked[-1])
     if config.answer_column not in row and messages[-1]["role"] == "assistant":
-        return messages, question, messages[-1]["content"]
+        return messages, question, text_of(messages[-1])
     return messages, question, _column(config.answer_column, where, row)
 
 
@@ -172,16 +183,42 @@ def _require_kind(column: str, value: object, where: str, kinds: dict[str, tuple
 
 
 def _messages(column: str, where: str, row: Mapping[str, object]) -> list[Message]:
-    found = _column(column, where, row)
+    """The conversation with all its fields. Fields that are null are left out: Parquet gives every message all fields."""
+    given = _column(column, where, row)
+    if not isinstance(given, list) or not given:
+        raise ValueError(f"{where}: column {column!r} holds {str(given)[:80]!r}, not a list of messages")
     messages = []
-    for each in found if isinstance(found, list) else []:
+    for each in given:
+        message = _without_none(each)
+        if isinstance(message, dict) and ("tool_calls" in message or "reasoning_content" in message):
+            message.setdefault("content", "")
         if (
-            not isinstance(each, dict)
-            or not isinstance(each.get("role"), str)
-            or not isinstance(each.get("content"), str)
+            not isinstance(message, dict)
+            or not isinstance(message.get("role"), str)
+            or not isinstance(message.get("content"), str | list)
         ):
             raise ValueError(f'{where}: column {column!r} holds {str(each)[:80]!r}, not {{"role": …, "content": …}}')
-        messages.append(Message(role=each["role"], content=each["content"]))
-    if not messages:
-        raise ValueError(f"{where}: column {column!r} holds {str(found)[:80]!r}, not a list of messages")
+        weight = message.get("weight", 1.0)
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+            raise ValueError(f"{where}: a message has the weight {weight!r}; it must be a finite number of at least 0")
+        messages.append(cast(Message, message))
     return messages
+
+
+def _tools(column: str, where: str, row: Mapping[str, object]) -> list[dict[str, Any]]:
+    given = row.get(column)
+    if isinstance(given, str):
+        try:
+            given = json.loads(given) if given.strip() else []
+        except ValueError as error:
+            raise ValueError(f"{where}: column {column!r} holds a text that is not JSON: {error}") from None
+    tools = _without_none(given or [])
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"{where}: column {column!r} holds {str(given)[:80]!r}, not a list of tools")
+    return tools
+
+
+def _without_none(value: object) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_none(each) for name, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list) else value

@@ -6,9 +6,10 @@ import unicodedata
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from controllers.environments import scores
-from controllers.environments.base import Message, Problem, Reward
+from controllers.environments.base import Message, Problem, Reward, text_of
 from controllers.environments.config import EnvironmentConfig
 from controllers.environments.judge import Judge
 from controllers.environments.own_code import imported, require_takes
@@ -26,6 +27,7 @@ class Entry:
     answer: str
     metadata: Mapping[str, object]
     messages: list[Message] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
     place: str = ""  # file and row
 
 
@@ -52,9 +54,15 @@ def to_problem(entry: Entry, config: EnvironmentConfig) -> Problem:
     except (ValueError, IndexError, AttributeError, TypeError) as error:
         raise ValueError(f"prompt={config.prompt!r} is not a template: {error}") from None
     prompt = "".join(prompt.split()) if config.remove_whitespace else prompt
-    key = key_of(prompt, entry.messages)
+    key = key_of(prompt, entry.messages, entry.tools)
     return Problem(
-        prompt=prompt, answer=entry.answer, key=key, metadata=fields, messages=entry.messages, place=entry.place
+        prompt=prompt,
+        answer=entry.answer,
+        key=key,
+        metadata=fields,
+        messages=entry.messages,
+        tools=entry.tools,
+        place=entry.place,
     )
 
 
@@ -63,16 +71,17 @@ def fits(problem: Problem, config: EnvironmentConfig) -> bool:
     return not config.prompt_pattern or re.fullmatch(config.prompt_pattern, problem.prompt) is not None
 
 
-def key_of(prompt: str, messages: Sequence[Message]) -> str:
+def key_of(prompt: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
     """The text that identifies a problem: its prompt, or its conversation without the answer, normalized for white space.
 
     key_of("12 +  3 = ", []) -> "12 + 3 ="
     """
     asked = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
-    if len(asked) == 1:
-        prompt = str(asked[0]["content"])
+    if len(asked) == 1 and not tools:
+        prompt = text_of(asked[0])
     elif asked:
-        prompt = "\n".join(f"{message['role']}: {message['content']}" for message in asked)
+        lines = [f"{message['role']}: {text_of(message)} {message.get('tool_calls', '')}" for message in asked]
+        prompt = "\n".join([*map(str, tools), *lines])
     return " ".join(unicodedata.normalize("NFC", prompt).split())
 
 

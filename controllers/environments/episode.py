@@ -31,6 +31,8 @@ class Episode(Protocol):
 
 @runtime_checkable
 class EpisodeEnvironment(Protocol):
+    """If an environment has keeps_special_tokens = True, `Episode.step` gets special tokens, such as [TOOL_CALLS], as text."""
+
     def problem(self, index: int) -> Problem:
         """Training problem number `index`, as in Environment. The problem's prompt should be the text that `reset` returns.
 
