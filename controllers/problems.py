@@ -4,6 +4,7 @@ The problems of a file or a data set, and all held-out problems, are checked bef
 are endless. A run skips their problems that it cannot take.
 """
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -169,7 +170,7 @@ class _Progress:
     def show(self, done: int, total: int) -> None:
         if time.monotonic() >= self.last + SECONDS_BETWEEN_LINES:
             self.last = time.monotonic()
-            print(f"checking the problems: {done:,} of {total:,}", flush=True)
+            print(f"checking the problems: {done:,} of {total:,}", file=sys.stderr, flush=True)
 
 
 class TrainingProblems:

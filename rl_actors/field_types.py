@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 
 def require_field_types(config: Any, prefix: str = "") -> None:
@@ -62,7 +62,7 @@ def _is_of(value: object, hint: Any) -> bool:
         return isinstance(value, int | float if kind is float else int) and not isinstance(value, bool)
     if kind is Callable or kind is type(Callable):
         return callable(value)
-    if isinstance(hint, TypeVar) or kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
+    if isinstance(hint, TypeVar) or kind is Any or not isinstance(kind, type) or Protocol in kind.__mro__:
         return True
     return isinstance(value, kind)
 

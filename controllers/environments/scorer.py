@@ -175,10 +175,10 @@ def _parts(answer: Any, problem: Problem, text: str) -> dict[str, float]:
     try:
         parts = {str(name): as_reward(value) for name, value in found.items()}
         if not parts:
-            raise ValueError("it has no component")
+            raise ValueError("no component")
         if TOTAL not in parts:
             parts[TOTAL] = as_reward(math.fsum(parts.values()))  # fsum: 0.7 + 0.2 + 0.1 is 1.0
-    except (ValueError, OverflowError) as error:
+    except (ValueError, OverflowError):
         where = f"completion {text!r} of prompt {problem.prompt!r}"
-        raise RewardError(f"the reward of {where} is {answer!r}; it must be a finite number ({error})") from None
+        raise RewardError(f"the reward of {where} is {answer!r}; it must be a finite number") from None
     return parts

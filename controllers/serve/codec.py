@@ -7,6 +7,7 @@ of tokens of a prompt or a completion. K is the number of targets of one positio
 one position.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,10 +85,10 @@ MESSAGES: dict[str, tuple[str, ...]] = {
 
 DTYPES: dict[int, np.dtype] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 """The numpy dtype for each value of the enum DType. bfloat16 is missing, because the SDK never sends it."""
-MAX_ELEMENTS = 1 << 28
-"""Largest number of elements of a sparse tensor, zeros included.
+MAX_CELLS = 1 << 24
+"""Largest number of cells of all tensors of a request, the zeros of sparse tensors and of padding included.
 
-This module makes sparse tensors dense, so without this limit a request of a few bytes could take all memory.
+Sparse tensors are made dense, so without this limit a request of a few bytes could take all memory.
 """
 NO_LOGPROB = -99999.0
 """The logprob of a cell of TopK that has no token. The SDK has the same constant."""
@@ -188,7 +189,15 @@ class ForwardBackwardCall:
     message: Any = field(repr=False)
 
     def data(self) -> list[Datum]:
-        """The datums. If a datum cannot be read, raises ValueError with the datum's index and the reason."""
+        """The datums. If a datum cannot be read, raises ValueError with the datum's index and the reason.
+
+        Raises ValueError before anything is expanded if the request has more than MAX_CELLS cells.
+        """
+        num_cells = sum(
+            math.prod(tensor.shape) for datum in self.message.data for tensor in datum.loss_fn_inputs.values()
+        )
+        if num_cells > MAX_CELLS:
+            raise ValueError(f"the tensors of the request have {num_cells} cells; at most {MAX_CELLS} are allowed")
         found = []
         for index, datum in enumerate(self.message.data):
             try:
@@ -277,10 +286,10 @@ def dense_of_csr(
 ) -> np.ndarray:
     """The dense matrix of compressed sparse rows (CSR). Entries that are not listed are 0.
 
-    Raises ValueError if the shape is not that of a matrix or has more than MAX_ELEMENTS elements, or if the indices do not fit the shape.
+    Raises ValueError if the shape is not that of a matrix or has more than MAX_CELLS cells, or if the indices do not fit the shape.
     """
-    if len(shape) != 2 or any(size < 0 for size in shape) or shape[0] * shape[1] > MAX_ELEMENTS:
-        raise ValueError(f"{name} is sparse with shape {shape}; it must be [T, K] with at most {MAX_ELEMENTS} elements")
+    if len(shape) != 2 or any(size < 0 for size in shape) or shape[0] * shape[1] > MAX_CELLS:
+        raise ValueError(f"{name} is sparse with shape {shape}; it must be [T, K] with at most {MAX_CELLS} elements")
     dense = np.zeros(shape, values.dtype)
     dense[rows_of_csr(len(values), crow, col, shape, name), col] = values
     return dense

@@ -8,13 +8,16 @@ import asyncio
 import logging
 import time
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 
 logger = logging.getLogger(__name__)
 
 Json = dict[str, object]
+
+MAX_ERROR_LENGTH = 4096
+"""Largest number of characters of an error that a client gets. An error may repeat a part of the request."""
 
 
 class UserError(Exception):
@@ -50,6 +53,7 @@ class Promise:
 
     request_id: str
     key: Hashable
+    keeps_key: bool
     what: str  # name of the call, for logs
     owner: str
     extra: Json  # further fields of the reply to the request
@@ -78,12 +82,15 @@ class Futures:
         """keep_fetched: seconds for which an answer is kept after it was fetched.
         keep_keys: how many seconds after the answer the server still recognises a repeated request by its key.
         keep_unfetched: seconds for which an unfetched answer is kept. If keep_keys is larger, it is used instead.
-        max_answers: largest number of promises. If there are more, the oldest answered promises are forgotten.
+        max_answers: largest number of promises of one owner. If there are more, the owner's oldest answered promises are forgotten.
         """
         self.keep_fetched, self.keep_unfetched, self.keep_keys = keep_fetched, keep_unfetched, keep_keys
         self.max_answers, self.now = max_answers, now
         self.promises: OrderedDict[str, Promise] = OrderedDict()
         self.keys: dict[Hashable, str] = {}
+        self.spent: set[Hashable] = set()  # keys of work that must never run again, whose promises are forgotten
+        self.owned: Counter[str] = Counter()  # number of promises by owner
+        self.answered: dict[str, deque[str]] = defaultdict(deque)  # by owner: answered promises, oldest answer first
         self.tasks: set[asyncio.Task[None]] = set()
         self.num_waiting = 0  # promises without an answer
         self._swept = now()
@@ -96,20 +103,32 @@ class Futures:
         extra: Json | None = None,
         *,
         owner: str = "",
+        keeps_key: bool = False,
     ) -> Promise:
-        """Start the work. If this owner has sent a request with this key before, only return the promise of that request.
+        """Start the work. If this owner has sent this call (`what`) with this key before, only return the promise of that call.
 
-        With the key None the work always starts.
+        With the key None the work always starts. keeps_key: the work is never done twice, even after its promise is
+        forgotten; a repeated request then gets an error.
         """
-        key = None if key is None else (owner, key)
-        self._sweep()
+        key = None if key is None else (owner, what, key)
+        self._sweep(owner)
         known = self.promises.get(self.keys.get(key, "")) if key is not None else None
         if known is not None:
             return known
         promise = Promise(
-            request_id=uuid.uuid4().hex, key=key, what=what, owner=owner, extra=extra or {}, begun=self.now()
+            request_id=uuid.uuid4().hex,
+            key=key,
+            keeps_key=keeps_key,
+            what=what,
+            owner=owner,
+            extra=extra or {},
+            begun=self.now(),
         )
         self.promises[promise.request_id] = promise
+        self.owned[owner] += 1
+        if key in self.spent:
+            self._finish(promise, SPENT)
+            return promise
         if key is not None:
             self.keys[key] = promise.request_id
         self.num_waiting += 1
@@ -119,20 +138,26 @@ class Futures:
         return promise
 
     async def _run(self, promise: Promise, work: Callable[[], Awaitable[Answer]]) -> None:
+        answer = Answer(error="the work has no answer", category="server")
         try:
-            promise.answer = await work()
+            answer = await work()
         except (UserError, ValueError, TypeError) as error:
-            promise.answer = Answer(error=_text(error), category="user")
+            answer = Answer(error=_text(error), category="user")
         except asyncio.CancelledError:
-            promise.answer = Answer(error="the server is stopping, so the request was cancelled", category="server")
+            answer = Answer(error="the server is stopping, so the request was cancelled", category="server")
             raise
         except Exception as error:
             logger.exception("%s failed", promise.what)
-            promise.answer = Answer(error=f"{type(error).__name__}: {_text(error)}", category="server")
+            answer = Answer(error=f"{type(error).__name__}: {_text(error)}", category="server")
         finally:
-            promise.answered = self.now()
-            promise.is_done.set()
             self.num_waiting -= 1
+            self._finish(promise, answer)
+
+    def _finish(self, promise: Promise, answer: Answer) -> None:
+        promise.answer = answer
+        promise.answered = self.now()
+        promise.is_done.set()
+        self.answered[promise.owner].append(promise.request_id)
 
     async def wait(self, request_id: str, hold: float, *, owner: str = "") -> Promise:
         """Return the promise when it has an answer, or after `hold` seconds.
@@ -165,13 +190,16 @@ class Futures:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
-    def _sweep(self) -> None:
-        """Drop old answers, and later forget their promises.
-
-        Runs at most once a second, or at every call if there are more than max_answers promises.
+    def _sweep(self, owner: str) -> None:
+        """Forget the owner's oldest answered promises above max_answers. At most once a second, drop old answers of all owners, and
+        later forget their promises.
         """
+        answered = self.answered[owner]
+        while answered and self.owned[owner] > self.max_answers:
+            if promise := self.promises.get(answered.popleft()):
+                self._forget(promise)
         now = self.now()
-        if now - self._swept < 1.0 and len(self.promises) <= self.max_answers:
+        if now - self._swept < 1.0:
             return
         self._swept = now
         for promise in list(self.promises.values()):
@@ -186,20 +214,28 @@ class Futures:
                     promise.answer = DROPPED
             if is_forgotten:
                 self._forget(promise)
-        answered = [promise for promise in self.promises.values() if promise.answered is not None]
-        for promise in answered[: max(0, len(self.promises) - self.max_answers)]:
-            self._forget(promise)
+        for owned in self.answered.values():
+            while owned and owned[0] not in self.promises:
+                owned.popleft()
 
     def _forget(self, promise: Promise) -> None:
         del self.promises[promise.request_id]
+        self.owned[promise.owner] -= 1
         if promise.key is not None and self.keys.get(promise.key) == promise.request_id:
             del self.keys[promise.key]
+            if promise.keeps_key:
+                self.spent.add(promise.key)
 
 
 DROPPED = Answer(error="the answer was fetched before, and the server has dropped it", category="server")
 """The answer that replaces a dropped answer."""
+SPENT = Answer(
+    error="this request was executed before, and its answer is gone; it is not executed again", category="user"
+)
+"""The answer to a request that is repeated after its promise was forgotten."""
 
 
 def _text(error: BaseException) -> str:
     """The text of an error, followed by each of its notes on a line of its own."""
-    return "\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", ())])
+    text = "\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", ())])
+    return text if len(text) <= MAX_ERROR_LENGTH else text[:MAX_ERROR_LENGTH] + "…"

@@ -14,12 +14,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
 
+from controllers.run_folder import to_plain
 from controllers.serve import listings, messages, status
 from controllers.serve.access import Counts
 from controllers.serve.bodies import LimitedBodies, read_body
 from controllers.serve.codec import read_forward_backward
 from controllers.serve.downloads import VALID_SECONDS, Downloads
-from controllers.serve.futures import NotFoundError, Promise, UserError
+from controllers.serve.futures import MAX_ERROR_LENGTH, NotFoundError, Promise, UserError
 from controllers.serve.server import Server
 
 PROTOBUF = "application/x-protobuf"
@@ -71,7 +72,7 @@ def make_app(server: Server, counts: Counts | None = None) -> FastAPI:
 
 def _answer(code: int) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def answer(request: Request, error: Exception) -> Response:
-        return JSONResponse({"detail": str(error)}, status_code=code)
+        return JSONResponse({"detail": str(error)[:MAX_ERROR_LENGTH]}, status_code=code)
 
     return answer
 
@@ -97,7 +98,7 @@ async def page() -> Response:
 
 @pages.get("/status.json")
 async def page_data(server: Serving, owner: Owner) -> dict[str, Any]:
-    return status.page_data(server, owner)
+    return to_plain(status.page_data(server, owner))  # JSON has neither NaN nor infinity
 
 
 # the client and its session
@@ -254,7 +255,7 @@ def _reply(promise: Promise, server: Server, *, allow_metadata_only: bool) -> Re
     server.futures.fetched(promise)
     if answer.proto is not None:
         return Response(answer.proto, media_type=PROTOBUF)
-    return JSONResponse(answer.json)
+    return JSONResponse(to_plain(answer.json))
 
 
 # lists, checkpoints

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from controllers.serve.codec import Datum, ForwardBackwardCall, write_forward_backward
+from controllers.serve.codec import MAX_CELLS, Datum, ForwardBackwardCall, write_forward_backward
 from controllers.serve.losses import COLUMN_OF_INPUT, LossKind, kind_of, make_loss
 from rl_actors.losses import Loss
 from rl_actors.types import ForwardBackwardOutput, Sample
@@ -27,7 +27,7 @@ class Batch:
     widths: list[int] | None
 
 
-def read_batch(call: ForwardBackwardCall) -> Batch:
+def read_batch(call: ForwardBackwardCall, vocab_size: int) -> Batch:
     """The samples and the loss of a request. Raises ValueError if the request is wrong.
 
     If a datum lacks an input, or has an unknown input or an input of a wrong shape or dtype, the error names the datum and the input.
@@ -49,8 +49,22 @@ def read_batch(call: ForwardBackwardCall) -> Batch:
                 f"target_tokens has two dimensions, which only cross_entropy takes; the loss is {call.loss_fn}"
             )
         widths = [datum.inputs["target_tokens"].shape[1] for datum in data]
+        _require_cells(widths, sum(len(datum.tokens) for datum in data), vocab_size)
         return Batch(samples=[_with_many_targets(datum, max(widths)) for datum in data], loss=loss, widths=widths)
     return Batch(samples=[_with_one_target(datum, call.loss_fn) for datum in data], loss=loss, widths=None)
+
+
+def _require_cells(widths: Sequence[int], num_positions: int, vocab_size: int) -> None:
+    widest = max(widths)
+    if widest > vocab_size:
+        raise ValueError(
+            f"datum {widths.index(widest)} has {widest} targets for each position, but the vocabulary has {vocab_size} tokens"
+        )
+    if num_positions * widest > MAX_CELLS:
+        raise ValueError(
+            f"datum {widths.index(widest)} has {widest} targets for each position, and all {num_positions} positions of the "
+            f"request get room for as many, which is more than {MAX_CELLS} cells; send it in a request of its own"
+        )
 
 
 def _require_inputs(where: str, name: str, kind: LossKind, datum: Datum) -> None:

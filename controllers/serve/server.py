@@ -222,7 +222,7 @@ class Server:
     def forward_backward(self, owner: str, call: ForwardBackwardCall) -> Promise:
         async def work() -> Answer:
             self._run(owner, call.model_id)
-            batch = read_batch(call)
+            batch = read_batch(call, self.config.trainer.model.vocab_size)
             if call.forward_only:
                 return Answer(proto=write_output(batch, await self.trainers.forward(call.model_id, batch)))
             output = await self.trainers.forward_backward(call.model_id, batch)
@@ -232,7 +232,12 @@ class Server:
 
         what = "forward" if call.forward_only else "forward_backward"
         return self.futures.submit(
-            _key(call.model_id, call.seq_id), what, work, {"model_id": call.model_id}, owner=owner
+            _key(call.model_id, call.seq_id),
+            what,
+            work,
+            {"model_id": call.model_id},
+            owner=owner,
+            keeps_key=not call.forward_only,
         )
 
     def optim_step(self, owner: str, body: messages.OptimStep) -> Promise:
@@ -252,7 +257,12 @@ class Server:
             return Answer(json={"metrics": {"unclipped_grad_l2:mean": result.grad_norm}})
 
         return self.futures.submit(
-            _key(body.model_id, body.seq_id), "optim_step", work, {"model_id": body.model_id}, owner=owner
+            _key(body.model_id, body.seq_id),
+            "optim_step",
+            work,
+            {"model_id": body.model_id},
+            owner=owner,
+            keeps_key=True,
         )
 
     def _curves(self, run_id: str) -> RunCurves:
@@ -530,6 +540,10 @@ class Server:
         if body.sampling_session_id is None or body.seq_id is None:
             raise ValueError("asample needs sampling_session_id and seq_id")
         sampler_id, seq_id = body.sampling_session_id, body.seq_id
+        if len(sampler_id) > MAX_ID_LENGTH:  # the reply repeats it for every sample
+            raise ValueError(
+                f"sampling_session_id has {len(sampler_id)} characters; it must have at most {MAX_ID_LENGTH}"
+            )
         if body.num_samples > self.config.max_samples:
             raise ValueError(f"num_samples={body.num_samples}; it must be at most {self.config.max_samples}")
 
@@ -564,6 +578,9 @@ class Server:
         if adapters.is_adapter(Path(directory)):
             return self.generator.using_adapter(version, directory, base=self.base_version)
         return self.generator.using(version)
+
+
+MAX_ID_LENGTH = 512
 
 
 def is_abandoned(store: Store, run: Run) -> bool:

@@ -227,7 +227,7 @@ def test_a_run_takes_the_problems_of_a_file_without_encoding_them_again(tmp_path
 def test_a_long_check_says_how_far_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(problems, "SECONDS_BETWEEN_LINES", 0.0)
     check(write(tmp_path, rows_of(2500)))
-    assert "checking the problems: 1,000 of 2,492\n" in capsys.readouterr().out
+    assert "checking the problems: 1,000 of 2,492\n" in capsys.readouterr().err
 
 
 def test_conversations_without_any_text_are_empty():

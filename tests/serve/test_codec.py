@@ -5,6 +5,7 @@ import pytest
 from serving import forward_backward_body
 
 from controllers.serve import codec
+from controllers.serve.samples import read_batch
 
 DATA = [([1, 2, 3], {"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, -0.5]})]
 
@@ -160,3 +161,30 @@ def test_the_sdk_reads_our_answers(sdk):
     assert response.prompt_logprobs == [None, -2.0]
     assert response.target_prompt_logprobs.to_numpy().tolist() == [[-1, -2], [-3, -4]]
     assert response.topk_prompt_logprobs_np.token_ids.tolist() == [[1, 2]]
+
+
+def call_with_targets(*shapes: tuple[int, int]) -> codec.ForwardBackwardCall:
+    """A request with one datum of one token for each shape; its targets are sparse, with one value."""
+    message = codec.CLASSES["ForwardBackwardRequest"](model_id="m", loss_fn="cross_entropy")
+    for shape in shapes:
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = np.ones(shape[0], "<i4").tobytes()
+        crow = [0] + [1] * shape[0]
+        tensor = tensor_message(shape=shape, csr=([1.0], crow, [0]))
+        tensor.dtype, tensor.sparse_csr.values = 2, np.asarray([1], "<i8").tobytes()
+        datum.loss_fn_inputs["target_tokens"].CopyFrom(tensor)
+    return codec.read_forward_backward(message.SerializeToString())
+
+
+def test_a_small_request_for_many_cells_is_refused_before_anything_is_expanded(monkeypatch):
+    monkeypatch.setattr(codec, "dense_of_csr", None)  # would be called to expand
+    with pytest.raises(ValueError, match=f"have {4 << 24} cells; at most {1 << 24} are allowed"):
+        call_with_targets(*[(1, 1 << 24)] * 4).data()
+
+
+def test_the_targets_of_a_position_are_bounded_by_the_vocabulary_and_by_the_padding_that_they_cause():
+    with pytest.raises(ValueError, match="datum 1 has 2000 targets for each position, but the vocabulary has 1000"):
+        read_batch(call_with_targets((1, 2), (1, 2000)), vocab_size=1000)
+    with pytest.raises(ValueError, match="datum 0 has 16384 targets .* all 4097 positions"):
+        read_batch(call_with_targets((1, 16384), (4096, 2)), vocab_size=20_000)
+    assert read_batch(call_with_targets((1, 100), (50, 2)), vocab_size=1000).widths == [100, 2]

@@ -143,3 +143,83 @@ def test_above_the_limit_answered_promises_are_forgotten_and_an_older_unanswered
         await futures.wait(oldest.request_id, 1)
 
     run(main())
+
+
+def test_a_busy_owner_evicts_no_promise_of_another_owner():
+    async def main():
+        futures = Futures(max_answers=3)
+        quiet = futures.submit(("run", "m", 1), "call", lambda: answers(0), owner="quiet")
+        await futures.wait(quiet.request_id, 1, owner="quiet")
+        for number in range(20):
+            promise = futures.submit(("run", "n", number), "call", lambda: answers(1), owner="busy")
+            await futures.wait(promise.request_id, 1, owner="busy")
+        assert futures.submit(("run", "m", 1), "call", lambda: answers(2), owner="quiet") is quiet
+        assert [each.owner for each in futures.promises.values()].count("busy") <= 4
+
+    run(main())
+
+
+def test_work_that_keeps_its_key_is_never_done_twice():
+    async def main():
+        clock = Clock()
+        futures, done = Futures(max_answers=2, now=clock), []
+
+        async def work() -> Answer:
+            done.append(1)
+            return await answers(1)
+
+        first = futures.submit(("run", "m", 1), "optim_step", work, keeps_key=True)
+        await futures.wait(first.request_id, 1)
+        for number in range(5):
+            other = futures.submit(("run", "m", 10 + number), "call", lambda: answers(1))
+            await futures.wait(other.request_id, 1)
+        assert first.request_id not in futures.promises
+        clock.now = 1e6
+        again = futures.submit(("run", "m", 1), "optim_step", work, keeps_key=True)
+        assert (await futures.wait(again.request_id, 1)).answer.error.startswith("this request was executed before")
+        assert done == [1]
+
+    run(main())
+
+
+def test_the_same_key_of_another_call_is_another_request():
+    async def main():
+        futures = Futures()
+        one = futures.submit(("run", "m", 1), "forward_backward", lambda: answers(1))
+        other = futures.submit(("run", "m", 1), "optim_step", lambda: answers(2))
+        assert (await futures.wait(other.request_id, 1)).answer.json == {"number": 2} and one is not other
+
+    run(main())
+
+
+def test_a_submit_does_not_look_at_the_other_promises():
+    async def main():
+        futures = Futures(max_answers=10, now=Clock())
+        for number in range(200):
+            futures.submit(("run", "m", number), "call", asyncio.Event().wait)  # no answer comes
+        looked = []
+        promises = futures.promises
+
+        class Watched(type(promises)):
+            def values(self):
+                looked.append(1)
+                return super().values()
+
+        futures.promises = Watched(promises)
+        futures.submit(("run", "m", 1000), "call", lambda: answers(1))
+        await futures.close()
+        assert looked == []
+
+    run(main())
+
+
+def test_an_error_that_repeats_a_long_request_is_cut():
+    async def main():
+        async def fail() -> Answer:
+            raise UserError("x" * 1_000_000)
+
+        futures = Futures()
+        promise = futures.submit(None, "call", fail)
+        assert len((await futures.wait(promise.request_id, 1)).answer.error) < 5000
+
+    run(main())
