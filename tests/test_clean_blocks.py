@@ -75,7 +75,8 @@ if __name__ == "__main__":
     # One megabyte of cache is few blocks, so every block is soon used again.
     engine = EngineThread(
         GeneratorConfig(
-            hf_path=str(folder), max_model_len=512, max_num_seqs=16, kv_cache_bytes=1 << 20, enforce_eager=True,
+            hf_path=str(folder), max_model_len=512, max_num_seqs=16, kv_cache_bytes=1 << 20,
+            enforce_eager=not torch.cuda.is_available(), dtype="bfloat16" if torch.cuda.is_available() else "float32",
             max_adapters=2, own_process=own_process, tensor_parallel=tensor_parallel,
         ),
         WholeWeights(),
@@ -121,7 +122,7 @@ def test_numbers_that_are_not_finite_stay_in_the_requests_that_made_them(core, t
     # A file, because a core in its own process imports the main module again.
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, str(program), str(tmp_path), core, str(tensor_parallel)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=GUARD)
     assert "clean" in done.stdout, done.stdout + done.stderr
