@@ -19,6 +19,7 @@ from controllers.serve.access import Access, read_keys
 from controllers.serve.config import ServeConfig
 from controllers.serve.routes import ANYONE, make_app
 from controllers.serve.start import start_server
+from controllers.serve.state_folder import claimed
 
 API_KEY = "tml-local"
 """The key that clients set if the server checks no keys.
@@ -166,14 +167,30 @@ class HttpServer(uvicorn.Server):
 
 
 async def serve(arguments: Arguments, listener: socket.socket) -> None:
-    """Start the server, print the environment variables that a client needs, and serve until SIGINT or SIGTERM."""
+    """Start the server, print the environment variables that a client needs, and serve until SIGINT or SIGTERM.
+
+    Raises ValueError if another server holds the folder of the state.
+    """
+    with claimed(arguments.folder):
+        await _serve(arguments, listener)
+
+
+async def _serve(arguments: Arguments, listener: socket.socket) -> None:
     config, folder = arguments.config, arguments.folder
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
     print(f"starting {config.name}; state in {folder}", file=sys.stderr, flush=True)
-    server = await start_server(config, folder)
+    starting = asyncio.create_task(start_server(config, folder))
+    stopped = asyncio.create_task(stopping.wait())
+    await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():  # the start takes a minute, and a signal ends it at once
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await starting
+        return
+    server = starting.result()
     log = (folder / "access.jsonl").open("a", encoding="utf-8", buffering=1)
     app = make_app(server)
     access = Access(app, owners=arguments.owners, anyone=ANYONE, rate=arguments.rate, log=log)
@@ -191,7 +208,6 @@ async def serve(arguments: Arguments, listener: socket.socket) -> None:
             )
         )
         serving = asyncio.create_task(http.serve(sockets=[listener]))
-        stopped = asyncio.create_task(stopping.wait())
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         key = API_KEY if arguments.owners is None else "YOUR_KEY"

@@ -12,6 +12,7 @@ from controllers.serve.config import ServeConfig, tokenizer_id
 from controllers.serve.requests import SamplingLimits
 from controllers.serve.sampling import VersionedGenerator
 from controllers.serve.server import Server, is_abandoned
+from controllers.serve.state_folder import require_base
 from controllers.serve.store import Store
 from controllers.serve.trainers import Trainer, Trainers
 from controllers.serve.weights import HfDirectories
@@ -55,6 +56,7 @@ async def start_server(config: ServeConfig, folder: Path) -> Server:
     If the folder holds the state of an earlier server, the new server continues from this state.
     """
     await asyncio.to_thread(prepare_base, config, folder)
+    await asyncio.to_thread(require_base, folder, config.name, Path(config.hf_path))
     limits = await asyncio.to_thread(sampling_limits, config)
     store = Store(folder / "state.sqlite")
     versions = HfDirectories(folder / "samplers")
