@@ -201,13 +201,6 @@ def _without_short_flags(argv: Sequence[str], short_flags: Mapping[str, str]) ->
 FIELDS_OF_TASK = (
     "options",
     "mixture",
-    "prompt_column",
-    "answer_column",
-    "rejected_column",
-    "messages_column",
-    "split",
-    "held_out_task",
-    "held_out_split",
     "prompt",
     "remove_whitespace",
     "prompt_pattern",

@@ -216,6 +216,8 @@ def load_tokenizer(directory: str | Path, chat: ChatConfig | None = None) -> Tok
 
 def _prefix(hf: "PreTrainedTokenizerBase") -> tuple[int, ...]:
     """The tokens that the tokenizer's own rule puts before a text. What it puts after a text, such as EOS, is left out."""
+    if hf.init_kwargs.get("character_level"):
+        return ()
     text = hf.encode("1", add_special_tokens=False)
     whole = hf.encode("1", add_special_tokens=True)
     for start in range(len(whole) - len(text) + 1):

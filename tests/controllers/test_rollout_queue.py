@@ -91,7 +91,7 @@ class Simulated:
         self.num_running = 0
         rollouts = Rollouts(config, SimpleNamespace(problem=problem_of), SimpleNamespace(), self, max_tokens=4, seed=0)
         rollouts.tokenizer = SimpleNamespace(
-            encode_prompt=lambda problem: [problem.index], decode=lambda tokens: str(tokens), stop_token_ids=()
+            encode_prompt=lambda problem: [problem.index], decode=str, decode_prompt=str, stop_token_ids=()
         )
         rollouts.scorer = self
         self.queue = RolloutQueue(rollouts, versions_per_step=versions_per_step)
@@ -210,7 +210,9 @@ class Scores:
 
 def queue_of(generator: ScriptedGenerator, *, pending=(), cursor=0, scorer=None, **options) -> RolloutQueue:
     config = RolloutConfig(**{"groups_per_step": 2, "group_size": 2, **options})
-    tokenizer = SimpleNamespace(encode_prompt=lambda problem: [problem.index], decode=str, stop_token_ids=())
+    tokenizer = SimpleNamespace(
+        encode_prompt=lambda problem: [problem.index], decode=str, decode_prompt=str, stop_token_ids=()
+    )
     environment = SimpleNamespace(problem=problem_of)
     rollouts = Rollouts(config, environment, tokenizer, generator, max_tokens=4, seed=0, scorer=scorer or Scores())
     return RolloutQueue(rollouts, pending=pending, cursor=cursor)
