@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import ipaddress
 import json
 import math
 import re
@@ -36,6 +37,8 @@ WORK = frozenset(
 """Requests for work, such as sampling and training. Each request is named by the last part of its path. The rate limit
 applies only to these requests. The SDK sends many other requests by itself, such as heartbeats. A user's program cannot
 send fewer of them, so they have no limit."""
+CONTENT_TYPES = frozenset({"application/json", "application/x-protobuf"})
+"""Content types of bodies. A page in a browser cannot send them to another host without asking, and the server refuses to be asked."""
 KEY_LINE = re.compile(r"([A-Za-z0-9_.@-]+)\s+([0-9a-f]{64})")
 LONGEST_WAIT = 60.0  # largest number of seconds in the header Retry-After
 
@@ -63,6 +66,21 @@ def read_keys(file: Path) -> dict[str, str]:
     if not owners:
         raise ValueError(f"{file} has no key")
     return owners
+
+
+def is_loopback(host: str) -> bool:
+    """is_loopback("127.0.0.1") -> True. host: a name, an IPv4 address, or an IPv6 address with or without brackets."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def is_this_machine(address: str) -> bool:
+    """is_this_machine("http://localhost:8000") -> True. address: the value of a header Host or Origin."""
+    host = address.rpartition("://")[2]
+    bracket = host.rfind("]")
+    return is_loopback(host[: bracket + 1] if bracket >= 0 else host.partition(":")[0])
 
 
 def hash_of(key: str) -> str:
@@ -99,6 +117,9 @@ class Access:
 
     A request without a known key gets status 401, and a request for work above the rate limit gets status 429. If there
     is a log, every request adds a line of JSON to the log.
+
+    A server without keys trusts every program on its machine, but not the pages in a browser there. So it refuses requests whose Host or
+    Origin is not this machine (a page can resolve its own name to 127.0.0.1), and bodies of a type that any page may send.
     """
 
     def __init__(
@@ -135,7 +156,8 @@ class Access:
 
         owner = self._owner(scope)
         try:
-            refusal = self._refusal(scope["path"], owner)
+            refusal = self._refusal_of_page(scope) if self.owners is None else None
+            refusal = refusal or self._refusal(scope["path"], owner)
             if refusal is not None:
                 await refusal(scope, receive, note_status)
                 return
@@ -170,6 +192,20 @@ class Access:
         return JSONResponse(
             {"detail": f"{owner} may send {self.rate:g} requests for work in a second"}, 429, headers=headers
         )
+
+    def _refusal_of_page(self, scope: Scope) -> JSONResponse | None:
+        headers = Headers(scope=scope)
+        for name in ("host", "origin"):
+            value = headers.get(name)
+            if value is not None and not is_this_machine(value):
+                detail = f"{name} is {value[:100]!r}; a server without keys answers only programs and pages of its own machine"
+                return JSONResponse({"detail": detail}, 403)
+        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if has_body and kind not in CONTENT_TYPES:
+            detail = f"content-type is {kind[:100]!r}; it must be {' or '.join(sorted(CONTENT_TYPES))}"
+            return JSONResponse({"detail": detail}, 415)
+        return None
 
     def _note(self, scope: Scope, owner: str | None, status: int, seconds: float) -> None:
         route = scope.get("route")

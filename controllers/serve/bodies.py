@@ -1,32 +1,105 @@
 """Reads the whole body of a request and decompresses it. max_body_bytes limits both the compressed and the decompressed
 size."""
 
-from fastapi import HTTPException, Request
+import asyncio
+import json
+import math
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import HTTPException, Request, Response
+from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from controllers.serve.beside import beside
 
 MAX_WINDOW = 1 << 27
 """Largest window of a zstd frame, in bytes. The limit exists because the decompressor holds a whole window in memory."""
 PIECE = 1 << 20
+IDLE_SECONDS = 30.0
+"""A body of which no byte comes for this long is given up."""
 
 
 class LimitedBodies:
-    """Middleware that limits the body of every request, before it is decompressed, to `limit` bytes. A larger body is answered with 413."""
+    """Middleware that limits the body of every request to `limit` bytes before it is decompressed, and all bodies that are being received
+    or read to `in_flight` bytes.
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self.app, self.limit = app, limit
+    A larger body is answered with 413, a body that stays away for IDLE_SECONDS with 408, and one for which there is no room with 503.
+    """
+
+    def __init__(self, app: ASGIApp, limit: int, in_flight: int) -> None:
+        self.app, self.limit, self.in_flight = app, limit, in_flight
+        self.num_bytes = 0  # of all bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        num_bytes = 0
+        num_bytes, is_whole = 0, False
 
         async def limited() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
+            nonlocal num_bytes, is_whole
+            if is_whole:  # what comes now is the end of the connection, which may be far
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), IDLE_SECONDS)
+            except TimeoutError:
+                detail = f"no byte of the body came for {IDLE_SECONDS:g} seconds"
+                raise HTTPException(408, detail, headers={"Connection": "close"}) from None
+            is_whole = not message.get("more_body", False)
+            size = len(message.get("body", b""))
+            num_bytes += size
+            self.num_bytes += size
             if num_bytes > self.limit:
                 raise HTTPException(413, f"the body is larger than max_body_bytes={self.limit}")
+            if self.num_bytes > max(self.in_flight, self.limit):
+                detail = (
+                    f"the bodies under way have more than max_bytes_in_flight={self.in_flight}; send the request again"
+                )
+                raise HTTPException(503, detail, headers={"Retry-After": "1"})
             return message
 
-        await self.app(scope, limited, send)
+        try:
+            await self.app(scope, limited, send)
+        finally:
+            self.num_bytes -= num_bytes
+
+
+class JsonRequest(Request):
+    """A request whose JSON body is decoded beside the event loop, within max_json_bytes. Bodies with NaN or infinity are refused, because
+    they are not JSON and no answer could repeat them.
+    """
+
+    async def json(self) -> Any:
+        body = await self.body()
+        limit = self.app.state.server.config.max_json_bytes
+        if len(body) > limit:
+            raise HTTPException(413, f"the JSON body has {len(body)} bytes; at most max_json_bytes={limit} are allowed")
+        return await beside(len(body), _decoded, body)
+
+
+def _decoded(body: bytes) -> Any:
+    return json.loads(body, parse_constant=_refuse_constant, parse_float=_finite)
+
+
+def _refuse_constant(name: str) -> float:
+    raise HTTPException(400, f"the body has {name}, which JSON does not have")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise HTTPException(400, f"the body has {text[:40]}, which is too large for a number")
+    return number
+
+
+class JsonRoute(APIRoute):
+    """A route whose requests are JsonRequests."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            return await handle(JsonRequest(request.scope, request.receive))
+
+        return handle_json
 
 
 async def read_body(request: Request) -> bytes:
@@ -42,7 +115,7 @@ async def read_body(request: Request) -> bytes:
         return body
     if encoding != "zstd":
         raise HTTPException(415, f"content-encoding {encoding!r} is not supported; use identity or zstd")
-    return _decompressed(body, limit)
+    return await beside(limit, _decompressed, body, limit)  # a small body may become a large one
 
 
 def _decompressed(body: bytes, limit: int) -> bytes:

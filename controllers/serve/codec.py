@@ -16,6 +16,8 @@ import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
+from controllers.serve.messages import MAX_NAME
+
 PACKAGE = "rl_actors_serve"
 ENUMS = {
     "StopReason": ("STOP", "LENGTH"),
@@ -86,7 +88,7 @@ MESSAGES: dict[str, tuple[str, ...]] = {
 DTYPES: dict[int, np.dtype] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 """The numpy dtype for each value of the enum DType. bfloat16 is missing, because the SDK never sends it."""
 MAX_CELLS = 1 << 24
-"""Largest number of cells of all tensors of a request, the zeros of sparse tensors and of padding included.
+"""Largest number of cells of all tensors of a request, the zeros of sparse tensors included.
 
 Sparse tensors are made dense, so without this limit a request of a few bytes could take all memory.
 """
@@ -194,7 +196,9 @@ class ForwardBackwardCall:
         Raises ValueError before anything is expanded if the request has more than MAX_CELLS cells.
         """
         num_cells = sum(
-            math.prod(tensor.shape) for datum in self.message.data for tensor in datum.loss_fn_inputs.values()
+            math.prod(max(size, 0) for size in tensor.shape)
+            for datum in self.message.data
+            for tensor in datum.loss_fn_inputs.values()
         )
         if num_cells > MAX_CELLS:
             raise ValueError(f"the tensors of the request have {num_cells} cells; at most {MAX_CELLS} are allowed")
@@ -214,6 +218,9 @@ def read_forward_backward(body: bytes) -> ForwardBackwardCall:
         message.ParseFromString(body)
     except DecodeError as error:
         raise ValueError(f"the body is not a ForwardBackwardRequest: {error}") from None
+    for name in ("model_id", "loss_fn"):
+        if len(getattr(message, name)) > MAX_NAME:  # replies, errors and logs repeat it
+            raise ValueError(f"{name} has {len(getattr(message, name))} characters; it must have at most {MAX_NAME}")
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():  # these values replace values of loss_fn_config
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import contextlib
-import ipaddress
 import signal
 import socket
 import sys
@@ -13,9 +12,10 @@ from importlib import import_module
 from pathlib import Path
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from controllers.command import started_as
-from controllers.serve.access import Access, read_keys
+from controllers.serve.access import Access, is_loopback, read_keys
 from controllers.serve.config import ServeConfig
 from controllers.serve.routes import ANYONE, make_app
 from controllers.serve.start import start_server
@@ -26,6 +26,8 @@ API_KEY = "tml-local"
 
 The SDK does not start without a key, and it accepts this key.
 """
+HEADER_SECONDS = 30.0
+MAX_HEADER_BYTES = 64 << 10
 SHUTDOWN_SECONDS = 5
 """Seconds that open connections get to finish when the server stops."""
 
@@ -71,6 +73,14 @@ def read_arguments(prog: str, argv: Sequence[str] | None = None) -> Arguments:
     parser.add_argument("--max-trainers", type=int, help="largest number of trainers in memory")
     parser.add_argument("--max-tenants", type=int, help="largest number of runs with adapters in one trainer")
     parser.add_argument(
+        "--keep-parked-hours", type=float, help="hours for which the state of a run whose client is gone stays on disk"
+    )
+    parser.add_argument(
+        "--max-parked-gib",
+        type=float,
+        help="size of the states of runs on disk above which those whose clients are gone are deleted, oldest first",
+    )
+    parser.add_argument(
         "--max-adapters",
         type=int,
         help="largest number of different adapters in a step of vLLM; 0: vLLM gets whole weights with adapters merged",
@@ -97,6 +107,10 @@ def read_arguments(prog: str, argv: Sequence[str] | None = None) -> Arguments:
         config.max_trainers = arguments.max_trainers
     if arguments.max_tenants is not None:
         config.max_tenants = arguments.max_tenants
+    if arguments.keep_parked_hours is not None:
+        config.keep_parked_hours = arguments.keep_parked_hours
+    if arguments.max_parked_gib is not None:
+        config.max_parked_bytes = int(arguments.max_parked_gib * (1 << 30))
     for name in ("max_adapters", "max_adapter_rank"):
         if (value := getattr(arguments, name)) is not None:
             setattr(config.generator, name, value)
@@ -132,13 +146,6 @@ def read_address(text: str, *, has_keys: bool) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def listen(address: tuple[str, int]) -> socket.socket:
     """A socket that is bound to the address. Raises OSError naming the address if it is taken."""
     host, port = address
@@ -153,6 +160,48 @@ def listen(address: tuple[str, int]) -> socket.socket:
         listener.close()
         raise OSError(f"{host}:{port}: {error.strerror}") from None
     return listener
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's connection, which ends if the headers of a request are not complete after HEADER_SECONDS or have more than
+    MAX_HEADER_BYTES. uvicorn itself would wait and gather for ever.
+    """
+
+    _late: asyncio.TimerHandle | None = None  # set while the headers of a request are not complete
+    _header_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_headers()
+
+    def _expect_headers(self) -> None:
+        self._headers_came()
+        self._late = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+    def _headers_came(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+        self._late, self._header_bytes = None, 0
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._late is None:
+            self._expect_headers()
+
+    def on_headers_complete(self) -> None:
+        self._headers_came()
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._late is not None:
+            self._header_bytes += len(data)
+            if self._header_bytes > MAX_HEADER_BYTES:
+                self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._headers_came()
+        super().connection_lost(exc)
 
 
 class HttpServer(uvicorn.Server):
@@ -202,6 +251,7 @@ async def _serve(arguments: Arguments, listener: socket.socket) -> None:
                 interface="asgi3",
                 log_level="warning",
                 access_log=False,
+                http=Connection,
                 timeout_keep_alive=120,
                 timeout_graceful_shutdown=SHUTDOWN_SECONDS,
                 backlog=4096,

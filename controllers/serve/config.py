@@ -33,14 +33,26 @@ class ServeConfig:
     """Largest number of trainers in memory at the same time. A run that is in no trainer is kept on disk until it is used again."""
     max_tenants: int = 16
     """Largest number of runs with adapters in one trainer."""
+    keep_parked_hours: float = 7 * 24.0
+    """Hours after its last request for which the state on disk of a run is kept whose client is gone. Checkpoints stay."""
+    max_parked_bytes: int = 64 << 30
+    """Largest size of the states of all runs on disk. Above it the least recently used ones whose clients are gone are deleted."""
     samplers_kept: int = 8
     """Each run keeps the weights of this many samplers without a name, the newest ones. The weights of older samplers without a name are
     deleted. The exception is the newest weights that were saved for `inflight` samplers: all `inflight` samplers of the run use these weights."""
     hold_seconds: float = 30.0
     """If a client asks for an answer that is not ready, the server waits at most this many seconds for the answer, and then replies that
     the client must ask again. The SDK gives up after 45 seconds without a reply."""
-    max_body_bytes: int = 64 << 20
-    """Largest size of a request's body in bytes. The limit holds for the body as it was sent, and for the decompressed body."""
+    max_body_bytes: int = 32 << 20
+    """Largest size of a request's body in bytes. The limit holds for the body as it was sent, and for the decompressed body.
+    The SDK sends the datums of a call in requests of at most 5 MB."""
+    max_json_bytes: int = 4 << 20
+    """Largest size of a body in JSON. Python's objects take up to forty times its bytes."""
+    max_bytes_in_flight: int = 256 << 20
+    """Largest size of the bodies that are being received, and of the training data that waits for a trainer. Further requests get a 503 or
+    a 429, and the SDK sends them again later."""
+    max_answer_bytes: int = 64 << 20
+    """Largest size of an answer. A request for samples whose answer could be larger is refused."""
     max_samples: int = 1024
     """Largest num_samples of one request."""
     max_waiting: int = 20_000
@@ -63,9 +75,14 @@ class ServeConfig:
         for name in (
             "max_trainers",
             "max_tenants",
+            "keep_parked_hours",
+            "max_parked_bytes",
             "samplers_kept",
             "hold_seconds",
             "max_body_bytes",
+            "max_json_bytes",
+            "max_bytes_in_flight",
+            "max_answer_bytes",
             "max_samples",
             "max_waiting",
         ):

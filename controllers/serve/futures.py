@@ -43,11 +43,11 @@ class Answer:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the protobuf message. 0 for an answer without such a message."""
+        """Size of the protobuf message. 0 for an answer without such a message. JSON answers and errors are small."""
         return len(self.proto or b"")
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Promise:
     """A request that was accepted."""
 
@@ -55,6 +55,7 @@ class Promise:
     key: Hashable
     keeps_key: bool
     what: str  # name of the call, for logs
+    num_bytes: int  # size of the data that the work holds
     owner: str
     extra: Json  # further fields of the reply to the request
     begun: float  # the fields begun, answered and fetched are times of Futures.now
@@ -77,15 +78,18 @@ class Futures:
         keep_unfetched: float = 3600.0,
         keep_keys: float = 1800.0,
         max_answers: int = 20_000,
+        max_bytes: int = 256 << 20,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """keep_fetched: seconds for which an answer is kept after it was fetched.
         keep_keys: how many seconds after the answer the server still recognises a repeated request by its key.
         keep_unfetched: seconds for which an unfetched answer is kept. If keep_keys is larger, it is used instead.
         max_answers: largest number of promises of one owner. If there are more, the owner's oldest answered promises are forgotten.
+        max_bytes: largest size of the answers kept for one owner. If they are larger, the owner's oldest answers are dropped, but not their
+        promises: a repeated request is not executed again.
         """
         self.keep_fetched, self.keep_unfetched, self.keep_keys = keep_fetched, keep_unfetched, keep_keys
-        self.max_answers, self.now = max_answers, now
+        self.max_answers, self.max_bytes, self.now = max_answers, max_bytes, now
         self.promises: OrderedDict[str, Promise] = OrderedDict()
         self.keys: dict[Hashable, str] = {}
         self.spent: set[Hashable] = set()  # keys of work that must never run again, whose promises are forgotten
@@ -93,6 +97,11 @@ class Futures:
         self.answered: dict[str, deque[str]] = defaultdict(deque)  # by owner: answered promises, oldest answer first
         self.tasks: set[asyncio.Task[None]] = set()
         self.num_waiting = 0  # promises without an answer
+        self.waiting_bytes = 0  # size of the data of these promises
+        self.kept: dict[str, deque[Promise]] = defaultdict(
+            deque
+        )  # by owner: promises with an answer of some size, oldest first
+        self.kept_bytes: Counter[str] = Counter()  # by owner: size of the answers in `kept`
         self._swept = now()
 
     def submit(
@@ -104,11 +113,12 @@ class Futures:
         *,
         owner: str = "",
         keeps_key: bool = False,
+        num_bytes: int = 0,
     ) -> Promise:
         """Start the work. If this owner has sent this call (`what`) with this key before, only return the promise of that call.
 
         With the key None the work always starts. keeps_key: the work is never done twice, even after its promise is
-        forgotten; a repeated request then gets an error.
+        forgotten; a repeated request then gets an error. num_bytes: size of the data that the work holds until its end.
         """
         key = None if key is None else (owner, what, key)
         self._sweep(owner)
@@ -120,6 +130,7 @@ class Futures:
             key=key,
             keeps_key=keeps_key,
             what=what,
+            num_bytes=num_bytes,
             owner=owner,
             extra=extra or {},
             begun=self.now(),
@@ -132,6 +143,7 @@ class Futures:
         if key is not None:
             self.keys[key] = promise.request_id
         self.num_waiting += 1
+        self.waiting_bytes += num_bytes
         task = asyncio.create_task(self._run(promise, work))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -151,6 +163,7 @@ class Futures:
             answer = Answer(error=f"{type(error).__name__}: {_text(error)}", category="server")
         finally:
             self.num_waiting -= 1
+            self.waiting_bytes -= promise.num_bytes
             self._finish(promise, answer)
 
     def _finish(self, promise: Promise, answer: Answer) -> None:
@@ -158,6 +171,18 @@ class Futures:
         promise.answered = self.now()
         promise.is_done.set()
         self.answered[promise.owner].append(promise.request_id)
+        if answer.num_bytes:
+            self.kept[promise.owner].append(promise)
+            self.kept_bytes[promise.owner] += answer.num_bytes
+            while self.kept_bytes[promise.owner] > self.max_bytes and len(self.kept[promise.owner]) > 1:
+                self._drop(self.kept[promise.owner][0])
+
+    def _drop(self, promise: Promise) -> None:
+        """Forget an answer, but not its promise."""
+        if promise.answer is not None and promise.answer.num_bytes:
+            self.kept[promise.owner].remove(promise)  # nearly always the first
+            self.kept_bytes[promise.owner] -= promise.answer.num_bytes
+        promise.answer = DROPPED
 
     async def wait(self, request_id: str, hold: float, *, owner: str = "") -> Promise:
         """Return the promise when it has an answer, or after `hold` seconds.
@@ -211,7 +236,7 @@ class Futures:
                 is_dropped = now - promise.fetched > self.keep_fetched
                 is_forgotten = is_dropped and now - promise.answered > self.keep_keys
                 if is_dropped:
-                    promise.answer = DROPPED
+                    self._drop(promise)
             if is_forgotten:
                 self._forget(promise)
         for owned in self.answered.values():
@@ -219,6 +244,7 @@ class Futures:
                 owned.popleft()
 
     def _forget(self, promise: Promise) -> None:
+        self._drop(promise)
         del self.promises[promise.request_id]
         self.owned[promise.owner] -= 1
         if promise.key is not None and self.keys.get(promise.key) == promise.request_id:
@@ -227,7 +253,10 @@ class Futures:
                 self.spent.add(promise.key)
 
 
-DROPPED = Answer(error="the answer was fetched before, and the server has dropped it", category="server")
+DROPPED = Answer(
+    error="the answer is gone: it was fetched before, or the server needed its memory for newer answers",
+    category="server",
+)
 """The answer that replaces a dropped answer."""
 SPENT = Answer(
     error="this request was executed before, and its answer is gone; it is not executed again", category="user"

@@ -2,41 +2,69 @@
 
 Each class lists the fields of a body, or of an object inside a body. The server refuses a request with any other field, and the error names
 this field.
+
+Every list and every name has a limit: a body of a few MiB could otherwise become objects, errors or answers of many times its size.
 """
 
-from typing import Any, Literal
+import json
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_TTL = 10 * 365 * 24 * 3600  # ten years, in seconds
 MAX_INT64 = (1 << 63) - 1
+MAX_FIELDS = 64
+"""Largest number of fields of an object that is not free-form. pydantic makes an error for each unknown field."""
+MAX_NAME = 512
+MAX_METADATA_BYTES = 64 << 10
+MAX_STOPS = 256
+MAX_STOP_CHARACTERS = 1024
+
+Name = Annotated[str, Field(max_length=MAX_NAME)]
+"""An id, a path or a name. Replies, errors and logs repeat it."""
+Text = Annotated[str, Field(max_length=MAX_METADATA_BYTES)]
+Integers = Annotated[list[int], Field(fail_fast=True)]
+Floats = Annotated[list[float], Field(fail_fast=True)]
+Names = Annotated[list[Name], Field(fail_fast=True, max_length=64)]
+StopText = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
+    @model_validator(mode="before")
+    @classmethod
+    def _require_few_fields(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            if len(values) > MAX_FIELDS:
+                raise ValueError(f"the object has {len(values)} fields; at most {MAX_FIELDS} are allowed")
+            for name in ("user_metadata", "reason", "optimizer_config", "optimizer_params"):
+                if name in values and (size := len(json.dumps(values[name]))) > MAX_METADATA_BYTES:
+                    raise ValueError(f"{name} has {size} bytes as JSON; at most {MAX_METADATA_BYTES} are allowed")
+        return values
+
 
 class ClientConfig(Body):
-    sdk_version: str
+    sdk_version: Name
 
 
 class CreateSession(Body):
-    tags: list[str] = []
+    tags: Names = []
     user_metadata: dict[str, Any] | None = None
-    sdk_version: str = ""
-    project_id: str | None = None
-    display_name: str | None = None
-    type: str = "create_session"
+    sdk_version: Name = ""
+    project_id: Name | None = None
+    display_name: Name | None = None
+    type: Name = "create_session"
 
 
 class OfSession(Body):
-    session_id: str
-    type: str = ""
+    session_id: Name
+    type: Name = ""
 
 
 class FinishSession(Body):
     reason: dict[str, Any]
-    detail: str | None = None
+    detail: Text | None = None
 
 
 class Lora(Body):
@@ -48,18 +76,18 @@ class Lora(Body):
 
 
 class CreateModel(Body):
-    session_id: str
+    session_id: Name
     model_seq_id: int = Field(ge=0, le=MAX_INT64)
-    base_model: str
+    base_model: Name
     user_metadata: dict[str, Any] | None = None
     lora_config: Lora | None = None
     optimizer_config: dict[str, Any] | None = None
-    type: str = "create_model"
+    type: Name = "create_model"
 
 
 class OfModel(Body):
-    model_id: str
-    type: str = ""
+    model_id: Name
+    type: Name = ""
 
 
 class AdamParams(Body):
@@ -72,108 +100,113 @@ class AdamParams(Body):
 
 
 class OptimStep(Body):
-    model_id: str
+    model_id: Name
     seq_id: int | None = Field(default=None, le=MAX_INT64)
     adam_params: AdamParams | None = None
     optimizer_params: dict[str, Any] | None = None
-    type: str = "optim_step"
+    type: Name = "optim_step"
 
 
 class RetrieveFuture(Body):
-    request_id: str
+    request_id: Name
     allow_metadata_only: bool = False
 
 
 class SaveWeights(Body):
-    model_id: str
-    path: str | None = None
+    model_id: Name
+    path: Name | None = None
     seq_id: int | None = Field(default=None, le=MAX_INT64)
     ttl_seconds: int | None = Field(default=None, ge=1, le=MAX_TTL)
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
-    type: str = "save_weights"
+    type: Name = "save_weights"
 
 
 class SaveWeightsForSampler(Body):
-    model_id: str
-    path: str | None = None
+    model_id: Name
+    path: Name | None = None
     sampling_session_seq_id: int | None = Field(default=None, ge=0, le=MAX_INT64)
     kind: Literal["snapshot", "inflight"] = "snapshot"
     seq_id: int | None = Field(default=None, le=MAX_INT64)
     ttl_seconds: int | None = Field(default=None, ge=1, le=MAX_TTL)
     user_metadata: dict[str, str] | None = None
-    type: str = "save_weights_for_sampler"
+    type: Name = "save_weights_for_sampler"
 
 
 class SaveWeightsExternal(Body):
-    model_id: str
-    path: str
+    model_id: Name
+    path: Name
     seq_id: int | None = Field(default=None, le=MAX_INT64)
     ttl_seconds: int | None = Field(default=None, ge=1, le=MAX_TTL)
-    age_encryption_recipients: list[str] | None = None
-    type: str = "save_weights_external"
+    age_encryption_recipients: Annotated[list[Text], Field(max_length=64)] | None = None
+    type: Name = "save_weights_external"
 
 
 class LoadWeights(Body):
-    model_id: str | None = None
+    model_id: Name | None = None
     seq_id: int | None = Field(default=None, le=MAX_INT64)
-    session_id: str | None = None
+    session_id: Name | None = None
     model_seq_id: int | None = Field(default=None, ge=0, le=MAX_INT64)
-    base_model: str | None = None
+    base_model: Name | None = None
     user_metadata: dict[str, Any] | None = None
-    path: str
+    path: Name
     optimizer: bool
     optimizer_config: dict[str, Any] | None = None
-    weights_access_token: str | None = None
-    type: str = "load_weights"
+    weights_access_token: Text | None = None
+    type: Name = "load_weights"
 
 
 class CreateSamplingSession(Body):
-    session_id: str
+    session_id: Name
     sampling_session_seq_id: int = Field(ge=0, le=MAX_INT64)
-    base_model: str | None = None
-    model_path: str | None = None
-    type: str = "create_sampling_session"
+    base_model: Name | None = None
+    model_path: Name | None = None
+    type: Name = "create_sampling_session"
 
 
 class Chunk(Body):
-    type: str = "encoded_text"
-    tokens: list[int] | None = None
+    type: Name = "encoded_text"
+    tokens: Integers | None = None
     data: str | None = None
-    format: str | None = None
-    location: str | None = None
+    format: Name | None = None
+    location: Name | None = None
     expected_tokens: int | None = None
     dmel: Any = None
 
 
 class Prompt(Body):
-    chunks: list[Chunk]
+    chunks: Annotated[list[Chunk], Field(fail_fast=True, max_length=4096)]
 
 
 class SamplingParams(Body):
     max_tokens: int | None = Field(default=None, ge=1)
     seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
+    stop: (
+        StopText
+        | Annotated[list[StopText], Field(fail_fast=True, max_length=MAX_STOPS)]
+        | Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOPS)]
+        | None
+    ) = None
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
 
 
 class TensorData(Body):
-    data: list[int] | list[float]
+    data: Integers | Floats
     dtype: Literal["float32", "int64"]
-    shape: list[int] | None = None
-    sparse_crow_indices: list[int] | None = None
-    sparse_col_indices: list[int] | None = None
+    shape: Annotated[list[int], Field(max_length=8)] | None = None
+    sparse_crow_indices: Integers | None = None
+    sparse_col_indices: Integers | None = None
 
 
 class Sample(Body):
     num_samples: int = Field(default=1, ge=1)
     prompt: Prompt
     sampling_params: SamplingParams
-    base_model: str | None = None
-    model_path: str | None = None
-    sampling_session_id: str | None = None
+    base_model: Name | None = None
+    model_path: Name | None = None
+    sampling_session_id: Name | None = None
     seq_id: int | None = Field(default=None, ge=0, le=MAX_INT64)
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = Field(default=0, ge=0)
@@ -182,20 +215,29 @@ class Sample(Body):
     prompt_alt_tokens_k: int = Field(default=0, ge=0)
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool | None = None
-    type: str = "sample"
+    type: Name = "sample"
+
+    @property
+    def num_bytes(self) -> int:
+        """About the size of the body: eight bytes for each number and character."""
+        sizes = [len(chunk.tokens or ()) for chunk in self.prompt.chunks]
+        if self.target_prompt_logprobs is not None:
+            sizes.append(len(self.target_prompt_logprobs.data))
+        sizes += [len(each) if isinstance(each, str) else 1 for each in self.sampling_params.stop or ()]
+        return 8 * sum(sizes)
 
 
 class CopyWeights(Body):
-    source_path: str
-    session_id: str | None = None
+    source_path: Name
+    session_id: Name | None = None
     model_seq_id: int | None = Field(default=None, ge=0, le=MAX_INT64)
-    destination_project_id: str | None = None
+    destination_project_id: Name | None = None
     ttl_seconds: int | None = Field(default=None, ge=1, le=MAX_TTL)
-    weights_access_token: str | None = None
+    weights_access_token: Text | None = None
 
 
 class WeightsInfo(Body):
-    tinker_path: str
+    tinker_path: Name
 
 
 class SetTtl(Body):

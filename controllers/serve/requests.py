@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from controllers.serve import messages
+from controllers.serve.beside import beside
 from controllers.serve.codec import NO_LOGPROB, SampledSequence, TopK, write_sample
 from controllers.serve.sampling import Weights
 from controllers.serve.targets import Targets
@@ -68,6 +69,18 @@ class Wanted:
     targets: Targets | None  # tokens whose logprobs are wanted at given positions of the prompt
     topk_prompt: int  # number of likeliest tokens that are wanted at each position of the prompt
 
+    def require_small_answer(self, max_bytes: int) -> None:
+        """Raises ValueError if the answer could have more than max_bytes."""
+        a_sample, a_prompt = 8 * (1 + self.params.top_logprobs), 8 * self.topk_prompt + 4 * self.prompt_logprobs
+        size = self.params.n * self.params.max_tokens * a_sample + len(self.prompt) * a_prompt
+        if self.targets is not None:
+            size += 4 * (self.targets.num_cells)
+        if size > max_bytes:
+            raise ValueError(
+                f"num_samples={self.params.n}, max_tokens={self.params.max_tokens} and the logprobs that are asked for can make an answer of "
+                f"{size} bytes; it must have at most {max_bytes} (max_answer_bytes)"
+            )
+
     async def run(self, weights: Weights) -> tuple[bytes, int]:
         """(the bytes of the SampleResponse, number of sampled tokens).
 
@@ -75,12 +88,16 @@ class Wanted:
         """
         completions = await weights.sample(self.prompt, self.params)
         scores = await self._scores(weights) if self.prompt_logprobs else None
-        sequences = [self._sequence(completion) for completion in completions]
         num_tokens = sum(len(completion.tokens) for completion in completions)
         cells = await self.targets.scores(weights, self.prompt) if self.targets is not None else None
         topk = await self._topk_of_prompt(weights) if self.topk_prompt else None
-        answer = write_sample(sequences, prompt_logprobs=scores, topk_prompt=topk, target_prompt=cells)
-        return answer, num_tokens
+
+        def write() -> bytes:
+            sequences = [self._sequence(completion) for completion in completions]
+            return write_sample(sequences, prompt_logprobs=scores, topk_prompt=topk, target_prompt=cells)
+
+        # Stop strings are looked for in the text of every completion, which takes long.
+        return await beside(num_tokens * (8 if self.stop_strings is None else 1024), write), num_tokens
 
     async def _scores(self, weights: Weights) -> np.ndarray:
         """[N]: the logprob of each token of the prompt at temperature 1.
@@ -146,6 +163,9 @@ class SamplingLimits:
     def read(self, body: messages.Sample) -> Wanted:
         """Check a request. Raises ValueError or TypeError naming the field, its value and the limit."""
         _refuse_unsupported(body)
+        num_tokens = sum(len(chunk.tokens or ()) for chunk in body.prompt.chunks)
+        if num_tokens > self.max_model_len:
+            raise ValueError(f"the prompt has {num_tokens} tokens; max_model_len={self.max_model_len}")
         prompt = prompt_tokens(body.prompt)
         validate_prompts([prompt], max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         most = min(MAX_TOP_LOGPROBS, self.vocab_size)

@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
 
 from controllers.run_folder import to_plain
 from controllers.serve import listings, messages, status
 from controllers.serve.access import Counts
-from controllers.serve.bodies import LimitedBodies, read_body
-from controllers.serve.codec import read_forward_backward
+from controllers.serve.beside import beside
+from controllers.serve.bodies import JsonRoute, LimitedBodies, read_body
 from controllers.serve.downloads import VALID_SECONDS, Downloads
 from controllers.serve.futures import MAX_ERROR_LENGTH, NotFoundError, Promise, UserError
+from controllers.serve.messages import MAX_NAME
+from controllers.serve.samples import read_call
 from controllers.serve.server import Server
 
 PROTOBUF = "application/x-protobuf"
@@ -33,6 +36,8 @@ PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
 """Content-Security-Policy of the status page: a browser loads nothing from another host."""
+MAX_ERRORS = 16
+"""Largest number of errors of a body that an answer names."""
 ANYONE = "anyone"
 """The owner of everything on a server without API keys."""
 
@@ -49,7 +54,7 @@ async def owner_of(request: Request) -> str:
 
 Serving = Annotated[Server, Depends(server_of)]
 Owner = Annotated[str, Depends(owner_of)]
-router = APIRouter(prefix="/api/v1")
+router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
 pages = APIRouter()
 
 
@@ -60,13 +65,15 @@ def make_app(server: Server, counts: Counts | None = None) -> FastAPI:
     """
     app = FastAPI(title="rl-actors", docs_url=None, redoc_url=None)
     app.state.server, app.state.counts, app.state.downloads = server, counts or Counts(), Downloads()
-    app.add_middleware(LimitedBodies, limit=server.config.max_body_bytes)
+    config = server.config
+    app.add_middleware(LimitedBodies, limit=config.max_body_bytes, in_flight=config.max_bytes_in_flight)
     app.include_router(pages)
     app.include_router(router)
     app.add_exception_handler(NotFoundError, _answer(404))
     app.add_exception_handler(UserError, _answer(400))
     app.add_exception_handler(ValueError, _answer(400))
     app.add_exception_handler(TypeError, _answer(400))
+    app.add_exception_handler(RequestValidationError, _answer_invalid)
     return app
 
 
@@ -75,6 +82,16 @@ def _answer(code: int) -> Callable[[Request, Exception], Awaitable[Response]]:
         return JSONResponse({"detail": str(error)[:MAX_ERROR_LENGTH]}, status_code=code)
 
     return answer
+
+
+async def _answer_invalid(request: Request, error: Exception) -> Response:
+    """The first errors of a body, without the values, which may be as large as the body."""
+    assert isinstance(error, RequestValidationError)
+    detail = []
+    for each in error.errors()[:MAX_ERRORS]:
+        location = [str(part)[:MAX_NAME] for part in each["loc"]]
+        detail.append({"type": each["type"], "loc": location, "msg": str(each["msg"])[:MAX_ERROR_LENGTH]})
+    return JSONResponse({"detail": detail}, status_code=422)
 
 
 # for people and for monitoring
@@ -172,9 +189,15 @@ async def get_info(body: messages.OfModel, server: Serving, owner: Owner) -> dic
     return server.info(owner, body.model_id)
 
 
-@router.post("/forward_backward")
-async def forward_backward(request: Request, server: Serving, owner: Owner) -> dict[str, Any]:
-    call = read_forward_backward(await read_body(request))
+@router.post("/forward_backward", response_model=None)
+async def forward_backward(request: Request, server: Serving, owner: Owner) -> dict[str, Any] | Response:
+    """The body is read whole before the request is accepted, so that the calls of a run keep the order in which they were accepted."""
+    body = await read_body(request)
+    most = server.config.max_bytes_in_flight
+    if server.futures.waiting_bytes + len(body) > max(most, server.config.max_body_bytes):
+        detail = f"training data of {server.futures.waiting_bytes} bytes already waits; at most max_bytes_in_flight={most} may wait"
+        return JSONResponse({"detail": detail}, status_code=429, headers={"Retry-After": "1"})
+    call = await beside(len(body), read_call, body, server.training_limits)
     return server.forward_backward(owner, call).reply()
 
 

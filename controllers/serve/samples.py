@@ -6,28 +6,101 @@ shifts nothing. With the loss cross_entropy a position may have several targets,
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from controllers.serve.codec import MAX_CELLS, Datum, ForwardBackwardCall, write_forward_backward
+from controllers.serve.codec import Datum, ForwardBackwardCall, read_forward_backward, write_forward_backward
+from controllers.serve.counts import require_few_fields
 from controllers.serve.losses import COLUMN_OF_INPUT, LossKind, kind_of, make_loss
+from rl_actors import metrics
+from rl_actors.clients.limits import TrainerLimits
 from rl_actors.losses import Loss
 from rl_actors.types import ForwardBackwardOutput, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The samples and the loss of a forward or forward_backward request."""
+    """The samples and the loss of a forward or forward_backward request.
 
-    samples: list[Sample]
+    Each group of samples is one call of the trainer, which gives all samples of a call room for the same number of targets. A datum with
+    many targets for each position shares its call only with datums of at least half as many, so it makes no other datum large.
+    """
+
+    groups: list[list[Sample]]
+    order: list[list[int]]  # the index in the request of each datum of each group
     loss: Loss
-    # The K of each datum. In `samples` the targets are padded to the largest K. None if target_tokens has only one dimension.
-    widths: list[int] | None
+    widths: list[int] | None  # the K of each datum; None if target_tokens has only one dimension
+
+    @property
+    def num_positions(self) -> int:
+        return sum(len(sample) for group in self.groups for sample in group)
+
+    @property
+    def num_datums(self) -> int:
+        return sum(len(group) for group in self.groups)
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = 0
+        for group in self.groups:
+            for sample in group:
+                for tensor in (sample.tokens, sample.targets, *sample.columns.values()):
+                    tensors += tensor.numel() * tensor.element_size()
+        return tensors
+
+    def merged(self, outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
+        """The outputs of the groups as one output, with the datums in the order of the request.
+
+        A mean is weighted by the positions of its group, all of which count with several targets.
+        """
+        if len(outputs) == 1:
+            return outputs[0]
+        rows: dict[int, torch.Tensor] = {}
+        wide: dict[int, torch.Tensor] = {}
+        partials = []
+        for output, group, indices in zip(outputs, self.groups, self.order, strict=True):
+            assert output.target_logprobs is not None
+            rows |= dict(zip(indices, output.logprobs, strict=True))
+            wide |= dict(zip(indices, output.target_logprobs, strict=True))
+            num_positions = sum(map(len, group))
+            weighted = {}
+            for name, value in output.metrics.items():
+                is_mean = name.endswith(":mean")
+                weighted[name] = (value * num_positions, num_positions) if is_mean else value
+            partials.append(weighted)
+        return replace(
+            outputs[0],
+            logprobs=[rows[index] for index in sorted(rows)],
+            target_logprobs=[wide[index] for index in sorted(wide)],
+            metrics=metrics.finish(metrics.merge(partials)),
+        )
 
 
-def read_batch(call: ForwardBackwardCall, vocab_size: int) -> Batch:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingCall:
+    """A forward or forward_backward request that was read whole. Wrong data is an error of its answer."""
+
+    model_id: str
+    seq_id: int  # 0 if the client sent none
+    forward_only: bool
+    batch: Batch | ValueError | TypeError
+
+
+def read_call(body: bytes, limits: TrainerLimits) -> TrainingCall:
+    """The request in a body. Raises ValueError if the body is not a ForwardBackwardRequest."""
+    require_few_fields(body, "ForwardBackwardRequest")
+    call = read_forward_backward(body)
+    batch: Batch | ValueError | TypeError
+    try:
+        batch = read_batch(call, limits)
+    except (ValueError, TypeError) as error:
+        batch = error.with_traceback(None)
+    return TrainingCall(model_id=call.model_id, seq_id=call.seq_id, forward_only=call.forward_only, batch=batch)
+
+
+def read_batch(call: ForwardBackwardCall, limits: TrainerLimits) -> Batch:
     """The samples and the loss of a request. Raises ValueError if the request is wrong.
 
     If a datum lacks an input, or has an unknown input or an input of a wrong shape or dtype, the error names the datum and the input.
@@ -48,23 +121,39 @@ def read_batch(call: ForwardBackwardCall, vocab_size: int) -> Batch:
             raise ValueError(
                 f"target_tokens has two dimensions, which only cross_entropy takes; the loss is {call.loss_fn}"
             )
-        widths = [datum.inputs["target_tokens"].shape[1] for datum in data]
-        _require_cells(widths, sum(len(datum.tokens) for datum in data), vocab_size)
-        return Batch(samples=[_with_many_targets(datum, max(widths)) for datum in data], loss=loss, widths=widths)
-    return Batch(samples=[_with_one_target(datum, call.loss_fn) for datum in data], loss=loss, widths=None)
+        return _with_groups(data, loss, limits)
+    samples = [_with_one_target(datum, call.loss_fn) for datum in data]
+    return Batch(groups=[samples], order=[list(range(len(data)))], loss=loss, widths=None)
 
 
-def _require_cells(widths: Sequence[int], num_positions: int, vocab_size: int) -> None:
-    widest = max(widths)
-    if widest > vocab_size:
+def _with_groups(data: list[Datum], loss: Loss, limits: TrainerLimits) -> Batch:
+    widths = [datum.inputs["target_tokens"].shape[1] for datum in data]
+    if max(widths) > limits.vocab_size:
         raise ValueError(
-            f"datum {widths.index(widest)} has {widest} targets for each position, but the vocabulary has {vocab_size} tokens"
+            f"datum {widths.index(max(widths))} has {max(widths)} targets for each position, but the vocabulary has "
+            f"{limits.vocab_size} tokens"
         )
-    if num_positions * widest > MAX_CELLS:
-        raise ValueError(
-            f"datum {widths.index(widest)} has {widest} targets for each position, and all {num_positions} positions of the "
-            f"request get room for as many, which is more than {MAX_CELLS} cells; send it in a request of its own"
-        )
+    order: dict[int, list[int]] = {}
+    for index, width in enumerate(widths):
+        order.setdefault(max(width - 1, 0).bit_length(), []).append(index)
+    groups = []
+    for indices in order.values():
+        width = max(widths[index] for index in indices)
+        groups.append([_with_many_targets(data[index], width) for index in indices])
+    if len(groups) > 1:
+        # The trainer checks each group only when its turn comes, and a refused request must add no gradient.
+        for indices, group in zip(order.values(), groups, strict=True):
+            _check_group(indices, group, loss, limits)
+    return Batch(groups=groups, order=list(order.values()), loss=loss, widths=widths)
+
+
+def _check_group(indices: list[int], group: list[Sample], loss: Loss, limits: TrainerLimits) -> None:
+    for index, sample in zip(indices, group, strict=True):
+        try:
+            limits.check_samples([sample], loss)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"datum {index}: {error}") from None
+    limits.check_samples(group, loss)
 
 
 def _require_inputs(where: str, name: str, kind: LossKind, datum: Datum) -> None:
@@ -105,10 +194,10 @@ def _with_one_target(datum: Datum, loss_name: str) -> Sample:
 
 def _with_many_targets(datum: Datum, width: int) -> Sample:
     """A sample with `width` targets for each position: the K targets of the datum, padded with targets of id 0 and weight 0."""
-    targets = datum.inputs["target_tokens"].astype(np.int64)
+    targets = datum.inputs["target_tokens"]
     weights = datum.inputs.get("weights", np.ones(targets.shape, np.float32))
     padding = ((0, 0), (0, width - targets.shape[1]))
-    ids = torch.from_numpy(np.pad(targets, padding))
+    ids = torch.from_numpy(np.pad(targets, padding).astype(np.int64, copy=False))
     columns = {
         "loss_weights": torch.ones(len(datum.tokens)),
         "target_ids": ids,
@@ -118,13 +207,14 @@ def _with_many_targets(datum: Datum, width: int) -> Sample:
 
 
 def _floats(values: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.float32))
+    # A copy, because the arrays of a request are read-only views of its bytes.
+    return torch.from_numpy(values.astype(np.float32, copy=not values.flags.writeable))
 
 
 def write_output(batch: Batch, output: ForwardBackwardOutput) -> bytes:
     """The answer to a request: the logprobs of all datums, and the metrics. A metric that is not finite is left out, except loss:sum."""
-    metrics = {name: value for name, value in output.metrics.items() if math.isfinite(value) or name == "loss:sum"}
-    return write_forward_backward(_logprobs(batch, output), metrics)
+    finite = {name: value for name, value in output.metrics.items() if math.isfinite(value) or name == "loss:sum"}
+    return write_forward_backward(_logprobs(batch, output), finite)
 
 
 def _logprobs(batch: Batch, output: ForwardBackwardOutput) -> Sequence[np.ndarray]:

@@ -8,28 +8,31 @@ each other, if the request asks for too many samples, or if its session does not
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import random
 import shutil
 import time
 import uuid
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from controllers.serve import messages, requests
-from controllers.serve.codec import ForwardBackwardCall
+from controllers.serve.beside import beside
 from controllers.serve.config import ServeConfig, tokenizer_id
 from controllers.serve.curves import RATE_SECONDS, Rates, RunCurves
 from controllers.serve.futures import Answer, Futures, Json, NotFoundError, Promise, UserError
-from controllers.serve.samples import read_batch, write_output
+from controllers.serve.samples import TrainingCall, write_output
 from controllers.serve.sampling import VersionedGenerator, Weights
 from controllers.serve.store import Checkpoint, Run, Sampler, Store, checkpoint_path
 from controllers.serve.trainers import Trainers
 from rl_actors import OptimParams, adapters
+from rl_actors.clients.limits import TrainerLimits
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +65,7 @@ class Server:
         self._repeating: list[asyncio.Task[None]] = []
         self._removals: set[asyncio.Future[None]] = set()  # running deletions of versions
         self.num_sampled_tokens = self.num_trained_positions = self.num_optim_steps = 0
+        self._taken: Counter[str] = Counter()  # names that calls are about to write: of runs, checkpoints and samplers
         self.curves: dict[str, RunCurves] = {}  # by the id of the run
         self.rates = Rates()
 
@@ -69,6 +73,7 @@ class Server:
 
     def begin(self) -> None:
         """Start two periodic tasks: one calls `sweep`, and the other calls `measure`. Needs a running event loop."""
+        self.trainers.sweep_unnamed()
         self._repeating = [asyncio.create_task(self._sweep()), asyncio.create_task(self._measure())]
 
     async def close(self) -> None:
@@ -96,11 +101,37 @@ class Server:
         self.rates.add(now, {"sampled": self.num_sampled_tokens, "trained": self.num_trained_positions})
 
     def sweep(self, now: float) -> None:
-        """Delete expired checkpoints. Also delete the unnamed weights of sessions that were silent for SILENT_SECONDS."""
+        """Delete expired checkpoints, unnamed weights of sessions that were silent for SILENT_SECONDS, and states of runs whose client is gone."""
+        self.trainers.sweep(now)
         for checkpoint in self.store.expired(now):
             self._delete(checkpoint)
         for number in self.store.forgotten_versions(now - SILENT_SECONDS):
             self._drop_version(number)
+
+    @contextlib.contextmanager
+    def _taking(self, name: str, *, exists: bool, hint: str) -> Iterator[None]:
+        """Context manager for the work of a call that makes something new under this name. The work enters it before it waits for anything,
+        so of two calls the one that was accepted first gets the name.
+
+        Raises UserError with the hint if something of this name exists, or if an earlier call is about to make it.
+        """
+        if exists:
+            raise UserError(f"{name} exists; {hint}")
+        if self._taken[name]:
+            raise UserError(f"an earlier call is about to make {name}; {hint}")
+        with self._writing(name):
+            yield
+
+    @contextlib.contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        """Context manager in which no other call may take this name. This call may replace what other calls make under the name."""
+        self._taken[name] += 1
+        try:
+            yield
+        finally:
+            self._taken[name] -= 1
+            if not self._taken[name]:
+                del self._taken[name]
 
     # sessions
 
@@ -153,10 +184,9 @@ class Server:
         return self.futures.submit(("create", run_id), "create_model", work, {"model_id": run_id}, owner=owner)
 
     async def _start_run(self, run: Run, checkpoint: str | None = None, *, optimizer: bool = False) -> None:
-        if self.store.run(run.id) is not None:
-            raise UserError(f"the training run {run.id} exists already")
-        await self.trainers.create(run, checkpoint, optimizer=optimizer)
-        self.store.add_run(run)
+        with self._taking(run.id, exists=self.store.run(run.id) is not None, hint="give another model_seq_id"):
+            await self.trainers.create(run, checkpoint, optimizer=optimizer)
+            self.store.add_run(run)
 
     def load_weights(self, owner: str, body: messages.LoadWeights) -> Promise:
         """Load a checkpoint into a new run (session_id and model_seq_id), or into an existing run (model_id and seq_id)."""
@@ -219,25 +249,33 @@ class Server:
             "lora_rank": rank,
         }
 
-    def forward_backward(self, owner: str, call: ForwardBackwardCall) -> Promise:
+    @property
+    def training_limits(self) -> TrainerLimits:
+        return TrainerLimits.of_config(self.config.trainer)
+
+    def forward_backward(self, owner: str, call: TrainingCall) -> Promise:
+        batch = call.batch
+
         async def work() -> Answer:
             self._run(owner, call.model_id)
-            batch = read_batch(call, self.config.trainer.model.vocab_size)
+            if isinstance(batch, Exception):
+                raise batch
             if call.forward_only:
-                return Answer(proto=write_output(batch, await self.trainers.forward(call.model_id, batch)))
-            output = await self.trainers.forward_backward(call.model_id, batch)
-            self.num_trained_positions += sum(map(len, batch.samples))
-            self._curves(call.model_id).losses.append(output.metrics["loss:sum"] / len(batch.samples))
-            return Answer(proto=write_output(batch, output))
+                output = await self.trainers.forward(call.model_id, batch)
+            else:
+                output = await self.trainers.forward_backward(call.model_id, batch)
+                self.num_trained_positions += batch.num_positions
+                self._curves(call.model_id).losses.append(output.metrics["loss:sum"] / batch.num_datums)
+            return Answer(proto=await beside(batch.num_bytes, write_output, batch, output))
 
-        what = "forward" if call.forward_only else "forward_backward"
         return self.futures.submit(
             _key(call.model_id, call.seq_id),
-            what,
+            "forward" if call.forward_only else "forward_backward",
             work,
             {"model_id": call.model_id},
             owner=owner,
             keeps_key=not call.forward_only,
+            num_bytes=0 if isinstance(batch, Exception) else batch.num_bytes,
         )
 
     def optim_step(self, owner: str, body: messages.OptimStep) -> Promise:
@@ -285,13 +323,13 @@ class Server:
             run = self._run(owner, body.model_id)
             name = body.path or uuid.uuid4().hex
             path = checkpoint_path(run.id, "training", name)
-            former = self.store.checkpoint(path)
-            if former is not None and not body.overwrite:
-                raise UserError(f"{path} exists; give another name, or overwrite=True")
+            exists = self.store.checkpoint(path) is not None
+            hint = "give another name, or overwrite=True"
             # If the checkpoint replaces an older one, the older one's files stay until the new files are complete.
             directory = self.folder / "runs" / run.id.replace(":", "_") / "weights" / name
-            await self.trainers.save(run.id, directory)
-            self._put(run, "training", name, directory, body.ttl_seconds, body.user_metadata)
+            with self._writing(path) if body.overwrite else self._taking(path, exists=exists, hint=hint):
+                await self.trainers.save(run.id, directory)
+                self._put(run, "training", name, directory, body.ttl_seconds, body.user_metadata)
             return Answer(json={"type": "save_weights", "path": path})
 
         return self.futures.submit(
@@ -306,21 +344,23 @@ class Server:
             run = self._run(owner, body.model_id)
             if body.path is not None:
                 return await self._save_named(run, body, body.path)
-            version = await self._export(run, is_ephemeral=True)
-            if body.kind == "inflight":
-                self.store.update_run(run.id, inflight_version=version)
             sampler_id = f"{run.session_id}:sample:{body.sampling_session_seq_id}"
-            self.store.add_sampler(
-                Sampler(
-                    id=sampler_id,
-                    session_id=run.session_id,
-                    owner=owner,
-                    base_model=run.base_model,
-                    run_id=run.id,
-                    version=version,
-                    kind=body.kind,
+            exists = self.store.sampler(sampler_id) is not None
+            with self._taking(sampler_id, exists=exists, hint="give another sampling_session_seq_id"):
+                version = await self._export(run, is_ephemeral=True)
+                if body.kind == "inflight":
+                    self.store.update_run(run.id, inflight_version=version)
+                self.store.add_sampler(
+                    Sampler(
+                        id=sampler_id,
+                        session_id=run.session_id,
+                        owner=owner,
+                        base_model=run.base_model,
+                        run_id=run.id,
+                        version=version,
+                        kind=body.kind,
+                    )
                 )
-            )
             self._drop_old_versions(run)
             return Answer(json={"type": "save_weights_for_sampler", "sampling_session_id": sampler_id})
 
@@ -331,11 +371,10 @@ class Server:
 
     async def _save_named(self, run: Run, body: messages.SaveWeightsForSampler, name: str) -> Answer:
         path = checkpoint_path(run.id, "sampler", name)
-        if self.store.checkpoint(path) is not None:
-            raise UserError(f"{path} exists; give another name")
-        version = await self._export(run, is_ephemeral=False)
-        directory = self._directory(version)
-        self._put(run, "sampler", name, directory, body.ttl_seconds, body.user_metadata, version=version)
+        with self._taking(path, exists=self.store.checkpoint(path) is not None, hint="give another name"):
+            version = await self._export(run, is_ephemeral=False)
+            directory = self._directory(version)
+            self._put(run, "sampler", name, directory, body.ttl_seconds, body.user_metadata, version=version)
         return Answer(json={"type": "save_weights_for_sampler", "path": path})
 
     def save_weights_external(self, owner: str, body: messages.SaveWeightsExternal) -> Promise:
@@ -346,11 +385,10 @@ class Server:
                 raise UserError("age_encryption_recipients is not supported: this server encrypts no files")
             run = self._run(owner, body.model_id)
             path = checkpoint_path(run.id, "external", body.path)
-            if self.store.checkpoint(path) is not None:
-                raise UserError(f"{path} exists; give another name")
             directory = self.folder / "runs" / run.id.replace(":", "_") / "external_weights" / body.path
-            await self.trainers.export(run.id, directory, "float32")
-            self._put(run, "external", body.path, directory, body.ttl_seconds, None)
+            with self._taking(path, exists=self.store.checkpoint(path) is not None, hint="give another name"):
+                await self.trainers.export(run.id, directory, "float32")
+                self._put(run, "external", body.path, directory, body.ttl_seconds, None)
             return Answer(json={"type": "save_weights_external", "path": path})
 
         what = "save_weights_external"
@@ -451,8 +489,8 @@ class Server:
         self.session(owner, session_id)
         run = replace(former, id=f"{session_id}:train:{body.model_seq_id or 0}", session_id=session_id, owner=owner)
         run = replace(run, parked=None, inflight_version=None)
-        if self.store.run(run.id) is not None:
-            raise UserError(f"the training run {run.id} exists already")
+        if self.store.run(run.id) is not None or self._taken[run.id]:
+            raise UserError(f"{run.id} exists; give another model_seq_id")
         version = None
         directory = self.folder / "runs" / run.id.replace(":", "_") / "weights" / source.name
         if source.kind == "sampler":
@@ -497,9 +535,18 @@ class Server:
     def create_sampling_session(self, owner: str, body: messages.CreateSamplingSession) -> Json:
         self.session(owner, body.session_id)
         sampler_id = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
-        if self.store.sampler(sampler_id) is None:
-            self.store.add_sampler(self._new_sampler(owner, sampler_id, body))
-        return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
+        answer: Json = {"type": "create_sampling_session", "sampling_session_id": sampler_id}
+        sampler = self._new_sampler(owner, sampler_id, body)
+        former = self.store.sampler(sampler_id)
+        if former is not None:
+            # The SDK sends a request again if the answer was lost.
+            if replace(former, created=0.0) != sampler:
+                raise UserError(f"{sampler_id} exists; give another sampling_session_seq_id")
+            return answer
+        if self._taken[sampler_id]:
+            raise UserError(f"an earlier call is about to make {sampler_id}; give another sampling_session_seq_id")
+        self.store.add_sampler(sampler)
+        return answer
 
     def _new_sampler(self, owner: str, sampler_id: str, body: messages.CreateSamplingSession) -> Sampler:
         if body.model_path is None:
@@ -540,16 +587,13 @@ class Server:
         if body.sampling_session_id is None or body.seq_id is None:
             raise ValueError("asample needs sampling_session_id and seq_id")
         sampler_id, seq_id = body.sampling_session_id, body.seq_id
-        if len(sampler_id) > MAX_ID_LENGTH:  # the reply repeats it for every sample
-            raise ValueError(
-                f"sampling_session_id has {len(sampler_id)} characters; it must have at most {MAX_ID_LENGTH}"
-            )
         if body.num_samples > self.config.max_samples:
             raise ValueError(f"num_samples={body.num_samples}; it must be at most {self.config.max_samples}")
 
         async def work() -> Answer:
             sampler = self.sampler(owner, sampler_id)
-            wanted = self.sampling.read(body)
+            wanted = await beside(body.num_bytes, self.sampling.read, body)
+            wanted.require_small_answer(self.config.max_answer_bytes)
             async with self._weights_of(sampler) as weights:
                 answer, num_tokens = await wanted.run(weights)
             self.num_sampled_tokens += num_tokens
@@ -578,9 +622,6 @@ class Server:
         if adapters.is_adapter(Path(directory)):
             return self.generator.using_adapter(version, directory, base=self.base_version)
         return self.generator.using(version)
-
-
-MAX_ID_LENGTH = 512
 
 
 def is_abandoned(store: Store, run: Run) -> bool:

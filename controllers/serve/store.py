@@ -160,6 +160,10 @@ class Store:
         where, arguments = _owned(owner)
         return self.db.execute(f"SELECT COUNT(*) FROM runs WHERE {where}", arguments).fetchone()[0]
 
+    def parked_runs(self) -> list[Run]:
+        """The runs whose state waits on disk, the least recently used first."""
+        return [Run(**row) for row in self._all("SELECT * FROM runs WHERE parked IS NOT NULL ORDER BY last_request")]
+
     def update_run(self, run_id: str, **fields: Any) -> None:
         self._update("runs", "id", run_id, fields)
 

@@ -60,8 +60,8 @@ class Targets:
             sparse = np.asarray(crow, np.int64), np.asarray(col, np.int64)
             rows = rows_of_csr(len(tokens), *sparse, shape, name)
         else:
-            rows = np.repeat(np.arange(shape[0]), max(shape[1], 0))
             shaped(tokens, shape, name)
+            rows = np.repeat(np.arange(shape[0]), shape[1])
         if len(tokens) and not (tokens.min() >= NOTHING and tokens.max() < vocab_size):
             raise ValueError(
                 f"{name} has tokens {tokens.min()} to {tokens.max()}; they must be 0 to {vocab_size - 1}, or {NOTHING} for no token"
@@ -72,6 +72,10 @@ class Targets:
                 f"{name} asks for {count} tokens that are not the prompt's token at their position; at most {MAX_SCORED} are allowed"
             )
         return made
+
+    @property
+    def num_cells(self) -> int:
+        return len(self.tokens)
 
     def foreign(self, prompt: list[int]) -> list[tuple[int, int]]:
         """The pairs (row, token) whose token is not the prompt's token at the row's position, without duplicates.

@@ -282,7 +282,7 @@ class Trainers:
 
     async def forward(self, run_id: str, batch: Batch) -> ForwardBackwardOutput:
         async with self.using(run_id) as resident:
-            return await resident.trainer.forward(batch.samples, batch.loss)
+            return batch.merged([await resident.trainer.forward(group, batch.loss) for group in batch.groups])
 
     async def forward_backward(self, run_id: str, batch: Batch) -> ForwardBackwardOutput:
         """Raises RuntimeError if the call fails in the trainer. All gradients since the last optim_step are then dropped.
@@ -293,14 +293,17 @@ class Trainers:
             had_gradients = resident.has_gradients
             # Set before the call, because the trainer finishes the call even if this coroutine is cancelled.
             resident.has_gradients = True
+            outputs: list[ForwardBackwardOutput] = []
             try:
-                return await resident.trainer.forward_backward(batch.samples, batch.loss)
-            except (ValueError, TypeError):
-                resident.has_gradients = had_gradients
-                raise  # the trainer refused the input and has changed nothing
+                for group in batch.groups:
+                    outputs.append(await resident.trainer.forward_backward(group, batch.loss))
             except Exception as error:
+                if isinstance(error, ValueError | TypeError) and not outputs:
+                    resident.has_gradients = had_gradients
+                    raise  # the trainer refused the input and has changed nothing
                 await self._mend(resident, error)
                 raise RuntimeError(f"{error}; the gradients since the last optim_step are dropped") from error
+            return batch.merged(outputs)
 
     async def _mend(self, resident: Resident, error: Exception) -> None:
         """Make a run usable again after a failed call, by dropping its gradients. If this fails, removes the run and raises RuntimeError."""
@@ -344,6 +347,32 @@ class Trainers:
         async with self.using(run_id) as resident:
             await resident.trainer.export_lora(str(directory))
 
+    def sweep(self, now: float) -> None:
+        """Delete the states on disk that nobody will ask for.
+
+        These are the states of runs whose client is gone: those whose last request is older than keep_parked_hours, and the least
+        recently used ones while the states of all runs together take more than max_parked_bytes. A run whose client is there is kept.
+        """
+        parked = self.store.parked_runs()
+        sizes = {run.id: _size_of(Path(run.parked or "")) for run in parked}
+        oldest = now - self.config.keep_parked_hours * 3600
+        for run in parked:
+            is_too_much = sum(sizes.values()) > self.config.max_parked_bytes
+            if self._turn(run.id).locked() or not (run.last_request < oldest or is_too_much):
+                continue
+            if self._is_abandoned(run):
+                logger.info("the state of the training run %s is deleted from disk: its client is gone", run.id)
+                self.store.update_run(run.id, parked=None)
+                shutil.rmtree(run.parked or "", ignore_errors=True)
+                del sizes[run.id]
+
+    def sweep_unnamed(self) -> None:
+        """Delete folders that no run names: a server was killed while it wrote them. Only before the first request."""
+        named = {Path(run.parked or "").name for run in self.store.parked_runs()}
+        for folder in self.folder.glob("*"):
+            if folder.name not in named:
+                shutil.rmtree(folder, ignore_errors=True)
+
     async def close(self) -> None:
         """Write the state of all runs to disk and end their trainers. Gradients that no optim_step has used are dropped."""
         for resident in list(self.residents.values()):
@@ -356,6 +385,10 @@ class Trainers:
                 )
         for home in list(self.homes):
             await self._lose(home)
+
+
+def _size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _shape_of(run: Run) -> Shape | None:

@@ -71,7 +71,7 @@ class Api:
             ),
         )
         self.app = make_app(self.server)
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://server/api/v1")
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://localhost/api/v1")
         self.num_samplers = 0
 
     def _spawn(self, config: TrainerConfig) -> UnigramTrainer:

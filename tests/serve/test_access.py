@@ -23,7 +23,7 @@ def test_each_key_sees_only_its_own_runs(tmp_path):
             app = Access(api.app, owners=owners, anyone="anyone")
 
             def client(key: str) -> httpx.AsyncClient:
-                base = "http://server/api/v1"
+                base = "http://localhost/api/v1"
                 return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=base, headers={"X-API-Key": key})
 
             sessions = {}
@@ -53,7 +53,7 @@ def test_a_call_above_the_rate_limit_gets_a_429_and_a_heartbeat_does_not(tmp_pat
         async with Api(tmp_path) as api:
             log = io.StringIO()
             app = Access(api.app, owners=None, anyone="anyone", rate=0.5, burst=2, log=log)
-            api.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server/api/v1")
+            api.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost/api/v1")
             codes = []
             for _ in range(4):
                 codes.append(
@@ -138,7 +138,7 @@ def test_the_server_reports_its_metrics_and_the_status_of_its_runs(api):
         await api.forward_backward(model, 1, [([1, 2], {"target_tokens": [2, 3]})])
         await api.optim_step(model, 2)
         await api.sample(await api.sampler(base_model="letters"), 1, params={"max_tokens": 3, "stop": []})
-        outer = httpx.AsyncClient(transport=httpx.ASGITransport(api.app), base_url="http://server")
+        outer = httpx.AsyncClient(transport=httpx.ASGITransport(api.app), base_url="http://localhost")
         text = (await outer.get("/metrics")).text
         assert "rl_actors_serve_sampled_tokens_total 3\n" in text
         assert "rl_actors_serve_trained_positions_total 2\n" in text and "serve_requests_waiting 0\n" in text
@@ -177,3 +177,51 @@ def test_a_signed_url_fetches_exported_weights_without_a_key(api):
         assert (await plain.get(url)).status_code == 404
 
     api(use)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "127.0.0.1:8000"}, 200),
+        ({"Host": "localhost"}, 200),
+        ({"Host": "[::1]:8000"}, 200),
+        ({"Host": "LOCALHOST:1"}, 200),
+        ({"Host": "evil.example"}, 403),  # a page whose name was changed to 127.0.0.1
+        ({"Host": "127.0.0.1.evil.example:8000"}, 403),
+        ({"Host": "localhost.evil.example"}, 403),
+        ({"Host": "10.0.0.1"}, 403),
+        ({"Host": ""}, 403),
+        ({"Origin": "http://127.0.0.1:8000"}, 200),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+    ],
+)
+def test_a_server_without_keys_answers_only_its_own_machine(tmp_path, headers, status):
+    async def main(owners, expected):
+        async with Api(tmp_path) as api:
+            app = Access(api.app, owners=owners, anyone="anyone")
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                for path in ("/healthz", "/", "/api/v1/get_server_capabilities"):
+                    response = await client.get(path, headers=headers | {"X-API-Key": "tml-alice"})
+                    assert response.status_code == expected, (path, response.text)
+
+    asyncio.run(main(None, status))
+    asyncio.run(main({hash_of("tml-alice"): "alice"}, 200))
+
+
+@pytest.mark.parametrize("route", ["create_session", "telemetry", "forward_backward", "optim_step"])
+def test_a_server_without_keys_refuses_bodies_of_a_type_that_any_page_may_send(tmp_path, route):
+    async def main():
+        async with Api(tmp_path) as api:
+            app = Access(api.app, owners=None, anyone="anyone")
+            base = "http://localhost/api/v1"
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=base) as client:
+                for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
+                    response = await client.post(f"/{route}", content=b"{}", headers={"Content-Type": kind})
+                    assert response.status_code == 415 and "application/json" in response.text
+                for kind in ("application/json", "application/x-protobuf", "application/json; charset=utf-8"):
+                    response = await client.post(f"/{route}", content=b"{}", headers={"Content-Type": kind})
+                    assert response.status_code != 415
+
+    asyncio.run(main())

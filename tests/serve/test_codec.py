@@ -4,10 +4,21 @@ import numpy as np
 import pytest
 from serving import forward_backward_body
 
-from controllers.serve import codec
+from controllers.serve import codec, counts, samples
 from controllers.serve.samples import read_batch
+from rl_actors import ModelConfig, TrainerConfig
+from rl_actors.clients.limits import TrainerLimits
 
 DATA = [([1, 2, 3], {"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, -0.5]})]
+
+
+def varint(number: int) -> bytes:
+    """A number as protobuf writes it."""
+    written = []
+    while number > 127:
+        written.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*written, number])
 
 
 def tensor_message(**fields):
@@ -182,9 +193,58 @@ def test_a_small_request_for_many_cells_is_refused_before_anything_is_expanded(m
         call_with_targets(*[(1, 1 << 24)] * 4).data()
 
 
-def test_the_targets_of_a_position_are_bounded_by_the_vocabulary_and_by_the_padding_that_they_cause():
-    with pytest.raises(ValueError, match="datum 1 has 2000 targets for each position, but the vocabulary has 1000"):
-        read_batch(call_with_targets((1, 2), (1, 2000)), vocab_size=1000)
-    with pytest.raises(ValueError, match="datum 0 has 16384 targets .* all 4097 positions"):
-        read_batch(call_with_targets((1, 16384), (4096, 2)), vocab_size=20_000)
-    assert read_batch(call_with_targets((1, 100), (50, 2)), vocab_size=1000).widths == [100, 2]
+LIMITS = TrainerLimits.of_config(TrainerConfig(model=ModelConfig(vocab_size=20_000), max_sequence_length=8192))
+
+
+def test_the_targets_of_a_position_are_bounded_by_the_vocabulary():
+    with pytest.raises(ValueError, match="datum 1 has 20001 targets for each position, but the vocabulary has 20000"):
+        read_batch(call_with_targets((1, 2), (1, 20_001)), LIMITS)
+
+
+def test_no_datum_is_padded_to_more_than_twice_its_targets():
+    batch = read_batch(call_with_targets((1, 16384), (4096, 2), (1, 3), (1, 4), (1, 9000), (1, 1), (2, 2)), LIMITS)
+    assert batch.widths == [16384, 2, 3, 4, 9000, 1, 2]
+    assert batch.order == [[0, 4], [1, 6], [2, 3], [5]]
+    padded = [[sample.columns["target_ids"].shape[1] for sample in group] for group in batch.groups]
+    assert padded == [[16384, 16384], [2, 2], [4, 4], [1]]
+    assert batch.num_positions == 4103 and batch.num_datums == 7
+
+
+def test_a_negative_size_does_not_hide_the_cells_of_other_tensors():
+    call = call_with_targets((1, 1 << 24), (1, 1 << 24))
+    call.message.data[1].loss_fn_inputs["weights"].shape.extend([-1, 1 << 25])
+    with pytest.raises(ValueError, match=f"have {1 << 25} cells"):
+        call.data()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\x1a\x00" * ((1 << 18) + 1),  # empty datums
+        b"\x1a" + varint(2 << 19) + b"\x0a\x00" * (1 << 19),  # empty chunks of one datum
+        b"\x10\x01" * (1 << 19),  # seq_id again and again
+        b"\x2a\x00" * (1 << 19),  # empty entries of loss_fn_config
+    ],
+)
+def test_fields_are_counted_before_the_request_is_parsed(body, monkeypatch):
+    monkeypatch.setattr(samples, "read_forward_backward", None)  # would be called to parse
+    with pytest.raises(ValueError, match=f"more than {1 << 18} fields"):
+        samples.read_call(body, LIMITS)
+
+
+def test_a_shape_of_a_million_numbers_is_refused_before_the_request_is_parsed(monkeypatch):
+    message = codec.CLASSES["ForwardBackwardRequest"](model_id="m")
+    message.data.add().loss_fn_inputs["weights"].shape.extend([1] * 1_000_000)
+    monkeypatch.setattr(samples, "read_forward_backward", None)
+    with pytest.raises(ValueError, match="a shape has 1000000 bytes"):
+        samples.read_call(message.SerializeToString(), LIMITS)
+
+
+def test_counted_fields_are_those_of_the_message():
+    """A request with every kind of field, long enough to be counted, is counted without an error and then read."""
+    data = [([1] * 50_000, {"target_tokens": [2] * 50_000, "weights": [1.0] * 50_000})] * 2
+    body = forward_backward_body("m", 3, data, "ppo", config={"clip_low_threshold": 0.7, "loss_id": "x"})
+    assert len(body) > counts.FEW_BYTES
+    counts.require_few_fields(body, "ForwardBackwardRequest")
+    with pytest.raises(ValueError, match="a field ends after its message"):
+        counts.require_few_fields(body[:-1], "ForwardBackwardRequest")

@@ -223,3 +223,47 @@ def test_an_error_that_repeats_a_long_request_is_cut():
         assert len((await futures.wait(promise.request_id, 1)).answer.error) < 5000
 
     run(main())
+
+
+def test_answers_are_bounded_by_their_bytes_for_each_owner_and_no_request_runs_twice():
+    async def main():
+        futures, done = Futures(max_bytes=1000), []
+
+        async def work() -> Answer:
+            done.append(1)
+            return Answer(proto=bytes(400))
+
+        promises = [futures.submit(index, "call", work, owner="a") for index in range(4)]
+        other = futures.submit(0, "call", work, owner="b")
+        for promise in [*promises, other]:
+            await futures.wait(promise.request_id, 60, owner=promise.owner)
+        assert [promise.answer is DROPPED for promise in promises] == [True, True, False, False]
+        assert other.answer.num_bytes == 400 and futures.kept_bytes == {"a": 800, "b": 400}
+        assert futures.submit(0, "call", work, owner="a") is promises[0] and len(done) == 5
+        large = futures.submit(9, "call", lambda: large_answer(), owner="a")
+        await futures.wait(large.request_id, 60, owner="a")
+        assert large.answer.num_bytes == 5000  # the newest answer is kept whatever its size
+        assert futures.kept_bytes["a"] == 5000
+
+    async def large_answer() -> Answer:
+        return Answer(proto=bytes(5000))
+
+    run(main())
+
+
+def test_a_fetched_answer_that_was_dropped_no_longer_counts():
+    async def main():
+        clock = Clock()
+        futures = Futures(now=clock, keep_fetched=60.0)
+
+        async def work() -> Answer:
+            return Answer(proto=bytes(400))
+
+        promise = futures.submit(1, "call", work)
+        await futures.wait(promise.request_id, 60)
+        futures.fetched(promise)
+        clock.now = 100.0
+        futures.submit(2, "call", work)
+        assert promise.answer is DROPPED and futures.kept_bytes[""] == 0
+
+    run(main())

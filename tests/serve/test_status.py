@@ -42,7 +42,7 @@ def test_a_loss_that_is_not_finite_is_null_on_the_page(api):
     async def use(api):
         model = await api.create_model()
         api.server._curves(model).losses.extend([1.0, float("-inf"), float("nan")])
-        reply = await api.http.get("http://server/status.json")
+        reply = await api.http.get("http://localhost/status.json")
         assert reply.status_code == 200
         [run] = [run for run in reply.json()["runs"] if run["id"] == model]
         assert [1.0, None, None] in run.values()
@@ -50,15 +50,11 @@ def test_a_loss_that_is_not_finite_is_null_on_the_page(api):
     api(use)
 
 
-def test_a_long_id_of_a_session_is_refused(api):
+def test_a_long_id_of_a_session_is_refused_and_not_repeated(api):
     async def use(api):
         body = {"sampling_session_id": "s" * 100_000, "seq_id": 1, "num_samples": 1024, "prompt": {"chunks": []}}
         body["sampling_params"] = {"max_tokens": 1}
         reply = await api.http.post("/asample", json=body)
-        assert (
-            reply.status_code in (400, 422)
-            and b"must have at most 512" in reply.content
-            and len(reply.content) < 10_000
-        )
+        assert reply.status_code == 422 and b"at most 512 characters" in reply.content and len(reply.content) < 1000
 
     api(use)
