@@ -15,7 +15,7 @@ def grpo(rewards_GN: Tensor, eps: float = 1e-6) -> Tensor:
     grpo([[1, 0]]) -> [[0.7071, -0.7071]]
     """
     centered_GN = _centered(rewards_GN)
-    return (centered_GN / (centered_GN.std(dim=1, keepdim=True) + eps)).float()
+    return _as_float32(centered_GN / (centered_GN.std(dim=1, keepdim=True) + eps))
 
 
 def dr_grpo(rewards_GN: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ def dr_grpo(rewards_GN: Tensor) -> Tensor:
 
     dr_grpo([[1, 0, 0, 1]]) -> [[0.5, -0.5, -0.5, 0.5]]
     """
-    return _centered(rewards_GN).float()
+    return _as_float32(_centered(rewards_GN))
 
 
 def rloo(rewards_GN: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def rloo(rewards_GN: Tensor) -> Tensor:
     """
     num_completions = rewards_GN.shape[-1]
     # r - (sum - r) / (N - 1) equals N / (N - 1) * (r - sum / N).
-    return (_centered(rewards_GN) * num_completions / (num_completions - 1)).float()
+    return _as_float32(_centered(rewards_GN) * num_completions / (num_completions - 1))
 
 
 def reinforce_plus_plus(rewards_GN: Tensor, eps: float = 1e-6) -> Tensor:
@@ -42,7 +42,14 @@ def reinforce_plus_plus(rewards_GN: Tensor, eps: float = 1e-6) -> Tensor:
     A group whose rewards are further apart gets larger advantages. `grpo` gives all groups advantages of about the same size.
     """
     centered_GN = _centered(rewards_GN)
-    return ((centered_GN - centered_GN.mean()) / (centered_GN.std() + eps)).float()
+    return _as_float32((centered_GN - centered_GN.mean()) / (centered_GN.std() + eps))
+
+
+def _as_float32(advantages_GN: Tensor) -> Tensor:
+    found = advantages_GN.float()
+    if not torch.isfinite(found).all():
+        raise ValueError(f"an advantage of {float(advantages_GN.abs().max()):g} is not finite in float32")
+    return found
 
 
 def _centered(rewards_GN: Tensor) -> Tensor:

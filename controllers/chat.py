@@ -1,8 +1,11 @@
 """Converts conversations to tokens by the model's own chat template. This module does not depend on problems, actors or losses."""
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from controllers.environments import Message
@@ -21,9 +24,8 @@ such a template transformers can return a mask of the assistant's tokens."""
 FORMER_TURN = "former turn of the assistant"
 """Text that stands for the assistant's former turn in `continuation`, which needs only the tokens after that turn."""
 
-MARK = "\ue000{}\ue001"
-"""Stands in a rendered conversation for a text that spells a special token; formatted with an index."""
-MARKED = re.compile("\ue000(\\d+)\ue001")
+PLACEHOLDER = "QZ{}ZQ"
+"""Takes the place of a text to find out whether the template shows the text; formatted with an index."""
 
 
 @dataclass(kw_only=True)
@@ -46,6 +48,40 @@ class Turns:
     # For each token the weight of its message if it is the assistant's, else 0. If the template has no GENERATION_MARK, the stop token after
     # a turn of the assistant counts as the assistant's.
     weights: list[float]
+
+
+class _Spelled:
+    """Texts of a conversation that spell special tokens. In a rendered conversation a mark stands for each of them.
+
+    The marks have a random part, so no text of a user can contain one.
+    """
+
+    def __init__(self, special_tokens: Sequence[str]) -> None:
+        self.texts: list[str] = []
+        self.nonce = secrets.token_hex(8)
+        longest_first = sorted(special_tokens, key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def _mark(self, found: re.Match) -> str:
+        self.texts.append(found.group())
+        return f"\ue000{self.nonce}.{len(self.texts) - 1}\ue001"
+
+    def marked(self, value: Any) -> Any:
+        """The value, a message or a tool, with a mark for each such text."""
+        return _with_texts(value, lambda text: self.pattern.sub(self._mark, text))
+
+    def split(self, text: str) -> list[str]:
+        """A rendered text as pieces: at even places what stands between the marks, at odd places the index of a text."""
+        return re.split(f"\ue000{self.nonce}\\.(\\d+)\ue001", text)
+
+
+def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """The value with every text in it changed, but not the names of fields."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: _with_texts(each, change) for name, each in value.items()}
+    return [_with_texts(each, change) for each in value] if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +118,9 @@ class ChatTemplate:
         token that ends the former turn.
         """
         former = [Message(role="user", content="?"), Message(role="assistant", content=FORMER_TURN)]
-        spelled: list[str] = []
-        text = self._render([*former, *self._marked_texts(messages, spelled)], (), add_generation_prompt=True)
+        self._require_shown([*former, *messages], (), first=len(former))
+        spelled = self._spelled()
+        text = self._render([*former, *spelled.marked(messages)], (), add_generation_prompt=True)
         _, _, rest = text.partition(FORMER_TURN)
         tokens = self._encode_rendered(rest, spelled)
         ends = [i for i, token in enumerate(tokens) if token in self.stop_token_ids]
@@ -116,11 +153,11 @@ class ChatTemplate:
 
     def _marked(self, conversation: list[Message], tools: Tools) -> tuple[list[int], list[float]]:
         """(tokens, weights), for a template that has a GENERATION_MARK."""
-        spelled: list[str] = []
-        self._marked_texts(conversation, spelled)
-        if spelled:
+        spelled = self._spelled()
+        spelled.marked([*conversation, *tools])
+        if spelled.texts:
             raise ValueError(
-                f"the conversation {_shown(conversation)} spells the special token {spelled[0]!r}, and a template with marks of "
+                f"the conversation {_shown(conversation)} spells the special token {spelled.texts[0]!r}, and a template with marks of "
                 "generation cannot keep such a text apart from the token"
             )
         answer = self._apply(conversation, tools, return_assistant_tokens_mask=True)
@@ -164,52 +201,50 @@ class ChatTemplate:
                 weights[i] = float(message.get("weight", 1.0))
         return weights
 
-    def _require_shown(self, conversation: list[Message], tools: Tools) -> None:
-        """Raise ValueError for a message whose text, or whose tool call, the template drops."""
-        rendered = self._render(conversation, tools)
-        for index, message in enumerate(conversation):
-            # Some templates drop the thinking of former turns, which the model does not see again.
-            text = text_of(message).split("</think>")[-1].strip()
-            is_dropped = bool(text) and text not in rendered and not self._depends_on(conversation, index, tools)
-            names = [str(call.get("function", call).get("name", "")) for call in message.get("tool_calls", ())]
-            if is_dropped or any(name not in rendered for name in names):
+    def _require_shown(self, conversation: list[Message], tools: Tools, *, first: int = 0) -> None:
+        """Raise ValueError for a text, a tool call or tools that the template drops. Messages before `first` are not checked.
+
+        All texts are replaced by placeholders, and those that the template shows must be in its text. A placeholder that is not there
+        as it is may have been changed by the template, so then the text of the whole conversation must depend on it.
+        """
+        asked = max((i for i, message in enumerate(conversation) if message["role"] == "user"), default=-1)
+        holders: list[tuple[int, str, Message]] = []
+        replaced = list(conversation)
+        for index in range(first, len(conversation)):
+            for changed in _replaceable(conversation[index], is_last=index > asked):
+                holder = PLACEHOLDER.format(len(holders))
+                holders.append((index, holder, changed(conversation[index], holder)))
+                replaced[index] = changed(replaced[index], holder)
+        rendered = self._try_render(replaced, tools)
+        for index, holder, message in holders:
+            if holder in rendered:
+                continue
+            others = [*conversation[:index], message, *conversation[index + 1 :]]
+            if self._try_render(others, tools) == self._render(conversation, tools):
                 raise ValueError(
-                    f"the chat template of {self.hf.name_or_path} drops message {index}, whose role is {message['role']!r}: "
-                    f"{_shown([message])}"
+                    f"the chat template of {self.hf.name_or_path} drops a text or a tool call of message {index}, whose role is "
+                    f"{conversation[index]['role']!r}: {_shown([conversation[index]])}"
                 )
+        if tools and self._render(conversation, ()) == self._render(conversation, tools):
+            raise ValueError(f"the chat template of {self.hf.name_or_path} drops the tools: {str(tools)[:200]}")
 
-    def _depends_on(self, conversation: list[Message], index: int, tools: Tools) -> bool:
-        """True if the rendering changes with the text of a message, which the template may write in another form."""
-        others = [cast(Message, {**message}) for message in conversation]
-        others[index]["content"] = text_of(conversation[index]) + "."
-        return self._render(others, tools) != self._render(conversation, tools)
+    def _try_render(self, conversation: list[Message], tools: Tools) -> str:
+        """The text of the conversation; "" if the template does not take it."""
+        try:
+            return self._render(conversation, tools)
+        except ValueError:
+            return ""
 
-    def _marked_texts(self, messages: Sequence[Message], spelled: list[str]) -> list[Message]:
-        """The messages with a MARK for each text that spells a special token. Adds these texts to `spelled`, in the order of the marks."""
-        special = [str(token) for token in self.hf.added_tokens_decoder.values() if token.special]
-        if not special:
-            return list(messages)
-        pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
+    def _spelled(self) -> _Spelled:
+        return _Spelled([str(token) for token in self.hf.added_tokens_decoder.values() if token.special])
 
-        def mark(found: re.Match) -> str:
-            spelled.append(found.group())
-            return MARK.format(len(spelled) - 1)
-
-        def marked(value: object) -> Any:
-            if isinstance(value, str):
-                return pattern.sub(mark, value)
-            if isinstance(value, Mapping):
-                return {name: marked(each) for name, each in value.items()}
-            return [marked(each) for each in value] if isinstance(value, list) else value
-
-        return [marked(message) for message in messages]
-
-    def _encode_rendered(self, text: str, spelled: Sequence[str]) -> list[int]:
-        """The tokens of a rendered conversation. The text behind a MARK never becomes a special token."""
+    def _encode_rendered(self, text: str, spelled: _Spelled) -> list[int]:
+        """The tokens of a rendered conversation. The text behind a mark never becomes a special token."""
         tokens: list[int] = []
-        for place, piece in enumerate(MARKED.split(text)):
+        for place, piece in enumerate(spelled.split(text)):
             if place % 2:
-                tokens += self.hf.encode(spelled[int(piece)], add_special_tokens=False, split_special_tokens=True)
+                whole = spelled.texts[int(piece)]
+                tokens += self.hf.encode(whole, add_special_tokens=False, split_special_tokens=True)
             else:
                 tokens += self.hf.encode(piece, add_special_tokens=False)
         return tokens
@@ -220,10 +255,11 @@ class ChatTemplate:
         return [Message(role="system", content=self.config.system), *messages]
 
     def _tokens(self, conversation: list[Message], tools: Tools, *, starts_turn: bool) -> list[int]:
-        spelled: list[str] = []
-        marked = self._marked_texts(conversation, spelled)
-        if spelled:
-            return self._encode_rendered(self._render(marked, tools, add_generation_prompt=starts_turn), spelled)
+        spelled = self._spelled()
+        marked, marked_tools = spelled.marked(conversation), spelled.marked(list(tools))
+        if spelled.texts:
+            text = self._render(marked, marked_tools, add_generation_prompt=starts_turn)
+            return self._encode_rendered(text, spelled)
         return self._apply(conversation, tools, add_generation_prompt=starts_turn)["input_ids"]
 
     def _render(self, conversation: list[Message], tools: Tools, **options: bool) -> str:
@@ -254,6 +290,45 @@ class ChatTemplate:
                 f"the tokenizer of {self.hf.name_or_path} has no chat template; give it one (chat_template.jinja), or set "
                 "chat.enabled=False and use a task without messages"
             ) from None
+
+
+def _replaceable(message: Message, *, is_last: bool) -> Iterator[Callable[[Message, str], Message]]:
+    """For each part of a message that the template must show: a function that puts a text in its place.
+
+    is_last: True after the last question. Many templates drop the thinking of earlier turns, which the model does not see again.
+    """
+    if text_of(message).strip():
+        yield _with_content
+    if is_last and str(message.get("reasoning_content", "")).strip():
+        yield lambda given, text: cast(Message, {**given, "reasoning_content": text})
+    for index, call in enumerate(message.get("tool_calls", ())):
+        for part in ("name", "arguments"):
+            if call.get("function", call).get(part):
+                yield partial(_with_call, index=index, part=part)
+
+
+def _with_content(message: Message, text: str) -> Message:
+    content = message["content"]
+    if isinstance(content, list):
+        place = next(
+            i for i, part in enumerate(content) if isinstance(part, dict) and str(part.get("text", "")).strip()
+        )
+        content = [*content[:place], {**content[place], "text": text}, *content[place + 1 :]]
+        return cast(Message, {**message, "content": content})
+    return cast(Message, {**message, "content": text})
+
+
+def _with_call(message: Message, text: str, *, index: int, part: str) -> Message:
+    calls = list(message["tool_calls"])
+    call = calls[index]
+    function = dict(call.get("function", call))
+    if part == "arguments":
+        given = function[part]
+        function[part] = {**given, text: text} if isinstance(given, Mapping) else json.dumps({text: text})
+    else:
+        function[part] = text
+    calls[index] = {**call, "function": function} if "function" in call else function
+    return cast(Message, {**message, "tool_calls": calls})
 
 
 def _shown(conversation: Sequence[Message]) -> str:

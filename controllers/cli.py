@@ -102,7 +102,7 @@ def _parse(
     if chosen.algorithm:
         _apply_preset(base, chosen.algorithm)
     argv = _without_short_flags(argv, base.short_flags)
-    if not chosen.resume:
+    if not (chosen.resume or chosen.eval_only):
         _drop_options_of_other_task(base, argv)
     about = _about(base.short_flags)
     flags = cast(_Flags, tyro.cli(_flags(configs, name, base), prog=prog, description=about, args=argv))
@@ -200,6 +200,9 @@ def _without_short_flags(argv: Sequence[str], short_flags: Mapping[str, str]) ->
 
 FIELDS_OF_TASK = (
     "options",
+    "split",
+    "held_out_task",
+    "held_out_split",
     "mixture",
     "prompt",
     "remove_whitespace",

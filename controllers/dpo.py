@@ -74,6 +74,7 @@ class DPOConfig(RunConfig):
                 )
 
     def validate_resumed(self, folder: RunFolder) -> None:
+        super().validate_resumed(folder)
         has_begun = checkpoints.newest(folder.checkpoints) is not None
         if has_begun and not self.trainer.hf_path and not folder.reference.is_dir():
             raise ValueError(

@@ -32,7 +32,7 @@ from controllers.command import started_as
 from controllers.display import LineDisplay
 from controllers.environments import AnyEnvironment, EpisodeError, RewardError, Scorer, build_environment
 from controllers.environments.data import DataEnvironment
-from controllers.environments.held_out import HeldOut, digest_of
+from controllers.environments.held_out import HeldOut, digests_of
 from controllers.environments.mixture import Excluding, MixedEnvironment
 from controllers.episodes import require_demonstrations
 from controllers.gate import MISSED_STATUS, GateMissedError
@@ -358,7 +358,7 @@ def _prepare(folder: RunFolder, config: RunConfig, environment: AnyEnvironment) 
             seed = config.environment.held_out_seed
         elif before is not None:
             seed = before.seed
-        digests = frozenset(digest_of(problem.key) for problem in environment.held_out())
+        digests = digests_of(environment.held_out())
         held_out = HeldOut(seed=seed, digests=digests | (before.digests if before else frozenset()))
         folder.held_out.write_text(held_out.to_json())
     if not folder.data.exists():

@@ -132,8 +132,7 @@ def require_fitting(
 ) -> None:
     """Raises ValueError, with the place of the problem, if the run cannot take a problem that is known before the run.
 
-    Also raises ValueError if the run can take none of the first problems of an endless source, or if the tokenizer
-    refuses one of them.
+    Also raises ValueError if the run can take none of the first problems of an endless source.
     """
     progress = _Progress()
     for each in sets:
@@ -143,7 +142,7 @@ def require_fitting(
     problems, is_whole = listed(environment)
     _require_all(problems, rule, progress)
     if not is_whole:
-        reasons = rule.reasons([environment.problem(index) for index in range(FIRST)])
+        reasons = [rule.reason(environment.problem(index)) for index in range(FIRST)]
         if all(reasons):
             raise ValueError(f"none of the first {FIRST} problems fits, the first one because {reasons[0]}")
 

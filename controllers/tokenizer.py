@@ -95,8 +95,7 @@ class Tokenizer:
 
         Raises ValueError for a character that a character-level tokenizer lacks, and for a lone surrogate.
         """
-        if not text.isascii() and SURROGATE.search(text):
-            raise ValueError(f"{text[:80]!a} holds a lone surrogate, which is no text")
+        _require_text(text)
         if self.hf.init_kwargs.get("character_level"):
             known = self.hf.get_vocab()
             missing = sorted({character for character in text if character not in known})
@@ -136,6 +135,8 @@ class Tokenizer:
         """`encode` of many texts."""
         if not texts:
             return []
+        for text in texts:
+            _require_text(text)
         options = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
         return self.hf(list(texts), **options)["input_ids"]
 
@@ -193,6 +194,11 @@ class Tokenizer:
         if problem.messages or not self.chat.config.enabled:
             return problem.messages
         return [Message(role="user", content=problem.prompt)]
+
+
+def _require_text(text: str) -> None:
+    if not text.isascii() and SURROGATE.search(text):
+        raise ValueError(f"{text[:80]!a} holds a lone surrogate, which is no text")
 
 
 def load_tokenizer(directory: str | Path, chat: ChatConfig | None = None) -> Tokenizer:

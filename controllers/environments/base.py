@@ -25,7 +25,9 @@ class Message(TypedDict, total=False):
 def text_of(message: Message) -> str:
     """The text of a message: its content, or the texts of the content's parts, joined."""
     content = message["content"]
-    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
+    if isinstance(content, str):
+        return content
+    return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content or ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +66,11 @@ class RewardError(ValueError):
 def as_reward(value: object) -> float:
     """A number, or a scalar of numpy or torch, as a float. Raises ValueError for anything else, and if it is not finite."""
     try:
-        number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
+        # item() of an array or a tensor is Python's own type: a text or a complex number is none.
+        plain = value.item() if hasattr(value, "item") else value
+        is_text = isinstance(plain, str | bytes | bytearray | complex)
+        number = math.nan if is_text else float(plain)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(f"{value!r} is not a finite number")

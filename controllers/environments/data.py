@@ -183,19 +183,20 @@ def _require_kind(column: str, value: object, where: str, kinds: dict[str, tuple
 
 
 def _messages(column: str, where: str, row: Mapping[str, object]) -> list[Message]:
-    """The conversation with all its fields. Fields that are null are left out: Parquet gives every message all fields."""
+    """The conversation with all its fields. Fields of a message that are null are left out."""
     given = _column(column, where, row)
     if not isinstance(given, list) or not given:
         raise ValueError(f"{where}: column {column!r} holds {str(given)[:80]!r}, not a list of messages")
     messages = []
     for each in given:
-        message = _without_none(each)
+        message = {name: field for name, field in each.items() if field is not None} if isinstance(each, dict) else each
         if isinstance(message, dict) and ("tool_calls" in message or "reasoning_content" in message):
             message.setdefault("content", "")
         if (
             not isinstance(message, dict)
             or not isinstance(message.get("role"), str)
             or not isinstance(message.get("content"), str | list)
+            or not all(isinstance(part, str | dict) for part in message["content"])
         ):
             raise ValueError(f'{where}: column {column!r} holds {str(each)[:80]!r}, not {{"role": …, "content": …}}')
         weight = message.get("weight", 1.0)
@@ -210,15 +211,9 @@ def _tools(column: str, where: str, row: Mapping[str, object]) -> list[dict[str,
     if isinstance(given, str):
         try:
             given = json.loads(given) if given.strip() else []
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: column {column!r} holds a text that is not JSON: {error}") from None
-    tools = _without_none(given or [])
+    tools = given or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(f"{where}: column {column!r} holds {str(given)[:80]!r}, not a list of tools")
     return tools
-
-
-def _without_none(value: object) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _without_none(each) for name, each in value.items() if each is not None}
-    return [_without_none(each) for each in value] if isinstance(value, list) else value

@@ -3,17 +3,21 @@
 import csv
 import gzip
 import hashlib
+import inspect
 import io
 import json
+import math
 import os
 import re
 import sys
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pyarrow import ChunkedArray, Table
+    from datasets import Dataset, IterableDataset
+    from pyarrow import ChunkedArray, DataType, Table
 
 Row = tuple[str, Mapping[str, object]]
 """A row of the data, as (place, {column: value}). The place is a text for error messages, such as "tasks.jsonl:3"."""
@@ -39,7 +43,7 @@ def read_file(path: str) -> Iterator[Row]:
             has_rows = True
             _require_text(place, row)
             yield place, row
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
@@ -51,7 +55,8 @@ def read_file(path: str) -> Iterator[Row]:
 def digest(task: str) -> str:
     """A hash of the contents of a data file, or of the data files in a directory. "" if `task` is neither."""
     if Path(task).is_dir():
-        files = sorted(path for path in Path(task).rglob("*") if path.is_file() and is_data_file(path.name))
+        endings = (*FORMATS, ".arrow")
+        files = sorted(path for path in Path(task).rglob("*") if path.is_file() and path.name.lower().endswith(endings))
     else:
         files = [Path(task)] if Path(task).is_file() else []
     whole = hashlib.sha256()
@@ -143,23 +148,44 @@ def _rows_of(source: str, table: "Table") -> Iterator[Row]:
 
 
 def _column_values(column: "ChunkedArray") -> list[object]:
-    """The values of a column as its writer meant them: float32 by its shortest digits, and nullable integers as such."""
-    from pyarrow import float64, string, types
+    """The values of a column as its writer meant them: small floats by their shortest digits, nullable integers as such, and objects
+    without the fields that only other rows have."""
+    from pyarrow import types
 
-    if types.is_float16(column.type) or types.is_float32(column.type):
-        column = column.cast(string()).cast(float64())  # 0.1 of float32 would become 0.10000000149011612
-    values = column.to_pylist()
-    if types.is_float64(column.type):
-        numbers = [value for value in values if value is not None and value == value]
+    values = [_as_written(value, column.type) for value in column.to_pylist()]
+    if types.is_floating(column.type):
+        numbers = [value for value in values if isinstance(value, float) and not math.isnan(value)]
         if len(numbers) < len(values) and all(number.is_integer() for number in numbers):
             # pandas writes a column of integers with gaps as floats
-            return [None if value is None or value != value else int(value) for value in values]
+            return [int(value) if isinstance(value, float) and not math.isnan(value) else None for value in values]
     return values
+
+
+def _as_written(value: object, kind: "DataType") -> object:
+    """A value of an Arrow type. 0.1 of float32 would become 0.10000000149011612, and an object gets null for each field of other rows."""
+    from pyarrow import types
+
+    if value is None:
+        return None
+    if types.is_float16(kind) or types.is_float32(kind):
+        return float(str(kind.to_pandas_dtype()(value)))
+    if types.is_struct(kind):
+        assert isinstance(value, Mapping)
+        fields = {field.name: field.type for field in kind}
+        return {name: _as_written(each, fields[name]) for name, each in value.items() if each is not None}
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        assert isinstance(value, list)
+        return [_as_written(each, kind.value_type) for each in value]
+    return value
 
 
 def _require_text(place: str, row: Mapping[str, object]) -> None:
     for name, value in row.items():
-        if _has_surrogate(value) or SURROGATE.search(name):
+        try:
+            is_broken = _has_surrogate(value) or SURROGATE.search(name)
+        except RecursionError:
+            raise ValueError(f"{place}: column {name!a} is nested too deeply: {str(value)[:80]!a}") from None
+        if is_broken:
             raise ValueError(f"{place}: column {name!a} holds a lone surrogate, which is no text: {str(value)[:80]!a}")
 
 
@@ -185,9 +211,36 @@ def read_dataset(task: str, split: str, options: Mapping[str, object]) -> Iterat
         remedy = "" if os.path.isdir(task) else f"; to fetch it: hf download --repo-type dataset {task}"
         reason = str(error).split("\n")[0]
         raise ValueError(f"task={task!r}, split={split!r}: {reason}{remedy}") from None
-    for place, row in _rows_of(task, data.with_format("arrow")[:]):
+    for place, row in _decoded(task, data):
         _require_text(place, row)
         yield place, row
+
+
+def _decoded(task: str, data: "Dataset | IterableDataset") -> Iterator[Row]:
+    """The rows as `datasets` decodes them, but for columns of floats, and of objects and lists that Arrow holds as such."""
+    from datasets import Dataset
+    from pyarrow import types
+
+    if not isinstance(data, Dataset):  # streaming=True
+        for number, row in enumerate(data):
+            yield f"{task}, row {number}", row
+        return
+    stored = data.with_format("arrow")
+    plain = [field.name for field in data.features.arrow_schema if not types.is_nested(field.type)]
+    columns = data[:]
+    for name in plain if len(data) else ():
+        if types.is_floating(data.features.arrow_schema.field(name).type):
+            columns[name] = _column_values(stored.select_columns([name])[:].column(name))
+    for number, values in enumerate(zip(*(columns[name] for name in data.column_names), strict=True)):
+        decoded = [_without_none(value) if isinstance(value, Mapping | list) else value for value in values]
+        yield f"{task}, row {number}", dict(zip(data.column_names, decoded, strict=True))
+
+
+def _without_none(value: object) -> object:
+    """Arrow gives every object all fields of its column, with null in those that it lacks."""
+    if isinstance(value, Mapping):
+        return {name: _without_none(each) for name, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list) else value
 
 
 def _text_columns(task: str, split: str, options: Mapping[str, object]) -> dict[str, object]:
@@ -195,8 +248,12 @@ def _text_columns(task: str, split: str, options: Mapping[str, object]) -> dict[
     from datasets import Features, Value, load_dataset, load_dataset_builder
     from datasets.packaged_modules.csv.csv import CsvConfig
 
-    builder = load_dataset_builder(task, **options)
-    if not isinstance(builder.config, CsvConfig):
+    only_of_load = (
+        inspect.signature(load_dataset).parameters.keys() - inspect.signature(load_dataset_builder).parameters
+    )
+    of_builder = {name: value for name, value in options.items() if name not in only_of_load}
+    if not isinstance(load_dataset_builder(task, **of_builder).config, CsvConfig):
         return {}
-    [first] = load_dataset(task, split=split, streaming=True, **options).take(1)
+    whole = re.match(r"\w+", split)  # "train" of "train[:10%]"
+    [first] = load_dataset(task, split=whole[0] if whole else split, streaming=True, **of_builder).take(1)
     return {"features": Features({name: Value("string") for name in first}), "keep_default_na": False}

@@ -1,7 +1,6 @@
 """An environment whose problems are drawn at random from a task of reasoning-gym."""
 
 import difflib
-import re
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING
 from controllers.environments.base import Problem
 from controllers.environments.config import EnvironmentConfig
 from controllers.environments.entries import Entry, Score, fits, text_score, to_problem
-from controllers.environments.held_out import digest_of, fraction, hold_out
+from controllers.environments.held_out import digest_of, fraction, hold_out, operands_or_key
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
@@ -46,7 +45,7 @@ class GeneratedEnvironment:
         self._excluded: frozenset[str] = frozenset()
 
     def exclude(self, digests: frozenset[str]) -> None:
-        """Give no training problem whose key has one of these digests (digest_of)."""
+        """Give no training problem whose key has one of these digests (digests_of)."""
         self._excluded |= digests
 
     def _read(self, position: int) -> Problem:
@@ -68,19 +67,12 @@ class GeneratedEnvironment:
         raise ValueError(draw)
 
     def _is_held_out(self, problem: Problem) -> bool:
-        hashed = fraction(operands_or_key(problem), self.config.seed_of_held_out)
-        return hashed <= self._highest_held_out or digest_of(problem.key) in self._excluded
+        operands = operands_or_key(problem)
+        is_own = fraction(operands, self.config.seed_of_held_out) <= self._highest_held_out
+        return is_own or not self._excluded.isdisjoint((digest_of(problem.key), digest_of(operands)))
 
     def held_out(self) -> list[Problem]:
         return list(self._held_out)
-
-
-def operands_or_key(problem: Problem) -> str:
-    """The sorted operands of plain arithmetic, else the key: if "12 + 34" is held out, "34 + 12" is not trained either."""
-    expression = str(problem.metadata.get("expression", ""))
-    if not re.fullmatch(r"[\d\s.+\-*/()]+", expression):
-        return problem.key
-    return " ".join(sorted(re.findall(r"\d+(?:\.\d+)?", expression)))
 
 
 @dataclass(frozen=True, slots=True)

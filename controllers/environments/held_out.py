@@ -4,6 +4,7 @@ Problems whose keys have higher hashes may be trained on.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -43,6 +44,19 @@ def fraction(key: str, seed: int) -> float:
 def digest_of(key: str) -> str:
     """A short hash of a key, under which a run remembers its held-out problems."""
     return blake2b(key.encode(), digest_size=8).hexdigest()
+
+
+def operands_or_key(problem: Problem) -> str:
+    """The sorted operands of plain arithmetic, else the key: if "12 + 34" is held out, "34 + 12" is not trained either."""
+    expression = str(problem.metadata.get("expression", ""))
+    if not re.fullmatch(r"[\d\s.+\-*/()]+", expression):
+        return problem.key
+    return " ".join(sorted(re.findall(r"\d+(?:\.\d+)?", expression)))
+
+
+def digests_of(problems: Iterable[Problem]) -> frozenset[str]:
+    """What other environments must not train on: the digests of the problems' keys and of their operands."""
+    return frozenset(digest_of(name) for problem in problems for name in (problem.key, operands_or_key(problem)))
 
 
 def hold_out(

@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 from controllers import config_file
 from controllers.environments.base import Environment, Problem, Reward
 from controllers.environments.config import LIMITS_OF_RUN, EnvironmentConfig
-from controllers.environments.held_out import digest_of
+from controllers.environments.held_out import digest_of, digests_of
 
 DRAWS_PER_PROBLEM = 1000
 """Largest number of problems of a part that are looked at for one training problem."""
@@ -90,7 +90,7 @@ class MixedEnvironment:
         self.counts = _counts([part.weight for part in parts])
         self._excluded: frozenset[str] = frozenset()
         # A problem that one part holds out is trained by no part.
-        self.exclude(frozenset(digest_of(problem.key) for problem in self.held_out()))
+        self.exclude(digests_of(self.held_out()))
 
     def exclude(self, digests: frozenset[str]) -> None:
         """Give no training problem whose key has one of these digests (digest_of)."""

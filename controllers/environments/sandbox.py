@@ -4,6 +4,7 @@ The program runs in a process with limits on time, memory and file size. If the 
 network. The limits keep mistakes from harming the run. They do not protect against code that is meant to do harm.
 """
 
+import ast
 import asyncio
 import contextlib
 import os
@@ -21,8 +22,9 @@ from controllers.environments.base import Problem
 FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([^\s`]*)[^\n`]*$", re.MULTILINE)
 """A line that opens or closes a block of code. Group 1: the fence. Group 2: the language."""
 LANGUAGES = ("", "python", "python3", "py", "py3")
-DEFINITION = re.compile(r"^(?:async\s+def|def|class)\s+(\w+)|^(\w+)\s*(?::[^=\n]+)?=(?!=)", re.MULTILINE)
-"""A definition at the top level of a program."""
+CALLABLE = re.compile(r"^(?:async\s+def|def|class)\s+(\w+)", re.MULTILINE)
+ASSIGNED = re.compile(r"^(\w+)\s*(?::[^=\n]+)?=(?!=)", re.MULTILINE)
+"""Names that a program defines at its top level."""
 MAX_FILE_BYTES = 1 << 20
 CLOCK_FACTOR = 4
 """Wall-clock seconds that a program may take, for each CPU second that the program may use."""
@@ -50,7 +52,7 @@ resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 # The program is imported, so that its own `if __name__ == "__main__"` does not run. Then the tests run as the main program.
 module = sys.modules["__main__"] = sys.modules["program"] = types.ModuleType("program")
 for path, name in ((program, "program"), (tests, "__main__")):
-    module.__name__ = name
+    module.__name__, module.__file__ = name, path
     with open(path, encoding="utf-8") as file:
         exec(compile(file.read(), path, "exec"), module.__dict__)
 sys.exit(passed)
@@ -117,14 +119,34 @@ class Sandbox:
 
 
 def program_of(completion: str, tests: str) -> str:
-    """The completion's longest block of Python that defines a name of the tests; else its last block; else the completion."""
+    """The completion's longest block of Python that defines a name of the tests; else its last block; else the completion.
+
+    A block that only assigns such a name counts only if no block has a function or a class of such a name: it uses the solution.
+    """
     text = completion.replace("\r\n", "\n").replace("\r", "\n")
     blocks = _blocks(text)
-    named = set(re.findall(r"\w+", tests))
-    defining = [block for block in blocks if _defined(block) & named]
-    if defining:
-        return max(defining, key=len)
-    return blocks[-1] if len(blocks) > 1 else text
+    named = _used(tests)
+    for kind in (CALLABLE, ASSIGNED):
+        defining = [block for block in blocks if named.intersection(kind.findall(block))]
+        if defining:
+            return max(defining, key=len)
+    return blocks[-1] if blocks else text
+
+
+def _used(tests: str) -> set[str]:
+    """The names that the tests use and do not assign themselves; all words if the tests are not Python."""
+    try:
+        nodes = list(ast.walk(ast.parse(tests)))
+    except (SyntaxError, ValueError, RecursionError):
+        return set(re.findall(r"\w+", tests))
+    used, bound = set(), set()
+    for node in nodes:
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()):
+                used.add(name)
+            case ast.Name(id=name) | ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                bound.add(name)
+    return used - bound
 
 
 def _blocks(text: str) -> list[str]:
@@ -132,7 +154,9 @@ def _blocks(text: str) -> list[str]:
     blocks = []
     first = FENCE.search(text)
     if first is not None:
-        blocks.append(text[: first.start()])
+        before = text[: first.start()]
+        if _is_python(before):  # prose may look like a definition, as "add: total = a + b" does
+            blocks.append(before)
     opening = first
     while opening is not None:
         closing = next(
@@ -150,5 +174,9 @@ def _blocks(text: str) -> list[str]:
     return blocks
 
 
-def _defined(block: str) -> set[str]:
-    return {one or other for one, other in DEFINITION.findall(block)}
+def _is_python(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return False
+    return True

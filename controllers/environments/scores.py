@@ -4,8 +4,10 @@ import functools
 import re
 import threading
 
-DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[|\\begin\{")
+DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
 """A text with one of these says itself where its mathematics is."""
+LATEX = re.compile(r"\\[A-Za-z]|\^|_\{")
+COMMANDS = re.compile(r"\\(?:begin|end)\{[^{}]*\}|\\text\{[^{}]*\}|\\[A-Za-z]+")
 WORDS = re.compile(r"[^\W\d_]{2,}")
 NAME = re.compile(r"\\text\{([^{}]+)\}|([^\W\d_]{2,}(?: [^\W\d_]+)*)")
 LEAD_IN = re.compile(r"\bis\b|:")
@@ -34,7 +36,7 @@ def gold_values(answer: str) -> tuple:
     """
     name = _name(answer)
     # Without \text, LaTeX reads a name as a product of letters, and an anagram has the same value.
-    values = _values(answer) if name is None else _parse(rf"$\text{{{name}}}$")
+    values = _values(answer, is_gold=True) if name is None else _parse(rf"$\text{{{name}}}$")
     return tuple(values) if any(not isinstance(value, str) for value in values) else ()
 
 
@@ -44,25 +46,30 @@ def _name(text: str) -> str | None:
     return (found[1] or found[2]).lower() if found else None
 
 
-def _values(text: str) -> list:
-    """What math_verify parses from a text. LaTeX without delimiters is read as LaTeX, whole."""
+def _values(text: str, *, is_gold: bool = False) -> list:
+    """What math_verify parses from a text. LaTeX without delimiters is read as LaTeX, whole.
+
+    A completion without LaTeX may also be prose with a number, such as "**5**" or "16-7=9, 9*2=18", so it is read as both.
+    """
+    values: list = []
     if not DELIMITED.search(text):
         for candidate in _candidates(text):
             if _is_bare_math(candidate) and (values := _parse(f"${candidate}$")):
-                return values
-    return _parse(text)
+                if is_gold or LATEX.search(candidate):
+                    return values
+                break
+    return [*values, *_parse(text)]
 
 
 def _candidates(text: str) -> list[str]:
     """The whole text, and what follows "is" or a colon in its last line."""
     last_line = (text.strip().splitlines() or [""])[-1]
-    return [text.strip(), LEAD_IN.split(last_line)[-1].strip().rstrip(".")]
+    return [text.strip().strip("*`"), LEAD_IN.split(last_line)[-1].strip().rstrip(".").strip("*` ")]
 
 
 def _is_bare_math(text: str) -> bool:
     """True for one line without words: the names of LaTeX's commands, and what stands in \\text, are none."""
-    without_commands = re.sub(r"\\text\{[^{}]*\}|\\[A-Za-z]+", " ", text)
-    return bool(text) and "\n" not in text and not WORDS.search(without_commands)
+    return bool(text) and "\n" not in text and not WORDS.search(COMMANDS.sub(" ", text))
 
 
 def _parse(text: str) -> list:

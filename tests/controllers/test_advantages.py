@@ -63,3 +63,8 @@ def test_integer_rewards_are_accepted_and_bad_shapes_and_nan_are_refused(name):
 def test_differences_of_large_rewards_are_not_lost(rule):
     small = torch.tensor([[0.0, 1.0, 2.0, 3.0]], dtype=torch.float64)
     assert rule(small + 1e8).tolist() == rule(small).tolist() != [[0.0] * 4]
+
+
+def test_an_advantage_that_float32_cannot_hold_is_refused():
+    with pytest.raises(ValueError, match="an advantage of 5e\\+38 is not finite in float32"):
+        dr_grpo(torch.tensor([[1e39, 0.0]], dtype=torch.float64))

@@ -466,6 +466,9 @@ def test_the_regex_reward_compares_the_first_group_that_took_part(pattern, answe
     assert last_match(pattern, answer, completion) == reward
 
 
+MATRIX = r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}"
+
+
 @pytest.mark.parametrize(
     ("answer", "right", "wrong"),
     [
@@ -483,6 +486,13 @@ def test_the_regex_reward_compares_the_first_group_that_took_part(pattern, answe
         (r"\left(3, \frac{\pi}{2}\right)", [r"\boxed{(3, \frac{\pi}{2})}"], ["3", r"\boxed{(3, \pi)}"]),
         ("2,125", ["2125", "So 2,125"], ["2", "125"]),
         ("0.5", ["1/2", r"it is $\frac{1}{2}$"], ["5", "0"]),
+        ("5", ["**5**", "Answer: **5**", "The answer is **5**.", "The answer is 5!", "x: 5"], ["**6**", "is 6!"]),
+        ("5", ["a = 2, b = 3, a + b = 5"], ["a = 5, b = 3, a + b = 8"]),
+        ("18", ["16-3-4=9, 9*2=18"], ["9*2=19"]),
+        ("10000", ["10 000"], ["10 001"]),
+        (MATRIX, [MATRIX, rf"\boxed{{{MATRIX}}}", rf"${MATRIX}$"], ["4", MATRIX.replace("4", "5")]),
+        (r"\$12.50", ["12.5", "$12.50"], ["12"]),
+        ("x^2", ["The answer is **x^2**"], ["The answer is **x^3**"]),
     ],
 )
 def test_math_verify_reads_answers_without_delimiters(answer, right, wrong):

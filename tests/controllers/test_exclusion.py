@@ -10,7 +10,7 @@ import pytest
 from configs import CONFIGS
 from controllers import cli
 from controllers.environments import EnvironmentConfig, Problem, build_environment
-from controllers.environments.held_out import HeldOut, digest_of
+from controllers.environments.held_out import HeldOut, digest_of, digests_of, operands_or_key
 from controllers.launch import _prepare, _task
 from controllers.run_folder import RunFolder
 
@@ -152,5 +152,18 @@ def test_another_task_drops_the_options_of_the_configs_own_task(capsys):
         "--environment.task", "count_bits", "--environment.prompt", "{binary}=", "--environment.options", '{"max_n": 9}'
     )
     assert (given.prompt, given.options) == ("{binary}=", {"max_n": 9})
+    assert parsed("--task", "count_bits").held_out_task == ""
     same = parsed("--task", parsed().task)
     assert same == parsed() and same.options
+
+
+def test_the_held_out_operands_of_one_arithmetic_task_are_not_trained_by_another():
+    options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "operators": ["+"]}
+    options |= {"allow_parentheses": False, "allow_negation": False}
+    first = build_environment(EnvironmentConfig(options=options, num_held_out=8, prompt="{expression}=", seed=0))
+    second = build_environment(
+        EnvironmentConfig(options=options, num_held_out=8, prompt="What is {expression}?", seed=7)
+    )
+    second.exclude(digests_of(first.held_out()))
+    excluded = {operands_or_key(problem) for problem in first.held_out()}
+    assert excluded.isdisjoint(operands_or_key(second.problem(index)) for index in range(500))

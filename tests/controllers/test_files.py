@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 
+import numpy
 import pandas
 import pyarrow
 import pytest
@@ -13,7 +14,7 @@ from pyarrow import parquet
 
 from configs import CONFIGS
 from controllers.environments import EnvironmentConfig, build_environment
-from controllers.environments.files import read_file
+from controllers.environments.files import read_dataset, read_file
 from controllers.run_folder import RunFolder
 
 
@@ -121,6 +122,50 @@ def test_a_directory_of_csv_files_is_read_as_text(tmp_path):
     assert {problem.prompt: problem.answer for problem in problems} == {"1": "007", "2": "2.5", "3": "NA", "4": "10"}
 
 
+@pytest.mark.parametrize("ending", ["csv", "jsonl"])
+@pytest.mark.parametrize("options", [{}, {"keep_in_memory": True}, {"num_proc": 1}, {"streaming": True}])
+@pytest.mark.parametrize(("split", "count"), [("train", 3), ("train[:2]", 2), ("train+train", 6)])
+def test_a_directory_takes_the_splits_and_options_of_load_dataset(tmp_path, ending, options, split, count):
+    if "streaming" in options and split != "train":
+        return  # load_dataset itself refuses slices of a stream
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rows = {"csv": "prompt,answer\n1,007\n2,08\n3,9\n", "jsonl": '{"prompt": "1", "answer": "007"}\n' * 3}
+    write(folder / f"train.{ending}", rows[ending])
+    found = [row for _, row in read_dataset(str(folder), split, options)]
+    assert len(found) == count and found[0] == {"prompt": "1", "answer": "007"}
+
+
+def test_objects_of_a_data_set_have_their_own_fields_and_nothing_else(tmp_path):
+    """Arrow gives all objects of a column the same fields, and `datasets` keeps irregular ones as texts of JSON."""
+    call = {"name": "weather", "arguments": {"at": "Rome"}}
+    rows = [
+        {"messages": [{"role": "user", "content": "hi"}], "meta": {"x": None, "score": 0.1}},
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}], "meta": {"y": [1]}},
+    ]
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write(folder / "train.jsonl", "\n".join(map(json.dumps, rows)))
+    found = [row for _, row in read_dataset(str(folder), "train", {})]
+    assert [row["messages"] for row in found] == [row["messages"] for row in rows]
+    assert found[1]["meta"] == {"y": [1]}
+
+
+def test_small_floats_inside_lists_and_objects_are_shown_as_they_were_written(tmp_path):
+    kind = pyarrow.struct({"a": pyarrow.list_(pyarrow.float32()), "b": pyarrow.float16()})
+    table = pyarrow.table({"x": pyarrow.array([{"a": [0.1], "b": numpy.float16(0.1)}], kind)})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert rows_of(tmp_path / "a.parquet") == [{"x": {"a": [0.1], "b": 0.1}}]
+
+
+@pytest.mark.parametrize("damage", [b"\x00" * 40, b"\xff" * 40])
+def test_a_damaged_gz_file_is_named(tmp_path, damage):
+    whole = gzip.compress(b'{"prompt": "1", "answer": "2"}\n' * 999)
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[:20] + damage + whole[60:])
+    with pytest.raises(ValueError, match=r"a.jsonl.gz cannot be read"):
+        rows_of(tmp_path / "a.jsonl.gz")
+
+
 # Text of a file has no lone surrogates, and csv cannot tell "\r" from "\n" outside of quotes; its writer quotes both.
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
 WRITTEN = st.sampled_from(
@@ -146,11 +191,12 @@ def test_a_table_of_text_gives_the_same_rows_in_every_format(tmp_path, table):
     assert rows_of(tmp_path / "a.csv") == rows_of(tmp_path / "a.tsv") == rows_of(tmp_path / "a.parquet") == rows
 
 
-def test_a_run_whose_data_has_changed_is_not_resumed(tmp_path):
+@pytest.mark.parametrize("loop", ["grpo", "sft", "dpo"])
+def test_a_run_whose_data_has_changed_is_not_resumed(tmp_path, loop):
     train, hard = tmp_path / "train.csv", tmp_path / "hard.jsonl"
     write(train, "prompt,answer\n1,2\n")
     write(hard, '{"prompt": "1", "answer": "2"}\n')
-    config = CONFIGS["controllers.grpo"]["tiny"]()
+    config = next(iter(CONFIGS[f"controllers.{loop}"].values()))()
     config.environment = EnvironmentConfig(mixture=[{"task": str(train)}, {"task": "count_bits"}])
     config.validation = {"hard": EnvironmentConfig(task=str(hard))}
     folder = RunFolder(tmp_path)

@@ -159,12 +159,74 @@ def test_a_wrong_weight_is_refused_with_its_row(tmp_path, weight):
 def test_a_message_that_the_template_drops_is_refused(load, role):
     tokenizer = load(QWEN3)
     talk = [{"role": role, "content": "Be brief."}, {"role": "user", "content": "a"}]
-    with pytest.raises(ValueError, match=f"drops message 0, whose role is '{role}': {role}: 'Be brief.'"):
+    with pytest.raises(ValueError, match=f"drops a text .* of message 0, whose role is '{role}': {role}: 'Be brief.'"):
         tokenizer.encode_prompt(Problem(prompt="", answer="", key="", messages=talk))
-    with pytest.raises(ValueError, match="drops message 1"):  # CHATML shows no tool calls
+    with pytest.raises(ValueError, match="tool call of message 1"):  # CHATML shows no tool calls
         load(CHATML).encode_prompt(
             Problem(prompt="", answer="", key="", messages=[TALK[0], {**CALL, "content": ""}, TALK[2]])
         )
+
+
+SECOND = [{"role": "user", "content": "please add 1 and 2. Rain in Rome?"}]
+ADD = {"function": {"name": "add", "arguments": {"a": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "tools", "dropped"),
+    [
+        (CHATML, [*SECOND, {"role": "assistant", "content": "", "tool_calls": [ADD]}, *TALK[:1]], [], "message 1"),
+        (QWEN3, [{"role": "developer", "content": "Rome"}, *SECOND], [], "message 0"),
+        (CHATML, [*SECOND, {"role": "assistant", "content": "3", "reasoning_content": "1 + 2"}], [], "message 1"),
+        (CHATML, SECOND, [TOOL], "drops the tools"),
+        (QWEN3, [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], [], "message 0"),
+        (
+            QWEN3.replace("function.arguments if function.arguments is string else function.arguments | tojson", "1"),
+            [*SECOND, {"role": "assistant", "content": "", "tool_calls": [ADD]}, *TALK[:1]],
+            [],
+            "message 1",
+        ),
+    ],
+)
+def test_a_text_that_also_stands_elsewhere_does_not_hide_that_the_template_drops_it(
+    load, template, messages, tools, dropped
+):
+    tokenizer = load(template)
+    with pytest.raises(ValueError, match=dropped):
+        if messages[-1]["role"] == "assistant":
+            tokenizer.to_sample(Problem(prompt="", answer="", key="", messages=messages, tools=tools))
+        else:
+            tokenizer.encode_prompt(Problem(prompt="", answer="", key="", messages=messages, tools=tools))
+
+
+def test_an_observation_that_the_template_drops_is_refused(load):
+    with pytest.raises(ValueError, match="role is 'developer'"):
+        load(QWEN3).encode_observation([{"role": "developer", "content": "secret"}], after=258)
+
+
+def test_private_use_characters_are_ordinary_text_and_tools_never_become_special_tokens(load):
+    tokenizer = load(QWEN3)
+    for text in ("a \ue0005\ue001 b", "a \ue0000\ue001 b <|im_end|>"):
+        tokens = tokenizer.encode_prompt(
+            Problem(prompt=text, answer="", key="", messages=[{"role": "user", "content": text}])
+        )
+        assert text in tokenizer.hf.decode(tokens) and tokens.count(258) == 1
+        assert tokenizer.encode_observation([{"role": "user", "content": text}], after=258).count(258) == 1
+    tool = {"type": "function", "function": {"name": "end", "description": "writes <|im_end|>"}}
+    problem = Problem(prompt="", answer="", key="", messages=[{"role": "user", "content": "a"}], tools=[tool])
+    tokens = tokenizer.encode_prompt(problem)
+    assert tokens.count(258) == 2 and "writes <|im_end|>" in tokenizer.hf.decode(tokens)
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_null_inside_a_tool_or_a_call_is_kept_where_the_file_has_it(tmp_path, ending):
+    call = {"function": {"name": "weather", "arguments": {"at": "Rome", "until": None}}}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"default": None, "type": "string"}}}
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    [problem] = problems_of(tmp_path / f"rows{ending}", [{"messages": talk, "tools": [tool], "answer": "x"}])
+    if ending == ".jsonl":
+        assert problem.messages[1]["tool_calls"] == [call] and problem.tools == [tool]
+    else:  # Parquet cannot tell null from a field that only other rows have
+        assert problem.messages[1]["tool_calls"][0]["function"]["arguments"] == {"at": "Rome"}
 
 
 TEXTS = st.text(

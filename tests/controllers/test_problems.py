@@ -157,6 +157,16 @@ def test_an_endless_source_skips_and_counts_what_does_not_fit_and_names_it_once(
     assert source.report() == ({}, "")
 
 
+def test_a_problem_that_the_tokenizer_refuses_is_skipped_wherever_it_is(tokenizer):
+    class Strange(Endless):
+        def problem(self, index: int) -> Problem:
+            return Problem(prompt="1+x=" if index == 5 else "1+1=", answer="2", key=str(index))
+
+    config = GRPOConfig(**FIELDS)
+    require_fitting(config, tokenizer, Strange(), [])
+    assert TrainingProblems(config, tokenizer, Strange()).take(4, 2) == ([4, 6], 7)
+
+
 def test_a_source_that_is_continued_gives_the_problems_of_one_that_was_not_interrupted(tokenizer):
     config = GRPOConfig(**FIELDS)
     whole, _ = TrainingProblems(config, tokenizer, Endless()).take(0, 40)

@@ -316,11 +316,20 @@ ADDS = Problem(prompt="add", answer="assert add(1, 2) == 3", key="add")
         f"```python\n{SUM}```\nwhich prints\n```\n3\n```",
         f"```python\ndef add(a, b): ...\n```\nor rather\n```python\n{SUM}```",
         f"{SUM}```\nThat is the function.",
+        f"add: takes a and b; we compute total = a + b, and we return what the caller wants\n```python\n{SUM}```",
+        f"{SUM}".replace("return", "open(__file__).close(); return"),
         f"{SUM}if __name__ == '__main__':\n    print(add(int(input()), int(input())))\n",
     ],
 )
 def test_the_block_that_defines_what_the_tests_name_is_run(text):
     assert asyncio.run(Scorer().score(Coded(), ADDS, [text])).totals == [1.0]
+
+
+def test_a_block_that_only_uses_the_solution_is_not_the_solution():
+    problem = Problem(prompt="add", answer="result = add(1, 2)\nassert result == 3", key="add")
+    usage = "result = add(1, 2)\nprint('the result of adding one and two is', result, 'which is what was asked for')\n"
+    text = f"```python\n{SUM}```\nUse it:\n```python\n{usage}```"
+    assert asyncio.run(Scorer().score(Coded(), problem, [text])).totals == [1.0]
 
 
 def test_tests_run_as_the_main_program():
@@ -348,7 +357,19 @@ def test_a_component_that_a_reward_lacks_is_none():
     assert found.components == {"right": [1.0, 1.0], "format": [0.5, None]}
 
 
-@pytest.mark.parametrize("value", [{"a": 1.7e308, "b": 1.7e308}, "10", b"1", 1j, numpy.array([1.0, 2.0])])
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": 1.7e308, "b": 1.7e308},
+        "10",
+        b"1",
+        1j,
+        numpy.array([1.0, 2.0]),
+        numpy.complex128(1 + 2j),
+        numpy.array("10"),
+        torch.ones(1, device="meta"),
+    ],
+)
 def test_components_that_overflow_and_values_that_are_no_number_are_refused(value):
     class Wrong:
         def reward(self, problem, completion):
