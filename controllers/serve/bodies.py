@@ -2,8 +2,10 @@
 size."""
 
 import asyncio
+import gc
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -11,28 +13,47 @@ from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from controllers.serve.beside import beside
+from controllers.serve.beside import SMALL_BYTES, beside
+from controllers.serve.config import ServeConfig
 
 MAX_WINDOW = 1 << 27
 """Largest window of a zstd frame, in bytes. The limit exists because the decompressor holds a whole window in memory."""
 PIECE = 1 << 20
+SMALL_JSON_BYTES = 256 << 10
+"""Largest size of the JSON body of a call other than asample."""
+MAX_MARKS = 200_000
 IDLE_SECONDS = 30.0
 """A body of which no byte comes for this long is given up."""
 
 
 class LimitedBodies:
-    """Middleware that limits the body of every request to `limit` bytes before it is decompressed, and all bodies that are being received
-    or read to `in_flight` bytes.
+    """Middleware that limits the body of every request before it is decompressed, and all bodies under way of each owner.
 
-    A larger body is answered with 413, a body that stays away for IDLE_SECONDS with 408, and one for which there is no room with 503.
+    A larger body is answered with 413, a body that stays away for IDLE_SECONDS with 408, and one for which there is no room with 503. A
+    small body always has room, so that heartbeats of a busy client are answered.
     """
 
-    def __init__(self, app: ASGIApp, limit: int, in_flight: int) -> None:
-        self.app, self.limit, self.in_flight = app, limit, in_flight
-        self.num_bytes = 0  # of all bodies
+    def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
+        self.app, self.config = app, config
+        self.under_way: Counter[str] = Counter()  # bytes by owner
+
+    def _limit(self, path: str) -> tuple[str, int]:
+        """(name of the limit, the limit) for the bodies of a path."""
+        route = path.rpartition("/")[2]
+        if route in ("forward_backward", "telemetry"):
+            return "max_body_bytes", self.config.max_body_bytes
+        if route == "asample":
+            return "max_json_bytes", min(self.config.max_json_bytes, self.config.max_body_bytes)
+        return "the limit of this call", SMALL_JSON_BYTES
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
         num_bytes, is_whole = 0, False
+        owner = scope.get("state", {}).get("owner", "")
+        name, limit = self._limit(scope["path"])
+        most = max(self.config.max_bytes_in_flight, limit)
 
         async def limited() -> Message:
             nonlocal num_bytes, is_whole
@@ -46,12 +67,12 @@ class LimitedBodies:
             is_whole = not message.get("more_body", False)
             size = len(message.get("body", b""))
             num_bytes += size
-            self.num_bytes += size
-            if num_bytes > self.limit:
-                raise HTTPException(413, f"the body is larger than max_body_bytes={self.limit}")
-            if self.num_bytes > max(self.in_flight, self.limit):
+            self.under_way[owner] += size
+            if num_bytes > limit:
+                raise HTTPException(413, f"the body is larger than {name}={limit}")
+            if num_bytes > SMALL_BYTES and self.under_way[owner] > most:
                 detail = (
-                    f"the bodies under way have more than max_bytes_in_flight={self.in_flight}; send the request again"
+                    f"your bodies under way have more than {most} bytes (max_bytes_in_flight); send the request again"
                 )
                 raise HTTPException(503, detail, headers={"Retry-After": "1"})
             return message
@@ -59,24 +80,31 @@ class LimitedBodies:
         try:
             await self.app(scope, limited, send)
         finally:
-            self.num_bytes -= num_bytes
+            self.under_way[owner] -= num_bytes
+            if not self.under_way[owner]:
+                del self.under_way[owner]
 
 
 class JsonRequest(Request):
-    """A request whose JSON body is decoded beside the event loop, within max_json_bytes. Bodies with NaN or infinity are refused, because
-    they are not JSON and no answer could repeat them.
+    """A request whose JSON body is decoded beside the event loop. Bodies with NaN or infinity are refused, because they are not JSON and no
+    answer could repeat them, and so are bodies of very many texts, lists or objects, which would take many times their bytes.
     """
 
     async def json(self) -> Any:
         body = await self.body()
-        limit = self.app.state.server.config.max_json_bytes
-        if len(body) > limit:
-            raise HTTPException(413, f"the JSON body has {len(body)} bytes; at most max_json_bytes={limit} are allowed")
         return await beside(len(body), _decoded, body)
 
 
 def _decoded(body: bytes) -> Any:
-    return json.loads(body, parse_constant=_refuse_constant, parse_float=_finite)
+    count = sum(map(body.count, (b'"', b"[", b"{")))
+    if count > MAX_MARKS:
+        raise HTTPException(400, f"the body has {count} quotes and opening brackets; at most {MAX_MARKS} are allowed")
+    # The garbage collector would look at all objects again and again while json.loads makes them, and hold Python's lock.
+    gc.disable()
+    try:
+        return json.loads(body, parse_constant=_refuse_constant, parse_float=_finite)
+    finally:
+        gc.enable()
 
 
 def _refuse_constant(name: str) -> float:
@@ -102,14 +130,13 @@ class JsonRoute(APIRoute):
         return handle_json
 
 
-async def read_body(request: Request) -> bytes:
-    """The decompressed body.
+async def decompressed(request: Request, body: bytes) -> bytes:
+    """The decompressed body of a request.
 
     Raises HTTPException 413 if the body is too large, 415 if this server does not support its content-encoding, and 400 if
     the zstd decoder reports an error.
     """
     limit = request.app.state.server.config.max_body_bytes
-    body = await request.body()
     encoding = request.headers.get("content-encoding", "identity")
     if encoding == "identity":
         return body

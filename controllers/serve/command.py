@@ -27,6 +27,8 @@ API_KEY = "tml-local"
 The SDK does not start without a key, and it accepts this key.
 """
 HEADER_SECONDS = 30.0
+BODY_SECONDS = 300.0
+"""Seconds for a whole body: 32 MiB at 110 kB/s."""
 MAX_HEADER_BYTES = 64 << 10
 SHUTDOWN_SECONDS = 5
 """Seconds that open connections get to finish when the server stops."""
@@ -72,6 +74,7 @@ def read_arguments(prog: str, argv: Sequence[str] | None = None) -> Arguments:
     )
     parser.add_argument("--max-trainers", type=int, help="largest number of trainers in memory")
     parser.add_argument("--max-tenants", type=int, help="largest number of runs with adapters in one trainer")
+    parser.add_argument("--max-answer-mib", type=float, help="size in MiB above which a request for samples is refused")
     parser.add_argument(
         "--keep-parked-hours", type=float, help="hours for which the state of a run whose client is gone stays on disk"
     )
@@ -107,6 +110,8 @@ def read_arguments(prog: str, argv: Sequence[str] | None = None) -> Arguments:
         config.max_trainers = arguments.max_trainers
     if arguments.max_tenants is not None:
         config.max_tenants = arguments.max_tenants
+    if arguments.max_answer_mib is not None:
+        config.max_answer_bytes = int(arguments.max_answer_mib * (1 << 20))
     if arguments.keep_parked_hours is not None:
         config.keep_parked_hours = arguments.keep_parked_hours
     if arguments.max_parked_gib is not None:
@@ -163,44 +168,56 @@ def listen(address: tuple[str, int]) -> socket.socket:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's connection, which ends if the headers of a request are not complete after HEADER_SECONDS or have more than
-    MAX_HEADER_BYTES. uvicorn itself would wait and gather for ever.
+    """uvicorn's connection, which ends if the headers of a request are not complete after HEADER_SECONDS or its body after BODY_SECONDS, or
+    if headers and trailers have more than MAX_HEADER_BYTES. uvicorn itself would wait and gather for ever.
     """
 
-    _late: asyncio.TimerHandle | None = None  # set while the headers of a request are not complete
+    _late: asyncio.TimerHandle | None = None  # set while a request is not complete
+    _in_headers = True
     _header_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._expect_headers()
+        self._expect_end(HEADER_SECONDS)
 
-    def _expect_headers(self) -> None:
-        self._headers_came()
-        self._late = self.loop.call_later(HEADER_SECONDS, self.transport.close)
-
-    def _headers_came(self) -> None:
+    def _expect_end(self, seconds: float | None) -> None:
         if self._late is not None:
             self._late.cancel()
-        self._late, self._header_bytes = None, 0
+        self._late = None if seconds is None else self.loop.call_later(seconds, self.transport.close)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        if self._late is None:
-            self._expect_headers()
+        if not self._in_headers:
+            self._in_headers, self._header_bytes = True, 0
+            self._expect_end(HEADER_SECONDS)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_headers:
+            super().on_header(name, value)
+        else:  # a trailer, which no route reads
+            self._count_header(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
-        self._headers_came()
+        self._in_headers = False
+        self._expect_end(BODY_SECONDS)
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._expect_end(None)
+        super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self._late is not None:
-            self._header_bytes += len(data)
-            if self._header_bytes > MAX_HEADER_BYTES:
-                self.transport.close()
+        if self._in_headers:
+            self._count_header(len(data))
+
+    def _count_header(self, num_bytes: int) -> None:
+        self._header_bytes += num_bytes
+        if self._header_bytes > MAX_HEADER_BYTES:
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._headers_came()
+        self._expect_end(None)
         super().connection_lost(exc)
 
 

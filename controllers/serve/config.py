@@ -46,12 +46,12 @@ class ServeConfig:
     max_body_bytes: int = 32 << 20
     """Largest size of a request's body in bytes. The limit holds for the body as it was sent, and for the decompressed body.
     The SDK sends the datums of a call in requests of at most 5 MB."""
-    max_json_bytes: int = 4 << 20
-    """Largest size of a body in JSON. Python's objects take up to forty times its bytes."""
+    max_json_bytes: int = 8 << 20
+    """Largest size of a request for samples, which is JSON. Python's objects take up to twenty times its bytes."""
     max_bytes_in_flight: int = 256 << 20
-    """Largest size of the bodies that are being received, and of the training data that waits for a trainer. Further requests get a 503 or
-    a 429, and the SDK sends them again later."""
-    max_answer_bytes: int = 64 << 20
+    """Largest size of an owner's bodies that are being received, and of an owner's data that waits for a trainer or the generator. Further
+    requests get a 503 or a 429, and the SDK sends them again later."""
+    max_answer_bytes: int = 128 << 20
     """Largest size of an answer. A request for samples whose answer could be larger is refused."""
     max_samples: int = 1024
     """Largest num_samples of one request."""

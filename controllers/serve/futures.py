@@ -97,10 +97,9 @@ class Futures:
         self.answered: dict[str, deque[str]] = defaultdict(deque)  # by owner: answered promises, oldest answer first
         self.tasks: set[asyncio.Task[None]] = set()
         self.num_waiting = 0  # promises without an answer
-        self.waiting_bytes = 0  # size of the data of these promises
-        self.kept: dict[str, deque[Promise]] = defaultdict(
-            deque
-        )  # by owner: promises with an answer of some size, oldest first
+        self.waiting_bytes: Counter[str] = Counter()  # by owner: size of the data of these promises
+        # By owner and by id: promises with an answer of some size, oldest first.
+        self.kept: dict[str, OrderedDict[str, Promise]] = defaultdict(OrderedDict)
         self.kept_bytes: Counter[str] = Counter()  # by owner: size of the answers in `kept`
         self._swept = now()
 
@@ -143,7 +142,7 @@ class Futures:
         if key is not None:
             self.keys[key] = promise.request_id
         self.num_waiting += 1
-        self.waiting_bytes += num_bytes
+        self.waiting_bytes[owner] += num_bytes
         task = asyncio.create_task(self._run(promise, work))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -163,7 +162,7 @@ class Futures:
             answer = Answer(error=f"{type(error).__name__}: {_text(error)}", category="server")
         finally:
             self.num_waiting -= 1
-            self.waiting_bytes -= promise.num_bytes
+            self.waiting_bytes[promise.owner] -= promise.num_bytes
             self._finish(promise, answer)
 
     def _finish(self, promise: Promise, answer: Answer) -> None:
@@ -172,15 +171,16 @@ class Futures:
         promise.is_done.set()
         self.answered[promise.owner].append(promise.request_id)
         if answer.num_bytes:
-            self.kept[promise.owner].append(promise)
+            kept = self.kept[promise.owner]
+            kept[promise.request_id] = promise
             self.kept_bytes[promise.owner] += answer.num_bytes
-            while self.kept_bytes[promise.owner] > self.max_bytes and len(self.kept[promise.owner]) > 1:
-                self._drop(self.kept[promise.owner][0])
+            while self.kept_bytes[promise.owner] > self.max_bytes and len(kept) > 1:
+                self._drop(next(iter(kept.values())))
 
     def _drop(self, promise: Promise) -> None:
         """Forget an answer, but not its promise."""
         if promise.answer is not None and promise.answer.num_bytes:
-            self.kept[promise.owner].remove(promise)  # nearly always the first
+            del self.kept[promise.owner][promise.request_id]
             self.kept_bytes[promise.owner] -= promise.answer.num_bytes
         promise.answer = DROPPED
 

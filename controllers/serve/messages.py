@@ -17,6 +17,7 @@ MAX_FIELDS = 64
 """Largest number of fields of an object that is not free-form. pydantic makes an error for each unknown field."""
 MAX_NAME = 512
 MAX_METADATA_BYTES = 64 << 10
+MAX_DEPTH = 32
 MAX_STOPS = 256
 MAX_STOP_CHARACTERS = 1024
 
@@ -39,9 +40,30 @@ class Body(BaseModel):
             if len(values) > MAX_FIELDS:
                 raise ValueError(f"the object has {len(values)} fields; at most {MAX_FIELDS} are allowed")
             for name in ("user_metadata", "reason", "optimizer_config", "optimizer_params"):
-                if name in values and (size := len(json.dumps(values[name]))) > MAX_METADATA_BYTES:
-                    raise ValueError(f"{name} has {size} bytes as JSON; at most {MAX_METADATA_BYTES} are allowed")
+                if name in values:
+                    _require_small(name, values[name])
         return values
+
+
+def _require_small(name: str, value: Any) -> None:
+    """Raises ValueError for a free-form object that is large, deep, or has text that no answer could repeat."""
+    try:
+        size = len(json.dumps(value, ensure_ascii=False).encode())
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} has a lone surrogate, which is no text") from None
+    if size > MAX_METADATA_BYTES:
+        raise ValueError(f"{name} has {size} bytes as JSON; at most {MAX_METADATA_BYTES} are allowed")
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"{name} is nested more than {MAX_DEPTH} deep")
+        level = [
+            each
+            for group in level
+            if isinstance(group, dict | list)
+            for each in (group.values() if isinstance(group, dict) else group)
+        ]
 
 
 class ClientConfig(Body):

@@ -163,9 +163,6 @@ class SamplingLimits:
     def read(self, body: messages.Sample) -> Wanted:
         """Check a request. Raises ValueError or TypeError naming the field, its value and the limit."""
         _refuse_unsupported(body)
-        num_tokens = sum(len(chunk.tokens or ()) for chunk in body.prompt.chunks)
-        if num_tokens > self.max_model_len:
-            raise ValueError(f"the prompt has {num_tokens} tokens; max_model_len={self.max_model_len}")
         prompt = prompt_tokens(body.prompt)
         validate_prompts([prompt], max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         most = min(MAX_TOP_LOGPROBS, self.vocab_size)

@@ -5,6 +5,8 @@ A request that the server cannot read gets a 400, 413, 415 or 422, and the SDK d
 failed, the answer is the error. If the answer is not ready within hold_seconds, the reply to retrieve_future is 408, and the SDK asks again.
 """
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
@@ -18,8 +20,8 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTex
 from controllers.run_folder import to_plain
 from controllers.serve import listings, messages, status
 from controllers.serve.access import Counts
-from controllers.serve.beside import beside
-from controllers.serve.bodies import JsonRoute, LimitedBodies, read_body
+from controllers.serve.beside import SMALL_BYTES, beside
+from controllers.serve.bodies import JsonRoute, LimitedBodies, decompressed
 from controllers.serve.downloads import VALID_SECONDS, Downloads
 from controllers.serve.futures import MAX_ERROR_LENGTH, NotFoundError, Promise, UserError
 from controllers.serve.messages import MAX_NAME
@@ -65,8 +67,8 @@ def make_app(server: Server, counts: Counts | None = None) -> FastAPI:
     """
     app = FastAPI(title="rl-actors", docs_url=None, redoc_url=None)
     app.state.server, app.state.counts, app.state.downloads = server, counts or Counts(), Downloads()
-    config = server.config
-    app.add_middleware(LimitedBodies, limit=config.max_body_bytes, in_flight=config.max_bytes_in_flight)
+    app.state.reading = asyncio.Lock()
+    app.add_middleware(LimitedBodies, config=server.config)
     app.include_router(pages)
     app.include_router(router)
     app.add_exception_handler(NotFoundError, _answer(404))
@@ -156,7 +158,7 @@ async def finish_session(session_id: str, body: messages.FinishSession, server: 
 @router.post("/telemetry")
 async def telemetry(request: Request) -> dict[str, Any]:
     """Read the SDK's telemetry events and discard them."""
-    await read_body(request)
+    await request.body()
     return {"status": "accepted"}
 
 
@@ -192,13 +194,22 @@ async def get_info(body: messages.OfModel, server: Serving, owner: Owner) -> dic
 @router.post("/forward_backward", response_model=None)
 async def forward_backward(request: Request, server: Serving, owner: Owner) -> dict[str, Any] | Response:
     """The body is read whole before the request is accepted, so that the calls of a run keep the order in which they were accepted."""
-    body = await read_body(request)
-    most = server.config.max_bytes_in_flight
-    if server.futures.waiting_bytes + len(body) > max(most, server.config.max_body_bytes):
-        detail = f"training data of {server.futures.waiting_bytes} bytes already waits; at most max_bytes_in_flight={most} may wait"
-        return JSONResponse({"detail": detail}, status_code=429, headers={"Retry-After": "1"})
-    call = await beside(len(body), read_call, body, server.training_limits)
-    return server.forward_backward(owner, call).reply()
+    raw = await request.body()
+    is_small = len(raw) < SMALL_BYTES and "content-encoding" not in request.headers
+    # One large request at a time: each may take many times the bytes of its body until the limit of waiting data can be checked.
+    async with contextlib.nullcontext() if is_small else request.app.state.reading:
+        body = await decompressed(request, raw)
+        call = await beside(len(body), read_call, body, server.training_limits)
+        return _too_much(server, owner, call.num_bytes) or server.forward_backward(owner, call).reply()
+
+
+def _too_much(server: Server, owner: str, num_bytes: int) -> Response | None:
+    """The refusal of a request whose data would have to wait beside too much other data of its owner."""
+    waiting, most = server.futures.waiting_bytes[owner], server.config.max_bytes_in_flight
+    if not waiting or waiting + num_bytes <= most:
+        return None
+    detail = f"data of {waiting} bytes already waits for its calls; at most max_bytes_in_flight={most} may wait"
+    return JSONResponse({"detail": detail}, status_code=429, headers={"Retry-After": "1"})
 
 
 @router.post("/optim_step")
@@ -249,7 +260,7 @@ async def asample(body: messages.Sample, server: Serving, owner: Owner) -> dict[
     if server.futures.num_waiting >= server.config.max_waiting:
         detail = f"{server.config.max_waiting} requests (max_waiting) already wait for their answers"
         return JSONResponse({"detail": detail}, status_code=429, headers={"Retry-After": "1"})
-    return server.sample(owner, body).reply()
+    return _too_much(server, owner, body.num_bytes) or server.sample(owner, body).reply()
 
 
 # answers

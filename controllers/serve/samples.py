@@ -85,17 +85,21 @@ class TrainingCall:
     model_id: str
     seq_id: int  # 0 if the client sent none
     forward_only: bool
-    batch: Batch | ValueError | TypeError
+    batch: Batch | Exception
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if isinstance(self.batch, Exception) else self.batch.num_bytes
 
 
 def read_call(body: bytes, limits: TrainerLimits) -> TrainingCall:
     """The request in a body. Raises ValueError if the body is not a ForwardBackwardRequest."""
     require_few_fields(body, "ForwardBackwardRequest")
     call = read_forward_backward(body)
-    batch: Batch | ValueError | TypeError
+    batch: Batch | Exception
     try:
         batch = read_batch(call, limits)
-    except (ValueError, TypeError) as error:
+    except Exception as error:
         batch = error.with_traceback(None)
     return TrainingCall(model_id=call.model_id, seq_id=call.seq_id, forward_only=call.forward_only, batch=batch)
 
@@ -138,7 +142,7 @@ def _with_groups(data: list[Datum], loss: Loss, limits: TrainerLimits) -> Batch:
         order.setdefault(max(width - 1, 0).bit_length(), []).append(index)
     groups = []
     for indices in order.values():
-        width = max(widths[index] for index in indices)
+        width = max(1, *(widths[index] for index in indices))
         groups.append([_with_many_targets(data[index], width) for index in indices])
     if len(groups) > 1:
         # The trainer checks each group only when its turn comes, and a refused request must add no gradient.

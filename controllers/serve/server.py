@@ -33,6 +33,7 @@ from controllers.serve.store import Checkpoint, Run, Sampler, Store, checkpoint_
 from controllers.serve.trainers import Trainers
 from rl_actors import OptimParams, adapters
 from rl_actors.clients.limits import TrainerLimits
+from rl_actors.validation import MAX_TOP_LOGPROBS
 
 logger = logging.getLogger(__name__)
 
@@ -275,7 +276,7 @@ class Server:
             {"model_id": call.model_id},
             owner=owner,
             keeps_key=not call.forward_only,
-            num_bytes=0 if isinstance(batch, Exception) else batch.num_bytes,
+            num_bytes=call.num_bytes,
         )
 
     def optim_step(self, owner: str, body: messages.OptimStep) -> Promise:
@@ -590,6 +591,11 @@ class Server:
         if body.num_samples > self.config.max_samples:
             raise ValueError(f"num_samples={body.num_samples}; it must be at most {self.config.max_samples}")
 
+        fault = self._fault_of_sizes(body)
+
+        async def fail() -> Answer:
+            raise ValueError(fault)
+
         async def work() -> Answer:
             sampler = self.sampler(owner, sampler_id)
             wanted = await beside(body.num_bytes, self.sampling.read, body)
@@ -600,9 +606,21 @@ class Server:
             return Answer(proto=answer)
 
         ids = [f"{sampler_id}:{seq_id}:{index}" for index in range(body.num_samples)]
-        return self.futures.submit(
-            ("sample", sampler_id, seq_id), "sample", work, {"sample_sequence_ids": ids}, owner=owner
-        )
+        key = ("sample", sampler_id, seq_id)
+        extra: Json = {"sample_sequence_ids": ids}
+        if fault:  # the body is not kept until its turn comes
+            return self.futures.submit(key, "sample", fail, extra, owner=owner)
+        return self.futures.submit(key, "sample", work, extra, owner=owner, num_bytes=body.num_bytes)
+
+    def _fault_of_sizes(self, body: messages.Sample) -> str:
+        """Why the body is larger than any request can be; "" if it is not."""
+        num_tokens, longest = sum(len(chunk.tokens or ()) for chunk in body.prompt.chunks), self.sampling.max_model_len
+        if num_tokens > longest:
+            return f"the prompt has {num_tokens} tokens; max_model_len={longest}"
+        cells = len(body.target_prompt_logprobs.data) if body.target_prompt_logprobs is not None else 0
+        if cells > (most := longest * MAX_TOP_LOGPROBS):
+            return f"target_prompt_logprobs has {cells} cells; at most {most} are allowed: {MAX_TOP_LOGPROBS} at each position"
+        return ""
 
     def _weights_of(self, sampler: Sampler) -> AbstractAsyncContextManager[Weights]:
         """Context manager for the weights that the sampler uses now. Raises UserError if they were dropped."""

@@ -46,7 +46,9 @@ def require_base(folder: Path, name: str, model: Path) -> None:
                 f"{folder} holds runs of the base model {saved.get('name')!r} ({saved.get('directory')}), so it cannot serve "
                 f"{name!r} ({model}); give another folder to --state"
             )
-    record.write_text(json.dumps({"name": name, "directory": str(model), "fingerprint": found}, indent=2))
+    written = record.with_suffix(".new")
+    written.write_text(json.dumps({"name": name, "directory": str(model), "fingerprint": found}, indent=2))
+    written.replace(record)  # a file that a kill has left half written would be refused for ever
 
 
 def fingerprint(model: Path) -> str:

@@ -144,7 +144,8 @@ class Api:
             flat = np.frombuffer(tensor.data, "<f4")
             ends = np.frombuffer(tensor.offsets, "<i8") // 4
             for begin, end in zip(ends[:-1], ends[1:], strict=True):
-                rows.append(flat[begin:end].reshape(-1, *tensor.trailing_shape))
+                is_empty = 0 in tensor.trailing_shape
+                rows.append(flat[begin:end].reshape(0 if is_empty else -1, *tensor.trailing_shape))
         return rows, dict(message.metrics)
 
     async def optim_step(self, model: str, seq: int, **params: float) -> dict:

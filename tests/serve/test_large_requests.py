@@ -4,10 +4,12 @@ No process grows by more than 1 GiB, every trainer lives, and `/healthz` answers
 trainer is at ordinary work.
 """
 
+import itertools
 import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
@@ -68,7 +70,7 @@ class Client:
     def __init__(self, url: str) -> None:
         self.http = httpx.Client(base_url=f"{url}/api/v1", timeout=600)
         self.session = self.http.post("/create_session", json={"tags": []}).json()["session_id"]
-        self.num_calls = 0
+        self.numbers = itertools.count(1)
         new = {"session_id": self.session, "model_seq_id": 0, "base_model": "tiny_chat", "lora_config": {"rank": 4}}
         new["lora_config"]["train_unembed"] = False
         self.model = self.fetch(self.http.post("/create_model", json=new)).json()["model_id"]
@@ -76,8 +78,7 @@ class Client:
         self.sampler = self.http.post("/create_sampling_session", json=fields).json()["sampling_session_id"]
 
     def seq(self) -> int:
-        self.num_calls += 1
-        return self.num_calls
+        return next(self.numbers)
 
     def fetch(self, reply: httpx.Response) -> httpx.Response:
         """The answer to a request that was accepted, or the refusal."""
@@ -89,12 +90,11 @@ class Client:
             if answer.status_code != 408:
                 return answer
 
-    def train(self, body: bytes, **headers: str) -> httpx.Response:
-        return self.fetch(
-            self.http.post(
-                "/forward_backward", content=body, headers={"Content-Type": "application/x-protobuf"} | headers
-            )
-        )
+    def train(self, body: bytes, *, busy: bool = False, **headers: str) -> httpx.Response:
+        """busy: True if the server may refuse the request because it has too many."""
+        headers = {"Content-Type": "application/x-protobuf"} | headers
+        reply = self.http.post("/forward_backward", content=body, headers=headers)
+        return reply if busy and reply.status_code in (429, 503) else self.fetch(reply)
 
     def json(self, route: str, text: str) -> httpx.Response:
         return self.fetch(
@@ -149,6 +149,13 @@ def large_requests(client: Client) -> dict[str, Callable[[], object]]:
     def asample(**fields: object) -> Callable[[], object]:
         return lambda: client.sample(**fields)
 
+    def at_once(count: int, send: Callable[[], httpx.Response]) -> Callable[[], httpx.Response]:
+        def send_all() -> httpx.Response:
+            with ThreadPoolExecutor(count) as pool:
+                return list(pool.map(lambda _: send(), range(count)))[-1]
+
+        return send_all
+
     stop = {"max_tokens": 4}
     integers = [1] * MIB
     bomb = zstandard.ZstdCompressor().compress(bytes(32 * MIB))
@@ -164,6 +171,11 @@ def large_requests(client: Client) -> dict[str, Callable[[], object]]:
         "as many empty chunks as are allowed": lambda: client.train(b"\x1a\x80\x80\x10" + b"\x0a\x00" * (1 << 17)),
         "a string of 30 MiB as model": lambda: client.train(b"\x0a\x80\x80\x80\x0f" + b"x" * (30 * MIB)),
         "zeros, compressed": lambda: client.train(bomb, **{"Content-Encoding": "zstd"}),
+        "16 of these at once": at_once(16, lambda: client.train(bomb, **{"Content-Encoding": "zstd"})),
+        "16 sparse requests at once": at_once(
+            16, lambda: client.train(sparse(client.model, client.seq(), 64, LONGEST, VOCABULARY), busy=True)
+        ),
+        "24 prompts of a million tokens at once": at_once(24, asample(prompt={"chunks": [{"tokens": integers}]})),
         "one stop of 3 MiB": asample(sampling_params=stop | {"stop": "x" * (3 * MIB)}),
         "200,000 stops": asample(sampling_params=stop | {"stop": ["x"] * 200_000}),
         "256 stops of 1,024 characters": asample(sampling_params=stop | {"stop": ["xy" * 512] * 256}, num_samples=64),

@@ -237,7 +237,7 @@ def test_zstd_bodies_are_read_and_broken_bodies_and_bodies_that_are_too_large_ar
         too_long = bytes(api.config.max_body_bytes + 1)
         assert (await send(too_long, "identity")).status_code == 413
         response = await api.http.post("/asample", content=too_long, headers={"Content-Type": "application/json"})
-        assert response.status_code == 413 and "max_body_bytes=1048576" in response.json()["detail"]
+        assert response.status_code == 413 and "max_json_bytes=1048576" in response.json()["detail"]
         for broken in (b"12345", compress(body)[:-3], compress(body) + b"12345"):
             assert (await send(broken, "zstd")).status_code == 400
         assert (await send(body, "br")).status_code == 415

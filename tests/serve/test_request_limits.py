@@ -8,10 +8,22 @@ from functools import partial
 import numpy as np
 import pytest
 import uvicorn
+from fastapi import HTTPException
 from serving import VOCABULARY, forward_backward_body
 
 from controllers.serve import bodies, command, samples
 from controllers.serve.beside import SMALL_BYTES
+from controllers.serve.routes import ANYONE
+
+JSON = {"Content-Type": "application/json"}
+
+
+def nested(depth: int) -> object:
+    value: object = {}
+    for _ in range(depth):
+        value = [value]
+    return {"a": value} if depth < 32 else value
+
 
 WIDE = [
     ([1, 2], {"target_tokens": [[2, 3, 4, 5], [3, 4, 5, 6]], "weights": [[1.0, 0.5, 0.25, 2.0]] * 2}),
@@ -100,12 +112,12 @@ def test_a_body_with_many_faults_gets_a_short_answer(api):
     async def use(api):
         sampler = await api.sampler(base_model="letters")
         body = {"sampling_session_id": sampler, "seq_id": 1, "sampling_params": {}}
-        for chunks in ([{"tokens": ["a"] * 100_000}], [{"tokens": 1}] * 100_000, [{}] * 100_000, ["x" * 1_000_000]):
+        for chunks in ([{"tokens": ["a"] * 90_000}], [{"tokens": 1}] * 60_000, [{}] * 100_000, ["x" * 1_000_000]):
             reply = await api.http.post("/asample", json=body | {"prompt": {"chunks": chunks}})
             assert reply.status_code == 422 and len(reply.content) < 5000, reply.text[:300]
-        unknown = {f"field {index}": 1 for index in range(100_000)}
+        unknown = {f"field {index}": 1 for index in range(90_000)}
         reply = await api.http.post("/asample", json=unknown)
-        assert reply.status_code == 422 and "the object has 100000 fields; at most 64" in reply.text
+        assert reply.status_code == 422 and "the object has 90000 fields; at most 64" in reply.text
         reply = await api.http.post("/create_session", json={"user_metadata": {"note": "x" * 70_000}})
         assert reply.status_code == 422 and "user_metadata has 700" in reply.text and len(reply.content) < 5000
 
@@ -124,13 +136,45 @@ def test_json_with_a_number_that_is_not_finite_is_refused(api, number):
     api(use)
 
 
-def test_json_bodies_have_a_limit_of_their_own(api):
+def test_json_bodies_have_limits_of_their_own(api):
     async def use(api):
-        body = json.dumps({"tags": ["x" * 3000]})
-        reply = await api.http.post("/create_session", content=body, headers={"Content-Type": "application/json"})
-        assert reply.status_code == 413 and "max_json_bytes=2000" in reply.text
+        for route, size, limit in (
+            ("asample", 1 << 20, "max_json_bytes=600000"),
+            ("create_session", 270_000, "262144"),
+        ):
+            body = json.dumps({"tags": ["x" * size]})
+            reply = await api.http.post(f"/{route}", content=body, headers={"Content-Type": "application/json"})
+            assert reply.status_code == 413 and limit in reply.text
 
-    api(use, max_json_bytes=2000)
+    api(use, max_json_bytes=600_000)
+
+
+def test_json_of_very_many_objects_is_refused_before_it_is_decoded():
+    for body in (b"[" + b"[]," * 250_000, b'{"a":' * 110_000):
+        with pytest.raises(HTTPException, match="quotes and opening brackets; at most 200000"):
+            bodies._decoded(body)
+
+
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [
+        ({"a": "\ud800"}, "user_metadata has a lone surrogate"),
+        ({"a": [[[]] * 2] * 2}, ""),
+        (nested(29), ""),
+        (nested(40), "user_metadata is nested more than 32 deep"),
+    ],
+)
+def test_metadata_that_no_list_could_show_is_refused(api, value, fault):
+    async def use(api):
+        body = {"session_id": api.session, "model_seq_id": 0, "base_model": "letters", "lora_config": {"rank": 0}}
+        reply = await api.http.post("/create_model", content=json.dumps(body | {"user_metadata": value}), headers=JSON)
+        assert reply.status_code == (422 if fault else 200) and fault in reply.text
+        if not fault:
+            await api.answer(reply.json())
+        runs = await api.http.get("/training_runs")
+        assert runs.status_code == 200 and len(runs.json()["training_runs"]) == (0 if fault else 1)
+
+    api(use)
 
 
 def test_large_bodies_are_decoded_beside_the_event_loop_and_small_ones_at_once(api, monkeypatch):
@@ -175,9 +219,67 @@ def test_training_data_that_waits_for_a_trainer_is_bounded_and_the_request_may_c
         api.trainers[0].gate.set()
         await api.output(first)
         await api.output((await api.http.post("/forward_backward", content=body, headers=headers)).json())
-        assert api.server.futures.waiting_bytes == 0
+        assert api.server.futures.waiting_bytes[ANYONE] == 0
 
     api(use, max_bytes_in_flight=100_000, max_body_bytes=60_000)
+
+
+def test_datums_without_targets_are_answered_with_none(api):
+    async def use(api):
+        model = await api.create_model()
+        empty = ([1, 2], {"target_tokens": np.zeros((2, 0), np.int64), "weights": np.zeros((2, 0))})
+        rows, metrics = await api.forward_backward(model, 1, [empty])
+        assert rows[0].shape == (0, 0) and metrics["loss:sum"] == 0
+        rows, _ = await api.forward_backward(model, 2, [empty, WIDE[0]])
+        assert [row.shape for row in rows] == [(0, 0), (2, 4)]
+
+    api(use)
+
+
+def test_large_training_requests_are_read_one_after_the_other(api, monkeypatch):
+    """Each may take many times the bytes of its body, and what waits is counted before the next one is read."""
+    read, waiting = samples.read_call, []
+
+    async def use(api):
+        def noted(body, limits):
+            waiting.append(api.server.futures.waiting_bytes[ANYONE])
+            return read(body, limits)
+
+        monkeypatch.setattr("controllers.serve.routes.read_call", noted)
+        model = await api.create_model()
+        api.trainers[0].gate.clear()
+        datum = ([1] * 60, {"target_tokens": [2] * 60})
+        replies = await asyncio.gather(
+            *[
+                api.http.post(
+                    "/forward_backward",
+                    content=forward_backward_body(model, seq, [datum] * 100, "cross_entropy"),
+                    headers={"Content-Type": "application/x-protobuf"},
+                )
+                for seq in range(1, 7)
+            ]
+        )
+        assert sorted(reply.status_code for reply in replies) == [200, 200, 200, 429, 429, 429]
+        assert waiting[0] == 0 and waiting[1] > 0
+        api.trainers[0].gate.set()
+        for reply in replies:
+            if reply.status_code == 200:
+                await api.output(reply.json())
+
+    api(use, max_bytes_in_flight=470_000, max_body_bytes=250_000)
+
+
+def test_a_prompt_that_is_too_long_is_not_kept_until_its_turn_comes(api):
+    async def use(api):
+        sampler = await api.sampler(base_model="letters")
+        promise = await api.send_sample(sampler, 1, prompt=[1] * 100_000)
+        assert api.server.futures.waiting_bytes[ANYONE] == 0
+        assert "the prompt has 100000 tokens; max_model_len=64" in await api.error(promise)
+        targets = {"data": [1] * 2000, "dtype": "int64", "shape": [1, 2000]}
+        promise = await api.send_sample(sampler, 2, target_prompt_logprobs=targets)
+        assert "target_prompt_logprobs has 2000 cells; at most 1280" in await api.error(promise)
+
+    api(use)
 
 
 # Connections
@@ -272,20 +374,54 @@ def test_a_slow_answer_is_no_slow_body(api, monkeypatch):
     api(use, hold_seconds=0.5)
 
 
-def test_bodies_under_way_are_bounded_together(api):
+def test_bodies_under_way_are_bounded_together_but_a_small_one_always_has_room(api):
     async def use(api):
         async with Running(api) as connect:
             writers = []
             for _ in range(3):
                 _, writer = await connect()
-                writer.write(BODY.replace(b"100", b"6000") + b"x" * 4000)
+                writer.write(BODY.replace(b"100", b"600000") + b"x" * 400_000)
                 writers.append(writer)
             reader, writer = await connect()
-            writer.write(BODY.replace(b"100", b"4000") + b"x" * 4000)
+            writer.write(BODY.replace(b"100", b"400000") + b"x" * 400_000)
             writers.append(writer)
-            answers = [asyncio.create_task(reader.readuntil(b"\r\n"))]
-            assert b"503" in await answers[0]
+            assert b"503" in await reader.readuntil(b"\r\n")
+            await api.post("session_heartbeat", session_id=api.session)
             for writer in writers:
                 writer.close()
 
-    api(use, max_bytes_in_flight=15_000, max_body_bytes=10_000)
+    api(use, max_bytes_in_flight=1_500_000, max_body_bytes=1_000_000)
+
+
+def test_endless_trailers_close_their_connection(api):
+    async def use(api):
+        async with Running(api) as connect:
+            reader, writer = await connect()
+            writer.write(
+                b"POST /api/v1/telemetry HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
+            )
+            with pytest.raises(ConnectionError):
+                for number in range(100_000):
+                    writer.write(b"X-%d: %s\r\n" % (number, b"x" * 1000))
+                    await writer.drain()
+                    await asyncio.sleep(0)
+            writer.close()
+
+    api(use)
+
+
+def test_a_body_that_drips_is_given_up(api, monkeypatch):
+    monkeypatch.setattr(command, "BODY_SECONDS", 0.5)
+
+    async def use(api):
+        async with Running(api) as connect:
+            reader, writer = await connect()
+            writer.write(BODY.replace(b"100", b"100000"))
+            with pytest.raises(ConnectionError):
+                while True:
+                    writer.write(b"x")
+                    await writer.drain()
+                    await asyncio.sleep(0.01)
+            writer.close()
+
+    api(use)
