@@ -134,6 +134,16 @@ def test_the_engine_and_what_it_imports_load_neither_monarch_nor_vllm():
     assert [name for name in state["modules"] if is_within(name, "monarch", "vllm")] == []
 
 
+def test_the_processes_that_compute_rewards_load_neither_torch_nor_monarch():
+    state = loaded_after("import controllers.environments.pool_worker, controllers.environments")
+    assert [name for name in state["modules"] if is_within(name, "torch", "monarch", "transformers")] == []
+
+
+def test_a_module_of_the_package_is_found_without_an_import_of_its_own():
+    code = "import rl_actors; assert rl_actors.types.Sample is rl_actors.Sample; assert not hasattr(rl_actors, 'nothing')"
+    assert "rl_actors.types" in loaded_after(code)["modules"]
+
+
 # Path -> source of each file of a small project that keeps all rules.
 TREE = {
     "configs/tiny.py": "from controllers.grpo import train\nfrom rl_actors.config import C\n",
