@@ -140,7 +140,9 @@ def test_the_processes_that_compute_rewards_load_neither_torch_nor_monarch():
 
 
 def test_a_module_of_the_package_is_found_without_an_import_of_its_own():
-    code = "import rl_actors; assert rl_actors.types.Sample is rl_actors.Sample; assert not hasattr(rl_actors, 'nothing')"
+    code = (
+        "import rl_actors; assert rl_actors.types.Sample is rl_actors.Sample; assert not hasattr(rl_actors, 'nothing')"
+    )
     assert "rl_actors.types" in loaded_after(code)["modules"]
 
 

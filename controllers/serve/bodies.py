@@ -125,7 +125,11 @@ class JsonRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handle_json(request: Request) -> Response:
-            return await handle(JsonRequest(request.scope, request.receive))
+            given = JsonRequest(request.scope, request.receive)
+            if not self.path.endswith("/asample") or len(await given.body()) < SMALL_BYTES:
+                return await handle(given)
+            async with request.app.state.reading:  # one large request at a time, with room for others in between
+                return await handle(given)
 
         return handle_json
 
