@@ -100,11 +100,13 @@ def _decoded(body: bytes) -> Any:
     if count > MAX_MARKS:
         raise HTTPException(400, f"the body has {count} quotes and opening brackets; at most {MAX_MARKS} are allowed")
     # The garbage collector would look at all objects again and again while json.loads makes them, and hold Python's lock.
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         return json.loads(body, parse_constant=_refuse_constant, parse_float=_finite)
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 def _refuse_constant(name: str) -> float:
