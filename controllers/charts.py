@@ -65,7 +65,9 @@ STYLE = {
     "ytick.minor.size": 0,
 }
 Records = Sequence[Record]
-ROLLOUT_PHASES = ("grpo", "ppo")
+OTHER = "a phase of GRPO, PPO or of a loop of your own"
+KNOWN_PHASES = ("start", "sft", "dpo")
+ROLLOUT_PHASES = (OTHER,)
 TRAINED_PHASES = ("sft", *ROLLOUT_PHASES, "dpo")
 
 
@@ -170,6 +172,18 @@ PLANS = (
 )
 
 
+STANDARD_GROUPS = frozenset(
+    (
+        *("age", "answer_probability", "busy", "clip_fraction", "completion", "correction", "critic", "dpo"),
+        *("entropy", "episode", "grad_norm", "groups", "kl", "learning_rate", "logprob_diff", "loss", "memory"),
+        *("mfu", "nonfinite", "offload", "phase", "policy_lag", "policy_version", "problems", "ranks", "ratio"),
+        *("restarts", "reward", "skipped", "sleep", "step", "tflops", "time", "tokens", "updates"),
+        *("updates_skipped", "validation", "weights"),
+    )
+)
+"""First parts of the names of the metrics that this package records; see docs/metrics.md."""
+
+
 def series(records: Records, key: str) -> tuple[list[int], list[float]]:
     """Steps and values of the records that have a finite number at this key."""
     steps, values = [], []
@@ -182,7 +196,25 @@ def series(records: Records, key: str) -> tuple[list[int], list[float]]:
 
 
 def of_phases(records: Records, *phases: str) -> Records:
-    return [record for record in records if record.get("phase", "grpo") in phases]
+    """The records of these phases. OTHER stands for every phase that is not one of KNOWN_PHASES."""
+    found = []
+    for record in records:
+        phase = record.get("phase", OTHER)
+        if (phase if phase in KNOWN_PHASES else OTHER) in phases:
+            found.append(record)
+    return found
+
+
+def own_plans(records: Records) -> list[Plan]:
+    """A chart for each metric that no loop of this package records: the metrics of a loop of one's own. Names with the same part before
+    the slash share a chart."""
+    grouped: dict[str, dict[str, str]] = {}
+    for record in records:
+        for name, value in record.items():
+            group = name.partition("/")[0]
+            if group not in STANDARD_GROUPS and isinstance(value, int | float) and not isinstance(value, bool):
+                grouped.setdefault(group, {})[name] = name
+    return [Plan(title=group, unit="", metrics=metrics, phases=ALL) for group, metrics in grouped.items()]
 
 
 def validation_metrics(records: Records) -> dict[str, str]:
@@ -374,7 +406,7 @@ def times_chart(records: Records) -> str:
 def run_charts(records: Records, timeline: Records = ()) -> list[str]:
     """All charts of one run. A chart with nothing to draw is left out. timeline: the lines of timeline.jsonl."""
     charts = []
-    for plan in PLANS:
+    for plan in [*PLANS, *own_plans(records)]:
         drawn = curves(plan, records)
         if drawn:
             charts.append(chart(plan, drawn, records))

@@ -22,7 +22,7 @@ LOOPS = {
     "sft": "train on the answers of problems",
     "dpo": "train on pairs of a chosen and a rejected answer",
 }
-"""Controllers, each with a line for the help. launch.main starts a controller."""
+"""Controllers, each with a line for the help. launch.start_loop starts a controller."""
 
 PROGRAMS = {
     "serve": ("controllers.serve_actors", "run a trainer and a generator that other programs can attach to"),
@@ -75,14 +75,17 @@ def program_of(name: str) -> Callable[[], None]:
     """The function that starts a program. Raises ModuleNotFoundError if a package that the program needs is not installed."""
     if name in LOOPS:
         import_module("configs")  # this imports all controllers
-        return partial(import_module("controllers.launch").main, f"controllers.{name}")
+        return partial(import_module("controllers.launch").start_loop, f"controllers.{name}")
     module, _, function = PROGRAMS[name][0].partition(":")
     return getattr(import_module(module), function or "main")
 
 
 def started_as(module: str) -> str:
-    """The words that started this program: "rl-actors export", or "python -m controllers.export" for the module controllers.export."""
+    """The words that started this program: "rl-actors export", "python -m controllers.export" for the module controllers.export, or
+    "python my_loop.py" for a script."""
     first = sys.argv[0]
+    if module.endswith(".py"):
+        return f"python {module}"
     return first if first.startswith(f"{COMMAND} ") else f"python -m {module}"
 
 

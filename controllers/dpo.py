@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from controllers import checkpoints
 from controllers.environments import EnvironmentConfig, Problem
-from controllers.launch import main
+from controllers.launch import start_loop
 from controllers.preferences import DPO, pair, to_samples
 from controllers.reference import FrozenPolicy, start_frozen
 from controllers.run import Run, RunConfig, split
@@ -164,4 +164,4 @@ def _means(partials: metrics.Partials, num_pairs: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main("controllers.dpo")
+    start_loop("controllers.dpo")

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, TypeVar
 from controllers.algorithms import ALGORITHMS, Algorithm
 from controllers.episode_rollouts import make_rollouts
 from controllers.kl_control import KLControlConfig
-from controllers.launch import main
+from controllers.launch import start_loop
 from controllers.policy_loss import Aggregation, CorrectionConfig, LossConfig, grad_divisor
 from controllers.reference import Reference, require_reference, start_reference
 from controllers.rollout_queue import RolloutQueue
@@ -391,4 +391,4 @@ def report(config: GRPOConfig, batch: RolloutBatch, updates: Sequence[Update]) -
 
 
 if __name__ == "__main__":
-    main("controllers.grpo")
+    start_loop("controllers.grpo")

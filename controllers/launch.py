@@ -1,6 +1,6 @@
 """Everything that a controller's program does before and after its training: command line, checks, start, end and exit status.
 
-A controller is a module with a training loop, its function `train`: grpo.py, ppo.py, sft.py or dpo.py. The program parses the command line,
+A controller is a module with a training loop, its function `train`: grpo.py, ppo.py, sft.py, dpo.py or a file of your own. The program parses the command line,
 checks the config, opens the run and calls `train`. It always closes the run, also after an error.
 The exit status is 0 if the training was completed, or if --eval-only, --plan or --dry-run succeeded. It is 1 if the run failed, 2 if the
 config cannot run, 130 after Ctrl-C and 143 after SIGTERM. It is 3 if the run missed its gate. A gate is a reward on held-out problems that
@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
@@ -51,21 +51,27 @@ from rl_actors.vllm.start import require_machine
 SHUTDOWN_TIMEOUT = 15.0  # seconds
 
 
-def main(controller: str) -> None:
-    """Parse the command line of a controller, do what the command line asks, and exit. controller: its module, such as "controllers.grpo".
+def start_loop(controller: str) -> None:
+    """`main` for a loop of this package. controller: its module, such as "controllers.grpo"; `configs` has its configs.
 
-    A controller cannot import the package `configs`, because `configs` imports the controllers. So this function imports `configs`, and
-    takes from it the configs of this controller.
+    The module is imported by its name even if it is the running module, because `configs` imports it by its name.
     """
-    running = sys.modules["__main__"]
-    if running.__spec__ is not None and running.__spec__.name == controller:
-        # The running module has the name __main__. `configs` imports the same module by the controller's name. Without this entry Python
-        # would load the module a second time.
-        sys.modules[controller] = running
-    prog = started_as(controller)
     configs = import_module("configs").CONFIGS
-    invocation = cli.parse(prog, configs[controller], configs_by_controller=configs)
-    train: Train = import_module(controller).train
+    main(import_module(controller).train, configs[controller], others=configs)
+
+
+def main(train: Train, configs: cli.Configs, *, others: Mapping[str, cli.Configs] | None = None) -> None:
+    """Parse the command line of a training loop, do what the command line asks, and exit. Any file can be a loop:
+
+    if __name__ == "__main__":
+        main(train, {"mine": mine})
+
+    train: the loop, a coroutine function that takes a Run. configs: name -> function that makes the loop's config; the first is the
+    default of --config. others: the configs of other loops; if --config names one of them, the error says to which loop it belongs.
+    """
+    controller = module_of(train)
+    prog = started_as(controller)
+    invocation = cli.parse(prog, configs, configs_by_controller=others)
     try:
         if invocation.plan:
             print(describe_plan.describe(invocation.config), flush=True)
@@ -99,6 +105,14 @@ def main(controller: str) -> None:
     if status:
         print(_resume_text(prog, RunFolder(invocation.output_dir), invocation.config), end="", flush=True)
     sys.exit(status)
+
+
+def module_of(train: Train) -> str:
+    """The module of a loop by the name under which it was started: "controllers.grpo", or "my_loop.py" for a script."""
+    running = sys.modules["__main__"]
+    if train.__module__ != "__main__":
+        return train.__module__
+    return running.__spec__.name if running.__spec__ is not None else sys.argv[0]
 
 
 def _go_on_in_new_program(invocation: cli.Invocation, death: StartAgainError) -> int:

@@ -17,7 +17,7 @@ from controllers.critic import Critic, CriticConfig, Judged, start_critic
 from controllers.gae import GAEConfig
 from controllers.grpo import GRPOConfig, make_queue, report, sync, train_sft_phase, train_step, with_columns_of_loss
 from controllers.kl_control import mean_divergence, penalised_rewards
-from controllers.launch import main
+from controllers.launch import start_loop
 from controllers.reference import Reference, start_reference
 from controllers.rollouts import RolloutBatch, RolloutConfig
 from controllers.run import Run
@@ -211,4 +211,4 @@ def is_cut_off(batch: RolloutBatch) -> list[bool]:
 
 
 if __name__ == "__main__":
-    main("controllers.ppo")
+    start_loop("controllers.ppo")

@@ -10,12 +10,13 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
-from typing import Literal, cast
+from typing import cast
 
 import torch
+from torch import Tensor
 
 from controllers.advantages import ADVANTAGES
-from controllers.environments import AnyEnvironment, Environment, Problem, Scorer
+from controllers.environments import AnyEnvironment, Environment, Problem, Scorer, own_code
 from controllers.environments.base import are_equal
 from controllers.episodes import PlayedEpisode
 from controllers.problems import Take, consecutive
@@ -38,8 +39,9 @@ class RolloutConfig:
     top_p: float = 1.0
     """Share of the probability mass from which tokens are sampled. With a value below 1 the trainer's logprobs cannot match the generator's:
     the trainer normalizes its probabilities over all tokens, and the generator only over the tokens of this share."""
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae"] = "grpo"
-    """Rule that makes advantages from the rewards of a group. PPO needs the rule gae, and only PPO takes it. With gae the
+    advantage: str = "grpo"
+    """Rule that makes advantages from the rewards of a group: grpo, dr_grpo, rloo, reinforce_plus_plus, gae, or module:function, which
+    takes rewards [G, N] and returns advantages [G, N]. PPO needs the rule gae, and only PPO takes it. With gae the
     values of a value model also go into the advantages, every group is trained on, and a group may have only one completion."""
     max_refills: int = 1
     """Largest number of refills. A refill replaces the groups whose rewards are all equal with groups of new problems. The limit
@@ -61,7 +63,18 @@ class RolloutConfig:
     overlong_penalty: float = 1.0
     """Penalty on the reward of a completion that is as long as its limit allows. Has no effect if overlong_buffer is 0."""
 
+    def rule(self) -> Callable[[Tensor], Tensor]:
+        """The function that makes advantages [G, N] from rewards [G, N]. Raises ValueError for an unknown name."""
+        if self.advantage in ADVANTAGES:
+            return ADVANTAGES[self.advantage]
+        if ":" not in self.advantage:
+            names = ", ".join([*ADVANTAGES, "gae"])
+            raise ValueError(f"rollouts.advantage={self.advantage!r}; it must be one of {names}, or module:function")
+        return own_code.imported("rollouts.advantage", self.advantage)
+
     def validate(self) -> None:
+        if self.advantage != "gae":
+            self.rule()
         limits = {"groups_per_step": 1, "max_refills": 0, "max_staleness": 0, "max_retries": 0}
         limits["group_size"] = 1 if self.advantage == "gae" else 2
         for name, limit in limits.items():
@@ -445,7 +458,19 @@ def group_advantages(groups: Sequence[Group], config: RolloutConfig) -> list[lis
     if config.advantage == "gae":
         return [group.rewards for group in groups]
     rewards_GN = torch.tensor([group.rewards for group in groups], dtype=torch.float64)
-    return ADVANTAGES[config.advantage](rewards_GN).tolist()
+    return advantages_of(config, rewards_GN).tolist()
+
+
+def advantages_of(config: RolloutConfig, rewards_GN: Tensor) -> Tensor:
+    """The advantages of the config's rule. Raises ValueError, naming the rule, if they have another shape or are not finite."""
+    found = config.rule()(rewards_GN)
+    if not isinstance(found, Tensor) or found.shape != rewards_GN.shape or not torch.isfinite(found).all():
+        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(
+            f"rollouts.advantage={config.advantage!r} returned {shape} for rewards of shape {list(rewards_GN.shape)}; it must return a "
+            "tensor of finite numbers of the same shape"
+        )
+    return found
 
 
 def to_samples(groups: Sequence[Group], config: RolloutConfig) -> list[Sample]:

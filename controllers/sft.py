@@ -13,7 +13,7 @@ import torch
 from controllers.checkpoints import State
 from controllers.environments import EpisodeEnvironment
 from controllers.environments.together import together
-from controllers.launch import main
+from controllers.launch import start_loop
 from controllers.run import Run, RunConfig, split
 from controllers.schedules import ScheduleConfig
 from rl_actors import CrossEntropy, Sample, num_loss_tokens
@@ -154,4 +154,4 @@ async def _validate(run: Run[SFTConfig], step: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main("controllers.sft")
+    start_loop("controllers.sft")

@@ -12,7 +12,7 @@ import torch
 
 from configs.qwen3 import qwen3_0_6b, qwen3_0_6b_one_gpu, qwen3_8b
 from controllers.actors import shares_gpu
-from controllers.launch import main
+from controllers.launch import start_loop
 from rl_actors import (
     GeneratorClient,
     GeneratorConfig,
@@ -170,7 +170,7 @@ def test_the_gpus_of_every_model_of_a_run_are_checked_before_the_run_begins(monk
         command = ["ppo", "--config", "qwen3_0_6b_ppo", "--reference-kl", "0.1", f"--{flag}", "2"]
         monkeypatch.setattr(sys, "argv", command)
         with pytest.raises(SystemExit) as ended:
-            main("controllers.ppo")
+            start_loop("controllers.ppo")
         assert ended.value.code == 2 and text in capsys.readouterr().err
 
 
@@ -180,7 +180,7 @@ def test_a_run_that_needs_more_gpus_than_there_are_is_refused_before_it_begins(m
     for config, text in (("qwen3_0_6b", "generator.gpu=1, but"), ("qwen3_8b", "data_parallel_shard=2 takes 2 GPUs")):
         monkeypatch.setattr(sys, "argv", ["grpo", "--config", config])
         with pytest.raises(SystemExit) as ended:
-            main("controllers.grpo")
+            start_loop("controllers.grpo")
         assert ended.value.code == 2 and text in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -236,7 +236,7 @@ def test_a_run_whose_generator_cannot_run_on_a_cpu_is_refused_before_it_begins(f
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["grpo", "--config", "tiny", "--trainer.model.head-dim", "20", flag])
     with pytest.raises(SystemExit) as ended:
-        main("controllers.grpo")
+        start_loop("controllers.grpo")
     assert ended.value.code == 2 and "model.head_dim=20 on a CPU" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

@@ -28,6 +28,7 @@ PROGRAM = re.compile(r"<!-- test: (\w+) -->\n```python\n(.*?)```", re.DOTALL)
 PROGRAMS = dict(PROGRAM.findall("\n".join([README, *DOCS.values()])))
 # The program "task" is a module, so it is not run by itself. A test runs the command of README.md that imports it.
 TASK = "task"
+LOOP = "loop"  # a program that takes flags
 # test_a_program_of_a_page_runs_as_printed adds these lines to the end of each program.
 AFTER = """
 import sys
@@ -44,7 +45,7 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess:
 
 
 def test_the_pages_have_exactly_the_programs_that_are_run_here():
-    assert set(PROGRAMS) == {"repl", "embedding", "trainer", TASK, "letters", "episode", "distillation"}
+    assert set(PROGRAMS) == {"repl", "embedding", "trainer", TASK, LOOP, "letters", "episode", "distillation"}
 
 
 # The program of docs/embedding.md is slow, so only the slow tests run it. The program starts processes itself and
@@ -62,6 +63,24 @@ def test_the_student_of_the_distillation_program_comes_near_its_teacher(tmp_path
     printed = run([sys.executable, "program.py"], tmp_path).stdout
     divergences = [float(number) for number in re.findall(r"^\d+ (\S+)$", printed, re.MULTILINE)]
     assert len(divergences) == 20 and divergences[0] > 0.5 and divergences[-1] < 0.1 * divergences[0], divergences
+
+
+def test_the_loop_in_the_readme_takes_the_flags_of_every_loop(tmp_path):
+    (tmp_path / "my_loop.py").write_text(PROGRAMS[LOOP])
+    shown = json.loads(run([sys.executable, "my_loop.py", "--steps", "3", "--dry-run"], tmp_path).stdout)
+    assert shown["steps"] == 3
+    [command] = re.findall(r"^\.venv/bin/python (my_loop.py .*--plan)", README, re.MULTILINE)
+    assert "trainer-0" in run([sys.executable, *command.split()], tmp_path).stdout
+
+
+@pytest.mark.slow
+def test_the_loop_in_the_readme_trains(tmp_path):
+    (tmp_path / "my_loop.py").write_text(PROGRAMS[LOOP])
+    flags = ["--steps", "2", "--groups", "8", "--task", "tests.fakes:parity_reward", "--output-dir", "run"]
+    run([sys.executable, "my_loop.py", *flags], tmp_path)
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [(record["phase"], record["mine/prompts"] >= 8) for record in records] == [("mine", True)] * 2
+    assert "mine" in (tmp_path / "run/report.html").read_text()
 
 
 def test_the_command_below_the_task_in_the_readme_accepts_the_task(tmp_path):

@@ -75,7 +75,7 @@ def test_the_page_has_commands_in_code_blocks_and_in_a_table():
 @pytest.mark.parametrize("arguments", commands(), ids=named)
 def test_a_command_of_the_page_is_accepted(arguments, here, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["controllers.grpo", *arguments, "--dry-run"])
-    launch.main("controllers.grpo")  # exits if it refuses the command
+    launch.start_loop("controllers.grpo")  # exits if it refuses the command
     assert json.loads(capsys.readouterr().out)["environment"]["num_held_out"] > 0
 
 

@@ -200,7 +200,7 @@ def test_wrong_pairs_and_options_end_the_command_with_status_2_before_anything_s
     given = ["--config", "tiny", "--data", str(file), "--environment.num-held-out", "2"]
     monkeypatch.setattr(sys, "argv", ["dpo", *given, *flags, "--output-dir", str(tmp_path / "run"), "--dry-run"])
     with pytest.raises(SystemExit) as stopped:
-        launch.main("controllers.dpo")
+        launch.start_loop("controllers.dpo")
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
@@ -210,7 +210,7 @@ def test_eval_only_is_refused_because_dpo_has_no_generator(tmp_path, monkeypatch
     (tmp_path / "config.json").write_text(config_file.to_json(tiny_dpo()))
     monkeypatch.setattr(sys, "argv", ["dpo", "--eval-only", str(tmp_path)])
     with pytest.raises(SystemExit):
-        launch.main("controllers.dpo")
+        launch.start_loop("controllers.dpo")
     assert "controllers.dpo has no generator" in capsys.readouterr().err
 
 
@@ -227,10 +227,10 @@ def test_a_run_is_resumed_only_if_its_folder_has_the_weights_of_the_reference(
         folder.reference.mkdir()
     monkeypatch.setattr(sys, "argv", ["dpo", "--resume", str(tmp_path), "--dry-run"])
     if has_reference:
-        launch.main("controllers.dpo")
+        launch.start_loop("controllers.dpo")
         return
     with pytest.raises(SystemExit) as stopped:
-        launch.main("controllers.dpo")
+        launch.start_loop("controllers.dpo")
     assert stopped.value.code == 2
     assert f"{folder.reference} is missing" in capsys.readouterr().err
 
@@ -240,7 +240,7 @@ def test_the_alphabet_of_a_file_of_pairs_has_the_characters_of_rejected_answers(
     file.write_text(FEW + "\n" + line(prompt="7", rejected="?"))
     given = ["--data", str(file), "--environment.num-held-out", "2", "--output-dir", str(tmp_path / "run")]
     monkeypatch.setattr(sys, "argv", ["dpo", *given, "--dry-run"])
-    launch.main("controllers.dpo")
+    launch.start_loop("controllers.dpo")
     config = config_file.from_json(type(CONFIGS["controllers.dpo"]["tiny"]()), capsys.readouterr().out)
     assert config.alphabet == "+0123456789=?"
     assert config.environment == EnvironmentConfig(

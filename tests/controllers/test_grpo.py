@@ -13,7 +13,7 @@ import psutil
 import pytest
 from waiting import GUARD, wait_until
 
-from controllers.launch import main
+from controllers.launch import start_loop
 from controllers.metrics import KEYS
 from controllers.run_folder import read_jsonl
 
@@ -248,7 +248,7 @@ def test_a_config_that_cannot_run_is_refused(tmp_path, monkeypatch, capsys, argu
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["grpo", "--config", "tiny", "--output-dir", str(tmp_path / "run"), *arguments])
     with pytest.raises(SystemExit) as ended:
-        main("controllers.grpo")
+        start_loop("controllers.grpo")
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -23,7 +23,7 @@ def command_line(monkeypatch, tmp_path, capsys):
     def run(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["controllers.grpo", *map(str, arguments)])
         try:
-            launch.main("controllers.grpo")
+            launch.start_loop("controllers.grpo")
             status = 0
         except SystemExit as error:
             status = error.code

@@ -151,7 +151,7 @@ def test_the_program_either_starts_a_program_that_resumes_the_run_or_fails(folde
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "controllers.grpo"])
     monkeypatch.setattr(sys, "argv", ["controllers/grpo.py"])
     with pytest.raises(SystemExit) as ended:
-        launch.main("controllers.grpo")
+        launch.start_loop("controllers.grpo")
     # With returns=True the real execv would replace this program. The fake execv only records its arguments, so `main`
     # goes on and exits with status 1, as with returns=False.
     assert ended.value.code == 1

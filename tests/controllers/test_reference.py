@@ -241,7 +241,7 @@ def resume(monkeypatch, capsys, folder: RunFolder, *flags: str) -> tuple[int | N
     """Resume the run as a dry run. Returns its exit status, or None if it did not exit, and its text on stderr."""
     monkeypatch.setattr(sys, "argv", ["grpo", "--resume", str(folder.path), "--dry-run", *flags])
     try:
-        launch.main("controllers.grpo")
+        launch.start_loop("controllers.grpo")
     except SystemExit as exit:
         return exit.code, capsys.readouterr().err
     return None, capsys.readouterr().err

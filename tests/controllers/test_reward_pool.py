@@ -176,7 +176,7 @@ def test_a_run_with_a_reward_that_cannot_be_pickled_is_refused_before_it_begins(
     flags += ["--environment.options", "{}", "--output-dir", str(tmp_path / "run")]
     monkeypatch.setattr(sys, "argv", ["controllers.grpo", *flags])
     with pytest.raises(SystemExit) as exit:
-        launch.main("controllers.grpo")
+        launch.start_loop("controllers.grpo")
     assert exit.value.code == 2 and not (tmp_path / "run").exists()
     assert "error: environment: reward_workers=2, but the reward pooled_rewards:Locked" in capsys.readouterr().err
 

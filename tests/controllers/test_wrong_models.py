@@ -34,7 +34,7 @@ def refusal(directory, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["grpo", *FLAGS, *task, "--trainer.hf-path", model or "./mine", *flags])
         capsys.readouterr()
         try:
-            launch.main("controllers.grpo")
+            launch.start_loop("controllers.grpo")
         except SystemExit as ended:
             assert ended.code == 2
             return capsys.readouterr().err

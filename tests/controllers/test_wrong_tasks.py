@@ -104,7 +104,7 @@ def refusal(folder, monkeypatch, capsys):
         held_out = [] if "--environment.num-held-out" in flags else ["--environment.num-held-out", "8"]
         monkeypatch.setattr(sys, "argv", ["grpo", "--config", "blank", *held_out, *flags, "--output-dir", "run"])
         with pytest.raises(SystemExit) as ended:
-            launch.main("controllers.grpo")
+            launch.start_loop("controllers.grpo")
         assert ended.value.code == 2 and not (folder / "run").exists()
         return " ".join(capsys.readouterr().err.replace("│", " ").split())
 
