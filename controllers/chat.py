@@ -216,16 +216,17 @@ class ChatTemplate:
                 holders.append((index, holder, changed(conversation[index], holder)))
                 replaced[index] = changed(replaced[index], holder)
         rendered = self._try_render(replaced, tools)
+        original = self._render(conversation, tools)
         for index, holder, message in holders:
             if holder in rendered:
                 continue
             others = [*conversation[:index], message, *conversation[index + 1 :]]
-            if self._try_render(others, tools) == self._render(conversation, tools):
+            if self._try_render(others, tools) == original:
                 raise ValueError(
                     f"the chat template of {self.hf.name_or_path} drops a text or a tool call of message {index}, whose role is "
                     f"{conversation[index]['role']!r}: {_shown([conversation[index]])}"
                 )
-        if tools and self._render(conversation, ()) == self._render(conversation, tools):
+        if tools and self._render(conversation, ()) == original:
             raise ValueError(f"the chat template of {self.hf.name_or_path} drops the tools: {str(tools)[:200]}")
 
     def _try_render(self, conversation: list[Message], tools: Tools) -> str:

@@ -106,14 +106,11 @@ def read_arguments(prog: str, argv: Sequence[str] | None = None) -> Arguments:
     if arguments.serve_as:
         config.name, _, directory = arguments.serve_as.partition("=")
         config.hf_path = directory or config.hf_path
-    if arguments.max_trainers is not None:
-        config.max_trainers = arguments.max_trainers
-    if arguments.max_tenants is not None:
-        config.max_tenants = arguments.max_tenants
+    for name in ("max_trainers", "max_tenants", "keep_parked_hours"):
+        if (value := getattr(arguments, name)) is not None:
+            setattr(config, name, value)
     if arguments.max_answer_mib is not None:
         config.max_answer_bytes = int(arguments.max_answer_mib * (1 << 20))
-    if arguments.keep_parked_hours is not None:
-        config.keep_parked_hours = arguments.keep_parked_hours
     if arguments.max_parked_gib is not None:
         config.max_parked_bytes = int(arguments.max_parked_gib * (1 << 30))
     for name in ("max_adapters", "max_adapter_rank"):

@@ -74,7 +74,7 @@ class Wanted:
         a_sample, a_prompt = 8 * (1 + self.params.top_logprobs), 8 * self.topk_prompt + 4 * self.prompt_logprobs
         size = self.params.n * self.params.max_tokens * a_sample + len(self.prompt) * a_prompt
         if self.targets is not None:
-            size += 4 * (self.targets.num_cells)
+            size += 4 * len(self.targets.tokens)
         if size > max_bytes:
             raise ValueError(
                 f"num_samples={self.params.n}, max_tokens={self.params.max_tokens} and the logprobs that are asked for can make an answer of "

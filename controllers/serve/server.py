@@ -61,6 +61,7 @@ class Server:
         self.config, self.folder = config, folder
         self.store, self.trainers, self.generator, self.sampling = store, trainers, generator, sampling
         self.futures = Futures()
+        self.training_limits = TrainerLimits.of_config(config.trainer)
         self.base_version = store.version_of_base(config.hf_path)
         self._link(self.base_version, Path(config.hf_path))
         self._repeating: list[asyncio.Task[None]] = []
@@ -249,10 +250,6 @@ class Server:
             "is_lora": rank > 0,
             "lora_rank": rank,
         }
-
-    @property
-    def training_limits(self) -> TrainerLimits:
-        return TrainerLimits.of_config(self.config.trainer)
 
     def forward_backward(self, owner: str, call: TrainingCall) -> Promise:
         batch = call.batch

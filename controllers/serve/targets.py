@@ -73,10 +73,6 @@ class Targets:
             )
         return made
 
-    @property
-    def num_cells(self) -> int:
-        return len(self.tokens)
-
     def foreign(self, prompt: list[int]) -> list[tuple[int, int]]:
         """The pairs (row, token) whose token is not the prompt's token at the row's position, without duplicates.
 

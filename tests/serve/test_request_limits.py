@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -304,6 +305,18 @@ class Running:
         await self.serving
 
 
+async def write_until_closed(connect, head: bytes, piece: Callable[[int], bytes], *, pause: float = 0.0) -> None:
+    """Write the head of a request and then piece(0), piece(1), … until the server closes the connection."""
+    _, writer = await connect()
+    writer.write(head)
+    with pytest.raises(ConnectionError):
+        for number in range(100_000):
+            writer.write(piece(number))
+            await writer.drain()
+            await asyncio.sleep(pause)
+    writer.close()
+
+
 HEALTH = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
 BODY = b"POST /api/v1/telemetry HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
 
@@ -326,15 +339,7 @@ def test_a_connection_whose_headers_stay_away_is_closed(api, monkeypatch, begin)
 def test_headers_of_endless_length_close_their_connection(api):
     async def use(api):
         async with Running(api) as connect:
-            reader, writer = await connect()
-            writer.write(b"GET /healthz HTTP/1.1\r\nX: ")
-            with pytest.raises(ConnectionError):
-                for _ in range(10_000):
-                    writer.write(b"x" * 10_000)
-                    await writer.drain()
-                    await asyncio.sleep(0)
-                await reader.read()
-            writer.close()
+            await write_until_closed(connect, b"GET /healthz HTTP/1.1\r\nX: ", lambda number: b"x" * 10_000)
 
     api(use)
 
@@ -396,16 +401,8 @@ def test_bodies_under_way_are_bounded_together_but_a_small_one_always_has_room(a
 def test_endless_trailers_close_their_connection(api):
     async def use(api):
         async with Running(api) as connect:
-            reader, writer = await connect()
-            writer.write(
-                b"POST /api/v1/telemetry HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
-            )
-            with pytest.raises(ConnectionError):
-                for number in range(100_000):
-                    writer.write(b"X-%d: %s\r\n" % (number, b"x" * 1000))
-                    await writer.drain()
-                    await asyncio.sleep(0)
-            writer.close()
+            head = b"POST /api/v1/telemetry HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
+            await write_until_closed(connect, head, lambda number: b"X-%d: %s\r\n" % (number, b"x" * 1000))
 
     api(use)
 
@@ -415,13 +412,7 @@ def test_a_body_that_drips_is_given_up(api, monkeypatch):
 
     async def use(api):
         async with Running(api) as connect:
-            reader, writer = await connect()
-            writer.write(BODY.replace(b"100", b"100000"))
-            with pytest.raises(ConnectionError):
-                while True:
-                    writer.write(b"x")
-                    await writer.drain()
-                    await asyncio.sleep(0.01)
-            writer.close()
+            head = BODY.replace(b"100", b"100000")
+            await write_until_closed(connect, head, lambda number: b"x", pause=0.01)
 
     api(use)
