@@ -125,28 +125,30 @@ def program_of(completion: str, tests: str) -> str:
     """
     text = completion.replace("\r\n", "\n").replace("\r", "\n")
     blocks = _blocks(text)
-    named = _used(tests)
-    for kind in (CALLABLE, ASSIGNED):
-        defining = [block for block in blocks if named.intersection(kind.findall(block))]
-        if defining:
-            return max(defining, key=len)
+    for named in (_used(tests), set(re.findall(r"\w+", tests))):
+        for kind in (CALLABLE, ASSIGNED):
+            defining = [block for block in blocks if named.intersection(kind.findall(block))]
+            if defining:
+                return max(defining, key=len)
     return blocks[-1] if blocks else text
 
 
 def _used(tests: str) -> set[str]:
-    """The names that the tests use and do not assign themselves; all words if the tests are not Python."""
-    try:
-        nodes = list(ast.walk(ast.parse(tests)))
-    except (SyntaxError, ValueError, RecursionError):
-        return set(re.findall(r"\w+", tests))
-    used, bound = set(), set()
-    for node in nodes:
+    """The names that the tests use and do not define themselves, imported names and attributes included; none if they are not Python."""
+    tree = _parsed(tests)
+    if tree is None:
+        return set()
+    used: set[str] = set()
+    own = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for node in ast.walk(tree):
         match node:
-            case ast.Name(id=name, ctx=ast.Load()):
+            case ast.Name(id=name, ctx=ast.Load()) | ast.Attribute(attr=name):
                 used.add(name)
-            case ast.Name(id=name) | ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                bound.add(name)
-    return used - bound
+            case ast.Name(id=name):
+                own.add(name)
+            case ast.ImportFrom(names=aliases):
+                used.update(alias.name for alias in aliases)
+    return used - own
 
 
 def _blocks(text: str) -> list[str]:
@@ -155,7 +157,7 @@ def _blocks(text: str) -> list[str]:
     first = FENCE.search(text)
     if first is not None:
         before = text[: first.start()]
-        if _is_python(before):  # prose may look like a definition, as "add: total = a + b" does
+        if _parsed(before) is not None:  # prose may look like a definition, as "add: total = a + b" does
             blocks.append(before)
     opening = first
     while opening is not None:
@@ -174,9 +176,9 @@ def _blocks(text: str) -> list[str]:
     return blocks
 
 
-def _is_python(text: str) -> bool:
+def _parsed(text: str) -> ast.Module | None:
+    """None if the text is not Python. A long row of operators takes the parser too much memory, which it says with a MemoryError."""
     try:
-        ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):
-        return False
-    return True
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None

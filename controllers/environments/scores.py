@@ -10,6 +10,7 @@ LATEX = re.compile(r"\\[A-Za-z]|\^|_\{")
 COMMANDS = re.compile(r"\\(?:begin|end)\{[^{}]*\}|\\text\{[^{}]*\}|\\[A-Za-z]+")
 WORDS = re.compile(r"[^\W\d_]{2,}")
 NAME = re.compile(r"\\text\{([^{}]+)\}|([^\W\d_]{2,}(?: [^\W\d_]+)*)")
+SPACE_OF_THOUSANDS = re.compile(r"(?<=\d) (?=\d{3}\b)")
 LEAD_IN = re.compile(r"\bis\b|:")
 NUMBER_WITH_SEPARATORS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
@@ -49,22 +50,25 @@ def _name(text: str) -> str | None:
 def _values(text: str, *, is_gold: bool = False) -> list:
     """What math_verify parses from a text. LaTeX without delimiters is read as LaTeX, whole.
 
-    A completion without LaTeX may also be prose with a number, such as "**5**" or "16-7=9, 9*2=18", so it is read as both.
+    A completion without LaTeX may also be a row of equations, such as "16-7=9, 9*2=18", so its last number counts, too.
     """
     values: list = []
     if not DELIMITED.search(text):
         for candidate in _candidates(text):
             if _is_bare_math(candidate) and (values := _parse(f"${candidate}$")):
-                if is_gold or LATEX.search(candidate):
+                if is_gold or LATEX.search(candidate) or "=" not in candidate:
                     return values
                 break
     return [*values, *_parse(text)]
 
 
 def _candidates(text: str) -> list[str]:
-    """The whole text, and what follows "is" or a colon in its last line."""
-    last_line = (text.strip().splitlines() or [""])[-1]
-    return [text.strip().strip("*`"), LEAD_IN.split(last_line)[-1].strip().rstrip(".").strip("*` ")]
+    """What follows "is" or a colon in the last line, if anything does, and the whole text; both without marks of Markdown."""
+    whole = text.strip()
+    last_line = (whole.splitlines() or [""])[-1]
+    *_, rest = found = LEAD_IN.split(last_line)
+    ends = [rest.strip().rstrip(".!").strip("*` ")] if len(found) > 1 else []
+    return [SPACE_OF_THOUSANDS.sub("", each) for each in (*ends, whole.strip("*`"))]
 
 
 def _is_bare_math(text: str) -> bool:

@@ -325,6 +325,29 @@ def test_the_block_that_defines_what_the_tests_name_is_run(text):
     assert asyncio.run(Scorer().score(Coded(), ADDS, [text])).totals == [1.0]
 
 
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "import program\nassert program.add(1, 2) == 3",
+        "from program import add as plus\nassert plus(1, 2) == 3",
+        "def check(add):\n    assert add(1, 2) == 3\ncheck(add)",
+        "assert eval('add(1, 2)') == 3",
+    ],
+)
+def test_tests_may_name_the_solution_in_any_way(tests):
+    problem = Problem(prompt="add", answer=tests, key="add")
+    text = (
+        f"```python\n{SUM}```\nUse it:\n```python\nprint(add(1, 2), 'and a long text that makes this block long')\n```"
+    )
+    assert asyncio.run(Scorer().score(Coded(), problem, [text])).totals == [1.0]
+
+
+@pytest.mark.parametrize("beginning", ["-" * 10_000 + "\n", "- " * 10_000 + "\n\nHere:", "lambda:" * 3000])
+def test_a_beginning_that_is_too_much_for_the_parser_is_prose(beginning):
+    text = f"{beginning}\n```python\n{SUM}```"
+    assert asyncio.run(Scorer().score(Coded(), ADDS, [text])).totals == [1.0]
+
+
 def test_a_block_that_only_uses_the_solution_is_not_the_solution():
     problem = Problem(prompt="add", answer="result = add(1, 2)\nassert result == 3", key="add")
     usage = "result = add(1, 2)\nprint('the result of adding one and two is', result, 'which is what was asked for')\n"
