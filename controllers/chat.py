@@ -24,6 +24,8 @@ such a template transformers can return a mask of the assistant's tokens."""
 FORMER_TURN = "former turn of the assistant"
 """Text that stands for the assistant's former turn in `continuation`, which needs only the tokens after that turn."""
 
+THINK_TAG = re.compile(r"(</?think>)")
+
 PLACEHOLDER = "QZ{}ZQ"
 """Takes the place of a text to find out whether the template shows the text; formatted with an index."""
 
@@ -105,7 +107,7 @@ class ChatTemplate:
 
         If the conversation ends with a turn of the assistant, this turn is left out.
         """
-        conversation = self._with_system(messages)
+        conversation = self._prepared(messages)
         if conversation[-1]["role"] == "assistant":
             conversation = conversation[:-1]
         self._require_shown(conversation, tools)
@@ -139,7 +141,7 @@ class ChatTemplate:
         Raises ValueError if there is no turn to train on. Without a GENERATION_MARK also raises ValueError if a turn has no stop token, or if
         the tokens before a turn are not the beginning of the whole conversation's tokens.
         """
-        conversation = self._with_system(messages)
+        conversation = self._prepared(messages)
         if GENERATION_MARK.search(self._text()):
             tokens, weights = self._marked(conversation, tools)
         else:
@@ -250,10 +252,27 @@ class ChatTemplate:
                 tokens += self.hf.encode(piece, add_special_tokens=False)
         return tokens
 
-    def _with_system(self, messages: Sequence[Message]) -> list[Message]:
+    def _prepared(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with the system message of the config, and with the content that the template takes beside tool calls."""
+        conversation = [self._with_shown_calls(message) for message in messages]
         if not self.config.system or any(message["role"] == "system" for message in messages):
-            return list(messages)
-        return [Message(role="system", content=self.config.system), *messages]
+            return conversation
+        return [Message(role="system", content=self.config.system), *conversation]
+
+    def _with_shown_calls(self, message: Message) -> Message:
+        """The message; if it has tool calls and no text, with the content "" or None, the first beside which the template shows the calls.
+
+        The templates of DeepSeek drop the calls beside "". Others print None as text.
+        """
+        if not message.get("tool_calls") or text_of(message).strip():
+            return message
+        holder = PLACEHOLDER.format(0)
+        named = _with_call(message, holder, index=0, part="name")
+        for content in ("", None):
+            probe = [Message(role="user", content="?"), cast(Message, {**named, "content": content})]
+            if holder in self._try_render(probe, ()):
+                return cast(Message, {**message, "content": content})
+        return message
 
     def _tokens(self, conversation: list[Message], tools: Tools, *, starts_turn: bool) -> list[int]:
         spelled = self._spelled()
@@ -298,25 +317,33 @@ def _replaceable(message: Message, *, is_last: bool) -> Iterator[Callable[[Messa
 
     is_last: True after the last question. Many templates drop the thinking of earlier turns, which the model does not see again.
     """
-    if text_of(message).strip():
-        yield _with_content
+    content = message["content"]
+    for part, given in enumerate(content if isinstance(content, list) else [content or ""]):
+        text = given if isinstance(given, str) else given.get("text")
+        # A template may drop the thinking inside a text, so each piece of the last turn's text counts.
+        pieces = THINK_TAG.split(str(text or "")) if is_last else [str(text or "")]
+        for piece in range(0, len(pieces), 2):
+            if pieces[piece].strip():
+                yield partial(_with_piece, part=part, piece=piece, is_last=is_last)
     if is_last and str(message.get("reasoning_content", "")).strip():
         yield lambda given, text: cast(Message, {**given, "reasoning_content": text})
     for index, call in enumerate(message.get("tool_calls", ())):
-        for part in ("name", "arguments"):
-            if call.get("function", call).get(part):
-                yield partial(_with_call, index=index, part=part)
+        for name in ("name", "arguments"):
+            if call.get("function", call).get(name):
+                yield partial(_with_call, index=index, part=name)
 
 
-def _with_content(message: Message, text: str) -> Message:
+def _with_piece(message: Message, text: str, *, part: int, piece: int, is_last: bool) -> Message:
     content = message["content"]
-    if isinstance(content, list):
-        place = next(
-            i for i, part in enumerate(content) if isinstance(part, dict) and str(part.get("text", "")).strip()
-        )
-        content = [*content[:place], {**content[place], "text": text}, *content[place + 1 :]]
-        return cast(Message, {**message, "content": content})
-    return cast(Message, {**message, "content": text})
+    given = content[part] if isinstance(content, list) else content
+    whole = given if isinstance(given, str) else str(given["text"])
+    pieces = THINK_TAG.split(whole) if is_last else [whole]
+    changed = "".join([*pieces[:piece], text, *pieces[piece + 1 :]])
+    if isinstance(content, str):
+        return cast(Message, {**message, "content": changed})
+    parts = list(content)
+    parts[part] = changed if isinstance(given, str) else {**given, "text": changed}
+    return cast(Message, {**message, "content": parts})
 
 
 def _with_call(message: Message, text: str, *, index: int, part: str) -> Message:

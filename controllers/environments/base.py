@@ -14,7 +14,7 @@ class Message(TypedDict, total=False):
     """One message of a conversation. Fields that are not listed here reach the chat template, too."""
 
     role: Required[str]  # "system", "user", "assistant", "tool" or another role that the template knows
-    content: Required[str | list[dict[str, Any]]]  # "" beside tool_calls; a list of parts if the template takes one
+    content: Required[str | list[str | dict[str, Any]]]  # "" beside tool_calls; a list if the template takes one
     reasoning_content: str
     tool_calls: list[dict[str, Any]]
     tool_call_id: str
@@ -27,7 +27,7 @@ def text_of(message: Message) -> str:
     content = message["content"]
     if isinstance(content, str):
         return content
-    return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content or ())
+    return "".join(part if isinstance(part, str) else str(part.get("text") or "") for part in content or ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -189,9 +189,11 @@ def _messages(column: str, where: str, row: Mapping[str, object]) -> list[Messag
         raise ValueError(f"{where}: column {column!r} holds {str(given)[:80]!r}, not a list of messages")
     messages = []
     for each in given:
-        message = {name: field for name, field in each.items() if field is not None} if isinstance(each, dict) else each
+        message = _without_null(each)
         if isinstance(message, dict) and ("tool_calls" in message or "reasoning_content" in message):
             message.setdefault("content", "")
+        if isinstance(message, dict) and isinstance(message.get("content"), list):
+            message["content"] = [_without_null(part) for part in message["content"]]
         if (
             not isinstance(message, dict)
             or not isinstance(message.get("role"), str)
@@ -199,11 +201,28 @@ def _messages(column: str, where: str, row: Mapping[str, object]) -> list[Messag
             or not all(isinstance(part, str | dict) for part in message["content"])
         ):
             raise ValueError(f'{where}: column {column!r} holds {str(each)[:80]!r}, not {{"role": …, "content": …}}')
+        _require_calls(where, message.get("tool_calls", []))
         weight = message.get("weight", 1.0)
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
             raise ValueError(f"{where}: a message has the weight {weight!r}; it must be a finite number of at least 0")
         messages.append(cast(Message, message))
     return messages
+
+
+def _without_null(value: object) -> object:
+    """An object without its fields that are null. Other values as they are."""
+    return {name: field for name, field in value.items() if field is not None} if isinstance(value, dict) else value
+
+
+def _require_calls(where: str, calls: object) -> None:
+    """Raise ValueError, naming the row, if these are not tool calls as in OpenAI's protocol, with or without the level "function"."""
+    for call in calls if isinstance(calls, list) else [None]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(
+                f"{where}: a message has the tool calls {str(calls)[:80]!r}, not "
+                '[{"function": {"name": …, "arguments": …}}, …]'
+            )
 
 
 def _tools(column: str, where: str, row: Mapping[str, object]) -> list[dict[str, Any]]:

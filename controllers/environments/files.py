@@ -200,47 +200,76 @@ def _has_surrogate(value: object) -> bool:
 def read_dataset(task: str, split: str, options: Mapping[str, object]) -> Iterator[Row]:
     """The rows of a Hugging Face data set. task: a directory, or the id of a data set in the cache or on the Hub.
 
-    Raises ValueError, naming the data set, if it cannot be loaded. If task is an id, the error has the command that
-    fetches the data set.
+    Columns that hold images, audio or other media are left out.
+    Raises ValueError, naming the data set, if it cannot be loaded or decoded. If it cannot be loaded and task is an id,
+    the error has the command that fetches the data set.
     """
     from datasets import load_dataset
 
+    named = f"task={task!r}, split={split!r}"
     try:
         data = load_dataset(task, split=split, **{**_text_columns(task, split, options), **options})
     except Exception as error:  # load_dataset raises errors of different classes for local and for remote data
         remedy = "" if os.path.isdir(task) else f"; to fetch it: hf download --repo-type dataset {task}"
         reason = str(error).split("\n")[0]
-        raise ValueError(f"task={task!r}, split={split!r}: {reason}{remedy}") from None
-    for place, row in _decoded(task, data):
+        raise ValueError(f"{named}: {reason}{remedy}") from None
+    rows = enumerate(_decoded(data))
+    while True:
+        try:
+            number, row = next(rows)
+        except StopIteration:
+            return
+        except Exception as error:  # each format of files has its own errors
+            raise ValueError(f"{named} cannot be decoded: {type(error).__name__}: {error}") from error
+        place = f"{task}, row {number}"
         _require_text(place, row)
         yield place, row
 
 
-def _decoded(task: str, data: "Dataset | IterableDataset") -> Iterator[Row]:
+def _decoded(data: "Dataset | IterableDataset") -> Iterator[Mapping[str, object]]:
     """The rows as `datasets` decodes them, but for columns of floats, and of objects and lists that Arrow holds as such."""
     from datasets import Dataset
     from pyarrow import types
 
+    features = data.features or {}  # a stream may not know its features
+    data = data.remove_columns([name for name, feature in features.items() if _has_media(feature)])
     if not isinstance(data, Dataset):  # streaming=True
-        for number, row in enumerate(data):
-            yield f"{task}, row {number}", row
+        yield from data
         return
-    stored = data.with_format("arrow")
-    plain = [field.name for field in data.features.arrow_schema if not types.is_nested(field.type)]
+    schema = data.features.arrow_schema
+    floats = [field.name for field in schema if types.is_floating(field.type)]
     columns = data[:]
-    for name in plain if len(data) else ():
-        if types.is_floating(data.features.arrow_schema.field(name).type):
-            columns[name] = _column_values(stored.select_columns([name])[:].column(name))
-    for number, values in enumerate(zip(*(columns[name] for name in data.column_names), strict=True)):
-        decoded = [_without_none(value) if isinstance(value, Mapping | list) else value for value in values]
-        yield f"{task}, row {number}", dict(zip(data.column_names, decoded, strict=True))
+    stored = data.with_format("arrow")
+    for name in floats if len(data) else ():
+        columns[name] = _column_values(stored.select_columns([name])[:].column(name))
+    names = data.column_names
+    for values in zip(*(columns[name] for name in names), strict=True):
+        yield {name: _without_none(value, features[name]) for name, value in zip(names, values, strict=True)}
 
 
-def _without_none(value: object) -> object:
-    """Arrow gives every object all fields of its column, with null in those that it lacks."""
+def _has_media(feature: object) -> bool:
+    """True for a feature that `datasets` decodes from the bytes of a file, such as an image, and for one that contains such a feature."""
+    from datasets import Json
+
+    if isinstance(feature, Mapping | list):
+        return any(map(_has_media, feature.values() if isinstance(feature, Mapping) else feature))
+    is_media = hasattr(feature, "decode") and not isinstance(feature, Json)
+    return is_media or _has_media(getattr(feature, "feature", []))
+
+
+def _without_none(value: object, feature: object) -> object:
+    """Arrow gives every object all fields of its column, with null in those that it lacks. A Json feature holds the object as it is."""
+    from datasets import Json
+
+    if isinstance(feature, Json):
+        return value
     if isinstance(value, Mapping):
-        return {name: _without_none(each) for name, each in value.items() if each is not None}
-    return [_without_none(each) for each in value] if isinstance(value, list) else value
+        fields = feature if isinstance(feature, Mapping) else {}
+        return {name: _without_none(each, fields.get(name)) for name, each in value.items() if each is not None}
+    if isinstance(value, list):
+        inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+        return [_without_none(each, inner) for each in value]
+    return value
 
 
 def _text_columns(task: str, split: str, options: Mapping[str, object]) -> dict[str, object]:
@@ -254,6 +283,6 @@ def _text_columns(task: str, split: str, options: Mapping[str, object]) -> dict[
     of_builder = {name: value for name, value in options.items() if name not in only_of_load}
     if not isinstance(load_dataset_builder(task, **of_builder).config, CsvConfig):
         return {}
-    whole = re.match(r"\w+", split)  # "train" of "train[:10%]"
+    whole = re.match(r"\w+(\.\w+)*", split)  # "train" of "train[:10%]"
     [first] = load_dataset(task, split=whole[0] if whole else split, streaming=True, **of_builder).take(1)
     return {"features": Features({name: Value("string") for name in first}), "keep_default_na": False}

@@ -166,12 +166,12 @@ def listen(address: tuple[str, int]) -> socket.socket:
 
 class Connection(HttpToolsProtocol):
     """uvicorn's connection, which ends if the headers of a request are not complete after HEADER_SECONDS or its body after BODY_SECONDS, or
-    if headers and trailers have more than MAX_HEADER_BYTES. uvicorn itself would wait and gather for ever.
+    if headers, trailers or the lengths of chunks have more than MAX_HEADER_BYTES. uvicorn itself would wait and gather for ever.
     """
 
     _late: asyncio.TimerHandle | None = None  # set while a request is not complete
     _in_headers = True
-    _header_bytes = 0
+    _num_bytes = 0  # received since the request began or since a byte of its body came
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -185,32 +185,31 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         if not self._in_headers:
-            self._in_headers, self._header_bytes = True, 0
+            self._in_headers, self._num_bytes = True, 0
             self._expect_end(HEADER_SECONDS)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_headers:
+        if self._in_headers:  # else it is a trailer, which no route reads
             super().on_header(name, value)
-        else:  # a trailer, which no route reads
-            self._count_header(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
         self._in_headers = False
         self._expect_end(BODY_SECONDS)
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        self._num_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
+        self._num_bytes = 0
         self._expect_end(None)
         super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
+        self._num_bytes += len(data)
         super().data_received(data)
-        if self._in_headers:
-            self._count_header(len(data))
-
-    def _count_header(self, num_bytes: int) -> None:
-        self._header_bytes += num_bytes
-        if self._header_bytes > MAX_HEADER_BYTES:
+        if self._num_bytes > MAX_HEADER_BYTES:
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
+from starlette.requests import ClientDisconnect
 
 from controllers.run_folder import to_plain
 from controllers.serve import listings, messages, status
@@ -75,6 +76,9 @@ def make_app(server: Server, counts: Counts | None = None) -> FastAPI:
     app.add_exception_handler(UserError, _answer(400))
     app.add_exception_handler(ValueError, _answer(400))
     app.add_exception_handler(TypeError, _answer(400))
+    app.add_exception_handler(
+        ClientDisconnect, _answer(400)
+    )  # nobody reads the answer, but it is no failure of the server
     app.add_exception_handler(RequestValidationError, _answer_invalid)
     return app
 

@@ -8,6 +8,7 @@ import numpy
 import pandas
 import pyarrow
 import pytest
+from datasets import Dataset, Features, Image, Json, List, Value
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
@@ -136,6 +137,13 @@ def test_a_directory_takes_the_splits_and_options_of_load_dataset(tmp_path, endi
     assert len(found) == count and found[0] == {"prompt": "1", "answer": "007"}
 
 
+def test_the_name_of_a_split_may_have_dots(tmp_path):
+    write(tmp_path / "rows.csv", "prompt,answer\n1,007\n")
+    options = {"data_files": {"tr.x": "rows.csv"}}
+    for split in ("tr.x", "tr.x[:1]"):
+        assert [row for _, row in read_dataset(str(tmp_path), split, options)] == [{"prompt": "1", "answer": "007"}]
+
+
 def test_objects_of_a_data_set_have_their_own_fields_and_nothing_else(tmp_path):
     """Arrow gives all objects of a column the same fields, and `datasets` keeps irregular ones as texts of JSON."""
     call = {"name": "weather", "arguments": {"at": "Rome"}}
@@ -149,6 +157,34 @@ def test_objects_of_a_data_set_have_their_own_fields_and_nothing_else(tmp_path):
     found = [row for _, row in read_dataset(str(folder), "train", {})]
     assert [row["messages"] for row in found] == [row["messages"] for row in rows]
     assert found[1]["meta"] == {"y": [1]}
+
+
+def test_null_in_an_object_of_a_data_set_stays_if_the_data_set_holds_the_object_as_json(tmp_path):
+    rows = [{"x": {"a": None, "b": [1, None]}}, {"x": [{"c": None}]}]  # Arrow has no type for both
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write(folder / "train.jsonl", "\n".join(map(json.dumps, rows)))
+    assert [row for _, row in read_dataset(str(folder), "train", {})] == rows
+
+
+def test_media_of_a_data_set_are_not_decoded(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    broken = {"bytes": b"no image", "path": None}
+    features = Features({"prompt": Value("string"), "image": Image(), "all": List(Image())})
+    data = Dataset.from_dict({"prompt": ["a", "b"], "image": [broken] * 2, "all": [[broken]] * 2}, features=features)
+    data.to_parquet(folder / "train.parquet")
+    assert [row for _, row in read_dataset(str(folder), "train", {})] == [{"prompt": "a"}, {"prompt": "b"}]
+
+
+def test_a_data_set_that_cannot_be_decoded_is_named(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    features = Features({"prompt": Value("string"), "x": Json()})
+    table = pyarrow.table({"prompt": ["a"], "x": ["{no json"]}).cast(features.arrow_schema)
+    parquet.write_table(table, folder / "train.parquet")
+    with pytest.raises(ValueError, match=r"task='.*data', split='train' cannot be decoded: "):
+        list(read_dataset(str(folder), "train", {}))
 
 
 def test_small_floats_inside_lists_and_objects_are_shown_as_they_were_written(tmp_path):

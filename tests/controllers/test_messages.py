@@ -69,6 +69,30 @@ LLAMA3 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n\\n' }}{%- endif %}"""
 
+# Like DeepSeek-R1's: the last turn loses its thinking, and tool calls stand only beside content that is null.
+DEEPSEEK = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.content is none %}
+        {%- for call in message.tool_calls %}{{- call.function.name + call.function.arguments | tojson }}{%- endfor %}
+    {%- else %}{{- message.content.split('</think>') | last }}{%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+# Takes content as text or as a list of texts and of parts; the second text of parts is never shown.
+PARTS = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.content is string %}{{- message.content }}{%- else %}
+        {%- for part in message.content %}
+            {%- if part is string %}{{- part }}{%- elif 'image' in part %}{{- '<image>' }}{%- elif loop.first %}{{- part.text }}{%- endif %}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "required": ["at"]}}}
 CALL = {
     "role": "assistant",
@@ -227,6 +251,50 @@ def test_null_inside_a_tool_or_a_call_is_kept_where_the_file_has_it(tmp_path, en
         assert problem.messages[1]["tool_calls"] == [call] and problem.tools == [tool]
     else:  # Parquet cannot tell null from a field that only other rows have
         assert problem.messages[1]["tool_calls"][0]["function"]["arguments"] == {"at": "Rome"}
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_calls_are_shown_by_a_template_that_shows_them_beside_null_only(load, content):
+    call = {"role": "assistant", "content": content, "tool_calls": [ADD]}
+    tokens = load(DEEPSEEK).encode_prompt(Problem(prompt="", answer="", key="", messages=[*SECOND, call, TALK[2]]))
+    assert 'assistant\nadd{"a": 1}<|im_end|>' in load(DEEPSEEK).hf.decode(tokens)
+    shows_none = CHATML.replace("'<|im_end|>", "(message.tool_calls | default('') | string) + '<|im_end|>")
+    tokens = load(shows_none).encode_prompt(Problem(prompt="", answer="", key="", messages=[*SECOND, call, TALK[2]]))
+    assert "assistant\n[{'function'" in load(shows_none).hf.decode(tokens)
+
+
+def test_thinking_in_the_text_of_the_trained_turn_is_not_dropped_silently(load):
+    thinks = {"role": "assistant", "content": "<think>\n1 and 2\n</think>\n\n3"}
+    problem = Problem(prompt="", answer="", key="", messages=[*SECOND, thinks])
+    for template in (QWEN3, CHATML):
+        sample = load(template).to_sample(problem)
+        assert "\n1 and 2\n" in load(template).hf.decode(sample.targets.tolist())
+    with pytest.raises(ValueError, match="drops a text or a tool call of message 1"):
+        load(DEEPSEEK).to_sample(problem)
+    before = {**thinks, "content": "First. " + thinks["content"]}  # Qwen3 shows no text before the thinking
+    with pytest.raises(ValueError, match="drops a text or a tool call of message 1"):
+        load(QWEN3).to_sample(Problem(prompt="", answer="", key="", messages=[*SECOND, before]))
+
+
+def test_every_part_of_a_content_counts_and_null_is_no_part(load, tmp_path):
+    tokenizer = load(PARTS)
+    part = {"type": "text", "text": "Rain?", "image": None}
+    row = {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": ["hello"]}]}
+    [problem] = problems_of(tmp_path / "rows.jsonl", [row])
+    sample = tokenizer.to_sample(problem)
+    assert tokenizer.hf.decode(sample.tokens.tolist()).endswith("Rain?<|im_end|>\n<|im_start|>assistant\nhello")
+    two = [{"role": "user", "content": [part | {"text": "a"}, {"type": "text", "text": "b"}]}]
+    with pytest.raises(ValueError, match="drops a text or a tool call of message 0"):
+        tokenizer.encode_prompt(Problem(prompt="", answer="", key="", messages=two))
+
+
+@pytest.mark.parametrize(
+    "calls", ["weather", ["weather"], [{"function": "weather"}], [{"name": None}], {"name": "f"}, [3]]
+)
+def test_malformed_tool_calls_are_refused_with_their_row(tmp_path, calls):
+    talk = [*SECOND, {"role": "assistant", "content": "", "tool_calls": calls}]
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: a message has the tool calls"):
+        problems_of(tmp_path / "rows.jsonl", [{"messages": talk}])
 
 
 TEXTS = st.text(

@@ -290,7 +290,7 @@ class Running:
     """A server with fake actors behind a real port."""
 
     def __init__(self, api) -> None:
-        config = uvicorn.Config(api.app, port=0, log_level="warning", http=command.Connection)
+        config = uvicorn.Config(api.app, port=0, log_level="warning", log_config=None, http=command.Connection)
         self.http = uvicorn.Server(config)
 
     async def __aenter__(self):
@@ -398,13 +398,49 @@ def test_bodies_under_way_are_bounded_together_but_a_small_one_always_has_room(a
     api(use, max_bytes_in_flight=1_500_000, max_body_bytes=1_000_000)
 
 
-def test_endless_trailers_close_their_connection(api):
+CHUNKED = b"POST /api/v1/telemetry HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "piece"),
+    [
+        (b"0\r\n", lambda number: b"X-%d: %s\r\n" % (number, b"x" * 1000)),
+        (b"0\r\nX: ", lambda number: b"x" * 1000),
+        (b"4\r\nbody\r\n5;x=", lambda number: b"x" * 1000),
+    ],
+    ids=["trailers", "value", "extension"],
+)
+def test_what_is_endless_beside_the_body_closes_its_connection(api, begin, piece):
     async def use(api):
         async with Running(api) as connect:
-            head = b"POST /api/v1/telemetry HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
-            await write_until_closed(connect, head, lambda number: b"X-%d: %s\r\n" % (number, b"x" * 1000))
+            await write_until_closed(connect, CHUNKED + begin, piece)
 
     api(use)
+
+
+def test_a_body_of_many_small_chunks_is_read(api):
+    async def use(api):
+        async with Running(api) as connect:
+            reader, writer = await connect()
+            body = b"{" + b" " * 50_000 + b"}"
+            writer.write(CHUNKED + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+            assert b"200 OK" in await reader.readuntil(b"\r\n")
+            writer.close()
+
+    api(use)
+
+
+@pytest.mark.parametrize("route", ["asample", "forward_backward", "telemetry"])
+def test_a_client_that_leaves_in_the_middle_of_a_body_is_no_failure(api, caplog, route):
+    async def use(api):
+        async with Running(api) as connect:
+            _, writer = await connect()
+            writer.write(BODY.replace(b"telemetry", route.encode()) + b"half")
+            await writer.drain()
+            writer.close()  # the server waits for its requests before it stops
+
+    api(use)
+    assert not caplog.records
 
 
 def test_a_body_that_drips_is_given_up(api, monkeypatch):
