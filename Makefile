@@ -37,7 +37,7 @@ sft: setup ## supervised training of the tiny model
 	$(PYTHON_IN_VENV) -m controllers.sft --config tiny $(ARGS)
 
 service: setup ## a service that owns trainer and generator; defaults: ADDRESS=tcp://127.0.0.1:4400, ARGS="--config tiny"
-	$(PYTHON_IN_VENV) -m controllers.serve_actors --address $(or $(ADDRESS),tcp://127.0.0.1:4400) $(ARGS)
+	$(PYTHON_IN_VENV) -m controllers.service --address $(or $(ADDRESS),tcp://127.0.0.1:4400) $(ARGS)
 
 worker: setup ## a worker at ADDRESS=tcp://10.0.0.5:4444; a run elsewhere starts processes on this machine through this worker
 	$(PYTHON_IN_VENV) -m rl_actors.processes.worker $(ADDRESS) $(ARGS)
@@ -46,7 +46,7 @@ certificates: setup ## certificates for TLS in the folder certificates/; HOSTS="
 	$(PYTHON_IN_VENV) scripts/certificates.py certificates $(foreach host,$(HOSTS),--host $(host))
 
 serve: setup ## a Tinker server of a tiny model at 127.0.0.1:8000, for programs of the SDK `tinker`
-	$(PYTHON_IN_VENV) -m controllers.serve --config tiny_chat $(ARGS)
+	$(PYTHON_IN_VENV) -m controllers.tinker_server --config tiny_chat $(ARGS)
 
 cookbook: setup ## make .venv-cookbook, with the SDK `tinker` and its cookbook
 	@scripts/cookbook.sh

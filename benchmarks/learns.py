@@ -24,8 +24,8 @@ import torch
 from benchmarks.harness import results
 from controllers import config_file
 from controllers.grpo import GRPOConfig
-from controllers.report import write_report
-from controllers.run_folder import RunFolder, read_jsonl
+from controllers.observe.report import write_report
+from controllers.observe.run_folder import RunFolder, read_jsonl
 from rl_actors import memory_estimate
 
 ACCURACY, SECONDS = 0.95, 480.0

@@ -15,7 +15,7 @@ from benchmarks.drills import Watch, seconds_to_next_step, strike, wait_until
 from benchmarks.harness import results
 from benchmarks.resume import Controller
 from configs import CONFIGS
-from controllers.run_folder import RunFolder, read_jsonl
+from controllers.observe.run_folder import RunFolder, read_jsonl
 
 KINDS = ("trainer", "generator")
 SFT_STEPS, STEPS = 4, 12

@@ -20,7 +20,7 @@ from configs import CONFIGS
 from configs.tiny import addition
 from controllers.environments import Environment, Problem, build_environment
 from controllers.grpo import GRPOConfig
-from controllers.run_folder import RunFolder, read_jsonl
+from controllers.observe.run_folder import RunFolder, read_jsonl
 
 STEPS = 2
 LIMIT = 480.0  # seconds after which the run is stopped

@@ -38,7 +38,7 @@ from benchmarks.harness import results
 from benchmarks.overhead import compare
 from configs.qwen3 import MODELS, qwen3_server
 from configs.tiny_chat import tiny_chat, write_chat_tokenizer, write_tiny_chat
-from controllers.serve.config import ServeConfig
+from controllers.tinker_server.config import ServeConfig
 from rl_actors import PPO, GeneratorClient, OptimParams, Sample, SamplingParams, TrainerClient
 
 START_SECONDS = 600.0  # limit of the server's start
@@ -75,7 +75,7 @@ def served(model: str, folder: Path) -> tuple[ServeConfig, list[str]]:
 @contextlib.contextmanager
 def serving(arguments: list[str]) -> Iterator[str]:
     """Start a server, and yield its address. At the end of the `with` block the server is stopped."""
-    command = [sys.executable, "-m", "controllers.serve", "--address", "127.0.0.1:0", *arguments]
+    command = [sys.executable, "-m", "controllers.tinker_server", "--address", "127.0.0.1:0", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     too_late = threading.Timer(START_SECONDS, process.kill)

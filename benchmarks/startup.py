@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.harness import results
-from controllers.run_folder import RunFolder, read_jsonl
+from controllers.observe.run_folder import RunFolder, read_jsonl
 
 POLL = 0.01  # seconds between two checks of a run's files
 PARTS = ("imports", "spawn", "engines", "first_step", "first_line", "closing", "seconds")

@@ -33,4 +33,4 @@ CONFIGS = {
 """Module of a training loop -> name of a config -> function that makes the config."""
 
 SERVERS = {"tiny_chat": tiny_chat, "qwen3": qwen3.qwen3_server}
-"""Name of a config of `python -m controllers.serve` -> function that makes the config."""
+"""Name of a config of `python -m controllers.tinker_server` -> function that makes the config."""

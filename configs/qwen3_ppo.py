@@ -9,12 +9,12 @@ H100 GPUs. qwen3_4b_ppo has not been run on a GPU. Neither config has been run w
 from dataclasses import fields, replace
 
 from configs import qwen3
-from controllers.critic import CriticConfig
+from controllers.algorithms.critic import CriticConfig
 from controllers.grpo import GRPOConfig
 from controllers.ppo import PPOConfig
-from controllers.rollouts import RolloutConfig
-from controllers.run import ReferenceConfig
-from controllers.schedules import ScheduleConfig
+from controllers.rollouts.groups import RolloutConfig
+from controllers.run.run import ReferenceConfig
+from controllers.algorithms.schedules import ScheduleConfig
 
 UPDATES_PER_STEP = 4
 

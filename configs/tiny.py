@@ -8,8 +8,8 @@ from typing import TypedDict
 from controllers.dpo import DPOConfig
 from controllers.environments import EnvironmentConfig
 from controllers.grpo import GRPOConfig
-from controllers.rollouts import RolloutConfig
-from controllers.schedules import ScheduleConfig
+from controllers.rollouts.groups import RolloutConfig
+from controllers.algorithms.schedules import ScheduleConfig
 from controllers.sft import SFTConfig, SFTPhaseConfig
 from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
 

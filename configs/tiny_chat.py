@@ -6,7 +6,7 @@ Its tokens are bytes and the special tokens of Qwen3's conversations.
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from controllers.serve.config import ServeConfig
+from controllers.tinker_server.config import ServeConfig
 from rl_actors import GeneratorConfig, TrainerConfig
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from configs.tiny import sft_phase, tiny
 from controllers.environments import EnvironmentConfig
-from controllers.episodes import EpisodeConfig
+from controllers.rollouts.episodes import EpisodeConfig
 from controllers.grpo import GRPOConfig
-from controllers.rollouts import RolloutConfig
-from controllers.schedules import ScheduleConfig
+from controllers.rollouts.groups import RolloutConfig
+from controllers.algorithms.schedules import ScheduleConfig
 
 
 def tiny_game() -> GRPOConfig:

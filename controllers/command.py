@@ -25,9 +25,9 @@ LOOPS = {
 """Controllers, each with a line for the help. launch.start_loop starts a controller."""
 
 PROGRAMS = {
-    "serve": ("controllers.serve_actors", "run a trainer and a generator that other programs can attach to"),
-    "export": ("controllers.export", "write the weights or adapters of a run as a Hugging Face directory"),
-    "compare": ("controllers.compare", "show the curves of several runs in the same charts"),
+    "serve": ("controllers.service", "run a trainer and a generator that other programs can attach to"),
+    "export": ("controllers.program.export", "write the weights or adapters of a run as a Hugging Face directory"),
+    "compare": ("controllers.observe.compare", "show the curves of several runs in the same charts"),
     "requirements": (
         "controllers.command:requirements",
         "print a file of requirements: a lock for pip, or overrides or excludes for uv",
@@ -75,13 +75,13 @@ def program_of(name: str) -> Callable[[], None]:
     """The function that starts a program. Raises ModuleNotFoundError if a package that the program needs is not installed."""
     if name in LOOPS:
         import_module("configs")  # this imports all controllers
-        return partial(import_module("controllers.launch").start_loop, f"controllers.{name}")
+        return partial(import_module("controllers.program.launch").start_loop, f"controllers.{name}")
     module, _, function = PROGRAMS[name][0].partition(":")
     return getattr(import_module(module), function or "main")
 
 
 def started_as(module: str) -> str:
-    """The words that started this program: "rl-actors export", "python -m controllers.export" for the module controllers.export, or
+    """The words that started this program: "rl-actors export", "python -m controllers.program.export" for the module controllers.program.export, or
     "python my_loop.py" for a script."""
     first = sys.argv[0]
     if module.endswith(".py"):

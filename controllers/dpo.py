@@ -9,14 +9,14 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from controllers import checkpoints
+from controllers.run import checkpoints
 from controllers.environments import EnvironmentConfig, Problem
-from controllers.launch import start_loop
-from controllers.preferences import DPO, pair, to_samples
-from controllers.reference import FrozenPolicy, start_frozen
-from controllers.run import Run, RunConfig, split
-from controllers.run_folder import RunFolder
-from controllers.schedules import ScheduleConfig
+from controllers.program.launch import start_loop
+from controllers.algorithms.preferences import DPO, pair, to_samples
+from controllers.algorithms.reference import FrozenPolicy, start_frozen
+from controllers.run.run import Run, RunConfig, split
+from controllers.observe.run_folder import RunFolder
+from controllers.algorithms.schedules import ScheduleConfig
 from rl_actors import Sample, metrics
 
 

@@ -8,19 +8,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, TypeVar
 
-from controllers.algorithms import ALGORITHMS, Algorithm
-from controllers.episode_rollouts import make_rollouts
-from controllers.kl_control import KLControlConfig
-from controllers.launch import start_loop
-from controllers.policy_loss import Aggregation, CorrectionConfig, LossConfig, grad_divisor
-from controllers.reference import Reference, require_reference, start_reference
-from controllers.rollout_queue import RolloutQueue
-from controllers.rollouts import RolloutBatch, RolloutConfig
-from controllers.run import Run, RunConfig, split
-from controllers.run_folder import RunFolder
-from controllers.schedules import ScheduleConfig
+from controllers.algorithms.presets import ALGORITHMS, Algorithm
+from controllers.rollouts.episode_rollouts import make_rollouts
+from controllers.algorithms.kl_control import KLControlConfig
+from controllers.program.launch import start_loop
+from controllers.algorithms.policy_loss import Aggregation, CorrectionConfig, LossConfig, grad_divisor
+from controllers.algorithms.reference import Reference, require_reference, start_reference
+from controllers.rollouts.queue import RolloutQueue
+from controllers.rollouts.groups import RolloutBatch, RolloutConfig
+from controllers.run.run import Run, RunConfig, split
+from controllers.observe.run_folder import RunFolder
+from controllers.algorithms.schedules import ScheduleConfig
 from controllers.sft import SFTPhase, SFTPhaseConfig
-from controllers.survival import RecordedQueue
+from controllers.run.survival import RecordedQueue
 from rl_actors import KL, ForwardBackwardOutput, OptimResult, Sample, metrics
 from rl_actors.losses import PolicyLoss
 

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from controllers.checkpoints import State
+from controllers.run.checkpoints import State
 from controllers.environments import EpisodeEnvironment
 from controllers.environments.together import together
-from controllers.launch import start_loop
-from controllers.run import Run, RunConfig, split
-from controllers.schedules import ScheduleConfig
+from controllers.program.launch import start_loop
+from controllers.run.run import Run, RunConfig, split
+from controllers.algorithms.schedules import ScheduleConfig
 from rl_actors import CrossEntropy, Sample, num_loss_tokens
 
 

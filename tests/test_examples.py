@@ -12,7 +12,7 @@ import pytest
 from waiting import GUARD
 
 from controllers.environments import EnvironmentConfig, build_environment
-from controllers.tokenizer import load_tokenizer
+from controllers.rollouts.tokenizer import load_tokenizer
 from rl_actors import ModelConfig
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -150,7 +150,7 @@ def test_a_module_of_the_package_is_found_without_an_import_of_its_own():
 TREE = {
     "configs/tiny.py": "from controllers.grpo import train\nfrom rl_actors.config import C\n",
     "controllers/grpo.py": "import rl_actors\nfrom rl_actors.losses import PPO\nfrom . import rollouts\n",
-    "controllers/rollouts.py": "from rl_actors.clients.trainer import TrainerClient\nimport rl_actors.types as types\n",
+    "controllers/rollouts/groups.py": "from rl_actors.clients.trainer import TrainerClient\nimport rl_actors.types as types\n",
     "rl_actors/__init__.py": "from rl_actors.clients.trainer import TrainerClient\n",
     "rl_actors/clients/trainer.py": "import monarch.actor\nfrom rl_actors.engine.packing import plan\n",
     "rl_actors/engine/packing.py": "import torchtitan.models.qwen3\nfrom rl_actors import types\nfrom ..losses import PPO\n",
@@ -168,7 +168,7 @@ TREE = {
     [
         (None, "", ""),
         ("controllers/grpo.py", "import configs.tiny", "configs.tiny"),
-        ("rl_actors/clients/trainer.py", "def f():\n    from controllers import rollouts", "controllers.rollouts"),
+        ("rl_actors/clients/trainer.py", "def f():\n    from controllers import rollouts", "controllers.rollouts.groups"),
         ("rl_actors/types.py", "import configs", "configs"),
         (
             "rl_actors/engine/packing.py",

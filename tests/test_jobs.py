@@ -19,8 +19,8 @@ import monarch
 import pytest
 
 from configs.tiny import tiny
-from controllers import describe_plan
-from controllers.hosts import HostsConfig
+from controllers.program import describe_plan
+from controllers.run.hosts import HostsConfig
 from rl_actors.processes import hosts, jobs
 from rl_actors.processes.jobs import JobConfig
 

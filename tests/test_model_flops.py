@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from fakes import trainer_info
 
-from controllers.metrics import usage
+from controllers.observe.logger import usage
 from rl_actors import LoRAConfig, ModelConfig, TrainerConfig
 from rl_actors.model_flops import PEAKS, flops_per_token, peak_flops, product_parameters, training_flops
 

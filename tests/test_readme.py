@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import rl_actors
-from controllers.metrics import KEYS
+from controllers.observe.logger import KEYS
 from rl_actors.losses import LOSSES, columns_of
 
 ROOT = Path(__file__).parents[1]

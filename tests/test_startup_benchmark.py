@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from benchmarks import startup
-from controllers.run_folder import RunFolder
+from controllers.observe.run_folder import RunFolder
 
 RUN = """
 import json, pathlib, sys, time

@@ -16,9 +16,9 @@ import pytest
 from waiting import GUARD
 
 from configs import CONFIGS
-from controllers import cli, launch
+from controllers.program import cli, launch
 from controllers.environments.config import REWARDS, EnvironmentConfig
-from controllers.run_folder import RunFolder, read_jsonl
+from controllers.observe.run_folder import RunFolder, read_jsonl
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "tasks.md").read_text()

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from controllers import checkpoints
-from controllers.gae import GAEConfig, estimate, whiten
-from controllers.metrics import Timer
-from controllers.run import Run, RunConfig, split
-from controllers.schedules import ScheduleConfig
+from controllers.run import checkpoints
+from controllers.algorithms.gae import GAEConfig, estimate, whiten
+from controllers.observe.logger import Timer
+from controllers.run.run import Run, RunConfig, split
+from controllers.algorithms.schedules import ScheduleConfig
 from rl_actors import ForwardBackwardOutput, OptimResult, Sample, TrainerClient, ValueLoss, metrics, num_loss_tokens
 from rl_actors.losses import explained_variance
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from controllers.environments import Problem
-from controllers.tokenizer import Tokenizer
+from controllers.rollouts.tokenizer import Tokenizer
 from rl_actors import Sample
 from rl_actors.metrics import Partials
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from controllers.run import RunConfig
+    from controllers.run.run import RunConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

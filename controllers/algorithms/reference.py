@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from controllers import checkpoints
-from controllers.metrics import Timer
-from controllers.rollouts import Group
-from controllers.run import Run, split
-from controllers.run_folder import RunFolder
+from controllers.run import checkpoints
+from controllers.observe.logger import Timer
+from controllers.rollouts.groups import Group
+from controllers.run.run import Run, split
+from controllers.observe.run_folder import RunFolder
 from rl_actors import KL, ReferenceClient, Sample
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
-from controllers.run_folder import Record
+from controllers.observe.run_folder import Record
 
 LIGHT = {"page": "#f7f7f5", "card": "#fefefe", "ink": "#1c1f26", "muted": "#5b6577", "line": "#e4e7ec"}
 LIGHT |= {"blue": "#2563c9", "orange": "#d9660c", "green": "#15803c", "gray": "#a3abb9"}

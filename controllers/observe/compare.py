@@ -1,6 +1,6 @@
 """Compares runs: writes one HTML page whose charts have a curve for each run, and prints a table. Reads only the folders of the runs.
 
-python -m controllers.compare RUN RUN [RUN …] [--output compare.html]
+python -m controllers.observe.compare RUN RUN [RUN …] [--output compare.html]
 """
 
 import argparse
@@ -11,11 +11,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from controllers.charts import COLORS, TRAINED_PHASES, compared_charts, of_phases, series, validation_metrics
+from controllers.observe.charts import COLORS, TRAINED_PHASES, compared_charts, of_phases, series, validation_metrics
 from controllers.command import started_as
 from controllers.config_file import leaves
-from controllers.report import RunFiles, minutes_text, number, page, total
-from controllers.run_folder import RunFolder
+from controllers.observe.report import RunFiles, minutes_text, number, page, total
+from controllers.observe.run_folder import RunFolder
 
 LAST_VALUES = {
     "reward/mean": "reward, last step",
@@ -129,7 +129,7 @@ def print_table(runs: dict[str, RunFiles], console: Console) -> None:
 
 
 def main() -> None:
-    prog = started_as("controllers.compare")
+    prog = started_as("controllers.observe.compare")
     parser = argparse.ArgumentParser(
         prog=prog, description="Compare runs: print a table, and write a page with the curves."
     )

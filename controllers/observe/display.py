@@ -24,7 +24,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from controllers.run_folder import Record
+from controllers.observe.run_folder import Record
 
 COLUMNS = (  # title, width, key of the record, format
     ("reward", 6, "reward/mean", ".3f"),

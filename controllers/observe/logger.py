@@ -14,10 +14,10 @@ from typing import TextIO
 
 from rich.console import Console
 
-from controllers.display import LineDisplay, LiveDisplay
-from controllers.run_folder import Record, RunFolder, naming, to_json, to_plain
-from controllers.timeline import StepTimeline, Timeline
-from controllers.trackers import Trackers
+from controllers.observe.display import LineDisplay, LiveDisplay
+from controllers.observe.run_folder import Record, RunFolder, naming, to_json, to_plain
+from controllers.observe.timeline import StepTimeline, Timeline
+from controllers.observe.trackers import Trackers
 from rl_actors import TrainerInfo
 from rl_actors.model_flops import peak_flops
 from rl_actors.types import Transfer

@@ -2,7 +2,7 @@
 
 A browser shows report.html without any other file.
 
-python -m controllers.report RUN_FOLDER
+python -m controllers.observe.report RUN_FOLDER
 """
 
 import json
@@ -15,8 +15,8 @@ from statistics import fmean
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from controllers.charts import DARK, LIGHT, TRAINED_PHASES, Records, of_phases, run_charts, save_reward_png, series
-from controllers.run_folder import Record, RunFolder, read_jsonl
+from controllers.observe.charts import DARK, LIGHT, TRAINED_PHASES, Records, of_phases, run_charts, save_reward_png, series
+from controllers.observe.run_folder import Record, RunFolder, read_jsonl
 
 COMPLETIONS_SHOWN = 3000
 """If rollouts.jsonl has more completions than this number, the page leaves out some steps, so that a browser opens the page at once."""
@@ -277,7 +277,7 @@ def _pretty(config: Mapping[str, object]) -> str:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("usage: python -m controllers.report RUN_FOLDER")
+        sys.exit("usage: python -m controllers.observe.report RUN_FOLDER")
     try:
         print(write_report(sys.argv[1]))
     except ValueError as error:

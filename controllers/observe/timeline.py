@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from controllers.run_folder import Record
+from controllers.observe.run_folder import Record
 
 WORKERS = {
     "train": ("trainer",),

@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from controllers.run_folder import Record, RunFolder
+from controllers.observe.run_folder import Record, RunFolder
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker

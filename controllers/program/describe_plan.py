@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from controllers.hosts import HostsConfig
+from controllers.run.hosts import HostsConfig
 from rl_actors import TrainerConfig, layouts, memory_estimate
 from rl_actors.config import DEGREES
 from rl_actors.vllm.cpu import KV_CACHE_BYTES
 
 if TYPE_CHECKING:
-    from controllers.run import RunConfig
+    from controllers.run.run import RunConfig
 
 RANKS_SHOWN = 16
 GIB = 1 << 30

@@ -1,7 +1,7 @@
 """Exports a run's weights as a Hugging Face directory, which transformers and vLLM load. With --adapters, exports only the run's adapters,
 which peft and vLLM load. Needs no trainer.
 
-python -m controllers.export RUN DIR
+python -m controllers.program.export RUN DIR
 """
 
 import json
@@ -15,10 +15,11 @@ from typing import Annotated, Literal
 
 import tyro
 
-from controllers import checkpoints, config_file
+from controllers import config_file
+from controllers.run import checkpoints
 from controllers.command import started_as
-from controllers.run_folder import Record, RunFolder, read_jsonl
-from controllers.tokenizer import Tokenizer, load_tokenizer
+from controllers.observe.run_folder import Record, RunFolder, read_jsonl
+from controllers.rollouts.tokenizer import Tokenizer, load_tokenizer
 from rl_actors import TrainerConfig
 from rl_actors.hub import model_name
 from rl_actors.json_files import read_object
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
 
     If the run cannot be exported, print one line and exit with status 2.
     """
-    prog = started_as("controllers.export")
+    prog = started_as("controllers.program.export")
     arguments = tyro.cli(Export, prog=prog, description=__doc__, args=argv)
     logging.disable(logging.WARNING)  # libraries warn about kernels for GPUs when they are imported
     try:

@@ -26,24 +26,26 @@ from typing import TextIO
 from monarch.actor import shutdown_context
 from rich.console import Console
 
-from controllers import checkpoints, cli, config_file, describe_plan, new_program
-from controllers.actors import StartAgainError
+from controllers import config_file
+from controllers.program import cli, describe_plan
+from controllers.run import checkpoints, restart_process
+from controllers.run.actors import StartAgainError
 from controllers.command import started_as
-from controllers.display import LineDisplay
+from controllers.observe.display import LineDisplay
 from controllers.environments import AnyEnvironment, EpisodeError, RewardError, Scorer, build_environment
 from controllers.environments.data import DataEnvironment
 from controllers.environments.held_out import HeldOut, digests_of
 from controllers.environments.mixture import Excluding, MixedEnvironment
-from controllers.episodes import require_demonstrations
-from controllers.gate import MISSED_STATUS, GateMissedError
-from controllers.interruption import Interrupted, Interruption
-from controllers.metrics import MetricsLogger
-from controllers.problems import known_problems, require_fitting
-from controllers.recovery import Train, train_to_end
-from controllers.run import Run, RunConfig, make_validator, open_generator, open_run
-from controllers.run_folder import RunFolder, read_jsonl
-from controllers.tokenizer import NUM_SPECIAL_TOKENS, Tokenizer, alphabet_of, build_character_tokenizer, load_tokenizer
-from controllers.validation import ValidationSet, build_sets
+from controllers.rollouts.episodes import require_demonstrations
+from controllers.run.gate import MISSED_STATUS, GateMissedError
+from controllers.run.interruption import Interrupted, Interruption
+from controllers.observe.logger import MetricsLogger
+from controllers.run.problems import known_problems, require_fitting
+from controllers.run.recovery import Train, train_to_end
+from controllers.run.run import Run, RunConfig, make_validator, open_generator, open_run
+from controllers.observe.run_folder import RunFolder, read_jsonl
+from controllers.rollouts.tokenizer import NUM_SPECIAL_TOKENS, Tokenizer, alphabet_of, build_character_tokenizer, load_tokenizer
+from controllers.rollouts.evaluation import ValidationSet, build_sets
 from rl_actors import validation
 from rl_actors.processes.output import route_logs, route_process_output
 from rl_actors.vllm.start import require_machine
@@ -122,8 +124,8 @@ def _go_on_in_new_program(invocation: cli.Invocation, death: StartAgainError) ->
     """
     folder = RunFolder(invocation.output_dir)
     try:
-        if new_program.wait(invocation.config, folder, death, functools.partial(print, flush=True)):
-            new_program.start_again(folder, verbose=invocation.verbose)
+        if restart_process.wait(invocation.config, folder, death, functools.partial(print, flush=True)):
+            restart_process.start_again(folder, verbose=invocation.verbose)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (OSError, ValueError) as error:
@@ -353,7 +355,7 @@ async def _train(
                     await _train_until_asked(run, train)
     finally:
         # This import stands here because matplotlib takes half a second, which would delay the start of the actors.
-        from controllers.report import write_report
+        from controllers.observe.report import write_report
 
         write_report(folder.path)
         print(f"report: {folder.report}", file=terminal)

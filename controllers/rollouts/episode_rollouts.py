@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from controllers.environments import EpisodeEnvironment
 from controllers.environments.together import together
-from controllers.episodes import Player, Sampled, TurnSender
-from controllers.problems import Take, consecutive
-from controllers.rollouts import Deliver, GenerationError, Group, Penalty, RolloutConfig, Rollouts
-from controllers.run import Config, Run
-from controllers.timeline import Timeline
+from controllers.rollouts.episodes import Player, Sampled, TurnSender
+from controllers.run.problems import Take, consecutive
+from controllers.rollouts.groups import Deliver, GenerationError, Group, Penalty, RolloutConfig, Rollouts
+from controllers.run.run import Config, Run
+from controllers.observe.timeline import Timeline
 from rl_actors import Completion, GeneratorClient
 
 

@@ -28,8 +28,8 @@ from controllers.environments import (
     Scorer,
 )
 from controllers.environments.base import as_reward
-from controllers.run_folder import Record
-from controllers.tokenizer import Tokenizer
+from controllers.observe.run_folder import Record
+from controllers.rollouts.tokenizer import Tokenizer
 from rl_actors import Completion, GeneratorClient, Sample, SamplingParams
 
 T = TypeVar("T")

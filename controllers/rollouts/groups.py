@@ -15,14 +15,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from controllers.advantages import ADVANTAGES
+from controllers.rollouts.advantages import ADVANTAGES
 from controllers.environments import AnyEnvironment, Environment, Problem, Scorer, own_code
 from controllers.environments.base import are_equal
-from controllers.episodes import PlayedEpisode
-from controllers.problems import Take, consecutive
-from controllers.run_folder import Record
-from controllers.timeline import Timeline
-from controllers.tokenizer import Tokenizer
+from controllers.rollouts.episodes import PlayedEpisode
+from controllers.run.problems import Take, consecutive
+from controllers.observe.run_folder import Record
+from controllers.observe.timeline import Timeline
+from controllers.rollouts.tokenizer import Tokenizer
 from rl_actors import Completion, GeneratorClient, Sample, SamplingParams
 from rl_actors.seeds import hashed_seed
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from controllers.chat import ChatConfig, ChatTemplate
+from controllers.rollouts.chat import ChatConfig, ChatTemplate
 from controllers.environments import Message, Observation, Problem
 from controllers.environments.files import SURROGATE
 from rl_actors import Sample

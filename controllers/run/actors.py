@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import torch
 
 import rl_actors
-from controllers.run_folder import RunFolder
-from controllers.turns import overlap
+from controllers.observe.run_folder import RunFolder
+from controllers.run.colocation import overlap
 from rl_actors import GeneratorClient, GeneratorConfig, ReferenceClient, TrainerClient, ValueTrainerClient
 from rl_actors.clients.base import ActorDiedError, ActorSilentError
 from rl_actors.clients.call import in_background
@@ -26,7 +26,7 @@ from rl_actors.transports.base import Transport
 from rl_actors.transports.default import default_transport
 
 if TYPE_CHECKING:
-    from controllers.run import RunConfig
+    from controllers.run.run import RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -318,7 +318,7 @@ class Actors:
         with setup("starting trainer and generator" if self.config.has_generator else "starting trainer"):
             # The report at the end of the run needs matplotlib. Importing it now costs no time, because the actors take
             # longer to start.
-            importing = asyncio.to_thread(import_module, "controllers.report")
+            importing = asyncio.to_thread(import_module, "controllers.observe.report")
             await asyncio.gather(*(client.ready() for client in self.clients.values()), importing)
         return trainer, generator
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from controllers import checksums
+from controllers.run import checksums
 from rl_actors.json_files import read_object
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from controllers.run_folder import naming
+from controllers.observe.run_folder import naming
 
 FILE = "checksums.json"
 

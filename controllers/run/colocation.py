@@ -13,8 +13,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
-from controllers.metrics import Timer
-from controllers.run_folder import Record
+from controllers.observe.logger import Timer
+from controllers.observe.run_folder import Record
 from rl_actors import GeneratorClient, TrainerClient, TrainerInfo
 from rl_actors.parts import PARTS, HostMove, Part, of_all_ranks, require_parts
 from rl_actors.types import DeviceMemory

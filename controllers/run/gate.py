@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Self
 
-from controllers.run_folder import Record
+from controllers.observe.run_folder import Record
 
 MISSED_STATUS = 3
 """Exit status of a run that missed its gate."""

@@ -16,11 +16,11 @@ from controllers.environments.base import text_of
 from controllers.environments.data import DataEnvironment
 from controllers.environments.held_out import digest_of
 from controllers.environments.mixture import MixedEnvironment
-from controllers.tokenizer import Tokenizer
+from controllers.rollouts.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from controllers.run import RunConfig
-    from controllers.validation import ValidationSet
+    from controllers.run.run import RunConfig
+    from controllers.rollouts.evaluation import ValidationSet
 
 FIRST = 1000
 """Number of problems of an endless source that are looked at before a run."""

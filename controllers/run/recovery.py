@@ -1,7 +1,7 @@
 """Recovers a run inside its process. After the death of an actor the run goes on from its newest complete checkpoint.
 
 A dead generator needs no recovery, because GeneratorClient replaces it. A run with `--hosts` cannot recover inside its
-process: every death that needs a recovery raises StartAgainError, and new_program.py continues the run in a new program
+process: every death that needs a recovery raises StartAgainError, and restart_process.py continues the run in a new program
 if it can.
 
 A recovery replaces the dead actor. The other actors stay, unless the trainer and the generator share GPUs. In that case
@@ -22,10 +22,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
-from controllers import checkpoints
-from controllers.actors import Actors, Death
-from controllers.critic import FOLDER as CRITIC
-from controllers.run import Run, make_turns
+from controllers.run import checkpoints
+from controllers.run.actors import Actors, Death
+from controllers.algorithms.critic import FOLDER as CRITIC
+from controllers.run.run import Run, make_turns
 from rl_actors import TrainerClient
 
 Train = Callable[[Run[Any]], Awaitable[None]]

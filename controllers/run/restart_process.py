@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 
-from controllers.actors import StartAgainError
-from controllers.run import RunConfig
-from controllers.run_folder import RunFolder, read_jsonl
-from controllers.survival import restart_line
+from controllers.run.actors import StartAgainError
+from controllers.run.run import RunConfig
+from controllers.observe.run_folder import RunFolder, read_jsonl
+from controllers.run.survival import restart_line
 from rl_actors.clients.restarts import HOUR
 
 PROGRAM = "program"

@@ -9,26 +9,26 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Generic, Literal, Self, TypeVar
 
 import rl_actors
-from controllers.actors import CLOSE_TIMEOUT, Actors, Setup
-from controllers.algorithms import Algorithm
-from controllers.chat import ChatConfig
-from controllers.checkpoints import Checkpoints, State, random_states
+from controllers.run.actors import CLOSE_TIMEOUT, Actors, Setup
+from controllers.algorithms.presets import Algorithm
+from controllers.rollouts.chat import ChatConfig
+from controllers.run.checkpoints import Checkpoints, State, random_states
 from controllers.environments import AnyEnvironment, EnvironmentConfig, Problem, Scorer
 from controllers.environments.files import digest
 from controllers.environments.held_out import HeldOut
-from controllers.episodes import EpisodeConfig, EpisodeLimits, Player
-from controllers.gate import Gate
-from controllers.hosts import HostsConfig
-from controllers.interruption import Interruption
-from controllers.metrics import MetricsLogger, Timer, transfers, usage
-from controllers.problems import TrainingProblems
-from controllers.run_folder import Record, RunFolder
-from controllers.slow_rank import SlowRank
-from controllers.survival import Recording, Recoveries, SurvivalConfig
-from controllers.tokenizer import Tokenizer
-from controllers.trackers import TrackerName, validate_trackers
-from controllers.turns import InTurn, SideBySide, Turns, TurnsConfig, overlap
-from controllers.validation import SETS_AS_JSON, PassAtKConfig, Scores, ValidationSet, Validator, validate_sets
+from controllers.rollouts.episodes import EpisodeConfig, EpisodeLimits, Player
+from controllers.run.gate import Gate
+from controllers.run.hosts import HostsConfig
+from controllers.run.interruption import Interruption
+from controllers.observe.logger import MetricsLogger, Timer, transfers, usage
+from controllers.run.problems import TrainingProblems
+from controllers.observe.run_folder import Record, RunFolder
+from controllers.run.slow_rank import SlowRank
+from controllers.run.survival import Recording, Recoveries, SurvivalConfig
+from controllers.rollouts.tokenizer import Tokenizer
+from controllers.observe.trackers import TrackerName, validate_trackers
+from controllers.run.colocation import InTurn, SideBySide, Turns, TurnsConfig, overlap
+from controllers.rollouts.evaluation import SETS_AS_JSON, PassAtKConfig, Scores, ValidationSet, Validator, validate_sets
 from rl_actors import (
     GeneratorClient,
     GeneratorConfig,

@@ -2,8 +2,8 @@
 
 The service runs no training loop. These commands start a service and ask for its status:
 
-python -m controllers.serve_actors --config tiny --address tcp://127.0.0.1:4400
-python -m controllers.serve_actors status tcp://127.0.0.1:4400
+python -m controllers.service --config tiny --address tcp://127.0.0.1:4400
+python -m controllers.service status tcp://127.0.0.1:4400
 
 To attach, a program calls TrainerClient.attach("tcp://127.0.0.1:4400") or GeneratorClient.attach(…). If the config has a value model (PPO),
 the service also owns this model, and a program calls ValueTrainerClient.attach(…). See docs/operations.md.
@@ -25,15 +25,15 @@ from pathlib import Path
 
 from monarch.actor import context, enable_transport, shutdown_context
 
-from controllers import cli
-from controllers.actors import Actors, shares_gpu
+from controllers.program import cli
+from controllers.run.actors import Actors, shares_gpu
 from controllers.command import started_as
-from controllers.launch import SHUTDOWN_TIMEOUT
-from controllers.prometheus import MetricsPort, address_of
-from controllers.run import RunConfig
-from controllers.run_folder import RunFolder
-from controllers.service_metrics import prometheus
-from controllers.tokenizer import build_character_tokenizer
+from controllers.program.launch import SHUTDOWN_TIMEOUT
+from controllers.observe.prometheus import MetricsPort, address_of
+from controllers.run.run import RunConfig
+from controllers.observe.run_folder import RunFolder
+from controllers.service.numbers import prometheus
+from controllers.rollouts.tokenizer import build_character_tokenizer
 from rl_actors import validation
 from rl_actors.clients.base import ATTACH_TIMEOUT
 from rl_actors.clients.call import in_background
@@ -41,13 +41,13 @@ from rl_actors.processes import tls
 from rl_actors.processes.address import Address
 from rl_actors.processes.output import route_logs
 from rl_actors.processes.spawn import prepare_this_process
-from rl_actors.service import remote
-from rl_actors.service.coordinator import spawn_coordinator
-from rl_actors.service.door import Door
-from rl_actors.service.members import GeneratorMember, Member, ModelMember
-from rl_actors.service.service import Service
+from rl_actors.clients import remote
+from controllers.service.coordinator import spawn_coordinator
+from controllers.service.door import Door
+from controllers.service.members import GeneratorMember, Member, ModelMember
+from controllers.service.service import Service
 
-PROGRAM = "controllers.serve_actors"
+PROGRAM = "controllers.service"
 DEFAULT_ADDRESS = "tcp://127.0.0.1:4400"
 DEFAULT_METRICS = "127.0.0.1:0"
 METRICS_TIMEOUT = 5.0

@@ -16,7 +16,7 @@ import cloudpickle
 from monarch.actor import Actor, concurrent_endpoint, this_proc
 
 from rl_actors.clients.call import in_background
-from rl_actors.service.service import Service
+from controllers.service.service import Service
 
 if TYPE_CHECKING:
     from monarch.actor import UndeliverableMessageEnvelope

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Literal
 
-from rl_actors.service.open_step import Attached
+from controllers.service.open_step import Attached
 
 Outcome = Literal["answered", "failed", "left"]
 """How a call ended. answered: the client got an answer. failed: the client got an error. left: the client left first."""

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rl_actors.processes.address import Address
-from rl_actors.service.open_step import Attached
-from rl_actors.service.service import Service
-from rl_actors.service.wire import MAX_LINE_BYTES, PROTOCOL, Message, decode, encode, keep_alive, mismatch
-from rl_actors.service.wire import versions as own_versions
+from controllers.service.open_step import Attached
+from controllers.service.service import Service
+from rl_actors.clients.wire import MAX_LINE_BYTES, PROTOCOL, Message, decode, encode, keep_alive, mismatch
+from rl_actors.clients.wire import versions as own_versions
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from rl_actors.clients.generator import GeneratorClient
 from rl_actors.clients.model import ModelClient
 from rl_actors.clients.model_calls import SavedCheckpoint
 from rl_actors.clients.trainer import TrainerClient
-from rl_actors.service.counts import MemberNumbers
-from rl_actors.service.open_step import CHANGING, Attached, OpenStep
+from controllers.service.counts import MemberNumbers
+from controllers.service.open_step import CHANGING, Attached, OpenStep
 from rl_actors.types import Completion, SamplingParams, TrainerInfo
 
 logger = logging.getLogger(__name__)

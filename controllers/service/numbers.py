@@ -1,7 +1,7 @@
 """The metrics that an actor service (serve_actors.py) exports to Prometheus."""
 
-from controllers.prometheus import Family, Labels, text
-from rl_actors.service.counts import ServiceNumbers
+from controllers.observe.prometheus import Family, Labels, text
+from controllers.service.counts import ServiceNumbers
 
 PREFIX = "rl_actors_service_"
 

@@ -11,9 +11,9 @@ import time
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 
-from rl_actors.service.counts import CallCounts, ServiceNumbers
-from rl_actors.service.members import Member
-from rl_actors.service.open_step import Attached
+from controllers.service.counts import CallCounts, ServiceNumbers
+from controllers.service.members import Member
+from controllers.service.open_step import Attached
 
 logger = logging.getLogger(__name__)
 

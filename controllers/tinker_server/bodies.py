@@ -13,8 +13,8 @@ from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from controllers.serve.beside import SMALL_BYTES, beside
-from controllers.serve.config import ServeConfig
+from controllers.tinker_server.beside import SMALL_BYTES, beside
+from controllers.tinker_server.config import ServeConfig
 
 MAX_WINDOW = 1 << 27
 """Largest window of a zstd frame, in bytes. The limit exists because the decompressor holds a whole window in memory."""

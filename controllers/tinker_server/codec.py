@@ -16,7 +16,7 @@ import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
-from controllers.serve.messages import MAX_NAME
+from controllers.tinker_server.messages import MAX_NAME
 
 PACKAGE = "rl_actors_serve"
 ENUMS = {

@@ -15,11 +15,11 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from controllers.command import started_as
-from controllers.serve.access import Access, is_loopback, read_keys
-from controllers.serve.config import ServeConfig
-from controllers.serve.routes import ANYONE, make_app
-from controllers.serve.start import start_server
-from controllers.serve.state_folder import claimed
+from controllers.tinker_server.access import Access, is_loopback, read_keys
+from controllers.tinker_server.config import ServeConfig
+from controllers.tinker_server.routes import ANYONE, make_app
+from controllers.tinker_server.start import start_server
+from controllers.tinker_server.state_folder import claimed
 
 API_KEY = "tml-local"
 """The key that clients set if the server checks no keys.
@@ -39,7 +39,7 @@ def main() -> None:
 
     Prints one line and exits with status 2 if the server cannot start with these arguments.
     """
-    prog = started_as("controllers.serve")
+    prog = started_as("controllers.tinker_server")
     try:
         arguments = read_arguments(prog)
         asyncio.run(serve(arguments, listen(arguments.address)))

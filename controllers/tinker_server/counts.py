@@ -1,6 +1,6 @@
 """Counts the fields of a protobuf message before the message is parsed: a parsed field takes many times the bytes of an empty one."""
 
-from controllers.serve.codec import MESSAGES
+from controllers.tinker_server.codec import MESSAGES
 
 MAX_FIELDS = 1 << 18
 """Largest number of fields of a request, those of nested messages included. A datum with four inputs has about 30."""

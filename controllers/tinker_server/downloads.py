@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from urllib.parse import quote
 
-from controllers.serve.futures import NotFoundError
-from controllers.serve.store import Checkpoint
+from controllers.tinker_server.futures import NotFoundError
+from controllers.tinker_server.store import Checkpoint
 
 VALID_SECONDS = 3600
 

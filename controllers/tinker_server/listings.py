@@ -3,8 +3,8 @@
 from datetime import UTC, datetime
 from typing import Any
 
-from controllers.serve.futures import NotFoundError
-from controllers.serve.store import Checkpoint, Run, Store
+from controllers.tinker_server.futures import NotFoundError
+from controllers.tinker_server.store import Checkpoint, Run, Store
 
 MAX_PAGE = 1000
 """Largest number of items in one answer."""

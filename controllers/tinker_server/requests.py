@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from controllers.serve import messages
-from controllers.serve.beside import beside
-from controllers.serve.codec import NO_LOGPROB, SampledSequence, TopK, write_sample
-from controllers.serve.sampling import Weights
-from controllers.serve.targets import Targets
+from controllers.tinker_server import messages
+from controllers.tinker_server.beside import beside
+from controllers.tinker_server.codec import NO_LOGPROB, SampledSequence, TopK, write_sample
+from controllers.tinker_server.sampling import Weights
+from controllers.tinker_server.targets import Targets
 from rl_actors import SamplingParams
 from rl_actors.types import Completion, TopLogprobs
 from rl_actors.validation import MAX_TOP_LOGPROBS, validate_prompts, validate_sampling_params, validate_sequences

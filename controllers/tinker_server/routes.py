@@ -18,16 +18,16 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.requests import ClientDisconnect
 
-from controllers.run_folder import to_plain
-from controllers.serve import listings, messages, status
-from controllers.serve.access import Counts
-from controllers.serve.beside import SMALL_BYTES, beside
-from controllers.serve.bodies import JsonRoute, LimitedBodies, decompressed
-from controllers.serve.downloads import VALID_SECONDS, Downloads
-from controllers.serve.futures import MAX_ERROR_LENGTH, NotFoundError, Promise, UserError
-from controllers.serve.messages import MAX_NAME
-from controllers.serve.samples import read_call
-from controllers.serve.server import Server
+from controllers.observe.run_folder import to_plain
+from controllers.tinker_server import listings, messages, status
+from controllers.tinker_server.access import Counts
+from controllers.tinker_server.beside import SMALL_BYTES, beside
+from controllers.tinker_server.bodies import JsonRoute, LimitedBodies, decompressed
+from controllers.tinker_server.downloads import VALID_SECONDS, Downloads
+from controllers.tinker_server.futures import MAX_ERROR_LENGTH, NotFoundError, Promise, UserError
+from controllers.tinker_server.messages import MAX_NAME
+from controllers.tinker_server.samples import read_call
+from controllers.tinker_server.server import Server
 
 PROTOBUF = "application/x-protobuf"
 INLINE_BYTES = 1 << 20

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from controllers.serve.codec import Datum, ForwardBackwardCall, read_forward_backward, write_forward_backward
-from controllers.serve.counts import require_few_fields
-from controllers.serve.losses import COLUMN_OF_INPUT, LossKind, kind_of, make_loss
+from controllers.tinker_server.codec import Datum, ForwardBackwardCall, read_forward_backward, write_forward_backward
+from controllers.tinker_server.counts import require_few_fields
+from controllers.tinker_server.losses import COLUMN_OF_INPUT, LossKind, kind_of, make_loss
 from rl_actors import metrics
 from rl_actors.clients.limits import TrainerLimits
 from rl_actors.losses import Loss

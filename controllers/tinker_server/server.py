@@ -22,15 +22,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from controllers.serve import messages, requests
-from controllers.serve.beside import beside
-from controllers.serve.config import ServeConfig, tokenizer_id
-from controllers.serve.curves import RATE_SECONDS, Rates, RunCurves
-from controllers.serve.futures import Answer, Futures, Json, NotFoundError, Promise, UserError
-from controllers.serve.samples import TrainingCall, write_output
-from controllers.serve.sampling import VersionedGenerator, Weights
-from controllers.serve.store import Checkpoint, Run, Sampler, Store, checkpoint_path
-from controllers.serve.trainers import Trainers
+from controllers.tinker_server import messages, requests
+from controllers.tinker_server.beside import beside
+from controllers.tinker_server.config import ServeConfig, tokenizer_id
+from controllers.tinker_server.curves import RATE_SECONDS, Rates, RunCurves
+from controllers.tinker_server.futures import Answer, Futures, Json, NotFoundError, Promise, UserError
+from controllers.tinker_server.samples import TrainingCall, write_output
+from controllers.tinker_server.sampling import VersionedGenerator, Weights
+from controllers.tinker_server.store import Checkpoint, Run, Sampler, Store, checkpoint_path
+from controllers.tinker_server.trainers import Trainers
 from rl_actors import OptimParams, adapters
 from rl_actors.clients.limits import TrainerLimits
 from rl_actors.validation import MAX_TOP_LOGPROBS

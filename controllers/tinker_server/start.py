@@ -8,15 +8,15 @@ import logging
 from functools import partial
 from pathlib import Path
 
-from controllers.serve.config import ServeConfig, tokenizer_id
-from controllers.serve.requests import SamplingLimits
-from controllers.serve.sampling import VersionedGenerator
-from controllers.serve.server import Server, is_abandoned
-from controllers.serve.state_folder import require_base
-from controllers.serve.store import Store
-from controllers.serve.trainers import Trainer, Trainers
-from controllers.serve.weights import HfDirectories
-from controllers.tokenizer import load_tokenizer
+from controllers.tinker_server.config import ServeConfig, tokenizer_id
+from controllers.tinker_server.requests import SamplingLimits
+from controllers.tinker_server.sampling import VersionedGenerator
+from controllers.tinker_server.server import Server, is_abandoned
+from controllers.tinker_server.state_folder import require_base
+from controllers.tinker_server.store import Store
+from controllers.tinker_server.trainers import Trainer, Trainers
+from controllers.tinker_server.weights import HfDirectories
+from controllers.rollouts.tokenizer import load_tokenizer
 from rl_actors import GeneratorClient, TrainerClient, TrainerConfig
 from rl_actors.vllm.start import this_machine
 

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from controllers.prometheus import Family, Labels, text
-from controllers.serve.access import Counts
-from controllers.serve.curves import RATE_SECONDS, RunCurves
-from controllers.serve.server import Server
+from controllers.observe.prometheus import Family, Labels, text
+from controllers.tinker_server.access import Counts
+from controllers.tinker_server.curves import RATE_SECONDS, RunCurves
+from controllers.tinker_server.server import Server
 
 MOST_ROWS = 50
 """Largest number of rows of a table on the page."""

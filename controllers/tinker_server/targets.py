@@ -12,9 +12,9 @@ from typing import Self
 
 import numpy as np
 
-from controllers.serve import messages
-from controllers.serve.codec import Cells, rows_of_csr, shaped
-from controllers.serve.sampling import Weights
+from controllers.tinker_server import messages
+from controllers.tinker_server.codec import Cells, rows_of_csr, shaped
+from controllers.tinker_server.sampling import Weights
 
 NOTHING = -1
 """Value of a cell that asks for no token."""

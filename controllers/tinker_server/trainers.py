@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
-from controllers.serve.config import ServeConfig
-from controllers.serve.futures import UserError
-from controllers.serve.samples import Batch
-from controllers.serve.store import Run, Store
+from controllers.tinker_server.config import ServeConfig
+from controllers.tinker_server.futures import UserError
+from controllers.tinker_server.samples import Batch
+from controllers.tinker_server.store import Run, Store
 from rl_actors import OptimParams, TrainerConfig
 from rl_actors.clients.base import ActorDiedError
 from rl_actors.clients.model_calls import SavedCheckpoint

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from monarch.actor import Actor, ActorMesh, Endpoint, ProcMesh
 
     from rl_actors.processes.hosts import Hosts
-    from rl_actors.service.remote import Lease
+    from rl_actors.clients.remote import Lease
 
 T = TypeVar("T")
 SHUTDOWN_TIMEOUT = 15.0

@@ -161,7 +161,7 @@ class GeneratorClient(Client):
         service aborts the program's generate calls.
         certificates: folder of certificates for a tls:// address.
         """
-        from rl_actors.service import remote
+        from rl_actors.clients import remote
 
         mesh, info = remote.attach(
             address, "generator", certificates=certificates, timeout=timeout, call_timeout=call_timeout

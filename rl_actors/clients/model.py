@@ -173,7 +173,7 @@ class ModelClient(ModelCalls, Client):
         address, or if certificates are refused. Raises ValueError if the address is wrong, if the service has no such model, or if the
         service has another version of rl_actors, torch, Monarch or Python.
         """
-        from rl_actors.service import remote
+        from rl_actors.clients import remote
 
         mesh, info = remote.attach(
             address,

@@ -24,12 +24,12 @@ from rl_actors.clients.base import ATTACH_TIMEOUT, STEP_WAIT
 from rl_actors.processes import tls
 from rl_actors.processes.address import Address
 from rl_actors.processes.spawn import prepare_this_process
-from rl_actors.service.coordinator import opened
-from rl_actors.service.wire import MAX_LINE_BYTES, PROTOCOL, Message, decode, encode, keep_alive
-from rl_actors.service.wire import versions as own_versions
+from controllers.service.coordinator import opened
+from rl_actors.clients.wire import MAX_LINE_BYTES, PROTOCOL, Message, decode, encode, keep_alive
+from rl_actors.clients.wire import versions as own_versions
 
 if TYPE_CHECKING:
-    from rl_actors.service.coordinator import Coordinator
+    from controllers.service.coordinator import Coordinator
 
 
 class Lease:

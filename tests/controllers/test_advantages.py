@@ -9,7 +9,7 @@ import statistics
 import pytest
 import torch
 
-from controllers.advantages import ADVANTAGES, dr_grpo, grpo, reinforce_plus_plus, rloo
+from controllers.rollouts.advantages import ADVANTAGES, dr_grpo, grpo, reinforce_plus_plus, rloo
 
 REWARDS_GN = [[1.0, 0.0, 0.0, 0.5], [0.2, 0.9, 0.4, 0.4]]
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from configs.tiny import tiny
-from controllers import checkpoints, checksums
-from controllers.checkpoints import Checkpoints, removable
-from controllers.run import Run
+from controllers.run import checkpoints, checksums
+from controllers.run.checkpoints import Checkpoints, removable
+from controllers.run.run import Run
 
 
 @dataclass

@@ -12,9 +12,10 @@ from typing import ClassVar, Literal
 import pytest
 
 import configs
-from controllers import cli, config_file
+from controllers import config_file
+from controllers.program import cli
 from controllers.environments import EnvironmentConfig
-from controllers.schedules import ScheduleConfig
+from controllers.algorithms.schedules import ScheduleConfig
 from rl_actors.config import TrainerConfig
 
 

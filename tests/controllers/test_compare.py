@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 from test_report import Nesting, Tags, grpo_record, whole_run, write_run
 
-from controllers import compare
-from controllers.charts import COLORS
+from controllers.observe import compare
+from controllers.observe.charts import COLORS
 
 
 @pytest.fixture(scope="module")

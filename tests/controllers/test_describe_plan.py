@@ -18,7 +18,7 @@ from configs import CONFIGS
 from configs.qwen3 import qwen3_4b, qwen3_8b, qwen3_8b_one_gpu
 from configs.qwen3_ppo import qwen3_0_6b_ppo, qwen3_4b_ppo
 from configs.tiny import tiny
-from controllers import describe_plan
+from controllers.program import describe_plan
 from rl_actors.memory_estimate import memory
 
 ROOT = Path(__file__).parents[2]

@@ -14,12 +14,13 @@ from torch.testing import assert_close
 
 from configs import CONFIGS
 from configs.tiny import tiny_dpo
-from controllers import config_file, launch
-from controllers.describe_plan import describe
+from controllers import config_file
+from controllers.program import launch
+from controllers.program.describe_plan import describe
 from controllers.environments import EnvironmentConfig, build_environment
-from controllers.preferences import DPO, to_samples
-from controllers.run_folder import RunFolder
-from controllers.tokenizer import build_character_tokenizer, load_tokenizer
+from controllers.algorithms.preferences import DPO, to_samples
+from controllers.observe.run_folder import RunFolder
+from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
 from rl_actors import Sample
 from rl_actors.losses.custom import output_gradients
 from rl_actors.metrics import finish, merge

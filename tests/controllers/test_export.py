@@ -1,4 +1,4 @@
-"""`controllers.export` writes a run's checkpoint as a directory that transformers or peft loads, with a model card."""
+"""`controllers.program.export` writes a run's checkpoint as a directory that transformers or peft loads, with a model card."""
 
 import json
 from dataclasses import replace
@@ -9,9 +9,10 @@ import torch
 from references import BASE, random_samples, save_random
 
 from configs.tiny import tiny
-from controllers import config_file, export
-from controllers.run_folder import RunFolder, to_json
-from controllers.tokenizer import build_character_tokenizer
+from controllers import config_file
+from controllers.program import export
+from controllers.observe.run_folder import RunFolder, to_json
+from controllers.rollouts.tokenizer import build_character_tokenizer
 from rl_actors import LoRAConfig, OptimParams
 
 RECORDS = [

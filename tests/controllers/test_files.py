@@ -16,7 +16,7 @@ from pyarrow import parquet
 from configs import CONFIGS
 from controllers.environments import EnvironmentConfig, build_environment
 from controllers.environments.files import read_dataset, read_file
-from controllers.run_folder import RunFolder
+from controllers.observe.run_folder import RunFolder
 
 
 def rows_of(path) -> list[dict]:

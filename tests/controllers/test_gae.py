@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controllers.gae import GAEConfig, estimate, whiten
+from controllers.algorithms.gae import GAEConfig, estimate, whiten
 
 NUMBER = st.floats(-3, 3)
 FACTOR = st.floats(0, 1)

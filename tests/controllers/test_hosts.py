@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from configs.tiny import tiny
-from controllers import describe_plan
-from controllers.hosts import HostsConfig
+from controllers.program import describe_plan
+from controllers.run.hosts import HostsConfig
 from rl_actors import TrainerClient, TrainerConfig
 from rl_actors.clients import base
 from rl_actors.processes import hosts, spawn, worker

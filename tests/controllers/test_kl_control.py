@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controllers.kl_control import KLControlConfig, mean_divergence, penalised_rewards
+from controllers.algorithms.kl_control import KLControlConfig, mean_divergence, penalised_rewards
 from rl_actors import KL
 
 ESTIMATES = {

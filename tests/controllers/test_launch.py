@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from controllers import launch
+from controllers.program import launch
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the test needs a machine without GPUs")
 

@@ -13,11 +13,12 @@ from fakes import AnswersEach, ReplayingGenerator
 
 import rl_actors
 from configs.tiny import tiny
-from controllers import checkpoints, cli, launch
+from controllers.program import cli, launch
+from controllers.run import checkpoints
 from controllers.environments import Scorer
 from controllers.grpo import GRPOConfig, train
-from controllers.interruption import Interruption
-from controllers.run_folder import RunFolder, read_jsonl
+from controllers.run.interruption import Interruption
+from controllers.observe.run_folder import RunFolder, read_jsonl
 
 NUM_WARMUP_STEPS, NUM_STEPS = 100, 10
 # In a name, the number after FSDP, TP or PP is the degree.

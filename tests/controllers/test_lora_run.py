@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from waiting import GUARD
 
 from configs.tiny import tiny
-from controllers.run_folder import read_jsonl
+from controllers.observe.run_folder import read_jsonl
 from rl_actors import MemoryTransport, TrainerClient
 
 ROOT = Path(__file__).parents[2]

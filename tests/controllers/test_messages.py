@@ -13,11 +13,11 @@ from pyarrow import parquet
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from controllers.chat import ChatConfig
+from controllers.rollouts.chat import ChatConfig
 from controllers.environments import EnvironmentConfig, Problem, Reply, Scorer, build_environment
-from controllers.episodes import EpisodeLimits, Player
-from controllers.rollouts import RolloutConfig, Rollouts
-from controllers.tokenizer import load_tokenizer
+from controllers.rollouts.episodes import EpisodeLimits, Player
+from controllers.rollouts.groups import RolloutConfig, Rollouts
+from controllers.rollouts.tokenizer import load_tokenizer
 from rl_actors import Completion
 
 CHATML = """\

@@ -9,8 +9,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from controllers.metrics import KEYS, MetricsLogger, Timer, completions_of
-from controllers.run_folder import Record, RunFolder, read_jsonl, to_json
+from controllers.observe.logger import KEYS, MetricsLogger, Timer, completions_of
+from controllers.observe.run_folder import Record, RunFolder, read_jsonl, to_json
 
 
 def logger(folder: RunFolder, out: io.StringIO | None = None, **options) -> MetricsLogger:
@@ -75,7 +75,7 @@ def test_the_file_is_unchanged_if_dropping_lines_fails(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path)
     record_steps(folder, range(1, 4))
     before = folder.metrics.read_bytes()
-    monkeypatch.setattr("controllers.run_folder.os.fsync", lambda fd: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr("controllers.observe.run_folder.os.fsync", lambda fd: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         folder.drop_after(1)
     assert folder.metrics.read_bytes() == before
@@ -252,7 +252,7 @@ def test_a_resumed_run_goes_on_if_the_metrics_are_missing_and_a_line_is_cut_off(
 
 def test_trackers_get_a_step_only_once_if_a_recovered_run_repeats_it(tmp_path, monkeypatch):
     told = []
-    monkeypatch.setattr("controllers.trackers.Trackers.log", lambda _, step, values: told.append(step))
+    monkeypatch.setattr("controllers.observe.trackers.Trackers.log", lambda _, step, values: told.append(step))
     with logger(RunFolder(tmp_path)) as log:
         for step in (1, 2, 3):
             log.step(step, {"loss": 0.5}, phase="grpo")

@@ -18,12 +18,13 @@ import pytest
 from test_resumed_run import grpo_config
 
 from configs.tiny import tiny
-from controllers import hosts, launch, new_program
-from controllers.actors import StartAgainError
-from controllers.cli import Invocation
+from controllers.program import launch
+from controllers.run import hosts, restart_process
+from controllers.run.actors import StartAgainError
+from controllers.program.cli import Invocation
 from controllers.grpo import GRPOConfig
-from controllers.hosts import HostsConfig
-from controllers.run_folder import RunFolder, read_jsonl
+from controllers.run.hosts import HostsConfig
+from controllers.observe.run_folder import RunFolder, read_jsonl
 
 LOST = StartAgainError("the worker of tcp://10.0.0.6:4444 has ended", ["tcp://10.0.0.6:4444"])
 
@@ -45,13 +46,13 @@ def lost_before(folder: RunFolder, ago: timedelta) -> None:
     """Add a line to restarts.jsonl: a new program was started `ago` before now."""
     time = (datetime.now(UTC) - ago).isoformat()
     with folder.restarts.open("a") as file:
-        file.write(json.dumps({"restart": new_program.PROGRAM, "time": time}) + "\n")
+        file.write(json.dumps({"restart": restart_process.PROGRAM, "time": time}) + "\n")
 
 
 def test_the_restart_is_recorded_and_the_run_does_not_wait_for_workers_that_a_job_starts(folder):
     """The hosts of `config` are process://2. A job starts the workers of such hosts."""
     told = []
-    assert new_program.wait(config(), folder, LOST, told.append)
+    assert restart_process.wait(config(), folder, LOST, told.append)
     [line] = read_jsonl(folder.restarts)
     assert line["restart"] == "program" and line["after_step"] == 2
     assert line["cause"] == "the worker of tcp://10.0.0.6:4444 has ended"
@@ -62,15 +63,15 @@ def test_only_restarts_of_the_last_hour_count_for_the_limit(folder):
     told = []
     lost_before(folder, timedelta(hours=2))
     lost_before(folder, timedelta(minutes=50))
-    assert new_program.wait(config(), folder, LOST, told.append)
-    assert not new_program.wait(config(), folder, LOST, told.append)
+    assert restart_process.wait(config(), folder, LOST, told.append)
+    assert not restart_process.wait(config(), folder, LOST, told.append)
     assert told[-1] == "this is death 3 in the last hour, but survival.max_restarts_per_hour=2"
     assert len(read_jsonl(folder.restarts)) == 3
 
 
 @pytest.mark.parametrize("ends", [{"return_timeout": 0.0}, {"max_restarts": 0}])
 def test_a_config_can_let_the_death_end_the_run(folder, ends):
-    assert not new_program.wait(config(**ends), folder, LOST, [].append)
+    assert not restart_process.wait(config(**ends), folder, LOST, [].append)
     assert not folder.restarts.exists()
 
 
@@ -89,7 +90,7 @@ def test_the_run_waits_until_the_worker_listens(folder, monkeypatch):
     monkeypatch.setattr(hosts.time, "sleep", pause)
     told = []
     with listening:
-        assert new_program.wait(
+        assert restart_process.wait(
             config(address), folder, StartAgainError(f"the worker of {address} has ended", [address]), told.append
         )
     assert len(pauses) == 2
@@ -103,7 +104,7 @@ def test_a_worker_that_does_not_come_back_in_time_is_named(folder):
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     told = []
     lost = StartAgainError(f"the worker of {address} has ended", [address])
-    assert not new_program.wait(config(address, return_timeout=0.01), folder, lost, told.append)
+    assert not restart_process.wait(config(address, return_timeout=0.01), folder, lost, told.append)
     assert told[-1] == f"no worker listens at {address} after hosts.return_timeout=0.01 s"
 
 
@@ -117,10 +118,10 @@ def test_a_worker_that_does_not_come_back_in_time_is_named(folder):
 def test_the_command_that_resumes_the_run_begins_like_the_command_of_this_program(monkeypatch, started_by, begin):
     monkeypatch.setattr(sys, "orig_argv", ["python", *started_by])
     monkeypatch.setattr(sys, "argv", ["program", "--steps", "3"])
-    assert new_program.command(["--resume", "runs/a"]) == [sys.executable, *begin, "--resume", "runs/a"]
+    assert restart_process.command(["--resume", "runs/a"]) == [sys.executable, *begin, "--resume", "runs/a"]
     monkeypatch.setattr(sys, "argv", ["program", "--steps", "4"])
     with pytest.raises(ValueError, match="is not the end of"):
-        new_program.command([])
+        restart_process.command([])
 
 
 @pytest.mark.parametrize("returns", [True, False])

@@ -12,8 +12,8 @@ import pytest
 from test_report import episodes, whole_run
 from waiting import GUARD
 
-from controllers.compare import write_comparison
-from controllers.report import write_report
+from controllers.observe.compare import write_comparison
+from controllers.observe.report import write_report
 
 # The page is in a frame, because a browser's window is never as narrow as a phone. A group is a prompt with its completions. The script filters
 # the page's groups as a user does, and writes its findings into the element `found`, which is outside the frame.

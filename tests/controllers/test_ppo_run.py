@@ -11,7 +11,7 @@ import pytest
 from waiting import GUARD
 
 from benchmarks.resume import differences
-from controllers.run_folder import read_jsonl
+from controllers.observe.run_folder import read_jsonl
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]

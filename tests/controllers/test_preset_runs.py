@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from waiting import GUARD
 
-from controllers.algorithms import ALGORITHMS
-from controllers.run_folder import read_jsonl
+from controllers.algorithms.presets import ALGORITHMS
+from controllers.observe.run_folder import read_jsonl
 
 ROOT = Path(__file__).parents[2]
 

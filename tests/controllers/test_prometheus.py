@@ -9,10 +9,10 @@ import urllib.request
 import pytest
 from waiting import GUARD
 
-from controllers.prometheus import CONTENT_TYPE, Family, MetricsPort, address_of, text
-from controllers.service_metrics import prometheus
-from rl_actors.service.counts import CallCounts, MemberNumbers, ServiceNumbers
-from rl_actors.service.open_step import Attached
+from controllers.observe.prometheus import CONTENT_TYPE, Family, MetricsPort, address_of, text
+from controllers.service.numbers import prometheus
+from controllers.service.counts import CallCounts, MemberNumbers, ServiceNumbers
+from controllers.service.open_step import Attached
 
 
 def test_a_name_that_ends_in_total_is_a_counter_and_labels_are_escaped():

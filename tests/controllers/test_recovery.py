@@ -26,19 +26,20 @@ from test_resumed_run import (
     nothing,
 )
 
-from controllers import checkpoints, cli, launch
-from controllers.actors import Actors, StartAgainError
-from controllers.checkpoints import Checkpoints
+from controllers.program import cli, launch
+from controllers.run import checkpoints
+from controllers.run.actors import Actors, StartAgainError
+from controllers.run.checkpoints import Checkpoints
 from controllers.environments import Environment, Scorer
 from controllers.grpo import GRPOConfig, train
-from controllers.hosts import HostsConfig
-from controllers.interruption import Interruption
-from controllers.metrics import MetricsLogger
-from controllers.run import Run
-from controllers.run_folder import RunFolder, read_jsonl
-from controllers.survival import SurvivalConfig
-from controllers.tokenizer import build_character_tokenizer, load_tokenizer
-from controllers.validation import build_sets
+from controllers.run.hosts import HostsConfig
+from controllers.run.interruption import Interruption
+from controllers.observe.logger import MetricsLogger
+from controllers.run.run import Run
+from controllers.observe.run_folder import RunFolder, read_jsonl
+from controllers.run.survival import SurvivalConfig
+from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
+from controllers.rollouts.evaluation import build_sets
 from rl_actors.clients.base import ActorDiedError
 from rl_actors.clients.restarts import HOUR, Restarts
 from tests.fakes import ParityReward
@@ -144,7 +145,7 @@ def run(make_engine, monkeypatch):
 
     `run.actors` has the actors of the last run, and `run.output` has its output.
     """
-    monkeypatch.setattr("controllers.report.write_report", lambda _: None)
+    monkeypatch.setattr("controllers.observe.report.write_report", lambda _: None)
 
     def run(
         folder: RunFolder,

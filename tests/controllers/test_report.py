@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from waiting import GUARD
 
-from controllers.charts import ALL, DARK, LIGHT, PLANS, around_rewards
-from controllers.report import metric_rows, shown_steps, write_report
-from controllers.run_folder import RunFolder
+from controllers.observe.charts import ALL, DARK, LIGHT, PLANS, around_rewards
+from controllers.observe.report import metric_rows, shown_steps, write_report
+from controllers.observe.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 
@@ -237,13 +237,13 @@ def test_the_table_has_every_metric_with_its_unit():
 def test_the_report_of_a_long_run_shows_the_groups_of_evenly_spaced_steps_and_of_the_last_step(monkeypatch):
     groups = [{"step": step, "completions": ["x"] * 4} for step in range(1, 101)]
     assert shown_steps(groups) == list(range(1, 101))
-    monkeypatch.setattr("controllers.report.COMPLETIONS_SHOWN", 50)
+    monkeypatch.setattr("controllers.observe.report.COMPLETIONS_SHOWN", 50)
     # The groups of every eighth step would have 52 completions, which is more than 50. So every ninth step is shown.
     assert shown_steps(groups) == [1, 10, 19, 28, 37, 46, 55, 64, 73, 82, 91, 100]
 
 
 def test_steps_of_different_sizes_stay_within_the_limit_and_the_last_step_is_always_shown(monkeypatch):
-    monkeypatch.setattr("controllers.report.COMPLETIONS_SHOWN", 50)
+    monkeypatch.setattr("controllers.observe.report.COMPLETIONS_SHOWN", 50)
     sizes = {1: 40, 2: 1, 3: 40, 4: 1, 5: 9}
     groups = [{"step": step, "completions": ["x"] * size} for step, size in sizes.items()]
     assert shown_steps(groups) == [2, 5]
@@ -333,7 +333,7 @@ def test_every_color_of_a_chart_follows_dark_mode(html):
 
 def test_the_command_writes_a_report_and_refuses_a_folder_without_a_run(tmp_path):
     write_run(tmp_path / "run", [small_record(1)])
-    command = [sys.executable, "-m", "controllers.report"]
+    command = [sys.executable, "-m", "controllers.observe.report"]
     done = subprocess.run([*command, str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True, timeout=GUARD)
     assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'run' / 'report.html'}\n"), done.stderr
     empty = subprocess.run([*command, str(tmp_path / "no")], cwd=ROOT, capture_output=True, text=True, timeout=GUARD)

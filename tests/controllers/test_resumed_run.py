@@ -21,20 +21,22 @@ from types import SimpleNamespace
 import pytest
 from references import VOCAB_SIZE
 
-from controllers import checkpoints, cli, config_file, interruption, launch
-from controllers.checkpoints import Checkpoints
+from controllers import config_file
+from controllers.program import cli, launch
+from controllers.run import checkpoints, interruption
+from controllers.run.checkpoints import Checkpoints
 from controllers.environments import Environment, Scorer
 from controllers.environments.guessing import Game, GuessingGame
 from controllers.grpo import GRPOConfig, train
-from controllers.interruption import Interruption
-from controllers.metrics import MetricsLogger
-from controllers.rollouts import RolloutConfig
-from controllers.run import AdamConfig, Run
-from controllers.run_folder import RunFolder, read_jsonl
-from controllers.schedules import ScheduleConfig
+from controllers.run.interruption import Interruption
+from controllers.observe.logger import MetricsLogger
+from controllers.rollouts.groups import RolloutConfig
+from controllers.run.run import AdamConfig, Run
+from controllers.observe.run_folder import RunFolder, read_jsonl
+from controllers.algorithms.schedules import ScheduleConfig
 from controllers.sft import SFTPhaseConfig
-from controllers.tokenizer import build_character_tokenizer, load_tokenizer
-from controllers.validation import build_sets
+from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
+from controllers.rollouts.evaluation import build_sets
 from rl_actors import Completion, GeneratorConfig, ModelConfig, TrainerConfig
 from rl_actors.clients.conversion import merge_outputs
 from rl_actors.engine.train_engine import TrainEngine
@@ -240,7 +242,7 @@ def run(make_engine, monkeypatch):
     last: number of optimizer steps after which the run raises Killed. None: the controller runs to the end.
     written: True if the newest checkpoint is complete when the run is killed.
     """
-    monkeypatch.setattr("controllers.report.write_report", lambda _: None)
+    monkeypatch.setattr("controllers.observe.report.write_report", lambda _: None)
 
     def run(
         folder: RunFolder,

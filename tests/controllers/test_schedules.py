@@ -2,7 +2,7 @@
 
 import pytest
 
-from controllers.schedules import Schedule, ScheduleConfig
+from controllers.algorithms.schedules import Schedule, ScheduleConfig
 
 
 def test_constant_is_constant_after_its_warmup():

@@ -1,6 +1,6 @@
 """SlowRank compares the slowest rank with the other ranks, and names a rank that stays slow."""
 
-from controllers.slow_rank import SlowRank
+from controllers.run.slow_rank import SlowRank
 
 
 def lines(steps: list[list[float | None]]) -> list[str]:

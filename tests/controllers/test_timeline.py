@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from controllers import charts, timeline
-from controllers.metrics import Timer
-from controllers.rollouts import Generating
-from controllers.timeline import Span, StepTimeline, Timeline
+from controllers.observe import charts, timeline
+from controllers.observe.logger import Timer
+from controllers.rollouts.groups import Generating
+from controllers.observe.timeline import Span, StepTimeline, Timeline
 
 
 class Clock:

@@ -3,7 +3,7 @@
 import pytest
 import tokenizers
 
-from controllers.tokenizer import alphabet_of, build_character_tokenizer, load_tokenizer
+from controllers.rollouts.tokenizer import alphabet_of, build_character_tokenizer, load_tokenizer
 from rl_actors.config import ModelConfig
 
 ALPHABET = "0123456789+-*= \n"

@@ -20,10 +20,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from controllers.critic import Critic, CriticConfig
-from controllers.gae import GAEConfig
-from controllers.kl_control import KLControlConfig, mean_divergence, penalised_rewards
-from controllers.run import RunConfig
+from controllers.algorithms.critic import Critic, CriticConfig
+from controllers.algorithms.gae import GAEConfig
+from controllers.algorithms.kl_control import KLControlConfig, mean_divergence, penalised_rewards
+from controllers.run.run import RunConfig
 from rl_actors import KL, PPO, ModelConfig, OptimParams, Sample, TrainerConfig, num_loss_tokens
 from rl_actors.clients.conversion import merge_outputs
 

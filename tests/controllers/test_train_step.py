@@ -8,8 +8,8 @@ import pytest
 
 from configs.tiny import tiny
 from controllers.grpo import parts_of, train_step
-from controllers.rollouts import RolloutConfig
-from controllers.run import Run
+from controllers.rollouts.groups import RolloutConfig
+from controllers.run.run import Run
 from rl_actors import OptimParams, Sample
 
 

@@ -25,13 +25,13 @@ import rl_actors
 from configs.tiny import tiny, tiny_dpo
 from configs.tiny_ppo import tiny_ppo
 from controllers import ppo
-from controllers.critic import CriticConfig
-from controllers.metrics import MetricsLogger, Timer
-from controllers.run import open_run
-from controllers.run_folder import RunFolder, read_jsonl
-from controllers.tokenizer import build_character_tokenizer, load_tokenizer
-from controllers.turns import InTurn, SideBySide, TurnsConfig
-from controllers.validation import build_sets
+from controllers.algorithms.critic import CriticConfig
+from controllers.observe.logger import MetricsLogger, Timer
+from controllers.run.run import open_run
+from controllers.observe.run_folder import RunFolder, read_jsonl
+from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
+from controllers.run.colocation import InTurn, SideBySide, TurnsConfig
+from controllers.rollouts.evaluation import build_sets
 from rl_actors.clients.call import in_background
 from rl_actors.config import LoRAConfig
 from rl_actors.parts import PARTS, HostMove

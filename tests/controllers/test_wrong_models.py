@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from own_models import save_model
 
-from controllers import launch
+from controllers.program import launch
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from controllers import launch
+from controllers.program import launch
 
 GOOD = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
 LONG = [{"prompt": "1" * 300 + f"{n}=", "answer": "1"} for n in range(40)]

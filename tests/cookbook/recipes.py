@@ -87,7 +87,7 @@ def serving(folder: Path, base: Path | None = None) -> Iterator[Cookbook]:
     """
     write_data_sets(folder)
     state = folder / "state"
-    command = [str(ROOT / ".venv/bin/python"), "-m", "controllers.serve", "--config", "tiny_chat"]
+    command = [str(ROOT / ".venv/bin/python"), "-m", "controllers.tinker_server", "--config", "tiny_chat"]
     serve_as = MODEL if base is None else f"{MODEL}={base}"
     with (folder / "server.log").open("w") as log:
         server = subprocess.Popen(

@@ -36,7 +36,7 @@ def train(base: Path, task: Path, trained: Path, *flags: object) -> None:
     schedule = ["--sft.schedule.kind", "linear_warmup_linear", "--sft.schedule.warmup-steps", 10]
     chunk = ["--trainer.logprob-chunk-tokens", 1 << 14]
     run_module("controllers.sft", "--config", "qwen3", *where, *rows, *fixed, *schedule, *chunk, *flags)
-    run_module("controllers.export", run, trained)
+    run_module("controllers.program.export", run, trained)
 
 
 def run_module(*words: object) -> None:

@@ -11,7 +11,7 @@ import torch
 from references import ppo_samples
 from waiting import GUARD
 
-from controllers.tokenizer import build_character_tokenizer, load_tokenizer
+from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
 from rl_actors.engine.checkpoint import _WholeDirectoryWriter, is_checkpoint
 from rl_actors.engine.export import export_checkpoint
 from rl_actors.losses import PPO

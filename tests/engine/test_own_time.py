@@ -12,7 +12,7 @@ import torch.distributed as dist
 from layout_work import EXPERTS, STEP, TRAINED, UNTIED, layout, make_engine, samples_with
 from torchtitan.models.common import TransformerBlock
 
-from controllers.slow_rank import STEPS, SlowRank
+from controllers.run.slow_rank import STEPS, SlowRank
 from rl_actors.engine.collectives import by_rank
 from rl_actors.engine.own_time import local_modules
 

@@ -17,16 +17,16 @@ import support
 from rich.console import Console
 
 from configs.tiny import tiny_dpo
-from controllers import cli
-from controllers.checkpoints import Checkpoints
+from controllers.program import cli
+from controllers.run.checkpoints import Checkpoints
 from controllers.dpo import DPOConfig, train
 from controllers.environments import build_environment
-from controllers.metrics import MetricsLogger
-from controllers.run import Run
-from controllers.run_folder import RunFolder, read_jsonl
-from controllers.schedules import ScheduleConfig
-from controllers.tokenizer import build_character_tokenizer, load_tokenizer
-from controllers.validation import build_sets
+from controllers.observe.logger import MetricsLogger
+from controllers.run.run import Run
+from controllers.observe.run_folder import RunFolder, read_jsonl
+from controllers.algorithms.schedules import ScheduleConfig
+from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
+from controllers.rollouts.evaluation import build_sets
 from rl_actors import TrainerClient
 
 LETTERS = string.digits + "+-=." + string.ascii_lowercase + "ABCDEF"  # the shared vocabulary adds two special tokens

@@ -20,8 +20,8 @@ import support
 from waiting import GUARD, wait_until
 
 from rl_actors import GeneratorClient, OptimParams, Sample, TrainerClient
-from rl_actors.service import remote
-from rl_actors.service.wire import PROTOCOL, encode
+from rl_actors.clients import remote
+from rl_actors.clients.wire import PROTOCOL, encode
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -66,11 +66,11 @@ class Program:
 
 
 class RunningService(Program):
-    """Runs `python -m controllers.serve_actors` at a free port of the loopback interface."""
+    """Runs `python -m controllers.service` at a free port of the loopback interface."""
 
     def __init__(self, folder: Path, *flags: str, address: str = "tcp://127.0.0.1:0") -> None:
         fields = ["--trainer.model.vocab-size", str(support.VOCAB_SIZE), "--output-dir", str(folder)]
-        super().__init__("-m", "controllers.serve_actors", "--config", "tiny", "--address", address, *fields, *flags)
+        super().__init__("-m", "controllers.service", "--config", "tiny", "--address", address, *fields, *flags)
         line = self.process.stdout.readline()
         assert line.startswith("serving "), line
         self.address = line.split(" at ")[1].split(";")[0]
@@ -257,7 +257,7 @@ def test_a_service_ends_after_its_idle_timeout_or_when_it_is_asked_to(tmp_path):
     assert (idle.process.stdout.read(), idle.end()) == ("the service ends: no client for 0.5 s\n", 0)
     asked = RunningService(tmp_path / "asked", "--without-generator")
     attached = TrainerClient.attach(asked.address)
-    command = [sys.executable, "-m", "controllers.serve_actors"]
+    command = [sys.executable, "-m", "controllers.service"]
     for words in (["status"], ["logs", "--lines", "3"], ["stop"]):
         answer = subprocess.run(
             [*command, *words, asked.address], env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=GUARD

@@ -22,7 +22,7 @@ import psutil
 import pytest
 from waiting import GUARD, wait_until
 
-from controllers import checkpoints
+from controllers.run import checkpoints
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent

@@ -27,7 +27,7 @@ class Process:
         command = [
             str(ROOT / ".venv/bin/python"),
             "-m",
-            "controllers.serve",
+            "controllers.tinker_server",
             "--config",
             "tiny_chat",
             "--address",

@@ -12,14 +12,14 @@ import httpx
 import numpy as np
 from fakes import UnigramGenerator, UnigramTrainer
 
-from controllers.serve import codec
-from controllers.serve.config import ServeConfig
-from controllers.serve.requests import SamplingLimits
-from controllers.serve.routes import make_app
-from controllers.serve.sampling import VersionedGenerator
-from controllers.serve.server import Server, is_abandoned
-from controllers.serve.store import Store
-from controllers.serve.trainers import Trainers
+from controllers.tinker_server import codec
+from controllers.tinker_server.config import ServeConfig
+from controllers.tinker_server.requests import SamplingLimits
+from controllers.tinker_server.routes import make_app
+from controllers.tinker_server.sampling import VersionedGenerator
+from controllers.tinker_server.server import Server, is_abandoned
+from controllers.tinker_server.store import Store
+from controllers.tinker_server.trainers import Trainers
 from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
 
 VOCABULARY = 16

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from serving import Api
 
-from controllers.serve.access import WORK, Access, hash_of, read_keys
-from controllers.serve.command import listen, read_address, read_arguments
+from controllers.tinker_server.access import WORK, Access, hash_of, read_keys
+from controllers.tinker_server.command import listen, read_address, read_arguments
 
 
 def test_each_key_sees_only_its_own_runs(tmp_path):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from serving import forward_backward_body
 
-from controllers.serve import codec, counts, samples
-from controllers.serve.samples import read_batch
+from controllers.tinker_server import codec, counts, samples
+from controllers.tinker_server.samples import read_batch
 from rl_actors import ModelConfig, TrainerConfig
 from rl_actors.clients.limits import TrainerLimits
 

@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from controllers.serve.futures import DROPPED, Answer, Futures, UserError
+from controllers.tinker_server.futures import DROPPED, Answer, Futures, UserError
 
 
 class Clock:

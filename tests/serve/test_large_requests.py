@@ -20,7 +20,7 @@ from serving import forward_backward_body
 from test_fuzz import TEXT, mutated, with_another_value
 from test_memory import resident_bytes
 
-from controllers.serve import codec
+from controllers.tinker_server import codec
 
 pytestmark = pytest.mark.slow
 MOST_GROWTH = 1 << 30

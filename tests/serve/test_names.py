@@ -5,8 +5,8 @@ import contextlib
 
 import pytest
 
-from controllers.serve import messages
-from controllers.serve.routes import ANYONE
+from controllers.tinker_server import messages
+from controllers.tinker_server.routes import ANYONE
 
 DATUM = ([1, 2], {"target_tokens": [2, 3]})
 BODIES = {

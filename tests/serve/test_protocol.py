@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from serving import LONGEST, forward_backward_body
 
-from controllers.serve.messages import CopyWeights
+from controllers.tinker_server.messages import CopyWeights
 
 TEXT = [([1, 2, 3], {"target_tokens": [2, 3, 4], "weights": [1.0, 1.0, 1.0]})]
 LOG_16 = float(np.log(16))  # a new model gives each of its 16 tokens the probability 1/16
@@ -204,7 +204,7 @@ def test_a_position_may_have_several_targets_and_each_datum_its_own_number_of_th
 
 
 def test_a_client_may_get_the_size_of_a_large_answer_before_the_answer(api, monkeypatch):
-    monkeypatch.setattr("controllers.serve.routes.INLINE_BYTES", 10)
+    monkeypatch.setattr("controllers.tinker_server.routes.INLINE_BYTES", 10)
 
     async def use(api):
         model = await api.create_model()

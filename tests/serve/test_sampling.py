@@ -9,8 +9,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from controllers.serve import codec, messages, sampling
-from controllers.serve.requests import SamplingLimits
+from controllers.tinker_server import codec, messages, sampling
+from controllers.tinker_server.requests import SamplingLimits
 from rl_actors.vllm.requests import vllm_params
 
 TEXT = [([1], {"target_tokens": [3]})]

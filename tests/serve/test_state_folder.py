@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from waiting import GUARD, wait_until
 
-from controllers.serve.state_folder import claimed, require_base
+from controllers.tinker_server.state_folder import claimed, require_base
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,7 +45,7 @@ def test_a_second_server_on_a_folder_is_refused_until_the_first_ends(tmp_path):
 
 
 def test_a_signal_ends_a_server_that_is_still_starting(tmp_path):
-    command = [sys.executable, "-m", "controllers.serve", "--config", "tiny_chat", "--address", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "controllers.tinker_server", "--config", "tiny_chat", "--address", "127.0.0.1:0"]
     command += ["--state", str(tmp_path / "state")]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, cwd=ROOT, stderr=log, stdout=log)

@@ -1,7 +1,7 @@
 """Tests of the data that the Tinker server's status page shows."""
 
-from controllers.serve import status
-from controllers.serve.curves import POINTS, Rates
+from controllers.tinker_server import status
+from controllers.tinker_server.curves import POINTS, Rates
 
 
 def test_every_add_but_the_first_adds_a_point_to_each_rate_and_only_the_newest_points_are_kept():

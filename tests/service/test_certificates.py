@@ -18,10 +18,10 @@ from rl_actors import TrainerClient
 from rl_actors.clients.call import in_background
 from rl_actors.processes import tls
 from rl_actors.processes.address import Address
-from rl_actors.service import remote
-from rl_actors.service.door import Door
-from rl_actors.service.service import Service
-from rl_actors.service.wire import PROTOCOL, encode
+from rl_actors.clients import remote
+from controllers.service.door import Door
+from controllers.service.service import Service
+from rl_actors.clients.wire import PROTOCOL, encode
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 600.0

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 from fakes import trainer_info
 
-from rl_actors.service.members import ModelMember
-from rl_actors.service.service import Service
+from controllers.service.members import ModelMember
+from controllers.service.service import Service
 
 LONG = 600.0
 

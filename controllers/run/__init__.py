@@ -1,0 +1,1 @@
+"""An open run: its config, its actors, checkpoints, colocation, survival and recovery."""

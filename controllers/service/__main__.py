@@ -1,0 +1,3 @@
+from controllers.service.command import main
+
+main()
