@@ -1,7 +1,7 @@
 # DEVICE=cpu or DEVICE=cuda overrides the detected device. Give the same DEVICE to every target. ARGS="..." is passed on to the program.
 PYTHON_IN_VENV := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup doctor check test test-all grpo ppo sft serve cookbook test-cookbook service worker certificates bench clean
+.PHONY: help setup doctor check test test-all grpo ppo sft tinker-server cookbook test-cookbook service worker certificates bench clean
 ifdef DEVICE
 export DEVICE
 endif
@@ -45,7 +45,7 @@ worker: setup ## a worker at ADDRESS=tcp://10.0.0.5:4444; a run elsewhere starts
 certificates: setup ## certificates for TLS in the folder certificates/; HOSTS="gpu-1 10.0.0.5" names further machines
 	$(PYTHON_IN_VENV) scripts/certificates.py certificates $(foreach host,$(HOSTS),--host $(host))
 
-serve: setup ## a Tinker server of a tiny model at 127.0.0.1:8000, for programs of the SDK `tinker`
+tinker-server: setup ## a Tinker server of a tiny model at 127.0.0.1:8000, for programs of the SDK `tinker`
 	$(PYTHON_IN_VENV) -m controllers.tinker_server --config tiny_chat $(ARGS)
 
 cookbook: setup ## make .venv-cookbook, with the SDK `tinker` and its cookbook

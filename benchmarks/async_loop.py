@@ -28,10 +28,10 @@ from benchmarks.harness import results
 from benchmarks.learns import run
 from configs.tiny import tiny
 from controllers import config_file
+from controllers.algorithms.schedules import ScheduleConfig
 from controllers.environments import EnvironmentConfig, Problem, build_environment
 from controllers.grpo import GRPOConfig
 from controllers.observe.run_folder import RunFolder, read_jsonl
-from controllers.algorithms.schedules import ScheduleConfig
 
 SCORED_AT_ONCE = 4096
 """Largest number of groups that wait for their rewards at the same time. It is so large that groups do not wait for

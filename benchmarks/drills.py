@@ -36,8 +36,8 @@ import psutil
 
 from benchmarks.harness import shared_memory
 from benchmarks.resume import RUN_TIMEOUT, Controller
-from controllers.run import checkpoints
 from controllers.observe.run_folder import Record, RunFolder, read_jsonl
+from controllers.run import checkpoints
 
 SFT_STEPS, STEPS = 2, 8
 KINDS = ("trainer", "critic", "reference", "generator", "engine", "store")

@@ -37,19 +37,19 @@ from benchmarks.harness import results
 from benchmarks.harness.gpus import Watch
 from configs.qwen3_ppo import qwen3_0_6b_ppo, qwen3_4b_ppo
 from configs.tiny_ppo import tiny_ppo
-from controllers.program import describe_plan
 from controllers.algorithms.critic import Critic
+from controllers.algorithms.reference import FrozenPolicy
 from controllers.environments import EnvironmentConfig, Problem, build_environment
-from controllers.rollouts.episode_rollouts import make_rollouts
 from controllers.grpo import train_step, with_trainer_logprobs
 from controllers.observe.logger import MetricsLogger
-from controllers.ppo import PPOConfig, is_cut_off, minibatches, token_rewards, train
-from controllers.algorithms.reference import FrozenPolicy
-from controllers.rollouts.groups import Group, RolloutBatch
-from controllers.run.run import Run, open_run
 from controllers.observe.run_folder import RunFolder, read_jsonl
-from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
+from controllers.ppo import PPOConfig, is_cut_off, minibatches, token_rewards, train
+from controllers.program import describe_plan
+from controllers.rollouts.episode_rollouts import make_rollouts
 from controllers.rollouts.evaluation import build_sets
+from controllers.rollouts.groups import Group, RolloutBatch
+from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
+from controllers.run.run import Run, open_run
 from rl_actors import ReferenceClient, Sample, ValueTrainerClient
 
 CONFIGS = {make.__name__: make for make in (tiny_ppo, qwen3_0_6b_ppo, qwen3_4b_ppo)}

@@ -24,8 +24,8 @@ from typing import Any
 import psutil
 
 from configs import CONFIGS
-from controllers.run import checkpoints
 from controllers.observe.run_folder import RunFolder, read_jsonl
+from controllers.run import checkpoints
 
 ROOT = Path(__file__).parents[1]
 MARKER = "RL_ACTORS_RESUME_MARKER"

@@ -2,7 +2,7 @@
 
 The parts `sampling` and `training` compare two sides: calls through the official SDK and the server, and the same calls
 through the actors' clients (GeneratorClient and TrainerClient). The server runs as a separate program, the one that
-`make serve` runs. Each side has its own actors, with the same config. The calls of the two sides are timed alternately,
+`make tinker-server` runs. Each side has its own actors, with the same config. The calls of the two sides are timed alternately,
 so that the load of the machine is the same for both. The ratio of training steps compares times (SDK / client), so
 lower is better. The ratio of sampling compares tokens/s (SDK / client), so higher is better.
 The part `together` does not use the actors' clients. It times sampling requests to the server twice: while another

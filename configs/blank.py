@@ -4,10 +4,10 @@ A Qwen3 of a million parameters learns the task from random weights, on two core
 """
 
 from configs.tiny import sft_phase, tiny_model
+from controllers.algorithms.schedules import ScheduleConfig
 from controllers.environments import EnvironmentConfig
 from controllers.grpo import GRPOConfig
 from controllers.rollouts.groups import RolloutConfig
-from controllers.algorithms.schedules import ScheduleConfig
 from controllers.sft import SFTConfig
 from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
 

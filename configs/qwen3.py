@@ -14,13 +14,13 @@ from typing import TypedDict
 import torch
 
 from configs.tiny import addition, sft_phase
-from controllers.rollouts.chat import ChatConfig
-from controllers.grpo import GRPOConfig
-from controllers.rollouts.groups import RolloutConfig
 from controllers.algorithms.schedules import ScheduleConfig
-from controllers.tinker_server.config import ServeConfig
-from controllers.sft import SFTConfig, SFTPhaseConfig
+from controllers.grpo import GRPOConfig
+from controllers.rollouts.chat import ChatConfig
+from controllers.rollouts.groups import RolloutConfig
 from controllers.run.colocation import TurnsConfig
+from controllers.sft import SFTConfig, SFTPhaseConfig
+from controllers.tinker_server.config import ServeConfig
 from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
 
 MODELS = {

@@ -10,11 +10,11 @@ from dataclasses import fields, replace
 
 from configs import qwen3
 from controllers.algorithms.critic import CriticConfig
+from controllers.algorithms.schedules import ScheduleConfig
 from controllers.grpo import GRPOConfig
 from controllers.ppo import PPOConfig
 from controllers.rollouts.groups import RolloutConfig
-from controllers.run.run import ReferenceConfig
-from controllers.algorithms.schedules import ScheduleConfig
+from controllers.run.config import ReferenceConfig
 
 UPDATES_PER_STEP = 4
 

@@ -4,9 +4,9 @@ Trainer and generator share the GPU. The config also runs on a CPU, but that tak
 """
 
 from configs.tiny import addition, sft_phase
+from controllers.algorithms.schedules import ScheduleConfig
 from controllers.grpo import GRPOConfig
 from controllers.rollouts.groups import RolloutConfig
-from controllers.algorithms.schedules import ScheduleConfig
 from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
 
 

@@ -5,11 +5,11 @@ A Qwen3 of a million parameters learns two-digit addition from random weights, o
 
 from typing import TypedDict
 
+from controllers.algorithms.schedules import ScheduleConfig
 from controllers.dpo import DPOConfig
 from controllers.environments import EnvironmentConfig
 from controllers.grpo import GRPOConfig
 from controllers.rollouts.groups import RolloutConfig
-from controllers.algorithms.schedules import ScheduleConfig
 from controllers.sft import SFTConfig, SFTPhaseConfig
 from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
 

@@ -6,11 +6,11 @@ In both tasks a problem takes several turns. A turn is one completion, to which 
 from dataclasses import replace
 
 from configs.tiny import sft_phase, tiny
-from controllers.environments import EnvironmentConfig
-from controllers.rollouts.episodes import EpisodeConfig
-from controllers.grpo import GRPOConfig
-from controllers.rollouts.groups import RolloutConfig
 from controllers.algorithms.schedules import ScheduleConfig
+from controllers.environments import EnvironmentConfig
+from controllers.grpo import GRPOConfig
+from controllers.rollouts.episodes import EpisodeConfig
+from controllers.rollouts.groups import RolloutConfig
 
 
 def tiny_game() -> GRPOConfig:

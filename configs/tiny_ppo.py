@@ -10,10 +10,10 @@ from configs.tiny import sft_phase, tiny
 from configs.tiny_game import tiny_game, tiny_tool
 from controllers.algorithms.critic import CriticConfig
 from controllers.algorithms.gae import GAEConfig
+from controllers.algorithms.schedules import ScheduleConfig
 from controllers.grpo import GRPOConfig
 from controllers.ppo import PPOConfig
 from controllers.rollouts.groups import RolloutConfig
-from controllers.algorithms.schedules import ScheduleConfig
 
 
 def tiny_ppo_game() -> PPOConfig:

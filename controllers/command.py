@@ -25,7 +25,11 @@ LOOPS = {
 """Controllers, each with a line for the help. launch.start_loop starts a controller."""
 
 PROGRAMS = {
-    "serve": ("controllers.service", "run a trainer and a generator that other programs can attach to"),
+    "service": (
+        "controllers.service.command",
+        "run a trainer and a generator that other programs can attach to",
+    ),
+    "tinker-server": ("controllers.tinker_server.command", "run a server for programs of the SDK tinker"),
     "export": ("controllers.program.export", "write the weights or adapters of a run as a Hugging Face directory"),
     "compare": ("controllers.observe.compare", "show the curves of several runs in the same charts"),
     "requirements": (
@@ -92,7 +96,7 @@ def started_as(module: str) -> str:
 def usage() -> str:
     lines = [f"usage: {COMMAND} COMMAND …; {COMMAND} COMMAND --help says more", ""]
     meanings = LOOPS | {name: meaning for name, (_, meaning) in PROGRAMS.items()}
-    lines += [f"  {name:<14}{meaning}" for name, meaning in meanings.items()]
+    lines += [f"  {name:<15}{meaning}" for name, meaning in meanings.items()]
     return "\n".join([*lines, "", "  --version     print the version"])
 
 

@@ -9,14 +9,15 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from controllers.run import checkpoints
-from controllers.environments import EnvironmentConfig, Problem
-from controllers.program.launch import start_loop
 from controllers.algorithms.preferences import DPO, pair, to_samples
 from controllers.algorithms.reference import FrozenPolicy, start_frozen
-from controllers.run.run import Run, RunConfig, split
-from controllers.observe.run_folder import RunFolder
 from controllers.algorithms.schedules import ScheduleConfig
+from controllers.environments import EnvironmentConfig, Problem
+from controllers.observe.run_folder import RunFolder
+from controllers.program.launch import start_loop
+from controllers.run import checkpoints
+from controllers.run.config import RunConfig
+from controllers.run.run import Run, split
 from rl_actors import Sample, metrics
 
 

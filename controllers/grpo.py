@@ -8,19 +8,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, TypeVar
 
-from controllers.algorithms.presets import ALGORITHMS, Algorithm
-from controllers.rollouts.episode_rollouts import make_rollouts
 from controllers.algorithms.kl_control import KLControlConfig
-from controllers.program.launch import start_loop
 from controllers.algorithms.policy_loss import Aggregation, CorrectionConfig, LossConfig, grad_divisor
+from controllers.algorithms.presets import ALGORITHMS
 from controllers.algorithms.reference import Reference, require_reference, start_reference
-from controllers.rollouts.queue import RolloutQueue
-from controllers.rollouts.groups import RolloutBatch, RolloutConfig
-from controllers.run.run import Run, RunConfig, split
-from controllers.observe.run_folder import RunFolder
 from controllers.algorithms.schedules import ScheduleConfig
-from controllers.sft import SFTPhase, SFTPhaseConfig
+from controllers.observe.run_folder import RunFolder
+from controllers.program.launch import start_loop
+from controllers.rollouts.groups import RolloutBatch, RolloutConfig
+from controllers.rollouts.queue import RolloutQueue
+from controllers.run.config import Algorithm, RunConfig
+from controllers.run.run import Run, split
 from controllers.run.survival import RecordedQueue
+from controllers.sft import SFTPhase, SFTPhaseConfig
 from rl_actors import KL, ForwardBackwardOutput, OptimResult, Sample, metrics
 from rl_actors.losses import PolicyLoss
 
@@ -241,8 +241,7 @@ def make_queue(run: Run[ConfigOfLoop], cursor: int, reference: Reference | None,
     batches that `run.recording` still has.
     """
     config = run.config
-    rollouts = make_rollouts(
-        run,
+    rollouts = run.rollouts(
         config.rollouts,
         penalty=reference.penalise if reference and config.reference_kl_in == "reward" else None,
     )

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from controllers.algorithms.critic import Critic, CriticConfig, Judged, start_critic
 from controllers.algorithms.gae import GAEConfig
-from controllers.grpo import GRPOConfig, make_queue, report, sync, train_sft_phase, train_step, with_columns_of_loss
 from controllers.algorithms.kl_control import mean_divergence, penalised_rewards
-from controllers.program.launch import start_loop
 from controllers.algorithms.reference import Reference, start_reference
+from controllers.grpo import GRPOConfig, make_queue, report, sync, train_sft_phase, train_step, with_columns_of_loss
+from controllers.program.launch import start_loop
 from controllers.rollouts.groups import RolloutBatch, RolloutConfig
 from controllers.run.run import Run
 from rl_actors import KL, Sample, TrainerConfig

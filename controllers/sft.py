@@ -10,12 +10,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from controllers.run.checkpoints import State
+from controllers.algorithms.schedules import ScheduleConfig
 from controllers.environments import EpisodeEnvironment
 from controllers.environments.together import together
 from controllers.program.launch import start_loop
-from controllers.run.run import Run, RunConfig, split
-from controllers.algorithms.schedules import ScheduleConfig
+from controllers.run.checkpoints import State
+from controllers.run.config import RunConfig
+from controllers.run.run import Run, split
 from rl_actors import CrossEntropy, Sample, num_loss_tokens
 
 

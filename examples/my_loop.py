@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from configs.blank import blank
-from controllers.program.cli import Configs
 from controllers.environments import EnvironmentConfig, Problem
 from controllers.grpo import GRPOConfig, make_queue, sync
+from controllers.program.cli import Configs
 from controllers.program.launch import main
 from controllers.run.run import Run, split
 from rl_actors import PPO, OptimParams, num_loss_tokens

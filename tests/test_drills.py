@@ -21,8 +21,8 @@ from benchmarks.drills import KINDS, LOOPS, MODES, Watch, draw_round, flags, mis
 from benchmarks.harness import shared_memory
 from benchmarks.resume import MARKER, Controller
 from configs import CONFIGS
-from controllers.program import cli
 from controllers.observe.run_folder import RunFolder
+from controllers.program import cli
 
 ROOT = Path(__file__).parents[1]
 

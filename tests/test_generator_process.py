@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from configs.qwen3 import qwen3_0_6b, qwen3_0_6b_one_gpu, qwen3_8b
-from controllers.run.actors import shares_gpu
 from controllers.program.launch import start_loop
+from controllers.run.actors import shares_gpu
 from rl_actors import (
     GeneratorClient,
     GeneratorConfig,

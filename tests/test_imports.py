@@ -1,7 +1,6 @@
 """Tests of which modules import which. No module imports a module of a higher level.
 
-The levels, from high to low, are: configs, controllers, clients, actors, engine and vllm, transports and processes, values. The values are the
-modules of level 0 in LEVELS, such as rl_actors.types.
+LEVELS has the levels. Each folder of controllers has one, and the values are the modules of level 0, such as rl_actors.types.
 
 The function `violations` reads the imports from the source. An import inside a function or under TYPE_CHECKING counts, too. A name that is
 looked up at run time, such as `tiny` in `--config tiny`, does not count as an import.
@@ -21,7 +20,21 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rl_actors", "controllers", "configs")
 # Prefix of a module's name -> level. If several prefixes fit a module, the longest one counts.
 LEVELS = {
-    "configs": 6,
+    "configs": 14,
+    "controllers.grpo": 13,
+    "controllers.ppo": 13,
+    "controllers.sft": 13,
+    "controllers.dpo": 13,
+    "controllers.service": 12,
+    "controllers.tinker_server": 12,
+    "controllers.program": 11,
+    "controllers.algorithms": 10,
+    "controllers.run": 9,
+    "controllers.rollouts": 8,
+    "controllers.environments": 7,
+    "controllers.observe": 6,
+    "controllers.config_file": 5,
+    "controllers.command": 5,
     "controllers": 5,
     "rl_actors": 4,  # the package's own __init__ imports the clients
     "rl_actors.clients": 4,
@@ -120,6 +133,12 @@ def test_no_module_breaks_a_rule_about_imports():
     assert violations(ROOT) == []
 
 
+def test_every_folder_of_the_packages_has_a_level_of_its_own_and_none_is_left_over():
+    folders = {path.parent.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    expected = {".".join(folder.parts) for folder in folders}
+    assert {name for name in LEVELS if (ROOT / name.replace(".", "/")).is_dir()} == expected
+
+
 def test_importing_rl_actors_loads_neither_vllm_nor_torchtitans_trainer_and_does_not_initialise_cuda():
     state = loaded_after("import rl_actors")
     heavy = [
@@ -149,7 +168,7 @@ def test_a_module_of_the_package_is_found_without_an_import_of_its_own():
 # Path -> source of each file of a small project that keeps all rules.
 TREE = {
     "configs/tiny.py": "from controllers.grpo import train\nfrom rl_actors.config import C\n",
-    "controllers/grpo.py": "import rl_actors\nfrom rl_actors.losses import PPO\nfrom . import rollouts\n",
+    "controllers/grpo.py": "import rl_actors\nfrom rl_actors.losses import PPO\nfrom .rollouts import groups\n",
     "controllers/rollouts/groups.py": "from rl_actors.clients.trainer import TrainerClient\nimport rl_actors.types as types\n",
     "rl_actors/__init__.py": "from rl_actors.clients.trainer import TrainerClient\n",
     "rl_actors/clients/trainer.py": "import monarch.actor\nfrom rl_actors.engine.packing import plan\n",
@@ -168,7 +187,12 @@ TREE = {
     [
         (None, "", ""),
         ("controllers/grpo.py", "import configs.tiny", "configs.tiny"),
-        ("rl_actors/clients/trainer.py", "def f():\n    from controllers import rollouts", "controllers.rollouts.groups"),
+        (
+            "rl_actors/clients/trainer.py",
+            "def f():\n    from controllers.rollouts import groups",
+            "controllers.rollouts.groups",
+        ),
+        ("controllers/rollouts/groups.py", "def f():\n    from controllers import grpo", "controllers.grpo"),
         ("rl_actors/types.py", "import configs", "configs"),
         (
             "rl_actors/engine/packing.py",

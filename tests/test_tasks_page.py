@@ -16,9 +16,9 @@ import pytest
 from waiting import GUARD
 
 from configs import CONFIGS
-from controllers.program import cli, launch
 from controllers.environments.config import REWARDS, EnvironmentConfig
 from controllers.observe.run_folder import RunFolder, read_jsonl
+from controllers.program import cli, launch
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "tasks.md").read_text()

@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from controllers.run import checkpoints
 from controllers.algorithms.gae import GAEConfig, estimate, whiten
-from controllers.observe.logger import Timer
-from controllers.run.run import Run, RunConfig, split
 from controllers.algorithms.schedules import ScheduleConfig
+from controllers.observe.logger import Timer
+from controllers.run import checkpoints
+from controllers.run.checkpoints import CRITIC_FOLDER
+from controllers.run.config import RunConfig
+from controllers.run.run import Run, split
 from rl_actors import ForwardBackwardOutput, OptimResult, Sample, TrainerClient, ValueLoss, metrics, num_loss_tokens
 from rl_actors.losses import explained_variance
 
-FOLDER = "critic"
 """Name of the critic's folder in a checkpoint of the run."""
 
 
@@ -161,7 +162,7 @@ async def start_critic(run: Run[Any], config: CriticConfig, gae: GAEConfig, *, h
                 run.turns.join(trainer)
             await trainer.ready()
             await _load(run, trainer, has_begun=has_begun)
-    run.partners[FOLDER] = trainer
+    run.partners[CRITIC_FOLDER] = trainer
     return Critic(trainer=trainer, config=config, gae=gae, run_config=run.config, timer=run.timer)
 
 
@@ -169,7 +170,7 @@ async def _load(run: Run[Any], trainer: TrainerClient, *, has_begun: bool) -> No
     if has_begun:
         newest = checkpoints.newest(run.folder.checkpoints)
         assert newest is not None  # has_begun is read from the state in this checkpoint
-        await trainer.load_checkpoint(str(newest / FOLDER))
+        await trainer.load_checkpoint(str(newest / CRITIC_FOLDER))
         return
     path = str(run.folder.path / "policy_before_critic")
     saved = await run.trainer.save_checkpoint(path, optimizer=False)

@@ -9,29 +9,9 @@ rollouts.max_refills and the penalty on long completions. A preset leaves all ot
 difference between generator and trainer, loss.dual_clip, loss.beta, the entropy bonus and the learning rate.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
-if TYPE_CHECKING:
-    from controllers.run.run import RunConfig
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Algorithm:
-    paper: str
-    fields: "Callable[[RunConfig], Mapping[str, object]]"  # returns a dict: dotted name of a field -> its value
-
-    def apply(self, config: "RunConfig") -> Mapping[str, object]:
-        """Set the fields of the preset in this config, in place. Returns the fields and their values."""
-        values = self.fields(config)
-        for name, value in values.items():
-            *path, last = name.split(".")
-            owner: object = config
-            for part in path:
-                owner = getattr(owner, part)
-            setattr(owner, last, value)
-        return values
+from controllers.run.config import Algorithm, RunConfig
 
 
 def _objective(
@@ -58,7 +38,7 @@ def _objective(
     }
 
 
-def _grpo(config: "RunConfig") -> Mapping[str, object]:
+def _grpo(config: RunConfig) -> Mapping[str, object]:
     return _objective(ratio_low=0.8, ratio_high=1.2, aggregation="sequence_mean", reference_kl=0.04) | {
         "reference_kl_in": "loss",
         "reference_kl_estimator": "k3",
@@ -66,7 +46,7 @@ def _grpo(config: "RunConfig") -> Mapping[str, object]:
     }
 
 
-def _dapo(config: "RunConfig") -> Mapping[str, object]:
+def _dapo(config: RunConfig) -> Mapping[str, object]:
     return _objective(ratio_low=0.8, ratio_high=1.28, aggregation="token_mean") | {
         "rollouts.max_refills": 3,
         "rollouts.overlong_buffer": config.max_tokens // 5,  # as in the paper: 4,096 of 20,480 tokens
@@ -74,22 +54,22 @@ def _dapo(config: "RunConfig") -> Mapping[str, object]:
     }
 
 
-def _dr_grpo(config: "RunConfig") -> Mapping[str, object]:
+def _dr_grpo(config: RunConfig) -> Mapping[str, object]:
     objective = _objective(ratio_low=0.8, ratio_high=1.2, aggregation="constant", advantage="dr_grpo")
     return objective | {"rollouts.max_refills": 0}
 
 
-def _gspo(config: "RunConfig") -> Mapping[str, object]:
+def _gspo(config: RunConfig) -> Mapping[str, object]:
     objective = _objective(loss="gspo", ratio_low=1 - 3e-4, ratio_high=1 + 4e-4, aggregation="sequence_mean")
     return objective | {"rollouts.max_refills": 0}
 
 
-def _cispo(config: "RunConfig") -> Mapping[str, object]:
+def _cispo(config: RunConfig) -> Mapping[str, object]:
     objective = _objective(loss="cispo", ratio_low=0.0, ratio_high=4.0, aggregation="token_mean")
     return objective | {"rollouts.max_refills": 3}
 
 
-def _rloo(config: "RunConfig") -> Mapping[str, object]:
+def _rloo(config: RunConfig) -> Mapping[str, object]:
     objective = _objective(loss="reinforce", aggregation="sequence_sum", advantage="rloo")
     return objective | {"rollouts.max_refills": 0}
 

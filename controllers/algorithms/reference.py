@@ -7,19 +7,16 @@ A sample has T positions. A column of a sample is a named tensor [T].
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from controllers.run import checkpoints
 from controllers.observe.logger import Timer
-from controllers.rollouts.groups import Group
-from controllers.run.run import Run, split
 from controllers.observe.run_folder import RunFolder
+from controllers.rollouts.groups import Group
+from controllers.run import checkpoints
+from controllers.run.run import Run, split
 from rl_actors import KL, ReferenceClient, Sample
-
-if TYPE_CHECKING:
-    from controllers.grpo import GRPOConfig
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,8 +125,8 @@ async def start_reference(run: "Run[Any]", *, has_begun: bool, sft_steps: int) -
     )
 
 
-def require_reference(config: "GRPOConfig", folder: RunFolder) -> None:
-    """Raises ValueError if the reference cannot get the weights with which the run in this folder began GRPO or PPO.
+def require_reference(config: Any, folder: RunFolder) -> None:
+    """config: a GRPOConfig. Raises ValueError if the reference cannot get the weights with which the run in this folder began GRPO or PPO.
 
     The reference can get these weights if the run saved them, or if they are the weights of hf_path.
     """
@@ -144,6 +141,6 @@ def require_reference(config: "GRPOConfig", folder: RunFolder) -> None:
         )
 
 
-def _is_saved(config: "GRPOConfig", sft_steps: int) -> bool:
+def _is_saved(config: Any, sft_steps: int) -> bool:
     """True if the reference's weights must be saved. False if GRPO or PPO begins with the weights of hf_path, which the reference can read."""
     return bool(sft_steps or not config.trainer.hf_path)

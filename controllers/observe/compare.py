@@ -11,9 +11,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from controllers.observe.charts import COLORS, TRAINED_PHASES, compared_charts, of_phases, series, validation_metrics
 from controllers.command import started_as
 from controllers.config_file import leaves
+from controllers.observe.charts import COLORS, TRAINED_PHASES, compared_charts, of_phases, series, validation_metrics
 from controllers.observe.report import RunFiles, minutes_text, number, page, total
 from controllers.observe.run_folder import RunFolder
 

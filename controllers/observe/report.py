@@ -15,7 +15,16 @@ from statistics import fmean
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from controllers.observe.charts import DARK, LIGHT, TRAINED_PHASES, Records, of_phases, run_charts, save_reward_png, series
+from controllers.observe.charts import (
+    DARK,
+    LIGHT,
+    TRAINED_PHASES,
+    Records,
+    of_phases,
+    run_charts,
+    save_reward_png,
+    series,
+)
 from controllers.observe.run_folder import Record, RunFolder, read_jsonl
 
 COMPLETIONS_SHOWN = 3000

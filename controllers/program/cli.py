@@ -26,7 +26,7 @@ from controllers import config_file
 from controllers.observe.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from controllers.run.run import RunConfig
+    from controllers.run.config import RunConfig
 
 FIXED_ON_RESUME = ("seed", "environment", "chat", "alphabet", "sft_steps", "trainer.model", "trainer.hf_path")
 """Fields that a resumed run cannot change. If they changed, the saved weights might not fit the model, or the run might have trained on

@@ -17,7 +17,7 @@ from rl_actors.config import DEGREES
 from rl_actors.vllm.cpu import KV_CACHE_BYTES
 
 if TYPE_CHECKING:
-    from controllers.run.run import RunConfig
+    from controllers.run.config import RunConfig
 
 RANKS_SHOWN = 16
 GIB = 1 << 30

@@ -16,10 +16,10 @@ from typing import Annotated, Literal
 import tyro
 
 from controllers import config_file
-from controllers.run import checkpoints
 from controllers.command import started_as
 from controllers.observe.run_folder import Record, RunFolder, read_jsonl
 from controllers.rollouts.tokenizer import Tokenizer, load_tokenizer
+from controllers.run import checkpoints
 from rl_actors import TrainerConfig
 from rl_actors.hub import model_name
 from rl_actors.json_files import read_object

@@ -27,25 +27,32 @@ from monarch.actor import shutdown_context
 from rich.console import Console
 
 from controllers import config_file
-from controllers.program import cli, describe_plan
-from controllers.run import checkpoints, restart_process
-from controllers.run.actors import StartAgainError
 from controllers.command import started_as
-from controllers.observe.display import LineDisplay
 from controllers.environments import AnyEnvironment, EpisodeError, RewardError, Scorer, build_environment
 from controllers.environments.data import DataEnvironment
 from controllers.environments.held_out import HeldOut, digests_of
 from controllers.environments.mixture import Excluding, MixedEnvironment
+from controllers.observe.display import LineDisplay
+from controllers.observe.logger import MetricsLogger
+from controllers.observe.run_folder import RunFolder, read_jsonl
+from controllers.program import cli, describe_plan
 from controllers.rollouts.episodes import require_demonstrations
+from controllers.rollouts.evaluation import ValidationSet, build_sets
+from controllers.rollouts.tokenizer import (
+    NUM_SPECIAL_TOKENS,
+    Tokenizer,
+    alphabet_of,
+    build_character_tokenizer,
+    load_tokenizer,
+)
+from controllers.run import checkpoints, restart_process
+from controllers.run.actors import StartAgainError
+from controllers.run.config import RunConfig
 from controllers.run.gate import MISSED_STATUS, GateMissedError
 from controllers.run.interruption import Interrupted, Interruption
-from controllers.observe.logger import MetricsLogger
 from controllers.run.problems import known_problems, require_fitting
 from controllers.run.recovery import Train, train_to_end
-from controllers.run.run import Run, RunConfig, make_validator, open_generator, open_run
-from controllers.observe.run_folder import RunFolder, read_jsonl
-from controllers.rollouts.tokenizer import NUM_SPECIAL_TOKENS, Tokenizer, alphabet_of, build_character_tokenizer, load_tokenizer
-from controllers.rollouts.evaluation import ValidationSet, build_sets
+from controllers.run.run import Run, make_validator, open_generator, open_run
 from rl_actors import validation
 from rl_actors.processes.output import route_logs, route_process_output
 from rl_actors.vllm.start import require_machine

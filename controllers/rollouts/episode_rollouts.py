@@ -9,11 +9,18 @@ from dataclasses import dataclass
 
 from controllers.environments import EpisodeEnvironment
 from controllers.environments.together import together
-from controllers.rollouts.episodes import Player, Sampled, TurnSender
-from controllers.run.problems import Take, consecutive
-from controllers.rollouts.groups import Deliver, GenerationError, Group, Penalty, RolloutConfig, Rollouts
-from controllers.run.run import Config, Run
 from controllers.observe.timeline import Timeline
+from controllers.rollouts.episodes import Player, Sampled, TurnSender
+from controllers.rollouts.groups import (
+    Deliver,
+    GenerationError,
+    Group,
+    Penalty,
+    RolloutConfig,
+    Rollouts,
+    Take,
+    consecutive,
+)
 from rl_actors import Completion, GeneratorClient
 
 
@@ -99,29 +106,3 @@ class _Policy(Sampled):
             raise  # the generator has refused the input, and would refuse it again
         except Exception as error:
             raise GenerationError(error) from error
-
-
-def make_rollouts(run: Run[Config], config: RolloutConfig, *, penalty: Penalty | None = None) -> Rollouts:
-    """EpisodeRollouts if the run's task has episodes, otherwise Rollouts."""
-    seed, timeline = run.config.seed, run.timer.timeline
-    take = run.problems.take
-    if isinstance(run.environment, EpisodeEnvironment):
-        return EpisodeRollouts(
-            *(config, run.environment, run.generator, run.player()),
-            seed=seed,
-            penalty=penalty,
-            timeline=timeline,
-            take=take,
-        )
-    return Rollouts(
-        config,
-        run.environment,
-        run.tokenizer,
-        run.generator,
-        max_tokens=run.config.max_tokens,
-        seed=seed,
-        penalty=penalty,
-        scorer=run.scorer,
-        timeline=timeline,
-        take=take,
-    )

@@ -23,8 +23,8 @@ from controllers.environments import (
 )
 from controllers.environments.config import LIMITS_OF_RUN
 from controllers.environments.together import together
-from controllers.rollouts.episodes import Player, Sampled, TurnSender
 from controllers.observe.run_folder import Record
+from controllers.rollouts.episodes import Player, Sampled, TurnSender
 from controllers.rollouts.tokenizer import Tokenizer
 from rl_actors import GeneratorClient, SamplingParams
 from rl_actors.seeds import hashed_seed

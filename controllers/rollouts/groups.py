@@ -15,16 +15,23 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from controllers.rollouts.advantages import ADVANTAGES
 from controllers.environments import AnyEnvironment, Environment, Problem, Scorer, own_code
 from controllers.environments.base import are_equal
-from controllers.rollouts.episodes import PlayedEpisode
-from controllers.run.problems import Take, consecutive
 from controllers.observe.run_folder import Record
 from controllers.observe.timeline import Timeline
+from controllers.rollouts.advantages import ADVANTAGES
+from controllers.rollouts.episodes import PlayedEpisode
 from controllers.rollouts.tokenizer import Tokenizer
 from rl_actors import Completion, GeneratorClient, Sample, SamplingParams
 from rl_actors.seeds import hashed_seed
+
+Take = Callable[[int, int], tuple[list[int], int]]
+"""Function of (cursor, count): the indices of the next `count` training problems from `cursor` on, and the next cursor."""
+
+
+def consecutive(cursor: int, count: int) -> tuple[list[int], int]:
+    """A Take that skips no problem."""
+    return list(range(cursor, cursor + count)), cursor + count
 
 
 @dataclass(kw_only=True)

@@ -36,8 +36,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Self, TypeVar
 
-from controllers.rollouts.groups import GenerationError, Group, RolloutBatch, Rollouts
 from controllers.observe.run_folder import Record
+from controllers.rollouts.groups import GenerationError, Group, RolloutBatch, Rollouts
 
 Found = TypeVar("Found")
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from controllers.rollouts.chat import ChatConfig, ChatTemplate
 from controllers.environments import Message, Observation, Problem
 from controllers.environments.files import SURROGATE
+from controllers.rollouts.chat import ChatConfig, ChatTemplate
 from rl_actors import Sample
 from rl_actors.stop_tokens import stop_token_ids
 

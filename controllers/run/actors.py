@@ -26,7 +26,7 @@ from rl_actors.transports.base import Transport
 from rl_actors.transports.default import default_transport
 
 if TYPE_CHECKING:
-    from controllers.run.run import RunConfig
+    from controllers.run.config import RunConfig
 
 logger = logging.getLogger(__name__)
 

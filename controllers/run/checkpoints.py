@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rl_actors.clients.trainer import TrainerClient
 
 STATE = "state.json"
+CRITIC_FOLDER = "critic"  # of PPO's value model, in a checkpoint
 
 State = dict[str, Any]
 """The controller's state as JSON: "step" (number of steps done), "cursor" (index of the first problem that was not drawn yet), "random" (random

@@ -16,11 +16,12 @@ from controllers.environments.base import text_of
 from controllers.environments.data import DataEnvironment
 from controllers.environments.held_out import digest_of
 from controllers.environments.mixture import MixedEnvironment
+from controllers.rollouts.groups import consecutive
 from controllers.rollouts.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from controllers.run.run import RunConfig
     from controllers.rollouts.evaluation import ValidationSet
+    from controllers.run.config import RunConfig
 
 FIRST = 1000
 """Number of problems of an endless source that are looked at before a run."""
@@ -29,14 +30,6 @@ MAX_SKIPPED = 1000
 BLOCK = 1000
 """Number of problems that are encoded together."""
 SECONDS_BETWEEN_LINES = 5.0
-
-Take = Callable[[int, int], tuple[list[int], int]]
-"""Function of (cursor, count): the indices of the next `count` training problems from `cursor` on, and the next cursor."""
-
-
-def consecutive(cursor: int, count: int) -> tuple[list[int], int]:
-    """A Take that skips no problem."""
-    return list(range(cursor, cursor + count)), cursor + count
 
 
 def listed(environment: AnyEnvironment) -> tuple[list[Problem], bool]:

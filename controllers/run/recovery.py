@@ -24,7 +24,6 @@ from typing import Any, cast
 
 from controllers.run import checkpoints
 from controllers.run.actors import Actors, Death
-from controllers.algorithms.critic import FOLDER as CRITIC
 from controllers.run.run import Run, make_turns
 from rl_actors import TrainerClient
 
@@ -87,7 +86,7 @@ async def _restore(run: Run[Any], actors: Actors) -> None:
     run.state = checkpoints.read(newest) if newest else {}
     if newest is None:
         await actors.bury({"trainer", "critic"})  # a new trainer starts with the initial weights
-    elif not (newest / CRITIC).is_dir():
+    elif not (newest / checkpoints.CRITIC_FOLDER).is_dir():
         await actors.bury({"critic"})  # the checkpoint has no critic, so training starts with a new critic
     run.trainer, run.generator = await actors.start(run.log.setup)
     run.turns = make_turns(run.config, run.trainer, run.generator, run.timer)

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 
-from controllers.run.actors import StartAgainError
-from controllers.run.run import RunConfig
 from controllers.observe.run_folder import RunFolder, read_jsonl
+from controllers.run.actors import StartAgainError
+from controllers.run.config import RunConfig
 from controllers.run.survival import restart_line
 from rl_actors.clients.restarts import HOUR
 

@@ -1,332 +1,40 @@
-"""RunConfig, the base class of the configs of all training loops, and Run, which holds the clients and the state of an open run."""
+"""Run, which holds the clients and the state of an open run."""
 
 import asyncio
 import contextlib
-import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Annotated, ClassVar, Generic, Literal, Self, TypeVar
+from typing import Generic, TypeVar
 
 import rl_actors
-from controllers.run.actors import CLOSE_TIMEOUT, Actors, Setup
-from controllers.algorithms.presets import Algorithm
-from controllers.rollouts.chat import ChatConfig
-from controllers.run.checkpoints import Checkpoints, State, random_states
-from controllers.environments import AnyEnvironment, EnvironmentConfig, Problem, Scorer
-from controllers.environments.files import digest
-from controllers.environments.held_out import HeldOut
-from controllers.rollouts.episodes import EpisodeConfig, EpisodeLimits, Player
-from controllers.run.gate import Gate
-from controllers.run.hosts import HostsConfig
-from controllers.run.interruption import Interruption
+from controllers.environments import AnyEnvironment, EpisodeEnvironment, Scorer
 from controllers.observe.logger import MetricsLogger, Timer, transfers, usage
-from controllers.run.problems import TrainingProblems
 from controllers.observe.run_folder import Record, RunFolder
-from controllers.run.slow_rank import SlowRank
-from controllers.run.survival import Recording, Recoveries, SurvivalConfig
+from controllers.rollouts.episode_rollouts import EpisodeRollouts
+from controllers.rollouts.episodes import Player
+from controllers.rollouts.evaluation import Scores, ValidationSet, Validator
+from controllers.rollouts.groups import Penalty, RolloutConfig, Rollouts
 from controllers.rollouts.tokenizer import Tokenizer
-from controllers.observe.trackers import TrackerName, validate_trackers
-from controllers.run.colocation import InTurn, SideBySide, Turns, TurnsConfig, overlap
-from controllers.rollouts.evaluation import SETS_AS_JSON, PassAtKConfig, Scores, ValidationSet, Validator, validate_sets
+from controllers.run.actors import CLOSE_TIMEOUT, Actors, Setup
+from controllers.run.checkpoints import Checkpoints, State, random_states
+from controllers.run.colocation import InTurn, SideBySide, Turns
+from controllers.run.config import RunConfig
+from controllers.run.gate import Gate
+from controllers.run.interruption import Interruption
+from controllers.run.problems import TrainingProblems
+from controllers.run.slow_rank import SlowRank
+from controllers.run.survival import Recording, Recoveries
 from rl_actors import (
     GeneratorClient,
-    GeneratorConfig,
-    ModelConfig,
-    OptimParams,
     ReferenceClient,
     Sample,
     TrainerClient,
-    TrainerConfig,
     ValueTrainerClient,
-    WeightsConfig,
 )
 from rl_actors.config import LoRAConfig
-from rl_actors.field_types import require_field_types
-from rl_actors.hub import find_model, require_weights
 from rl_actors.model_flops import training_flops
 from rl_actors.processes.output import LogRoute
 from rl_actors.types import Transfer
-from rl_actors.validation import require_seed, validate_optim_params
-
-DEFAULT_PARAMS = OptimParams(learning_rate=0.0)
-
-
-@dataclass(kw_only=True)
-class AdamConfig:
-    beta1: float = DEFAULT_PARAMS.beta1
-    """Decay of the first moment."""
-    beta2: float = DEFAULT_PARAMS.beta2
-    """Decay of the second moment."""
-    eps: float = DEFAULT_PARAMS.eps
-    """Added to the denominator."""
-    weight_decay: float = DEFAULT_PARAMS.weight_decay
-    """Decoupled weight decay."""
-    grad_clip_norm: float | None = DEFAULT_PARAMS.grad_clip_norm
-    """Largest norm of the gradient. A larger gradient is scaled down to this norm. None: no clipping."""
-
-    def params(self, *, learning_rate: float, grad_divisor: float) -> OptimParams:
-        return OptimParams(learning_rate=learning_rate, grad_divisor=grad_divisor, **asdict(self))
-
-
-@dataclass(kw_only=True)
-class ReferenceConfig:
-    gpu: int | None = None
-    """Index of the first GPU that the reference model uses. None: the trainer's GPUs. On a CPU this field has no effect."""
-
-
-@dataclass(kw_only=True)
-class RunConfig:
-    """Fields that all runs share."""
-
-    steps: int = 100
-    """Training steps. The supervised steps before GRPO or PPO (sft_steps) and PPO's critic.warmup_steps come in addition."""
-    seed: int = 0
-    """Seed of weights, problems and sampling. The seeds in the configs of trainer, generator and environments are added to it."""
-    max_tokens: int = 128
-    """Longest completion in tokens, in training and in validation."""
-    alphabet: str = ""
-    """Characters of a character-level tokenizer that is made for the run. Empty: the run uses the tokenizer of trainer.hf_path. The meaning
-    of "auto" depends on trainer.hf_path. If trainer.hf_path is empty, "auto" means the characters of the problems, and
-    trainer.model.vocab_size is set to fit them. If trainer.hf_path is set, "auto" means the tokenizer and the dimensions of the model there."""
-    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    episodes: EpisodeConfig = field(default_factory=EpisodeConfig)
-    """Limits of the episodes of a task that takes several turns."""
-    chat: ChatConfig = field(default_factory=ChatConfig)
-    """Says whether and how prompts go through the model's chat template."""
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
-    """Config of the generators. Its fields `model` and `lora` are overwritten with those of `trainer`."""
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
-    """The GPUs of the reference policy, if the run has a reference policy."""
-    optimizer: AdamConfig = field(default_factory=AdamConfig)
-    transport: Literal["torchstore", "files", "memory"] = "torchstore"
-    """Where the generator finds the versions of the weights. torchstore: an index in torchstore, or in a small actor if torchstore is not
-    installed. In both cases the field `weights` says how the bytes travel. files: a directory of the run, for debugging. memory: a slow fake
-    for tests."""
-    weights: WeightsConfig = field(default_factory=WeightsConfig)
-    """How the bytes of the weights get from the trainer to the generator."""
-    hosts: HostsConfig = field(default_factory=HostsConfig)
-    """The machines of the run."""
-    turns: TurnsConfig = field(default_factory=TurnsConfig)
-    """Whether trainer and generator take turns in the memory of the same GPUs."""
-    survival: SurvivalConfig = field(default_factory=SurvivalConfig)
-    """Limits within which the run goes on after the death of an actor's process."""
-    samples_per_forward_backward: int = 1024
-    """Largest number of samples in one forward_backward call. A step makes as many calls as its batch needs."""
-    validate_every: int = 10
-    """Steps between two validations on the held-out problems. The run also validates after its last step."""
-    validate_first: bool = True
-    """Validate before the first step, too."""
-    validation: Annotated[dict[str, EnvironmentConfig], SETS_AS_JSON] = field(default_factory=dict)
-    """Further validation sets, by name. Each set is an environment, and the run validates on the environment's held-out problems. The flag takes
-    one JSON object, such as {"hard": {"task": "hard.jsonl"}}. The metrics of the set in this example are validation/hard/accuracy and so on."""
-    gate: str = ""
-    """STEP:REWARD, such as 40:0.9. If the first validation at or after STEP has a held-out reward below REWARD, the run ends at once with
-    exit status 3. If no validation comes at or after STEP, the run ends with this status after its last step. Empty: no gate."""
-    pass_at_k: PassAtKConfig = field(default_factory=PassAtKConfig)
-    """Says whether and how pass@k is measured on every validation set, in addition to the greedy accuracy."""
-    checkpoint_every: int = 25
-    """Steps between two checkpoints. The last step of a phase also writes one. 0: no checkpoint is written, so the run cannot be resumed."""
-    keep_checkpoints: int = 2
-    """Number of newest checkpoints that are kept."""
-    keep_checkpoint_every: int = 0
-    """Smallest number of steps between two checkpoints that are kept for good. 0: no checkpoint is kept for good."""
-    trackers: tuple[TrackerName, ...] = ("tensorboard",)
-    """Services and files that get the metrics, in addition to metrics.jsonl. A tracker needs the Python package that has its name."""
-    tracker_project: str = "rl-actors"
-    """Project or experiment of the run in trackers that have projects."""
-    wandb_project: str | None = None
-    """If this field is set, it replaces tracker_project for all trackers, and wandb is added to the trackers. None: the fields
-    tracker_project and trackers are used as they are."""
-
-    presets: ClassVar[Mapping[str, Algorithm]] = {}
-    """The presets of --algorithm, by name."""
-    short_flags: ClassVar[dict[str, str]] = {
-        "--model": "--trainer.hf-path",
-        "--task": "--environment.task",
-        "--hosts": "--hosts.addresses",
-    }
-    """Short flags, each with the full flag that it stands for."""
-
-    def __post_init__(self) -> None:
-        lora = self.trainer.lora
-        base = self.generator.hf_path or (self.trainer.hf_path if lora.syncs_adapter else "")
-        # `replace` makes copies, so that the generator's config shares no object with the trainer's config.
-        sleeps = self.generator.sleep_mode or self.turns.enabled
-        self.generator = replace(
-            self.generator, model=replace(self.trainer.model), lora=replace(lora), hf_path=base, sleep_mode=sleeps
-        )
-
-    @property
-    def is_supervised(self) -> bool:
-        """True if the run trains on the answers of problems."""
-        return False
-
-    @property
-    def has_generator(self) -> bool:
-        """False if the run samples nothing, so that only trainers start."""
-        return True
-
-    @property
-    def samples_problems(self) -> bool:
-        """True if the run samples completions of its training problems."""
-        return self.has_generator
-
-    @property
-    def has_reference(self) -> bool:
-        """True if the run starts a second model, which holds the reference policy and is not trained."""
-        return False
-
-    @property
-    def has_critic(self) -> bool:
-        """True if the run starts a value model."""
-        return False
-
-    def models(self) -> dict[str, TrainerConfig]:
-        """The configs of the models that torchtitan runs, by name: the trainer, and the reference and the critic if the run has them."""
-        models = {"trainer": self.trainer}
-        if self.has_reference:
-            models["reference"] = replace(self.trainer, optimizer=None, gpu=self.or_trainers(self.reference.gpu))
-        return models
-
-    def critic_takes_turns(self) -> bool:
-        """True if turns are enabled and a critic shares GPUs with the trainer or the generator.
-
-        In this case the critic's state is in the host's memory while the policy is trained and while the generator works.
-        """
-        critic = self.models().get("critic")
-        if critic is None or not self.turns.enabled:
-            return False
-        return overlap(critic.gpus(), self.trainer.gpus()) or overlap(critic.gpus(), self.generator.gpus())
-
-    def or_trainers(self, gpu: int | None) -> int | None:
-        """The index `gpu`, or the index of the trainer's first GPU if `gpu` is None."""
-        return self.trainer.gpu if gpu is None else gpu
-
-    @property
-    def versions_per_step(self) -> int:
-        """Largest number by which one step can raise policy_version: 1 for each optimizer step on the policy."""
-        return 1
-
-    def described(self) -> list[str]:
-        """Lines of --plan about what this kind of run does."""
-        return []
-
-    def episode_limits(self) -> EpisodeLimits:
-        """The limits of an episode. The run's max_tokens is the limit of one turn."""
-        longest = min(self.generator.max_model_len, self.trainer.max_sequence_length)
-        return EpisodeLimits(
-            max_turns=self.episodes.max_turns,
-            max_tokens=min(self.episodes.max_tokens or longest, longest),
-            max_tokens_per_turn=self.max_tokens,
-        )
-
-    def with_all_answers(self, problem: Problem) -> list[Problem]:
-        """Copies of the problem, one for each text that the run may train on as the answer."""
-        return [problem]
-
-    def with_local_models(self) -> Self:
-        """A copy of this config in which each id of a model on the Hugging Face Hub is replaced by the model's local directory.
-
-        If alphabet is "auto" and trainer.hf_path is set, the trainer also gets the dimensions of the model in trainer.hf_path, and alphabet
-        becomes "". Raises ValueError as find_model does.
-        """
-        trainer = replace(self.trainer, hf_path=find_model(self.trainer.hf_path))
-        generator = replace(self.generator, hf_path=find_model(self.generator.hf_path))
-        if self.alphabet == "auto" and trainer.hf_path:
-            own = replace(trainer, model=ModelConfig.from_hf(trainer.hf_path))
-            return replace(self, trainer=own, generator=generator, alphabet="")
-        return replace(self, trainer=trainer, generator=generator)
-
-    def validate(self) -> None:
-        """Raises ValueError naming the field, its value and the limit."""
-        require_field_types(self)
-        require_seed("seed", self.seed)
-        for name in ("steps", "max_tokens", "samples_per_forward_backward", "validate_every", "keep_checkpoints"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; it must be at least 1")
-        for name in ("checkpoint_every", "keep_checkpoint_every"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}; it must be at least 0")
-        self._validate_tokens()
-        self.episodes.validate()
-        self.weights.validate()
-        self.hosts.validate(self.trainer.num_processes())
-        self.survival.validate()
-        self.turns.validate(
-            has_generator=self.has_generator, trainer=self.trainer.gpus(), generator=self.generator.gpus()
-        )
-        self.environment.validate()
-        validate_sets(self.validation)
-        self.pass_at_k.validate()
-        if self.gate:
-            Gate.parse(self.gate)
-            if not self.has_generator:
-                raise ValueError(f"gate={self.gate!r}, but this run samples nothing, so it has no held-out reward")
-        validate_trackers(self.all_trackers())
-        self._validate_models()
-
-    def _validate_tokens(self) -> None:
-        """Check that there is one tokenizer, that max_tokens leaves room for a prompt, and that the generator loads the base model of the adapters."""
-        if not self.alphabet and not self.trainer.hf_path:
-            raise ValueError(
-                "alphabet and trainer.hf_path are both empty; one of them must give a tokenizer: --trainer.hf-path takes a directory or "
-                "the id of a model on the Hugging Face Hub, such as Qwen/Qwen3-0.6B"
-            )
-        if self.trainer.tokenizer_path:
-            raise ValueError(
-                f"trainer.tokenizer_path={self.trainer.tokenizer_path!r}; a run uses the tokenizer of trainer.hf_path, or "
-                "makes its own from alphabet, so this field must be empty"
-            )
-        longest = {"generator.max_model_len": self.generator.max_model_len}
-        longest["trainer.max_sequence_length"] = self.trainer.max_sequence_length
-        for name, limit in longest.items():
-            if self.max_tokens >= limit:
-                raise ValueError(f"max_tokens={self.max_tokens} leaves no room for a prompt in {name}={limit}")
-        if self.trainer.lora.syncs_adapter and self.generator.hf_path != self.trainer.hf_path:
-            raise ValueError(
-                f"generator.hf_path={self.generator.hf_path!r} is not trainer.hf_path={self.trainer.hf_path!r}; "
-                "the adapters are trained on the weights of trainer.hf_path"
-            )
-
-    def _validate_models(self) -> None:
-        self.generator.validate()
-        for name, model in self.models().items():
-            if model.gpu is not None and model.gpu < 0:
-                raise ValueError(f"{name}.gpu={model.gpu}; it must be at least 0")
-        self.trainer.validate()
-        if self.trainer.hf_path:
-            require_weights("trainer.hf_path", self.trainer.hf_path)
-        if self.trainer.optimizer is None:
-            raise ValueError("trainer.optimizer=None; a run needs an optimizer")
-        self.trainer.require_hf("generation")
-        validate_optim_params(self.optimizer.params(learning_rate=0.0, grad_divisor=1.0))
-
-    def all_trackers(self) -> list[str]:
-        return list(dict.fromkeys([*self.trackers, *(["wandb"] if self.wandb_project else [])]))
-
-    def validate_resumed(self, folder: RunFolder) -> None:
-        """Raises ValueError, naming the field or the file, if the run in this folder cannot be resumed with this config."""
-        if not folder.data.is_file():
-            return
-        before = json.loads(folder.data.read_text())
-        changed = sorted(task for task, digest in self.data_digests().items() if before.get(task, digest) != digest)
-        if changed:
-            raise ValueError(
-                f"{', '.join(changed)} has changed since this run began, so a resumed run would train on other problems; "
-                "restore the data, or start a new run"
-            )
-
-    def held_out_before(self) -> HeldOut | None:
-        """What the run held out whose export this run starts from. None if it starts from other weights."""
-        return HeldOut.read(Path(self.trainer.hf_path) / "held_out.json") if self.trainer.hf_path else None
-
-    def data_digests(self) -> dict[str, str]:
-        """A hash of the contents of each file and directory that the run reads problems from."""
-        environments = [self.environment, *self.validation.values()]
-        return {task: digest(task) for each in environments for task in each.data_files()}
-
 
 Config = TypeVar("Config", bound=RunConfig)
 
@@ -372,6 +80,31 @@ class Run(Generic[Config]):
 
     def __post_init__(self) -> None:
         self.problems = TrainingProblems(self.config, self.tokenizer, self.environment)
+
+    def rollouts(self, config: RolloutConfig, *, penalty: Penalty | None = None) -> Rollouts:
+        """EpisodeRollouts if the run's task has episodes, otherwise Rollouts."""
+        seed, timeline = self.config.seed, self.timer.timeline
+        take = self.problems.take
+        if isinstance(self.environment, EpisodeEnvironment):
+            return EpisodeRollouts(
+                *(config, self.environment, self.generator, self.player()),
+                seed=seed,
+                penalty=penalty,
+                timeline=timeline,
+                take=take,
+            )
+        return Rollouts(
+            config,
+            self.environment,
+            self.tokenizer,
+            self.generator,
+            max_tokens=self.config.max_tokens,
+            seed=seed,
+            penalty=penalty,
+            scorer=self.scorer,
+            timeline=timeline,
+            take=take,
+        )
 
     async def measure(self) -> Scores:
         """Score the generator's current weights on all held-out problems."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Self
 
-from controllers.run.checkpoints import Checkpoints, State, random_states, restore_random_states
-from controllers.rollouts.queue import RolloutQueue
-from controllers.rollouts.groups import RolloutBatch
 from controllers.observe.run_folder import Record
+from controllers.rollouts.groups import RolloutBatch
+from controllers.rollouts.queue import RolloutQueue
+from controllers.run.checkpoints import Checkpoints, State, random_states, restore_random_states
 from rl_actors.config import RestartPolicy
 from rl_actors.types import GeneratorReturn
 

@@ -25,27 +25,27 @@ from pathlib import Path
 
 from monarch.actor import context, enable_transport, shutdown_context
 
-from controllers.program import cli
-from controllers.run.actors import Actors, shares_gpu
 from controllers.command import started_as
-from controllers.program.launch import SHUTDOWN_TIMEOUT
 from controllers.observe.prometheus import MetricsPort, address_of
-from controllers.run.run import RunConfig
 from controllers.observe.run_folder import RunFolder
-from controllers.service.numbers import prometheus
+from controllers.program import cli
+from controllers.program.launch import SHUTDOWN_TIMEOUT
 from controllers.rollouts.tokenizer import build_character_tokenizer
+from controllers.run.actors import Actors, shares_gpu
+from controllers.run.config import RunConfig
+from controllers.service.coordinator import spawn_coordinator
+from controllers.service.door import Door
+from controllers.service.members import GeneratorMember, Member, ModelMember
+from controllers.service.numbers import prometheus
+from controllers.service.service import Service
 from rl_actors import validation
+from rl_actors.clients import remote
 from rl_actors.clients.base import ATTACH_TIMEOUT
 from rl_actors.clients.call import in_background
 from rl_actors.processes import tls
 from rl_actors.processes.address import Address
 from rl_actors.processes.output import route_logs
 from rl_actors.processes.spawn import prepare_this_process
-from rl_actors.clients import remote
-from controllers.service.coordinator import spawn_coordinator
-from controllers.service.door import Door
-from controllers.service.members import GeneratorMember, Member, ModelMember
-from controllers.service.service import Service
 
 PROGRAM = "controllers.service"
 DEFAULT_ADDRESS = "tcp://127.0.0.1:4400"
@@ -360,7 +360,3 @@ def _ask(prog: str, argv: Sequence[str]) -> int:
     else:
         print(json.dumps(answer["status"], indent=2))
     return 0
-
-
-if __name__ == "__main__":
-    main()

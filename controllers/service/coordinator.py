@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import cloudpickle
 from monarch.actor import Actor, concurrent_endpoint, this_proc
 
-from rl_actors.clients.call import in_background
 from controllers.service.service import Service
+from rl_actors.clients.call import in_background
 
 if TYPE_CHECKING:
     from monarch.actor import UndeliverableMessageEnvelope
@@ -39,7 +39,7 @@ class Coordinator(Actor):
 
     @concurrent_endpoint
     async def call(self, number: int, endpoint: str, arguments: bytes, patience: float) -> bytes:
-        """The pickled answers of all ranks, or the pickled error of the call. `opened` unpickles them.
+        """The pickled answers of all ranks, or the pickled error of the call. remote.opened unpickles them.
 
         number: the number that the service gave the calling client. arguments: the pickled arguments of the endpoint.
         patience: seconds that the call may wait for the end of another client's step.
@@ -59,16 +59,8 @@ class Coordinator(Actor):
         return True
 
 
-def opened(answer: bytes) -> list[object]:
-    """The answers of all ranks, from the bytes that `call` returns. Raises the error of the call."""
-    answers, error = pickle.loads(answer)
-    if error is not None:
-        raise error
-    return answers
-
-
 def _pickled(error: Exception) -> bytes:
-    """The error as the bytes that `opened` reads.
+    """The error as the bytes that remote.opened reads.
 
     If the error cannot be pickled, or is not of the same type after unpickling, a RuntimeError with the error's
     traceback replaces the error.

@@ -16,11 +16,11 @@ import ssl
 from collections.abc import Callable
 from pathlib import Path
 
-from rl_actors.processes.address import Address
 from controllers.service.open_step import Attached
 from controllers.service.service import Service
 from rl_actors.clients.wire import MAX_LINE_BYTES, PROTOCOL, Message, decode, encode, keep_alive, mismatch
 from rl_actors.clients.wire import versions as own_versions
+from rl_actors.processes.address import Address
 
 logger = logging.getLogger(__name__)
 

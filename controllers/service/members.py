@@ -12,13 +12,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from controllers.service.counts import MemberNumbers
+from controllers.service.open_step import CHANGING, Attached, OpenStep
 from rl_actors.clients.base import Client
 from rl_actors.clients.generator import GeneratorClient
 from rl_actors.clients.model import ModelClient
 from rl_actors.clients.model_calls import SavedCheckpoint
 from rl_actors.clients.trainer import TrainerClient
-from controllers.service.counts import MemberNumbers
-from controllers.service.open_step import CHANGING, Attached, OpenStep
 from rl_actors.types import Completion, SamplingParams, TrainerInfo
 
 logger = logging.getLogger(__name__)

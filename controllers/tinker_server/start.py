@@ -8,6 +8,7 @@ import logging
 from functools import partial
 from pathlib import Path
 
+from controllers.rollouts.tokenizer import load_tokenizer
 from controllers.tinker_server.config import ServeConfig, tokenizer_id
 from controllers.tinker_server.requests import SamplingLimits
 from controllers.tinker_server.sampling import VersionedGenerator
@@ -16,7 +17,6 @@ from controllers.tinker_server.state_folder import require_base
 from controllers.tinker_server.store import Store
 from controllers.tinker_server.trainers import Trainer, Trainers
 from controllers.tinker_server.weights import HfDirectories
-from controllers.rollouts.tokenizer import load_tokenizer
 from rl_actors import GeneratorClient, TrainerClient, TrainerConfig
 from rl_actors.vllm.start import this_machine
 

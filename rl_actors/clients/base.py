@@ -32,8 +32,8 @@ from rl_actors.types import CollectiveTimeoutError
 if TYPE_CHECKING:
     from monarch.actor import Actor, ActorMesh, Endpoint, ProcMesh
 
-    from rl_actors.processes.hosts import Hosts
     from rl_actors.clients.remote import Lease
+    from rl_actors.processes.hosts import Hosts
 
 T = TypeVar("T")
 SHUTDOWN_TIMEOUT = 15.0

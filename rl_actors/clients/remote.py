@@ -15,21 +15,17 @@ import ssl
 import threading
 from collections.abc import Awaitable, Iterator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 from monarch.actor import context, enable_transport
 
 from rl_actors.clients.base import ATTACH_TIMEOUT, STEP_WAIT
+from rl_actors.clients.wire import MAX_LINE_BYTES, PROTOCOL, Message, decode, encode, keep_alive
+from rl_actors.clients.wire import versions as own_versions
 from rl_actors.processes import tls
 from rl_actors.processes.address import Address
 from rl_actors.processes.spawn import prepare_this_process
-from controllers.service.coordinator import opened
-from rl_actors.clients.wire import MAX_LINE_BYTES, PROTOCOL, Message, decode, encode, keep_alive
-from rl_actors.clients.wire import versions as own_versions
-
-if TYPE_CHECKING:
-    from controllers.service.coordinator import Coordinator
 
 
 class Lease:
@@ -79,7 +75,7 @@ class RemoteMesh:
     number: this client's number at the service. patience: seconds that a call may wait for the end of another client's step.
     """
 
-    def __init__(self, coordinator: "Coordinator", lease: Lease, *, number: int, num_ranks: int, patience: float):
+    def __init__(self, coordinator: Any, lease: Lease, *, number: int, num_ranks: int, patience: float):
         self._coordinator, self.lease = coordinator, lease
         self._number, self._num_ranks, self._patience = number, num_ranks, patience
 
@@ -110,6 +106,14 @@ class RemoteMesh:
     @property
     def num_ranks(self) -> int:
         return self._num_ranks
+
+
+def opened(answer: bytes) -> list[object]:
+    """The answers of all ranks, from the bytes that the coordinator returns. Raises the error of the call."""
+    answers, error = pickle.loads(answer)
+    if error is not None:
+        raise error
+    return answers
 
 
 async def _awaited(future: Awaitable[bytes]) -> bytes:

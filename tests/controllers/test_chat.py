@@ -7,12 +7,12 @@ import pytest
 from fakes import ParityReward, RandomGenerator
 from own_models import CHAT_TEMPLATE, save_tokenizer
 
-from controllers.rollouts.chat import ChatConfig
 from controllers.environments import Message, Problem
-from controllers.rollouts.queue import RolloutQueue
-from controllers.rollouts.groups import RolloutConfig, Rollouts
-from controllers.rollouts.tokenizer import load_tokenizer
+from controllers.rollouts.chat import ChatConfig
 from controllers.rollouts.evaluation import PassAtKConfig, ValidationSet, Validator
+from controllers.rollouts.groups import RolloutConfig, Rollouts
+from controllers.rollouts.queue import RolloutQueue
+from controllers.rollouts.tokenizer import load_tokenizer
 
 UNMARKED = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 """CHAT_TEMPLATE without transformers' marks around the assistant's text."""

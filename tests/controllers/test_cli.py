@@ -13,9 +13,9 @@ import pytest
 
 import configs
 from controllers import config_file
-from controllers.program import cli
-from controllers.environments import EnvironmentConfig
 from controllers.algorithms.schedules import ScheduleConfig
+from controllers.environments import EnvironmentConfig
+from controllers.program import cli
 from rl_actors.config import TrainerConfig
 
 

@@ -15,11 +15,11 @@ from torch.testing import assert_close
 from configs import CONFIGS
 from configs.tiny import tiny_dpo
 from controllers import config_file
+from controllers.algorithms.preferences import DPO, to_samples
+from controllers.environments import EnvironmentConfig, build_environment
+from controllers.observe.run_folder import RunFolder
 from controllers.program import launch
 from controllers.program.describe_plan import describe
-from controllers.environments import EnvironmentConfig, build_environment
-from controllers.algorithms.preferences import DPO, to_samples
-from controllers.observe.run_folder import RunFolder
 from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
 from rl_actors import Sample
 from rl_actors.losses.custom import output_gradients

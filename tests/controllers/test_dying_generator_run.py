@@ -17,11 +17,11 @@ import pytest
 from waiting import wait_until
 
 from configs.tiny import tiny
-from controllers.program import cli, launch
 from controllers.environments import Scorer
 from controllers.grpo import GRPOConfig, train
-from controllers.run.interruption import Interruption
 from controllers.observe.run_folder import RunFolder, read_jsonl
+from controllers.program import cli, launch
+from controllers.run.interruption import Interruption
 
 NUM_STEPS, NUM_SFT_STEPS = 8, 40
 # Prefixes of the metrics that the test does not compare: measured times and sizes, values that are computed from

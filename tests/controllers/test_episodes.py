@@ -11,18 +11,18 @@ import torch
 from own_models import CHAT_TEMPLATE, save_tokenizer
 
 from configs.tiny_game import tiny_game, tiny_tool
-from controllers.rollouts.chat import ChatConfig
 from controllers.environments import EpisodeError, Message, Problem, Reply, Scorer, build_environment
 from controllers.environments.calculator import CalculatorError, Products, calculate
 from controllers.environments.config import EnvironmentConfig
 from controllers.environments.guessing import GuessingGame
 from controllers.environments.together import together
+from controllers.rollouts.chat import ChatConfig
 from controllers.rollouts.episode_rollouts import EpisodeRollouts
 from controllers.rollouts.episodes import EpisodeLimits, PlayedEpisode, Player, Sampled, TurnSender
-from controllers.rollouts.queue import RolloutQueue
-from controllers.rollouts.groups import RolloutConfig
-from controllers.rollouts.tokenizer import Tokenizer, build_character_tokenizer, load_tokenizer
 from controllers.rollouts.evaluation import PassAtKConfig, ValidationSet, Validator
+from controllers.rollouts.groups import RolloutConfig
+from controllers.rollouts.queue import RolloutQueue
+from controllers.rollouts.tokenizer import Tokenizer, build_character_tokenizer, load_tokenizer
 from rl_actors import Completion, SamplingParams
 from rl_actors.seeds import hashed_seed
 

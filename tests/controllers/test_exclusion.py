@@ -8,11 +8,11 @@ from random import Random
 import pytest
 
 from configs import CONFIGS
-from controllers.program import cli
 from controllers.environments import EnvironmentConfig, Problem, build_environment
 from controllers.environments.held_out import HeldOut, digest_of, digests_of, operands_or_key
-from controllers.program.launch import _prepare, _task
 from controllers.observe.run_folder import RunFolder
+from controllers.program import cli
+from controllers.program.launch import _prepare, _task
 
 
 def write(path: Path, rows: list[dict]) -> str:

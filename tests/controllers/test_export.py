@@ -10,8 +10,8 @@ from references import BASE, random_samples, save_random
 
 from configs.tiny import tiny
 from controllers import config_file
-from controllers.program import export
 from controllers.observe.run_folder import RunFolder, to_json
+from controllers.program import export
 from controllers.rollouts.tokenizer import build_character_tokenizer
 from rl_actors import LoRAConfig, OptimParams
 

@@ -13,8 +13,8 @@ import pytest
 from waiting import GUARD
 
 from configs.tiny import tiny, tiny_dpo
-from controllers.run.gate import METRIC, Gate, GateMissedError
 from controllers.observe.run_folder import RunFolder, read_jsonl
+from controllers.run.gate import METRIC, Gate, GateMissedError
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,9 +13,9 @@ import psutil
 import pytest
 from waiting import GUARD, wait_until
 
-from controllers.program.launch import start_loop
 from controllers.observe.logger import KEYS
 from controllers.observe.run_folder import read_jsonl
+from controllers.program.launch import start_loop
 
 ROOT = Path(__file__).parents[2]
 SHORT = [

@@ -16,16 +16,16 @@ from rich.console import Console
 
 import rl_actors
 from configs.tiny import tiny
+from controllers.algorithms.schedules import ScheduleConfig
 from controllers.environments import EnvironmentConfig, Problem
 from controllers.grpo import GRPOConfig, train
 from controllers.observe.logger import MetricsLogger
-from controllers.rollouts.groups import RolloutConfig
-from controllers.run.run import open_run
 from controllers.observe.run_folder import RunFolder, read_jsonl
-from controllers.algorithms.schedules import ScheduleConfig
-from controllers.sft import SFTPhaseConfig
-from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
 from controllers.rollouts.evaluation import PassAtKConfig, build_sets
+from controllers.rollouts.groups import RolloutConfig
+from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
+from controllers.run.run import open_run
+from controllers.sft import SFTPhaseConfig
 from rl_actors import num_loss_tokens
 from rl_actors.seeds import hashed_seed
 

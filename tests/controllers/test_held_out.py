@@ -9,10 +9,10 @@ from fakes import ParityReward
 
 from configs import CONFIGS
 from controllers import config_file
-from controllers.program.cli import parse
 from controllers.environments import EnvironmentConfig
-from controllers.run.run import RunConfig
+from controllers.program.cli import parse
 from controllers.rollouts.evaluation import build_sets, pass_at_k
+from controllers.run.config import RunConfig
 
 
 @pytest.mark.parametrize(("num_samples", "num_passed"), [(1, 0), (1, 1), (5, 0), (5, 2), (6, 5), (6, 6)])

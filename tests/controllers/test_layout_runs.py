@@ -13,12 +13,12 @@ from fakes import AnswersEach, ReplayingGenerator
 
 import rl_actors
 from configs.tiny import tiny
-from controllers.program import cli, launch
-from controllers.run import checkpoints
 from controllers.environments import Scorer
 from controllers.grpo import GRPOConfig, train
-from controllers.run.interruption import Interruption
 from controllers.observe.run_folder import RunFolder, read_jsonl
+from controllers.program import cli, launch
+from controllers.run import checkpoints
+from controllers.run.interruption import Interruption
 
 NUM_WARMUP_STEPS, NUM_STEPS = 100, 10
 # In a name, the number after FSDP, TP or PP is the degree.

@@ -13,8 +13,8 @@ from pyarrow import parquet
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from controllers.rollouts.chat import ChatConfig
 from controllers.environments import EnvironmentConfig, Problem, Reply, Scorer, build_environment
+from controllers.rollouts.chat import ChatConfig
 from controllers.rollouts.episodes import EpisodeLimits, Player
 from controllers.rollouts.groups import RolloutConfig, Rollouts
 from controllers.rollouts.tokenizer import load_tokenizer

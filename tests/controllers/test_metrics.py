@@ -75,7 +75,9 @@ def test_the_file_is_unchanged_if_dropping_lines_fails(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path)
     record_steps(folder, range(1, 4))
     before = folder.metrics.read_bytes()
-    monkeypatch.setattr("controllers.observe.run_folder.os.fsync", lambda fd: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(
+        "controllers.observe.run_folder.os.fsync", lambda fd: (_ for _ in ()).throw(OSError("disk full"))
+    )
     with pytest.raises(OSError, match="disk full"):
         folder.drop_after(1)
     assert folder.metrics.read_bytes() == before

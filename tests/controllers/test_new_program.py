@@ -18,13 +18,13 @@ import pytest
 from test_resumed_run import grpo_config
 
 from configs.tiny import tiny
+from controllers.grpo import GRPOConfig
+from controllers.observe.run_folder import RunFolder, read_jsonl
 from controllers.program import launch
+from controllers.program.cli import Invocation
 from controllers.run import hosts, restart_process
 from controllers.run.actors import StartAgainError
-from controllers.program.cli import Invocation
-from controllers.grpo import GRPOConfig
 from controllers.run.hosts import HostsConfig
-from controllers.observe.run_folder import RunFolder, read_jsonl
 
 LOST = StartAgainError("the worker of tcp://10.0.0.6:4444 has ended", ["tcp://10.0.0.6:4444"])
 

@@ -13,8 +13,8 @@ import torch
 from waiting import GUARD, wait_until
 
 from controllers.observe.charts import ROLLOUT_PHASES, TRAINED_PHASES, of_phases, own_plans, run_charts
-from controllers.rollouts.groups import RolloutConfig, advantages_of
 from controllers.observe.run_folder import read_jsonl
+from controllers.rollouts.groups import RolloutConfig, advantages_of
 
 ROOT = Path(__file__).parents[2]
 SHORT = ["--steps", "6", "--checkpoint-every", "2", "--validate-every", "3", "--groups", "16"]

@@ -17,10 +17,10 @@ from own_models import put_in_hub_cache, save_model
 from waiting import GUARD, wait_until
 
 from controllers import config_file
-from controllers.program import export
 from controllers.environments import build_environment
 from controllers.grpo import GRPOConfig
 from controllers.observe.run_folder import read_jsonl
+from controllers.program import export
 from controllers.rollouts.tokenizer import load_tokenizer
 from rl_actors import SamplingParams, TrainerClient
 from rl_actors.processes.output import LogRoute

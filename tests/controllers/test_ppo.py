@@ -12,10 +12,10 @@ import torch
 
 from configs.tiny_ppo import tiny_ppo
 from controllers.algorithms.critic import Critic, CriticConfig, Judged
-from controllers.environments import Problem
-from controllers.rollouts.episodes import PlayedEpisode
 from controllers.algorithms.gae import GAEConfig
+from controllers.environments import Problem
 from controllers.ppo import is_cut_off, minibatches, token_rewards
+from controllers.rollouts.episodes import PlayedEpisode
 from controllers.rollouts.groups import Group, RolloutBatch, RolloutConfig
 from rl_actors import KL, Completion, Sample
 from rl_actors.types import ForwardBackwardOutput

@@ -9,19 +9,19 @@ from types import SimpleNamespace
 import pytest
 from own_models import save_tokenizer
 
-from controllers.program import launch
-from controllers.run import problems
 from controllers.dpo import DPOConfig
 from controllers.environments import EnvironmentConfig, Problem, build_environment
 from controllers.environments.mixture import MixedEnvironment, Part
 from controllers.grpo import GRPOConfig
-from controllers.run.problems import Rule, TrainingProblems, listed, require_fitting
-from controllers.rollouts.queue import RolloutQueue
-from controllers.rollouts.groups import RolloutConfig, Rollouts
-from controllers.run.run import RunConfig
-from controllers.sft import SFTConfig, SFTPhase, SFTPhaseConfig
-from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
+from controllers.program import launch
 from controllers.rollouts.evaluation import ValidationSet, build_sets
+from controllers.rollouts.groups import RolloutConfig, Rollouts
+from controllers.rollouts.queue import RolloutQueue
+from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
+from controllers.run import problems
+from controllers.run.config import RunConfig
+from controllers.run.problems import Rule, TrainingProblems, listed, require_fitting
+from controllers.sft import SFTConfig, SFTPhase, SFTPhaseConfig
 from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
 
 LENGTH, MAX_TOKENS = 32, 8

@@ -10,8 +10,8 @@ import pytest
 from waiting import GUARD
 
 from controllers.observe.prometheus import CONTENT_TYPE, Family, MetricsPort, address_of, text
-from controllers.service.numbers import prometheus
 from controllers.service.counts import CallCounts, MemberNumbers, ServiceNumbers
+from controllers.service.numbers import prometheus
 from controllers.service.open_step import Attached
 
 

@@ -26,20 +26,20 @@ from test_resumed_run import (
     nothing,
 )
 
+from controllers.environments import Environment, Scorer
+from controllers.grpo import GRPOConfig, train
+from controllers.observe.logger import MetricsLogger
+from controllers.observe.run_folder import RunFolder, read_jsonl
 from controllers.program import cli, launch
+from controllers.rollouts.evaluation import build_sets
+from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
 from controllers.run import checkpoints
 from controllers.run.actors import Actors, StartAgainError
 from controllers.run.checkpoints import Checkpoints
-from controllers.environments import Environment, Scorer
-from controllers.grpo import GRPOConfig, train
 from controllers.run.hosts import HostsConfig
 from controllers.run.interruption import Interruption
-from controllers.observe.logger import MetricsLogger
 from controllers.run.run import Run
-from controllers.observe.run_folder import RunFolder, read_jsonl
 from controllers.run.survival import SurvivalConfig
-from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
-from controllers.rollouts.evaluation import build_sets
 from rl_actors.clients.base import ActorDiedError
 from rl_actors.clients.restarts import HOUR, Restarts
 from tests.fakes import ParityReward

@@ -18,13 +18,13 @@ from references import save_random
 
 from configs.tiny import tiny
 from controllers import config_file
-from controllers.program import launch
+from controllers.algorithms.reference import Reference
 from controllers.environments import Problem
 from controllers.grpo import update_kl_coefficient
 from controllers.observe.logger import Timer
-from controllers.algorithms.reference import Reference
-from controllers.rollouts.groups import Group, RolloutBatch, RolloutConfig, to_samples
 from controllers.observe.run_folder import RunFolder
+from controllers.program import launch
+from controllers.rollouts.groups import Group, RolloutBatch, RolloutConfig, to_samples
 from rl_actors import KL, Completion
 from rl_actors.validation import validate_samples
 

@@ -22,21 +22,22 @@ import pytest
 from references import VOCAB_SIZE
 
 from controllers import config_file
-from controllers.program import cli, launch
-from controllers.run import checkpoints, interruption
-from controllers.run.checkpoints import Checkpoints
+from controllers.algorithms.schedules import ScheduleConfig
 from controllers.environments import Environment, Scorer
 from controllers.environments.guessing import Game, GuessingGame
 from controllers.grpo import GRPOConfig, train
-from controllers.run.interruption import Interruption
 from controllers.observe.logger import MetricsLogger
-from controllers.rollouts.groups import RolloutConfig
-from controllers.run.run import AdamConfig, Run
 from controllers.observe.run_folder import RunFolder, read_jsonl
-from controllers.algorithms.schedules import ScheduleConfig
-from controllers.sft import SFTPhaseConfig
-from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
+from controllers.program import cli, launch
 from controllers.rollouts.evaluation import build_sets
+from controllers.rollouts.groups import RolloutConfig
+from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
+from controllers.run import checkpoints, interruption
+from controllers.run.checkpoints import Checkpoints
+from controllers.run.config import AdamConfig
+from controllers.run.interruption import Interruption
+from controllers.run.run import Run
+from controllers.sft import SFTPhaseConfig
 from rl_actors import Completion, GeneratorConfig, ModelConfig, TrainerConfig
 from rl_actors.clients.conversion import merge_outputs
 from rl_actors.engine.train_engine import TrainEngine

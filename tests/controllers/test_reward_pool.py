@@ -18,9 +18,9 @@ import pytest
 from test_grpo import PARITY, processes_of, start
 from waiting import GUARD, wait_until
 
-from controllers.program import launch
 from controllers.environments import EnvironmentConfig, Problem, RewardError, Scorer, build_environment, pool
 from controllers.observe.run_folder import RunFolder, read_jsonl
+from controllers.program import launch
 
 PROBLEM = Problem(prompt="2+3=", answer="5", key="2 3", metadata={"question": "2+3"})
 GUARD_RETRIES = 50

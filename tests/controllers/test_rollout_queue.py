@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from controllers.rollouts.queue import Place, RolloutQueue, choose
 from controllers.rollouts.groups import Group, RolloutBatch, RolloutConfig, Rollouts
+from controllers.rollouts.queue import Place, RolloutQueue, choose
 from rl_actors import Completion, SamplingParams
 from tests.fakes import ParityReward
 

@@ -7,7 +7,7 @@ import pytest
 from references import save_random
 
 from controllers.config_file import from_json, to_json
-from controllers.run.run import RunConfig
+from controllers.run.config import RunConfig
 from rl_actors import GeneratorConfig, LoRAConfig, ModelConfig, TrainerConfig
 
 MODEL = ModelConfig(vocab_size=48, hidden_size=64, num_hidden_layers=2, head_dim=32)

@@ -17,9 +17,9 @@ import pytest
 from test_grpo import PARITY, ROOT, processes_of
 from waiting import GUARD, wait_until
 
+from controllers.observe.run_folder import RunFolder, read_jsonl
 from controllers.run import checkpoints
 from controllers.run.interruption import REPEATED_WITHIN
-from controllers.observe.run_folder import RunFolder, read_jsonl
 
 WIDTH = 200
 LONG = ["--config", "tiny", "--steps", "1000", "--checkpoint-every", "1000", "--validate-every", "1000"]

@@ -6,8 +6,8 @@ import pytest
 
 from controllers.observe import charts, timeline
 from controllers.observe.logger import Timer
-from controllers.rollouts.groups import Generating
 from controllers.observe.timeline import Span, StepTimeline, Timeline
+from controllers.rollouts.groups import Generating
 
 
 class Clock:

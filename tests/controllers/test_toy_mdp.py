@@ -23,7 +23,7 @@ from torch import Tensor
 from controllers.algorithms.critic import Critic, CriticConfig
 from controllers.algorithms.gae import GAEConfig
 from controllers.algorithms.kl_control import KLControlConfig, mean_divergence, penalised_rewards
-from controllers.run.run import RunConfig
+from controllers.run.config import RunConfig
 from rl_actors import KL, PPO, ModelConfig, OptimParams, Sample, TrainerConfig, num_loss_tokens
 from rl_actors.clients.conversion import merge_outputs
 

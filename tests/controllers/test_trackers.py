@@ -13,10 +13,10 @@ from rich.console import Console
 from waiting import wait_until
 
 from configs import CONFIGS
-from controllers.program.cli import parse
 from controllers.observe.logger import MetricsLogger
 from controllers.observe.run_folder import RunFolder
 from controllers.observe.trackers import validate_trackers
+from controllers.program.cli import parse
 
 GROUP = {
     "prompt": "1+1=",

@@ -27,11 +27,11 @@ from configs.tiny_ppo import tiny_ppo
 from controllers import ppo
 from controllers.algorithms.critic import CriticConfig
 from controllers.observe.logger import MetricsLogger, Timer
-from controllers.run.run import open_run
 from controllers.observe.run_folder import RunFolder, read_jsonl
+from controllers.rollouts.evaluation import build_sets
 from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
 from controllers.run.colocation import InTurn, SideBySide, TurnsConfig
-from controllers.rollouts.evaluation import build_sets
+from controllers.run.run import open_run
 from rl_actors.clients.call import in_background
 from rl_actors.config import LoRAConfig
 from rl_actors.parts import PARTS, HostMove

@@ -16,19 +16,19 @@ from fakes import ParityReward
 from rich.console import Console
 
 from configs.tiny import tiny
-from controllers.program import cli
-from controllers.rollouts.advantages import ADVANTAGES
+from controllers.algorithms.policy_loss import CORRECTIONS, POLICY_LOSSES, SHARED_OPTIONS, LossConfig
 from controllers.algorithms.presets import ALGORITHMS
-from controllers.run.checkpoints import Checkpoints
+from controllers.algorithms.schedules import ScheduleConfig
 from controllers.grpo import GRPOConfig, train
 from controllers.observe.logger import MetricsLogger
-from controllers.algorithms.policy_loss import CORRECTIONS, POLICY_LOSSES, SHARED_OPTIONS, LossConfig
-from controllers.rollouts.groups import RolloutConfig
-from controllers.run.run import Run
 from controllers.observe.run_folder import RunFolder, read_jsonl
-from controllers.algorithms.schedules import ScheduleConfig
-from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
+from controllers.program import cli
+from controllers.rollouts.advantages import ADVANTAGES
 from controllers.rollouts.evaluation import ValidationSet
+from controllers.rollouts.groups import RolloutConfig
+from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
+from controllers.run.checkpoints import Checkpoints
+from controllers.run.run import Run
 from rl_actors import TrainerClient
 from rl_actors.losses import LOSSES, PolicyLoss
 

@@ -17,16 +17,16 @@ import support
 from rich.console import Console
 
 from configs.tiny import tiny_dpo
-from controllers.program import cli
-from controllers.run.checkpoints import Checkpoints
+from controllers.algorithms.schedules import ScheduleConfig
 from controllers.dpo import DPOConfig, train
 from controllers.environments import build_environment
 from controllers.observe.logger import MetricsLogger
-from controllers.run.run import Run
 from controllers.observe.run_folder import RunFolder, read_jsonl
-from controllers.algorithms.schedules import ScheduleConfig
-from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
+from controllers.program import cli
 from controllers.rollouts.evaluation import build_sets
+from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
+from controllers.run.checkpoints import Checkpoints
+from controllers.run.run import Run
 from rl_actors import TrainerClient
 
 LETTERS = string.digits + "+-=." + string.ascii_lowercase + "ABCDEF"  # the shared vocabulary adds two special tokens

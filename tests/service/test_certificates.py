@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
-from rl_actors import TrainerClient
-from rl_actors.clients.call import in_background
-from rl_actors.processes import tls
-from rl_actors.processes.address import Address
-from rl_actors.clients import remote
 from controllers.service.door import Door
 from controllers.service.service import Service
+from rl_actors import TrainerClient
+from rl_actors.clients import remote
+from rl_actors.clients.call import in_background
 from rl_actors.clients.wire import PROTOCOL, encode
+from rl_actors.processes import tls
+from rl_actors.processes.address import Address
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 600.0

@@ -11,14 +11,14 @@ import threading
 import pytest
 from waiting import wait_until
 
-from rl_actors import GeneratorClient, TrainerClient, ValueTrainerClient
-from rl_actors.clients.call import in_background
-from rl_actors.processes.address import Address
 from controllers.service import door as door_module
-from rl_actors.clients import remote, wire
 from controllers.service.door import Door
 from controllers.service.service import Service
+from rl_actors import GeneratorClient, TrainerClient, ValueTrainerClient
+from rl_actors.clients import remote, wire
+from rl_actors.clients.call import in_background
 from rl_actors.clients.wire import PROTOCOL
+from rl_actors.processes.address import Address
 
 TIMEOUT = 600.0
 """A limit in seconds that only a hang reaches. Every refusal comes earlier."""
