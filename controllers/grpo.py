@@ -4,7 +4,7 @@ python -m controllers.grpo --config tiny
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, TypeVar
 
@@ -22,7 +22,7 @@ from controllers.run.run import Run, split
 from controllers.run.survival import RecordedQueue
 from controllers.sft import SFTPhase, SFTPhaseConfig
 from rl_actors import KL, ForwardBackwardOutput, OptimResult, Sample, metrics
-from rl_actors.losses import PolicyLoss
+from rl_actors.losses import Loss, columns_of
 
 
 @dataclass(kw_only=True)
@@ -143,8 +143,8 @@ class GRPOConfig(RunConfig):
         estimator = self.reference_kl_estimator or ("k3" if self.reference_kl_in == "loss" else "k1")
         return KL(coefficient=self.reference_kl, estimator=estimator)
 
-    def make_loss(self, kl: KL | None = None) -> PolicyLoss:
-        """The policy loss of this config. Raises ValueError for an option that the loss does not have, and for a value
+    def make_loss(self, kl: KL | None = None) -> Loss:
+        """The loss of this config. Raises ValueError for an option that the loss does not have, and for a value
         that is out of range.
 
         kl: replaces the KL term of the loss, for example to change its coefficient. If the loss has no KL term, this
@@ -260,7 +260,7 @@ def parts_of(config: GRPOConfig, samples: Sequence[Sample]) -> Iterator[Sequence
 
 
 async def train_step(
-    run: Run[ConfigOfLoop], parts: Iterable[Sequence[Sample]], loss: PolicyLoss, learning_rate: float
+    run: Run[ConfigOfLoop], parts: Iterable[Sequence[Sample]], loss: Loss, learning_rate: float
 ) -> list[Update]:
     """Take one optimizer step on each part.
 
@@ -280,20 +280,26 @@ async def train_step(
 async def with_columns_of_loss(
     run: Run[ConfigOfLoop], samples: Sequence[Sample], reference: Reference | None
 ) -> Sequence[Sample]:
-    """The samples with all columns that the loss reads. This function adds the columns that the samples of rollouts
-    lack.
+    """The samples with the columns that the loss reads. This function adds those that the samples of rollouts lack.
 
     If the loss has a probability ratio and a correction that reweights, it reads the logprobs of two policies. The
     column old_logprobs then holds the trainer's logprobs from before the update, and the column generator_logprobs
     holds the generator's logprobs.
     """
-    columns, _ = run.config.make_loss().columns()
+    columns, optional = columns_of(run.config.make_loss())
     if "generator_logprobs" in columns:
         async with run.training():
             samples = await with_trainer_logprobs(run, samples)
     if reference and "ref_logprobs" in columns:
         samples = await reference.with_logprobs(samples)
-    return samples
+    return [with_only(sample, columns | optional) for sample in samples]
+
+
+def with_only(sample: Sample, names: Set[str]) -> Sample:
+    """The sample with only these columns, because the trainer refuses a column that the loss does not read."""
+    if sample.columns.keys() <= names:
+        return sample
+    return replace(sample, columns={name: column for name, column in sample.columns.items() if name in names})
 
 
 async def with_trainer_logprobs(run: Run[ConfigOfLoop], samples: Sequence[Sample]) -> list[Sample]:
@@ -348,17 +354,23 @@ async def train_sft_phase(run: Run[ConfigOfLoop]) -> tuple[int, int]:
     return step, phase.cursor
 
 
-OPTIONAL_METRICS = {
-    "kl/reference": "kl_reference:mean",
-    "clip_fraction": "clip_fraction:mean",
-    "clip_fraction/low": "clip_fraction_low:mean",
-    "clip_fraction/high": "clip_fraction_high:mean",
-    "correction/mean": "correction:mean",
-    "correction/zero": "correction_zero:mean",
-    "entropy/exact": "entropy:mean",
+OF_FIRST_UPDATE = {
+    "kl_reference:mean": "kl/reference",
+    "logprob_diff:mean": "logprob_diff/mean",
+    "logprob_diff:max": "logprob_diff/max",
+    "kl_policy_generator:mean": "kl/policy_generator",
+    "entropy_estimate:mean": "entropy",
 }
-"""Name in metrics.jsonl -> name of the loss's metric. The record of a step has the entry only if the loss reports the
-metric."""
+OF_ALL_UPDATES = {
+    "clip_fraction:mean": "clip_fraction",
+    "clip_fraction_low:mean": "clip_fraction/low",
+    "clip_fraction_high:mean": "clip_fraction/high",
+    "correction:mean": "correction/mean",
+    "correction_zero:mean": "correction/zero",
+    "entropy:mean": "entropy/exact",
+    "ratio:mean": "ratio/mean",
+}
+"""Name of the loss's metric -> name in metrics.jsonl. Any other metric `x:mean` of a loss is there as loss/x/mean."""
 
 
 def report(config: GRPOConfig, batch: RolloutBatch, updates: Sequence[Update]) -> dict[str, float]:
@@ -370,16 +382,11 @@ def report(config: GRPOConfig, batch: RolloutBatch, updates: Sequence[Update]) -
     first = metrics.finish(metrics.merge(output.partials for output in updates[0].outputs))
     whole = metrics.finish(metrics.merge(output.partials for update in updates for output in update.outputs))
     results = [update.result for update in updates]
-    values = {}
-    for name, loss_metric in OPTIONAL_METRICS.items():
-        if loss_metric in whole:
-            values[name] = (first if name == "kl/reference" else whole)[loss_metric]
+    values = {name: first[of_loss] for of_loss, name in OF_FIRST_UPDATE.items() if of_loss in first}
+    for of_loss, value in whole.items():
+        if of_loss not in OF_FIRST_UPDATE and of_loss != "loss:sum":
+            values[OF_ALL_UPDATES.get(of_loss, "loss/" + of_loss.replace(":", "/"))] = value
     return values | {
-        "logprob_diff/mean": first["logprob_diff:mean"],
-        "logprob_diff/max": first["logprob_diff:max"],
-        "kl/policy_generator": first["kl_policy_generator:mean"],
-        "ratio/mean": whole["ratio:mean"],
-        "entropy": first["entropy_estimate:mean"],
         "policy_version": results[-1].policy_version,
         "loss": whole["loss:sum"] / (config.epochs_per_step * config.divisor(batch.samples)),
         "grad_norm": max(result.grad_norm for result in results),

@@ -6,12 +6,14 @@ tokens are combined. rl_actors.losses computes the losses. An example of the fla
 `--loss cispo --loss.ratio-high 4 --correction icepop --aggregation sequence_mean`
 """
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 import tyro
 
+from controllers.environments import own_code
 from rl_actors import (
     CISPO,
     DRO,
@@ -25,7 +27,7 @@ from rl_actors import (
     TruncatedImportanceSampling,
     num_loss_tokens,
 )
-from rl_actors.losses import PolicyLoss
+from rl_actors.losses import Loss, PolicyLoss, resolve
 from rl_actors.losses.options import Correction, Level
 
 POLICY_LOSSES: dict[str, type[PolicyLoss]] = {
@@ -45,10 +47,10 @@ Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 
 @dataclass(kw_only=True)
 class LossConfig:
-    name: Annotated[
-        Literal["ppo", "cispo", "gspo", "importance_sampling", "reinforce", "dro"], tyro.conf.arg(name="")
-    ] = "ppo"
-    """Policy loss. docs/algorithms.md has the formulas and papers."""
+    name: Annotated[str, tyro.conf.arg(name="")] = "ppo"
+    """ppo, cispo, gspo, importance_sampling, reinforce, dro, or module:name. docs/algorithms.md has the formulas and papers. module:name is a
+    subclass of PolicyLoss, or a loss as trainer.forward_backward takes it: a function of logprobs [B, L] and columns, which returns a sum
+    and metrics."""
     ratio_low: float | None = None
     """For ppo, cispo and gspo: lower bound of the ratio of a token's current to its old probability. For gspo the ratio is the geometric mean
     over a sample. None: 0.8 for ppo, 0 for cispo, 1 - 3e-4 for gspo."""
@@ -59,17 +61,36 @@ class LossConfig:
     beta: float | None = None
     """For dro: beta / 2 is the weight of the squared difference between a token's current and old logprob. None: beta is 0.05."""
 
-    def build(
-        self, *, kl: KL | None, entropy_bonus: float, correction: Correction | None, sequence_mean: bool
-    ) -> PolicyLoss:
+    def build(self, *, kl: KL | None, entropy_bonus: float, correction: Correction | None, sequence_mean: bool) -> Loss:
         """The loss. Raises ValueError if the user has set an option that the loss does not have, or if a value is out of its limits."""
-        cls = POLICY_LOSSES[self.name]
+        cls = self._loss()
+        if not (isinstance(cls, type) and issubclass(cls, PolicyLoss)):
+            shared = {
+                "reference_kl in the loss": kl,
+                "entropy_bonus": entropy_bonus or None,
+                "correction": correction,
+                "aggregation=sequence_mean": sequence_mean or None,
+            }
+            for name, value in shared.items():
+                if value is not None:
+                    raise ValueError(f"loss={self.name} is no PolicyLoss, so it has no {name}")
+            _options("loss", self.name, self, None, ())
+            return resolve(cls() if isinstance(cls, type) else cls)
         options = _options("loss", self.name, self, cls, SHARED_OPTIONS)
         if cls is PPO:
             options = {"ratio_low": 0.8, "ratio_high": 1.28} | options
         return cls(
             kl=kl, entropy_coefficient=entropy_bonus, correction=correction, sequence_mean=sequence_mean, **options
         )
+
+    def _loss(self) -> Callable:
+        """The class or function of this name. Raises ValueError for an unknown name."""
+        if self.name in POLICY_LOSSES:
+            return POLICY_LOSSES[self.name]
+        if ":" not in self.name:
+            near = difflib.get_close_matches(self.name, POLICY_LOSSES) or list(POLICY_LOSSES)
+            raise ValueError(f"loss={self.name!r}; did you mean {', '.join(near)}, or module:name?")
+        return own_code.imported("loss", self.name)
 
 
 @dataclass(kw_only=True)

@@ -192,7 +192,7 @@ def test_every_name_of_a_record_is_explained_in_the_docs(finished):
     names = set()
     for name in {name for record in finished.records for name in record}:
         general = re.sub(r"pass@\d+", "pass@<k>", name.replace("/even/", "/<name>/"))
-        names.add(re.sub(r"age/\d+", "age/<n>", general))
+        names.add(re.sub(r"age/\d+", "age/<n>", re.sub(r"loss/.*", "loss/<metric>", general)))
     assert {"completion/truncated", "clip_fraction/low", "policy_lag"} <= names
     assert sorted(name for name in names if f"`{name}`" not in explained) == []
 

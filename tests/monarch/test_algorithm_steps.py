@@ -7,7 +7,7 @@ import asyncio
 import io
 import math
 import string
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 
 import pytest
@@ -122,6 +122,49 @@ def test_grpo_takes_five_steps_with_every_choice(take_steps, loss, correction, a
     check(lines)
     assert ("clip_fraction" in lines[0]) == (loss in ("ppo", "cispo", "gspo"))
     assert ("correction/mean" in lines[0]) == (correction != "none")
+
+
+def own_loss(logprobs_BL, *, advantages, loss_weights):
+    total = -(logprobs_BL * advantages * loss_weights).sum()
+    trained = loss_weights != 0
+    return total, {"surprise:mean": (-logprobs_BL.detach()[trained].sum(), trained.sum())}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Squared(PolicyLoss):
+    power: float = 2.0
+
+    def objective(self, logprobs_BL, old_logprobs, advantages, is_trained_BL):
+        return -(((logprobs_BL - old_logprobs) - advantages) ** self.power), {}
+
+
+def test_grpo_trains_with_a_loss_of_ones_own(take_steps):
+    lines = take_steps("--loss", f"{__name__}:own_loss")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert all(line["loss/surprise/mean"] > 0 and line["grad_norm"] > 0 for line in lines)
+    assert "ratio/mean" not in lines[0] and "entropy" not in lines[0]
+
+
+def test_a_subclass_of_policy_loss_has_the_options_that_all_policy_losses_share(take_steps):
+    lines = take_steps("--loss", f"{__name__}:Squared", "--correction", "tis", "--entropy-bonus", "0.01")
+    check(lines)
+    assert {"correction/mean", "entropy/exact", "loss/advantage/max"} <= lines[0].keys()
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--loss", "pop"], "loss='pop'; did you mean ppo"),
+        (["--loss", "nothing:loss"], "loss='nothing:loss' cannot be imported: ModuleNotFoundError"),
+        (["--loss", f"{__name__}:own_loss", "--entropy-bonus", "0.1"], "is no PolicyLoss, so it has no entropy_bonus"),
+        (["--loss", f"{__name__}:own_loss", "--correction", "tis"], "is no PolicyLoss, so it has no correction"),
+        (["--loss", f"{__name__}:own_loss", "--loss.beta", "1"], "it has no options"),
+    ],
+)
+def test_a_loss_that_cannot_be_used_is_refused_before_the_run(flags, error, capsys):
+    with pytest.raises(SystemExit):
+        cli.parse("grpo", {"shared": shared}, flags)
+    assert error in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
