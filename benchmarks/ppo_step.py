@@ -143,7 +143,9 @@ class Spawned:
     references: list[ReferenceClient] = field(default_factory=list)
 
     def watch(self, run: Run[PPOConfig]) -> None:
-        spawn_critic, spawn_reference = run.spawn_critic, run.spawn_reference
+        supervision = run.supervision
+        spawn_critic = supervision.spawn_critic
+        spawn_reference = supervision.spawn_reference
 
         def critic() -> ValueTrainerClient:
             self.critics.append(spawn_critic())
@@ -153,7 +155,8 @@ class Spawned:
             self.references.append(spawn_reference())
             return self.references[-1]
 
-        run.spawn_critic, run.spawn_reference = critic, reference
+        supervision.spawn_critic = critic
+        supervision.spawn_reference = reference
 
 
 class Stopwatch:
@@ -224,8 +227,7 @@ async def measure(config: PPOConfig, folder: RunFolder, *, repeats: int) -> dict
     sets = build_sets(environment, config.validation, seed=config.seed)
     spawned, timed, watch = Spawned(), Stopwatch(), Watch("utilization.gpu")
     with MetricsLogger(folder, total_steps=config.steps, trackers=(), prints_lines=True) as log:
-        async with open_run(config, folder, environment, sets, tokenizer, log.setup, verbose=False) as run:
-            run.log = log
+        async with open_run(config, folder, environment, sets, tokenizer, log=log) as run:
             spawned.watch(run)
             run.timer.reset()
             began = time.perf_counter()

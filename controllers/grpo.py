@@ -195,7 +195,7 @@ async def train(run: Run[GRPOConfig]) -> None:
     async with make_queue(run, cursor, reference, steps_done=steps_done) as rollouts:
         for step in range(steps_done + 1, last_step + 1):
             with run.timer("generate"):
-                batch = await run.interruption.drop_if_asked(rollouts.next_batch(version))
+                batch = await rollouts.next_batch(version)
             values = batch.metrics()
             # The batch has no samples if the rewards of every group are all equal, because all advantages are then 0.
             if batch.samples:
@@ -238,7 +238,7 @@ def make_queue(run: Run[ConfigOfLoop], cursor: int, reference: Reference | None,
     """The queue of rollouts. In a resumed run the queue goes on at the checkpoint.
 
     After the death of an actor the run repeats the steps since the checkpoint. The queue then gives these steps the
-    batches that `run.recording` still has.
+    batches that the run still has.
     """
     config = run.config
     rollouts = run.rollouts(
@@ -247,7 +247,7 @@ def make_queue(run: Run[ConfigOfLoop], cursor: int, reference: Reference | None,
     )
     pending = run.state.get("pending", ())
     queue = RolloutQueue(rollouts, versions_per_step=config.versions_per_step, cursor=cursor, pending=pending)
-    return RecordedQueue(queue, run.recording, run.checkpoints, steps_done=steps_done)
+    return RecordedQueue(queue, run.supervision, steps_done=steps_done)
 
 
 def parts_of(config: GRPOConfig, samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:

@@ -96,7 +96,7 @@ async def train(run: Run[PPOConfig]) -> None:
         for step in range(steps_done + 1, last_step + 1):
             ppo_step, is_last = step - sft_steps, step == last_step
             with run.timer("generate"):
-                batch = await run.interruption.drop_if_asked(rollouts.next_batch(version))
+                batch = await rollouts.next_batch(version)
             values = batch.metrics()
             await run.turns.to_trainer()
             # Critic, trainer and reference have processes of their own. They can therefore work at the same time.

@@ -87,7 +87,7 @@ async def train(run: Run[MyConfig]) -> None:
     async with make_queue(run, run.state.get("cursor", 0), None, steps_done=steps_done) as rollouts:
         for step in range(steps_done + 1, config.steps + 1):
             with run.timer("generate"):
-                batch = await run.interruption.drop_if_asked(rollouts.next_batch(version))
+                batch = await rollouts.next_batch(version)
             values = batch.metrics()
             if batch.samples:  # there are none if the rewards of every group are equal
                 async with run.training():

@@ -157,12 +157,12 @@ async def start_critic(run: Run[Any], config: CriticConfig, gae: GAEConfig, *, h
     """
     async with run.turns.borrowed():
         with run.log.setup("starting critic"):
-            trainer = run.spawn_critic()
+            trainer = run.supervision.spawn_critic()
             if run.config.critic_takes_turns():
                 run.turns.join(trainer)
             await trainer.ready()
             await _load(run, trainer, has_begun=has_begun)
-    run.partners[CRITIC_FOLDER] = trainer
+    run.supervision.partners[CRITIC_FOLDER] = trainer
     return Critic(trainer=trainer, config=config, gae=gae, run_config=run.config, timer=run.timer)
 
 

@@ -99,7 +99,7 @@ async def start_frozen(run: Run[Any], *, has_begun: bool, is_saved: bool) -> Fro
     is_saved: False if the model reads the policy from hf_path, as the trainer did. True if the model reads the policy from the run's folder
     `reference`. If is_saved is True and the phase begins now, this function first saves the trainer's current weights in this folder.
     """
-    model = run.spawn_reference()
+    model = run.supervision.spawn_reference()
     with run.log.setup("starting reference"):
         await model.ready()
     if is_saved:

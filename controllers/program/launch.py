@@ -346,12 +346,18 @@ async def _train(
             interruption.tell = log.note  # a line printed in any other way would break the live panel
             log.note(f"run folder: {folder.path}")
             opening = open_run(
-                config, folder, environment, validation_sets, tokenizer, log.setup, verbose=invocation.verbose
+                config,
+                folder,
+                environment,
+                validation_sets,
+                tokenizer,
+                log=log,
+                scorer=scorer,
+                interruption=interruption,
+                state=state,
+                verbose=invocation.verbose,
             )
             async with opening as run:
-                run.log, run.interruption, run.state, run.scorer = log, interruption, state, scorer
-                if run.actors is not None:
-                    run.actors.tell = log.note
                 checkpoints.seed_random(config.seed)
                 if newest is not None:
                     await _load(run, newest)
@@ -398,27 +404,21 @@ async def _load(run: Run, checkpoint: Path) -> None:
 
 
 async def _train_until_asked(run: Run, train: Train) -> None:
-    """Train to the last step, and wait until the last checkpoint is on disk.
+    """`train_to_end` with the run's gate.
 
-    After a signal this function writes a checkpoint of the last finished step, if there is one, and then raises Interrupted. With
-    checkpoint_every=0 it writes no checkpoint.
-    Raises ValueError, naming step and environment, if a reward or an episode fails. Raises GateMissedError if the run misses its gate.
+    Raises ValueError, naming step and environment, if a reward or an episode fails. Raises GateMissedError if the run
+    misses its gate.
     """
-    if run.gate is not None:
-        run.gate.recall(read_jsonl(run.folder.metrics))
+    supervision = run.supervision
+    if supervision.gate is not None:
+        supervision.gate.recall(read_jsonl(run.folder.metrics))
     try:
         await train_to_end(run, train)
-    except Interrupted:
-        if run.config.checkpoint_every and run.last_state:
-            with run.log.setup(f"writing checkpoint step-{run.last_state['step']}"):
-                await run.save()
-                await run.checkpoints.finish()
-        raise
     except (RewardError, EpisodeError) as error:
-        step = (run.last_state or run.state).get("step", 0) + 1
+        step = (supervision.last_state or run.state).get("step", 0) + 1
         raise ValueError(f"step {step}, environment {run.config.environment.task}: {error}") from None
-    if run.gate is not None:
-        run.gate.end()
+    if supervision.gate is not None:
+        supervision.gate.end()
 
 
 async def _evaluate(

@@ -88,8 +88,18 @@ class Actors:
     has no client.
     """
 
-    def __init__(self, config: "RunConfig", folder: RunFolder, *, verbose: bool) -> None:
-        self.config, self.folder = config, folder
+    def __init__(
+        self,
+        config: "RunConfig",
+        folder: RunFolder,
+        *,
+        tell: Callable[[str], None] = logger.info,
+        verbose: bool,
+    ) -> None:
+        """tell: gets a line when a generator has died, is healthy again, or will not be started again."""
+        self.config = config
+        self.folder = folder
+        self.tell = tell
         self.logs = LogRoute(directory=folder.path.absolute() / "logs", tee=verbose)
         self.models = config.models()
         for name, model in self.models.items():
@@ -105,8 +115,6 @@ class Actors:
             stop_token_ids=GeneratorConfig.of(self.models["trainer"]).stop_token_ids if stops is None else stops,
             restarts=config.survival.policy(),
         )
-        self.tell: Callable[[str], None] = logger.info
-        """Function that is called with a line of text when a generator has died, is healthy again, or will not be started again."""
         self.clients: dict[str, TrainerClient | ReferenceClient | GeneratorClient] = {}
         self.restarts = Restarts(config.survival.policy(), note=BEYOND_LIMIT)
         self.deaths: dict[str, Exception] = {}  # role -> the error that reports its death
@@ -152,7 +160,7 @@ class Actors:
             generator = rl_actors.GeneratorClient.spawn(
                 self.generator_config, transport=self.transport, logs=self.logs, hosts=self.placement.generators
             )
-            generator.on_news(lambda line: self.tell(line))
+            generator.on_news(self.tell)
             return generator
 
         return self._client("generator", spawn)

@@ -20,10 +20,12 @@ An error that is not caused by the death of an actor ends the run.
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, cast
 
 from controllers.run import checkpoints
 from controllers.run.actors import Actors, Death
+from controllers.run.interruption import Interrupted
 from controllers.run.run import Run, make_turns
 from rl_actors import TrainerClient
 
@@ -34,31 +36,41 @@ async def train_to_end(run: Run[Any], train: Train) -> None:
     """Train to the last step, and wait until the last checkpoint is on disk. If an actor dies, recover and go on, as often as the config
     allows. A run without `actors` does not recover.
 
+    After a signal, writes a checkpoint of the last finished step, if checkpoint_every is not 0, and raises Interrupted.
     If the last hour had too many deaths, raises the error of the first of these deaths. A run with
     `--hosts` does not recover, but raises StartAgainError. Raises every error that is not caused by a death.
     """
-    if run.actors is None:
+    actors = run.supervision.actors
+    if actors is None:
         await _train(run, train)
         return
     work = _train(run, train)
     while True:
         try:
-            await run.actors.until_death(work)
+            await actors.until_death(work)
         except Death as death:
-            await _pause(run, run.actors, death.error)
-            work = _go_on(run, run.actors, train)
+            await _pause(run, actors, death.error)
+            work = _go_on(run, actors, train)
         else:
             return
 
 
 async def _train(run: Run[Any], train: Train) -> None:
-    await train(run)
-    await run.checkpoints.finish()
+    checkpoints = run.supervision.checkpoints
+    try:
+        await train(run)
+    except Interrupted:
+        last_state = run.supervision.last_state
+        if run.config.checkpoint_every and last_state:
+            with run.log.setup(f"writing checkpoint step-{last_state['step']}"):
+                await run.save()
+                await checkpoints.finish()
+        raise
+    await checkpoints.finish()
 
 
 async def _go_on(run: Run[Any], actors: Actors, train: Train) -> None:
-    await _restore(run, actors)
-    await _train(run, train)
+    await _train(await _restored(run, actors), train)
 
 
 async def _pause(run: Run[Any], actors: Actors, death: Exception) -> None:
@@ -67,39 +79,41 @@ async def _pause(run: Run[Any], actors: Actors, death: Exception) -> None:
     If the last hour had too many deaths, raises the error of the first of these deaths.
     """
     pause = actors.restarts.pause_after(death)
-    run.recoveries.begin(run.log.restart, death=death, step=run.log.last_step)
+    run.supervision.recoveries.begin(run.log.restart, death=death, step=run.log.last_step)
     limit = run.config.survival.max_restarts_per_hour
     run.log.note(f"{death}; restart {actors.restarts.total} (at most {limit} an hour) in {pause:g} s")
-    run.last_state = {}  # so that a signal during the recovery does not write a checkpoint
+    run.supervision.last_state = {}  # so that a signal during the recovery does not write a checkpoint
     await actors.bury(actors.all_together())
     await asyncio.sleep(pause)
 
 
-async def _restore(run: Run[Any], actors: Actors) -> None:
-    """Replace the dead actors, and bring the run to the state of the newest complete checkpoint."""
-    await run.checkpoints.abandon()
-    run.interruption.raise_if_asked()
+async def _restored(run: Run[Any], actors: Actors) -> Run[Any]:
+    """Replace the dead actors. Returns a run in the state of the newest complete checkpoint."""
+    supervision = run.supervision
+    await supervision.checkpoints.abandon()
+    supervision.interruption.raise_if_asked()
     checkpoints.remove_incomplete(run.folder.checkpoints)
     for line in await asyncio.to_thread(checkpoints.set_aside_damaged, run.folder.checkpoints):
         run.log.note(line)
     newest = checkpoints.newest(run.folder.checkpoints)
-    run.state = checkpoints.read(newest) if newest else {}
+    state = checkpoints.read(newest) if newest else {}
     if newest is None:
         await actors.bury({"trainer", "critic"})  # a new trainer starts with the initial weights
     elif not (newest / checkpoints.CRITIC_FOLDER).is_dir():
         await actors.bury({"critic"})  # the checkpoint has no critic, so training starts with a new critic
-    run.trainer, run.generator = await actors.start(run.log.setup)
-    run.turns = make_turns(run.config, run.trainer, run.generator, run.timer)
-    run.partners.clear()
+    trainer, generator = await actors.start(run.log.setup)
+    turns = make_turns(run.config, trainer, generator, run.timer)
+    supervision.partners.clear()
     for role in actors.clients.keys() & {"trainer", "critic"}:
         await cast(TrainerClient, actors.clients[role]).discard_gradients()
     if newest is None:
         checkpoints.seed_random(run.config.seed)
     else:
-        checkpoints.restore_random_states(run.state["random"])
+        checkpoints.restore_random_states(state["random"])
         with run.log.setup(f"going on from {newest}"):
-            await run.trainer.load_checkpoint(str(newest / "trainer"))
-    run.saved_step = run.state.get("step", 0)
-    run.log.rewind(run.saved_step)
+            await trainer.load_checkpoint(str(newest / "trainer"))
+    supervision.saved_step = state.get("step", 0)
+    run.log.rewind(supervision.saved_step)
     run.timer.reset()
-    run.interruption.raise_if_asked()
+    supervision.interruption.raise_if_asked()
+    return replace(run, trainer=trainer, generator=generator, turns=turns, state=state)

@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Generic, TypeVar
 
 import rl_actors
@@ -22,14 +23,12 @@ from controllers.run.config import RunConfig
 from controllers.run.gate import Gate
 from controllers.run.interruption import Interruption
 from controllers.run.problems import TrainingProblems
-from controllers.run.slow_rank import SlowRank
-from controllers.run.survival import Recording, Recoveries
+from controllers.run.supervision import Supervision
+from controllers.run.survival import Recording
 from rl_actors import (
     GeneratorClient,
-    ReferenceClient,
     Sample,
     TrainerClient,
-    ValueTrainerClient,
 )
 from rl_actors.config import LoRAConfig
 from rl_actors.model_flops import training_flops
@@ -39,47 +38,31 @@ from rl_actors.types import Transfer
 Config = TypeVar("Config", bound=RunConfig)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Run(Generic[Config]):
-    """A run while it is open: its config, its clients and everything else that a training loop uses."""
+    """What a training loop uses. After the death of an actor the loop is called again with a new Run."""
 
     config: Config
-    folder: RunFolder
     environment: AnyEnvironment
-    validation_sets: Sequence[ValidationSet]
     tokenizer: Tokenizer
     trainer: TrainerClient
-    generator: GeneratorClient
-    checkpoints: Checkpoints
-    spawn_reference: Callable[[], ReferenceClient]
-    """Spawns the reference model, which has the trainer's config and is never trained. The model is closed at the end of the run."""
-    spawn_critic: Callable[[], ValueTrainerClient]
-    """Spawns the critic, a value model that has the trainer's config. The model is closed at the end of the run."""
-    actors: Actors | None = None
-    """Holds the actors of the run, and replaces those that die. None: the death of an actor ends the run."""
-    partners: dict[str, TrainerClient] = field(default_factory=dict)
-    """Other trainers whose state belongs to the run's checkpoints, by the name of their folder in a checkpoint."""
-    interruption: Interruption = field(default_factory=Interruption)
+    generator: GeneratorClient  # not used if the config has no generator
+    log: MetricsLogger
+    supervision: Supervision
+    validation_sets: Sequence[ValidationSet] = ()
     scorer: Scorer = field(default_factory=Scorer)
-    log: MetricsLogger = field(init=False)  # not set in an evaluation
     timer: Timer = field(default_factory=Timer)
     turns: Turns = field(default_factory=SideBySide)
     state: State = field(default_factory=dict)
-    """State of the controller in the checkpoint from which the run goes on. Empty in a new run. The controller is the process of the training
-    loop."""
-    last_state: State = field(default_factory=dict)
-    """State of the controller after the newest finished step. Empty before the first step, and after a death until the next step has ended."""
-    gate: Gate | None = None
-    recording: Recording = field(default_factory=Recording)
-    recoveries: Recoveries = field(default_factory=Recoveries)
-    slow_rank: SlowRank = field(default_factory=SlowRank)
-    saved_step: int = 0  # step of the last checkpoint
-    problems: TrainingProblems = field(init=False)
-    # The newest push and the newest pull whose metrics are in a record. A record is the line of one step in metrics.jsonl.
-    transfers: tuple[Transfer | None, Transfer | None] = (None, None)
+    """The loop's state in the checkpoint from which the run goes on. Empty in a new run."""
 
-    def __post_init__(self) -> None:
-        self.problems = TrainingProblems(self.config, self.tokenizer, self.environment)
+    @property
+    def folder(self) -> RunFolder:
+        return self.supervision.folder
+
+    @cached_property
+    def problems(self) -> TrainingProblems:
+        return TrainingProblems(self.config, self.tokenizer, self.environment)
 
     def rollouts(self, config: RolloutConfig, *, penalty: Penalty | None = None) -> Rollouts:
         """EpisodeRollouts if the run's task has episodes, otherwise Rollouts."""
@@ -144,6 +127,7 @@ class Run(Generic[Config]):
 
         Raises GateMissedError if the values miss the run's gate.
         """
+        supervision = self.supervision
         infos = await self.trainer.info()
         values = values | self.timer.reset()
         timeline = self.timer.timeline.end_step()
@@ -152,52 +136,53 @@ class Run(Generic[Config]):
         if self.scorer.num_replaced:
             values["reward/processes_replaced"] = self.scorer.num_replaced
         values |= self._new_transfers(infos[0].last_push)
-        of_ranks, of_slow_rank = self.slow_rank.step([info.own_seconds_per_token for info in infos])
+        of_ranks, of_slow_rank = supervision.slow_rank.step([info.own_seconds_per_token for info in infos])
         of_problems, of_skipped = self.problems.report()
         values |= of_ranks | of_problems
         values |= self.turns.metrics(infos)
-        values |= self.recoveries.end(self.log.restart, step)
+        values |= supervision.recoveries.end(self.log.restart, step)
         if self.config.has_generator:
-            values |= self.recoveries.of_generators(self.log.restart, self.generator.returns, step)
+            values |= supervision.recoveries.of_generators(self.log.restart, self.generator.returns, step)
         self.log.step(step, values, phase=phase, skipped=skipped)
         for news in filter(None, (of_slow_rank, of_skipped)):
             self.log.note(news)
         self.log.timeline(step, timeline)
-        if self.gate is not None:
-            self.gate.check(step, values)
+        if supervision.gate is not None:
+            supervision.gate.check(step, values)
 
     def _new_transfers(self, push: Transfer | None) -> dict[str, float]:
         """Metrics of the last push and of the last pull. Only the first record after a push or a pull has the transfer's metrics."""
         pull = self.generator.last_pull if self.config.has_generator else None
         if pull is not None and not pull.num_bytes:  # the generator had the version already
             pull = None
-        former, self.transfers = self.transfers, (push or self.transfers[0], pull or self.transfers[1])
+        former = self.supervision.transfers
+        self.supervision.transfers = (push or former[0], pull or former[1])
         return transfers(push if push != former[0] else None, pull if pull != former[1] else None)
 
     async def end_step(self, state: State, *, phase_step: int, is_last: bool) -> None:
-        """Keep the controller's state after a step. If a checkpoint is due, begin to write it in the background.
+        """Keep the loop's state after a step. If a checkpoint is due, begin to write it in the background.
 
         phase_step: number of the step in its phase.
-
-        If a signal has asked for the end of the run, raises Interrupted, except after the last step of a phase. If a checkpoint is due and
-        the previous checkpoint could not be written, raises RuntimeError or OSError.
+        After a signal, raises Interrupted, except after the last step of a phase. If a checkpoint is due and the former
+        one could not be written, raises RuntimeError or OSError.
         """
-        # Rollouts of the next steps may draw random numbers before the checkpoint is written, and a resumed run repeats these rollouts. So the
-        # random states are copied here.
-        self.last_state = state | {"config": asdict(self.config), "random": random_states()}
+        # Rollouts of the next steps may draw random numbers before the checkpoint is written.
+        self.supervision.last_state = state | {"config": asdict(self.config), "random": random_states()}
         if is_last or (self.config.checkpoint_every and phase_step % self.config.checkpoint_every == 0):
             await self.save()
         if not is_last:
-            self.interruption.raise_if_asked()
+            self.supervision.interruption.raise_if_asked()
 
     async def save(self) -> None:
-        """Begin to write a checkpoint of the last step. Does nothing if the step already has a checkpoint, or if checkpoint_every is 0."""
-        if not self.config.checkpoint_every or not self.last_state or self.last_state["step"] == self.saved_step:
+        """Begin to write a checkpoint of the last step, unless it has one or checkpoint_every is 0."""
+        supervision = self.supervision
+        state = supervision.last_state
+        if not self.config.checkpoint_every or not state or state["step"] == supervision.saved_step:
             return
         with self.timer("checkpoint"):
             async with self.turns.borrowed():
-                await self.checkpoints.save({"trainer": self.trainer, **self.partners}, self.last_state)
-        self.saved_step = self.last_state["step"]
+                await supervision.checkpoints.save({"trainer": self.trainer, **supervision.partners}, state)
+        supervision.saved_step = state["step"]
 
 
 def make_validator(
@@ -233,37 +218,48 @@ async def open_run(
     environment: AnyEnvironment,
     validation_sets: Sequence[ValidationSet],
     tokenizer: Tokenizer,
-    setup: Setup,
     *,
-    verbose: bool,
+    log: MetricsLogger,
+    scorer: Scorer | None = None,
+    interruption: Interruption | None = None,
+    state: State | None = None,
+    verbose: bool = False,
 ) -> AsyncIterator[Run[Config]]:
-    """Context manager. Starts the transport, the trainer and, if the run has one, the generator. Yields the run. Closes everything at the end,
-    even after an error."""
-    actors = Actors(config, folder, verbose=verbose)
-    checkpoints = Checkpoints(folder.checkpoints, keep=config.keep_checkpoints, keep_every=config.keep_checkpoint_every)
+    """Context manager. Starts transport, trainer and, if the run has one, generator. Closes everything at the end, also
+    after an error."""
+    actors = Actors(config, folder, tell=log.note, verbose=verbose)
+    supervision = Supervision(
+        folder=folder,
+        checkpoints=Checkpoints(
+            folder.checkpoints, keep=config.keep_checkpoints, keep_every=config.keep_checkpoint_every
+        ),
+        actors=actors,
+        spawn_reference=actors.spawn_reference,
+        spawn_critic=actors.spawn_critic,
+        interruption=interruption or Interruption(),
+        gate=Gate.parse(config.gate) if config.gate else None,
+        recording=Recording(config.survival.recorded_gigabytes * 1e9),
+    )
     try:
-        trainer, generator = await actors.start_whatever_dies(setup)
+        trainer, generator = await actors.start_whatever_dies(log.setup)
         timer = Timer()
         yield Run(
             config=config,
-            folder=folder,
             environment=environment,
-            validation_sets=validation_sets,
             tokenizer=tokenizer,
             trainer=trainer,
             generator=generator,
-            checkpoints=checkpoints,
+            log=log,
+            supervision=supervision,
+            validation_sets=validation_sets,
+            scorer=scorer or Scorer(),
             timer=timer,
             turns=make_turns(config, trainer, generator, timer),
-            spawn_reference=actors.spawn_reference,
-            spawn_critic=actors.spawn_critic,
-            actors=actors,
-            recording=Recording(config.survival.recorded_gigabytes * 1e9),
-            gate=Gate.parse(config.gate) if config.gate else None,
+            state=state or {},
         )
     finally:
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(checkpoints.finish(), CLOSE_TIMEOUT)
+            await asyncio.wait_for(supervision.checkpoints.finish(), CLOSE_TIMEOUT)
         await actors.close()
 
 

@@ -7,14 +7,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from controllers.observe.run_folder import Record
 from controllers.rollouts.groups import RolloutBatch
 from controllers.rollouts.queue import RolloutQueue
-from controllers.run.checkpoints import Checkpoints, State, random_states, restore_random_states
+from controllers.run.checkpoints import State, random_states, restore_random_states
 from rl_actors.config import RestartPolicy
 from rl_actors.types import GeneratorReturn
+
+if TYPE_CHECKING:
+    from controllers.run.supervision import Supervision
 
 BYTES_PER_TOKEN = 200
 """Estimated bytes of a recorded token. A batch holds a trained token twice: as id, logprob, version and text in a group, and as numbers in the
@@ -97,9 +100,14 @@ class Recording:
 class RecordedQueue:
     """Gives the recorded batches first, and then new batches of a RolloutQueue. Records every new batch."""
 
-    def __init__(self, queue: RolloutQueue, recording: Recording, checkpoints: Checkpoints, *, steps_done: int) -> None:
+    def __init__(self, queue: RolloutQueue, supervision: "Supervision", *, steps_done: int) -> None:
         """queue: a queue in the state that the newest checkpoint holds. steps_done: the step of this checkpoint."""
-        self.queue, self.recording, self.checkpoints, self.step = queue, recording, checkpoints, steps_done
+        recording = supervision.recording
+        self.queue = queue
+        self.recording = recording
+        self.checkpoints = supervision.checkpoints
+        self.interruption = supervision.interruption
+        self.step = steps_done
         self.left = recording.after(steps_done)
         self.repeated: RecordedStep | None = None  # the step that is being repeated
         if self.left:
@@ -114,7 +122,13 @@ class RecordedQueue:
         await self.queue.__aexit__(*error)
 
     async def next_batch(self, version: int) -> RolloutBatch:
-        """The recorded batch of the next step. If this step has no recorded batch, a new batch of the queue."""
+        """The recorded batch of the next step. If this step has no recorded batch, a new batch of the queue.
+
+        Raises Interrupted if a signal has asked for the end of the run.
+        """
+        return await self.interruption.drop_if_asked(self._next_batch(version))
+
+    async def _next_batch(self, version: int) -> RolloutBatch:
         self.step += 1
         self.recording.forget(self.checkpoints.saved_step)
         self.repeated = self.left.pop(self.step, None)

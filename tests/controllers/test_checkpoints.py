@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from configs.tiny import tiny
+from controllers.observe.run_folder import RunFolder
 from controllers.run import checkpoints, checksums
 from controllers.run.checkpoints import Checkpoints, removable
 from controllers.run.run import Run
+from controllers.run.supervision import Supervision
 
 
 @dataclass
@@ -170,10 +172,9 @@ def test_checkpoints_are_written_every_n_steps_and_after_the_last_step_but_never
     trainer = FakeTrainer()
     trainer.durable.set()
     kept = Checkpoints(tmp_path, keep=100, keep_every=0)
-    unused = dict.fromkeys(
-        ("folder", "environment", "validation_sets", "tokenizer", "generator", "spawn_reference", "spawn_critic")
-    )
-    run = Run(config=config, checkpoints=kept, trainer=trainer, **unused)
+    unused = dict.fromkeys(("environment", "tokenizer", "generator", "log"))
+    supervision = Supervision(folder=RunFolder(tmp_path), checkpoints=kept)
+    run = Run(config=config, trainer=trainer, supervision=supervision, **unused)
 
     async def seven_steps() -> None:
         for step in range(1, 8):

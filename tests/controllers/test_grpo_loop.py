@@ -3,7 +3,6 @@ actors, which have no model.
 """
 
 import asyncio
-import contextlib
 import io
 import itertools
 import re
@@ -76,10 +75,10 @@ def make_config() -> GRPOConfig:
 
 
 async def run_grpo(config: GRPOConfig, folder: RunFolder, environment: ParityReward, tokenizer) -> FinishedRun:
-    setup = contextlib.nullcontext
     sets = build_sets(environment, config.validation, seed=config.seed)
-    async with open_run(config, folder, environment, sets, tokenizer, setup, verbose=False) as run:
-        with MetricsLogger(folder, trackers=(), console=Console(file=io.StringIO())) as run.log:
+    log = MetricsLogger(folder, trackers=(), console=Console(file=io.StringIO()))
+    async with open_run(config, folder, environment, sets, tokenizer, log=log) as run:
+        with log:
             await train(run)
         generations = run.generator.generations
         return FinishedRun(

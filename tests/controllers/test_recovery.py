@@ -39,6 +39,7 @@ from controllers.run.checkpoints import Checkpoints
 from controllers.run.hosts import HostsConfig
 from controllers.run.interruption import Interruption
 from controllers.run.run import Run
+from controllers.run.supervision import Supervision
 from controllers.run.survival import SurvivalConfig
 from rl_actors.clients.base import ActorDiedError
 from rl_actors.clients.restarts import HOUR, Restarts
@@ -158,24 +159,23 @@ def run(make_engine, monkeypatch):
         interruption, fate, chosen = Interruption(), Fate(deaths or {}), config or grpo_config()
 
         @contextlib.asynccontextmanager
-        async def open_run(config, folder, environment, validation_sets, tokenizer, setup, *, verbose):
+        async def open_run(config, folder, environment, validation_sets, tokenizer, *, log, state, **others):
             generator = RecordedGenerator(before, interruption)
             make_trainer = partial(MortalTrainer, before=before, interruption=interruption, fate=fate)
             run.actors = MortalActors(config, folder, lambda: make_trainer(make_engine()), generator)
-            trainer, _ = await run.actors.start(setup)
+            trainer, _ = await run.actors.start(log.setup)
             saver = Checkpoints(folder.checkpoints, keep=config.keep_checkpoints)
             yield Run(
                 config=config,
-                folder=folder,
                 environment=environment,
                 validation_sets=validation_sets,
                 tokenizer=tokenizer,
                 trainer=trainer,
                 generator=generator,
-                checkpoints=saver,
-                spawn_reference=None,
-                spawn_critic=None,
-                actors=run.actors,
+                log=log,
+                state=state,
+                scorer=others["scorer"],
+                supervision=Supervision(folder=folder, checkpoints=saver, actors=run.actors, interruption=interruption),
             )
 
         monkeypatch.setattr(launch, "open_run", open_run)

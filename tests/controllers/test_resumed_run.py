@@ -37,6 +37,7 @@ from controllers.run.checkpoints import Checkpoints
 from controllers.run.config import AdamConfig
 from controllers.run.interruption import Interruption
 from controllers.run.run import Run
+from controllers.run.supervision import Supervision
 from controllers.sft import SFTPhaseConfig
 from rl_actors import Completion, GeneratorConfig, ModelConfig, TrainerConfig
 from rl_actors.clients.conversion import merge_outputs
@@ -258,17 +259,12 @@ def run(make_engine, monkeypatch):
         interruption = Interruption()
 
         @contextlib.asynccontextmanager
-        async def open_run(config, folder, environment, validation_sets, tokenizer, setup, *, verbose):
+        async def open_run(config, folder, environment, validation_sets, tokenizer, *, log, state, **others):
             saver_class = Checkpoints if written else LateCheckpoints
             saver = saver_class(folder.checkpoints, keep=config.keep_checkpoints)
-            parts = {
-                "config": config,
-                "folder": folder,
-                "environment": environment,
-                "spawn_reference": None,
-                "spawn_critic": None,
-            }
-            parts |= {"validation_sets": validation_sets, "tokenizer": tokenizer, "checkpoints": saver}
+            parts = {"config": config, "environment": environment, "validation_sets": validation_sets, "state": state}
+            parts |= {"tokenizer": tokenizer, "log": log, "scorer": others["scorer"]}
+            parts["supervision"] = Supervision(folder=folder, checkpoints=saver, interruption=interruption)
             trainer = EngineTrainer(make_engine(), last, before, interruption)
             try:
                 yield Run(**parts, trainer=trainer, generator=RecordedGenerator(before, interruption))

@@ -5,7 +5,6 @@ While the generator works, parts of the trainer's state are in the host's memory
 """
 
 import asyncio
-import contextlib
 import io
 import os
 import subprocess
@@ -198,9 +197,8 @@ def ppo_records(path: Path, monkeypatch, **fields) -> list[dict]:
 
     async def run() -> None:
         sets = build_sets(environment, {}, seed=0)
-        opening = open_run(config, folder, environment, sets, tokenizer, contextlib.nullcontext, verbose=False)
-        async with opening as run:
-            with MetricsLogger(folder, trackers=(), console=Console(file=io.StringIO())) as run.log:
+        with MetricsLogger(folder, trackers=(), console=Console(file=io.StringIO())) as log:
+            async with open_run(config, folder, environment, sets, tokenizer, log=log) as run:
                 await ppo.train(run)
 
     asyncio.run(run())

@@ -29,6 +29,7 @@ from controllers.rollouts.groups import RolloutConfig
 from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
 from controllers.run.checkpoints import Checkpoints
 from controllers.run.run import Run
+from controllers.run.supervision import Supervision
 from rl_actors import TrainerClient
 from rl_actors.losses import LOSSES, PolicyLoss
 
@@ -71,19 +72,22 @@ def take_steps(trainer, generator, reference_mesh, tmp_path):
         build_character_tokenizer(tmp_path / "tokenizer", LETTERS)
         environment = ParityReward(0.0, 2)
         folder = RunFolder(tmp_path / "run")
-        run = Run(
-            config=invocation.config,
+        supervision = Supervision(
             folder=folder,
-            environment=environment,
-            validation_sets=[ValidationSet(name="", environment=environment, problems=environment.held_out())],
-            tokenizer=load_tokenizer(tmp_path / "tokenizer"),
-            trainer=trainer,
-            generator=generator,
             checkpoints=Checkpoints(folder.checkpoints, keep=1, keep_every=0),
             spawn_reference=lambda: TrainerClient(reference_mesh),
-            spawn_critic=pytest.fail,
         )
-        with MetricsLogger(folder, trackers=(), console=Console(file=io.StringIO())) as run.log:
+        with MetricsLogger(folder, trackers=(), console=Console(file=io.StringIO())) as log:
+            run = Run(
+                config=invocation.config,
+                environment=environment,
+                validation_sets=[ValidationSet(name="", environment=environment, problems=environment.held_out())],
+                tokenizer=load_tokenizer(tmp_path / "tokenizer"),
+                trainer=trainer,
+                generator=generator,
+                log=log,
+                supervision=supervision,
+            )
             asyncio.run(train(run))
         return read_jsonl(folder.metrics)
 

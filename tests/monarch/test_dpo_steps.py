@@ -27,6 +27,7 @@ from controllers.rollouts.evaluation import build_sets
 from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
 from controllers.run.checkpoints import Checkpoints
 from controllers.run.run import Run
+from controllers.run.supervision import Supervision
 from rl_actors import TrainerClient
 
 LETTERS = string.digits + "+-=." + string.ascii_lowercase + "ABCDEF"  # the shared vocabulary adds two special tokens
@@ -66,21 +67,24 @@ def take_steps(trainer, ranks, transport, tmp_path):
         flags = ["--data", str(file), "--steps", str(steps), "--beta", "0.5", "--output-dir", str(tmp_path / "other")]
         config = cli.parse("dpo", {"shared": shared}, flags).config
         environment = build_environment(config.environment)
-        run = Run(
-            config=config,
+        supervision = Supervision(
             folder=folder,
-            environment=environment,
-            validation_sets=build_sets(environment, {}, seed=0),
-            tokenizer=load_tokenizer(tmp_path / "tokenizer"),
-            trainer=trainer,
-            generator=None,
             checkpoints=Checkpoints(folder.checkpoints, keep=1, keep_every=0),
             spawn_reference=lambda: TrainerClient(mesh),
-            spawn_critic=pytest.fail,
-            state=state,
         )
         console = Console(file=io.StringIO())
-        with MetricsLogger(folder, trackers=(), steps_done=state.get("step", 0), console=console) as run.log:
+        with MetricsLogger(folder, trackers=(), steps_done=state.get("step", 0), console=console) as log:
+            run = Run(
+                config=config,
+                environment=environment,
+                validation_sets=build_sets(environment, {}, seed=0),
+                tokenizer=load_tokenizer(tmp_path / "tokenizer"),
+                trainer=trainer,
+                generator=None,
+                log=log,
+                supervision=supervision,
+                state=state,
+            )
             asyncio.run(train(run))
         return read_jsonl(folder.metrics)
 
