@@ -7,6 +7,7 @@ python -m controllers.dpo --config tiny --data pairs.jsonl
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 from controllers.algorithms.preferences import DPO, pair, to_samples
@@ -17,7 +18,8 @@ from controllers.observe.run_folder import RunFolder
 from controllers.program.launch import start_loop
 from controllers.run import checkpoints
 from controllers.run.config import RunConfig
-from controllers.run.run import Run, split
+from controllers.run.run import Run
+from controllers.run.update import chunks, update
 from rl_actors import Sample, metrics
 
 
@@ -108,15 +110,15 @@ async def train(run: Run[DPOConfig]) -> None:
 
 async def train_step(run: Run[DPOConfig], loss: DPO, samples: list[Sample], learning_rate: float) -> dict[str, float]:
     """Take one optimizer step on the mean loss of the pairs. Returns the metrics of the step."""
-    outputs = []
     num_pairs = len(samples) // 2
+    params = run.config.optimizer.params(learning_rate=learning_rate, grad_divisor=num_pairs)
+    backward = partial(run.trainer.forward_backward_custom, loss=loss)
+    size = run.config.samples_per_forward_backward
     with run.timer("train"):
-        for chunk in split(samples, run.config.samples_per_forward_backward):
-            outputs.append(await run.trainer.forward_backward_custom(chunk, loss=loss))
-        params = run.config.optimizer.params(learning_rate=learning_rate, grad_divisor=num_pairs)
-        result = await run.trainer.optim_step(params)
+        taken = await update(run.trainer, samples, params, backward, samples_per_call=size)
+    result = taken.result
     return {
-        **_means(metrics.merge(output.partials for output in outputs), num_pairs),
+        **_means(metrics.merge(output.partials for output in taken.outputs), num_pairs),
         "policy_version": result.policy_version,
         "grad_norm": result.grad_norm,
         "updates_skipped": int(result.skipped),
@@ -146,7 +148,7 @@ async def _validate(run: Run[DPOConfig], step: int, loss: DPO, held_out: dict[st
     with run.timer("validate"):
         for prefix, samples in held_out.items():
             partials = []
-            for chunk in split(samples, run.config.samples_per_forward_backward):
+            for chunk in chunks(samples, run.config.samples_per_forward_backward):
                 output = await run.trainer.forward(chunk)
                 total, found = loss(list(chunk), output.logprobs)
                 partials.append({"loss:sum": float(total), **found})

@@ -6,6 +6,7 @@ python -m controllers.grpo --config tiny
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar, Literal, TypeVar
 
 from controllers.algorithms.kl_control import KLControlConfig
@@ -18,10 +19,11 @@ from controllers.program.launch import start_loop
 from controllers.rollouts.groups import RolloutBatch, RolloutConfig
 from controllers.rollouts.queue import RolloutQueue
 from controllers.run.config import Algorithm, RunConfig
-from controllers.run.run import Run, split
+from controllers.run.run import Run
 from controllers.run.survival import RecordedQueue
+from controllers.run.update import Update, chunks, update
 from controllers.sft import SFTPhase, SFTPhaseConfig
-from rl_actors import KL, ForwardBackwardOutput, OptimResult, Sample, metrics
+from rl_actors import KL, Sample, metrics
 from rl_actors.losses import Loss, columns_of
 
 
@@ -166,14 +168,6 @@ ConfigOfLoop = TypeVar("ConfigOfLoop", bound=GRPOConfig)
 """GRPOConfig, or the config of another loop that uses functions of this module."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    """One optimizer step and the forward_backward calls that it took."""
-
-    outputs: list[ForwardBackwardOutput]
-    result: OptimResult
-
-
 async def train(run: Run[GRPOConfig]) -> None:
     """Take the supervised steps, if the config asks for some, and then the GRPO steps.
 
@@ -199,9 +193,9 @@ async def train(run: Run[GRPOConfig]) -> None:
             values = batch.metrics()
             # The batch has no samples if the rewards of every group are all equal, because all advantages are then 0.
             if batch.samples:
-                samples = await with_columns_of_loss(run, batch.samples, reference)
-                learning_rate = schedule(step - sft_steps)
                 loss = config.make_loss(reference.kl if reference else None)
+                samples = await with_columns_of_loss(run, batch.samples, loss, reference)
+                learning_rate = schedule(step - sft_steps)
                 async with run.training():
                     updates = await train_step(run, parts_of(config, samples), loss, learning_rate)
                 async with rollouts.update():
@@ -256,7 +250,7 @@ def parts_of(config: GRPOConfig, samples: Sequence[Sample]) -> Iterator[Sequence
     """
     part_size = math.ceil(len(samples) / config.updates_per_step)
     for _ in range(config.epochs_per_step):
-        yield from split(samples, part_size)
+        yield from chunks(samples, part_size)
 
 
 async def train_step(
@@ -266,19 +260,18 @@ async def train_step(
 
     The gradient of the part's summed loss is divided by `config.divisor(part)`.
     """
-    config, updates = run.config, []
+    config = run.config
+    backward = partial(run.trainer.forward_backward, loss=loss)
+    updates = []
     for part in parts:
-        outputs = []
-        for chunk in split(part, config.samples_per_forward_backward):
-            outputs.append(await run.trainer.forward_backward(chunk, loss=loss))
         params = config.optimizer.params(learning_rate=learning_rate, grad_divisor=config.divisor(part))
-        result = await run.trainer.optim_step(params)
-        updates.append(Update(outputs=outputs, result=result))
+        size = config.samples_per_forward_backward
+        updates.append(await update(run.trainer, part, params, backward, samples_per_call=size))
     return updates
 
 
 async def with_columns_of_loss(
-    run: Run[ConfigOfLoop], samples: Sequence[Sample], reference: Reference | None
+    run: Run[ConfigOfLoop], samples: Sequence[Sample], loss: Loss, reference: Reference | None
 ) -> Sequence[Sample]:
     """The samples with the columns that the loss reads. This function adds those that the samples of rollouts lack.
 
@@ -286,7 +279,7 @@ async def with_columns_of_loss(
     column old_logprobs then holds the trainer's logprobs from before the update, and the column generator_logprobs
     holds the generator's logprobs.
     """
-    columns, optional = columns_of(run.config.make_loss())
+    columns, optional = columns_of(loss)
     if "generator_logprobs" in columns:
         async with run.training():
             samples = await with_trainer_logprobs(run, samples)
@@ -308,7 +301,7 @@ async def with_trainer_logprobs(run: Run[ConfigOfLoop], samples: Sequence[Sample
     The generator's logprobs, which old_logprobs held before, move to the column generator_logprobs.
     """
     extended = []
-    for chunk in split(samples, run.config.samples_per_forward_backward):
+    for chunk in chunks(samples, run.config.samples_per_forward_backward):
         output = await run.trainer.forward(chunk)
         for sample, row in zip(chunk, output.logprobs, strict=True):
             logprobs = {"generator_logprobs": sample.columns["old_logprobs"], "old_logprobs": row}

@@ -22,6 +22,7 @@ from controllers.program.launch import start_loop
 from controllers.rollouts.groups import RolloutBatch, RolloutConfig
 from controllers.run.run import Run
 from rl_actors import KL, Sample, TrainerConfig
+from rl_actors.losses import Loss
 
 
 def _rollouts() -> RolloutConfig:
@@ -98,17 +99,20 @@ async def train(run: Run[PPOConfig]) -> None:
             with run.timer("generate"):
                 batch = await rollouts.next_batch(version)
             values = batch.metrics()
+            loss = config.make_loss(kl)
             await run.turns.to_trainer()
             # Critic, trainer and reference have processes of their own. They can therefore work at the same time.
             states, (samples, rewards, measured) = await asyncio.gather(
-                critic.values(batch.samples), with_rewards(run, batch, reference, kl)
+                critic.values(batch.samples), with_rewards(run, batch, loss, reference, kl)
             )
             values |= measured
             judged = critic.judge(samples, states, rewards, is_cut_off(batch))
             is_warm_up = ppo_step <= config.critic.warmup_steps
             policy_rate = None if is_warm_up else policy_schedule(ppo_step - config.critic.warmup_steps)
             async with run.training():
-                values |= await train_both(run, critic, batch, judged, kl, critic_schedule(ppo_step), policy_rate, step)
+                values |= await train_both(
+                    run, critic, batch, judged, loss, kl, critic_schedule(ppo_step), policy_rate, step
+                )
             if reference is not None and not is_warm_up:
                 kl = config.kl_control.next_kl(kl, values["kl/reference"])
             async with rollouts.update():
@@ -128,6 +132,7 @@ async def train_both(
     critic: Critic,
     batch: RolloutBatch,
     judged: Judged,
+    loss: Loss,
     kl: KL,
     critic_rate: float,
     policy_rate: float | None,
@@ -137,17 +142,17 @@ async def train_both(
     fit = critic.fit(minibatches(run.config, judged.for_critic, step), critic_rate)
     if policy_rate is None:
         return await fit
-    fitted, trained = await run.turns.both(fit, train_policy(run, batch, judged, kl, policy_rate, step))
+    fitted, trained = await run.turns.both(fit, train_policy(run, batch, judged, loss, kl, policy_rate, step))
     return fitted | trained
 
 
 async def train_policy(
-    run: Run[PPOConfig], batch: RolloutBatch, judged: Judged, kl: KL, learning_rate: float, step: int
+    run: Run[PPOConfig], batch: RolloutBatch, judged: Judged, loss: Loss, kl: KL, learning_rate: float, step: int
 ) -> dict[str, float]:
     """Take the policy's optimizer steps on this batch. Returns the metrics of these steps."""
     config = run.config
     parts = minibatches(config, judged.for_policy, step)
-    updates = await train_step(run, parts, config.make_loss(kl), learning_rate)
+    updates = await train_step(run, parts, loss, learning_rate)
     values = report(config, batch, updates) | {"learning_rate": learning_rate}
     return values | ({"kl/coefficient": kl.coefficient} if config.reference_kl else {})
 
@@ -168,12 +173,12 @@ def minibatches(config: PPOConfig, samples: Sequence[Sample], step: int) -> Iter
 
 
 async def with_rewards(
-    run: Run[PPOConfig], batch: RolloutBatch, reference: Reference | None, kl: KL
+    run: Run[PPOConfig], batch: RolloutBatch, loss: Loss, reference: Reference | None, kl: KL
 ) -> tuple[Sequence[Sample], list[Tensor], dict[str, float]]:
     """(samples, rewards, metrics). The samples of the batch get the columns that the policy's loss reads. The rewards are
     those of `token_rewards`.
     """
-    samples = await with_columns_of_loss(run, batch.samples, reference)
+    samples = await with_columns_of_loss(run, batch.samples, loss, reference)
     rewards, measured = await token_rewards(run.config, batch, samples, reference, kl)
     return samples, rewards, measured
 

@@ -5,6 +5,7 @@ python -m controllers.sft --config tiny
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
 from typing import Any, ClassVar
 
@@ -16,7 +17,8 @@ from controllers.environments.together import together
 from controllers.program.launch import start_loop
 from controllers.run.checkpoints import State
 from controllers.run.config import RunConfig
-from controllers.run.run import Run, split
+from controllers.run.run import Run
+from controllers.run.update import update
 from rl_actors import CrossEntropy, Sample, num_loss_tokens
 
 
@@ -83,12 +85,13 @@ class SFTPhase:
         run = self.run
         samples = await self._next_samples()
         learning_rate = self.schedule(step)
-        outputs = []
+        params = run.config.optimizer.params(learning_rate=learning_rate, grad_divisor=num_loss_tokens(samples))
+        backward = partial(run.trainer.forward_backward, loss=CrossEntropy())
+        size = run.config.samples_per_forward_backward
         async with run.training():
-            for chunk in split(samples, run.config.samples_per_forward_backward):
-                outputs.append(await run.trainer.forward_backward(chunk, loss=CrossEntropy()))
-            params = run.config.optimizer.params(learning_rate=learning_rate, grad_divisor=num_loss_tokens(samples))
-            result = await run.trainer.optim_step(params)
+            taken = await update(run.trainer, samples, params, backward, samples_per_call=size)
+        outputs = taken.outputs
+        result = taken.result
         logprobs = [row for output in outputs for row in output.logprobs]
         self.recent.append(answer_probability(samples, logprobs))
         return {

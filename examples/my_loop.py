@@ -17,7 +17,8 @@ from controllers.environments import EnvironmentConfig, Problem
 from controllers.grpo import GRPOConfig, make_queue, sync
 from controllers.program.cli import Configs
 from controllers.program.launch import main
-from controllers.run.run import Run, split
+from controllers.run.run import Run
+from controllers.run.update import chunks
 from rl_actors import PPO, OptimParams, num_loss_tokens
 
 
@@ -91,8 +92,8 @@ async def train(run: Run[MyConfig]) -> None:
             values = batch.metrics()
             if batch.samples:  # there are none if the rewards of every group are equal
                 async with run.training():
-                    for chunk in split(batch.samples, config.samples_per_forward_backward):
-                        await run.trainer.forward_backward(chunk, loss=PPO(ratio_high=1.28))
+                    for chunk in chunks(batch.samples, config.samples_per_forward_backward):
+                        await run.trainer.forward_backward(chunk, loss=PPO())
                     params = OptimParams(
                         learning_rate=config.learning_rate(step), grad_divisor=num_loss_tokens(batch.samples)
                     )

@@ -193,7 +193,7 @@ def test_resolve_makes_a_named_loss_with_default_options_and_returns_a_loss_inst
         "dro": DRO(beta=0.05),
         "gspo": GSPO(ratio_low=1 - 3e-4, ratio_high=1 + 4e-4),
         "importance_sampling": ImportanceSampling(),
-        "ppo": PPO(ratio_low=0.8, ratio_high=1.2),
+        "ppo": PPO(ratio_low=0.8, ratio_high=1.28),
         "reinforce": Reinforce(),
     }
     loss = PPO(ratio_high=1.28)
@@ -275,11 +275,11 @@ def test_cispo_weighs_the_logprob_by_a_clipped_ratio_without_a_gradient(low, hig
 def test_dual_clip_bounds_the_objective_of_negative_advantages():
     def value(p, o, a, w):
         ratio = math.exp(p - o)
-        return -w * a * (min(ratio, 1.2) if a >= 0 else min(max(ratio, 0.8), 1.5))
+        return -w * a * (min(ratio, 1.28) if a >= 0 else min(max(ratio, 0.8), 1.5))
 
     def gradient(p, o, a, w):
         ratio = math.exp(p - o)
-        kept = ratio <= 1.2 if a >= 0 else 0.8 <= ratio <= 1.5
+        kept = ratio <= 1.28 if a >= 0 else 0.8 <= ratio <= 1.5
         return -w * a * ratio if kept else 0.0
 
     expect(PPO(dual_clip=1.5), value, gradient)
@@ -498,7 +498,7 @@ def test_ppo_written_by_the_caller_has_the_gradients_of_the_built_in_ppo():
     def ppo(given, logprobs):
         assert given == samples
         ratio = (torch.stack(logprobs) - columns["old_logprobs"]).exp()
-        better = torch.minimum(ratio * columns["advantages"], ratio.clamp(0.8, 1.2) * columns["advantages"])
+        better = torch.minimum(ratio * columns["advantages"], ratio.clamp(0.8, 1.28) * columns["advantages"])
         return -(columns["loss_weights"] * better).sum(), {"ratio:max": ratio.max(), "ratio:mean": (ratio.sum(), 3)}
 
     gradients, partials = output_gradients(ppo, samples, list(logprobs_BL))

@@ -8,6 +8,7 @@ import math
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from controllers.observe.logger import Timer
 from controllers.run import checkpoints
 from controllers.run.checkpoints import CRITIC_FOLDER
 from controllers.run.config import RunConfig
-from controllers.run.run import Run, split
-from rl_actors import ForwardBackwardOutput, OptimResult, Sample, TrainerClient, ValueLoss, metrics, num_loss_tokens
+from controllers.run.run import Run
+from controllers.run.update import chunks, update
+from rl_actors import Sample, TrainerClient, ValueLoss, metrics, num_loss_tokens
 from rl_actors.losses import explained_variance
 
 """Name of the critic's folder in a checkpoint of the run."""
@@ -110,7 +112,7 @@ class Critic:
         rows: list[Tensor] = []
         with_last_states = [_with_last_state(sample) for sample in samples]
         with self.timer("values"):
-            for chunk in split(with_last_states, self.run_config.samples_per_forward_backward):
+            for chunk in chunks(with_last_states, self.run_config.samples_per_forward_backward):
                 output = await self.trainer.forward(chunk)
                 assert output.values is not None
                 rows += output.values
@@ -119,15 +121,16 @@ class Critic:
     async def fit(self, parts: Iterable[Sequence[Sample]], learning_rate: float) -> dict[str, float]:
         """Take one optimizer step on each minibatch in `parts`. Returns the metrics over all minibatches."""
         loss = self.config.loss()
-        outputs: list[ForwardBackwardOutput] = []
-        results: list[OptimResult] = []
+        backward = partial(self.trainer.forward_backward, loss=loss)
+        size = self.run_config.samples_per_forward_backward
+        updates = []
         with self.timer("critic"):
             for part in parts:
-                for chunk in split(part, self.run_config.samples_per_forward_backward):
-                    outputs.append(await self.trainer.forward_backward(chunk, loss=loss))
                 divisor = num_loss_tokens(part)
                 params = self.run_config.optimizer.params(learning_rate=learning_rate, grad_divisor=divisor)
-                results.append(await self.trainer.optim_step(params))
+                updates.append(await update(self.trainer, part, params, backward, samples_per_call=size))
+        outputs = [output for taken in updates for output in taken.outputs]
+        results = [taken.result for taken in updates]
         found = metrics.finish(metrics.merge(output.partials for output in outputs))
         return {
             "critic/loss": found["loss:sum"] / found["num_loss_tokens:sum"],

@@ -77,8 +77,6 @@ class LossConfig:
             _options("loss", self.name, self, None, ())
             return resolve(cls() if isinstance(cls, type) else cls)
         options = _options("loss", self.name, self, cls, SHARED_OPTIONS)
-        if cls is PPO:
-            options = {"ratio_low": 0.8, "ratio_high": 1.28} | options
         return cls(
             kl=kl, entropy_coefficient=entropy_bonus, correction=correction, sequence_mean=sequence_mean, **options
         )

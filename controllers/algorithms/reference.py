@@ -15,7 +15,8 @@ from controllers.observe.logger import Timer
 from controllers.observe.run_folder import RunFolder
 from controllers.rollouts.groups import Group
 from controllers.run import checkpoints
-from controllers.run.run import Run, split
+from controllers.run.run import Run
+from controllers.run.update import chunks
 from rl_actors import KL, ReferenceClient, Sample
 
 
@@ -31,7 +32,7 @@ class FrozenPolicy:
         """Logprobs of the targets under the frozen policy, [T] for each sample."""
         rows: list[Tensor] = []
         with self.timer("reference"):
-            for chunk in split(samples, self.samples_per_forward):
+            for chunk in chunks(samples, self.samples_per_forward):
                 output = await self.model.forward(chunk)
                 rows += output.logprobs
         return rows

@@ -206,10 +206,11 @@ class RolloutBatch:
         cls, groups: Sequence[Group], config: RolloutConfig, *, num_refills: int, num_retries: int, version: int
     ) -> "RolloutBatch":
         """The batch of these groups, with their samples and advantages."""
+        advantages = group_advantages(groups, config)
         return cls(
-            samples=to_samples(groups, config),
+            samples=to_samples(groups, advantages, config.temperature),
             groups=list(groups),
-            advantages=group_advantages(groups, config),
+            advantages=advantages,
             num_refills=num_refills,
             num_retries=num_retries,
             version=version,
@@ -480,12 +481,12 @@ def advantages_of(config: RolloutConfig, rewards_GN: Tensor) -> Tensor:
     return found
 
 
-def to_samples(groups: Sequence[Group], config: RolloutConfig) -> list[Sample]:
-    """Samples with advantages, one for each completion of the groups that have a signal."""
+def to_samples(groups: Sequence[Group], advantages: Sequence[Sequence[float]], temperature: float) -> list[Sample]:
+    """Samples, one for each completion of the groups that have a signal."""
     samples: list[Sample] = []
-    for group, advantages in zip(groups, group_advantages(groups, config), strict=True):
+    for group, of_group in zip(groups, advantages, strict=True):
         if group.has_signal():
-            samples += group.to_samples(advantages, config.temperature)
+            samples += group.to_samples(of_group, temperature)
     return samples
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Generic, TypeVar
@@ -203,12 +203,6 @@ def make_validator(
         player=Player(tokenizer=tokenizer, limits=config.episode_limits(), scorer=scorer),
         scorer=scorer,
     )
-
-
-def split(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
-    """Divide the samples, in their order, into lists of `size` samples. The last list may be shorter."""
-    for start in range(0, len(samples), size):
-        yield samples[start : start + size]
 
 
 @contextlib.asynccontextmanager

@@ -189,12 +189,12 @@ class PPO(PolicyLoss):
     """J_i = min(r_i A_i, clip(r_i, ratio_low, ratio_high) A_i) (Schulman et al., arXiv 1707.06347, eq. 7; Tinker's `ppo`).
 
     r_i is exp(logprob_i - old_logprob_i).
-    DAPO's clip-higher (arXiv 2503.14476) is a larger upper bound: PPO(ratio_low=0.8, ratio_high=1.28).
+    DAPO's clip-higher (arXiv 2503.14476) is the larger upper bound.
     dual_clip=c, with c > 1, also keeps J_i at or above c A_i where A_i < 0 (Ye et al., arXiv 1912.09729, eq. 5).
     """
 
     ratio_low: float = 0.8
-    ratio_high: float = 1.2
+    ratio_high: float = 1.28
     dual_clip: float | None = None
 
     def __post_init__(self) -> None:

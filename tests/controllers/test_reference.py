@@ -24,7 +24,7 @@ from controllers.grpo import update_kl_coefficient
 from controllers.observe.logger import Timer
 from controllers.observe.run_folder import RunFolder
 from controllers.program import launch
-from controllers.rollouts.groups import Group, RolloutBatch, RolloutConfig, to_samples
+from controllers.rollouts.groups import Group, RolloutBatch, RolloutConfig, group_advantages, to_samples
 from rl_actors import KL, Completion
 from rl_actors.validation import validate_samples
 
@@ -130,25 +130,29 @@ def test_the_kl_penalty_on_rewards_equals_its_closed_form(groups, estimator):
     assert metrics["reward/mean"] == pytest.approx(statistics.fmean(rewards))
 
 
+def samples_of(groups: list[Group], config: RolloutConfig):
+    return to_samples(groups, group_advantages(groups, config), config.temperature)
+
+
 def test_advantages_and_the_choice_of_groups_use_the_penalised_rewards(groups):
     config = RolloutConfig(advantage="dr_grpo", group_size=3)
-    assert len(to_samples(groups, config)) == 6  # without the middle group, whose task rewards are equal
+    assert len(samples_of(groups, config)) == 6  # without the middle group, whose task rewards are equal
     found = penalised(groups, ReferenceClient(), coefficient=0.3, estimator="k1")
     assert [group.has_signal() for group in found] == [True, True, True]
-    samples = to_samples(found, config)
+    samples = samples_of(found, config)
     assert len(samples) == 9
     expected = [reward - statistics.fmean(group.rewards) for group in found for reward in group.rewards]
     for sample, value in zip(samples, expected, strict=True):
         weights = sample.columns["loss_weights"]
         torch.testing.assert_close(sample.columns["advantages"], weights * value, rtol=2e-6, atol=2e-6)
     same = [replace(group, rewards=[0.5, 0.5, 0.5]) for group in found]
-    assert to_samples(same, config) == []
+    assert samples_of(same, config) == []
     validate_samples(samples, tiny().make_loss(), vocab_size=16, max_sequence_length=64, max_call_bytes=1 << 20)
 
 
 def test_kl_in_the_loss_adds_the_column_ref_logprobs_and_changes_no_advantage(groups):
     client = ReferenceClient()
-    before = to_samples(groups, RolloutConfig(advantage="grpo", group_size=3))
+    before = samples_of(groups, RolloutConfig(advantage="grpo", group_size=3))
     samples = asyncio.run(reference_of(client, coefficient=0.3).with_logprobs(before))
     assert len(samples) == len(client.completions) == 6
     for sample, unchanged, logprobs in zip(samples, before, client.completions, strict=True):
@@ -202,7 +206,7 @@ def test_with_k1_in_the_reward_the_policy_gradient_is_the_gradient_of_expected_r
         coefficient=0.7,
         estimator="k1",
     )
-    samples = to_samples(found, RolloutConfig(advantage="dr_grpo", group_size=9, temperature=1.0))
+    samples = samples_of(found, RolloutConfig(advantage="dr_grpo", group_size=9, temperature=1.0))
     advantages_ST = torch.stack([sample.columns["advantages"] for sample in samples]).double()
     surrogate = (log_S.detach().exp() * (advantages_ST * policy_ST).sum(1)).sum()
     [actual] = torch.autograd.grad(surrogate, logits)

@@ -74,7 +74,7 @@ def reference(model, sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
     return all_TV.gather(-1, sample.targets[:, None])[:, 0], -(all_TV.exp() * all_TV).sum(-1), all_TV
 
 
-def clipped(p, c, low=0.8, high=1.2):
+def clipped(p, c, low=0.8, high=1.28):
     """PPO's objective at every position."""
     r = (p - c["old_logprobs"]).exp()
     return torch.minimum(r * c["advantages"], r.clamp(low, high) * c["advantages"])
