@@ -14,7 +14,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
-import tomli_w
 import yaml
 from pydantic import ConfigDict, ValidationError, create_model
 from pydantic_core import ErrorDetails
@@ -57,7 +56,7 @@ def from_values(cls: type[Config], values: object) -> Config:
 def read(cls: type[Config], file: Path) -> Config:
     """The config in a file whose name ends in .json, .yaml, .yml or .toml. Raises ValueError, naming the file, the field and the fault."""
     try:
-        values = _FORMATS[file.suffix].load(file.read_text(encoding="utf-8"))
+        values = _LOADERS[file.suffix](file.read_text(encoding="utf-8"))
         return from_values(cls, values)
     # tomllib's and json's errors are ValueErrors. A YAML key that is a mapping or a date gives a TypeError.
     except (ValueError, TypeError, yaml.YAMLError, OSError) as error:
@@ -65,25 +64,20 @@ def read(cls: type[Config], file: Path) -> Config:
 
 
 def write(config: "DataclassInstance", file: Path) -> None:
-    """Write the config to a file that `read` can read. The ending of the file's name gives the format.
-
-    Raises ValueError if the format cannot hold the config.
-    """
-    values = json.loads(to_json(config))
-    if file.suffix == ".toml":
-        values = _without_none(config, values)
+    """Write the config as JSON or YAML, by the ending of the file's name."""
+    dump = _dump_json if file.suffix == ".json" else _dump_yaml
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(_FORMATS[file.suffix].dump(values), encoding="utf-8")
+    file.write_text(dump(json.loads(to_json(config))), encoding="utf-8")
 
 
 def require_format(flag: str, file: Path) -> None:
-    """Raises ValueError naming the flag if `read` and `write` do not know the ending of the file's name."""
-    if file.suffix not in _FORMATS:
-        raise ValueError(f"{flag} {file} does not end in one of {', '.join(_FORMATS)}")
+    """Raises ValueError naming the flag if `write` does not know the ending of the file's name."""
+    if file.suffix not in WRITTEN:
+        raise ValueError(f"{flag} {file} does not end in one of {', '.join(WRITTEN)}")
 
 
 def is_file_name(name: str) -> bool:
-    return Path(name).suffix in _FORMATS
+    return Path(name).suffix in _LOADERS
 
 
 def leaves_of(config: "DataclassInstance") -> dict[str, object]:
@@ -97,12 +91,6 @@ def leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
             yield from leaves(item, f"{name}.{key}" if name else key)
     else:
         yield name, value
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Format:
-    load: Callable[[str], object]
-    dump: Callable[[Mapping[str, object]], str]
 
 
 class _StrictYaml(yaml.SafeLoader):
@@ -138,13 +126,13 @@ def _dump_json(values: Mapping[str, object]) -> str:
     return json.dumps(values, indent=2) + "\n"
 
 
-_YAML = _Format(load=_load_yaml, dump=_dump_yaml)
-_FORMATS = {
-    ".json": _Format(load=json.loads, dump=_dump_json),
-    ".yaml": _YAML,
-    ".yml": _YAML,
-    ".toml": _Format(load=tomllib.loads, dump=tomli_w.dumps),
+_LOADERS: dict[str, Callable[[str], object]] = {
+    ".json": json.loads,
+    ".yaml": _load_yaml,
+    ".yml": _load_yaml,
+    ".toml": tomllib.loads,
 }
+WRITTEN = (".json", ".yaml", ".yml")
 
 
 def _refuse(value: object) -> str:
@@ -156,36 +144,6 @@ def _path_to_str(value: object) -> str:
     if isinstance(value, Path):
         return str(value)
     raise ValueError(f"the config has the value {value!r}, which has no JSON form")
-
-
-def _without_none(config: "DataclassInstance", values: dict[str, object], prefix: str = "") -> dict[str, object]:
-    """The values for a TOML file. Fields that are None are left out, because TOML has no null.
-
-    Raises ValueError for a null inside a list or a mapping. Also raises ValueError for a field that is None although its default is not None,
-    because `read` would give the missing field its default.
-    """
-    kept: dict[str, object] = {}
-    for each in dataclasses.fields(config):
-        name, value, inner = f"{prefix}{each.name}", values[each.name], getattr(config, each.name)
-        if dataclasses.is_dataclass(inner) and isinstance(value, dict) and not isinstance(inner, type):
-            kept[each.name] = _without_none(inner, value, f"{name}.")
-        elif value is not None:
-            if _holds_null(value):
-                raise ValueError(
-                    f"{name}={value!r} holds a null, which TOML does not have; write a .yaml or .json file"
-                )
-            kept[each.name] = value
-        elif each.default is not None:
-            raise ValueError(f"{name} is None, which TOML cannot hold; write a .yaml or .json file")
-    return kept
-
-
-def _holds_null(value: object) -> bool:
-    if isinstance(value, dict):
-        return any(map(_holds_null, value.values()))
-    if isinstance(value, list):
-        return any(map(_holds_null, value))
-    return value is None
 
 
 def _message(cls: Any, error: "ErrorDetails") -> str:

@@ -1,16 +1,19 @@
 """Writes numbers as the text that Prometheus reads, and serves the text at a port."""
 
 import logging
-import math
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
 logger = logging.getLogger(__name__)
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 REQUEST_TIMEOUT = 10.0
 """Largest number of seconds for which a reader of the metrics may pause while it sends its request. The reader then has
 the same number of seconds to take the whole answer."""
@@ -27,35 +30,28 @@ class Family:
     about: str = ""  # one line that explains the numbers
     numbers: Mapping[Labels, float] = field(default_factory=dict)
 
-    def lines(self) -> list[str]:
-        about = [f"# HELP {self.name} {self.about}"] if self.about else []
-        kind = "counter" if self.name.endswith("_total") else "gauge"
-        found = [*about, f"# TYPE {self.name} {kind}"]
-        for labels, number in self.numbers.items():
-            inner = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels)
-            found.append(f"{self.name}{{{inner}}} {_shown(number)}" if labels else f"{self.name} {_shown(number)}")
-        return found
+    def metric(self) -> Metric:
+        kind = CounterMetricFamily if self.name.endswith("_total") else GaugeMetricFamily
+        labels = [name for name, _ in next(iter(self.numbers), ())]
+        metric = kind(self.name, self.about, labels=labels)
+        for key, number in self.numbers.items():
+            metric.add_metric([value for _, value in key], number)
+        return metric
 
 
 def text(families: Iterable[Family]) -> str:
-    """The text of several metrics, in the format that Prometheus reads.
-
-    >>> text([Family(name="calls_total", numbers={(("call", "info"),): 3})])
-    '# TYPE calls_total counter\\ncalls_total{call="info"} 3\\n'
-    """
-    return "".join(f"{line}\n" for family in families for line in family.lines())
+    """The text of several metrics, in the format that Prometheus reads."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector([family.metric() for family in families]))
+    return generate_latest(registry).decode()
 
 
-def _shown(number: float) -> str:
-    if math.isnan(number):
-        return "NaN"
-    if math.isinf(number):
-        return "+Inf" if number > 0 else "-Inf"
-    return str(int(number)) if number == int(number) else repr(float(number))
+class _Collector(Collector):
+    def __init__(self, metrics: list[Metric]) -> None:
+        self.metrics = metrics
 
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    def collect(self) -> list[Metric]:
+        return self.metrics
 
 
 class MetricsPort:

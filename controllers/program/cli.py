@@ -289,7 +289,7 @@ def _flags(configs: Configs, name: str, base: "RunConfig") -> type:
             "Score the checkpoint in this folder, or the newest checkpoint of the run in this folder, and stop. "
             "If --config is left out, the config of the checkpoint's run is used.",
         ),
-        _flag("save_config", Path | None, None, "Write the config to this .json, .yaml or .toml file before the run."),
+        _flag("save_config", Path | None, None, "Write the config to this .json or .yaml file before the run."),
         _flag("dry_run", bool, False, "Check everything, print the config and stop."),
         _flag(
             "plan",

@@ -185,7 +185,7 @@ def test_a_value_with_which_no_run_can_start_is_refused_with_the_reason(capsys, 
         (["--entropy-bonus", "nan"], "entropy_bonus=nan; it must be a number"),
         (["--rollouts.overlong-buffer", "-1"], "rollouts.overlong_buffer=-1; it must be at least 0"),
         (["--rollouts.overlong-penalty", "inf"], "rollouts.overlong_penalty=inf; it must be finite"),
-        (["--loss", "pppo"], "invalid choice 'pppo'"),
+        (["--loss", "pppo"], "loss='pppo'; did you mean ppo"),
     ],
 )
 def test_a_wrong_flag_of_the_algorithm_is_refused_with_the_reason(capsys, argv, message):
@@ -229,7 +229,7 @@ def test_help_names_every_field_with_meaning_and_default(capsys):
         (["--config", "nowhere.json"], "nowhere.json does not exist"),
         (["--config", "nowhere.toml"], "nowhere.toml does not exist"),
         (["--config", "folder.json"], "folder.json is a folder; --config takes the name of a config or a file"),
-        (["--save-config", "here.ini"], "--save-config here.ini does not end in one of .json, .yaml, .yml, .toml"),
+        (["--save-config", "here.ini"], "--save-config here.ini does not end in one of .json, .yaml, .yml"),
         (["--resume", "a", "--config", "tiny"], "--resume uses the config of its run"),
     ],
 )
@@ -334,7 +334,7 @@ def test_a_file_with_an_unknown_or_ill_typed_field_is_refused_with_the_name_of_t
     assert refusal(capsys, "--config", "bad.json").startswith(f"{PROG}: error: bad.json: ")
 
 
-@pytest.mark.parametrize("ending", ["json", "yaml", "yml", "toml"])
+@pytest.mark.parametrize("ending", ["json", "yaml", "yml"])
 def test_a_config_is_saved_and_read_again_in_every_format(ending):
     saved = Path(f"folder/saved.{ending}")
     assert parse("--save-config", str(saved)).save_config == saved
@@ -343,17 +343,6 @@ def test_a_config_is_saved_and_read_again_in_every_format(ending):
     config_file.write(config, saved)
     invocation = parse("--config", str(saved), "--seed", "4")
     assert invocation.config == replace(config, seed=4) and invocation.config_name == "saved"
-
-
-def test_a_config_with_a_null_that_toml_cannot_hold_is_refused():
-    config = tiny()
-    config.environment.options = {"deep": [None]}
-    with pytest.raises(ValueError, match="environment.options=.* holds a null, which TOML does not have"):
-        config_file.write(config, Path("a.toml"))
-    config = tiny()
-    config.steps = None  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="steps is None, which TOML cannot hold"):
-        config_file.write(config, Path("a.toml"))
 
 
 @pytest.mark.parametrize(
