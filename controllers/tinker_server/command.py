@@ -62,6 +62,34 @@ class Arguments:
 def read_arguments(prog: str, argv: Sequence[str] | None = None) -> Arguments:
     """The parsed arguments. Raises ValueError or OSError naming an invalid argument."""
     configs = import_module("configs").SERVERS
+    arguments = _parser(prog, configs).parse_args(argv)
+    config: ServeConfig = configs[arguments.config]()
+    if arguments.serve_as:
+        config.name, _, directory = arguments.serve_as.partition("=")
+        config.hf_path = directory or config.hf_path
+    for name in ("max_trainers", "max_tenants", "keep_parked_hours"):
+        if (value := getattr(arguments, name)) is not None:
+            setattr(config, name, value)
+    if arguments.max_answer_mib is not None:
+        config.max_answer_bytes = int(arguments.max_answer_mib * (1 << 20))
+    if arguments.max_parked_gib is not None:
+        config.max_parked_bytes = int(arguments.max_parked_gib * (1 << 30))
+    for name in ("max_adapters", "max_adapter_rank"):
+        if (value := getattr(arguments, name)) is not None:
+            setattr(config.generator, name, value)
+    if arguments.rate is not None and not arguments.rate > 0:
+        raise ValueError(f"--rate {arguments.rate}; it must be positive")
+    folder = arguments.state or Path("runs") / f"serve-{arguments.config}"
+    return Arguments(
+        config=config,
+        folder=folder.absolute(),
+        address=read_address(arguments.address, has_keys=arguments.keys is not None),
+        owners=None if arguments.keys is None else read_keys(arguments.keys),
+        rate=arguments.rate,
+    )
+
+
+def _parser(prog: str, configs: Mapping[str, object]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("--config", choices=sorted(configs), default=next(iter(configs)), help="name of the config")
     parser.add_argument("--address", default="127.0.0.1:8000", help="HOST:PORT to listen at; port 0: any free port")
@@ -101,31 +129,7 @@ def read_arguments(prog: str, argv: Sequence[str] | None = None) -> Arguments:
         type=float,
         help="training and sampling requests that one owner may send per second, in addition to a burst of 100",
     )
-    arguments = parser.parse_args(argv)
-    config: ServeConfig = configs[arguments.config]()
-    if arguments.serve_as:
-        config.name, _, directory = arguments.serve_as.partition("=")
-        config.hf_path = directory or config.hf_path
-    for name in ("max_trainers", "max_tenants", "keep_parked_hours"):
-        if (value := getattr(arguments, name)) is not None:
-            setattr(config, name, value)
-    if arguments.max_answer_mib is not None:
-        config.max_answer_bytes = int(arguments.max_answer_mib * (1 << 20))
-    if arguments.max_parked_gib is not None:
-        config.max_parked_bytes = int(arguments.max_parked_gib * (1 << 30))
-    for name in ("max_adapters", "max_adapter_rank"):
-        if (value := getattr(arguments, name)) is not None:
-            setattr(config.generator, name, value)
-    if arguments.rate is not None and not arguments.rate > 0:
-        raise ValueError(f"--rate {arguments.rate}; it must be positive")
-    folder = arguments.state or Path("runs") / f"serve-{arguments.config}"
-    return Arguments(
-        config=config,
-        folder=folder.absolute(),
-        address=read_address(arguments.address, has_keys=arguments.keys is not None),
-        owners=None if arguments.keys is None else read_keys(arguments.keys),
-        rate=arguments.rate,
-    )
+    return parser
 
 
 def read_address(text: str, *, has_keys: bool) -> tuple[str, int]:
