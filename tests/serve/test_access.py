@@ -141,7 +141,7 @@ def test_the_server_reports_its_metrics_and_the_status_of_its_runs(api):
         outer = httpx.AsyncClient(transport=httpx.ASGITransport(api.app), base_url="http://localhost")
         text = (await outer.get("/metrics")).text
         assert "rl_actors_serve_sampled_tokens_total 3.0\n" in text
-        assert "rl_actors_serve_trained_positions_total 2.0\n" in text and "serve_requests_waiting 0\n" in text
+        assert "rl_actors_serve_trained_positions_total 2.0\n" in text and "serve_requests_waiting 0.0\n" in text
         shown = (await outer.get("/status.json")).json()
         [run] = shown["runs"]
         assert (run["id"], len(run["losses"]), len(run["grad_norms"]), run["steps"]) == (model, 1, 1, 1)
