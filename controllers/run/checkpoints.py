@@ -1,8 +1,7 @@
-"""Checkpoints of a run. A checkpoint holds the state of the trainer and of the controller, the process that runs the training loop.
-
-The checkpoint after step N is the folder checkpoints/step-N. Its subfolder trainer/ holds the trainer's weights and optimizer state. If the
-run has a value model, the subfolder critic/ holds the state of this model. state.json holds the controller's state. checksums.json has the
-checksums of all other files. state.json is written last, so a checkpoint with a state.json is complete.
+"""Checkpoints of a run.
+After step N: the folder checkpoints/step-N with trainer/ (weights and optimizer), critic/ if there
+is a value model, state.json (the loop's state) and checksums.json. state.json is written last, so a
+checkpoint that has it is complete.
 """
 
 import asyncio
@@ -27,15 +26,12 @@ STATE = "state.json"
 CRITIC_FOLDER = "critic"  # of PPO's value model, in a checkpoint
 
 State = dict[str, Any]
-"""The controller's state as JSON: "step" (number of steps done), "cursor" (index of the first problem that was not drawn yet), "random" (random
-states), "config" and other entries."""
+"""The loop's state as JSON: "step" (steps done), "cursor" (first problem not drawn), "random",
+"config", …"""
 
 
 class Checkpoints:
-    """Writes one checkpoint at a time while training continues, and removes old checkpoints.
-
-    keep, keep_every: see `removable`.
-    """
+    """Writes one checkpoint at a time while training continues. keep, keep_every: see `removable`."""
 
     def __init__(self, folder: Path, *, keep: int, keep_every: int = 0) -> None:
         self.folder, self.keep, self.keep_every = folder, keep, keep_every
@@ -44,12 +40,10 @@ class Checkpoints:
         self._writing: asyncio.Task[None] | None = None
 
     async def save(self, trainers: Mapping[str, "TrainerClient"], state: State) -> None:
-        """Begin to write the checkpoint step-N, where N is state["step"], the number of steps done.
-
-        Returns when all state is copied, so training can go on while the copy is written. trainers: the trainers whose states are written.
-        The key of a trainer is the name of its folder in the checkpoint.
-
-        First waits until the previous checkpoint is on disk. Raises RuntimeError or OSError if the previous checkpoint could not be written.
+        """Begin to write step-N, N = state["step"]. Returns when the state is copied. trainers: by
+        the name of their folder.
+        First waits for the former checkpoint; raises RuntimeError or OSError if it could not be
+        written.
         """
         await self.finish()
         path = self.folder / f"step-{state['step']}"
@@ -60,24 +54,21 @@ class Checkpoints:
         self._writing = asyncio.create_task(self._commit(saved, path, text))
 
     async def finish(self) -> None:
-        """Wait until the last checkpoint is on disk. If it could not be written, every call of `finish` raises the error."""
+        """Wait until the last checkpoint is on disk. Every call raises the error if it could not be
+        written."""
         if self._writing is not None:
             await asyncio.shield(self._writing)  # shield: the writing goes on if the caller is cancelled
 
     async def abandon(self) -> None:
-        """Wait until the current checkpoint is on disk or its writing has failed, without raising the error. The run calls this method
-        after one of its actors has died.
-
-        The checkpoint may still become complete, if none of its trainers has died.
-        """
+        """Like `finish`, without the error: an actor has died, but the checkpoint may still become
+        complete."""
         for task in (self._copying, self._writing):
             if task is not None:
                 await asyncio.wait((task,))
                 _ = task.cancelled() or task.exception()  # reads the error; otherwise asyncio would log it
         copying = self._copying
         if copying is not None and not copying.cancelled() and copying.exception() is None:
-            # The trainers may still write their parts. If the caller of `save` was cancelled, `_commit` was not started and
-            # does not wait for the parts.
+            # If `save` was cancelled, `_commit` was not started, and the trainers may still write.
             await asyncio.gather(*(part.wait() for part in copying.result()), return_exceptions=True)
         self._copying = self._writing = None
 
@@ -87,8 +78,7 @@ class Checkpoints:
         saved = [result for result in results if not isinstance(result, BaseException)]
         for error in results:
             if isinstance(error, BaseException):
-                # The other trainers may still be writing. If a trainer's write fails and no code has waited for the write, the next
-                # optim_step or save_checkpoint of this trainer raises the error. So this code waits for all writes, and drops their errors.
+                # A failed write that nobody awaited would come up in the trainer's next optim_step.
                 await asyncio.gather(*(part.wait() for part in saved), return_exceptions=True)
                 raise error
         return saved
@@ -99,18 +89,16 @@ class Checkpoints:
         checksums.write_durably(path / STATE, text)  # synced to disk, as the trainer's part is
         found = {_step(checkpoint): checkpoint for checkpoint in complete(self.folder)}
         for step in removable(list(found), keep=self.keep, keep_every=self.keep_every):
-            # state.json is removed first, so that a checkpoint that is only partly removed does not count as complete.
+            # first, so that what is left by a kill is not complete
             (found[step] / STATE).unlink()
             shutil.rmtree(found[step])
         self.saved_step = _step(path)
 
 
 def removable(steps: Sequence[int], *, keep: int, keep_every: int = 0) -> list[int]:
-    """The steps whose checkpoints are to be removed. steps: the steps of all checkpoints, in ascending order.
-
-    The newest `keep` checkpoints are kept until newer checkpoints follow. If `keep_every` is above 0, some checkpoints are kept for good. The
-    first of them is the first checkpoint at or after step `keep_every`. The next of them is the first checkpoint at least `keep_every` steps
-    later, and so on.
+    """The steps whose checkpoints go. steps: ascending.
+    The newest `keep` stay. With keep_every > 0, so do the first at or after it, the first at least
+    keep_every later, and so on.
     removable([25, 50, 75, 100, 125], keep=1, keep_every=50) -> [25, 75]
     """
     removed, last_for_good = [], 0
@@ -133,17 +121,17 @@ def _step(checkpoint: Path) -> int:
 
 
 def remove_incomplete(folder: Path) -> None:
-    """Remove incomplete checkpoints. A run leaves an incomplete checkpoint if it is killed while it writes or removes a checkpoint."""
+    """Remove what a run leaves that is killed while it writes or removes a checkpoint."""
     for path in folder.glob("step-*"):
         if not (path / STATE).is_file():
             shutil.rmtree(path)
 
 
 def set_aside_damaged(folder: Path) -> list[str]:
-    """Rename the complete checkpoints that are newer than the newest undamaged one: step-9 becomes damaged-step-9.
-
-    A checkpoint is damaged if its files have changed since they were written. Returns a line about each renamed checkpoint. If all complete
-    checkpoints are damaged, raises ValueError and renames none.
+    """Rename complete checkpoints that are newer than the newest whole one: step-9 ->
+    damaged-step-9. Returns a line for each.
+    Raises ValueError, and renames none, if all are damaged, that is, their files changed after they
+    were written.
     """
     damaged: dict[Path, str] = {}
     for checkpoint in reversed(complete(folder)):
@@ -164,24 +152,23 @@ def set_aside_damaged(folder: Path) -> list[str]:
 
 
 def require_whole(path: Path) -> Path:
-    """The path of a complete checkpoint. Raises ValueError if its files have changed since they were written."""
+    """The path of a complete checkpoint. Raises ValueError if its files have changed."""
     if fault := checksums.fault(path):
         raise ValueError(f"{path} is damaged: {fault}")
     return path
 
 
 def read(path: Path) -> State:
-    """The controller's state in a checkpoint. Raises ValueError if `path` is not a complete checkpoint of a run."""
+    """The loop's state. Raises ValueError if `path` is no complete checkpoint."""
     if not (path / STATE).is_file():
         raise ValueError(f"{path} is not a complete checkpoint of a run: it holds no {STATE}")
     return read_object(path / STATE)
 
 
 def find(path: Path, step: int | None = None) -> Path:
-    """The complete checkpoint of `step` in the run's folder `path`. If `step` is None, the newest complete checkpoint there.
-
-    `path` may also be a complete checkpoint itself, which is then returned. In this case `step` must be None.
-    Raises ValueError if there is no such checkpoint, or if its files have changed since they were written.
+    """The complete checkpoint of `step` (None: the newest) in the run's folder `path`, or `path` if
+    it is one itself.
+    Raises ValueError if there is none, or if its files have changed.
     """
     if (path / STATE).is_file():
         if step is not None:
@@ -206,7 +193,7 @@ def newest(folder: Path) -> Path | None:
 
 
 def seed_random(seed: int) -> None:
-    """Seed the global random states of Python, NumPy and torch in this process, because a user's environment may draw from them."""
+    """Seed the global random states of Python, NumPy and torch, from which an environment may draw."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -225,7 +212,7 @@ def random_states() -> State:
 
 
 def restore_random_states(states: State) -> None:
-    """Set the global random states to those that `random_states` returned."""
+    """Set them to what `random_states` returned."""
     version, words, python_gauss = states["python"]
     random.setstate((version, tuple(_words(words)), python_gauss))
     numpy = states["numpy"]

@@ -1,8 +1,5 @@
-"""Writes and checks the checksums of a checkpoint's files.
-
-A save writes the checksums before state.json, whose presence marks the checkpoint as complete. Before a run reads a
-checkpoint, it compares the files with their checksums.
-"""
+"""Checksums of a checkpoint's files: written before state.json, compared before a run reads the
+files."""
 
 import hashlib
 import json
@@ -17,12 +14,8 @@ FILE = "checksums.json"
 
 
 def write(folder: Path, others: Mapping[str, str]) -> None:
-    """Write checksums.json with the checksums of all files in the folder and its subfolders.
-
-    others: {name: content} of files that the caller will write later. Their checksums are included.
-
-    Raises OSError naming the file that cannot be read or written.
-    """
+    """Write checksums.json for all files under the folder. others: {name: content} of files that
+    the caller writes later. Raises OSError naming the file."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != FILE]
     found = dict(zip([str(path.relative_to(folder)) for path in paths], _checksums(paths), strict=True))
     for name, text in others.items():
@@ -31,9 +24,7 @@ def write(folder: Path, others: Mapping[str, str]) -> None:
 
 
 def fault(folder: Path) -> str:
-    """A sentence that says what is wrong with one damaged file, or "" if no file is damaged or the folder has no
-    checksums.json.
-    """
+    """What is wrong with one damaged file; "" if none is, or without checksums.json."""
     file = folder / FILE
     try:
         if not file.exists():
@@ -54,12 +45,8 @@ def fault(folder: Path) -> str:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a file atomically: a program that reads the file meanwhile gets the old or the new content, never a mixture.
-
-    When this function returns, the new content is on disk.
-
-    Raises OSError naming the temporary file, `path`.tmp.
-    """
+    """Write atomically and to disk: a reader gets the old or the new content. Raises OSError naming
+    `path`.tmp."""
     temporary = path.with_name(f"{path.name}.tmp")
     with naming(temporary):
         with temporary.open("w") as file:
@@ -77,7 +64,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def _checksums(paths: list[Path]) -> list[dict[str, object]]:
-    """Size and SHA-256 of each file. Several threads work at the same time, because hashlib releases the GIL."""
+    """Size and SHA-256 of each file, on several threads, because hashlib releases the GIL."""
     with ThreadPoolExecutor() as threads:
         return list(threads.map(_checksum, paths))
 

@@ -1,8 +1,4 @@
-"""A gate is a step and a reward. The first validation at or after the step must reach the reward, or else the run ends.
-
-This module compares a measured reward with the gate. validation.py measures this reward on held-out problems, and calls
-it the accuracy.
-"""
+"""A gate: the first evaluation at or after its step must reach its reward, or the run ends."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -16,14 +12,12 @@ METRIC = "validation/accuracy"
 
 
 class GateMissedError(Exception):
-    """The run's accuracy is below the reward of its gate, or the run has ended without the validation that the gate needs."""
+    """The held-out reward is below the gate, or no evaluation came at or after its step."""
 
 
 class Gate:
-    """The first validation at or after `step` must have an accuracy of at least `reward`. Later validations do not count.
-
-    Checkpoints do not store `is_passed`. A resumed run reads it from its metrics with `recall`.
-    """
+    """Only the first evaluation at or after `step` counts. A resumed run reads `is_passed` from its
+    metrics."""
 
     def __init__(self, step: int, reward: float) -> None:
         self.step, self.reward = step, reward
@@ -31,7 +25,7 @@ class Gate:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """parse("40:0.9") returns Gate(40, 0.9). Raises ValueError for a text of another form."""
+        """ "40:0.9" -> Gate(40, 0.9). Raises ValueError for another form."""
         step, colon, reward = text.partition(":")
         try:
             found = cls(int(step), float(reward))
@@ -44,21 +38,14 @@ class Gate:
         return found
 
     def recall(self, records: Iterable[Record]) -> None:
-        """Find out whether the run has passed the gate already. records: the lines of metrics.jsonl.
-
-        A run that has missed its gate ends. If it is resumed, its next validation decides. So the gate is passed if any
-        recorded validation at or after the gate's step reached the reward.
-        """
+        """Pass the gate if any line of metrics.jsonl at or after its step reached the reward."""
         for record in records:
             found = record.get(METRIC)
             if record["step"] >= self.step and isinstance(found, float) and found >= self.reward:
                 self.is_passed = True
 
     def check(self, step: int, metrics: Mapping[str, object]) -> None:
-        """Compare the accuracy in the metrics of a step with the gate. Raises GateMissedError if the accuracy is too low.
-
-        Does nothing before the gate's step, for metrics without an accuracy, and after the gate is passed.
-        """
+        """Raises GateMissedError if the metrics of a step have a held-out reward that is too low."""
         found = metrics.get(METRIC)
         if self.is_passed or step < self.step or not isinstance(found, float):
             return
@@ -67,7 +54,7 @@ class Gate:
         self.is_passed = True
 
     def end(self) -> None:
-        """Call this when the run has ended. Raises GateMissedError if no validation came at or after the step of the gate."""
+        """Raises GateMissedError if the run has ended before an evaluation that counts."""
         if not self.is_passed:
             raise GateMissedError(
                 f"the run has ended without a validation at or after step {self.step}, but the gate needs one"

@@ -1,4 +1,4 @@
-"""Handles Ctrl-C and SIGTERM. The first signal ends a run between two steps. A second signal ends the run at once."""
+"""Ctrl-C and SIGTERM: the first signal ends a run between two steps, the second at once."""
 
 import asyncio
 import contextlib
@@ -10,25 +10,17 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 REPEATED_WITHIN = 1.0
-"""Further signals are ignored for this number of seconds after the first signal. The command `timeout` signals a process and then also the
-process's group, so the process gets two signals instead of one."""
+"""Seconds in which further signals are ignored. `timeout` signals a process and then its group."""
 
 
 class Interrupted(BaseException):
-    """Raised after a signal, at a point where the run can end without losing a trained step.
-
-    It is a BaseException, so `except Exception` does not catch it.
-    """
+    """A run can end here without losing a trained step. A BaseException, so `except Exception` lets
+    it pass."""
 
 
 class Interruption:
-    """Handles the signals that a run gets.
-
-    If the first signal comes inside the context `training`, the run ends between two steps. A step that is being trained is finished, and then
-    `raise_if_asked` raises Interrupted. Rollouts that are being made are dropped, and `drop_if_asked` raises Interrupted.
-    If the first signal comes outside of this context, it cancels the run's task, so the run ends at once.
-    Signals within REPEATED_WITHIN seconds after the first signal are ignored. Every later signal cancels the run's task.
-    """
+    """A first signal within `training` lets the step end and drops rollouts in the making; outside
+    it cancels the run's task, as every later signal does."""
 
     def __init__(self, tell: Callable[[str], None] = print) -> None:
         """tell: function that shows a line to the user."""
@@ -39,7 +31,8 @@ class Interruption:
         self._droppable: asyncio.Task[Any] | None = None
 
     def watch(self, task: "asyncio.Task[Any]") -> None:
-        """Handle the signals of this process from now on. task: the run's task, which a signal may cancel."""
+        """Handle this process's signals from now on. task: the run's task, which a signal may
+        cancel."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._handle, number, task)
@@ -62,7 +55,7 @@ class Interruption:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Context manager. A first signal in its body ends the run between two steps, not at once."""
+        """Context in which a first signal ends the run between two steps."""
         self._is_training = True
         try:
             yield
@@ -70,15 +63,13 @@ class Interruption:
             self._is_training = False
 
     def raise_if_asked(self) -> None:
-        """Raise Interrupted if a signal has asked for the end of the run. Call this where nothing is lost if the run ends."""
+        """Raises Interrupted after a signal. Call it where nothing is lost."""
         if self.received is not None:
             raise Interrupted(self.received.name)
 
     async def drop_if_asked(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await work that the first signal may cancel. Nothing is lost, because a resumed run does the work again.
-
-        Raises Interrupted if the signal cancels the work, or if it came before the work began.
-        """
+        """Await work that a signal may cancel, because a resumed run does it again. Then raises
+        Interrupted."""
         if self.received is not None:
             work.close()
             raise Interrupted(self.received.name)

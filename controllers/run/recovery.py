@@ -1,21 +1,10 @@
-"""Recovers a run inside its process. After the death of an actor the run goes on from its newest complete checkpoint.
-
-A dead generator needs no recovery, because GeneratorClient replaces it. A run with `--hosts` cannot recover inside its
-process: every death that needs a recovery raises StartAgainError, and restart_process.py continues the run in a new program
-if it can.
-
-A recovery replaces the dead actor. The other actors stay, unless the trainer and the generator share GPUs. In that case
-all actors are replaced. All actors are replaced, too, if the store has died. The store is the process in which the
-transport keeps the index of the published weights. When all actors are ready, the recovery loads the random states,
-the trainer's state and the controller's state from the checkpoint. Then the recovery calls the training function again.
-This function loads the state of PPO's value model (the critic) and publishes the weights, and the generators load the
-weights. The run repeats the steps after the checkpoint with the same rollouts as before, if it still has these rollouts
-(see survival.RecordedQueue and recorded_gigabytes).
-
-If the run has no checkpoint, the recovery also replaces the trainer and the critic. The run then begins again from the
-initial weights, which come from its seed or from hf_path.
-
-An error that is not caused by the death of an actor ends the run.
+"""Recovers a run inside its process: after a death it goes on from the newest complete checkpoint.
+GeneratorClient replaces dead generators by itself. With `--hosts`, restart_process.py continues the
+run in a new process instead.
+The dead actor is replaced; all actors are if trainer and generator share GPUs, or if the store has
+died. Then random states, trainer and loop state are loaded, and the training function is called
+again; it repeats the steps after the checkpoint with the same rollouts, as far as they are kept.
+Without a checkpoint the run begins again from its initial weights.
 """
 
 import asyncio
@@ -33,12 +22,10 @@ Train = Callable[[Run[Any]], Awaitable[None]]
 
 
 async def train_to_end(run: Run[Any], train: Train) -> None:
-    """Train to the last step, and wait until the last checkpoint is on disk. If an actor dies, recover and go on, as often as the config
-    allows. A run without `actors` does not recover.
-
-    After a signal, writes a checkpoint of the last finished step, if checkpoint_every is not 0, and raises Interrupted.
-    If the last hour had too many deaths, raises the error of the first of these deaths. A run with
-    `--hosts` does not recover, but raises StartAgainError. Raises every error that is not caused by a death.
+    """Train to the last step, wait until the last checkpoint is on disk, and recover from deaths.
+    After a signal, writes a checkpoint of the last finished step, if checkpoint_every is not 0, and
+    raises Interrupted. After too many deaths in an hour, raises the error of the first. With
+    `--hosts`, raises StartAgainError. Raises every other error.
     """
     actors = run.supervision.actors
     if actors is None:
@@ -74,10 +61,8 @@ async def _go_on(run: Run[Any], actors: Actors, train: Train) -> None:
 
 
 async def _pause(run: Run[Any], actors: Actors, death: Exception) -> None:
-    """Report the death, end the actors that the recovery replaces, and wait as long as Restarts.pause_after says.
-
-    If the last hour had too many deaths, raises the error of the first of these deaths.
-    """
+    """Report the death, end the actors that are replaced, and wait as long as Restarts.pause_after
+    says."""
     pause = actors.restarts.pause_after(death)
     run.supervision.recoveries.begin(run.log.restart, death=death, step=run.log.last_step)
     limit = run.config.survival.max_restarts_per_hour

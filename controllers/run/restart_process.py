@@ -1,11 +1,5 @@
-"""Continues a run in a new program, after a process on one of the run's hosts has died.
-
-The controller's program cannot continue the run itself, because Monarch 0.7 cannot connect to hosts a second time after one of them was lost.
-So the controller's program replaces itself, by exec, with a new program that resumes the run.
-
-A worker is the program that starts the run's processes on a host. If the user has started the workers, the user must start the lost workers
-again. If a job, such as a Slurm job, has started the workers, the new program starts the job again.
-"""
+"""Continues a run by exec of a new process, because Monarch 0.7 cannot connect to hosts a second
+time after one was lost."""
 
 import os
 import sys
@@ -20,16 +14,14 @@ from controllers.run.survival import restart_line
 from rl_actors.clients.restarts import HOUR
 
 PROGRAM = "program"
-"""The value of `restart` in a line of restarts.jsonl that reports the start of a new program."""
+"""The value of `restart` in restarts.jsonl for a new process."""
 
 
 def wait(config: RunConfig, folder: RunFolder, death: StartAgainError, tell: Callable[[str], None]) -> bool:
-    """Wait until the run can be resumed. Returns False if it cannot be resumed. tell: function that shows a line to the user.
-
-    If the run cannot be resumed, `wait` shows the reason. It shows no reason if the config allows no new program: hosts.return_timeout,
-    survival.max_restarts_per_hour or checkpoint_every is 0.
-    `wait` adds a line for the new program to restarts.jsonl before it waits for lost workers. So the line is there even if a worker does not
-    come back. survival.max_restarts_per_hour limits the number of these lines in an hour.
+    """True if the run can be resumed. tell: gets the reason if it cannot, unless the config forbids
+    it (return_timeout, max_restarts_per_hour or checkpoint_every is 0).
+    A line of restarts.jsonl comes before the wait for workers; the number of these lines in an hour
+    is limited.
     """
     limit = config.survival.max_restarts_per_hour
     if not (config.hosts.return_timeout and limit and config.checkpoint_every):
@@ -55,14 +47,15 @@ def wait(config: RunConfig, folder: RunFolder, death: StartAgainError, tell: Cal
 
 
 def num_programs(folder: RunFolder) -> int:
-    """Number of new programs that restarts.jsonl reports for the last hour."""
+    """The new processes of the last hour, from restarts.jsonl."""
     begin = time.time() - HOUR
     lines = [line for line in read_jsonl(folder.restarts) if line["restart"] == PROGRAM]
     return sum(datetime.fromisoformat(line["time"]).timestamp() > begin for line in lines)
 
 
 def command(flags: Sequence[str]) -> list[str]:
-    """The command that started this program, with other flags. Raises ValueError if the program has changed its own command line."""
+    """The command that started this process, with other flags. Raises ValueError if the process
+    changed its own command line."""
     given = sys.argv[1:]
     start = len(sys.orig_argv) - len(given)
     if sys.orig_argv[start:] != given:
@@ -71,9 +64,8 @@ def command(flags: Sequence[str]) -> list[str]:
 
 
 def start_again(folder: RunFolder, *, verbose: bool) -> None:
-    """Replace this program by a new one that resumes the run. If the program cannot be replaced, raises OSError or the ValueError of
-    `command`. Otherwise this function never returns.
-    """
+    """Replace this process by one that resumes the run. Raises OSError, or the ValueError of
+    `command`."""
     words = command(["--resume", str(folder.path), *(["--verbose"] if verbose else [])])
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,16 +1,12 @@
-"""Finds out which rank of the trainer is slower than the other ranks. The other ranks wait for a slow rank in every collective.
-
-This module only compares times; the trainer measures them.
-"""
+"""Finds the rank of the trainer that the others wait for."""
 
 import statistics
 from collections.abc import Sequence
 
 SLOW = 1.5
-"""A rank is slow if it takes at least this many times as long as the median of the other ranks."""
+"""A rank is slow if it takes this many times the median of the others."""
 STEPS = 3
-"""Number of steps in a row in which a rank must be slow before the run prints that it is slow. One slow step may be a coincidence. The same
-number of steps without a slow rank must pass before the run prints that the rank is no longer slow."""
+"""Steps in a row after which the run says that a rank is slow, or is no longer."""
 
 
 class SlowRank:
@@ -22,11 +18,7 @@ class SlowRank:
         self._num_steps = 0  # number of steps in a row in which the candidate was the same
 
     def step(self, seconds: Sequence[float | None]) -> tuple[dict[str, float], str]:
-        """(metrics of the step, a line to print or "").
-
-        seconds: for each rank its own time for the same amount of work, such as one token, without its waits for other ranks. None: the
-        time was not measured.
-
+        """(metrics, a line to print or ""). seconds: per rank, its own time for one token without waits; None: not measured.
         >>> SlowRank().step([1.0, 1.0, 1.2, 2.1])
         ({'ranks/slowest': 3, 'ranks/slowest_ratio': 2.1}, '')
         """

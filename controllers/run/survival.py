@@ -1,7 +1,4 @@
-"""The limits within which a run survives the death of an actor, and the batches on which a recovered run trains again.
-
-recovery.py replaces the actors and calls the training function again.
-"""
+"""The limits of a run's restarts, and the batches on which a recovered run trains again."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,31 +17,27 @@ if TYPE_CHECKING:
     from controllers.run.supervision import Supervision
 
 BYTES_PER_TOKEN = 200
-"""Estimated bytes of a recorded token. A batch holds a trained token twice: as id, logprob, version and text in a group, and as numbers in the
-tensors of a sample."""
+"""Estimate: a batch holds a token twice, in a group and in the tensors of a sample."""
 
 
 @dataclass(kw_only=True)
 class SurvivalConfig:
     max_restarts_per_hour: int = 10
-    """Largest number of restarts in an hour. One more death in that hour ends the run with the error of the hour's first death. 0: the first
-    death ends the run."""
+    """One more death in an hour ends the run with the hour's first error. 0: the first death ends
+    it."""
     backoff: float = 1.0
-    """Pause in seconds between the second death of an hour and the restart after it. The pause doubles with every further death, up to a minute.
-    After the first death there is no pause."""
+    """Seconds before the restart after an hour's second death; doubles with each further one, up to
+    a minute. The first restart comes at once."""
     silent_after: float = 30.0
-    """Seconds in which every process of an actor must answer a probe, also while the process runs a call. A process that does not answer is
-    killed. While a call runs, Monarch itself counts a process as dead after about thirty seconds of silence, even if this value is larger. A
-    generator is also killed if a single step or command of its engine takes longer than this value."""
+    """A process that does not answer a probe for this many seconds is killed, also during a call.
+    Monarch itself counts about thirty seconds during a call. A generator is also killed if one
+    step of its engine takes longer."""
     recorded_gigabytes: float = 4.0
-    """Largest memory, in GB, of the rollouts since the last checkpoint. The rollouts are kept, because a recovered run repeats the steps since
-    that checkpoint and trains on the same rollouts again. If the rollouts take more memory, the oldest are dropped. Until the next
-    checkpoint a recovered run then generates new completions for every repeated step."""
+    """GB of rollouts kept since the last checkpoint, on which a recovered run trains again. Beyond
+    it the oldest are dropped, and a recovered run generates new ones."""
 
     def policy(self) -> RestartPolicy:
-        """The limits of the run's restarts. The restarts of a generator are not restarts of the run. They are counted for each
-        generator, with the same limits.
-        """
+        """The limits of the run's restarts, which also hold for each generator by itself."""
         return RestartPolicy(
             max_per_hour=self.max_restarts_per_hour, backoff=self.backoff, silent_after=self.silent_after
         )
@@ -60,7 +53,7 @@ class SurvivalConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """The batch of a step, and the controller's state at the moment when the step got the batch."""
+    """The batch of a step and the loop's state when the step got it."""
 
     batch: RolloutBatch
     state: State  # the queue's state
@@ -84,11 +77,11 @@ class Recording:
             del self.steps[min(self.steps)]
 
     def forget(self, step: int) -> None:
-        """Drop the batches up to this step. Call this when a complete checkpoint of the step exists."""
+        """Drop the batches up to this step, which a complete checkpoint has."""
         self.steps = {number: recorded for number, recorded in self.steps.items() if number > step}
 
     def after(self, step: int) -> dict[int, RecordedStep]:
-        """The batches of the steps step + 1, step + 2 and so on, until a step has no batch. All other batches are dropped."""
+        """The batches of step + 1, step + 2, … without a gap. All others are dropped."""
         found: dict[int, RecordedStep] = {}
         while step + 1 in self.steps:
             step += 1
@@ -98,10 +91,10 @@ class Recording:
 
 
 class RecordedQueue:
-    """Gives the recorded batches first, and then new batches of a RolloutQueue. Records every new batch."""
+    """Gives recorded batches first, then those of a RolloutQueue, which it records."""
 
     def __init__(self, queue: RolloutQueue, supervision: "Supervision", *, steps_done: int) -> None:
-        """queue: a queue in the state that the newest checkpoint holds. steps_done: the step of this checkpoint."""
+        """queue: in the state of the newest checkpoint. steps_done: the step of that checkpoint."""
         recording = supervision.recording
         self.queue = queue
         self.recording = recording
@@ -122,10 +115,7 @@ class RecordedQueue:
         await self.queue.__aexit__(*error)
 
     async def next_batch(self, version: int) -> RolloutBatch:
-        """The recorded batch of the next step. If this step has no recorded batch, a new batch of the queue.
-
-        Raises Interrupted if a signal has asked for the end of the run.
-        """
+        """The batch of the next step. Raises Interrupted after a signal."""
         return await self.interruption.drop_if_asked(self._next_batch(version))
 
     async def _next_batch(self, version: int) -> RolloutBatch:
@@ -158,10 +148,9 @@ def restart_line(
     seconds: float | None = None,
 ) -> Record:
     """One line of restarts.jsonl.
-
-    restart: the number of the restart, the name of the generator that was replaced, or "program" if a new program continues the run. when:
-    the time at which the death was noticed, as time.time() gives it. after_step: the last step before the restart. first_step, seconds: the
-    first step after the restart, and the seconds from `when` to the end of this step. They are None if no step has ended since the restart.
+    restart: the restart's number, the replaced generator's name, or "program". when: time.time() of
+    the death. after_step: the last step before it. first_step, seconds: the first step after it and
+    the seconds until its end; None if no step has ended.
     """
     time_text = datetime.fromtimestamp(when, UTC).isoformat(timespec="milliseconds")
     return {
@@ -175,7 +164,7 @@ def restart_line(
 
 
 class Recoveries:
-    """Counts the restarts of a run for its metrics, and makes the lines of restarts.jsonl."""
+    """Counts restarts for the metrics, and makes the lines of restarts.jsonl."""
 
     def __init__(self) -> None:
         self.num_restarts = 0
@@ -185,11 +174,8 @@ class Recoveries:
         self._began = 0.0
 
     def begin(self, write: Callable[[Record], None], *, death: Exception, step: int) -> None:
-        """Note that a restart begins. If no step has ended since the former restart, also writes the line of the former
-        restart.
-
-        step: the last step in metrics.jsonl.
-        """
+        """A restart begins. Writes the line of the former one if no step has ended since. step: the
+        last in metrics.jsonl."""
         if self._line is not None:
             write(self._line)
         self.num_restarts += 1
@@ -197,7 +183,7 @@ class Recoveries:
         self._line = restart_line(self.num_restarts, time.time(), death, after_step=step)
 
     def end(self, write: Callable[[Record], None], step: int) -> dict[str, float]:
-        """Metrics of a step. If this is the first step after a restart, also writes the line of the restart."""
+        """Metrics of a step. The first after a restart also writes the restart's line."""
         found: dict[str, float] = {"restarts": self.num_restarts} if self.num_restarts else {}
         if self._line is not None:
             found["time/recovery"] = time.monotonic() - self._began
@@ -208,12 +194,9 @@ class Recoveries:
     def of_generators(
         self, write: Callable[[Record], None], returns: Sequence[GeneratorReturn], step: int
     ) -> dict[str, float]:
-        """Metrics of a step. Also writes a line for each replacement that has no line yet.
-
-        returns: all replacements of generators, in the order in which the client of the generators has made them.
-        """
-        # If `returns` does not begin with the known replacements, a recovery has made a new client of the generators.
-        # This client lists only its own replacements, and none of them has a line yet.
+        """Metrics of a step, and a line for each new replacement. returns: all replacements of this
+        client."""
+        # After a recovery a new client lists only its own replacements.
         known = len(self._returns) if tuple(returns[: len(self._returns)]) == tuple(self._returns) else 0
         self._returns = returns
         for each in returns[known:]:
