@@ -31,46 +31,38 @@ from rl_actors.losses import Loss, columns_of
 class GRPOConfig(RunConfig):
     rollouts: RolloutConfig = field(default_factory=RolloutConfig)
     updates_per_step: int = 1
-    """Largest number of parts into which a training step divides its batch. The trainer takes one optimizer step on
-    each part. For every part but the first, the trainer's weights are therefore slightly newer than the weights that
-    generated the samples."""
+    """Optimizer steps on one batch. From the second on, the weights are newer than those that
+    sampled."""
     epochs_per_step: int = 1
-    """Number of passes of a training step over its batch. Each pass takes up to updates_per_step optimizer steps on the
-    same rollouts."""
+    """Passes over a batch, each with up to updates_per_step optimizer steps."""
     algorithm: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"] | None = None
-    """Preset with the values of a paper. It sets and prints loss, aggregation, advantages, KL divergence, refills and
-    the penalty on long completions. It leaves the correction, loss.dual_clip and loss.beta as they are. The other flags
-    are applied after the preset, so they can change the preset's values. PPO with a preset also needs --advantage gae,
-    because every preset sets another rule for advantages."""
+    """Preset of a paper: loss, aggregation, advantages, KL, dynamic sampling and overlong penalty.
+    Other flags come after it. PPO also needs --advantage gae."""
     loss: LossConfig = field(default_factory=LossConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     aggregation: Aggregation = "token_mean"
-    """Rule that makes one number from the losses of the tokens in an optimizer step. token_mean: the mean over all
-    tokens. sequence_mean: each sample's mean over its tokens, then the mean over samples. sequence_sum: each sample's
-    sum over its tokens, then the mean over samples. constant: the sum over all tokens, divided by max_tokens
-    times the number of samples."""
+    """token_mean: mean over the step's tokens. sequence_mean: mean over each sample's tokens, then
+    over samples. sequence_sum: sum over each sample's tokens, then mean over samples. constant:
+    sum over tokens / (max_tokens * samples)."""
     entropy_bonus: float = 0.0
-    """Weight of the policy's entropy in the objective. 0: no entropy in the objective."""
+    """Weight of the policy's entropy in the objective."""
     reference_kl: float = 0.0
-    """Weight of the KL divergence from the reference. The reference is the policy at the start of GRPO or PPO. A second
-    model, which is not trained, has the weights of the reference. 0: no KL divergence and no second model."""
+    """Weight of the KL divergence from the policy at the start, held by a second model. 0: neither.
+    """
     reference_kl_in: Literal["loss", "reward"] = "loss"
-    """Place of the penalty. The penalty of a token is its KL divergence times the weight. loss: the penalty of every
-    token is added to the token's loss. reward: GRPO sums the penalty over a completion's tokens, and subtracts the sum
-    from the completion's reward before it computes advantages. PPO instead subtracts each token's penalty from that
-    token's reward."""
+    """loss: a term of each token's loss. reward: subtracted before advantages, in GRPO from the
+    completion's reward, in PPO from each token's."""
     reference_kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """Estimator of the KL divergence. For each token, d is the policy's logprob minus the reference's logprob. k1 is d,
-    k2 is d^2 / 2, k3 is exp(-d) - 1 + d. None: k3 in the loss, k1 in the reward."""
+    """With d = logprob - reference logprob: k1 is d, k2 is d^2 / 2, k3 is exp(-d) - 1 + d. None: k3
+    in the loss, k1 in the reward."""
     kl_control: KLControlConfig = field(default_factory=KLControlConfig)
-    """Rule that changes the weight of the KL divergence, so that the divergence stays near a target. The first weight is reference_kl."""
+    """Changes the weight to keep the divergence near a target; it begins with reference_kl."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    """Learning rate of the policy in each GRPO or PPO step. The supervised steps have sft.schedule."""
+    """Learning rate of the policy; sft.schedule has that of supervised steps."""
     sft: SFTPhaseConfig = field(default_factory=SFTPhaseConfig)
-    """Supervised steps before the first GRPO or PPO step, for a policy that starts from random weights."""
+    """Supervised steps before the first, for a policy with random weights."""
     sft_steps: int = 0
-    """Largest number of supervised steps. sft.stop_at_answer_probability may end them earlier. 0: no supervised
-    steps."""
+    """Largest number of supervised steps; sft.stop_at_answer_probability may end them earlier."""
 
     presets: ClassVar[Mapping[str, Algorithm]] = ALGORITHMS
     short_flags: ClassVar[dict[str, str]] = RunConfig.short_flags | {
@@ -146,12 +138,8 @@ class GRPOConfig(RunConfig):
         return KL(coefficient=self.reference_kl, estimator=estimator)
 
     def make_loss(self, kl: KL | None = None) -> Loss:
-        """The loss of this config. Raises ValueError for an option that the loss does not have, and for a value
-        that is out of range.
-
-        kl: replaces the KL term of the loss, for example to change its coefficient. If the loss has no KL term, this
-        argument has no effect.
-        """
+        """The loss of this config. Raises ValueError for an option that it does not have, or out of
+        range. kl: in the place of the loss's KL term, if it has one."""
         return self.loss.build(
             kl=(kl or self.kl()) if self.reference_kl and self.reference_kl_in == "loss" else None,
             entropy_bonus=self.entropy_bonus,
@@ -160,7 +148,7 @@ class GRPOConfig(RunConfig):
         )
 
     def divisor(self, samples: Sequence[Sample]) -> float:
-        """The number by which the trainer divides the gradient of the summed loss of these samples."""
+        """What the gradient of the summed loss of these samples is divided by."""
         return grad_divisor(self.aggregation, samples, self.max_tokens)
 
 
@@ -169,10 +157,7 @@ ConfigOfLoop = TypeVar("ConfigOfLoop", bound=GRPOConfig)
 
 
 async def train(run: Run[GRPOConfig]) -> None:
-    """Take the supervised steps, if the config asks for some, and then the GRPO steps.
-
-    A GRPO step generates rollouts, trains on them, and syncs the weights to the generator.
-    """
+    """Supervised steps, if any, then GRPO steps: generate, train, sync."""
     config = run.config
     if config.validate_first and not run.state:  # a resumed run has a state
         await sync(run)
@@ -191,7 +176,7 @@ async def train(run: Run[GRPOConfig]) -> None:
             with run.timer("generate"):
                 batch = await rollouts.next_batch(version)
             values = batch.metrics()
-            # The batch has no samples if the rewards of every group are all equal, because all advantages are then 0.
+            # none if the rewards of every group are equal
             if batch.samples:
                 loss = config.make_loss(reference.kl if reference else None)
                 samples = await with_columns_of_loss(run, batch.samples, loss, reference)
@@ -209,9 +194,7 @@ async def train(run: Run[GRPOConfig]) -> None:
                 values |= await run.validate(step)
             await run.record(step, values, phase="grpo", skipped=not batch.samples)
             run.log.rollouts(step, batch.shown())
-            # The record of the step is written first, and then the checkpoint. If the run is killed between the two, a
-            # resumed run repeats the step and writes the record again. In the opposite order, the resumed run would
-            # begin after the step and never write its record.
+            # before the checkpoint: a run killed in between repeats the step and writes its record again
             state = {"step": step, **rollouts.state(), "sft_steps": sft_steps}
             if reference is not None:
                 state["kl_coefficient"] = reference.kl.coefficient
@@ -219,21 +202,15 @@ async def train(run: Run[GRPOConfig]) -> None:
 
 
 def update_kl_coefficient(config: GRPOConfig, reference: Reference, values: dict[str, float]) -> None:
-    """Set the coefficient of the KL divergence for the next step.
-
-    Also adds this step's coefficient to `values`, which are the metrics of this step.
-    """
+    """Set the next step's KL coefficient; add this step's to its metrics."""
     values["kl/coefficient"] = reference.kl.coefficient
     if "kl/reference" in values:  # missing if the divergence is part of the loss and the step did not train
         reference.kl = config.kl_control.next_kl(reference.kl, values["kl/reference"])
 
 
 def make_queue(run: Run[ConfigOfLoop], cursor: int, reference: Reference | None, *, steps_done: int) -> RecordedQueue:
-    """The queue of rollouts. In a resumed run the queue goes on at the checkpoint.
-
-    After the death of an actor the run repeats the steps since the checkpoint. The queue then gives these steps the
-    batches that the run still has.
-    """
+    """The queue of rollouts, which goes on at the checkpoint. Repeated steps get the batches that
+    the run still has."""
     config = run.config
     rollouts = run.rollouts(
         config.rollouts,
@@ -245,9 +222,8 @@ def make_queue(run: Run[ConfigOfLoop], cursor: int, reference: Reference | None,
 
 
 def parts_of(config: GRPOConfig, samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:
-    """The samples of each optimizer step. Each of the epochs_per_step passes divides all samples into at most
-    updates_per_step parts.
-    """
+    """The samples of each optimizer step: epochs_per_step passes, each in at most updates_per_step
+    parts."""
     part_size = math.ceil(len(samples) / config.updates_per_step)
     for _ in range(config.epochs_per_step):
         yield from chunks(samples, part_size)
@@ -256,10 +232,7 @@ def parts_of(config: GRPOConfig, samples: Sequence[Sample]) -> Iterator[Sequence
 async def train_step(
     run: Run[ConfigOfLoop], parts: Iterable[Sequence[Sample]], loss: Loss, learning_rate: float
 ) -> list[Update]:
-    """Take one optimizer step on each part.
-
-    The gradient of the part's summed loss is divided by `config.divisor(part)`.
-    """
+    """One optimizer step on each part, its gradient divided by `config.divisor(part)`."""
     config = run.config
     backward = partial(run.trainer.forward_backward, loss=loss)
     updates = []
@@ -273,11 +246,9 @@ async def train_step(
 async def with_columns_of_loss(
     run: Run[ConfigOfLoop], samples: Sequence[Sample], loss: Loss, reference: Reference | None
 ) -> Sequence[Sample]:
-    """The samples with the columns that the loss reads. This function adds those that the samples of rollouts lack.
-
-    If the loss has a probability ratio and a correction that reweights, it reads the logprobs of two policies. The
-    column old_logprobs then holds the trainer's logprobs from before the update, and the column generator_logprobs
-    holds the generator's logprobs.
+    """The samples with the columns that the loss reads.
+    A ratio with a correction that reweights reads two policies: old_logprobs then are the trainer's
+    from before the update, generator_logprobs the generator's.
     """
     columns, optional = columns_of(loss)
     if "generator_logprobs" in columns:
@@ -289,17 +260,15 @@ async def with_columns_of_loss(
 
 
 def with_only(sample: Sample, names: Set[str]) -> Sample:
-    """The sample with only these columns, because the trainer refuses a column that the loss does not read."""
+    """Without other columns, which the trainer would refuse."""
     if sample.columns.keys() <= names:
         return sample
     return replace(sample, columns={name: column for name, column in sample.columns.items() if name in names})
 
 
 async def with_trainer_logprobs(run: Run[ConfigOfLoop], samples: Sequence[Sample]) -> list[Sample]:
-    """Copies of the samples, whose column old_logprobs holds the logprobs under the trainer's current weights.
-
-    The generator's logprobs, which old_logprobs held before, move to the column generator_logprobs.
-    """
+    """Copies with the trainer's current logprobs in old_logprobs, and the generator's in
+    generator_logprobs."""
     extended = []
     for chunk in chunks(samples, run.config.samples_per_forward_backward):
         output = await run.trainer.forward(chunk)
@@ -310,10 +279,7 @@ async def with_trainer_logprobs(run: Run[ConfigOfLoop], samples: Sequence[Sample
 
 
 async def sync(run: Run[ConfigOfLoop]) -> int:
-    """Publish the trainer's weights, and load them into the generator. Returns the version of the weights.
-
-    The weights never pass through this process.
-    """
+    """Publish the trainer's weights and load them into the generator. Returns their version."""
     with run.timer("sync"):
         await run.turns.to_trainer()
         version = await run.trainer.push_model_state_dict()
@@ -323,11 +289,8 @@ async def sync(run: Run[ConfigOfLoop]) -> int:
 
 
 async def train_sft_phase(run: Run[ConfigOfLoop]) -> tuple[int, int]:
-    """Take the supervised steps that are left.
-
-    Returns two numbers: how many supervised steps the run has taken, including steps before a resume, and the index of
-    the next problem.
-    """
+    """Take the supervised steps that are left. Returns (all supervised steps, index of the next
+    problem)."""
     config = run.config
     if "sft_steps" in run.state or config.sft_steps == 0:
         return run.state.get("sft_steps", 0), run.state.get("cursor", 0)
@@ -363,14 +326,13 @@ OF_ALL_UPDATES = {
     "entropy:mean": "entropy/exact",
     "ratio:mean": "ratio/mean",
 }
-"""Name of the loss's metric -> name in metrics.jsonl. Any other metric `x:mean` of a loss is there as loss/x/mean."""
+"""Loss's metric -> name in metrics.jsonl. Any other metric `x:mean` is there as loss/x/mean."""
 
 
 def report(config: GRPOConfig, batch: RolloutBatch, updates: Sequence[Update]) -> dict[str, float]:
-    """Metrics of one step under their names in metrics.jsonl.
-
-    logprob_diff and kl/policy_generator compare the trainer's logprobs with the generator's. They use only the step's
-    first optimizer step, because every optimizer step moves the trainer's weights away from the generator's.
+    """Metrics of a step under their names in metrics.jsonl.
+    What compares trainer and generator uses only the first optimizer step, before the weights move
+    apart.
     """
     first = metrics.finish(metrics.merge(output.partials for output in updates[0].outputs))
     whole = metrics.finish(metrics.merge(output.partials for update in updates for output in update.outputs))

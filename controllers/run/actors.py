@@ -1,7 +1,4 @@
-"""Spawns the actors of a run, watches them, replaces actors that have died, and closes all actors.
-
-The training loops call the actors.
-"""
+"""Spawns, watches, replaces and closes the actors of a run."""
 
 import asyncio
 import contextlib
@@ -31,33 +28,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT = 5.0
-"""Seconds that each step of closing a run may take.
-
-The first step waits until the last checkpoint is written. The second step ends the actors and closes the transport.
-"""
+"""Seconds for each step of closing: the last checkpoint, then actors and transport."""
 DEATH_TIMEOUT = 1.0
-"""When a call has failed, the run waits this many seconds for a report that an actor has died.
-
-If no report comes, `Actors.death_behind` looks for a death in other ways. If it finds none, the call has failed for another reason.
-"""
+"""Seconds that a failed call waits for the report of a death. Then `death_behind` looks for one in
+other ways."""
 END_TIMEOUT = 60.0
-"""Seconds in which the run's current work must end after the run has cancelled it. The run cancels the work after the death of an actor."""
+"""Seconds in which cancelled work must end."""
 BEYOND_LIMIT = "this is the first of {num_deaths} deaths in the last hour, but survival.max_restarts_per_hour={limit}; the last death: {last}"
-"""Note on the error that ends the run after too many deaths. The error reports the first death of the last hour.
-
-If there was only one death, the error gets no note.
-"""
+"""Note on the error that ends the run after several deaths."""
 KILL_TIMEOUT = 30.0
 """Seconds in which killed processes must end."""
 
 Setup = Callable[[str], AbstractContextManager[None]]
-"""Function that shows a phase of the start, as in `with setup("starting trainer"): ...`."""
+"""Shows a phase of the start: with setup("starting trainer"): …"""
 T = TypeVar("T")
 AnyClient = TypeVar("AnyClient", bound=TrainerClient | ReferenceClient | GeneratorClient)
 
 
 class Death(Exception):
-    """Raised when work was cancelled or failed because an actor has died. `error` says which actor has died."""
+    """Work was cancelled or failed because an actor has died; `error` says which."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -65,27 +54,20 @@ class Death(Exception):
 
 
 class StartAgainError(Exception):
-    """An actor of a run with `--hosts` has died. The run can go on only in a new program, because Monarch 0.7 cannot connect to hosts a
-    second time in the same program after one of the hosts was lost.
-    """
+    """A run with `--hosts` can go on only in a new process: Monarch 0.7 cannot connect to hosts a
+    second time after one was lost."""
 
     def __init__(self, cause: str, lost: Sequence[str]) -> None:
-        """lost: names of the hosts whose workers have ended. Empty if all workers still run.
-
-        A worker is the program that starts the run's processes on a host.
-        """
+        """lost: the hosts whose workers have ended."""
         super().__init__(cause)
         self.lost = tuple(lost)
 
 
 class Actors:
-    """Holds the transport, the trainers and the generator of a run.
-
-    Watches these actors, replaces actors that have died, and closes all of them.
-
-    The actors have names, called roles: "trainer", "generator", "reference", "critic" and "store". The store is the process in which the
-    transport keeps the index of the published weights. A spawn method returns the client of its role. It spawns an actor only if the role
-    has no client.
+    """The transport, the trainers and the generator of a run.
+    Roles: "trainer", "generator", "reference", "critic", "store" (the process with the index of the
+    published weights). A spawn method returns the role's client, which it spawns only if there is
+    none.
     """
 
     def __init__(
@@ -120,11 +102,9 @@ class Actors:
         self.deaths: dict[str, Exception] = {}  # role -> the error that reports its death
         self._died = asyncio.Event()
         self._watches: dict[str, asyncio.Task[None]] = {}
-        # `connect` sets the address of this process. The address must be set before Monarch is first used, so `connect`
-        # is called before the transport opens.
+        # before the transport opens: `connect` sets this process's address, before Monarch's first use
         self.placement = config.hosts.connect(self.logs.directory)
-        # Opening the transport takes time, because it imports modules. So the transport opens in the background while
-        # the processes of the actors start.
+        # in the background, because it imports modules for seconds
         self._open_transport()
 
     def _open_transport(self) -> None:
@@ -166,7 +146,7 @@ class Actors:
         return self._client("generator", spawn)
 
     def _client(self, role: str, spawn: Callable[[], AnyClient]) -> AnyClient:
-        """The client of a role. If the role has no client, this method spawns a client and starts to watch it."""
+        """The role's client, spawned and watched if there is none."""
         if role not in self.clients:
             client = spawn()
             self.clients[role] = client
@@ -185,20 +165,15 @@ class Actors:
             self.report("store", ActorDiedError(await transport.death(silent_after), "store"))
 
     def report(self, role: str, death: Exception) -> None:
-        """Record the death of an actor.
-
-        The death of a generator is not recorded, because GeneratorClient replaces the generator.
-        """
+        """Record a death. Not a generator's, because GeneratorClient replaces it."""
         if role == "generator":
             return
         self.deaths.setdefault(role, death)
         self._died.set()
 
     async def until_death(self, work: Coroutine[object, None, T]) -> T:
-        """The result of the work. If an actor dies meanwhile, cancels the work and raises Death.
-
-        If the work fails for another reason, raises the error of the work.
-        """
+        """The result of the work. Raises Death, and cancels the work, if an actor dies; else the
+        work's own error."""
         task = asyncio.ensure_future(work)
         dying = asyncio.ensure_future(self.first_death())
         try:
@@ -214,17 +189,16 @@ class Actors:
             await _end(task)
 
     async def first_death(self) -> Exception:
-        """Wait until an actor has died, and return the error that says so."""
+        """Wait for a death, and return its error."""
         while not self.deaths:
             self._died.clear()
             await self._died.wait()
         return next(iter(self.deaths.values()))
 
     async def death_behind(self, error: Exception) -> Exception | None:
-        """The death that caused the error of a call. None if no death caused the error.
-
-        The first sign of a death may be an error of another actor that needs the dead actor. Examples are another rank
-        of the same trainer, and a generator that pulls weights.
+        """The death that caused a call's error, or None.
+        The first sign may be an error of another actor that needs the dead one, such as another
+        rank, or a generator that pulls.
         """
         if isinstance(error, ActorDiedError | ActorSilentError):
             names = {client.name: role for role, client in self.clients.items()}
@@ -244,11 +218,8 @@ class Actors:
         return None
 
     async def _silent_on_hosts(self) -> str | None:
-        """The first role, except the generator, with a process that does not answer.
-
-        None if all processes answer, or if the run uses only this machine. This check is needed because Monarch may be
-        late to report the death of a process on another host.
-        """
+        """The first role, except the generator, with a process that does not answer; Monarch may be
+        late to report a death on another host."""
         if self.placement.all is None:
             return None
         for role, client in self.clients.items():
@@ -267,12 +238,9 @@ class Actors:
         return ""
 
     async def bury(self, others: Collection[str] = ()) -> set[str]:
-        """Kill the remaining processes of dead actors, and the actors with the roles `others`.
-
-        If the store has died, kill all actors and open a new transport.
-
-        Returns the roles of these actors, which can be spawned again. If the run uses `--hosts`, kills nothing and raises
-        StartAgainError.
+        """Kill what is left of dead actors, and the roles `others`; if the store has died, all
+        actors. Returns the killed roles.
+        With `--hosts`, kills nothing and raises StartAgainError.
         """
         if self.placement.all is not None:
             lost = await asyncio.to_thread(self.placement.lost)
@@ -301,7 +269,7 @@ class Actors:
         return roles
 
     async def start_whatever_dies(self, setup: Setup) -> tuple[TrainerClient, GeneratorClient]:
-        """Call `start`. If an actor dies meanwhile, call `start` again, as often as the config allows."""
+        """`start`, again after each death, as often as the config allows."""
         while True:
             try:
                 return await self.until_death(self.start(setup))
@@ -312,29 +280,23 @@ class Actors:
                     await asyncio.sleep(pause)
 
     def all_together(self) -> set[str]:
-        """The roles of all actors if trainer and generator share GPUs, otherwise an empty set.
-
-        The actors of this set must be replaced together, because they share the memory of GPUs and must start one after
-        the other.
-        """
+        """All roles if trainer and generator share GPUs, so that they must start one after the
+        other; else none."""
         shares = self.config.turns.enabled or (self.config.has_generator and shares_gpu(self.config))
         return set(self.clients) if shares else set()
 
     async def start(self, setup: Setup) -> tuple[TrainerClient, GeneratorClient]:
-        """Spawn the trainer and the generator if they are missing, and wait until all actors are ready."""
+        """Spawn trainer and generator if they are missing, and wait until all actors are ready."""
         trainer, generator = await self._spawn(setup)
         with setup("starting trainer and generator" if self.config.has_generator else "starting trainer"):
-            # The report at the end of the run needs matplotlib. Importing it now costs no time, because the actors take
-            # longer to start.
+            # matplotlib, imported while the actors start
             importing = asyncio.to_thread(import_module, "controllers.observe.report")
             await asyncio.gather(*(client.ready() for client in self.clients.values()), importing)
         return trainer, generator
 
     async def _spawn(self, setup: Setup) -> tuple[TrainerClient, GeneratorClient]:
-        """Spawn trainer and generator. If both share a GPU, the generator is spawned only when the trainer is ready.
-
-        The reason is that vLLM measures the free memory at its start. Meanwhile the trainer must not allocate memory.
-        """
+        """On a shared GPU the generator waits for the trainer, because vLLM measures the free
+        memory at its start."""
         config = self.config
         if not config.has_generator:
             # If a config has no generator, its controller never uses `run.generator`.
@@ -349,10 +311,7 @@ class Actors:
         return self.spawn_trainer(), generator
 
     async def close(self) -> None:
-        """End all actors and close the transport. Waits at most CLOSE_TIMEOUT seconds until this is done.
-
-        Then, if a job of this run has started workers on hosts, end these workers.
-        """
+        """End actors and transport within CLOSE_TIMEOUT seconds, then the workers of a job."""
         for watch in self._watches.values():
             watch.cancel()
         closing = [client.kill() if role in self.deaths else client.close() for role, client in self.clients.items()]
@@ -367,7 +326,7 @@ class Actors:
 
 
 async def _end(task: asyncio.Task[T]) -> None:
-    """Cancel a task and wait for its end. Raises TimeoutError if the task still runs after END_TIMEOUT seconds."""
+    """Cancel a task and wait. Raises TimeoutError after END_TIMEOUT seconds."""
     task.cancel()
     _, running = await asyncio.wait((task,), timeout=END_TIMEOUT)
     if running:
@@ -377,10 +336,8 @@ async def _end(task: asyncio.Task[T]) -> None:
 
 
 def shares_gpu(config: "RunConfig") -> bool:
-    """True if the generator shares a GPU with a rank of the trainer.
-
-    Then the rank must not allocate memory while vLLM measures the free memory.
-    """
+    """True if the generator shares a GPU with a rank, which then must not allocate while vLLM
+    measures."""
     return torch.cuda.is_available() and overlap(config.trainer.gpus(), config.generator.gpus())
 
 

@@ -1,9 +1,7 @@
-"""Lets trainer and generator use the memory of the same GPUs, one after the other. A run chooses once, at its start, whether they take turns.
-
-While the trainer works, vLLM sleeps: its weights and its cache take no GPU memory. The trainer's calls bring back the state that they need:
-forward_backward brings back weights and gradients, and optim_step also brings back the optimizer's state. While the generator works, those
-parts of the trainer's state that TurnsConfig.offload names are in the host's memory. A critic on these GPUs works in the trainer's turn, and
-is trained before the trainer trains the policy. While the policy is trained, and while the generator works, the critic is in the host's memory.
+"""Trainer and generator share the memory of the same GPUs, one after the other.
+While the trainer works, vLLM sleeps without weights and KV cache. The trainer's calls bring back
+what they need. While the generator works, the offloaded parts are in host memory. A critic on these
+GPUs works in the trainer's turn, before the policy is trained, and is in host memory otherwise.
 """
 
 import asyncio
@@ -26,22 +24,20 @@ U = TypeVar("U")
 @dataclass(kw_only=True)
 class TurnsConfig:
     enabled: bool = False
-    """True: trainer and generator take turns in the memory of the GPUs that they share, so the generator sleeps while the trainer works. A
-    critic on these GPUs takes turns with both. Turns need rollouts.max_staleness=0. On a machine without GPUs the turns save no memory."""
+    """Trainer and generator (and a critic) share GPUs, one after the other; vLLM sleeps while the
+    trainer works. Needs rollouts.max_staleness=0."""
     offload: tuple[Part, ...] = ("optimizer",)
-    """Parts of the trainer's state that are in pinned host memory while the generator works. Possible are optimizer, weights and
+    """Parts of the trainer in pinned host memory while the generator works: optimizer, weights,
     gradients."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The parts that are in the host's memory while the generator works. Empty if turns are not enabled."""
+        """What is offloaded while the generator works; () if not enabled."""
         return self.offload if self.enabled else ()
 
     def validate(self, *, has_generator: bool, trainer: range, generator: range) -> None:
-        """Raises ValueError or TypeError, naming the value, if trainer and generator cannot take turns.
-
-        trainer, generator: the indices of their GPUs.
-        """
+        """Raises ValueError or TypeError naming the value. trainer, generator: the indices of their
+        GPUs."""
         require_parts("turns.offload", self.offload)
         if self.enabled and not has_generator:
             raise ValueError("turns.enabled=True, but this run has no generator")
@@ -64,33 +60,34 @@ def overlap(one: range, other: range) -> bool:
 
 
 class Turns(Protocol):
-    """The protocol of SideBySide and InTurn. A training loop calls these methods whether or not there are turns."""
+    """What a loop calls whether or not trainer and generator are colocated."""
 
     async def to_trainer(self) -> None:
-        """Call this before the trainer works. If there are turns, the generator goes to sleep."""
+        """Before the trainer works: the generator goes to sleep."""
 
     async def trained(self) -> None:
-        """Call this after the trainer's optimizer steps. A push or more training may follow."""
+        """After the optimizer steps. A push or more training may follow."""
 
     async def to_generator(self) -> None:
-        """Call this before the generator works. The generator may have lost its weights in its sleep, so a pull must follow."""
+        """Before the generator works. It may have lost its weights, so a pull must follow."""
 
     def join(self, critic: TrainerClient) -> None:
-        """Call this if the critic shares these GPUs. From then on the critic takes turns with trainer and generator."""
+        """The critic shares these GPUs from now on."""
 
     async def both(self, of_critic: Coroutine[object, None, T], of_trainer: Coroutine[object, None, U]) -> tuple[T, U]:
-        """Run these calls of critic and trainer. If the critic takes turns, it works first. Otherwise both work at the same time."""
+        """Run both calls: at the same time, or the critic's first if it is colocated."""
         ...
 
     def borrowed(self) -> AbstractAsyncContextManager[None]:
-        """Context manager in whose body the trainer may work during the generator's turn. Afterwards the generator has its weights again."""
+        """The trainer may work in this context during the generator's turn. Afterwards the
+        generator has its weights again."""
 
     def metrics(self, infos: Sequence[TrainerInfo]) -> Record:
-        """Metrics of the GPU memory that generator and trainer freed and took back since the last call of this method. Empty without turns."""
+        """Memory that generator and trainer freed and took back since the last call."""
 
 
 class SideBySide:
-    """Trainer and generator keep their memory and may work at the same time."""
+    """Each keeps its memory, and both may work at the same time."""
 
     async def to_trainer(self) -> None:
         """Does nothing."""
@@ -115,13 +112,12 @@ class SideBySide:
 
 
 class InTurn:
-    """Trainer and generator take turns. The generator has the first turn."""
+    """One after the other; the generator has the first turn."""
 
     def __init__(self, config: TurnsConfig, trainer: TrainerClient, generator: GeneratorClient, timer: Timer) -> None:
         self.trainer, self.generator, self.timer = trainer, generator, timer
         self.parts = config.parts
-        # vLLM's sleep level. If the pull after training brings all weights, vLLM sleeps at level 2, which drops the weights. If the pull
-        # brings only an adapter, the weights under the adapter must not be lost. So vLLM sleeps at level 1, which copies the weights to the host.
+        # Level 2 drops the weights, which the next pull brings. A pull of an adapter does not, so level 1 keeps them on the host.
         assert generator.config is not None
         self.level: Literal[1, 2] = 1 if generator.config.lora.syncs_adapter else 2
         self.critic: TrainerClient | None = None  # the critic that shares the GPUs
@@ -136,8 +132,7 @@ class InTurn:
             self.is_trainers = True
 
     async def trained(self) -> None:
-        # If another forward_backward follows before the generator's turn, it needs memory. So this method moves the parts of turns.offload
-        # to the host at once, except the weights. The weights stay on the GPU, because a push needs them.
+        # at once, because another forward_backward may need the memory; a push needs the weights
         with self.timer("release"):
             await self.trainer.offload([part for part in self.parts if part != "weights"])
 

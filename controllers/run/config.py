@@ -43,7 +43,7 @@ class AdamConfig:
     weight_decay: float = DEFAULT_PARAMS.weight_decay
     """Decoupled weight decay."""
     grad_clip_norm: float | None = DEFAULT_PARAMS.grad_clip_norm
-    """Largest norm of the gradient. A larger gradient is scaled down to this norm. None: no clipping."""
+    """Largest gradient norm; a larger gradient is scaled down. None: no clipping."""
 
     def params(self, *, learning_rate: float, grad_divisor: float) -> OptimParams:
         return OptimParams(learning_rate=learning_rate, grad_divisor=grad_divisor, **asdict(self))
@@ -52,7 +52,7 @@ class AdamConfig:
 @dataclass(kw_only=True)
 class ReferenceConfig:
     gpu: int | None = None
-    """Index of the first GPU that the reference model uses. None: the trainer's GPUs. On a CPU this field has no effect."""
+    """First GPU of the reference model. None: the trainer's GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Algorithm:
     fields: "Callable[[RunConfig], Mapping[str, object]]"  # returns a dict: dotted name of a field -> its value
 
     def apply(self, config: "RunConfig") -> Mapping[str, object]:
-        """Set the fields of the preset in this config, in place. Returns the fields and their values."""
+        """Set the preset's fields in this config. Returns them."""
         values = self.fields(config)
         for name, value in values.items():
             *path, last = name.split(".")
@@ -77,79 +77,79 @@ class RunConfig:
     """Fields that all runs share."""
 
     steps: int = 100
-    """Training steps. The supervised steps before GRPO or PPO (sft_steps) and PPO's critic.warmup_steps come in addition."""
+    """Training steps, without supervised steps (sft_steps) and critic.warmup_steps."""
     seed: int = 0
-    """Seed of weights, problems and sampling. The seeds in the configs of trainer, generator and environments are added to it."""
+    """Seed of weights, problems and sampling; the seeds of trainer, generator and environments are
+    added."""
     max_tokens: int = 128
-    """Longest completion in tokens, in training and in validation."""
+    """Longest completion in tokens."""
     alphabet: str = ""
-    """Characters of a character-level tokenizer that is made for the run. Empty: the run uses the tokenizer of trainer.hf_path. The meaning
-    of "auto" depends on trainer.hf_path. If trainer.hf_path is empty, "auto" means the characters of the problems, and
-    trainer.model.vocab_size is set to fit them. If trainer.hf_path is set, "auto" means the tokenizer and the dimensions of the model there."""
+    """Characters of a tokenizer made for the run. Empty: the tokenizer of trainer.hf_path. "auto":
+    the tokenizer and dimensions of trainer.hf_path; without it the characters of the problems."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     episodes: EpisodeConfig = field(default_factory=EpisodeConfig)
-    """Limits of the episodes of a task that takes several turns."""
+    """Limits of the episodes of a task with several turns."""
     chat: ChatConfig = field(default_factory=ChatConfig)
-    """Says whether and how prompts go through the model's chat template."""
+    """Use of the model's chat template."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
-    """Config of the generators. Its fields `model` and `lora` are overwritten with those of `trainer`."""
+    """The generators; `model` and `lora` come from `trainer`."""
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
-    """The GPUs of the reference policy, if the run has a reference policy."""
+    """GPUs of the reference policy."""
     optimizer: AdamConfig = field(default_factory=AdamConfig)
     transport: Literal["torchstore", "files", "memory"] = "torchstore"
-    """Where the generator finds the versions of the weights. torchstore: an index in torchstore, or in a small actor if torchstore is not
-    installed. In both cases the field `weights` says how the bytes travel. files: a directory of the run, for debugging. memory: a slow fake
-    for tests."""
+    """Index of the published weights. torchstore: torchstore, or a small actor if it is not
+    installed; `weights` says how bytes travel. files: a directory of the run, for debugging.
+    memory: a slow fake for tests."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
-    """How the bytes of the weights get from the trainer to the generator."""
+    """How the bytes get from trainer to generator."""
     hosts: HostsConfig = field(default_factory=HostsConfig)
     """The machines of the run."""
     turns: TurnsConfig = field(default_factory=TurnsConfig)
-    """Whether trainer and generator take turns in the memory of the same GPUs."""
+    """Trainer and generator on the same GPUs."""
     survival: SurvivalConfig = field(default_factory=SurvivalConfig)
-    """Limits within which the run goes on after the death of an actor's process."""
+    """Limits of restarts after deaths."""
     samples_per_forward_backward: int = 1024
-    """Largest number of samples in one forward_backward call. A step makes as many calls as its batch needs."""
+    """Samples in one forward_backward call; a step makes as many calls as it needs."""
     validate_every: int = 10
-    """Steps between two validations on the held-out problems. The run also validates after its last step."""
+    """Steps between two evaluations on held-out problems. One follows the last step."""
     validate_first: bool = True
-    """Validate before the first step, too."""
+    """Evaluate before the first step, too."""
     validation: Annotated[dict[str, EnvironmentConfig], SETS_AS_JSON] = field(default_factory=dict)
-    """Further validation sets, by name. Each set is an environment, and the run validates on the environment's held-out problems. The flag takes
-    one JSON object, such as {"hard": {"task": "hard.jsonl"}}. The metrics of the set in this example are validation/hard/accuracy and so on."""
+    """Further held-out sets by name, as one JSON object: {"hard": {"task": "hard.jsonl"}} gives
+    validation/hard/accuracy."""
     gate: str = ""
-    """STEP:REWARD, such as 40:0.9. If the first validation at or after STEP has a held-out reward below REWARD, the run ends at once with
-    exit status 3. If no validation comes at or after STEP, the run ends with this status after its last step. Empty: no gate."""
+    """STEP:REWARD, such as 40:0.9: if the first evaluation at or after STEP is below REWARD, the
+    run ends with status 3. Empty: no gate."""
     pass_at_k: PassAtKConfig = field(default_factory=PassAtKConfig)
-    """Says whether and how pass@k is measured on every validation set, in addition to the greedy accuracy."""
+    """pass@k on every held-out set."""
     checkpoint_every: int = 25
-    """Steps between two checkpoints. The last step of a phase also writes one. 0: no checkpoint is written, so the run cannot be resumed."""
+    """Steps between two checkpoints; the last step of a phase writes one, too. 0: none, so no
+    resume."""
     keep_checkpoints: int = 2
     """Number of newest checkpoints that are kept."""
     keep_checkpoint_every: int = 0
-    """Smallest number of steps between two checkpoints that are kept for good. 0: no checkpoint is kept for good."""
+    """Least number of steps between checkpoints that are kept for good. 0: none."""
     trackers: tuple[TrackerName, ...] = ("tensorboard",)
-    """Services and files that get the metrics, in addition to metrics.jsonl. A tracker needs the Python package that has its name."""
+    """Where metrics go besides metrics.jsonl. A tracker needs the package of its name."""
     tracker_project: str = "rl-actors"
-    """Project or experiment of the run in trackers that have projects."""
+    """Project or experiment in trackers that have projects."""
     wandb_project: str | None = None
-    """If this field is set, it replaces tracker_project for all trackers, and wandb is added to the trackers. None: the fields
-    tracker_project and trackers are used as they are."""
+    """Replaces tracker_project and adds wandb to the trackers."""
 
     presets: ClassVar[Mapping[str, Algorithm]] = {}
-    """The presets of --algorithm, by name."""
+    """Of --algorithm, by name."""
     short_flags: ClassVar[dict[str, str]] = {
         "--model": "--trainer.hf-path",
         "--task": "--environment.task",
         "--hosts": "--hosts.addresses",
     }
-    """Short flags, each with the full flag that it stands for."""
+    """Short flag -> full flag."""
 
     def __post_init__(self) -> None:
         lora = self.trainer.lora
         base = self.generator.hf_path or (self.trainer.hf_path if lora.syncs_adapter else "")
-        # `replace` makes copies, so that the generator's config shares no object with the trainer's config.
+        # copies, so that the two configs share no object
         sleeps = self.generator.sleep_mode or self.turns.enabled
         self.generator = replace(
             self.generator, model=replace(self.trainer.model), lora=replace(lora), hf_path=base, sleep_mode=sleeps
@@ -157,12 +157,12 @@ class RunConfig:
 
     @property
     def is_supervised(self) -> bool:
-        """True if the run trains on the answers of problems."""
+        """True if the run trains on answers."""
         return False
 
     @property
     def has_generator(self) -> bool:
-        """False if the run samples nothing, so that only trainers start."""
+        """False if the run samples nothing."""
         return True
 
     @property
@@ -172,7 +172,7 @@ class RunConfig:
 
     @property
     def has_reference(self) -> bool:
-        """True if the run starts a second model, which holds the reference policy and is not trained."""
+        """True if a second, frozen model holds the reference policy."""
         return False
 
     @property
@@ -181,37 +181,34 @@ class RunConfig:
         return False
 
     def models(self) -> dict[str, TrainerConfig]:
-        """The configs of the models that torchtitan runs, by name: the trainer, and the reference and the critic if the run has them."""
+        """The models that torchtitan runs, by name."""
         models = {"trainer": self.trainer}
         if self.has_reference:
             models["reference"] = replace(self.trainer, optimizer=None, gpu=self.or_trainers(self.reference.gpu))
         return models
 
     def critic_takes_turns(self) -> bool:
-        """True if turns are enabled and a critic shares GPUs with the trainer or the generator.
-
-        In this case the critic's state is in the host's memory while the policy is trained and while the generator works.
-        """
+        """True if a critic is colocated with the trainer or the generator."""
         critic = self.models().get("critic")
         if critic is None or not self.turns.enabled:
             return False
         return overlap(critic.gpus(), self.trainer.gpus()) or overlap(critic.gpus(), self.generator.gpus())
 
     def or_trainers(self, gpu: int | None) -> int | None:
-        """The index `gpu`, or the index of the trainer's first GPU if `gpu` is None."""
+        """`gpu`, or the trainer's first GPU for None."""
         return self.trainer.gpu if gpu is None else gpu
 
     @property
     def versions_per_step(self) -> int:
-        """Largest number by which one step can raise policy_version: 1 for each optimizer step on the policy."""
+        """Largest number by which one step can raise policy_version."""
         return 1
 
     def described(self) -> list[str]:
-        """Lines of --plan about what this kind of run does."""
+        """Lines of --plan about this kind of run."""
         return []
 
     def episode_limits(self) -> EpisodeLimits:
-        """The limits of an episode. The run's max_tokens is the limit of one turn."""
+        """max_tokens is the limit of one turn."""
         longest = min(self.generator.max_model_len, self.trainer.max_sequence_length)
         return EpisodeLimits(
             max_turns=self.episodes.max_turns,
@@ -220,15 +217,13 @@ class RunConfig:
         )
 
     def with_all_answers(self, problem: Problem) -> list[Problem]:
-        """Copies of the problem, one for each text that the run may train on as the answer."""
+        """A copy of the problem for each text that may be trained on as its answer."""
         return [problem]
 
     def with_local_models(self) -> Self:
-        """A copy of this config in which each id of a model on the Hugging Face Hub is replaced by the model's local directory.
-
-        If alphabet is "auto" and trainer.hf_path is set, the trainer also gets the dimensions of the model in trainer.hf_path, and alphabet
-        becomes "". Raises ValueError as find_model does.
-        """
+        """A copy with local directories in place of ids on the Hugging Face Hub; with
+        alphabet="auto" and trainer.hf_path also with that model's dimensions. Raises ValueError
+        as find_model does."""
         trainer = replace(self.trainer, hf_path=find_model(self.trainer.hf_path))
         generator = replace(self.generator, hf_path=find_model(self.generator.hf_path))
         if self.alphabet == "auto" and trainer.hf_path:
@@ -265,7 +260,6 @@ class RunConfig:
         self._validate_models()
 
     def _validate_tokens(self) -> None:
-        """Check that there is one tokenizer, that max_tokens leaves room for a prompt, and that the generator loads the base model of the adapters."""
         if not self.alphabet and not self.trainer.hf_path:
             raise ValueError(
                 "alphabet and trainer.hf_path are both empty; one of them must give a tokenizer: --trainer.hf-path takes a directory or "
@@ -304,7 +298,8 @@ class RunConfig:
         return list(dict.fromkeys([*self.trackers, *(["wandb"] if self.wandb_project else [])]))
 
     def validate_resumed(self, folder: RunFolder) -> None:
-        """Raises ValueError, naming the field or the file, if the run in this folder cannot be resumed with this config."""
+        """Raises ValueError, naming field or file, if the run in this folder cannot be resumed with
+        this config."""
         if not folder.data.is_file():
             return
         before = json.loads(folder.data.read_text())
@@ -316,10 +311,10 @@ class RunConfig:
             )
 
     def held_out_before(self) -> HeldOut | None:
-        """What the run held out whose export this run starts from. None if it starts from other weights."""
+        """What the run held out whose export this run starts from, or None."""
         return HeldOut.read(Path(self.trainer.hf_path) / "held_out.json") if self.trainer.hf_path else None
 
     def data_digests(self) -> dict[str, str]:
-        """A hash of the contents of each file and directory that the run reads problems from."""
+        """A hash of each file and directory of problems."""
         environments = [self.environment, *self.validation.values()]
         return {task: digest(task) for each in environments for task in each.data_files()}

@@ -1,7 +1,6 @@
-"""Which problems a run can take: the check before a run, and the order of the training problems in a run.
-
-The problems of a file or a data set, and all held-out problems, are checked before the run. Other sources of problems
-are endless. A run skips their problems that it cannot take.
+"""Which problems a run can take.
+Those of files, data sets and held-out sets are checked before the run. Endless sources are not: a
+run skips what it cannot take.
 """
 
 import sys
@@ -24,16 +23,16 @@ if TYPE_CHECKING:
     from controllers.run.config import RunConfig
 
 FIRST = 1000
-"""Number of problems of an endless source that are looked at before a run."""
+"""Problems of an endless source that are looked at before a run."""
 MAX_SKIPPED = 1000
-"""Largest number of problems in a row that a run skips."""
+"""Problems in a row that a run skips at most."""
 BLOCK = 1000
 """Number of problems that are encoded together."""
 SECONDS_BETWEEN_LINES = 5.0
 
 
 def listed(environment: AnyEnvironment) -> tuple[list[Problem], bool]:
-    """(the training problems that are known before the run, True if there are no others)."""
+    """(training problems known before the run, whether there are no others)."""
     if isinstance(environment, DataEnvironment):
         return environment.training_problems, True
     if not isinstance(environment, MixedEnvironment):
@@ -43,7 +42,7 @@ def listed(environment: AnyEnvironment) -> tuple[list[Problem], bool]:
 
 
 def known_problems(environment: AnyEnvironment, sets: Sequence["ValidationSet"]) -> list[Problem]:
-    """All held-out problems, the listed training problems, and the first problems of an endless source."""
+    """All held-out problems, the listed ones, and the first of an endless source."""
     held_out = [problem for each in sets for problem in each.problems]
     problems, is_whole = listed(environment)
     return [*held_out, *problems, *([] if is_whole else map(environment.problem, range(FIRST)))]
@@ -51,10 +50,8 @@ def known_problems(environment: AnyEnvironment, sets: Sequence["ValidationSet"])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """The rule for every problem: its prompt is not empty, and leaves room for a whole completion.
-
-    A problem that is trained on must be short enough with its answer, too.
-    """
+    """The prompt is not empty and leaves room for a completion; what is trained on is short enough
+    with its answer."""
 
     tokenizer: Tokenizer
     max_tokens: int
@@ -78,7 +75,8 @@ class Rule:
         )
 
     def reasons(self, problems: Sequence[Problem]) -> list[str]:
-        """For each problem why the run cannot take it, "" if it can. Raises ValueError if the tokenizer refuses one."""
+        """Per problem why the run cannot take it, "" if it can. Raises ValueError if the tokenizer
+        refuses one."""
         lengths = [len(tokens) for tokens in self.tokenizer.encode_prompts(problems)]
         found = [self._of_prompt(*pair) for pair in zip(problems, lengths, strict=True)]
         places = [place for place, text in enumerate(found) if not text and self.longest_sample is not None]
@@ -123,10 +121,8 @@ def _has_text(problem: Problem) -> bool:
 def require_fitting(
     config: "RunConfig", tokenizer: Tokenizer, environment: AnyEnvironment, sets: Sequence["ValidationSet"]
 ) -> None:
-    """Raises ValueError, with the place of the problem, if the run cannot take a problem that is known before the run.
-
-    Also raises ValueError if the run can take none of the first problems of an endless source.
-    """
+    """Raises ValueError, naming the place, for a known problem that the run cannot take, or if none
+    of the first problems of an endless source fits."""
     progress = _Progress()
     for each in sets:
         held_out = Rule.of(config, tokenizer, each.environment, is_sampled=config.has_generator)
@@ -166,10 +162,8 @@ class _Progress:
 
 
 class TrainingProblems:
-    """The training problems of a run in the order of their indices, without those that the run cannot take.
-
-    A problem is skipped by its text alone. So a resumed run skips the same problems.
-    """
+    """The training problems by index, without those that the run cannot take. The text alone
+    decides, so a resumed run skips the same."""
 
     def __init__(self, config: "RunConfig", tokenizer: Tokenizer, environment: AnyEnvironment) -> None:
         self.config, self.tokenizer, self.environment = config, tokenizer, environment
@@ -187,7 +181,7 @@ class TrainingProblems:
         return Rule.of(self.config, self.tokenizer, self.environment, is_sampled=self.config.samples_problems)
 
     def take(self, cursor: int, count: int) -> tuple[list[int], int]:
-        """A Take. Raises ValueError if the run can take none of MAX_SKIPPED problems in a row."""
+        """A Take. Raises ValueError after MAX_SKIPPED unfit problems in a row."""
         if self.rule is None:
             return consecutive(cursor, count)
         indices: list[int] = []
