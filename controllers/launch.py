@@ -19,6 +19,7 @@ import tempfile
 import traceback
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import asdict, replace
+from datetime import datetime
 from importlib import import_module
 from pathlib import Path
 from typing import TextIO
@@ -40,6 +41,7 @@ from controllers.interruption import Interrupted, Interruption
 from controllers.metrics import MetricsLogger
 from controllers.problems import known_problems, require_fitting
 from controllers.recovery import Train, train_to_end
+from controllers.report import write_report
 from controllers.run import Run, RunConfig, make_validator, open_generator, open_run
 from controllers.run_folder import RunFolder, read_jsonl
 from controllers.tokenizer import NUM_SPECIAL_TOKENS, Tokenizer, alphabet_of, build_character_tokenizer, load_tokenizer
@@ -323,7 +325,8 @@ async def _train(
     config = invocation.config
     newest = checkpoints.newest(folder.checkpoints) if invocation.resume else None
     state = checkpoints.read(newest) if newest else {}
-    _prepare(folder, config, environment)
+    command = shlex.join([*started_as(module_of(train)).split(" "), *sys.argv[1:]])
+    _prepare(folder, config, environment, command)
     try:
         with MetricsLogger(
             folder,
@@ -352,19 +355,19 @@ async def _train(
                 with interruption.training():
                     await _train_until_asked(run, train)
     finally:
-        # This import stands here because matplotlib takes half a second, which would delay the start of the actors.
-        from controllers.report import write_report
-
         write_report(folder.path)
         print(f"report: {folder.report}", file=terminal)
     return 0
 
 
-def _prepare(folder: RunFolder, config: RunConfig, environment: AnyEnvironment) -> None:
-    """Remove incomplete checkpoints, and write the config and the character-level tokenizer, if there is one, to the run's folder."""
+def _prepare(folder: RunFolder, config: RunConfig, environment: AnyEnvironment, command: str) -> None:
+    """Remove incomplete checkpoints, and write the config and what belongs to it to the run's folder."""
     checkpoints.remove_incomplete(folder.checkpoints)
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.config.write_text(config_file.to_json(config))
+    if not folder.start.exists():  # a resumed run keeps the command that began it
+        start = {"command": command, "time": datetime.now().isoformat(timespec="minutes")}
+        folder.start.write_text(json.dumps(start, indent=2))
     if not folder.held_out.exists():
         before = config.held_out_before()
         seed = config.seed + config.environment.seed
