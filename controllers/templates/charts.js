@@ -137,7 +137,8 @@ class Chart {
       children.push(element("text", {class: "x", x: at, y: bottom + 16, "text-anchor": "middle"}, text));
     }
     children.push(element("text", {class: "name", x: left + inner / 2, y: bottom + 32, "text-anchor": "middle"}, x));
-    if (shaded) plot.append(this.block(shaded.from, shaded.to, 0, bottom, "shaded"));
+    this.shaded = shaded && shaded.to > this.low && shaded.from < this.high && (shaded.from > this.low || shaded.to < this.high);
+    if (this.shaded) plot.append(this.block(shaded.from, shaded.to, 0, bottom, "shaded"));
     this.points.forEach((curve) => this.drawCurve(plot, curve));
     for (const span of spans) {
       const block = this.block(span.from, span.to, 10 + 32 * this.rows.indexOf(span.row), 22, "");
@@ -182,7 +183,7 @@ class Chart {
     }
     const place = isLog ? Math.log : (value) => value;
     this.down = (value) => bottom - (bottom - 8) * (place(value) - place(low)) / (place(high) - place(low));
-    return (isLog ? logTicks(low, high) : ticks(low, high, 6)).map((tick) => ({text: numberText(tick), y: this.down(tick)}));
+    return (isLog ? logTicks(low, high) : ticks(low, high, 8)).map((tick) => ({text: numberText(tick), y: this.down(tick)}));
   }
 
   drawCurve(plot, curve) {
@@ -216,7 +217,7 @@ class Chart {
     const named = new Map([...curves, ...spans].map((each) => [each.name, each.color]));
     const isNeeded = curves.length !== 1 || this.chart.legend;
     const items = isNeeded ? [...named] : [];
-    if (shaded && shaded.to > this.low && shaded.from < this.high) items.push([shaded.name, "gray"]);
+    if (this.shaded) items.push([shaded.name, "gray"]);
     this.legend.replaceChildren(...items.map(([name, color]) => element("span", {}, swatch(color), name)));
   }
 
