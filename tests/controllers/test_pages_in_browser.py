@@ -24,6 +24,17 @@ LOOK = """
     const {left, right} = turn.querySelector("span").getBoundingClientRect(), cell = turn.parentElement.getBoundingClientRect();
     return [turn.className, turn.textContent, Math.round(left - cell.left), Math.round(cell.right - right)];
   });
+  const Chart = page.defaultView.eval("Chart"), drawn = new Chart(page.body.appendChild(page.createElement("figure")));
+  const lengthen = (last) => {
+    const x = [...Array(last + 1).keys()];
+    drawn.show({title: "", unit: "", x: "step", scale: "linear", curves: [{name: "a", color: "blue", x, y: x}]});
+    return [...drawn.svg.querySelectorAll("text.x")].map((text) => Number(text.textContent.replace(",", "")));
+  };
+  const whole = lengthen(10);
+  drawn.zoom([2, 4]);
+  found.growing = [whole, lengthen(1000)];
+  drawn.reset.click();
+  found.growing.push(lengthen(2000));
   if (form) for (const [name, value] of [["step", ""], ["rewards", "equal"], ["rewards", ""], ["text", "D5"]]) choose(name, value);
 """
 
@@ -62,6 +73,9 @@ def test_a_chart_has_axes_shows_the_values_under_the_pointer_and_is_zoomed_by_dr
     assert "low side 0.1" in charts["Clipped tokens"]["hover"] and "high side 0.2" in charts["Clipped tokens"]["hover"]
     assert charts["mine"]["values"][-1] == "200,000"
     assert charts["Logprob difference of trainer and generator"]["values"] == ["1e-6", "1e-5"]
+    # A chart that gets new points keeps its zoomed range until the reset.
+    first, zoomed, reset = found["growing"]
+    assert first[-1] == 10 and set(zoomed) == {2, 3, 4} and reset[-1] == 2000
     assert {"generator", "trainer"} == set(charts["Step 76: who works when"]["values"])
 
 
