@@ -4,13 +4,11 @@ This program starts the run as a user would, with `python -m controllers.grpo`. 
 the controller. If the accuracy or the time misses its target, the exit status is 1.
 
 The config is `small` on a GPU and `tiny` on a CPU. Unknown flags are passed on to the controller, for example
-`--steps 20` for a short trial. At the end of the run this program records the result and copies the plot of the reward
-to learns-<config>.png, even if the run was stopped early. If this program was killed, a second call with
-`--read FOLDER` records the result and copies the plot to learns-<name of FOLDER>.png.
+`--steps 20` for a short trial. At the end of the run this program records the result, even if the run was stopped
+early. If this program was killed, a second call with `--read FOLDER` records the result.
 """
 
 import argparse
-import shutil
 import signal
 import subprocess
 import sys
@@ -130,8 +128,6 @@ def main() -> None:
     write_report(folder.path)
     found = figures(folder, seconds)
     results.add("learns", name, found)
-    plot = folder.path.name if options.read else options.config
-    shutil.copy(folder.reward_png, results.FOLDER / f"learns-{plot}.png")
     missed = []
     if found["accuracy"] < ACCURACY:
         missed.append(f"accuracy {found['accuracy']:.3f}, below {ACCURACY}")

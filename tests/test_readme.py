@@ -18,6 +18,7 @@ import torch
 
 import rl_actors
 from controllers.observe.logger import KEYS
+from controllers.observe.metric_table import METRICS, key_of
 from rl_actors.losses import LOSSES, columns_of
 
 ROOT = Path(__file__).parents[1]
@@ -165,8 +166,17 @@ def test_the_metrics_page_explains_every_name_that_a_controller_writes():
     written = set(KEYS) | set(re.findall(r'"([a-z_]+/[a-z_]+)"', source))
     written |= {f"time/{name}" for name in re.findall(r'timer\("(\w+)"\)', source)}
     assert len(written) > len(KEYS)
-    explained = DOCS["metrics.md"].split("## Metrics of a call")[0]
-    assert sorted(name for name in written if f"`{name}`" not in explained) == []
+    assert sorted(name for name in written if key_of(name) is None) == []
+
+
+def test_the_metrics_page_explains_every_metric_of_the_table_with_its_unit_and_no_other():
+    rows = re.findall(r"^\| (`.*?) \|(.*)\|$", DOCS["metrics.md"].split("## Metrics of a call")[0], re.MULTILINE)
+    names = [name for first, _ in rows for name in re.findall(r"`([^`]+)`", first)]
+    assert sorted(names) == sorted(METRICS)
+    every_step = DOCS["metrics.md"].split("## Metrics that only some steps have")[0]
+    units = re.findall(r"^\| `([^`]+)` \|.*\| (.*?) ?\|$", every_step, re.MULTILINE)
+    assert {name for name, _ in units} == {"step", "phase", *KEYS}
+    assert [(name, unit) for name, unit in units if unit != METRICS[name].unit] == []
 
 
 def test_every_make_target_of_a_page_exists():

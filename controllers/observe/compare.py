@@ -13,16 +13,13 @@ from rich.table import Table
 
 from controllers.command import started_as
 from controllers.config_file import leaves
-from controllers.observe.charts import COLORS, TRAINED_PHASES, compared_charts, of_phases, series, validation_metrics
+from controllers.observe.charts import COLORS, draw, series, trained, validation_metrics
+from controllers.observe.metric_table import METRICS
 from controllers.observe.report import RunFiles, minutes_text, number, page, total
 from controllers.observe.run_folder import RunFolder
 
-LAST_VALUES = {
-    "reward/mean": "reward, last step",
-    "dpo/accuracy": "pairs with a positive margin, last step",
-    "entropy": "entropy, last step (nats)",
-}
-"""{name of a metric: label of the metric's row}. The row has the metric's last value in each run. A metric that no run has gets no row."""
+LAST_VALUES = ("reward/mean", "dpo/accuracy", "entropy")
+"""Metrics whose last value is a row of the table, if a run has one."""
 Row = tuple[str, list[str]]  # a name, and a text for each run
 
 
@@ -49,7 +46,7 @@ def summary(runs: dict[str, RunFiles]) -> list[Row]:
     """The results of the runs, one row for each quantity."""
     rows: list[Row] = [
         ("outcome", [run.status for run in runs.values()]),
-        ("steps", [f"{len(of_phases(run.records, *TRAINED_PHASES)):,}" for run in runs.values()]),
+        ("steps", [f"{len(trained(run.records)):,}" for run in runs.values()]),
     ]
     names = dict.fromkeys(name for run in runs.values() for name in validation_metrics(run.records))
     for name in names:
@@ -59,9 +56,10 @@ def summary(runs: dict[str, RunFiles]) -> list[Row]:
             best = min if name.endswith("/loss") else max
             texts.append(f"{values[-1]:.3f} (best {best(values):.3f})" if values else "–")
         rows.append((name, texts))
-    for name, label in LAST_VALUES.items():
+    for name in LAST_VALUES:
         last_values = [_last(run, name) for run in runs.values()]
         if any(value is not None for value in last_values):
+            label = f"{METRICS[name].chart}, last step ({METRICS[name].unit})"
             rows.append((label, [number(value) for value in last_values]))
     rows += [
         ("tokens trained", [f"{total(run.records, 'tokens/trained'):,.0f}" for run in runs.values()]),
@@ -106,7 +104,7 @@ def write_comparison(folders: Sequence[Path], output: Path) -> dict[str, RunFile
         "compare.html.j2",
         title="Runs: " + ", ".join(runs),
         runs=dict(zip(runs, COLORS, strict=False)),
-        charts=compared_charts({name: run.records for name, run in runs.items()}),
+        charts=draw({name: run.records for name, run in runs.items()}),
         summary=summary(runs),
         differences=differences(runs),
     )

@@ -24,30 +24,24 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from controllers.observe.metric_table import METRICS
 from controllers.observe.run_folder import Record
 
-COLUMNS = (  # title, width, key of the record, format
-    ("reward", 6, "reward/mean", ".3f"),
-    ("accuracy", 8, "validation/accuracy", ".3f"),
-    ("loss", 9, "loss", ".3g"),
-    ("grad_norm", 9, "grad_norm", ".3g"),
-    ("lr", 8, "learning_rate", ".2e"),
-    # Positions of the trained samples, divided by the step's seconds. Every epoch counts the positions again.
-    ("tokens/s", 8, "tokens/s", ",.0f"),
-    ("generate", 8, "time/generate", ".2f"),
-    ("train", 5, "time/train", ".2f"),
-    ("sync", 5, "time/sync", ".2f"),
-    # Difference between two policy versions: the version that the step's last update began with, and the version that
-    # sampled the batch's oldest token.
-    ("lag", 3, "policy_lag", ".2g"),
-)
-PANEL_COLUMNS = (
-    *COLUMNS,
-    # Share of the step's time in which the actor worked on a call.
-    ("trainer", 4, "busy/trainer", ".0%"),
-    ("generator", 4, "busy/generator", ".0%"),
-)
-"""Columns of the live panel. The panel has room for more columns than a printed line."""
+COLUMNS = {
+    "reward/mean": 6,
+    "validation/accuracy": 8,
+    "loss": 9,
+    "grad_norm": 9,
+    "learning_rate": 8,
+    "tokens/s": 8,
+    "time/generate": 8,
+    "time/train": 5,
+    "time/sync": 5,
+    "policy_lag": 3,
+}
+"""Metric -> width of its column."""
+PANEL_COLUMNS = COLUMNS | {"busy/trainer": 4, "busy/generator": 4}
+"""Columns of the live panel, which has room for more than a printed line."""
 
 
 class LineDisplay:
@@ -107,10 +101,10 @@ class LineDisplay:
 
     def row(self) -> None:
         if self._num_rows % 20 == 0 or self.record["phase"] != self._phase:
-            titles = "".join(f"  {title:>{width}}" for title, width, *_ in COLUMNS)
+            titles = "".join(f"  {METRICS[name].title:>{width}}" for name, width in COLUMNS.items())
             self.print(f"{'done':>7}  {'':4}{titles}  {'elapsed':>7}  {'left':>7}")
         self._num_rows, self._phase = self._num_rows + 1, self.record["phase"]
-        values = "".join(f"  {_text(self.record, key, spec):>{width}}" for _, width, key, spec in COLUMNS)
+        values = "".join(f"  {_text(self.record, name):>{width}}" for name, width in COLUMNS.items())
         elapsed, left = _clock(self._task.elapsed), _clock(self._task.time_remaining)
         skipped = "  skipped" if self.record.get("skipped") else ""
         done = f"{self.record['step']}/{self.total_steps or '?'}"
@@ -159,15 +153,15 @@ class LiveDisplay(LineDisplay):
         if self.setups.tasks or not self._known["phase"]:
             return Group(self.setups)
         cells = []
-        for title, width, key, spec in PANEL_COLUMNS:
-            value = f"{_text(self._known, key, spec):<{width}}"
-            cells.append(Text.assemble((f"{title} ", "dim"), (value, "bold")))
+        for name, width in PANEL_COLUMNS.items():
+            value = f"{_text(self._known, name):<{width}}"
+            cells.append(Text.assemble((f"{METRICS[name].title} ", "dim"), (value, "bold")))
         return Group(self.steps, Columns(cells, padding=(0, 2)))
 
 
-def _text(record: Record, key: str, spec: str) -> str:
-    value = record.get(key)
-    return "-" if value is None else format(value, spec)
+def _text(record: Record, name: str) -> str:
+    value = record.get(name)
+    return "-" if value is None else format(value, METRICS[name].format)
 
 
 def _clock(seconds: float | None) -> str:

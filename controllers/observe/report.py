@@ -1,6 +1,4 @@
-"""Writes the report of a run: report.html and reward.png. Both are made only from the files in the run's folder.
-
-A browser shows report.html without any other file.
+"""Writes report.html, the report of a run, only from the files in the run's folder. The page needs no other file.
 
 python -m controllers.observe.report RUN_FOLDER
 """
@@ -10,57 +8,18 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from controllers.observe.charts import (
-    DARK,
-    LIGHT,
-    TRAINED_PHASES,
-    Records,
-    of_phases,
-    run_charts,
-    save_reward_png,
-    series,
-)
+from controllers.observe.charts import Records, in_phase, run_charts, series, trained
+from controllers.observe.metric_table import metric_of
 from controllers.observe.run_folder import Record, RunFolder, read_jsonl
 
 COMPLETIONS_SHOWN = 3000
 """If rollouts.jsonl has more completions than this number, the page leaves out some steps, so that a browser opens the page at once."""
-
-UNITS = {
-    "step": "steps",
-    "policy_version": "optimizer steps",
-    "policy_lag": "versions",
-    "age/mean": "versions",
-    "age/max": "versions",
-    "age": "groups",
-    "busy": "share",
-    "logprob_diff": "nats",
-    "kl": "nats a token",
-    "kl/coefficient": "reward for each nat",
-    "entropy": "nats a token",
-    "groups/filtered": "groups",
-    "completion/length_mean": "tokens",
-    "completion/length_max": "tokens",
-    "completion/truncated": "share",
-    "episode/turns_mean": "turns",
-    "episode/retries": "episodes",
-    "clip_fraction": "share",
-    "tokens": "tokens",
-    "tokens/s": "tokens a second",
-    "tflops": "10^12 operations",
-    "memory": "GiB",
-    "mfu": "share",
-    "time": "seconds",
-    "updates": "optimizer steps",
-    "reward": "reward",
-    "reward/retries": "retries",
-    "reward/processes_replaced": "processes",
-}
-"""Units of metrics. A key is the whole name of a metric, or the part before the first slash. If both are keys, the whole name counts."""
 
 
 def number(value: float | None) -> str:
@@ -72,8 +31,8 @@ def number(value: float | None) -> str:
     return f"{value:.4g}"
 
 
-def page(template: str, **values: object) -> str:
-    """The HTML of a template of this package. All values but the charts are escaped."""
+@cache
+def _templates() -> Environment:
     environment = Environment(
         loader=PackageLoader("controllers"),
         autoescape=True,
@@ -82,7 +41,12 @@ def page(template: str, **values: object) -> str:
         lstrip_blocks=True,
     )
     environment.filters["number"] = number
-    return environment.get_template(template).render(light=LIGHT, dark=DARK, **values)
+    return environment
+
+
+def page(template: str, **values: object) -> str:
+    """The HTML of a template of this package, with escaped values."""
+    return _templates().get_template(template).render(values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +57,7 @@ class RunFiles:
     records: Records  # lines of metrics.jsonl
     config: dict[str, object]
     outcome: dict[str, object]
+    start: dict[str, object]  # command and time of the run's start
     groups: Records  # lines of rollouts.jsonl that have completions
     samples: Records  # lines of validation.jsonl
     timeline: Records  # lines of timeline.jsonl
@@ -109,11 +74,21 @@ class RunFiles:
             records=read_jsonl(folder.metrics),
             config=_read_json(folder.config),
             outcome=_read_json(folder.outcome),
+            start=_read_json(folder.start),
             groups=[line for line in read_jsonl(folder.rollouts) if "completions" in line],
             samples=read_jsonl(folder.validation),
             timeline=read_jsonl(folder.timeline),
             restarts=read_jsonl(folder.restarts),
         )
+
+    @property
+    def task(self) -> str:
+        """The name of the task, or of the folder if the config has no task."""
+        environment = self.config.get("environment")
+        if not isinstance(environment, dict):
+            return self.name
+        tasks = [part.get("task") for part in environment.get("mixture") or [environment]]
+        return " + ".join(task for task in tasks if task) or self.name
 
     @property
     def status(self) -> str:
@@ -134,16 +109,16 @@ def _read_json(file: Path) -> dict[str, object]:
 def tiles(run: RunFiles) -> list[tuple[str, str, str]]:
     """The tiles of the summary, each as (name, value, remark)."""
     records = run.records
-    training = of_phases(records, *TRAINED_PHASES)
-    num_supervised, num_steps = len(of_phases(records, "sft")), len(training)
+    training = trained(records)
+    num_supervised, num_steps = len(in_phase(records, "sft")), len(training)
     num_skipped = sum(bool(record.get("skipped")) for record in records)
-    trained, generated = total(records, "tokens/trained"), total(records, "tokens/generated")
+    num_trained, num_generated = total(records, "tokens/trained"), total(records, "tokens/generated")
     seconds = total(training, "time/step")
     planned = f"{run.outcome['total_steps']:,} steps planned" if run.outcome.get("total_steps") else ""
     shown = [
         _accuracy_tile(records),
         ("steps", f"{num_steps:,}", f"{num_supervised:,} supervised, {num_skipped:,} skipped"),
-        ("tokens trained", f"{trained:,.0f}", f"{generated:,.0f} generated"),
+        ("tokens trained", f"{num_trained:,.0f}", f"{num_generated:,.0f} generated"),
         ("time in steps", minutes_text(seconds), f"{seconds / max(1, num_steps):.2f} s a step"),
     ]
     _, peaks = series(records, "memory/trainer_peak")
@@ -161,7 +136,7 @@ def _accuracy_tile(records: Records) -> tuple[str, str, str]:
     if not scores:
         return name, "–", "not measured"
     remarks = [f"first {scores[0]:.3f}"]
-    _, supervised_scores = series(of_phases(records, "sft"), "validation/accuracy")
+    _, supervised_scores = series(in_phase(records, "sft"), "validation/accuracy")
     if supervised_scores:
         remarks.append(f"{supervised_scores[-1]:.3f} after the supervised steps")
     best = max(scores)
@@ -240,24 +215,25 @@ def metric_rows(records: Records) -> list[dict[str, object]]:
     for name in names:
         _, values = series(records, name)
         if values:
-            unit = UNITS.get(name) or UNITS.get(name.split("/")[0], "")
             extremes = {"lowest": min(values), "highest": max(values)}
-            rows.append({"name": name, "unit": unit, "first": values[0], "last": values[-1], **extremes})
+            rows.append(
+                {"name": name, "unit": metric_of(name).unit, "first": values[0], "last": values[-1], **extremes}
+            )
     return rows
 
 
 def write_report(run_folder: str | Path) -> Path:
-    """Write report.html and reward.png of a run. Returns the path of report.html.
-
-    Raises ValueError if the folder holds no run.
-    """
+    """Write report.html of a run, and return its path. Raises ValueError if the folder holds no run."""
     folder = RunFolder(run_folder)
     run = RunFiles.read(folder)
-    save_reward_png(run.records, folder.reward_png)
     steps = shown_steps(run.groups)
+    date, command = str(run.start.get("time", "")).replace("T", " "), str(run.start.get("command", ""))
     html = page(
         "report.html.j2",
-        title=run.name,
+        title=" · ".join(part for part in (run.task, date, command) if part),
+        task=run.task,
+        facts=" · ".join(part for part in (date, run.name) if part),
+        command=command,
         tiles=tiles(run),
         charts=run_charts(run.records, run.timeline),
         steps=steps,

@@ -21,7 +21,8 @@ class RunFolder:
         self.rollouts, self.outcome = self.path / "rollouts.jsonl", self.path / "outcome.json"
         self.validation, self.timeline = self.path / "validation.jsonl", self.path / "timeline.jsonl"
         self.restarts = self.path / "restarts.jsonl"
-        self.report, self.reward_png = self.path / "report.html", self.path / "reward.png"
+        self.report = self.path / "report.html"
+        self.start = self.path / "start.json"  # the command that began the run, and the time
         self.checkpoints, self.tensorboard = self.path / "checkpoints", self.path / "tensorboard"
         self.reference = self.path / "reference"
         self.held_out = self.path / "held_out.json"  # HeldOut.to_json

@@ -19,6 +19,7 @@ import tempfile
 import traceback
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import asdict, replace
+from datetime import datetime
 from importlib import import_module
 from pathlib import Path
 from typing import TextIO
@@ -34,6 +35,7 @@ from controllers.environments.held_out import HeldOut, digests_of
 from controllers.environments.mixture import Excluding, MixedEnvironment
 from controllers.observe.display import LineDisplay
 from controllers.observe.logger import MetricsLogger
+from controllers.observe.report import write_report
 from controllers.observe.run_folder import RunFolder, read_jsonl
 from controllers.program import cli, describe_plan
 from controllers.rollouts.episodes import require_demonstrations
@@ -332,7 +334,8 @@ async def _train(
     config = invocation.config
     newest = checkpoints.newest(folder.checkpoints) if invocation.resume else None
     state = checkpoints.read(newest) if newest else {}
-    _prepare(folder, config, environment)
+    command = shlex.join([*started_as(module_of(train)).split(" "), *sys.argv[1:]])
+    _prepare(folder, config, environment, command)
     try:
         with MetricsLogger(
             folder,
@@ -367,19 +370,19 @@ async def _train(
                 with interruption.training():
                     await _train_until_asked(run, train)
     finally:
-        # This import stands here because matplotlib takes half a second, which would delay the start of the actors.
-        from controllers.observe.report import write_report
-
         write_report(folder.path)
         print(f"report: {folder.report}", file=terminal)
     return 0
 
 
-def _prepare(folder: RunFolder, config: RunConfig, environment: AnyEnvironment) -> None:
-    """Remove incomplete checkpoints, and write the config and the character-level tokenizer, if there is one, to the run's folder."""
+def _prepare(folder: RunFolder, config: RunConfig, environment: AnyEnvironment, command: str) -> None:
+    """Remove incomplete checkpoints, and write the config and what belongs to it to the run's folder."""
     checkpoints.remove_incomplete(folder.checkpoints)
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.config.write_text(config_file.to_json(config))
+    if not folder.start.exists():  # a resumed run keeps the command that began it
+        start = {"command": command, "time": datetime.now().isoformat(timespec="minutes")}
+        folder.start.write_text(json.dumps(start, indent=2))
     if not folder.held_out.exists():
         before = config.held_out_before()
         seed = config.seed + config.environment.seed

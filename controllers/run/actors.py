@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from importlib import import_module
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
@@ -289,9 +288,7 @@ class Actors:
         """Spawn trainer and generator if they are missing, and wait until all actors are ready."""
         trainer, generator = await self._spawn(setup)
         with setup("starting trainer and generator" if self.config.has_generator else "starting trainer"):
-            # matplotlib, imported while the actors start
-            importing = asyncio.to_thread(import_module, "controllers.observe.report")
-            await asyncio.gather(*(client.ready() for client in self.clients.values()), importing)
+            await asyncio.gather(*(client.ready() for client in self.clients.values()))
         return trainer, generator
 
     async def _spawn(self, setup: Setup) -> tuple[TrainerClient, GeneratorClient]:

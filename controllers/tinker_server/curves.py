@@ -20,6 +20,7 @@ class RunCurves:
 
     # For each forward_backward: loss:sum divided by the number of datums. A datum is one training sequence of a request.
     losses: deque[float] = field(default_factory=_points)
+    num_losses: int = 0  # since the server started, those that the curve has dropped included
     grad_norms: deque[float] = field(default_factory=_points)  # of each optim_step
     num_steps: int = 0  # successful optim_steps since the server started
 

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.requests import ClientDisconnect
 
+from controllers.observe import report
 from controllers.observe.run_folder import to_plain
 from controllers.tinker_server import listings, messages, status
 from controllers.tinker_server.access import Counts
@@ -115,8 +115,9 @@ async def metrics(request: Request, server: Serving) -> Response:
 
 @pages.get("/")
 async def page() -> Response:
-    text = (files("controllers") / "templates" / "serve.html.j2").read_text(encoding="utf-8")
-    return HTMLResponse(text, headers={"Content-Security-Policy": PAGE_POLICY})
+    return HTMLResponse(
+        report.page("serve.html.j2", title="Tinker server"), headers={"Content-Security-Policy": PAGE_POLICY}
+    )
 
 
 @pages.get("/status.json")

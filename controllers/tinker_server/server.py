@@ -263,7 +263,9 @@ class Server:
             else:
                 output = await self.trainers.forward_backward(call.model_id, batch)
                 self.num_trained_positions += batch.num_positions
-                self._curves(call.model_id).losses.append(output.metrics["loss:sum"] / batch.num_datums)
+                curves = self._curves(call.model_id)
+                curves.num_losses += 1
+                curves.losses.append(output.metrics["loss:sum"] / batch.num_datums)
             return Answer(proto=await beside(batch.num_bytes, write_output, batch, output))
 
         return self.futures.submit(

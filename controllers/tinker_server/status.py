@@ -1,5 +1,6 @@
 """The state of a Tinker server, for Prometheus and for the server's status page."""
 
+import time
 from typing import Any
 
 from controllers.observe.prometheus import Family, Labels, text
@@ -11,27 +12,32 @@ MOST_ROWS = 50
 """Largest number of rows of a table on the page."""
 
 
-def numbers(server: Server) -> dict[str, float]:
-    """Name -> value of every gauge and counter. generator_version is -1 while the generator holds no version."""
+def numbers(server: Server) -> dict[str, tuple[str, float]]:
+    """Name -> (meaning, value) of every gauge and counter."""
+    generator, trainers = server.generator, server.trainers
+    version = -1 if generator.version is None else generator.version
     return {
-        "requests_waiting": server.futures.num_waiting,
-        "promises": len(server.futures.promises),
-        "trainers": len(server.trainers.homes),
-        "runs_in_memory": len(server.trainers.residents),
-        "samples_running": server.generator.num_running,
-        "samples_waiting": server.generator.num_waiting,
-        "generator_version": -1 if server.generator.version is None else server.generator.version,
-        "generator_pulls_total": server.generator.num_switches,
-        "generator_adapters": server.generator.num_adapters,
-        "sampled_tokens_total": server.num_sampled_tokens,
-        "trained_positions_total": server.num_trained_positions,
-        "optim_steps_total": server.num_optim_steps,
+        "requests_waiting": ("requests that the server works on", server.futures.num_waiting),
+        "promises": ("answers and requests that the server keeps", len(server.futures.promises)),
+        "trainers": ("trainers", len(trainers.homes)),
+        "runs_in_memory": ("training runs in the memory of a trainer", len(trainers.residents)),
+        "samples_running": ("sampling requests that the generator works on", generator.num_running),
+        "samples_waiting": ("sampling requests that wait for other weights or adapters", generator.num_waiting),
+        "generator_version": ("version of the whole weights in the generator; -1: none", version),
+        "generator_pulls_total": ("changes of the whole weights in the generator", generator.num_switches),
+        "generator_adapters": ("adapters in the generator", generator.num_adapters),
+        "sampled_tokens_total": ("sampled tokens since the start", server.num_sampled_tokens),
+        "trained_positions_total": ("positions trained on since the start", server.num_trained_positions),
+        "optim_steps_total": ("optimizer steps since the start", server.num_optim_steps),
     }
 
 
 def prometheus(server: Server, counts: Counts) -> str:
     """The text that Prometheus reads."""
-    families = [Family(name=f"rl_actors_serve_{name}", numbers={(): value}) for name, value in numbers(server).items()]
+    families = [
+        Family(name=f"rl_actors_serve_{name}", about=about, numbers={(): value})
+        for name, (about, value) in numbers(server).items()
+    ]
     requests: dict[Labels, float] = {}
     for (route, status), count in sorted(counts.requests.items()):
         requests[("route", route), ("status", str(status))] = count
@@ -58,7 +64,8 @@ def page_data(server: Server, owner: str) -> dict[str, Any]:
                 "base_model": run.base_model,
                 "rank": run.lora["rank"],
                 "where": _where(server, run.id, run.parked),
-                "steps": curves.num_steps,
+                "num_steps": curves.num_steps,
+                "num_losses": curves.num_losses,
                 "losses": list(curves.losses),
                 "grad_norms": list(curves.grad_norms),
             }
@@ -66,7 +73,8 @@ def page_data(server: Server, owner: str) -> dict[str, Any]:
     return {
         "name": server.config.name,
         "model": _model(server),
-        "numbers": numbers(server),
+        "time": time.time(),
+        "numbers": list(numbers(server).values()),
         "queue": _queue(server, owner),
         "rates": {name: list(curve) for name, curve in server.rates.per_second.items()},
         "rate_seconds": RATE_SECONDS,

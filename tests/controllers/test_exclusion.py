@@ -114,7 +114,7 @@ def test_a_run_from_an_export_holds_out_what_the_exported_run_held_out(tmp_path)
     task = write(tmp_path / "rows.jsonl", [{"prompt": f"{n}?", "answer": "a"} for n in range(60)])
     first = run_config("", task, seed=0)
     environment, _ = _task(first)
-    _prepare(RunFolder(tmp_path / "first"), first, environment)
+    _prepare(RunFolder(tmp_path / "first"), first, environment, "grpo")
     model = tmp_path / "model"
     model.mkdir()
     (model / "held_out.json").write_text((tmp_path / "first" / "held_out.json").read_text())
@@ -128,7 +128,7 @@ def test_a_run_from_an_export_holds_out_what_the_exported_run_held_out(tmp_path)
     second.environment.num_held_out = 4  # the other six are not trained either
     fewer, _ = _task(second)
     assert len(keys(fewer)[0]) == 4 and not keys(fewer)[1] & keys(environment)[0]
-    _prepare(RunFolder(tmp_path / "second"), second, fewer)
+    _prepare(RunFolder(tmp_path / "second"), second, fewer, "grpo")
     kept = HeldOut.read(tmp_path / "second" / "held_out.json")
     assert kept is not None and kept.seed == 0 and kept.digests == set(map(digest_of, keys(environment)[0]))
 

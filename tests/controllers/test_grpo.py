@@ -76,8 +76,10 @@ def test_a_run_leaves_every_file_and_a_line_for_each_step(finished_run):
     assert [record["step"] for record in records] == list(range(8))
     assert [record["phase"] for record in records] == ["start"] + ["sft"] * 3 + ["grpo"] * 4
     assert all(key in record for record in records for key in KEYS)
-    for name in ("config.json", "rollouts.jsonl", "report.html", "reward.png", "tokenizer/tokenizer.json"):
+    for name in ("config.json", "rollouts.jsonl", "report.html", "start.json", "tokenizer/tokenizer.json"):
         assert (folder / name).stat().st_size > 0
+    command = json.loads((folder / "start.json").read_text())["command"]
+    assert command.startswith(f"python -m controllers.grpo --config tiny --output-dir {folder} --steps 4")
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-5", "step-7"}
     assert (folder / "checkpoints/step-7/trainer/tokenizer.json").is_file()
     assert list((folder / "tensorboard").iterdir())

@@ -5,12 +5,15 @@ is impossible, or config.json holds no JSON object.
 import json
 import os
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 import torch
 
-from controllers.program import launch
+from configs import CONFIGS
+from controllers.observe.run_folder import RunFolder
+from controllers.program import cli, launch
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the test needs a machine without GPUs")
 
@@ -147,3 +150,14 @@ def test_the_error_names_a_config_json_that_holds_no_json_object(command_line, t
     status, out, err = command_line("--config", "tiny", "--dry-run", "--trainer.hf-path", "model")
     assert (status, out) == (2, ""), err
     assert f"{Path('model') / 'config.json'} is not " in err
+
+
+def test_a_resumed_run_keeps_the_command_and_the_time_of_its_start(tmp_path):
+    config = cli.parse("prog", CONFIGS["controllers.grpo"], ["--config", "tiny"]).config
+    environment, _ = launch._task(config)
+    folder = RunFolder(tmp_path)
+    launch._prepare(folder, config, environment, "rl-actors grpo --config tiny")
+    start = json.loads(folder.start.read_text())
+    assert start["command"] == "rl-actors grpo --config tiny" and datetime.fromisoformat(start["time"])
+    launch._prepare(folder, config, environment, "rl-actors grpo --resume run")
+    assert json.loads(folder.start.read_text()) == start

@@ -12,7 +12,7 @@ import pytest
 import torch
 from waiting import GUARD, wait_until
 
-from controllers.observe.charts import ROLLOUT_PHASES, TRAINED_PHASES, of_phases, own_plans, run_charts
+from controllers.observe.charts import run_charts, trained
 from controllers.observe.run_folder import read_jsonl
 from controllers.rollouts.groups import RolloutConfig, advantages_of
 
@@ -78,31 +78,21 @@ def test_a_loop_of_ones_own_goes_on_after_kill_9_with_the_numbers_of_an_undistur
 
 
 RECORDS = [
-    {"step": step, "phase": "mine", "reward/mean": 0.5, "mine/a": 1.0, "mine/b": 2.0, "note": "x", "time/step": 1.0}
+    {"step": step, "phase": "mine", "reward/mean": 0.5, "mine/a": 1.0, "mine/b": 2.0, "reward/of_mine": 1, "note": "x"}
+    | {"time/step": 1.0}
     for step in (1, 2, 3)
 ]
 
 
 def test_steps_of_any_phase_are_drawn_and_counted_and_metrics_of_ones_own_have_a_chart():
-    assert of_phases(RECORDS, *ROLLOUT_PHASES) == RECORDS == of_phases(RECORDS, *TRAINED_PHASES)
-    assert of_phases([{"step": 0, "phase": "start"}], *TRAINED_PHASES) == []
-    [plan] = own_plans(RECORDS)
-    assert plan.title == "mine" and plan.metrics == {"mine/a": "mine/a", "mine/b": "mine/b"}
-    assert (
-        len(run_charts(RECORDS))
-        == len(run_charts([{**record, "mine/a": None, "mine/b": None} for record in RECORDS])) + 1
-    )
-
-
-def test_the_charts_of_this_packages_own_loops_have_no_chart_of_unknown_metrics():
-    names = [
-        line.split("`")[1] for line in (ROOT / "docs/metrics.md").read_text().splitlines() if line.startswith("| `")
-    ]
-    names = [
-        name for name in names if ":" not in name
-    ]  # with a colon: metrics of a loss, which are not in metrics.jsonl
-    assert len(names) > 50
-    assert own_plans([{"step": 1, **dict.fromkeys(names, 1.0)}]) == []
+    assert trained([{"step": 0, "phase": "start"}, *RECORDS]) == RECORDS
+    charts = {chart["title"]: [curve["name"] for curve in chart["curves"]] for chart in run_charts(RECORDS)}
+    assert charts == {
+        "Reward": ["reward"],
+        "Time of a step": ["whole step"],
+        "mine": ["mine/a", "mine/b"],
+        "reward": ["reward/of_mine"],
+    }
 
 
 def half(rewards: torch.Tensor) -> torch.Tensor:

@@ -73,13 +73,16 @@ def test_the_timeline_chart_shows_the_step_of_median_duration_in_the_second_half
     lines = []
     for step, seconds in enumerate((50.0, 60.0, 3.0, 9.0, 5.0), start=1):
         lines.append({"step": step, "seconds": seconds, "spans": [["trainer", "train", 0.0, seconds]]})
-    assert "Step 5: who works when" in charts.timeline_chart(lines)
-    assert charts.timeline_chart([]) == charts.timeline_chart([{"step": 1, "seconds": 1.0, "spans": []}]) == ""
+    chart = charts.timeline_chart(lines)
+    assert chart["title"] == "Step 5: who works when"
+    assert chart["spans"] == [{"row": "trainer", "name": "train", "color": "blue", "from": 0.0, "to": 5.0}]
+    assert charts.timeline_chart([]) is charts.timeline_chart([{"step": 1, "seconds": 1.0, "spans": []}]) is None
 
 
 def test_the_ages_chart_is_drawn_only_if_a_group_has_an_age_above_0():
     fresh = {"step": 1, "phase": "grpo", "age/max": 0, "age/0": 4}
-    old = {"step": 2, "phase": "grpo", "age/max": 2, "age/0": 1, "age/2": 3}
-    assert charts.ages_chart([fresh]) == ""
-    drawn = charts.ages_chart([fresh, old])
-    assert "2 versions" in drawn and "1 version<" not in drawn
+    old = {"step": 2, "phase": "grpo", "age/max": 2, "age/2": 3, "age/0": 1}
+    assert charts.run_charts([fresh]) == []
+    [chart] = charts.run_charts([fresh, old])
+    assert [(curve["name"], curve["y"]) for curve in chart["curves"]] == [("age 0", [4, 1]), ("age 2", [3])]
+    assert all(curve["stacked"] for curve in chart["curves"])

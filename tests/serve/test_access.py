@@ -144,7 +144,7 @@ def test_the_server_reports_its_metrics_and_the_status_of_its_runs(api):
         assert "rl_actors_serve_trained_positions_total 2.0\n" in text and "serve_requests_waiting 0.0\n" in text
         shown = (await outer.get("/status.json")).json()
         [run] = shown["runs"]
-        assert (run["id"], len(run["losses"]), len(run["grad_norms"]), run["steps"]) == (model, 1, 1, 1)
+        assert (run["id"], len(run["losses"]), len(run["grad_norms"]), run["num_steps"]) == (model, 1, 1, 1)
         page = await outer.get("/")
         assert page.headers["content-type"].startswith("text/html") and "https://" not in page.text
         assert (await outer.get("/healthz")).json() == {"status": "ok"}

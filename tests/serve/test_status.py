@@ -58,3 +58,28 @@ def test_a_long_id_of_a_session_is_refused_and_not_repeated(api):
         assert reply.status_code == 422 and b"at most 512 characters" in reply.content and len(reply.content) < 1000
 
     api(use)
+
+
+def test_the_page_counts_steps_and_losses_that_its_curves_have_dropped(api):
+    async def use(api):
+        model = await api.create_model()
+        curves = api.server._curves(model)
+        curves.num_losses = curves.num_steps = POINTS
+        curves.losses.extend([0.5] * POINTS)
+        await api.forward_backward(model, 1, [([1, 2], {"target_tokens": [2, 3]})])
+        await api.optim_step(model, 2)
+        [run] = status.page_data(api.server, "anyone")["runs"]
+        assert (len(run["losses"]), run["num_losses"], run["num_steps"]) == (POINTS, POINTS + 1, POINTS + 1)
+
+    api(use)
+
+
+def test_every_number_says_what_it_counts(api):
+    async def use(api):
+        shown = dict(status.page_data(api.server, "anyone")["numbers"])
+        assert shown["version of the whole weights in the generator; -1: none"] == -1
+        assert "_" not in "".join(shown)
+        text = (await api.http.get("http://localhost/metrics")).text
+        assert "# HELP rl_actors_serve_optim_steps_total optimizer steps since the start\n" in text
+
+    api(use)

@@ -1,0 +1,175 @@
+"""METRICS: how the metrics of a step are called and drawn, for the panel, the report and the comparison.
+
+docs/metrics.md says what each metric means.
+"""
+
+import re
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cache
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    title: str  # of a column of the panel, or of a curve
+    unit: str = ""
+    _: KW_ONLY
+    scale: Literal["linear", "log", "from zero"] = "linear"
+    chart: str = ""  # metrics of one chart share its axes; empty: no chart
+    format: str = ".3g"  # in the panel
+    by_phase: bool = False  # a chart for each phase, because the values of the phases differ in meaning
+    is_stacked: bool = False  # an area on top of the chart's other areas
+    spread: str = ""  # the metric that is drawn as a band around the curve
+
+
+LENGTH, AGE, STEP_TIME = "Completion length", "Age of the groups", "Time of a step"
+CLIPPED, VALUES, PAIRS = "Clipped tokens", "Values and returns", "Pairs with a positive margin"
+DIFFERENCE, VALIDATION = "Logprob difference of trainer and generator", "Validation"
+BUSY = "Share of the step in which an actor works"
+
+METRICS = {
+    "step": Metric("step", "steps"),
+    "phase": Metric("phase"),
+    "policy_version": Metric("policy version", "optimizer steps"),
+    "reward/mean": Metric("reward", "reward", chart="Reward", format=".3f", spread="reward/std"),
+    "reward/std": Metric("standard deviation", "reward"),
+    "validation/accuracy": Metric("accuracy", "reward", chart=VALIDATION, format=".3f", scale="from zero"),
+    "validation/pass@<k>": Metric("pass@<k>", "probability", chart=VALIDATION, scale="from zero"),
+    "validation/<name>/accuracy": Metric("<name>/accuracy", "reward", chart=VALIDATION, scale="from zero"),
+    "validation/<name>/pass@<k>": Metric("<name>/pass@<k>", "probability", chart=VALIDATION, scale="from zero"),
+    "dpo/accuracy": Metric("pairs of the step", "share", chart=PAIRS, scale="from zero"),
+    "validation/dpo/accuracy": Metric("held-out pairs", "share", chart=PAIRS, scale="from zero"),
+    "validation/<name>/dpo/accuracy": Metric("<name>", "share", chart=PAIRS, scale="from zero"),
+    "entropy": Metric("entropy", "nats a token", chart="Entropy"),
+    "entropy/exact": Metric("exact", "nats a token", chart="Entropy"),
+    "clip_fraction": Metric("all", "share", chart=CLIPPED, scale="from zero"),
+    "clip_fraction/low": Metric("low side", "share", chart=CLIPPED, scale="from zero"),
+    "clip_fraction/high": Metric("high side", "share", chart=CLIPPED, scale="from zero"),
+    "kl/policy_generator": Metric("KL", "nats a token", chart="KL divergence of the generator from the trainer"),
+    "kl/reference": Metric("KL", "nats a token", chart="KL divergence of the policy from the reference"),
+    "critic/explained_variance": Metric("explained", "share", chart="Variance of the returns that the critic explains"),
+    "critic/value_mean": Metric("value", "reward", chart=VALUES),
+    "critic/return_mean": Metric("return", "reward", chart=VALUES),
+    "logprob_diff/mean": Metric("mean", "nats", chart=DIFFERENCE, scale="log"),
+    "logprob_diff/max": Metric("largest", "nats", chart=DIFFERENCE, scale="log"),
+    "busy/trainer": Metric("trainer", "share", chart=BUSY, format=".0%", scale="from zero"),
+    "busy/generator": Metric("generator", "share", chart=BUSY, format=".0%", scale="from zero"),
+    "busy/reference": Metric("reference", "share", chart=BUSY, scale="from zero"),
+    "busy/critic": Metric("critic", "share", chart=BUSY, scale="from zero"),
+    "policy_lag": Metric("lag", "versions", chart="Policy lag", format=".2g", scale="from zero"),
+    "loss": Metric("loss", "a token; in DPO a pair", chart="Loss", by_phase=True),
+    "validation/dpo/loss": Metric("own", "a pair", chart="Loss of held-out pairs"),
+    "validation/<name>/dpo/loss": Metric("<name>", "a pair", chart="Loss of held-out pairs"),
+    "grad_norm": Metric("grad_norm", "2-norm", chart="Gradient norm, before clipping"),
+    "learning_rate": Metric("lr", chart="Learning rate", format=".2e"),
+    "completion/length_mean": Metric("mean", "tokens", chart=LENGTH, scale="from zero"),
+    "completion/length_max": Metric("longest", "tokens", chart=LENGTH, scale="from zero"),
+    "completion/truncated": Metric("cut off", "share", chart="Completions that were cut off", scale="from zero"),
+    "answer_probability": Metric("answer", "probability", chart="Probability of the answer", scale="from zero"),
+    "tokens/s": Metric("tokens/s", "tokens a second", chart="Speed of training", format=",.0f", scale="from zero"),
+    "mfu": Metric("MFU", "share", chart="Model FLOPs utilization", scale="from zero"),
+    "age/<n>": Metric("age <n>", "groups", chart=AGE, is_stacked=True),
+    "time/generate": Metric("generate", "seconds", chart=STEP_TIME, format=".2f", is_stacked=True, scale="from zero"),
+    "time/train": Metric("train", "seconds", chart=STEP_TIME, format=".2f", is_stacked=True, scale="from zero"),
+    "time/sync": Metric("sync", "seconds", chart=STEP_TIME, format=".2f", is_stacked=True, scale="from zero"),
+    "time/step": Metric("whole step", "seconds", chart=STEP_TIME, scale="from zero"),
+    "time/push": Metric("push", "seconds"),
+    "time/pull": Metric("pull", "seconds"),
+    "time/validate": Metric("validate", "seconds"),
+    "time/checkpoint": Metric("checkpoint", "seconds"),
+    "time/values": Metric("values", "seconds"),
+    "time/critic": Metric("critic", "seconds"),
+    "time/reference": Metric("reference", "seconds"),
+    "time/recovery": Metric("recovery", "seconds"),
+    "time/sleep": Metric("sleep", "seconds"),
+    "time/release": Metric("release", "seconds"),
+    "time/wake": Metric("wake", "seconds"),
+    "time/offload": Metric("offload", "seconds"),
+    "time/onload": Metric("onload", "seconds"),
+    "tokens/trained": Metric("trained", "tokens"),
+    "tokens/generated": Metric("generated", "tokens"),
+    "tflops/trained": Metric("trained", "10^12 operations"),
+    "memory/trainer_peak": Metric("trainer memory, peak", "GiB"),
+    "age/mean": Metric("mean age", "versions"),
+    "age/max": Metric("largest age", "versions"),
+    "groups/filtered": Metric("filtered", "groups"),
+    "groups/refills": Metric("refills"),
+    "groups/retries": Metric("retries"),
+    "updates": Metric("updates", "optimizer steps"),
+    "updates_skipped": Metric("skipped updates", "optimizer steps"),
+    "ratio/mean": Metric("ratio"),
+    "correction/mean": Metric("correction"),
+    "correction/zero": Metric("zero correction", "share"),
+    "kl/coefficient": Metric("weight of the KL", "reward for each nat"),
+    "reward/<name>/mean": Metric("<name>", "reward"),
+    "reward/component/<name>": Metric("<name>", "reward"),
+    "reward/kl_penalty": Metric("KL penalty", "reward"),
+    "reward/overlong_penalty": Metric("overlong penalty", "reward"),
+    "reward/retries": Metric("reward retries", "retries"),
+    "reward/processes_replaced": Metric("replaced reward processes", "processes"),
+    "episode/turns_mean": Metric("turns", "turns"),
+    "episode/retries": Metric("episode retries", "episodes"),
+    "critic/loss": Metric("critic loss", "an action"),
+    "critic/clip_fraction": Metric("clipped values", "share"),
+    "critic/grad_norm": Metric("critic grad_norm", "2-norm"),
+    "critic/learning_rate": Metric("critic lr"),
+    "dpo/margin": Metric("margin", "reward"),
+    "dpo/reward_chosen": Metric("chosen", "reward"),
+    "dpo/reward_rejected": Metric("rejected", "reward"),
+    "validation/dpo/margin": Metric("held-out margin", "reward"),
+    "validation/dpo/reward_chosen": Metric("held-out chosen", "reward"),
+    "validation/dpo/reward_rejected": Metric("held-out rejected", "reward"),
+    "validation/<name>/dpo/margin": Metric("<name> margin", "reward"),
+    "validation/<name>/dpo/reward_chosen": Metric("<name> chosen", "reward"),
+    "validation/<name>/dpo/reward_rejected": Metric("<name> rejected", "reward"),
+    "weights/gigabytes": Metric("weights", "10^9 bytes"),
+    "weights/push_gb_per_second": Metric("push", "10^9 bytes a second"),
+    "weights/pull_gb_per_second": Metric("pull", "10^9 bytes a second"),
+    "sleep/gigabytes": Metric("freed at sleep", "10^9 bytes"),
+    "wake/gigabytes": Metric("allocated at wake", "10^9 bytes"),
+    "offload/gigabytes": Metric("offloaded", "10^9 bytes"),
+    "onload/gigabytes": Metric("onloaded", "10^9 bytes"),
+    "restarts": Metric("restarts"),
+    "restarts/generator": Metric("replaced generators"),
+    "ranks/slowest": Metric("slowest rank"),
+    "ranks/slowest_ratio": Metric("slowest rank to median"),
+    "problems/skipped": Metric("skipped problems", "problems"),
+    "skipped": Metric("skipped"),
+    "nonfinite": Metric("not finite"),
+}
+"""Name -> description. <n> and <k> stand for a number, <name> for any text."""
+
+PLACEHOLDERS = {"<n>": r"(\d+)", "<k>": r"(\d+)", "<name>": "(.+)"}
+
+
+# The longest key first: validation/<name>/dpo/accuracy is not an accuracy of the set "<name>/dpo".
+PATTERNS = {
+    key: re.compile(re.sub("<[a-z]+>", lambda found: PLACEHOLDERS[found[0]], key))
+    for key in sorted(METRICS, key=len, reverse=True)
+    if "<" in key
+}
+
+
+def key_of(name: str) -> str | None:
+    """key_of("age/2") -> "age/<n>"; None for a metric that METRICS does not have, such as one of your own."""
+    if name in METRICS:
+        return name
+    return next((key for key, pattern in PATTERNS.items() if pattern.fullmatch(name)), None)
+
+
+@cache
+def metric_of(name: str) -> Metric:
+    """The description, with numbers and names filled in.
+
+    Metrics of your own share a chart if their names are equal up to the first slash.
+    """
+    key = key_of(name)
+    if key is None:
+        return Metric(name, chart=name.partition("/")[0])
+    metric = METRICS[key]
+    if key in PATTERNS:
+        found = PATTERNS[key].fullmatch(name)
+        assert found is not None
+        for placeholder, value in zip(re.findall("<[a-z]+>", key), found.groups(), strict=True):
+            metric = replace(metric, title=metric.title.replace(placeholder, value))
+    return metric
