@@ -45,7 +45,6 @@ from controllers.observe.logger import MetricsLogger
 from controllers.observe.run_folder import RunFolder, read_jsonl
 from controllers.ppo import PPOConfig, is_cut_off, minibatches, token_rewards, train
 from controllers.program import describe_plan
-from controllers.rollouts.episode_rollouts import make_rollouts
 from controllers.rollouts.evaluation import build_sets
 from controllers.rollouts.groups import Group, RolloutBatch
 from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
@@ -176,7 +175,7 @@ async def rollouts_alone(run: Run[PPOConfig], first: int, timed: Stopwatch) -> R
     """Generate the completions of one step, for the problems from number `first` on, while no other actor works."""
     config = run.config.rollouts
     groups: dict[int, Group] = {}
-    rollouts = make_rollouts(run, config)
+    rollouts = run.rollouts(config)
     with timed("generate"):
         await rollouts.complete(range(first, first + config.groups_per_step), groups.__setitem__)
     version = (await run.generator.info()).policy_version

@@ -60,7 +60,6 @@ class TableRow:
 
 READABLE = {
     "kl": "KL",
-    "within": "all differences within their limits",
     "ratio_to_first": "ratio to the run that waits",
     "difference_mean": "mean difference",
     "first_line": "seconds to the first line",
@@ -212,27 +211,11 @@ def _recovery(line: Line) -> str:
     return f"a rank of the trainer {line['trainer_seconds']:.1f} s, a generator {line['generator_seconds']:.1f} s"
 
 
-def _layout(line: Line) -> str:
-    """Text about the difference that is nearest to its limit."""
-    shares = {name: value for name, value in line.items() if name.endswith("_of_limit")}
-    nearest = max(shares, key=lambda name: (shares[name], name))
-    name = nearest.removesuffix("_of_limit")
-    return f"the difference of the {plain(name)} is nearest to its limit: {line[name]:.1e}, {shares[nearest]:.0%} of the limit"
-
-
 def _float8(line: Line) -> str:
     return (
         f"last loss {line['final']:.4f} against {line['final_bfloat16']:.4f}; largest difference {line['largest_difference']:.4f} "
         f"at step {line['at_step']}"
     )
-
-
-def _trainer_twice(line: Line) -> str:
-    return f"{line['differing']} of {line['numbers']:,} values differ"
-
-
-def _generator_twice(line: Line) -> str:
-    return f"{line['other_tokens']} of {line['completions']} completions have other tokens"
 
 
 def _quotient(line: Line) -> str:
@@ -442,17 +425,6 @@ def _recovery_row(config: str, num_gpus: int) -> TableRow:
     )
 
 
-def _layout_row(layout: str, num_gpus: int) -> TableRow:
-    return TableRow(
-        what=f"differences between {layout} on {num_gpus} GPUs and one GPU, both in bfloat16",
-        num_gpus=num_gpus,
-        command=("layouts",),
-        line=f"{layout}, bfloat16",
-        measured=_layout,
-        at_least={"within": True},
-    )
-
-
 def _overhead_row(line: str, part: str, what: str, **limits: dict[str, float]) -> TableRow:
     return TableRow(
         what=f"{what}: the client compared with the engine without actors",
@@ -575,38 +547,12 @@ TABLE = {
     **{f"run-{name}{'-cpu' * (num_gpus == 0)}": _run_row(name, num_gpus) for name, num_gpus in RUNS.items()},
     "recovery-0_6b": _recovery_row("qwen3_0_6b", 2),
     "recovery-cpu": _recovery_row("tiny", 0),
-    **{f"layout-{name}": _layout_row(name, 2) for name in ("FSDP2", "TP2", "CP2", "PP2")},
-    "layout-FSDP2xTP2": _layout_row("FSDP2xTP2", 4),
-    "checkpoint-4-to-2": TableRow(
-        what="differences between the trainer that saved a checkpoint (FSDP2xTP2, 4 GPUs) and one that loaded it (FSDP2, 2 GPUs), in the next step",
-        num_gpus=4,
-        command=("layouts",),
-        line="checkpoint FSDP2xTP2 to FSDP2",
-        measured=_layout,
-        at_least={"within": True},
-    ),
     "float8-curve": TableRow(
         what="loss of the 100th step in float8 compared with bfloat16, and the largest difference in the 100 steps",
         num_gpus=1,
         command=("float8",),
         line="float8 against bfloat16",
         measured=_float8,
-    ),
-    "trainer-twice": TableRow(
-        what="metrics, logprobs and entropies of two trainers with deterministic kernels, in five steps on the same rollouts",
-        num_gpus=1,
-        command=("determinism",),
-        line="trainer deterministic",
-        measured=_trainer_twice,
-        at_least={"bit_equal": True},
-    ),
-    "generator-twice": TableRow(
-        what="completions of the same seeded requests, first one at a time and then among other requests, in vLLM's batch-invariant mode",
-        num_gpus=1,
-        command=("determinism",),
-        line="generator batch-invariant, long prompts, alone and among others",
-        measured=_generator_twice,
-        at_most={"other_tokens": 0},
     ),
     "overhead-step-cpu": _overhead_row(STEP, "training", "a training step of 1,024 samples", at_most={"ratio": 1.1}),
     "overhead-generate-cpu": _overhead_row(

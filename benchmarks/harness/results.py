@@ -68,11 +68,12 @@ def visible(count: int) -> list[str]:
 
 def _how_measured() -> dict[str, Any]:
     """The fields of a line that say how to repeat the measurement: command, date, device and versions."""
-    module = sys.argv[0].removesuffix(".py").replace("/", ".").rpartition(".")[2]
+    *package, name = sys.argv[0].removesuffix(".py").replace("/", ".").split(".")
+    program = [f"tests.drills.{name}"] if package[-2:] == ["tests", "drills"] else ["benchmarks", name]
     names = gpus()
     versions = {name: _version(name) for name in PACKAGES}
     return {
-        "command": shlex.join(["python", "-m", "benchmarks", module, *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", *program, *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": f"{len(names)} x {names[0]}"
         if names
