@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.grpo_step import gpu_shares
 from benchmarks.harness import results
 from benchmarks.harness.gpus import Watch
 from configs.qwen3_ppo import qwen3_0_6b_ppo, qwen3_4b_ppo
@@ -263,6 +264,16 @@ def figures(config: PPOConfig, steps: list[dict[str, Any]], parts: dict[str, flo
     }
 
 
+def text(figures: Mapping[str, Any]) -> str:
+    """The seconds of a step, of its slowest device, and of each part."""
+    slowest = max(figures["of_devices"], key=figures["of_devices"].__getitem__)
+    parts = [
+        f"step {figures['seconds']:.3g} s{gpu_shares(figures)} against {figures['slowest_seconds']:.3g} s of {slowest}"
+    ]
+    parts += [f"{part} {figures[f'{part}_seconds']:.3g} s" for part in ACTORS if f"{part}_seconds" in figures]
+    return "; ".join(parts)
+
+
 def main() -> None:
     has_gpus = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -286,7 +297,7 @@ def main() -> None:
     describe_plan.require_memory(config)
     with tempfile.TemporaryDirectory() as directory:
         found = asyncio.run(measure(config, RunFolder(Path(directory) / "run"), repeats=given.repeats))
-    results.add("ppo_step", given.config, found)
+    results.add("ppo_step", given.config, found, text(found))
 
 
 if __name__ == "__main__":

@@ -85,7 +85,8 @@ def measure(config: str, further: list[str], seed: int) -> None:
     steps = [line["step"] for line in read_jsonl(folder.metrics) if line["step"] > 0]
     if steps != list(range(1, SFT_STEPS + STEPS + 1)):
         raise SystemExit(f"the run has the steps {steps}: {folder.path}")
-    results.add("recovery", config, found)
+    text = f"a rank of the trainer {found['trainer_seconds']:.1f} s, a generator {found['generator_seconds']:.1f} s"
+    results.add("recovery", config, found, text)
 
 
 def main() -> None:
