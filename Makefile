@@ -1,7 +1,7 @@
 # DEVICE=cpu or DEVICE=cuda overrides the detected device. Give the same DEVICE to every target. ARGS="..." is passed on to the program.
 PYTHON_IN_VENV := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup doctor check test test-all grpo ppo sft tinker-server cookbook test-cookbook service worker certificates bench clean
+.PHONY: help setup doctor check test test-all drills grpo ppo sft tinker-server cookbook test-cookbook service worker certificates bench clean
 ifdef DEVICE
 export DEVICE
 endif
@@ -26,6 +26,9 @@ test: setup ## the quick tests, which take minutes
 
 test-all: setup ## every test that needs no GPU
 	$(PYTHON_IN_VENV) -m pytest -m "not gpu" $(ARGS)
+
+drills: setup ## runs whose processes are killed; ROUNDS=12 SEED=7; DRILL=resume, layouts or determinism is another drill
+	$(PYTHON_IN_VENV) -m tests.drills.$(or $(DRILL),drills) $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 grpo: setup ## GRPO of a tiny model on two-digit addition
 	$(PYTHON_IN_VENV) -m controllers.grpo --config tiny $(ARGS)

@@ -125,7 +125,7 @@ def main() -> None:
             f"--steps {options.steps}; it must be at least {max(options.staleness) + 4}, because the first "
             f"{max(options.staleness) + 1} steps and the last step are not counted"
         )
-    first: float | None = None
+    first: dict[str, Any] | None = None
     for staleness in options.staleness:
         config = make_config(staleness, options.steps, options.seconds)
         with tempfile.TemporaryDirectory() as directory:
@@ -135,9 +135,13 @@ def main() -> None:
             if not folder.metrics.exists():
                 sys.exit(f"the run with max_staleness={staleness} wrote no metrics")
             found = figures(folder, config)
-        first = first or found["rollouts_per_second"]
-        found["ratio_to_first"] = found["rollouts_per_second"] / first
-        results.add("async_loop", f"staleness {staleness}, rewards of {options.seconds:g} s", found)
+        first = first or found
+        found["ratio_to_first"] = found["rollouts_per_second"] / first["rollouts_per_second"]
+        text = (
+            f"{results.against(found['rollouts_per_second'], first['rollouts_per_second'], 'rollouts/s')}; held-out accuracy "
+            f"{found['accuracy']:.3f} against {first['accuracy']:.3f}; largest age {found['age_max']} versions"
+        )
+        results.add("async_loop", f"staleness {staleness}, rewards of {options.seconds:g} s", found, text)
 
 
 if __name__ == "__main__":

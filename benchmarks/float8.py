@@ -126,7 +126,8 @@ def record_difference(name: str, losses: list[float], expected: list[float]) -> 
         "at_step": differences.index(largest) + 1,
         f"mean_difference_of_last_{TAIL}": sum(tail) / len(tail),
     }
-    results.add("float8", f"{name} against bfloat16", figures)
+    text = f"last loss {losses[-1]:.4f} against {expected[-1]:.4f}; largest difference {largest:.4f} at step {figures['at_step']}"
+    results.add("float8", f"{name} against bfloat16", figures, text)
 
 
 def main() -> None:

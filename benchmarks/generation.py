@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -229,7 +229,7 @@ class Rounds:
             answers[count] = (sides[0][WARM_UP:], sides[1][WARM_UP:])
         return answers
 
-    def figures(self, count: int, ours: list[float], theirs: list[float]) -> dict[str, object]:
+    def figures(self, count: int, ours: list[float], theirs: list[float]) -> dict[str, Any]:
         """The figures of a result. Rates are computed from median times."""
         our_rate = count * self.share * self.new_tokens / statistics.median(ours)
         their_rate = count * self.new_tokens / statistics.median(theirs)
@@ -262,7 +262,7 @@ def beside_vllm(arguments: argparse.Namespace, config: GeneratorConfig) -> None:
             "way": fastest,
             "ways": {way: round(rate) for way, rate in rates.items()},
         }
-        results.add("generation", line_of(arguments, count), figures | {"tensor_parallel": config.tensor_parallel})
+        record(arguments, count, figures | {"tensor_parallel": config.tensor_parallel})
 
 
 def beside_one_replica(arguments: argparse.Namespace, config: GeneratorConfig) -> None:
@@ -276,14 +276,15 @@ def beside_one_replica(arguments: argparse.Namespace, config: GeneratorConfig) -
         answers = rounds.compare(several, one)
     for count in arguments.requests:
         figures = rounds.figures(count, *answers[count])
-        results.add("generation", line_of(arguments, count), figures | {"beside": "one replica"})
+        record(arguments, count, figures | {"beside": "one replica"})
 
 
-def line_of(arguments: argparse.Namespace, count: int) -> str:
-    """The name of a result."""
+def record(arguments: argparse.Namespace, count: int, figures: dict[str, Any]) -> None:
     parallel = f", TP{arguments.tensor_parallel}" if arguments.tensor_parallel > 1 else ""
     replicas = f", {arguments.replicas} replicas" if arguments.replicas > 1 else ""
-    return f"{arguments.model} {count} requests{parallel}{replicas}"
+    name = f"{arguments.model} {count} requests{parallel}{replicas}"
+    text = results.against(figures["tokens_per_second"], figures["engine_tokens_per_second"], "tokens/s")
+    results.add("generation", name, figures, text)
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -168,16 +169,35 @@ def main() -> None:
     in_background(transport.close(), "store").result()
     busy.stop()
     step_seconds = statistics.median(end - start for start, end in phases.spans["step"])
+    figures: dict[str, dict[str, Any]] = {}
     for name, spans in phases.spans.items():
         seconds = statistics.median(end - start for start, end in spans)
-        figures = {
+        figures[name] = {
             "seconds": seconds,
             "share": seconds / step_seconds,
             **busy_shares([busy.between(*span) for span in spans]),
             "tokens": len(samples) * (prompt_tokens + new_tokens),
             "gpus": num_gpus,
         }
-        results.add("grpo_step", f"{arguments.model} {name}", figures)
+    for name in figures:
+        results.add("grpo_step", f"{arguments.model} {name}", figures[name], text(figures) if name == "step" else "")
+
+
+def text(phases: dict[str, dict[str, Any]]) -> str:
+    """Seconds of the step with the idle share of each GPU, and of each phase with the busy shares.
+
+    phases: the figures of each phase. The trainer's GPU comes first.
+    """
+    parts = [f"step {phases['step']['seconds']:.3g} s{gpu_shares(phases['step'], idle=True)}"]
+    parts += [f"{name} {phase['seconds']:.3g} s{gpu_shares(phase)}" for name, phase in phases.items() if name != "step"]
+    return "; ".join(parts)
+
+
+def gpu_shares(figures: dict[str, Any], *, idle: bool = False) -> str:
+    """ " (GPUs busy 96% and 3%)"; "" for figures without GPUs."""
+    busy = [figures[name] for name in sorted(figures) if name.endswith("_busy")]
+    shares = " and ".join(f"{1 - share if idle else share:.0%}" for share in busy)
+    return f" (GPUs {'idle' if idle else 'busy'} {shares})" if busy else ""
 
 
 if __name__ == "__main__":

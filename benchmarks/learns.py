@@ -127,7 +127,8 @@ def main() -> None:
         sys.exit(f"{folder.path} holds no run")
     write_report(folder.path)
     found = figures(folder, seconds)
-    results.add("learns", name, found)
+    accuracies = f"{found['accuracy_before']:.3f} to {found['accuracy']:.3f}"
+    results.add("learns", name, found, f"held-out accuracy {accuracies} in {found['seconds']:.0f} s")
     missed = []
     if found["accuracy"] < ACCURACY:
         missed.append(f"accuracy {found['accuracy']:.3f}, below {ACCURACY}")

@@ -244,7 +244,11 @@ def take_turns(
         "compiled": arguments.compile,
     }
     summary["within"] = all(summary[name] < limit for name, limit in LIMITS.items())
-    results.add("logprob_agreement", f"{arguments.model} worst of all steps", summary)
+    text = (
+        f"mean difference {summary['difference_mean']:.1e}; worst token {summary['difference_max']:.1e}; KL {summary['kl']:.1e}; "
+        f"entropy {summary['entropy'][0]:.2f} to {summary['entropy'][1]:.2f} nats; {summary['steps']} steps"
+    )
+    results.add("logprob_agreement", f"{arguments.model} worst of all steps", summary, text)
 
 
 if __name__ == "__main__":

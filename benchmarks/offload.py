@@ -90,7 +90,11 @@ def measure(name: str, *, rounds: int) -> None:
         "ratio": min(best[f"plain {way}"] / best[way] for way in ("offload", "onload")),
         "rounds": rounds,
     }
-    results.add("offload", f"offload, {name}", figures)
+    text = (
+        f"{results.against(figures['gb_per_second'], figures['plain_gb_per_second'], 'GB/s', 1)}; {figures['gigabytes']:.1f} GB "
+        f"to the host in {best['offload']:.3g} s and back in {best['onload']:.3g} s; host memory made once in {first.buffer_seconds:.3g} s"
+    )
+    results.add("offload", f"offload, {name}", figures, text)
     torch.distributed.destroy_process_group()
 
 

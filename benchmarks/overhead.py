@@ -55,7 +55,7 @@ def compare(
     figures["ratio"] = engine / client if tokens else client / engine
     if tokens:
         figures |= {"tokens_per_second": tokens / client, f"{sides[1]}_tokens_per_second": tokens / engine}
-    results.add(benchmark, name, figures)
+    results.add(benchmark, name, figures, results.milliseconds(client, engine))
 
 
 def training(repeats: int) -> None:

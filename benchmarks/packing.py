@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -138,7 +139,7 @@ def measure_throughput(num_samples: int, repeats: int, ways: Sequence[str]) -> N
         if name == PADDED:
             continue
         median = statistics.median(times)
-        figures = {
+        figures: dict[str, Any] = {
             "tokens_per_second": sum(lengths) / median,
             "padded_tokens_per_second": sum(lengths) / padded_median,
             "ratio": padded_median / median,
@@ -146,7 +147,8 @@ def measure_throughput(num_samples: int, repeats: int, ways: Sequence[str]) -> N
             "seconds": [round(x, 3) for x in times],
             "padded_seconds": [round(x, 3) for x in seconds[PADDED]],
         }
-        results.add("packing", name, figures)
+        text = results.against(figures["tokens_per_second"], figures["padded_tokens_per_second"], "tokens/s")
+        results.add("packing", name, figures, text)
     torch.distributed.destroy_process_group()
 
 

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.grpo_step import gpu_shares
 from benchmarks.harness import results
 from benchmarks.harness.gpus import Watch
 from configs.qwen3_ppo import qwen3_0_6b_ppo, qwen3_4b_ppo
@@ -45,7 +46,6 @@ from controllers.observe.logger import MetricsLogger
 from controllers.observe.run_folder import RunFolder, read_jsonl
 from controllers.ppo import PPOConfig, is_cut_off, minibatches, token_rewards, train
 from controllers.program import describe_plan
-from controllers.rollouts.episode_rollouts import make_rollouts
 from controllers.rollouts.evaluation import build_sets
 from controllers.rollouts.groups import Group, RolloutBatch
 from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
@@ -179,7 +179,7 @@ async def rollouts_alone(run: Run[PPOConfig], first: int, timed: Stopwatch) -> R
     """Generate the completions of one step, for the problems from number `first` on, while no other actor works."""
     config = run.config.rollouts
     groups: dict[int, Group] = {}
-    rollouts = make_rollouts(run, config)
+    rollouts = run.rollouts(config)
     with timed("generate"):
         await rollouts.complete(range(first, first + config.groups_per_step), groups.__setitem__)
     version = (await run.generator.info()).policy_version
@@ -266,6 +266,16 @@ def figures(config: PPOConfig, steps: list[dict[str, Any]], parts: dict[str, flo
     }
 
 
+def text(figures: Mapping[str, Any]) -> str:
+    """The seconds of a step, of its slowest device, and of each part."""
+    slowest = max(figures["of_devices"], key=figures["of_devices"].__getitem__)
+    parts = [
+        f"step {figures['seconds']:.3g} s{gpu_shares(figures)} against {figures['slowest_seconds']:.3g} s of {slowest}"
+    ]
+    parts += [f"{part} {figures[f'{part}_seconds']:.3g} s" for part in ACTORS if f"{part}_seconds" in figures]
+    return "; ".join(parts)
+
+
 def main() -> None:
     has_gpus = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -289,7 +299,7 @@ def main() -> None:
     describe_plan.require_memory(config)
     with tempfile.TemporaryDirectory() as directory:
         found = asyncio.run(measure(config, RunFolder(Path(directory) / "run"), repeats=given.repeats))
-    results.add("ppo_step", given.config, found)
+    results.add("ppo_step", given.config, found, text(found))
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ import random
 from datetime import datetime
 from pathlib import Path
 
-from benchmarks.drills import Watch, seconds_to_next_step, strike, wait_until
 from benchmarks.harness import results
-from benchmarks.resume import Controller
 from configs import CONFIGS
 from controllers.observe.run_folder import RunFolder, read_jsonl
+from tests.drills.drills import Watch, seconds_to_next_step, strike, wait_until
+from tests.drills.resume import Controller
 
 KINDS = ("trainer", "generator")
 SFT_STEPS, STEPS = 4, 12
@@ -53,7 +53,7 @@ def kill_and_wait(kind: str, step: int, watch: Watch, draw: random.Random) -> tu
     Returns the seconds from the death to the next step, and the number of the step that was then recorded last.
 
     Raises RuntimeError if the run ends before this next step, or if one of the waits takes longer than
-    benchmarks.resume.RUN_TIMEOUT seconds.
+    tests.drills.resume.RUN_TIMEOUT seconds.
     """
     folder, run = watch.folder, watch.run
     wait_until(lambda: last_step(folder) >= step, run, f"step {step}")
@@ -85,7 +85,8 @@ def measure(config: str, further: list[str], seed: int) -> None:
     steps = [line["step"] for line in read_jsonl(folder.metrics) if line["step"] > 0]
     if steps != list(range(1, SFT_STEPS + STEPS + 1)):
         raise SystemExit(f"the run has the steps {steps}: {folder.path}")
-    results.add("recovery", config, found)
+    text = f"a rank of the trainer {found['trainer_seconds']:.1f} s, a generator {found['generator_seconds']:.1f} s"
+    results.add("recovery", config, found, text)
 
 
 def main() -> None:

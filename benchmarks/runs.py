@@ -114,7 +114,19 @@ def measure(name: str, further: list[str]) -> None:
     if peaks:  # empty without a GPU
         found["peak_gib"] = [round(max(values) / MIB_PER_GIB, 1) for values in peaks.values()]
         found["generator_share"] = config.generator.gpu_memory_utilization
-    results.add("runs", name + ", changed" * bool(further), found)
+    results.add("runs", name + ", changed" * bool(further), found, text(found))
+
+
+def text(figures: dict[str, Any]) -> str:
+    parts = ", ".join(f"{part} {figures[f'{part}_seconds']:.3g} s" for part in ("generate", "train", "sync"))
+    shown = (
+        f"{figures['updates']} updates; mean difference of logprobs {figures['difference_mean']:.1e}, worst token "
+        f"{figures['difference_max']:.1e}; shortest times: {parts}; {figures['seconds']:.0f} s in all"
+    )
+    if "peak_gib" in figures:
+        shown += f"; peak {' and '.join(f'{peak:.0f}' for peak in figures['peak_gib'])} GiB"
+        shown += f"; vLLM may take {figures['generator_share']:.0%} of its GPU"
+    return shown
 
 
 def main() -> None:

@@ -244,7 +244,8 @@ def together(service: tinker.ServiceClient, config: ServeConfig, sizes: Sizes) -
             beside.append(seconds_of_samples())
     figures = {"beside_training_seconds": statistics.median(beside), "alone_seconds": statistics.median(alone)}
     figures["ratio"] = figures["alone_seconds"] / figures["beside_training_seconds"]
-    results.add("serve_overhead", f"{sizes.prefix}{sizes.requests} requests beside training", figures)
+    text = results.milliseconds(figures["beside_training_seconds"], figures["alone_seconds"])
+    results.add("serve_overhead", f"{sizes.prefix}{sizes.requests} requests beside training", figures, text)
 
 
 def main() -> None:

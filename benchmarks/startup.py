@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from benchmarks.harness import results
 from controllers.observe.run_folder import RunFolder, read_jsonl
@@ -92,12 +93,18 @@ def main() -> None:
             steps.append(read_jsonl(folder.metrics)[-1]["step"])
         times = ", ".join(f"{part} {runs[-1][part]:.1f} s" for part in PARTS)
         print(f"seed {seed}: {steps[-1]} steps, {times}, accuracy {accuracies[-1]}", flush=True)
-    figures: dict[str, object] = {part: round(median(run[part] for run in runs), 2) for part in PARTS}
+    figures: dict[str, Any] = {part: round(median(run[part] for run in runs), 2) for part in PARTS}
     figures |= {f"{part}_of_runs": [round(run[part], 2) for run in runs] for part in ("first_line", "seconds")}
     figures["seeds"] = options.seeds
+    name, text = "start", f"first line of metrics.jsonl after {figures['first_line']:.1f} s"
     if options.whole:
         figures |= {"accuracy": min(accuracies), "accuracy_of_runs": accuracies, "steps": steps}
-    results.add("startup", ("whole run" if options.whole else "start") + ", changed" * bool(flags), figures)
+        name = "whole run"
+        text = f"{figures['seconds']:.0f} s; lowest held-out accuracy {figures['accuracy']:.3f}; {text}"
+    else:
+        parts = ", ".join(f"{part.replace('_', ' ')} {figures[part]:.1f} s" for part in PARTS[:4])
+        text += f" ({parts}); closing {figures['closing']:.1f} s"
+    results.add("startup", name + ", changed" * bool(flags), figures, text)
 
 
 if __name__ == "__main__":

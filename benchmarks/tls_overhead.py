@@ -1,13 +1,9 @@
-"""Measures the cost of TLS between a program and the workers that run its actors.
+"""Cost of TLS between a program and the workers that run its actors.
 
-A worker is a process that starts actors on its host. Two programs take the same steps alternately. The workers of the
-first program are at tls:// addresses, and the workers of the second program are at tcp:// addresses. All addresses are
-on loopback.
-
-A step is a GRPO step with fixed advantages instead of rewards: generate, forward_backward, optim_step, a push and a
-pull. FSDP spreads the trainer over two workers, and the second worker also has the generator. Monarch transfers the
-calls, their samples and their answers, so TLS encrypts these. The weights and the ranks' collectives do not go through
-Monarch, so TLS does not encrypt them.
+Two programs take the same steps alternately, one with workers at tls:// addresses and one with
+workers at tcp:// addresses on loopback. A step is a GRPO step with fixed advantages. FSDP spreads the
+trainer over two workers; the second also has the generator. TLS encrypts what goes through Monarch:
+calls, samples and answers, but neither weights nor collectives.
 """
 
 import argparse
@@ -58,7 +54,8 @@ def program(addresses: str, certificates: str) -> None:
     last = connected.part(NUM_WORKERS - 1, NUM_WORKERS)
     config = tiny()
     config.trainer.parallelism.data_parallel_shard_degree = NUM_WORKERS
-    transport = in_background(_opened(), "open").result()
+    transport = IndexTransport()
+    in_background(transport.open(), "open").result()
     with (
         TrainerClient.spawn(config.trainer, transport=transport, hosts=connected) as trainer,
         GeneratorClient.spawn(config.generator, transport=transport, hosts=last) as generator,
@@ -68,12 +65,6 @@ def program(addresses: str, certificates: str) -> None:
         print("ready", flush=True)
         for _ in sys.stdin:
             print(json.dumps(step(trainer, generator, draw)), flush=True)
-
-
-async def _opened() -> IndexTransport:
-    transport = IndexTransport()
-    await transport.open()
-    return transport
 
 
 def step(trainer: TrainerClient, generator: GeneratorClient, draw: random.Random) -> float:
@@ -116,10 +107,7 @@ def worker(scheme: str, certificates: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def side(scheme: str, certificates: str = "") -> Iterator[Callable[[], float]]:
-    """Start workers at addresses of this scheme, and a program that uses them.
-
-    Yields a function. A call of the function makes the program take one step, and returns the loss of the step.
-    """
+    """Start workers and a program that uses them. Yields a function that takes a step and returns its loss."""
     with contextlib.ExitStack() as stack:
         addresses = [stack.enter_context(worker(scheme, certificates)) for _ in range(NUM_WORKERS)]
         command = [sys.executable, "-m", "benchmarks", "tls_overhead", "--program", ",".join(addresses), certificates]
@@ -129,9 +117,7 @@ def side(scheme: str, certificates: str = "") -> Iterator[Callable[[], float]]:
             assert process.stdout is not None
             line = process.stdout.readline()
             if not line:
-                raise RuntimeError(
-                    f"the program with workers at {scheme}:// ended with status {process.wait(END_SECONDS)}"
-                )
+                raise RuntimeError(f"the program of {scheme}:// ended with status {process.wait(END_SECONDS)}")
             return line.strip()
 
         def one_step() -> float:

@@ -175,7 +175,12 @@ def run_row(name: str, row: Row, *, warmup: int, steps: int, profile: Path | Non
         "optim_step_seconds": statistics.median(own["optim_step"]),
         "wall_seconds": [round(middle - began, 1), round(time.perf_counter() - middle, 1)],
     }
-    results.add("trainer_speed", name, figures)
+    text = results.against(own_rate, their_rate, "tokens/s")
+    if figures["mfu"]:
+        text += f"; MFU {figures['mfu']:.3f}"
+    if row.num_gpus:
+        text += f"; peak {results.against(figures['peak_gib'], figures['reference_peak_gib'], 'GiB', 1)}"
+    results.add("trainer_speed", name, figures, text)
     if profile:
         from benchmarks.harness import trace
 

@@ -30,6 +30,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 from monarch.actor import endpoint
@@ -176,7 +177,11 @@ def report_bytes(
             flush=True,
         )
         if way != PLAIN:
-            results.add("weight_sync", f"{way}, {size} GB", figures)
+            text = (
+                f"{results.against(figures['gb_per_second'], figures['plain_gb_per_second'], 'GB/s', 2)}; "
+                f"write {figures['write_seconds'] * 1e3:.0f} ms, read {figures['read_seconds'] * 1e3:.0f} ms"
+            )
+            results.add("weight_sync", f"{way}, {size} GB", figures, text)
 
 
 class AgainTrainer(PolicyTrainer):
@@ -272,7 +277,7 @@ def report_actors(
     pull copies, or None if these copies were not timed.
     """
     _, _, push, pull = syncs[-1]
-    figures: dict[str, float | str] = {
+    figures: dict[str, Any] = {
         "path": pull.path,
         "reason": pull.reason,
         "bytes": pull.num_bytes,
@@ -289,7 +294,8 @@ def report_actors(
         figures[f"{phase}_seconds"] = statistics.median(pull.phases[phase] for _, _, _, pull in syncs)
     parts = ", ".join(f"{name} {value * 1e3:,.1f} ms" for name, value in figures.items() if name.endswith("seconds"))
     print(f"{size}, {ranks} ranks, {pull.path} ({pull.reason}): {parts}", flush=True)
-    results.add("weight_sync", f"push and pull, {size}, {ranks} ranks, {path}", figures)
+    text = f"push {figures['push_seconds'] * 1e3:.0f} ms, pull {figures['pull_seconds'] * 1e3:.0f} ms by {pull.path}"
+    results.add("weight_sync", f"push and pull, {size}, {ranks} ranks, {path}", figures, text)
 
 
 def main() -> None:

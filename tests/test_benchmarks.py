@@ -8,9 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ import pytest
 from waiting import GUARD, wait_until
 
 from benchmarks import __main__, ppo_step
-from benchmarks.harness import missing, register, results, table
+from benchmarks.harness import register, results, table
 from benchmarks.harness.register import TABLE, TableRow
 from benchmarks.harness.rows import ROWS, RUNS
 from benchmarks.harness.table import H200
@@ -27,61 +24,50 @@ from configs import CONFIGS
 
 ROOT = Path(__file__).parents[1]
 # A program that replaces `python -m benchmarks NAME …`. For each name it appends the name to the file "ran", and a
-# result to the results. The name "stubborn" makes the program hang and ignore SIGINT. "slow" makes it hang while
-# there is no file "quick", and "broken" makes it fail while there is no file "mended". "silent" gives no result.
+# result to the results. "slow" makes the program hang while there is no file "quick", until SIGINT, after which it takes
+# a second to end. "broken" makes it fail while there is no file "mended". "silent" gives no result.
 FAKE = """
-import signal, subprocess, sys, time
+import sys, time
 from benchmarks.harness import results
 results.gpus = tuple  # every result names a CPU as its device, even on a machine with GPUs
 _, *names = sys.argv[1:]
 for name in names:
     with (results.FOLDER / "ran").open("a") as file:
         file.write(name + " ")
-    if name == "stubborn":
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)", str(results.FOLDER)])
-        (results.FOLDER / "began-stubborn").touch()
-        time.sleep(600)
     if name == "slow" and not (results.FOLDER / "quick").exists():
-        time.sleep(600)
+        try:
+            time.sleep(600)
+        finally:
+            time.sleep(1)
+            (results.FOLDER / "closed").touch()
     if name == "broken" and not (results.FOLDER / "mended").exists():
         sys.exit(3)
     if name != "silent":
-        results.add("fake", name, {"ratio": 0.5, "tokens_per_second": 50.0, "engine_tokens_per_second": 100.0})
+        results.add("fake", name, {"ratio": 0.5, "tokens_per_second": 50.0}, "50 against 100 tokens/s")
 """
-# A program that runs missing.main() with fake rows. Its arguments are the folder of fake.py, a value for missing.GRACE,
-# and the names of the rows.
+# A program that runs `python -m benchmarks missing` with fake rows. Its arguments are the folder of fake.py and the
+# names of the rows.
 DRIVER = """
 import sys
-from benchmarks.harness import missing, register, results
-folder, grace, *names = sys.argv[1:]
-missing.GRACE = float(grace)
-fakes = {
-    name: register.TableRow(what="", num_gpus=0, command=("fake", name), line=name, measured=register._against) for name in names
-}
+from benchmarks import __main__
+from benchmarks.harness import register, results
+folder, *names = sys.argv[1:]
+fakes = {name: register.TableRow(what="", num_gpus=0, command=("fake", name), line=name) for name in names}
 results.gpus = tuple
-missing.PYTHON = [sys.executable, "-S", folder + "/fake.py"]
-missing.TABLE.clear()
-missing.TABLE.update(fakes)
-sys.argv = ["missing"]
-missing.main()
+__main__.PYTHON = [sys.executable, "-S", folder + "/fake.py"]
+register.TABLE.clear()
+register.TABLE.update(fakes)
+sys.argv = ["benchmarks", "missing"]
+__main__.main()
 """
 
 
 def fake_rows(*names: str, num_gpus: int = 0) -> dict[str, TableRow]:
-    """Fake rows by name. "a+b" stands for the rows a and b with the same command. One process measures both rows."""
+    """Fake rows by name. "a+b" stands for the rows a and b with the same command, which measures both."""
     made = {}
     for name in names:
         for line in name.split("+"):
-            is_shared = line != name
-            made[line] = TableRow(
-                what="fake",
-                num_gpus=num_gpus,
-                command=("fake",) if is_shared else ("fake", line),
-                argument=line if is_shared else "",
-                line=line,
-                measured=register._against,
-            )
+            made[line] = TableRow(what="fake", num_gpus=num_gpus, command=("fake", *name.split("+")), line=line)
     return made
 
 
@@ -91,7 +77,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "fake.py").write_text(FAKE)
     monkeypatch.setattr(results, "FOLDER", tmp_path)
     monkeypatch.setattr(results, "gpus", tuple)
-    monkeypatch.setattr(missing, "PYTHON", [sys.executable, "-S", str(tmp_path / "fake.py")])
+    monkeypatch.setattr(__main__, "PYTHON", [sys.executable, "-S", str(tmp_path / "fake.py")])
     monkeypatch.setenv("RL_ACTORS_RESULTS", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return tmp_path
@@ -103,7 +89,6 @@ def rows(monkeypatch):
 
     def put(made: dict[str, TableRow]) -> None:
         monkeypatch.setattr(table, "TABLE", made)
-        monkeypatch.setattr(missing, "TABLE", made)
         monkeypatch.setattr(__main__, "TABLE", made)
 
     return put
@@ -111,6 +96,7 @@ def rows(monkeypatch):
 
 def keep(folder: Path, benchmark: str, name: str, device: str, date: str = "2026-01-01T00:00:00+00:00", **figures):
     """Append a line to the results of a benchmark."""
+    figures = {"text": "1,200 against 1,000 tokens/s"} | figures
     with (folder / f"{benchmark}.jsonl").open("a") as file:
         file.write(json.dumps({"name": name, "device": device, "date": date, **figures}) + "\n")
 
@@ -123,6 +109,7 @@ def ran(folder: Path) -> list[str]:
 def test_every_row_is_measured_by_a_program_that_exists():
     modules = __main__.programs()
     assert not TABLE.keys() & modules.keys()
+    assert "missing" not in TABLE.keys() | modules.keys()
     assert TABLE.keys() >= ROWS.keys()
     for name, row in TABLE.items():
         assert all(part in TABLE for part in row.quotient_of), name
@@ -184,90 +171,48 @@ def test_missing_rows_have_no_result_of_this_kind_of_machine(folder, rows, monke
     keep(folder, "fake", "a", "1 x NVIDIA H200", ratio=0.1)
     keep(folder, "fake", "b", "2 cores of x86_64", ratio=0.25)
     keep(folder, "fake", "g", "2 cores of x86_64", ratio=0.25)
-    assert missing.missing(table.TABLE) == ["a"]
-    assert missing.missing(table.TABLE, since="2026-01-02") == ["a", "b"]
+    assert __main__.missing() == ["a"]
     monkeypatch.setattr(results, "gpus", lambda: (H200,) * 2)
-    assert missing.missing(table.TABLE) == ["g"]
-    keep(folder, "fake", "g", "1 x NVIDIA H200", error="RuntimeError: out of memory")
-    assert missing.missing(table.TABLE) == ["g"]
+    assert __main__.missing() == ["g"]
     keep(folder, "fake", "g", "1 x NVIDIA H200", ratio=0.25)
-    assert missing.missing(table.TABLE) == []
+    assert __main__.missing() == []
 
 
 def test_a_row_that_fails_does_not_stop_the_others_and_is_run_again(folder, rows, capsys):
     rows(fake_rows("a", "broken", "silent", "b"))
-    assert missing.run(missing.missing(table.TABLE)) == 1
+    assert __main__.measure(__main__.missing()) == 1
     assert ran(folder) == ["a", "broken", "silent", "b"]
     out = capsys.readouterr().out
     assert "failed: broken, silent" in out and "a: ratio 0.500" in out and "broken: not run" in out
     (folder / "mended").touch()
     rows(fake_rows("a", "broken", "b"))
-    assert missing.run(missing.missing(table.TABLE)) == 0
+    assert __main__.measure(__main__.missing()) == 0
     assert ran(folder) == ["a", "broken", "silent", "b", "broken"]
-    assert missing.missing(table.TABLE) == []
+    assert __main__.missing() == []
 
 
-def test_rows_with_the_same_command_share_a_process_that_measures_only_the_missing_rows(folder, rows):
+def test_rows_with_the_same_command_are_measured_by_one_process(folder, rows):
     rows(fake_rows("a+b+c", "d"))
     keep(folder, "fake", "b", "2 cores of x86_64", ratio=0.25)
-    assert missing.run(missing.missing(table.TABLE)) == 0
-    assert ran(folder) == ["a", "c", "d"]
+    assert __main__.measure(__main__.missing(), []) == 0
+    assert ran(folder) == ["a", "b", "c", "d"]
 
 
-def test_a_row_that_takes_longer_than_its_timeout_is_stopped(folder, rows, capsys):
-    rows(fake_rows("slow"))
-    assert missing.run(["slow"], timeout=2) == 1
-    assert "stopped after 2 s" in capsys.readouterr().out
-
-
-def test_no_process_begins_after_the_given_time(folder, rows, capsys):
-    rows(fake_rows("a", "b"))
-    assert missing.run(["a", "b"], until=time.monotonic() - 1) == 0
-    assert "not begun: a, b" in capsys.readouterr().out
-    assert ran(folder) == []
-
-
-def commands() -> Iterator[str]:
-    """The command lines of all processes of this machine."""
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            yield file.read_text(errors="replace").replace("\0", " ")
-
-
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_an_interrupted_run_leaves_no_process_and_the_same_command_continues_it(folder, sent):
+def test_an_interrupt_waits_for_the_end_of_the_row_and_the_same_command_goes_on(folder):
     (folder / "driver.py").write_text(DRIVER)
-    command = [sys.executable, "-S", str(folder / "driver.py"), str(folder), "600", "a", "slow", "b"]
+    command = [sys.executable, "-S", str(folder / "driver.py"), str(folder), "a", "slow", "b"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    broken = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    options = {"cwd": ROOT, "env": environment, "text": True}
+    broken = subprocess.Popen(command, **options, stdout=subprocess.PIPE, start_new_session=True)
     wait_until(lambda: "slow" in ran(folder) or broken.poll() is not None)
-    assert broken.poll() is None
-    broken.send_signal(sent)
+    os.killpg(broken.pid, signal.SIGINT)  # as a terminal does
     out, _ = broken.communicate(timeout=GUARD)
-    ended = (-signal.SIGKILL, False) if sent == signal.SIGKILL else (130, True)
-    assert (broken.returncode, "rows that are still missing" in out) == ended
-    wait_until(lambda: not any(str(folder / "fake.py") in command for command in commands()))
+    assert (broken.returncode, "rows that are still missing" in out) == (130, True)
+    assert (folder / "closed").exists()
     (folder / "quick").touch()
-    again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=GUARD)
+    again = subprocess.run(command, **options, capture_output=True, timeout=GUARD)
     assert again.returncode == 0, again.stdout + again.stderr
     assert ran(folder) == ["a", "slow", "slow", "b"]
-
-
-@pytest.mark.parametrize(("grace", "interrupts"), [("0.1", 1), ("600", 2)])
-def test_a_row_that_ignores_an_interrupt_is_killed_after_a_while_or_at_a_second_interrupt(folder, grace, interrupts):
-    (folder / "driver.py").write_text(DRIVER)
-    command = [sys.executable, "-S", str(folder / "driver.py"), str(folder), grace, "stubborn"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    broken = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-    wait_until((folder / "began-stubborn").exists)
-    broken.send_signal(signal.SIGINT)
-    if interrupts == 2:
-        with pytest.raises(subprocess.TimeoutExpired):
-            broken.wait(2)
-        broken.send_signal(signal.SIGINT)
-    out, _ = broken.communicate(timeout=GUARD)
-    assert broken.returncode == 130 and "rows that are still missing" in out
-    wait_until(lambda: not any(str(folder) in command for command in commands()))
 
 
 def training_line(name: str, *, reference_attention: str, speed: float) -> dict[str, Any]:
@@ -343,27 +288,18 @@ def test_a_short_run_is_judged_by_its_worst_update():
 
 
 def test_a_quotient_runs_its_two_rows_and_divides_their_speeds(folder, rows, capsys):
-    quotient = TableRow(
-        what="", num_gpus=0, measured=register._quotient, at_least={"ratio": 1.2}, quotient_of=("a", "b")
-    )
+    quotient = TableRow(what="", num_gpus=0, at_least={"ratio": 1.2}, quotient_of=("a", "b"))
     rows({**fake_rows("a", "b"), "q": quotient})
-    assert missing.missing(table.TABLE) == ["a", "b"]
-    assert missing.run(["q"]) == 0
+    assert __main__.missing() == ["a", "b"]
+    assert __main__.measure(["q"]) == 0
     assert ran(folder) == ["a", "b"]
     assert "q: ratio 1.000; target ≥ 1.2: misses ratio" in capsys.readouterr().out
-
-
-def test_a_target_may_require_that_a_field_is_true():
-    row = TableRow(what="", num_gpus=0, command=("fake",), line="a", measured=str, at_least={"bit_equal": True})
-    assert table.target(row) == "bit equal"
-    assert table.verdict(row, {"bit_equal": True}) == "yes"
-    assert table.verdict(row, {"bit_equal": False}) == "misses bit equal"
 
 
 def test_nothing_runs_if_this_machine_cannot_run_a_row_and_the_error_names_that_row(folder, rows):
     rows({**fake_rows("a"), **fake_rows("g", num_gpus=2)})
     with pytest.raises(SystemExit, match="g needs 2 GPUs; this machine has no GPU"):
-        missing.run(["a", "g"])
+        __main__.measure(["a", "g"])
     assert ran(folder) == []
 
 
@@ -373,7 +309,7 @@ def test_the_table_says_which_rows_meet_their_target_which_miss_it_and_which_wer
         row.at_least["ratio"] = 0.98
         row.at_least["tokens_per_second"] = 1000
     rows({"met": met, "missed": missed, "nan": nan, **fake_rows("cpu", "bare")})
-    speeds = {"tokens_per_second": 1200.0, "reference_tokens_per_second": 1000.0}
+    speeds = {"tokens_per_second": 1200.0}
     keep(folder, "fake", "met", "2 x NVIDIA H200", ratio=0.5, **speeds)
     keep(folder, "fake", "met", "2 x NVIDIA H200", ratio=1.2, **speeds)  # the newest result counts
     keep(folder, "fake", "met", "2 cores of x86_64", ratio=0.1, **speeds)  # a result of a CPU does not count
@@ -397,11 +333,10 @@ def test_the_table_says_which_rows_meet_their_target_which_miss_it_and_which_wer
 
 def test_the_table_shows_another_kind_of_gpu_only_if_there_is_no_result_of_the_usual_kind(folder, rows):
     rows(fake_rows("a", "b", "c", num_gpus=1))
-    speeds = {"tokens_per_second": 1200.0, "engine_tokens_per_second": 1000.0}
-    keep(folder, "fake", "a", "1 x NVIDIA H200", "2026-01-01T00:00:00+00:00", ratio=1.2, **speeds)
+    keep(folder, "fake", "a", "1 x NVIDIA H200", "2026-01-01T00:00:00+00:00", ratio=1.2)
     for name in ("a", "b"):
-        keep(folder, "fake", name, "1 x NVIDIA H100", "2026-01-02T00:00:00+00:00", ratio=1.1, **speeds)
-    keep(folder, "fake", "c", "2 cores of x86_64", "2026-01-02T00:00:00+00:00", ratio=1.1, **speeds)
+        keep(folder, "fake", name, "1 x NVIDIA H100", "2026-01-02T00:00:00+00:00", ratio=1.1)
+    keep(folder, "fake", "c", "2 cores of x86_64", "2026-01-02T00:00:00+00:00", ratio=1.1)
     _, _, *lines = table.markdown().splitlines()
     a, b, c = lines
     assert "1 x NVIDIA H200, 2026-01-01" in a and "1 x NVIDIA H100, 2026-01-02" in b and "not run" in c
@@ -410,9 +345,8 @@ def test_the_table_shows_another_kind_of_gpu_only_if_there_is_no_result_of_the_u
 def test_the_headline_has_only_rows_that_were_run(folder, rows, monkeypatch):
     rows(fake_rows("a", "b", "c"))
     monkeypatch.setattr(table, "HEADLINE", ("c", "b", "a"))
-    speeds = {"tokens_per_second": 1200.0, "engine_tokens_per_second": 1000.0}
-    keep(folder, "fake", "a", "2 cores of x86_64", ratio=1.2, **speeds)
-    keep(folder, "fake", "c", "2 cores of x86_64", ratio=1.2, **speeds)
+    keep(folder, "fake", "a", "2 cores of x86_64", ratio=1.2)
+    keep(folder, "fake", "c", "2 cores of x86_64", ratio=1.2)
     _, _, *lines = table.headline().splitlines()
     assert [line.split("|")[1].strip() for line in lines] == ["`c`", "`a`"]
 
@@ -438,6 +372,42 @@ def test_every_result_says_how_to_repeat_its_measurement_and_no_mfu_exceeds_1():
         for line in map(json.loads, file.read_text().splitlines()):
             assert line.keys() >= {"name", "command", "date", "device", "versions"}, file
             assert (line.get("mfu") or 0) <= 1, file
+
+
+def test_the_text_of_a_result_says_what_its_figures_say():
+    from benchmarks import grpo_step, runs
+
+    folder = ROOT / "benchmarks" / "results"
+    lines = {file.stem: [json.loads(line) for line in file.read_text().splitlines()] for file in folder.glob("*.jsonl")}
+    for name, text in (("runs", runs.text), ("ppo_step", ppo_step.text)):
+        assert [text(line) for line in lines[name]] == [line["text"] for line in lines[name]]
+    for model in ("0_6b", "1_7b", "tiny"):
+        of_model = [line for line in lines["grpo_step"] if line["name"].startswith(model)]
+        phases = {line["name"].removeprefix(f"{model} "): line for line in of_model}
+        assert grpo_step.text(phases) == phases["step"]["text"]
+    for line in lines["overhead"] + lines["tls_overhead"] + lines["serve_overhead"]:
+        one, other = (value for name, value in line.items() if name.endswith("_seconds"))
+        assert results.milliseconds(one, other) == line["text"]
+    line = lines["trainer_speed"][0]
+    speeds = results.against(line["tokens_per_second"], line["reference_tokens_per_second"], "tokens/s")
+    assert line["text"].split(";")[0] == speeds
+
+
+@pytest.mark.parametrize(
+    ("program", "command"),
+    [
+        ("benchmarks.overhead", "python -m benchmarks overhead training"),
+        ("/checkout/benchmarks/overhead.py", "python -m benchmarks overhead training"),
+        ("/checkout/tests/drills/layouts.py", "python -m tests.drills.layouts training"),
+    ],
+)
+def test_a_result_has_its_text_and_the_command_that_repeats_it(folder, monkeypatch, program, command):
+    monkeypatch.setattr(sys, "argv", [program, "training"])
+    results.add("fake", "a", {"ratio": 0.5}, "1 against 2 s")
+    results.add("fake", "b", {"ratio": 0.5})
+    first, second = results.lines("fake")
+    assert (first["text"], first["ratio"], first["command"]) == ("1 against 2 s", 0.5, command)
+    assert "text" not in second
 
 
 def test_a_table_is_written_between_its_marks_and_nowhere_else(tmp_path):
@@ -470,5 +440,6 @@ def test_the_result_of_a_ppo_step_has_the_seconds_of_its_slowest_device(monkeypa
     assert (line["seconds"], line["slowest_seconds"], line["ratio"]) == (10.0, 9.0, 0.9)
     row = TABLE["ppo-step-0_6b"]
     assert table.misses(row, line) == [] and table.misses(row, line | {"ratio": 0.89}) == ["ratio"]
-    text = row.measured(line)
-    assert text.startswith("step 10 s against 9 s of GPU 1; generate 4 s; reference 1 s; values 1.5 s; policy 3 s; ")
+    assert ppo_step.text(line).startswith(
+        "step 10 s against 9 s of GPU 1; generate 4 s; reference 1 s; values 1.5 s; policy 3 s; "
+    )

@@ -1,4 +1,4 @@
-"""Tests of benchmarks/drills.py. Each round of this program starts a run, and kills or stops processes of the run.
+"""Tests of tests/drills/drills.py. Each round of this program starts a run, and kills or stops processes of the run.
 
 A stopped process counts as dead, too. A bar is a limit of the seconds from a death to the next step. The tests check the
 random choices of a round, the table of results, the bars, the search for a run's processes and shared memory, and rounds
@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.drills import KINDS, LOOPS, MODES, Watch, draw_round, flags, missed_bars, seconds_to_next_step, table
-from benchmarks.harness import shared_memory
-from benchmarks.resume import MARKER, Controller
 from configs import CONFIGS
 from controllers.observe.run_folder import RunFolder
 from controllers.program import cli
+from tests.drills import shared_memory
+from tests.drills.drills import KINDS, LOOPS, MODES, Watch, draw_round, flags, missed_bars, seconds_to_next_step, table
+from tests.drills.resume import MARKER, Controller
 
 ROOT = Path(__file__).parents[1]
 
@@ -174,7 +174,7 @@ def test_a_watch_notes_a_step_again_if_the_run_repeats_it_after_a_recovery(tmp_p
 @pytest.mark.parametrize("kind", ["trainer", "critic", "store", "engine"])
 def test_a_run_with_a_killed_or_stopped_process_ends_like_the_undisturbed_run(tmp_path, kind):
     arguments = ["--rounds", "1", "--kinds", kind, "--modes", "sync", "--without-bars", "--folder", str(tmp_path)]
-    command = [sys.executable, "-m", "benchmarks", "drills", *arguments]
+    command = [sys.executable, "-m", "tests.drills.drills", *arguments]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     [line] = map(json.loads, (tmp_path / "drills.jsonl").read_text().splitlines())

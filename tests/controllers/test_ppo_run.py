@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from waiting import GUARD
 
-from benchmarks.resume import differences
 from controllers.observe.run_folder import read_jsonl
+from tests.drills.resume import differences
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""Rounds of benchmarks/resume.py. A round starts a run with a real trainer and a real vLLM, kills the controller or the
+"""Rounds of tests/drills/resume.py. A round starts a run with a real trainer and a real vLLM, kills the controller or the
 trainer with signal 9, and resumes the run. The resumed run must report the metrics of an uninterrupted run.
 """
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.resume import differences
+from tests.drills.resume import differences
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 )
 def test_a_killed_and_resumed_run_reports_the_metrics_of_an_uninterrupted_run(tmp_path, config, victim, moment):
     arguments = ["--config", config, "--rounds", "1", "--victim", victim, "--moment", moment, "--folder", str(tmp_path)]
-    command = [sys.executable, "-m", "benchmarks.resume", *arguments]
+    command = [sys.executable, "-m", "tests.drills.resume", *arguments]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "1 of 1 rounds gave the metrics of the uninterrupted run, 0 did not" in finished.stdout

@@ -27,7 +27,7 @@ from configs import CONFIGS
 from controllers.observe.run_folder import RunFolder, read_jsonl
 from controllers.run import checkpoints
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MARKER = "RL_ACTORS_RESUME_MARKER"
 # Relative and absolute tolerance of a metric. The resumed run samples completions again, and may add floats in another order.
 TOLERANCE = 1e-5

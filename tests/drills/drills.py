@@ -34,10 +34,10 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.harness import shared_memory
-from benchmarks.resume import RUN_TIMEOUT, Controller
 from controllers.observe.run_folder import Record, RunFolder, read_jsonl
 from controllers.run import checkpoints
+from tests.drills import shared_memory
+from tests.drills.resume import RUN_TIMEOUT, Controller
 
 SFT_STEPS, STEPS = 2, 8
 KINDS = ("trainer", "critic", "reference", "generator", "engine", "store")
