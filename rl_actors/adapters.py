@@ -1,6 +1,7 @@
-"""Low-rank adapters in peft's format: the names of modules and tensors, and the directory that peft and vLLM load.
+"""Low-rank adapters in peft's format: names of modules and tensors, and the directory that peft and
+vLLM load.
 
-In shapes, R is the rank, and I and O are the numbers of inputs and outputs of a linear layer.
+R rank, I inputs and O outputs of a linear layer.
 """
 
 import json
@@ -20,15 +21,14 @@ from rl_actors.model_config import ModelConfig
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 
-# The keys are torchtitan's names of layer configs. The values are peft's names of the layers that torchtitan builds from
-# the config. For example, torchtitan builds two layers from the config wkv.
+# torchtitan's layer config -> peft's names of the layers that it builds
 ATTENTION = {"wq": ("q_proj",), "wkv": ("k_proj", "v_proj"), "wo": ("o_proj",)}
 MLP = {"w1": ("gate_proj",), "w2": ("down_proj",), "w3": ("up_proj",)}
 UNEMBED = {"lm_head": ("lm_head",)}
 
 
 def targets(config: LoRAConfig) -> dict[str, tuple[str, ...]]:
-    """The layers that get adapters, as a mapping from torchtitan's names to peft's names."""
+    """The layers that get adapters: torchtitan's name -> peft's names."""
     found: dict[str, tuple[str, ...]] = {}
     if config.train_attn:
         found |= ATTENTION
@@ -40,29 +40,27 @@ def targets(config: LoRAConfig) -> dict[str, tuple[str, ...]]:
 
 
 def modules(config: LoRAConfig) -> list[str]:
-    """The layers that get adapters, by peft's names: ["q_proj", "k_proj", ...]"""
+    """The layers that get adapters, by peft's names."""
     return list(chain.from_iterable(targets(config).values()))
 
 
 def served(model: ModelConfig) -> list[str]:
-    """The layers to which a generator applies adapters, by peft's names.
-
-    A trainer can train adapters on the same layers, and on no others.
-    """
+    """The layers on which adapters can be trained and served, by peft's names."""
     return modules(LoRAConfig(rank=1, train_mlp=not model.num_experts, train_unembed=not model.tie_word_embeddings))
 
 
 def names(weight: str) -> tuple[str, str]:
-    """Names of the adapters A [R, I] and B [O, R] of a weight.
+    """Names of A [R, I] and B [O, R] of a weight.
 
-    names("lm_head.weight") -> ("base_model.model.lm_head.lora_A.weight", "base_model.model.lm_head.lora_B.weight")
+    names("lm_head.weight") -> ("base_model.model.lm_head.lora_A.weight",
+    "base_model.model.lm_head.lora_B.weight")
     """
     module = weight.removesuffix(".weight")
     return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
 
 
 def shapes(config: LoRAConfig, weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the adapters. weights: shapes of the weights by their Hugging Face names."""
+    """Shape of every tensor of the adapters. weights: shapes by Hugging Face names."""
     return _shapes(modules(config), config.rank, weights)
 
 
@@ -77,9 +75,8 @@ def _shapes(layers: list[str], rank: int, weights: Mapping[str, tuple[int, ...]]
 
 
 def write(directory: Path, tensors: Mapping[str, Tensor], config: LoRAConfig, *, base: str) -> None:
-    """Write the adapters into an existing directory, in peft's format. vLLM reads this format, too.
-
-    tensors: whole tensors, not the shards of a rank. base: directory of the base model of the adapters.
+    """Write whole (unsharded) tensors into an existing directory, in peft's format. base: directory
+    of the base model.
     """
     values = {
         "peft_type": "LORA",
@@ -98,12 +95,12 @@ def write(directory: Path, tensors: Mapping[str, Tensor], config: LoRAConfig, *,
 
 
 def is_adapter(directory: Path) -> bool:
-    """True if the directory holds an adapter. False if it holds a whole model."""
+    """False for a whole model."""
     return (directory / CONFIG_FILE).is_file()
 
 
 def rank_of(directory: Path) -> int:
-    """The rank of the adapter in a directory. Raises ValueError naming the directory if it has no adapter in peft's format."""
+    """The adapter's rank. Raises ValueError naming a directory that is not in peft's format."""
     for file in (CONFIG_FILE, TENSORS_FILE):
         if not (directory / file).is_file():
             raise ValueError(
@@ -119,7 +116,7 @@ def rank_of(directory: Path) -> int:
 
 
 def require_possible(directory: Path, *, max_adapters: int, max_rank: int) -> None:
-    """Raises ValueError naming the value and the limit if a generator with these limits cannot load the adapter in the directory."""
+    """Raises ValueError naming value and limit if a generator cannot load the adapter."""
     if not max_adapters:
         raise ValueError(
             "generator.max_adapters=0, so no adapters can be loaded; "
@@ -130,13 +127,11 @@ def require_possible(directory: Path, *, max_adapters: int, max_rank: int) -> No
 
 
 def require_fits(directory: Path, weights: Mapping[str, tuple[int, ...]], layers: list[str]) -> None:
-    """Raises ValueError naming the directory and the tensor if the adapter does not fit the model.
+    """Raises ValueError if a tensor fits no layer or lacks its A or B, NonFiniteError if one is not
+    finite.
 
-    The adapter does not fit if it has a tensor that fits no layer of the model, or if it has only one of a layer's two tensors A and B.
-    Raises NonFiniteError if a tensor is not finite.
-
-    weights: shapes of the model's weights by their Hugging Face names. layers: the layers that may have adapters, by
-    peft's names.
+    weights: the model's shapes by Hugging Face names. layers: that may have adapters, by peft's
+    names.
     """
     possible = _shapes(layers, rank_of(directory), weights)
     tensors = _load(directory / TENSORS_FILE)

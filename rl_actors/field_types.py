@@ -1,4 +1,5 @@
-"""Checks that the fields of a dataclass have the types of their annotations, as strictly as a config file is checked.
+"""Checks the fields of a dataclass against their annotations, as strictly as a config file is
+checked.
 
 A bool is no number, an int is a float, and NaN is neither.
 """
@@ -12,9 +13,8 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar, Union, get_args, 
 
 
 def require_field_types(config: Any, prefix: str = "") -> None:
-    """Raises ValueError naming the first field that has a wrong type or is NaN, and its value, also in nested dataclasses.
-
-    prefix: what the names of fields begin with, such as "generator.".
+    """Raises ValueError naming the first field of a wrong type or NaN, also in nested dataclasses.
+    prefix: of names, such as "generator.".
     """
     hints = _hints(config.__class__)
     for field in fields(config):
@@ -26,7 +26,7 @@ def require_field_types(config: Any, prefix: str = "") -> None:
 def _hints(cls: type) -> dict[str, Any]:
     try:
         return get_type_hints(cls)
-    except NameError:  # the class is a caller's own, and imports an annotation only for type checkers
+    except NameError:  # a caller's class that imports an annotation only for type checkers
         return {}
 
 
@@ -50,7 +50,7 @@ def _alternatives(hint: Any) -> Iterable[Any]:
 
 
 def _is_of(value: object, hint: Any) -> bool:
-    """True if the value, without its items, has the type. An annotation that no value can be compared with counts as fitting."""
+    """True if the value, without its items, has the type, or none can be compared with it."""
     if hint is None or hint is NoneType:
         return value is None
     if get_origin(hint) is Literal:

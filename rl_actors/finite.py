@@ -13,9 +13,8 @@ from rl_actors.types import MAX_NAMES_REPORTED, NonFiniteError
 def require_finite(
     what: str, weights: Mapping[str, Tensor], gather: Callable[[list[str]], list[list[str]]] = lambda names: [names]
 ) -> None:
-    """Raises NonFiniteError on every rank if a rank's shard of a weight has a NaN or an infinity.
-
-    what: begins the error text, such as "export_hf". gather: gives every rank the values of all ranks.
+    """Raises NonFiniteError on every rank if a shard has a NaN or an infinity. what: begins the
+    error text.
     """
     names = list(dict.fromkeys(chain.from_iterable(gather(nonfinite(weights)))))
     if names:
@@ -28,17 +27,17 @@ def require_finite(
 
 @torch.no_grad()
 def nonfinite(weights: Mapping[str, Tensor]) -> list[str]:
-    """The names of the weights of which this rank's shard has a NaN or an infinity."""
+    """The weights whose shard on this rank has a NaN or an infinity."""
     shards = {name: _shard(tensor) for name, tensor in weights.items() if tensor.is_floating_point()}
     if not shards:
         return []
     with one_thread():
-        # A sum is the cheapest pass over a tensor. It is finite only if all values are, but finite values may overflow.
+        # a sum is the cheapest pass, but finite values may overflow
         sums = torch.stack([shard.sum(dtype=torch.float32) for shard in shards.values()])
         suspects = [name for name, holds in zip(shards, torch.isfinite(sums).tolist(), strict=True) if not holds]
         return [name for name in suspects if not torch.isfinite(shards[name]).all()]
 
 
 def _shard(tensor: Tensor) -> Tensor:
-    # Only a DTensor has `to_local`. Clients import this module, and need not import DTensor.
+    # clients import this module and need not import DTensor
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

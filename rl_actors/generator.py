@@ -1,6 +1,5 @@
-"""The generator as a Monarch actor around a vLLM engine. Weights have Hugging Face's names and shapes.
-
-A trainer publishes numbered versions of its weights through a transport. A pull reads one version into the engine.
+"""The generator as a Monarch actor around a vLLM engine. Weights have Hugging Face's names and
+shapes.
 """
 
 import asyncio
@@ -48,28 +47,28 @@ logger = logging.getLogger(__name__)
 
 
 class Generator(Actor):
-    """An actor that runs one vLLM engine. Many callers may call the actor at the same time. A pull replaces the weights in place."""
+    """One vLLM engine for many concurrent callers. A pull replaces the weights in place."""
 
-    # `setup` sets these four attributes.
+    # set by `setup`
     vocab_size: int
-    parameters: dict[str, tuple[int, ...]]  # name and shape of every tensor of the model
-    served: list[str]  # the layers on which adapters are possible, by peft's names
-    expected: dict[str, tuple[int, ...]]  # name and shape of every tensor of a pull
+    parameters: dict[str, tuple[int, ...]]  # of every tensor of the model
+    served: list[str]  # layers that can have adapters, by peft's names
+    expected: dict[str, tuple[int, ...]]  # of every tensor of a pull
 
     def __init__(self, config: GeneratorConfig, transport: Transport | None = None) -> None:
         self.config = config
         self.transport = transport
-        self.loaded_version_key = ""  # Manifest.key of the weights in the engine; "" if the weights are not from a pull
+        self.loaded_version_key = ""  # Manifest.key of the engine's weights; "" if not from a pull
         self.last_pull: Transfer | None = None
         self._engine: EngineThread | None = None
         self.setting_up = asyncio.Lock()
-        self.calls: dict[int, EngineCall[Completion]] = {}  # generate calls whose completions have not all been fetched
+        self.calls: dict[int, EngineCall[Completion]] = {}  # whose completions have not all been fetched
         self.numbers = itertools.count()
 
     @concurrent_endpoint
     @sends_errors
     async def setup(self) -> GeneratorInfo:
-        """Start vLLM, if no earlier call has started it."""
+        """Start vLLM once."""
         async with self.setting_up:
             if self._engine is None:
                 route_library_logs("generator")
@@ -97,18 +96,17 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def probe(self) -> Probe:
-        """A Probe in this actor's process. A Probe is an actor that answers even while this actor runs a call."""
+        """A Probe in this process, which answers even while this actor runs a call."""
         return await probe_here()
 
     @concurrent_endpoint
     @sends_errors
     async def heartbeat(self) -> Heartbeat:
-        """A sign of life of the engine. Raises EngineDiedError if the engine has failed for good."""
+        """Raises EngineDiedError if the engine has failed for good."""
         if self._engine is None:
-            # The client counts a generator as dead if the generator is not idle and its num_done does not change for a while. Setup does
-            # not change num_done. So during setup the heartbeat says that the generator is idle. If setup hangs, the client waits until
-            # the time limit of setup. But if a process of the engine is stopped (SIGSTOP), the heartbeat says that the generator is not
-            # idle. The client then counts the generator as dead before that limit.
+            # The client takes a generator for dead that is not idle and makes no progress. Setup is
+            # idle, so it has its own time limit, unless a process of the engine is stopped
+            # (SIGSTOP).
             return Heartbeat(is_idle=not await asyncio.to_thread(a_child_is_stopped), num_done=0)
         return self._engine.heartbeat()
 
@@ -139,18 +137,19 @@ class Generator(Actor):
         indices: list[int] | None = None,
         adapter: str | None = None,
     ) -> int:
-        """Start params.n completions of every prompt. Returns the number of the call, for finished_groups. Many calls may run at a time.
+        """Start params.n completions of every prompt, and return the call's number, for
+        finished_groups.
 
-        indices: for each prompt the number p from which its seeds are computed (see SamplingParams.seed). None: p is the prompt's index.
-        adapter: name of the loaded adapter with which the requests run. If this adapter is not loaded, the call fails. None: no
-        adapter, or with lora.sync="adapter" the adapter of the last pull.
-        Raises ValueError if a prompt is empty or not shorter than max_model_len, or if a parameter is out of range.
+        indices: the number p of each prompt for its seeds (SamplingParams.seed); None: its index.
+        adapter: a loaded adapter; None: none, or with lora.sync="adapter" that of the last pull.
+        Raises ValueError if a prompt is empty or not shorter than max_model_len, or a parameter is
+        out of range.
         """
         validate_prompts(prompts, max_model_len=self.config.max_model_len, vocab_size=self.vocab_size)
         validate_sampling_params(params, vocab_size=self.vocab_size)
 
         def params_of(index: int) -> "list[VLLMParams]":
-            # The engine accepts one token more than max_model_len (see start_vllm). So the limit is enforced here.
+            # enforced here, because the engine accepts one token more (see start_vllm)
             room = self.config.max_model_len - len(prompts[index])
             place = index if indices is None else indices[index]
             return vllm_params(replace(params, max_tokens=min(params.max_tokens, room)), place, self.stop_token_ids)
@@ -162,12 +161,11 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def finished_groups(self, call: int, at_least: int = 1) -> list[tuple[int, list[Completion]]]:
-        """The groups that have finished since the last answer, in the order in which they finished.
+        """(index of a prompt, all its completions) of prompts finished since the last answer, in
+        order of finishing.
 
-        A group is a pair (index of a prompt, all completions of the prompt). Waits until `at_least` groups have
-        finished, or all remaining groups if fewer remain.
-        call: the number that start_generate returned. Raises the error of this generate call if the call fails.
-        Raises ValueError if no generate call of this number is running.
+        Waits for `at_least`, or all that remain. Raises the error of the generate call, or
+        ValueError if no such call is running.
         """
         if call not in self.calls:
             raise ValueError(
@@ -183,7 +181,7 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def abort_generate(self, call: int) -> None:
-        """End the unfinished requests of a generate call. Does nothing if the call has ended."""
+        """End the call's unfinished requests. Does nothing if it has ended."""
         running = self.calls.pop(call, None)
         if running is not None:
             self.engine.abort(running)
@@ -191,9 +189,10 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def compute_logprobs(self, sequences: list[list[int]], adapter: str | None = None) -> list[Tensor]:
-        """Log probability of every token after the first, given the tokens before it, at temperature 1.
+        """log p of every token after the first at temperature 1: float32 [T - 1] for each sequence
+        of T tokens.
 
-        The answer has a float32 tensor [T - 1] for each sequence of T tokens. adapter: as in start_generate.
+        adapter: as in start_generate.
         """
         from vllm import SamplingParams as VLLMParams
 
@@ -207,11 +206,11 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def load_adapter(self, name: str, directory: str) -> None:
-        """Load an adapter from a directory in peft's format. Requests can then name the adapter. Does nothing if it is loaded already.
+        """Load an adapter in peft's format under a name. Does nothing if it is loaded already.
 
-        The directory must stay until the adapter is unloaded, because vLLM may read the directory again.
-        Raises ValueError if the config allows no adapters, if the adapter does not fit the model, or if an adapter from another directory
-        has this name.
+        The directory must stay until `unload_adapter`, because vLLM may read it again. Raises
+        ValueError if the config allows no adapters, it does not fit the model, or one of another
+        directory has the name.
         """
         config, folder = self.config, Path(directory)
         adapters.require_possible(folder, max_adapters=config.max_adapters, max_rank=config.max_adapter_rank)
@@ -221,22 +220,20 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter. Does nothing if it is not loaded. Raises ValueError if requests use it."""
+        """Forget an adapter, if it is loaded. Raises ValueError if requests use it."""
         await asyncio.wrap_future(self.engine.unload_adapter(name))
 
     @concurrent_endpoint
     @sends_errors
     async def pull_model_state_dict(self, version: int, timeout: float = 60.0, in_flight: bool = True) -> Transfer:
-        """Replace the weights by a published version. With lora.sync="adapter", replace only the adapter.
+        """Load a published version, with lora.sync="adapter" only the adapter. Does nothing if the
+        engine has it.
 
-        Does nothing if the engine has this version already.
-
-        If the version cannot be read, the generator keeps its weights. If the replacement fails in the middle, the generator refuses to
-        generate until a pull has succeeded.
-        in_flight=True: running requests go on with the new weights. False: the pull waits until running requests have ended, and new
-        requests wait for the new weights.
-        Raises TimeoutError if the version is not published in `timeout` seconds. Raises ValueError if a parameter is missing, unknown or of
-        a wrong shape or dtype.
+        in_flight: running requests go on with the new weights; False: the pull waits for them, and
+        new requests wait for the pull. If the version cannot be read, the weights stay; after a
+        failure in the middle the generator refuses to generate until a pull succeeds. Raises
+        TimeoutError if the version is not published in `timeout` seconds, ValueError if a parameter
+        is missing, unknown or of a wrong shape or dtype.
         """
         validate_pull(version, timeout)
         if self.transport is None:
@@ -246,7 +243,7 @@ class Generator(Actor):
             return replace(self.last_pull, num_bytes=0, seconds=0.0, phases={})
         check_manifest(manifest, self.expected)
         source = await self.transport.source(manifest)
-        # If this pull fails in the middle, the engine is broken. The key then stays empty, so that the next pull loads the weights again.
+        # empty after a failure in the middle, so that the next pull loads again
         former, self.loaded_version_key = self.loaded_version_key, ""
         try:
             loaded = await asyncio.wrap_future(self.engine.update(source, version, in_flight=in_flight))
@@ -261,38 +258,33 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def sleep(self, level: int = 1) -> DeviceMemory:
-        """Release the GPU memory of weights and KV cache when the running requests have ended, and refuse calls until `wake`.
+        """After the running requests, release the GPU memory of weights and KV cache and refuse
+        calls until `wake`.
 
-        Does nothing if the generator sleeps already.
-
-        level: 1 keeps the weights in the host's memory. 2 drops the weights: after `wake` the generator refuses to generate until a pull.
+        level: 1 keeps the weights in host memory, 2 drops them, so that generating needs a pull
+        after `wake`.
         """
         sleeping.require_possible(self.config, level, has_transport=self.transport is not None)
         released = await asyncio.wrap_future(self.engine.sleep(level))
         if self.engine.asleep == 2:
-            self.loaded_version_key = ""  # so that a pull of the dropped version loads it again
+            self.loaded_version_key = ""  # so that a pull loads it again
         return released
 
     @concurrent_endpoint
     @sends_errors
     async def wake(self) -> DeviceMemory:
-        """Allocate the GPU memory again that `sleep` has released. Does nothing if the generator is awake."""
+        """Allocate what `sleep` has released. Does nothing if awake."""
         return await asyncio.wrap_future(self.engine.wake())
 
     def _note(self, loaded: Transfer) -> None:
-        """Keep the last pull for `info`. Log the path over which the weights came, and the reason for the path, if path
-        or reason has changed.
-        """
+        """Keep the last pull for `info`, and log its path and reason when they change."""
         former, self.last_pull = self.last_pull, loaded
         if former is None or (former.path, former.reason) != (loaded.path, loaded.reason):
             logger.info("the weights come by %s: %s", loaded.path, loaded.reason)
 
 
 def expected_tensors(directory: str) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the model that a directory's config.json describes.
-
-    If the output layer shares its weights with the embeddings, lm_head.weight is not among the tensors.
-    """
+    """Name and shape of every tensor of the model of config.json, without a tied lm_head.weight."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(directory)
@@ -305,11 +297,8 @@ def expected_tensors(directory: str) -> dict[str, tuple[int, ...]]:
 
 
 def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors into which one parameter of transformers' model is split.
-
-    transformers' model stacks the weights of all experts of a block in one parameter, and concatenates the gate and up projections along
-    their outputs. The weight files of a Hugging Face directory have one tensor for each expert and each projection.
-    The versions that a trainer pushes have the same tensors. A parameter outside the experts is not split.
+    """The tensors of one parameter as in weight files: transformers stacks the experts and
+    concatenates gate and up.
 
     by_expert("mlp.experts.gate_up_proj", (2, 64, 8))
         -> {"mlp.experts.0.gate_proj.weight": (32, 8), "mlp.experts.0.up_proj.weight": (32, 8), "mlp.experts.1.gate_proj.weight": …}
@@ -324,7 +313,7 @@ def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 
 
 def check_manifest(manifest: Manifest, expected: dict[str, tuple[int, ...]]) -> None:
-    """Raises ValueError if parameters are missing, unknown or of a wrong shape or dtype. The error lists at most MAX_NAMES_REPORTED of them."""
+    """Raises ValueError naming parameters that are missing, unknown or of a wrong shape or dtype."""
     published = manifest.tensors
     wrong = [f"{name} is missing" for name in sorted(expected.keys() - published.keys())]
     wrong += [f"{name} is unknown" for name in sorted(published.keys() - expected.keys())]

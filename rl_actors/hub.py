@@ -1,6 +1,7 @@
-"""Finds the directories of models by their ids on the Hugging Face Hub, such as "Qwen/Qwen3-0.6B". Loads no weights.
+"""Finds the directories of models by their ids on the Hugging Face Hub, such as "Qwen/Qwen3-0.6B".
+Loads no weights.
 
-The program that starts the actors calls `find_model`. The actors get the directory.
+Called by the program that starts the actors, which get the directory.
 """
 
 import json
@@ -8,26 +9,25 @@ import re
 from pathlib import Path
 
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-"""The form of an id: organization/model."""
+"""organization/model"""
 
 FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
-"""Patterns of the files in a repository that a run reads: weights, configs, and all forms of a tokenizer."""
+"""Files that a run reads: weights, configs, and all forms of a tokenizer."""
 
 OTHER_FILES = ("*/*", "consolidated*")
-"""Patterns of files that are not downloaded: files in subfolders, and the same weights in other formats."""
+"""Not downloaded: subfolders, and the same weights in other formats."""
 
 
 def find_model(name_or_path: str) -> str:
-    """The directory of the model with this Hub id. A text that is no id, such as the path of a directory or "", is returned unchanged.
+    """The directory of the model with this Hub id; a text that is no id, such as a path or "",
+    unchanged.
 
-    The model is taken from the cache of earlier downloads. Missing files are downloaded, unless HF_HUB_OFFLINE is set.
-    For example find_model("Qwen/Qwen3-0.6B") returns "/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de2…".
-    Raises ValueError with the id and the reason if the model is not in the cache and cannot be downloaded, or if the repository lacks files
-    that a model needs.
+    From the cache, or downloaded unless HF_HUB_OFFLINE is set. Raises ValueError with the id and
+    the reason if neither works or the repository lacks files.
     """
     if not is_model_id(name_or_path):
         return name_or_path
-    # Imported here, because the import takes 0.3 s and most programs give a directory.
+    # the import takes 0.3 s, and most programs give a directory
     import httpx
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -58,12 +58,12 @@ def find_model(name_or_path: str) -> str:
 
 
 def is_model_id(name_or_path: str) -> bool:
-    """True for a text of the form organization/model that is not an existing directory."""
+    """True for organization/model that is not an existing directory."""
     return MODEL_ID.fullmatch(name_or_path) is not None and not Path(name_or_path).is_dir()
 
 
 def require_directory(field: str, path: str) -> None:
-    """Raises ValueError naming the field and the remedy if `path` has the form of a Hub id and is not a directory."""
+    """Raises ValueError naming field and remedy if `path` looks like a Hub id."""
     if is_model_id(path):
         raise ValueError(
             f"{field}={path!r} is not a directory; if it is the id of a model on the Hugging Face Hub, "
@@ -72,7 +72,7 @@ def require_directory(field: str, path: str) -> None:
 
 
 def model_name(path: str) -> str:
-    """The Hub id of a directory in the Hub's cache, or the name of any other directory.
+    """The Hub id of a directory in the Hub's cache, else the directory's name.
 
     model_name(".../models--Qwen--Qwen3-0.6B/snapshots/c1899de2") -> "Qwen/Qwen3-0.6B"
     """
@@ -83,9 +83,9 @@ def model_name(path: str) -> str:
 
 
 def missing_files(directory: str) -> list[str]:
-    """Names of the files that a model needs and that the directory lacks.
+    """Files that the directory lacks: config.json, a *.safetensors, and all in the index if there
+    is one.
 
-    A model needs config.json and at least one *.safetensors. If the directory has an index of the weights, the model needs every file in the index.
     Raises ValueError if the index is not a JSON object with a weight_map.
     """
     folder = Path(directory)
@@ -103,9 +103,8 @@ def missing_files(directory: str) -> list[str]:
 
 
 def require_weights(field: str, path: str) -> None:
-    """Raises ValueError if the directory `path` lacks files that a model needs, or if a file of weights is cut off.
-
-    field: the name of the config field with this path, for the error text. Only the headers of the files are read.
+    """Raises ValueError if files are missing or weights cut off. Reads only the headers. field: for
+    the error text.
     """
     from safetensors import SafetensorError, safe_open
 

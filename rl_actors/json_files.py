@@ -6,10 +6,10 @@ from typing import Any
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError naming the file if it holds anything else, such as a text that was cut off."""
+    """The object in a JSON file. Raises ValueError naming the file if it holds anything else."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # a ValueError also for bytes that are not UTF-8
+    except (ValueError, RecursionError) as error:  # ValueError: also bytes that are not UTF-8
         raise ValueError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{file} is not a JSON object")

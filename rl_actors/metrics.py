@@ -1,7 +1,7 @@
 """Metrics named `name:reduction`, which can be merged over chunks, microbatches, ranks and calls.
 
-A partial is a metric in the form that can be merged: a scalar for sum, min and max, and a pair (numerator, denominator) for mean. The
-scalars of a partial may be tensors on a device. `finish` turns partials into metrics, which are floats.
+A partial can be merged: a scalar, for mean a pair (numerator, denominator), perhaps on a device.
+`finish` makes floats of partials.
 """
 
 import math
@@ -17,49 +17,42 @@ Partial: TypeAlias = Scalar | tuple[Scalar, Scalar]
 Partials: TypeAlias = dict[str, Partial]
 REDUCTIONS = ("sum", "mean", "max", "min")
 OVER_NOTHING = {"max": -math.inf, "min": math.inf}
-"""The partial of a max or a min over no values, by the name of the reduction. Merging this partial with a value gives
-that value. `finish` turns this partial into 0."""
+"""The partial over no values, neutral in merging; `finish` makes it 0."""
 
 
 class HostCopy:
-    """The copy of a tensor to the host.
-
-    This class is for tensors that are on the host already. Its subclass in engine/gpu.py copies from a GPU.
-    """
+    """The copy of a tensor to the host; engine/gpu.py has the copy from a GPU."""
 
     def __init__(self, tensor: Tensor) -> None:
         """Begin the copy."""
         self.tensor = tensor
 
     def wait(self) -> Tensor:
-        """Wait until the copy is done, and return the tensor on the host."""
+        """The tensor on the host."""
         return self.tensor
 
 
 class Stopwatch:
-    """Adds up the seconds between each `start` and the next `stop`.
-
-    This class is for work that is done when its call returns. Its subclass in engine/gpu.py is for work on a GPU.
-    """
+    """Adds up the seconds between `start` and `stop`; engine/gpu.py has one for work on a GPU."""
 
     def __init__(self) -> None:
         self._seconds, self._began = 0.0, 0.0
 
     def start(self) -> None:
-        """Begin a measurement. An earlier measurement without a `stop` is dropped."""
+        """Begin a measurement, dropping one without a `stop`."""
         self._began = time.perf_counter()
 
     def stop(self) -> None:
         self._seconds += time.perf_counter() - self._began
 
     def take(self) -> float:
-        """The seconds that were measured since the last `take`."""
+        """The seconds since the last `take`."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
 
 class PartialsCopy:
-    """The copy of partials to the host. One transfer moves all scalars that are on a device."""
+    """The copy of partials to the host, in one transfer."""
 
     def __init__(self, partials: Mapping[str, Partial], to_host: type[HostCopy] = HostCopy) -> None:
         """Begin the copy."""
@@ -71,7 +64,7 @@ class PartialsCopy:
         self._copy = to_host(torch.stack(scalars)) if scalars else None
 
     def wait(self) -> Partials:
-        """Wait until the copy is done, and return the partials as numbers."""
+        """The partials as numbers."""
         arrived = iter(self._copy.wait().tolist() if self._copy is not None else [])
         numbers: Partials = {}
         for name, value in self._partials.items():
@@ -84,11 +77,10 @@ class PartialsCopy:
 
 
 def merge(parts: Iterable[Mapping[str, Partial]]) -> Partials:
-    """Merge the partials of each name, by the reduction in the name.
+    """Merge the partials of each name. Raises ValueError for a reduction that is not in REDUCTIONS.
 
-    merge([{"a:sum": 1, "b:mean": (2, 4)}, {"a:sum": 2, "b:mean": (1, 1)}]) -> {"a:sum": 3, "b:mean": (3, 5)}
-
-    Raises ValueError naming the metric if its reduction is not one of REDUCTIONS.
+    merge([{"a:sum": 1, "b:mean": (2, 4)}, {"a:sum": 2, "b:mean": (1, 1)}]) -> {"a:sum": 3,
+    "b:mean": (3, 5)}
     """
     merged: Partials = {}
     for part in parts:
@@ -99,12 +91,12 @@ def merge(parts: Iterable[Mapping[str, Partial]]) -> Partials:
 
 
 def to_numbers(partials: Mapping[str, Partial]) -> Partials:
-    """Turn partials whose scalars are on the host into numbers."""
+    """Partials on the host as numbers."""
     return PartialsCopy(partials).wait()
 
 
 def finish(partials: Mapping[str, Partial]) -> dict[str, float]:
-    """Turn partials into metrics. A mean, maximum or minimum of no values is 0.
+    """Metrics from partials; over no values they are 0.
 
     finish({"a:sum": 3, "b:mean": (3, 5)}) -> {"a:sum": 3.0, "b:mean": 0.6}
     """
@@ -135,7 +127,7 @@ def _combine(name: str, a: Partial, b: Partial) -> Partial:
 
 
 def _larger(a: Scalar, b: Scalar) -> Scalar:
-    """The larger of two numbers, or NaN if one of them is NaN. Python's max would lose a NaN: max(1.0, nan) is 1.0."""
+    """The larger, or NaN if one is NaN, which Python's max would lose."""
     if isinstance(a, Tensor):
         return torch.maximum(a, b if isinstance(b, Tensor) else torch.full_like(a, b))
     if isinstance(b, Tensor):

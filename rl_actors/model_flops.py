@@ -1,7 +1,4 @@
-"""Formulas for floating-point operations (FLOPs): how many a model needs, and how many a GPU can do in a second.
-
-This module measures nothing.
-"""
+"""FLOPs: how many a model needs, and how many a GPU can do in a second. Measures nothing."""
 
 from collections.abc import Iterable
 
@@ -9,15 +6,12 @@ from rl_actors.config import TrainerConfig
 from rl_actors.model_config import ModelConfig
 
 PEAKS = {"H100 80GB HBM3": 989e12, "H200": 989e12}
-"""Peaks of GPUs in dense bfloat16, in FLOPs per second. The peak in float8 is twice as high. Key: a part of the GPU's
-name."""
+"""Part of the GPU's name -> peak in dense bfloat16, FLOPs per second. float8: twice as many."""
 
 
 def product_parameters(model: ModelConfig) -> int:
-    """Number of the parameters by which the model multiplies the hidden states of one token.
-
-    An expert's parameters count only if the token is routed to this expert. The output head counts. The embedding
-    does not count, because it is a lookup.
+    """Parameters that multiply one token: routed experts only, with the output head, without the
+    embedding (a lookup).
     """
     hidden = model.hidden_size
     heads = model.num_attention_heads * model.head_dim
@@ -34,13 +28,10 @@ def product_parameters(model: ModelConfig) -> int:
 
 
 def flops_per_token(model: ModelConfig, document: float, *, trains_weights: bool = True) -> float:
-    """FLOPs of the forward and backward pass of one token. document: length in tokens of the document that the
-    token is in. Recomputation does not count.
+    """FLOPs of forward and backward per token of a document of this length, without recomputation.
 
-    Each parameter of a matrix product costs 6 FLOPs. Each position that the token attends to costs 12 FLOPs per block,
-    per head and per dimension of the head. A token attends to itself and to the earlier positions of its document, on
-    average to half of the document. With trains_weights=False, as in a run that trains adapters, the gradients of the
-    weights are not computed, so a parameter costs 4 FLOPs.
+    6 per parameter of a matrix product (4 if the weights are not trained, as with adapters), and 12
+    per block, head and head dimension for each position attended to, on average half the document.
     """
     heads = model.num_attention_heads * model.head_dim
     per_parameter = 6 if trains_weights else 4
@@ -48,7 +39,7 @@ def flops_per_token(model: ModelConfig, document: float, *, trains_weights: bool
 
 
 def training_flops(config: TrainerConfig, lengths: Iterable[int]) -> float:
-    """FLOPs of one training pass over samples of these lengths. Each sample is one document."""
+    """FLOPs of one training pass over samples of these lengths, one document each."""
     trains_weights = config.lora.rank == 0
     flops = 0.0
     for length in lengths:
@@ -57,7 +48,7 @@ def training_flops(config: TrainerConfig, lengths: Iterable[int]) -> float:
 
 
 def peak_flops(device_name: str, *, float8: bool = False) -> float | None:
-    """The peak of the device with this name, in FLOPs per second. None if PEAKS does not have the device, as for every CPU."""
+    """FLOPs per second; None if PEAKS lacks the device, as any CPU."""
     for name, peak in PEAKS.items():
         if name in device_name:
             return peak * 2 if float8 else peak

@@ -1,33 +1,37 @@
-"""The parts of a trainer's memory that `offload` moves to the host, and HostMove, the record of a move. engine/offload.py moves the parts."""
+"""The parts of a trainer's memory that `offload` moves to the host, and HostMove, the record of a
+move.
+"""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 Part = Literal["weights", "gradients", "optimizer"]
-"""weights: parameters and buffers. gradients: the gradients that no optimizer step has used yet. optimizer: the optimizer's state."""
+"""weights: parameters and buffers. gradients: accumulated, not yet used by an optimizer step.
+optimizer: its state.
+"""
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMove:
-    """Bytes and seconds of a move from the device to the host or back, or the sum of several moves.
+    """Bytes and seconds of a move between device and host, or a sum of moves.
 
-    A client returns one HostMove for all ranks together. But a HostMove in TrainerInfo, or from TrainEngine, describes only one rank.
+    A client's are of all ranks together; those in TrainerInfo or from TrainEngine are of one rank.
     """
 
-    num_bytes: int = 0  # the sum over the ranks
+    num_bytes: int = 0  # summed over ranks
     seconds: float = 0.0  # of the slowest rank
-    buffer_seconds: float = 0.0  # part of `seconds`, for allocating host memory; later offloads reuse this memory
+    buffer_seconds: float = 0.0  # part of `seconds`, for allocating host memory, which later offloads reuse
 
     @property
     def gb_per_second(self) -> float:
-        """Bytes of all ranks divided by the seconds of the slowest rank's copies, in 10^9 bytes a second."""
+        """All ranks' bytes over the slowest rank's seconds of copying, in 10^9 bytes a second."""
         copying = self.seconds - self.buffer_seconds
         return self.num_bytes / 1e9 / copying if copying > 0 else 0.0
 
     def then(self, later: "HostMove") -> "HostMove":
-        """The sum of this move and a later move."""
+        """The sum of two moves in sequence."""
         return HostMove(
             num_bytes=self.num_bytes + later.num_bytes,
             seconds=self.seconds + later.seconds,
@@ -35,9 +39,7 @@ class HostMove:
         )
 
     def since(self, earlier: "HostMove") -> "HostMove":
-        """The sum of the moves between two moments. This HostMove is the sum of all moves from the start of the trainer to the
-        later moment, and `earlier` is the sum up to the earlier one.
-        """
+        """The moves between two moments; both HostMoves are sums since the trainer's start."""
         return HostMove(
             num_bytes=self.num_bytes - earlier.num_bytes,
             seconds=self.seconds - earlier.seconds,
@@ -46,10 +48,7 @@ class HostMove:
 
 
 def of_all_ranks(moves: Iterable[HostMove]) -> HostMove:
-    """Combine moves that ran at the same time, one for each rank.
-
-    The result has the sum of the bytes, and the seconds of the slowest rank.
-    """
+    """One move of each rank, at the same time: the sum of bytes, the slowest rank's seconds."""
     moves = list(moves)
     slowest = max(moves, key=lambda move: move.seconds)
     return HostMove(
@@ -60,9 +59,10 @@ def of_all_ranks(moves: Iterable[HostMove]) -> HostMove:
 
 
 def require_parts(call: str, parts: Collection[str]) -> None:
-    """Raises TypeError if `parts` is a str or no collection, and ValueError if it has a name that is not in PARTS.
+    """Raises TypeError if `parts` is a str or no collection, ValueError for a name that is not in
+    PARTS.
 
-    call: the name with which the error text begins, such as "offload".
+    call: begins the error text.
     """
     if isinstance(parts, str) or not isinstance(parts, Collection):
         raise TypeError(f"{call}: parts is {parts!r}; it must be a list of names, such as ['optimizer']")

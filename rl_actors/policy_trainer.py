@@ -1,10 +1,7 @@
-"""`PolicyTrainer`, the Monarch actor of one rank of a trainer. It passes its calls on to the rank's TrainEngine.
+"""`PolicyTrainer`, the Monarch actor of one rank of a trainer. It passes its calls on to the rank's
+TrainEngine.
 
-Every rank must get the same calls in the same order, so only one client may send them. The client sends an Order with
-each call. A rank refuses a call whose Order has a wrong number, and a call of a client that another client has replaced.
-
-A tenant is one of several training runs that share the trainer's base model. Each tenant trains its own adapters. Every
-trainer has the tenant FIRST_TENANT. A trainer without adapters has no other tenant.
+Every rank must get the same calls in the same order, so one client sends them, each with an Order.
 """
 
 import asyncio
@@ -45,18 +42,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PULL_TIMEOUT = 60.0
-"""Seconds that pull_model_state_dict waits until the version is published. The `timeout` of
-GeneratorClient.pull_model_state_dict has the same default."""
+"""Seconds for a version to be published, as the default of GeneratorClient.pull_model_state_dict.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """The number of a call in the session of a client, and the tenant whose call it is.
+    """Number of a call in a client's session, and its tenant.
 
-    A session begins with the client's `setup` call, and ends when another client calls `setup`. The calls of a session
-    have the numbers 1, 2, 3, …  A call that repeats the last number gets the last answer again. A call whose number is
-    neither the last nor the next raises an error. All tenants share the numbers, because every rank runs one call at a
-    time.
+    A session lasts from the client's `setup` to that of another client. Calls count from 1 over all
+    tenants. The last number again gives the last answer again; any other but the next is an error.
     """
 
     session: str
@@ -66,7 +61,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply(Generic[T]):
-    """The answer or the error of a call. The actor keeps it, because the client may repeat the call."""
+    """Answer or error of a call, kept for a repeated call."""
 
     value: T | None = None
     error: Exception | None = None
@@ -78,13 +73,13 @@ class Reply(Generic[T]):
 
 
 class PolicyTrainer(Actor):
-    """One rank of a trainer. All its endpoints but setup, info, probe and wait_for_checkpoint take an Order.
+    """One rank of a trainer.
 
-    If the Order of a call is left out, the call runs for the first tenant as soon as it arrives. A program that leaves
-    out the Order must be the only caller.
+    A call without an Order runs for the first tenant as it arrives, for programs that are the only
+    caller.
     """
 
-    # The next three attributes exist after setup.
+    # set by setup
     engine: "TrainEngine"
     compiler_context: contextvars.Context
     rank: int
@@ -95,9 +90,9 @@ class PolicyTrainer(Actor):
         self.session: str | None = None
         self.last_number = 0
         self.last_reply: Reply[object] | None = None
-        self.publisher: Publisher | None = None  # None before setup, and without a transport
+        self.publisher: Publisher | None = None  # None before setup, or without a transport
         self.last_push: Transfer | None = None
-        self.written: Future[None] | None = None  # done when the checkpoint of the last save_checkpoint is on disk
+        self.written: Future[None] | None = None  # of the last save_checkpoint
 
     def __repr__(self) -> str:
         return f"PolicyTrainer({self.rank if hasattr(self, 'rank') else 'not set up'})"
@@ -105,7 +100,7 @@ class PolicyTrainer(Actor):
     @endpoint
     @sends_errors
     async def setup(self, session: str | None = None) -> TrainerInfo:
-        """Build the model on the first call, and accept only orders of `session` from now on."""
+        """Build the model once, and from now on accept only orders of `session`."""
         if not hasattr(self, "engine"):
             self.build()
         self.session, self.last_number, self.last_reply = session, 0, None
@@ -113,21 +108,20 @@ class PolicyTrainer(Actor):
 
     def build(self) -> None:
         route_library_logs("trainer")
-        # Imported here, so that only the process of a rank imports torchtitan. If the import fails, the caller gets the ImportError.
+        # only a rank's process imports torchtitan, and an ImportError reaches the caller
         with collector.importing():
             from rl_actors.engine.collectives import by_rank
             from rl_actors.engine.train_engine import TrainEngine
 
         self.engine = TrainEngine(self.config)
-        # torch keeps the settings of its compiler in context variables, and Monarch runs each message in a context of its own. So every
-        # call runs in this copy of the context in which the engine was built.
+        # torch's compiler settings are context variables, and Monarch runs each message in its own
+        # context
         self.compiler_context = contextvars.copy_context()
         self.rank = dist.get_rank()
         if self.transport is not None:
             self.transport.training_bytes = memory_estimate.memory(self.config).total
             self.publisher = Publisher(self.transport, rank=self.rank, gather=by_rank)
-        # Garbage collections run when samples arrive. Each of them would look through all objects of the setup. This
-        # call excludes these objects from later collections.
+        # keeps collections, which run when samples arrive, off the objects of the setup
         collector.keep(collect=True)
 
     @endpoint
@@ -137,7 +131,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def probe(self) -> Probe:
-        """A Probe, which is another actor in the process of this actor. The Probe also answers while this actor runs a call."""
+        """A Probe in this process, which answers even while this actor runs a call."""
         return await probe_here()
 
     @endpoint
@@ -148,9 +142,8 @@ class PolicyTrainer(Actor):
         entropy: bool = False,
         order: Order | None = None,
     ) -> RankOutput:
-        """Compute the logprobs of the targets, or the values of a value model. Changes nothing.
-
-        If a loss is given, also compute its metrics. If `entropy` is True, also compute the entropies.
+        """Logprobs of the targets, or values; with a loss also its metrics, with `entropy` the
+        entropies. Changes nothing.
         """
         return await self.in_order(order, lambda: self.engine.forward(samples, loss, entropy=entropy))
 
@@ -163,9 +156,8 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def optim_step(self, params: OptimParams, order: Order | None = None) -> OptimResult:
-        """Divide and clip the gradients, step the optimizer, clear the gradients.
-
-        If the gradient norm is finite, policy_version grows by one. If not, the optimizer does not step.
+        """Divide and clip the gradients, step, clear. A gradient norm that is not finite skips the
+        step, else policy_version grows by one.
         """
         return await self.in_order(order, lambda: self.engine.optim_step(params))
 
@@ -176,8 +168,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def save_checkpoint(self, path: str, optimizer: bool = True, order: Order | None = None) -> int:
-        """Copy weights, policy_version and, if `optimizer` is True, the optimizer state, and begin to write the copies.
-
+        """Copy weights, policy_version and optionally the optimizer state, and begin to write.
         Returns policy_version.
         """
         return await self.in_order(order, lambda: self.begin_checkpoint(path, optimizer))
@@ -189,19 +180,17 @@ class PolicyTrainer(Actor):
     @concurrent_endpoint
     @sends_errors
     async def wait_for_checkpoint(self) -> None:
-        """Wait until the checkpoint of the last save_checkpoint call is complete on disk. Other calls run meanwhile.
-
-        Raises the error of the write, if the write has failed.
+        """Wait until the last save_checkpoint is on disk, while other calls run. Raises the error
+        of the write.
         """
         if self.written is not None:
             await asyncio.wrap_future(self.written)
 
     @endpoint
     async def load_checkpoint(self, path: str, optimizer: bool = True, order: Order | None = None) -> int:
-        """Read weights, policy_version and, if `optimizer` is True, the optimizer state. Returns policy_version.
+        """Read weights, policy_version and optionally the optimizer state. Returns policy_version.
 
-        Later pushes publish a new stream of versions, because the numbers of these versions may have been used already
-        (see Manifest).
+        Later pushes begin a new stream, because their numbers may be used already.
         """
         return await self.in_order(order, lambda: self.read_checkpoint(path, optimizer))
 
@@ -213,17 +202,17 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def export_hf(self, path: str, dtype: str = "float32", order: Order | None = None) -> None:
-        """Write a Hugging Face directory of the weights, with adapters merged."""
+        """Write a Hugging Face directory, with adapters merged."""
         return await self.in_order(order, lambda: self.engine.export_hf(path, dtype))
 
     @endpoint
     async def export_lora(self, path: str, order: Order | None = None) -> None:
-        """Write a directory of the adapters, in peft's format."""
+        """Write the adapters in peft's format."""
         return await self.in_order(order, lambda: self.engine.export_lora(path))
 
     @endpoint
     async def new_tenant(self, name: str, seed: int = 0, order: Order | None = None) -> None:
-        """Add a tenant. Its adapters are initialized with this seed. Calls for the tenant name it in Order.tenant."""
+        """Add a tenant, with adapters initialized by this seed."""
         return await self.in_order(order, lambda: self.engine.new_tenant(name, seed))
 
     @endpoint
@@ -233,27 +222,26 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def profile(self, directory: str, steps: int, order: Order | None = None) -> None:
-        """Trace the next `steps` optimizer steps with torch.profiler, and write the trace to `directory`."""
+        """Trace the next `steps` optimizer steps with torch.profiler."""
         return await self.in_order(order, lambda: self.engine.profile(directory, steps))
 
     @endpoint
     async def offload(self, parts: Collection[Part] = PARTS, order: Order | None = None) -> HostMove:
-        """Move parts of this rank's memory to the host. A later call brings back the parts that it needs."""
+        """Move parts of this rank's memory to the host. Later calls bring back what they need."""
         return await self.in_order(order, lambda: self.engine.offload(parts))
 
     @endpoint
     async def onload(self, parts: Collection[Part] = PARTS, order: Order | None = None) -> HostMove:
-        """Move parts of this rank's memory back to the device."""
+        """Move parts back to the device."""
         return await self.in_order(order, lambda: self.engine.onload(parts))
 
     @endpoint
     async def push_model_state_dict(self, order: Order | None = None) -> int:
-        """Publish the weights of the first tenant through the transport, as the version policy_version. Each rank
-        publishes its own shards. Returns policy_version.
+        """Publish this rank's shards of the first tenant's weights as version policy_version, and
+        return it.
 
-        Each generator announces its dtype to the transport. The published tensors have the widest announced dtype, or
-        float32 if no generator has announced a dtype. If the current stream (see Manifest) still has this version in
-        this dtype, nothing is published.
+        In the widest dtype that generators have announced, float32 if none. Does nothing if the
+        stream has this version already.
         """
         return await self.in_order(order, self.publish_weights)
 
@@ -274,8 +262,8 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def pull_model_state_dict(self, version: int, order: Order | None = None) -> int:
-        """Load the weights of a version that another trainer has published. Only a language model without an optimizer
-        and without adapters can load them.
+        """Load a version that another trainer has published, into a language model without
+        optimizer and adapters.
         """
         return await self.in_order(order, lambda: self.load_version(version))
 
@@ -289,10 +277,8 @@ class PolicyTrainer(Actor):
             return self.engine.load_published(opened, version)
 
     async def find_together(self, version: int, publisher: Publisher) -> Manifest:
-        """Rank 0 looks for the manifest of the version. Every rank returns the manifest that rank 0 found, or raises rank 0's error.
-
-        A manifest lists the tensors of a version. If every rank looked for itself, the ranks could find different
-        manifests, because the pushing trainer may begin a new stream meanwhile.
+        """The manifest that rank 0 finds, on every rank, or rank 0's error. Separate searches might
+        find different streams.
         """
         found: Manifest | Exception | None = None
         if self.rank == 0:
@@ -308,12 +294,10 @@ class PolicyTrainer(Actor):
 
     @sends_errors
     async def in_order(self, order: Order | None, call: Callable[[], T | Awaitable[T]]) -> T:
-        """Run `call` if `order` has the next number, and keep the answer or the error. If `order` has the last number,
-        return the kept answer or raise the kept error again.
+        """Run `call` if its number is next and keep the reply; give the kept reply if it is the
+        last. Without an order just run.
 
-        Without an order, run `call` and keep nothing.
-        Raises RuntimeError if the session of the order was replaced, or if the number of the order is neither the last
-        nor the next.
+        Raises RuntimeError for a replaced session, or any other number.
         """
         if order is None:
             return await self.run(FIRST_TENANT, call)
@@ -333,8 +317,8 @@ class PolicyTrainer(Actor):
         return cast(T, self.last_reply.give())
 
     async def run(self, tenant: str, call: Callable[[], T | Awaitable[T]]) -> T:
-        """The result of `call` for a tenant. Raises CollectiveTimeoutError if this rank has waited too long for another
-        rank.
+        """Run `call` for a tenant. Raises CollectiveTimeoutError if this rank has waited too long
+        for another.
         """
         from rl_actors.engine import deadlines
 

@@ -7,9 +7,8 @@ MAX_SEED = 2**62 - 1
 
 
 def hashed_seed(*parts: int | str) -> int:
-    """A hash of the parts, in [0, 2**62). It is the same on every machine and in every process.
-
-    Sample i of prompt p of a call is drawn with hashed_seed(seed, p, i).
+    """A hash in [0, 2**62), the same on every machine. Sample i of prompt p is drawn with
+    hashed_seed(seed, p, i).
     """
     text = "/".join(map(str, parts))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") & MAX_SEED

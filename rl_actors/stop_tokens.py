@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 
 def stop_token_ids(directory: str | Path, tokenizer: "PreTrainedTokenizerBase | None" = None) -> tuple[int, ...]:
-    """`eos_token_id` of generation_config.json, or else the tokenizer's end token, or else `eos_token_id` of config.json.
+    """`eos_token_id` of generation_config.json, else the tokenizer's, else of config.json, else ().
 
-    tokenizer: the tokenizer of the directory. None: it is loaded if it is needed. () if no file names an end token.
-    Raises ValueError naming the source, the value and the limit if it is not an id or a list of ids.
+    tokenizer: the directory's; None: loaded if needed. Raises ValueError naming source, value and
+    limit.
     """
     generation, config = Path(directory) / "generation_config.json", Path(directory) / "config.json"
     source, found = str(generation), _entry(generation, "eos_token_id")
@@ -34,7 +34,7 @@ def stop_token_ids(directory: str | Path, tokenizer: "PreTrainedTokenizerBase | 
 
 
 def _entry(file: Path, name: str) -> Any:
-    """The entry `name` of a JSON file. None if there is no such entry or no such file."""
+    """An entry of a JSON file, None if entry or file is missing."""
     if not file.is_file():
         return None
     try:
@@ -44,7 +44,7 @@ def _entry(file: Path, name: str) -> Any:
 
 
 def _load(directory: str | Path) -> "PreTrainedTokenizerBase":
-    # AutoTokenizer would choose a subclass. But importing it takes a second.
+    # AutoTokenizer chooses a subclass, but its import takes a second
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     has_fast = (Path(directory) / "tokenizer.json").is_file()

@@ -1,6 +1,5 @@
-"""Checks whether files may be unpickled.
-
-Unpickling can run code. So a user who can write a pickle file can run code with the rights of the user who unpickles the file.
+"""Checks whether files may be unpickled: whoever can write a pickle can run code as the user who
+unpickles it.
 """
 
 import grp
@@ -12,17 +11,16 @@ from pathlib import Path
 
 
 def distrust(path: str | Path) -> str:
-    """The reason why a file, or any file in a directory, must not be unpickled. Empty if only this user and root can write the files, or
-    if `path` does not exist.
+    """Why a file, or any file or folder in a directory, must not be unpickled.
 
-    The directory and its subdirectories are checked, too, because a user who can write to a directory could replace its files. The parent
-    directories of `path` are not checked.
+    "" if only this user and root can write them, or `path` does not exist. Parent directories are
+    not checked.
     """
     for each in _files(Path(path)):
         try:
             status = each.stat()
         except FileNotFoundError:
-            continue  # the file has been removed in the meantime
+            continue  # removed meanwhile
         if status.st_uid not in (os.geteuid(), 0):
             return f"{each} belongs to {_user(status.st_uid)}, who could run code in this program; copy it, so that it belongs to you"
         writers = stat.S_IMODE(status.st_mode) & (stat.S_IWGRP | stat.S_IWOTH)
@@ -46,9 +44,9 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _is_private(group: int, user: int) -> bool:
-    """True if the group is the user's private group: the user's primary group, which has the user's name and lists no other member.
+    """True if the group is the user's primary, has the user's name and no other member.
 
-    Many systems create a private group for each user, and by default let this group write the user's files.
+    Many systems make one for each user and let it write the user's files by default.
     """
     try:
         entry, owner = grp.getgrgid(group), pwd.getpwuid(user)

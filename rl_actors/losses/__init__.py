@@ -1,8 +1,6 @@
-"""The losses and their names. A loss is a function of logprobs and columns. It never gets logits. The losses of this package are frozen
-dataclasses.
+"""The losses and their names. A loss is a function of logprobs and columns, never of logits.
 
-A column is a named tensor of the samples with an entry for each position, such as advantages. In shapes, B is the number of rows, L the
-number of positions of a row, and K the number of ids that the column target_ids has for each position.
+B rows, L positions of a row, K ids of the column target_ids at each position.
 """
 
 import inspect
@@ -20,14 +18,12 @@ from rl_actors.losses.value import ValueLoss, explained_variance
 from rl_actors.metrics import Partials
 
 Loss = Callable[..., tuple[Tensor, Partials]]
-"""A loss is called as loss(logprobs_BL, **columns_BL) and returns (sum over the positions, metrics). The end of a metric's name says how its
-values from several calls are merged: `:sum`, `:mean`, `:max` or `:min`. A metric named `x:mean` is a pair (numerator, denominator).
+"""loss(logprobs_BL, **columns_BL) -> (sum over the positions, metrics named `name:reduction`, see
+rl_actors.metrics).
 
-A loss whose attribute `output` is "values" gets the values of a value model instead of logprobs.
-
-A loss whose attribute `whole_sequence` is true gets rows with one sample each, padded with zeros. Any other loss may get only some of the
-positions in each call. The sums of the calls are then added up.
-Logprobs and columns are 0 at every position without a target: after the last sample of a row, and where a target is IGNORE_TARGET.
+With the attribute `output` = "values" it gets a value model's values instead of logprobs. With a
+true `whole_sequence` it gets rows of one sample, padded with zeros; any other loss may get some of
+the positions in each call. Logprobs and columns are 0 at positions without a target.
 """
 
 LOSSES: dict[str, type] = {
@@ -41,9 +37,9 @@ LOSSES: dict[str, type] = {
 }
 
 COMPUTED_BY_ENGINE = frozenset({"entropy", "target_logprobs"})
-"""Arguments of a loss that the engine computes, so they are not columns. `entropy`, [B, L], is the entropy of the distribution over the
-vocabulary. `target_logprobs`, [B, L, K], has the logprobs of the ids in the column target_ids. A loss gets target_logprobs only if the
-samples have this column."""
+"""Arguments that the engine computes. `entropy` [B, L]: of the distribution over the vocabulary.
+`target_logprobs` [B, L, K]: of the ids in the column target_ids, only if the samples have it.
+"""
 
 __all__ = [
     "CISPO",
@@ -72,11 +68,10 @@ __all__ = [
 
 
 def resolve(loss: "str | Loss") -> Loss:
-    """The loss that a caller gives as an object or by its name.
+    """The loss from an object or a name.
 
-    A name in LOSSES gives that loss with default options. "module:name" gives a loss of your own. `name` may be a function, an object that
-    can be called, or a class. A class is called without arguments to make the loss. A callable that is not a class is returned as it is.
-    Raises ValueError for anything else.
+    A name in LOSSES gives default options; in "module:name", `name` is a function, a callable
+    object, or a class that is called without arguments. Raises ValueError for anything else.
     """
     if isinstance(loss, str) and ":" in loss:
         loss = _imported(loss)
@@ -92,30 +87,29 @@ def resolve(loss: "str | Loss") -> Loss:
 
 
 def columns_of(loss: Loss) -> tuple[frozenset[str], frozenset[str]]:
-    """(names of the required columns, names of the optional columns) of a loss.
+    """(required, optional) columns: from the loss's columns(), or its keyword-only arguments,
+    without COMPUTED_BY_ENGINE.
 
-    These are the names that the loss's columns() method returns. For a loss without this method, these are its keyword-only arguments, and
-    arguments with a default are optional. The arguments in COMPUTED_BY_ENGINE are left out.
-
-    columns_of(ImportanceSampling()) -> ({"advantages", "loss_weights", "old_logprobs"}, {"generator_logprobs"})
+    columns_of(ImportanceSampling()) -> ({"advantages", "loss_weights", "old_logprobs"},
+    {"generator_logprobs"})
     """
     required, optional = _reads(loss)
     return required - COMPUTED_BY_ENGINE, optional - COMPUTED_BY_ENGINE
 
 
 def computed_for(loss: Loss) -> frozenset[str]:
-    """The arguments of the loss that the engine computes: a subset of COMPUTED_BY_ENGINE."""
+    """The arguments in COMPUTED_BY_ENGINE that the loss takes."""
     required, optional = _reads(loss)
     return (required | optional) & COMPUTED_BY_ENGINE
 
 
 def name_of(loss: Loss | None) -> str:
-    """The name of a loss for error texts."""
+    """For error texts."""
     return getattr(loss, "__name__", type(loss).__name__)
 
 
 def output_of(loss: Loss) -> str:
-    """The output of the model that the loss reads: "logprobs", or "values" for the loss of a value model."""
+    """What the loss reads: "logprobs", or "values" of a value model."""
     return getattr(loss, "output", "logprobs")
 
 

@@ -1,10 +1,9 @@
 """The loss of `forward_backward_custom`, which the calling process computes instead of the trainer.
 
-Autograd of the calling process computes the gradient of the loss with respect to the logprobs (for a value model: with
-respect to the values). The client sends this gradient to the trainer as a column of the samples. The trainer then runs
-forward_backward with the loss LogprobGradient or ValueGradient, which reads this column.
+The caller's autograd gives the gradient by the logprobs (or values). It travels as a column, which
+LogprobGradient or ValueGradient reads in the trainer.
 
-In shapes, T is the number of positions of a sample, B the number of rows of a batch and L the length of a row.
+T positions of a sample, B rows, L row length.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,18 +17,15 @@ from rl_actors.metrics import Partial, Partials, Scalar, merge
 from rl_actors.types import IGNORE_TARGET, Sample
 
 CustomLoss = Callable[[list[Sample], list[Tensor]], tuple[Tensor, Partials]]
-"""A function loss(samples, outputs) that returns (scalar, metrics). outputs: for each sample the logprobs or the values
-of its T positions, [T].
+"""loss(samples, outputs) -> (scalar, metrics). outputs: logprobs or values of each sample, [T].
 
-metrics: dict of numbers. A metric named `x:mean` may also be a pair (numerator, denominator)."""
+metrics: numbers; `x:mean` may also be a pair (numerator, denominator).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobGradient:
-    """The loss sum_i g_i logprob_i, where g is the column logprob_grads.
-
-    The gradient of this loss with respect to logprob_i is g_i.
-    """
+    """sum_i g_i logprob_i, whose gradient is g, the column logprob_grads."""
 
     column: ClassVar[str] = "logprob_grads"
 
@@ -40,10 +36,7 @@ class LogprobGradient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueGradient:
-    """The loss sum_i g_i V_i, where V_i is the value at position i, and g is the column value_grads.
-
-    The gradient of this loss with respect to V_i is g_i.
-    """
+    """sum_i g_i V_i, whose gradient is g, the column value_grads."""
 
     column: ClassVar[str] = "value_grads"
     output: ClassVar[str] = "values"
@@ -56,15 +49,12 @@ class ValueGradient:
 def output_gradients(
     loss: CustomLoss, samples: Sequence[Sample], outputs: Sequence[Tensor]
 ) -> tuple[list[Tensor], Partials]:
-    """Run the caller's loss. Returns the gradient of the loss with respect to the outputs, [T] for each sample, and the
-    metrics.
+    """Run the caller's loss: (gradient by the outputs, [T] for each sample; its metrics and
+    loss:sum).
 
-    The metrics are those that the loss returns, and loss:sum, the value of the loss.
-
-    outputs: for each sample its logprobs, or the values of a value model. The loss gets samples whose columns are 0
-    where the target is IGNORE_TARGET, like every loss in the trainer.
-    Raises TypeError if the loss does not return (Tensor, dict), and ValueError if the tensor is not a scalar or does
-    not depend on the outputs.
+    outputs: logprobs or values of each sample, [T]. The loss gets columns that are 0 where the
+    target is IGNORE_TARGET. Raises TypeError if the loss does not return (Tensor, dict), ValueError
+    if the tensor is no scalar or does not depend on the outputs.
     """
     leaves = [x.detach().clone().requires_grad_() for x in outputs]
     with torch.enable_grad():
@@ -85,9 +75,7 @@ def output_gradients(
 
 
 def _without_padded_columns(sample: Sample) -> Sample:
-    """A copy of the sample whose columns are 0 where the target is IGNORE_TARGET. The sample itself if it has no such
-    target.
-    """
+    """The sample with columns 0 where the target is IGNORE_TARGET."""
     is_padded_T = torch.as_tensor(sample.targets) == IGNORE_TARGET
     if not is_padded_T.any():
         return sample

@@ -1,10 +1,8 @@
-"""Options of every policy loss: KL to a reference, and corrections for a generator whose probabilities differ from the trainer's.
+"""Options of every policy loss: KL to a reference, and corrections for the mismatch of generator
+and trainer.
 
-An option is not a loss. PolicyLoss in policy.py has the whole formula. w_i is the loss weight of position i. A position is trained if its
-w_i is not 0.
-
-Letters of shapes: B rows of a batch, L positions in a row. A correction with level="sequence" takes a mean over each row, so each row
-must hold only one sample. With level="token" a row may hold several samples.
+PolicyLoss in policy.py has the whole formula. B rows, L positions; a correction with
+level="sequence" needs rows of one sample.
 """
 
 import math
@@ -19,11 +17,12 @@ Level = Literal["token", "sequence"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KL:
-    """Adds coefficient * sum_i w_i kl_i to the loss. kl_i estimates KL(trainer, reference) from d_i = logprob_i - ref_logprob_i.
+    """Adds coefficient * sum_i w_i kl_i to the loss, an estimate of KL(trainer, reference) from d_i
+    = logprob_i - ref_logprob_i.
 
-    k1: d_i;  k2: d_i^2 / 2;  k3: exp(-d_i) - 1 + d_i  (Schulman, "Approximating KL divergence", 2020).
-    On samples that the trainer's own policy drew, the expected gradient of k2 is the gradient of the KL, and the expected gradient of k1
-    is 0 (Tang and Munos, arXiv 2506.09477). With coefficient=0 the KL is only reported, as kl_reference:mean.
+    k1: d_i;  k2: d_i^2 / 2;  k3: exp(-d_i) - 1 + d_i  (Schulman, "Approximating KL divergence",
+    2020). On-policy, the expected gradient of k2 is that of the KL, and that of k1 is 0 (Tang and
+    Munos, arXiv 2506.09477). coefficient=0 only reports kl_reference:mean.
     """
 
     coefficient: float
@@ -34,7 +33,7 @@ class KL:
         _require_choice("KL.estimator", self.estimator, ("k1", "k2", "k3"))
 
     def __call__(self, logprobs_BL: Tensor, ref_logprobs: Tensor) -> Tensor:
-        """The estimates kl_i, [B, L], without the coefficient."""
+        """kl_i, [B, L], without the coefficient."""
         difference_BL = logprobs_BL - ref_logprobs
         match self.estimator:
             case "k1":
@@ -47,11 +46,11 @@ class KL:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruncatedImportanceSampling:
-    """Multiplies the objective of position i by min(q_i, cap). The terms of KL and entropy stay unchanged.
+    """Multiplies the objective by min(q_i, cap), but not the terms of KL and entropy.
 
-    q_i is the probability of the token in the trainer divided by its probability in the generator. At level "sequence"
-    q_i is the geometric mean of these ratios over the trained positions of the sample. The source is Yao et al., "Your
-    efficient RL framework secretly brings you off-policy RL training", 2025.
+    q_i = p_trainer / p_generator; at level "sequence" its geometric mean over the sample's trained
+    positions. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training",
+    2025.
     """
 
     cap: float = 2.0
@@ -64,18 +63,16 @@ class TruncatedImportanceSampling:
         _require_choice("TruncatedImportanceSampling.level", self.level, ("token", "sequence"))
 
     def __call__(self, difference_BL: Tensor, is_trained_BL: Tensor) -> Tensor:
-        """The factor c_i of the objective at every position i, [B, L]. difference_BL: log of each token's ratio."""
+        """The factor c_i, [B, L]. difference_BL: log of each token's ratio."""
         return at_level(self.level, difference_BL, is_trained_BL).exp().clamp(max=self.cap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IcePop:
-    """Drops the objective of a position whose q_i is outside [low, high]. The terms of KL and entropy stay unchanged.
+    """Drops the objective where q_i is outside [low, high], but not the terms of KL and entropy.
 
-    q_i is the probability of the token in the trainer divided by its probability in the generator. At level "sequence"
-    q_i is the geometric mean of these ratios over the trained positions of the sample. With reweights=True the
-    objective of a position whose q_i is inside the bounds is multiplied by q_i, as in the paper (Ling team, "Every step
-    evolves", arXiv 2510.18855).
+    q_i as in TruncatedImportanceSampling. reweights: multiply by q_i inside the bounds, as in the
+    paper (Ling team, "Every step evolves", arXiv 2510.18855).
     """
 
     low: float = 0.5
@@ -89,7 +86,7 @@ class IcePop:
         _require_choice("IcePop.level", self.level, ("token", "sequence"))
 
     def __call__(self, difference_BL: Tensor, is_trained_BL: Tensor) -> Tensor:
-        """The factor c_i of the objective at every position i, [B, L]. difference_BL: log of each token's ratio."""
+        """The factor c_i, [B, L]. difference_BL: log of each token's ratio."""
         ratio_BL = at_level(self.level, difference_BL, is_trained_BL).exp()
         kept_BL = (self.low <= ratio_BL) & (ratio_BL <= self.high)
         return torch.where(kept_BL, ratio_BL if self.reweights else 1.0, 0.0)
@@ -99,13 +96,13 @@ Correction = TruncatedImportanceSampling | IcePop
 
 
 def sequence_mean(values_BL: Tensor, is_trained_BL: Tensor) -> Tensor:
-    """The mean over a row's trained positions, [B, 1]; 0 for a row that has no trained position."""
+    """Mean over a row's trained positions, [B, 1]; 0 for a row without any."""
     total_B1 = torch.where(is_trained_BL, values_BL, 0.0).sum(1, keepdim=True)
     return total_B1 / is_trained_BL.sum(1, keepdim=True).clamp(min=1)
 
 
 def at_level(level: Level, values_BL: Tensor, is_trained_BL: Tensor) -> Tensor:
-    """Level "token": the values as they are. Level "sequence": at every position the mean over the trained positions of its row."""
+    """The values, or at level "sequence" the mean over the trained positions of the row."""
     if level == "token":
         return values_BL
     return sequence_mean(values_BL, is_trained_BL).expand_as(values_BL)

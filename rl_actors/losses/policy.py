@@ -1,10 +1,8 @@
-"""Policy-gradient losses: pure functions of the trainer's logprobs, the generator's logprobs and advantages.
+"""Policy-gradient losses: pure functions of the trainer's logprobs, the generator's logprobs and
+advantages.
 
-A subclass of PolicyLoss defines the objective at a position. PolicyLoss adds weights, options and metrics. A position
-is trained if its loss weight is not 0.
-
-B is the number of rows of a batch, and L is the length of a row. A row may hold several samples. If the property
-`whole_sequence` of a loss is True, each row holds one sample.
+A subclass of PolicyLoss defines the objective at a position; PolicyLoss adds weights, options and
+metrics. A position is trained if its loss weight is not 0. B rows, L row length.
 """
 
 import math
@@ -20,26 +18,23 @@ from rl_actors.metrics import Partials
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """The loss is sum_i -w_i c_i J_i + kl.coefficient sum_i w_i kl_i - entropy_coefficient sum_i w_i H_i
+    """sum_i -w_i c_i J_i + kl.coefficient sum_i w_i kl_i - entropy_coefficient sum_i w_i H_i
 
-    At position i, w is the loss weight, J is the objective of the subclass, c is the factor of the correction (1
-    without a correction), kl is the estimate of KL(trainer, reference), and H is the entropy of the
-    distribution over the vocabulary. In the formulas of the subclasses, A is the advantage.
-    The factor c is a function of q = p_trainer / p_generator. If samples have the column generator_logprobs, then
-    old_logprobs are the trainer's logprobs from before the update, and q = exp(old_logprobs - generator_logprobs).
-    Without this column, old_logprobs are the generator's, and q = exp(logprobs - old_logprobs). No gradient flows
-    through q.
-    sequence_mean divides the weights w of a sample by the sum of their absolute values, so that every sample counts the
-    same. In GRPO's formula this is the factor 1 / |o|.
+    w: loss weight; J: the subclass's objective; c: the correction's factor, or 1; kl: estimate of
+    KL(trainer, reference); H: entropy over the vocabulary; in J, A is the advantage. c is a
+    function of q = p_trainer / p_generator = exp(old_logprobs - generator_logprobs) with the column
+    generator_logprobs (old_logprobs are then the trainer's before the update), else exp(logprobs -
+    old_logprobs) (the generator's). No gradient flows through q. sequence_mean divides w by its
+    absolute sum over the sample, GRPO's factor 1 / |o|.
     """
 
-    kl: KL | None = None  # if it is set, the loss reads the column ref_logprobs
+    kl: KL | None = None  # if set, reads the column ref_logprobs
     entropy_coefficient: float = 0.0
     correction: Correction | None = None
     sequence_mean: bool = False
 
-    # True: J contains the ratio exp(logprobs - old_logprobs). If old_logprobs are the generator's, J already corrects
-    # for the difference between generator and trainer.
+    # True: J contains exp(logprobs - old_logprobs), which corrects already for old_logprobs of the
+    # generator
     corrects: ClassVar[bool] = True
     needs_old_logprobs: ClassVar[bool] = True
 
@@ -53,11 +48,7 @@ class PolicyLoss:
         return self.sequence_mean or (self.correction is not None and self.correction.level == "sequence")
 
     def columns(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Returns two sets of names: the keyword arguments that `__call__` requires, and its optional keyword arguments.
-
-        The options, such as the correction, decide which arguments are required. The engine computes the argument
-        `entropy`. The other arguments are columns of the samples.
-        """
+        """(required, optional) keyword arguments of `__call__`, which depend on the options."""
         required, optional = {"loss_weights", "advantages"}, {"generator_logprobs", "old_logprobs"}
         if self.needs_old_logprobs or self.correction is not None:
             required.add("old_logprobs")
@@ -66,15 +57,14 @@ class PolicyLoss:
         if self.entropy_coefficient:
             required.add("entropy")
         if self.correction is not None and self.correction.reweights and self.corrects:
-            # Without generator_logprobs, q would be the ratio exp(logprobs - old_logprobs). J contains this ratio
-            # already, so the ratio would count twice.
+            # without it q would be the ratio that J contains already, and count twice
             required.add("generator_logprobs")
         return frozenset(required), frozenset(optional - required)
 
     def objective(
         self, logprobs_BL: Tensor, old_logprobs: Tensor, advantages: Tensor, is_trained_BL: Tensor
     ) -> tuple[Tensor, Partials]:
-        """Returns J [B, L], which training maximises, and the metrics of the subclass."""
+        """(J [B, L], which training maximises; the subclass's metrics)."""
         raise NotImplementedError
 
     def __call__(
@@ -92,8 +82,7 @@ class PolicyLoss:
         current_BL = logprobs_BL.detach()
 
         def where_trained(column: Tensor) -> Tensor:
-            # A ratio could overflow at a position that is not trained. The loss would then contain 0 * inf = NaN. So
-            # such a position gets the current logprob, which makes its ratio 1.
+            # ratio 1 where untrained: an overflow would make 0 * inf = NaN
             return torch.where(is_trained_BL, column, current_BL)
 
         advantages = torch.where(is_trained_BL, advantages, 0.0)
@@ -128,16 +117,11 @@ class PolicyLoss:
 def policy_metrics(
     logprobs_BL: Tensor, generator_logprobs: Tensor, advantages: Tensor, loss_weights: Tensor
 ) -> Partials:
-    """Metrics that all policy losses report. They cover only trained positions.
+    """Metrics of all policy losses, over trained positions. r = p_trainer / p_generator.
 
-    The metrics describe the advantages, an estimate of the entropy, and the distance of the generator's logprobs from
-    the trainer's logprobs. The ratio r is p_trainer / p_generator.
-
-    kl_policy_generator is the k3 estimate r - 1 - log r of KL(generator, trainer) (Schulman, "Approximating KL
-    divergence", 2020).
-    effective_sample_fraction is 1 / E[r^2], the effective sample size divided by the number of positions (Kong 1992
-    with E[r] = 1). This fraction is 1 if p_trainer and p_generator agree. Noise can raise it above 1. The fractions of
-    several calls can be merged, because each fraction is a quotient of two sums.
+    kl_policy_generator: k3 estimate r - 1 - log r of KL(generator, trainer) (Schulman,
+    "Approximating KL divergence", 2020). effective_sample_fraction: 1 / E[r^2] (Kong 1992 with E[r]
+    = 1), 1 if both agree; noise can raise it above 1. As a quotient of sums it can be merged.
     """
     is_trained_BL = loss_weights != 0
     count = is_trained_BL.sum()
@@ -162,7 +146,7 @@ def policy_metrics(
 class Reinforce(PolicyLoss):
     """J_i = A_i logprob_i (Williams, "Simple statistical gradient-following algorithms", 1992).
 
-    The objective does not read old_logprobs. Only the metrics and a correction read them.
+    Only metrics and a correction read old_logprobs.
     """
 
     corrects: ClassVar[bool] = False
@@ -186,11 +170,11 @@ class ImportanceSampling(PolicyLoss):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PPO(PolicyLoss):
-    """J_i = min(r_i A_i, clip(r_i, ratio_low, ratio_high) A_i) (Schulman et al., arXiv 1707.06347, eq. 7; Tinker's `ppo`).
+    """J_i = min(r_i A_i, clip(r_i, ratio_low, ratio_high) A_i), r_i = exp(logprob_i -
+    old_logprob_i) (Schulman et al., arXiv 1707.06347, eq. 7; Tinker's `ppo`).
 
-    r_i is exp(logprob_i - old_logprob_i).
-    DAPO's clip-higher (arXiv 2503.14476) is the larger upper bound.
-    dual_clip=c, with c > 1, also keeps J_i at or above c A_i where A_i < 0 (Ye et al., arXiv 1912.09729, eq. 5).
+    The larger upper bound is DAPO's clip-higher (arXiv 2503.14476). dual_clip=c > 1 also keeps J_i
+    >= c A_i where A_i < 0 (Ye et al., arXiv 1912.09729, eq. 5).
     """
 
     ratio_low: float = 0.8
@@ -210,9 +194,9 @@ class PPO(PolicyLoss):
         return self.clipped_objective(ratio_BL, advantages, is_trained_BL)
 
     def clipped_objective(self, ratio_BL: Tensor, advantages: Tensor, is_trained_BL: Tensor) -> tuple[Tensor, Partials]:
-        """PPO's objective, and the metrics of clipping. A position counts as clipped if a bound changes J there.
+        """PPO's objective and clip metrics. A position is clipped if a bound changes J there.
 
-        ratio_BL: PPO has one ratio per position. GSPO repeats the ratio of a sample at all its positions.
+        ratio_BL: per position, or in GSPO the sample's ratio at all its positions.
         """
         clipped_BL = ratio_BL.clamp(self.ratio_low, self.ratio_high)
         objective_BL = torch.minimum(ratio_BL * advantages, clipped_BL * advantages)
@@ -227,12 +211,11 @@ class PPO(PolicyLoss):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GSPO(PPO):
-    """PPO with one ratio s per sample (Zheng et al., arXiv 2507.18071).
+    """PPO with one ratio per sample, s = exp(mean of logprob_i - old_logprob_i over trained
+    positions) (Zheng et al., arXiv 2507.18071).
 
-    s = exp(mean of logprob_i - old_logprob_i over the sample's trained positions i).
-    Equation 5 of the paper is a mean over samples. GSPO(sequence_mean=True) computes this mean if the optimizer step
-    divides the gradient by the number of samples (OptimParams.grad_divisor).
-    The default bounds are the paper's. They are narrow because s is a geometric mean.
+    GSPO(sequence_mean=True) with grad_divisor = number of samples is the paper's eq. 5. The default
+    bounds are the paper's, narrow because s is a geometric mean.
     """
 
     ratio_low: float = 1 - 3e-4
@@ -251,10 +234,11 @@ class GSPO(PPO):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CISPO(PolicyLoss):
-    """J_i = clip(r_i, ratio_low, ratio_high) A_i logprob_i (MiniMax-M1, arXiv 2506.13585, eq. 4; Tinker's `cispo`).
+    """J_i = clip(r_i, ratio_low, ratio_high) A_i logprob_i, r_i = exp(logprob_i - old_logprob_i)
+    (MiniMax-M1, arXiv 2506.13585, eq. 4; Tinker's `cispo`).
 
-    r_i is exp(logprob_i - old_logprob_i). No gradient flows through the clipped ratio: it is a constant factor of
-    logprob_i. So a position outside the bounds still has a gradient. In PPO a clipped position has none.
+    No gradient flows through the clipped ratio, so unlike PPO's, positions outside the bounds keep
+    a gradient.
     """
 
     ratio_low: float = 0.0
@@ -277,8 +261,8 @@ class CISPO(PolicyLoss):
 class DRO(PolicyLoss):
     """J_i = A_i logprob_i - beta / 2 (logprob_i - old_logprob_i)^2
 
-    Sources: Richemond et al., arXiv 2405.19107; Kimi k1.5, arXiv 2501.12599; Tinker's `dro`. The default beta is from
-    Tinker's example.
+    Richemond et al., arXiv 2405.19107; Kimi k1.5, arXiv 2501.12599; Tinker's `dro`, whose example
+    has the default beta.
     """
 
     beta: float = 0.05
@@ -298,9 +282,8 @@ class DRO(PolicyLoss):
 
 
 def clip_metrics(was_clipped_BL: Tensor, ratio_BL: Tensor, is_trained_BL: Tensor) -> Partials:
-    """The fraction of the trained positions that were clipped.
-
-    clip_fraction_low counts only positions whose ratio is below 1. clip_fraction_high counts only the other positions.
+    """The fraction of trained positions that were clipped, and its parts with a ratio below 1 and
+    not below 1.
     """
     is_low_BL = ratio_BL < 1
     return {
@@ -311,7 +294,7 @@ def clip_metrics(was_clipped_BL: Tensor, ratio_BL: Tensor, is_trained_BL: Tensor
 
 
 def _mean(values_BL: Tensor, is_trained_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """Numerator and denominator of a mean over trained positions."""
+    """(numerator, denominator) over trained positions."""
     return torch.where(is_trained_BL, values_BL, 0.0).sum(), is_trained_BL.sum()
 
 

@@ -1,7 +1,6 @@
 """Supervised losses.
 
-In shapes, B is the number of rows of a batch, L the length of a row, T the number of positions of a sample and K the
-number of target ids at one position.
+B rows, L row length, T positions of a sample, K target ids at a position.
 """
 
 from dataclasses import dataclass
@@ -13,13 +12,11 @@ from rl_actors.metrics import Partials
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossEntropy:
-    """sum_i -w_i log p_i (Tinker's `cross_entropy`). p_i is the probability of the target at position i, and w_i is the
-    loss weight. A weight may be negative.
+    """sum_i -w_i log p_i (Tinker's `cross_entropy`), with the loss weights w, which may be
+    negative.
 
-    A sample of T positions may have the columns target_ids and target_weights, both of shape [T, K]. Then the loss is
-    sum_i -w_i sum_k v_ik log p(id_ik | tokens[:i+1]), where v are the target_weights and tokens are the sample's
-    tokens. This is the cross entropy to a distribution over K tokens, as in distillation. The sample's `targets` then
-    have only one use: a position whose target is IGNORE_TARGET does not count.
+    With the columns target_ids and target_weights, [T, K], it is sum_i -w_i sum_k v_ik log p(id_ik
+    | tokens[:i+1]), as in distillation; of `targets` only IGNORE_TARGET then counts.
     """
 
     def __call__(

@@ -1,6 +1,6 @@
 """The loss of a value model.
 
-In shapes, B is the number of rows of the batch, and L is the length of a row. A position is trained if its loss weight is not 0.
+B rows, L row length. A position is trained if its loss weight is not 0.
 """
 
 import math
@@ -15,26 +15,24 @@ from rl_actors.metrics import Partials
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueLoss:
-    """The sum of w_i l_i over all positions i, where l_i = (V_i - R_i)^2 / 2. w_i is the loss weight of position i, V_i the value of the
-    model, and R_i the return.
+    """sum_i w_i (V_i - R_i)^2 / 2, with loss weight w, value V and return R.
 
-    With a clip c, l_i = max((V_i - R_i)^2, (C_i - R_i)^2) / 2, where C_i is V_i limited to [O_i - c, O_i + c]. O_i is the old value: the
-    value that the model gave before the first optimizer step on the batch. OpenAI's baselines clip the values in this way.
-    The metric value_clip_fraction:mean is the share of the trained positions where (C_i - R_i)^2 is larger than (V_i - R_i)^2.
-    Other metrics of this loss are the input of the function explained_variance.
+    With a clip c: w_i max((V_i - R_i)^2, (C_i - R_i)^2) / 2, where C_i is V_i limited to [O_i - c,
+    O_i + c] around the old value O_i, as in OpenAI's baselines. value_clip_fraction:mean is the
+    share of trained positions where the clipped term is larger.
     """
 
     clip: float | None = None
 
     output: ClassVar[str] = "values"
-    """The loss reads the output of a value model's head."""
+    """Reads the output of a value head."""
 
     def __post_init__(self) -> None:
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(f"ValueLoss.clip={self.clip}; it must be finite and above 0, or None")
 
     def columns(self) -> tuple[frozenset[str], frozenset[str]]:
-        """The names of the required and of the optional arguments of `__call__`, without values_BL."""
+        """(required, optional) columns."""
         required = {"loss_weights", "returns"} | ({"old_values"} if self.clip is not None else set())
         return frozenset(required), frozenset({"old_values"} - required)
 
@@ -42,8 +40,7 @@ class ValueLoss:
         self, values_BL: Tensor, *, loss_weights: Tensor, returns: Tensor, old_values: Tensor | None = None
     ) -> tuple[Tensor, Partials]:
         is_trained_BL = loss_weights != 0
-        # Returns and old values may be NaN at positions that are not trained. Such a NaN would make the sum NaN, even with a weight of 0.
-        # So the model's own values replace returns and old values at these positions.
+        # NaN at untrained positions would survive a weight of 0
         returns_BL = torch.where(is_trained_BL, returns, values_BL.detach())
         error_BL = (values_BL - returns_BL).square()
         was_clipped_BL = torch.zeros_like(is_trained_BL)
@@ -75,10 +72,8 @@ class ValueLoss:
 
 
 def explained_variance(metrics: dict[str, float]) -> float:
-    """1 - Var(R - V) / Var(R) over the trained positions, from the metrics of ValueLoss. NaN if all returns are equal.
-
-    The result is 1 if values and returns differ only by a constant. It is 0 if the values predict the returns no better and no worse
-    than a constant does, and negative if they predict the returns worse.
+    """1 - Var(R - V) / Var(R) over trained positions, from the metrics of ValueLoss. NaN if all
+    returns are equal.
     """
     variance = metrics["return_square:mean"] - metrics["return:mean"] ** 2
     unexplained = metrics["value_error_square:mean"] - metrics["value_error:mean"] ** 2

@@ -1,4 +1,4 @@
-"""Addresses at which programs of a run listen. This module does not depend on actors."""
+"""Addresses at which programs of a run listen. Depends on no actor."""
 
 import ipaddress
 import socket
@@ -8,15 +8,15 @@ from urllib.parse import urlsplit
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Host and port at which a service or a worker listens. As text: tcp://127.0.0.1:4400, or tls://host:4400 with certificates."""
+    """tcp://HOST:PORT, or tls://HOST:PORT with certificates."""
 
     host: str
-    port: int  # 0: the system chooses a free port
+    port: int  # 0: the system chooses
     tls: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "Address":
-        """The address in a text. Raises ValueError naming the text if it is not an address."""
+        """Raises ValueError naming the text if it is not an address."""
         wanted = "it must be tcp://HOST:PORT, or tls://HOST:PORT with certificates"
         if not isinstance(text, str):
             raise ValueError(f"the address is {text!r}; {wanted}")
@@ -38,28 +38,28 @@ class Address:
         return f"{self.scheme}://{host}:{self.port}"
 
     def numeric(self) -> "Address":
-        """This address with an IP address instead of the name of the host.
+        """With the first IPv4 address of the host, or its first address, because Monarch would not
+        try several.
 
-        A host may have several IP addresses, and Monarch would not try them one after the other. So this method chooses one: the first IPv4
-        address, or the first address if the host has no IPv4 address. Raises ValueError if the host has no address.
+        Raises ValueError if the host has no address.
         """
         found = resolve(self.host)
         return replace(self, host=next((each for each in found if ":" not in each), found[0]))
 
     def any_port(self) -> "Address":
-        """This address, but with a port that the system chooses."""
+        """With a port that the system chooses."""
         return replace(self, port=0)
 
     def is_loopback(self) -> bool:
-        """True if only programs of this machine can reach the address. Raises ValueError if the host has no address."""
+        """True if only this machine can reach it. Raises ValueError if the host has no address."""
         return all(ipaddress.ip_address(found).is_loopback for found in resolve(self.host))
 
 
 def resolve(host: str) -> list[str]:
-    """The IP addresses of a host. Raises ValueError naming the host if it has no IP address."""
+    """The IP addresses of a host. Raises ValueError if it has none."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ValueError(f"the host {host!r} has no address: {error}") from None
-    # A link-local address of IPv6 has a percent sign and the name of its interface at the end. Both are left out.
+    # without the %interface of link-local IPv6 addresses
     return [str(entry[4][0]).partition("%")[0] for entry in found]

@@ -1,4 +1,4 @@
-"""Code that runs at the start and at the end of each process that this package spawns. This module imports nothing."""
+"""Code that runs at the start and at the end of each spawned process. Imports nothing."""
 
 BOOTSTRAP = """
 import atexit, gc, os, runpy, sys
@@ -22,11 +22,9 @@ except SystemExit as error:
     status = error.code if isinstance(error.code, int) else int(error.code is not None)
     raise
 """
-"""Code for `python -c CODE -m MODULE`. It runs the module as `python -m MODULE` does, but starts and ends the process faster.
+"""Code for `python -c CODE -m MODULE`: as `python -m MODULE`, but starts and ends faster.
 
-The process collects no garbage until `collector.keep` is called.
-
-The exit handler `end` ends the process at once. Without `end`, Python would delete, one by one, the objects of the thousands of modules that torch
-and vLLM import. This would be of no use, and would take one second of processor time in a trainer, and two seconds in a generator. At the
-end Python waits for all non-daemon threads, and then runs the exit handlers in reverse order. `end` is registered first, so it runs last.
+No garbage collection until `collector.keep`. `end` skips the deletion of the objects of torch and
+vLLM, one second of CPU time in a trainer and two in a generator. Exit handlers run in reverse
+order, so `end`, registered first, runs last.
 """

@@ -1,4 +1,4 @@
-"""Settings of Python's garbage collector in a process that this package spawned. In other processes these functions change no setting."""
+"""Garbage collector settings of the processes that this package spawns; does nothing in others."""
 
 import contextlib
 import gc
@@ -8,12 +8,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Context manager for imports. The garbage collector is off during the imports. Later collections skip every object that exists at the
-    end of the context.
+    """Import without garbage collection, and let later collections skip what exists then.
 
-    Imported modules make hundreds of thousands of objects that live as long as the process. Every full collection would
-    look through all of these objects. Python collects often while vLLM is imported and when vLLM starts its engine. These
-    collections took three of the ten seconds of a start.
+    Collections during vLLM's imports and start took three of the start's ten seconds, over objects
+    that live as long as the process.
     """
     if not _is_ours():
         yield
@@ -26,11 +24,7 @@ def importing() -> Iterator[None]:
 
 
 def keep(*, collect: bool = False) -> None:
-    """Turn the garbage collector on. Its collections skip every object that exists now.
-
-    collect: True collects the garbage first. False: garbage that exists now stays until the process ends.
-    Does nothing in a process that this package did not spawn.
-    """
+    """Turn the collector on; it skips every object that exists now. collect: collect first."""
     if _is_ours():
         if collect:
             gc.collect()

@@ -1,6 +1,5 @@
-"""Makes the errors of endpoints reach the caller. An endpoint is a method of an actor that other processes can call.
-
-If an endpoint raised an exception that cannot be pickled, Monarch would end the actor. So such an exception is replaced.
+"""Makes the errors of endpoints reach the caller: Monarch ends an actor whose exception cannot be
+pickled.
 """
 
 import functools
@@ -17,9 +16,8 @@ T = TypeVar("T")
 
 
 def sends_errors(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """Wrap an async endpoint so that its exceptions can be sent to the caller. They also get the attribute `rank`, the rank that failed.
-
-    An exception that cannot be pickled is replaced by a RuntimeError, whose text is the traceback of the exception.
+    """Wrap an async endpoint: its exceptions get the attribute `rank`, and one that cannot be
+    pickled becomes a RuntimeError with its traceback as text.
     """
 
     @functools.wraps(method)
@@ -28,8 +26,7 @@ def sends_errors(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]
             return await method(*args, **kwargs)
         except Exception as error:
             sent = error if _travels(error) else RuntimeError("".join(traceback.format_exception(error)))
-            # The client tells its caller the rank that failed. If engine/collectives.py has raised the error of another rank here, the
-            # error already names that rank.
+            # an error that engine/collectives.py raises for another rank names that rank already
             if not hasattr(sent, "rank"):
                 rank = error.rank if hasattr(error, "rank") else current_rank().rank
                 sent.rank = rank  # type: ignore[attr-defined]
@@ -39,7 +36,7 @@ def sends_errors(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]
 
 
 def _travels(error: Exception) -> bool:
-    """True if the error can be pickled, and has the same type after unpickling."""
+    """True if pickling keeps the error's type."""
     try:
         return type(pickle.loads(cloudpickle.dumps(error))) is type(error)
     except Exception:

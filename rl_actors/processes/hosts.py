@@ -1,7 +1,5 @@
-"""Connect a program to Monarch's workers on other machines, so that the program's actors can run on these machines.
-
-A worker is a process that starts the program's actors on its machine. Either a user starts each worker with `make worker`, or a Monarch job
-starts all workers (jobs.py), for example over SSH.
+"""Connects a program to Monarch's workers on other machines, started by `make worker` or by a job
+(jobs.py).
 """
 
 import contextlib
@@ -30,37 +28,36 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT = 10.0
 """Seconds in which a worker must accept a connection."""
 SHUTDOWN_TIMEOUT = 5.0
-"""Longest wait in seconds for the end of a job's workers. After the wait the job is killed."""
+"""Seconds to wait for the end of a job's workers before the job is killed."""
 PAUSE = 0.2
-"""Seconds between two attempts to connect to a worker that does not listen yet."""
+"""Seconds between attempts to connect to a worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosts:
-    """The connected hosts in a fixed order, and the address at which their processes reach this program."""
+    """The connected hosts in a fixed order, and the address at which their processes reach this
+    program.
+    """
 
     names: tuple[str, ...]
     mesh: "HostMesh"
     own_address: str
-    workers: tuple[Address, ...] = ()  # where the workers listen; empty if only Monarch knows these addresses
-    job: "JobTrait | None" = None  # Monarch's job that started the workers; None: a user started them
+    workers: tuple[Address, ...] = ()  # empty if only Monarch knows them
+    job: "JobTrait | None" = None  # None: a user started the workers
 
     def __len__(self) -> int:
         return len(self.names)
 
     def part(self, start: int, stop: int) -> "Hosts":
-        """The hosts from index `start` to index `stop` - 1, as another Hosts.
-
-        The returned object has neither `workers` nor `job`. So its `lost` returns an empty list, and its `close` does nothing.
+        """The hosts start to stop - 1, without `workers` and `job`: `lost` is empty and `close`
+        does nothing.
         """
         part = self.mesh.slice(hosts=slice(start, stop))
         return Hosts(names=self.names[start:stop], mesh=part, own_address=self.own_address)
 
     def lost(self) -> list[str]:
-        """The names of the hosts whose workers are gone.
-
-        For some jobs only Monarch knows the addresses of the workers. For such a job Monarch tells only whether all hosts
-        are still there. If one of them is gone, this method returns the names of all hosts.
+        """The hosts whose workers are gone, or all hosts if only Monarch knows the addresses and
+        one is gone.
         """
         if self.workers:
             return [name for name, worker in zip(self.names, self.workers, strict=True) if refusal(worker)]
@@ -69,19 +66,17 @@ class Hosts:
         return []
 
     def close(self) -> None:
-        """End the workers that a job has started. Workers that a user has started keep running, and wait for the next program."""
+        """End the workers of a job. Workers that a user has started wait for the next program."""
         if self.job is not None:
-            # SSHJob.kill ends only the ssh processes on this machine, and a worker on another host might outlive them. So the workers are
-            # shut down first.
+            # SSHJob.kill ends only the local ssh processes, which a remote worker might outlive
             with contextlib.suppress(Exception):
                 self.mesh.shutdown().get(timeout=SHUTDOWN_TIMEOUT)
             self.job.kill()
 
 
 def parse(addresses: Sequence[str]) -> list[Address]:
-    """Parse the addresses of workers.
-
-    Raises ValueError for a text that is not an address, for a repeated address, and for a mixture of TCP and TLS.
+    """Raises ValueError for a text that is no address, a repeated address, or a mixture of TCP and
+    TLS.
     """
     parsed = [Address.parse(address) for address in addresses]
     for address in parsed:
@@ -95,14 +90,14 @@ def parse(addresses: Sequence[str]) -> list[Address]:
 def connect(
     addresses: Sequence[str], *, certificates: str = "", job: JobConfig | None = None, logs: Path | None = None
 ) -> Hosts:
-    """Connect to the workers. Call this function before other code in this program uses Monarch.
+    """Connect to the workers, before other code in this program uses Monarch.
 
-    addresses: either the address of each running worker, tcp://HOST:PORT or tls://HOST:PORT, or a job that starts the workers:
-    process://N (N workers on this machine), ssh://HOST for each host, slurm://N or kubernetes://N (N hosts).
-    certificates: folder of the certificates for tls:// addresses. job: the options of the job. logs: folder for the output of a Slurm job.
-    Raises ValueError for wrong addresses or options, and RuntimeError if Monarch is in use already or if a scheduler does not start the job.
-    Raises ConnectionError if a worker does not listen. For a job, also raises ConnectionError if ssh fails or a host lacks this Python, if the
-    port of a worker is in use, or if the name of this machine has no address that the workers can reach.
+    addresses: tcp://HOST:PORT or tls://HOST:PORT of each worker, or a job: process://N (N workers
+    here), ssh://HOST for each host, slurm://N or kubernetes://N (N hosts). certificates: folder for
+    tls://. logs: folder for the output of a Slurm job. Raises ValueError for wrong addresses or
+    options; RuntimeError if Monarch is in use already or a scheduler does not start the job;
+    ConnectionError if a worker does not listen, ssh fails, a host lacks this Python, a worker's
+    port is in use, or this machine's name has no address that the workers can reach.
     """
     started_by = jobs.parse(addresses)
     if started_by is not None:
@@ -135,7 +130,7 @@ def _of_job(started_by: Job, config: JobConfig, logs: Path | None) -> Hosts:
         workers = [Address(name, jobs.port(started_by, config)).numeric() for name in started_by.names]
         _require_free(workers)
         jobs.require_ssh(started_by, config)
-    name = f"hosts{uuid.uuid4().hex[:8]}"  # a new name for each run, because two runs on Kubernetes must not share one
+    name = f"hosts{uuid.uuid4().hex[:8]}"  # new for each run: two runs on Kubernetes must not share it
     job = jobs.build(started_by, config, mesh=name, logs=logs)
     own_address = _listen_for(started_by, workers)
     try:
@@ -149,25 +144,22 @@ def _of_job(started_by: Job, config: JobConfig, logs: Path | None) -> Hosts:
 
 
 def _listen_for(started_by: Job, workers: Sequence[Address]) -> str:
-    """Let Monarch listen at an address that the job's workers can reach, and return the address.
-
-    The ranks of a trainer must reach the address, too, because this program serves their rendezvous there.
+    """Let Monarch listen at an address that the job's workers, and the ranks' rendezvous, can
+    reach.
     """
     if started_by.kind == "process":
-        context()  # starts Monarch with its default transport, which connects the processes of one machine
+        context()  # Monarch's default transport connects the processes of one machine
         return LOOPBACK
     own_address = network.address_towards(workers[0].host, workers[0].port) if workers else _address_of_name()
-    # By default Monarch listens at the address to which this machine's name resolves. The workers may be unable to
-    # reach that address, but they can reach `own_address`.
+    # Monarch's default is the address of this machine's name, which the workers may not reach
     monarch.configure(default_transport=str(Address(own_address, 0)))
     context()
     return own_address
 
 
 def _address_of_name() -> str:
-    """The first address of this machine's name that is neither loopback nor link-local. Raises ConnectionError if there is none.
-
-    The hosts of a scheduler cannot reach a loopback or link-local address of this machine.
+    """The first address of this machine's name that is neither loopback nor link-local. Raises
+    ConnectionError if there is none.
     """
     name = socket.gethostname()
     for address in resolve(name):
@@ -181,7 +173,7 @@ def _address_of_name() -> str:
 
 
 def _require_free(workers: Sequence[Address]) -> None:
-    """Raises ConnectionError if another program already listens at the address of a worker. The workers are not started yet."""
+    """Raises ConnectionError if a program listens already where a worker will."""
     for worker in workers:
         if refusal(worker) is None:
             end = shlex.quote(f"run_worker_loop_forever.*:{worker.port}")
@@ -192,7 +184,9 @@ def _require_free(workers: Sequence[Address]) -> None:
 
 
 def _wait_until_listening(workers: Sequence[Address], config: JobConfig) -> None:
-    """Wait until all workers listen. Raises ConnectionError naming the first worker that does not listen after start_timeout seconds."""
+    """Raises ConnectionError naming the first worker that does not listen after start_timeout
+    seconds.
+    """
     deadline = time.monotonic() + config.start_timeout
     for worker in workers:
         while refusal(worker) is not None:
@@ -205,7 +199,7 @@ def _wait_until_listening(workers: Sequence[Address], config: JobConfig) -> None
 
 
 def _require_listening(worker: Address) -> None:
-    """Raises ConnectionError if nothing listens at the address. Monarch itself would wait until a worker listens there."""
+    """Raises ConnectionError if nothing listens; Monarch itself would wait."""
     if reason := refusal(worker):
         raise ConnectionError(
             f"no worker listens at {worker} ({reason}); start one there: make worker ADDRESS={worker}"
@@ -213,7 +207,7 @@ def _require_listening(worker: Address) -> None:
 
 
 def refusal(worker: Address) -> str | None:
-    """The reason why no program accepts connections at the address. None: a program accepts them."""
+    """Why no program accepts connections there, None if one does."""
     try:
         socket.create_connection((worker.host, worker.port), CONNECT_TIMEOUT).close()
     except OSError as error:

@@ -1,8 +1,7 @@
-"""Monarch's jobs. A job starts Monarch workers for a run: on this machine, over SSH, by Slurm or on Kubernetes.
+"""Monarch's jobs, which start the workers of a run: on this machine, over SSH, by Slurm or on
+Kubernetes.
 
-A worker is a program that starts the run's processes on its host. `parse` reads the addresses of the hosts, `JobConfig`
-holds the options, and `build` makes the job. hosts.py starts the job and connects to its workers.
-The workers of a job listen without TLS, because Monarch 0.7 gives jobs no certificates.
+They listen without TLS, because Monarch 0.7 gives jobs no certificates.
 """
 
 import importlib.util
@@ -26,17 +25,16 @@ HOST_TEXTS = {
     "slurm": "node {} of the Slurm job",
     "kubernetes": "pod {} of the job",
 }
-"""Texts that stand for the names of hosts, because the hosts of these jobs have no names before the job starts.
-Key: kind of job. {} is the index of the host."""
+"""By kind of job: stands for the name of host {} before the job starts."""
 PORTS = {"ssh": 22222, "slurm": 22222, "kubernetes": 26600}
-"""Monarch's default port for workers. Key: kind of job."""
+"""By kind of job: Monarch's default port for workers."""
 SHARED_MEMORY = "/dev/shm"
-PORT_VARIABLE = "MONARCH_PORT"  # Monarch reads the worker's port from this environment variable of the pod
+PORT_VARIABLE = "MONARCH_PORT"  # the worker's port, which Monarch reads in the pod
 HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 TIME_LIMIT = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
 KUBERNETES_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 SSH_CHECK_TIMEOUT = 60.0
-"""A host must answer over SSH within this number of seconds."""
+"""Seconds in which a host must answer over SSH."""
 
 
 @dataclass(kw_only=True)
@@ -44,34 +42,40 @@ class JobConfig:
     """Options of the job that starts the workers."""
 
     insecure: bool = False
-    """Allow workers that other machines can reach. The workers of a job listen without TLS, so anyone who reaches them can run code as you."""
+    """Allow workers without TLS that other machines reach: anyone who reaches them can run code as
+    you.
+    """
     port: int = 0
-    """Port at which the workers listen. 0: Monarch's default, which is 22222, or 26600 on Kubernetes."""
+    """Port of the workers. 0: Monarch's default, 22222, or 26600 on Kubernetes."""
     start_timeout: int = 600
-    """Seconds within which the workers must listen or, for slurm://, the Slurm job must have started. The wait in a scheduler's queue counts."""
+    """Seconds until the workers must listen, or the Slurm job must have started. Queueing counts.
+    """
     arguments: str = ""
     """Further arguments for ssh, such as "-p 2222 -l me", or for sbatch, such as "--constraint=h100
-    --reservation=mine"."""
+    --reservation=mine".
+    """
     gpus_per_host: int = 0
-    """GPUs that Slurm or Kubernetes gives to each host."""
+    """GPUs of each host under Slurm or Kubernetes."""
     partition: str = ""
-    """Slurm's partition. Empty: Slurm's default partition."""
+    """Slurm's partition. Empty: its default."""
     time_limit: str = ""
-    """Longest time of the Slurm job, as HH:MM:SS or days-HH:MM:SS. Empty: the default of the partition."""
+    """Longest time of the Slurm job, as HH:MM:SS or days-HH:MM:SS. Empty: the partition's default.
+    """
     account: str = ""
-    """Slurm's account that pays for the job."""
+    """Slurm's account."""
     image: str = ""
-    """Container image of the Kubernetes pods. Run the controller in a pod of this image, too, because the package needs
-    the same path everywhere."""
+    """Container image of the pods, and of the controller's pod: the package needs the same path
+    everywhere.
+    """
     namespace: str = "default"
-    """Namespace of the Kubernetes pods."""
+    """Namespace of the pods."""
     claim: str = ""
-    """PersistentVolumeClaim of the disk that all pods share. The run folder must be on this disk."""
+    """PersistentVolumeClaim of the disk that all pods share, for the run folder."""
     mount: str = "/shared"
-    """Path at which the pods mount the disk of the claim."""
+    """Path at which the pods mount the claim."""
 
     def validate(self, job: "Job") -> None:
-        """Raises ValueError naming the field and the limit if a field is wrong for this job."""
+        """Raises ValueError naming the field and the limit."""
         self._require_own_fields(job.kind)
         for name, lowest, highest in (("port", 0, 65535), ("start_timeout", 1, None), ("gpus_per_host", 0, None)):
             value = getattr(self, name)
@@ -134,12 +138,12 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "slurm": (*_EVERYWHERE, "arguments", "gpus_per_host", "partition", "time_limit", "account"),
     "kubernetes": (*_EVERYWHERE, "gpus_per_host", "image", "namespace", "claim", "mount"),
 }
-"""The fields of JobConfig that a kind of job takes. Key: kind of job."""
+"""By kind of job: the fields of JobConfig that it takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The job that starts the workers of a run: its kind, and the names of its hosts."""
+    """Kind and host names of the job that starts a run's workers."""
 
     kind: str  # a key of FIELDS
     names: tuple[str, ...]
@@ -152,11 +156,10 @@ class Job:
 
 
 def parse(addresses: Sequence[str]) -> Job | None:
-    """The job that these addresses ask for: process://N, slurm://N, kubernetes://N, or one ssh://HOST for each host.
+    """The job that these addresses ask for, None if they are of workers that run already.
 
-    None if these are addresses of workers that run already.
-    Raises ValueError for an N that is not an integer of at least 1, for a wrong or repeated name, for a mixture of kinds, and for several
-    addresses of a kind other than ssh.
+    Raises ValueError for an N that is no integer of at least 1, a wrong or repeated name, or
+    several jobs.
     """
     kinds = [address.partition(MARK)[0] for address in addresses]
     if not any(kind in FIELDS and MARK in address for kind, address in zip(kinds, addresses, strict=True)):
@@ -193,11 +196,12 @@ def _is_loopback(name: str) -> bool:
 
 
 def build(job: Job, config: JobConfig, *, mesh: str, logs: Path | None = None) -> "JobTrait":
-    """Make Monarch's job with one mesh of hosts. The job starts nothing until its method `apply` or `state` is called.
+    """Monarch's job with one mesh of hosts, not started until `apply` or `state`.
 
-    mesh: name of the mesh, in lower-case letters and digits. logs: folder for the output of a Slurm job; None: the working directory.
+    mesh: name, in lower-case letters and digits. logs: folder for the output of a Slurm job; None:
+    the working directory.
     """
-    # These imports are not at the top of the file, because Monarch's jobs import a web server.
+    # imported here because Monarch's jobs import a web server
     if job.kind == "process":
         from monarch.job import ProcessJob
 
@@ -214,22 +218,18 @@ def build(job: Job, config: JobConfig, *, mesh: str, logs: Path | None = None) -
 
 
 def port(job: Job, config: JobConfig) -> int:
-    """The port at which the workers of a job listen. The job must not be process://, whose workers have no port."""
+    """Port of a job's workers; those of process:// have none."""
     return config.port or PORTS[job.kind]
 
 
 def ssh_arguments(config: JobConfig) -> list[str]:
-    """Arguments of ssh.
-
-    With BatchMode ssh asks no questions. -tt gives the worker a terminal, so that the worker ends when ssh ends.
-    """
+    """BatchMode: no questions. -tt: the worker ends when ssh ends."""
     return ["-tt", "-o", "BatchMode=yes", *shlex.split(config.arguments)]
 
 
 def require_ssh(job: Job, config: JobConfig) -> None:
-    """Raises ConnectionError if this machine has no ssh, if ssh cannot reach a host, or if a host lacks this program's Python.
-
-    If ssh cannot reach a host, the error has ssh's own message.
+    """Raises ConnectionError if there is no ssh, a host is unreachable (with ssh's message), or it
+    lacks this Python.
     """
     for name in job.names:
         command = ["ssh", *ssh_arguments(config), "-n", name, f"test -x {shlex.quote(sys.executable)}"]
@@ -270,14 +270,13 @@ def _kubernetes(job: Job, config: JobConfig, mesh: str) -> "JobTrait":
     from monarch.job.kubernetes import KubernetesJob
 
     made = KubernetesJob(namespace=config.namespace, timeout=config.start_timeout)
-    # The pods need a volume for the shared disk of the run folder. Monarch's own ImageSpec cannot describe such a
-    # volume, so this code gives Monarch a whole pod template.
+    # Monarch's ImageSpec cannot describe the volume of the shared disk
     made.add_mesh(mesh, len(job.names), pod_template=_pod_template(config, port(job, config)), port=port(job, config))
     return made
 
 
 def _pod_template(config: JobConfig, worker_port: int) -> "V1PodTemplateSpec":
-    """Template of a pod with one worker. The worker listens at the pod's IP address."""
+    """A pod with one worker, which listens at the pod's IP address."""
     from kubernetes import client
 
     address = client.V1EnvVarSource(field_ref=client.V1ObjectFieldSelector(field_path="status.podIP"))
@@ -291,7 +290,7 @@ def _pod_template(config: JobConfig, worker_port: int) -> "V1PodTemplateSpec":
     worker = client.V1Container(
         name="worker",
         image=config.image,
-        # Kubernetes replaces $(POD_IP) by the value of the variable POD_IP in `env`.
+        # Kubernetes substitutes $(POD_IP) from `env`
         command=[sys.executable, "-m", "rl_actors.processes.worker", f"tcp://$(POD_IP):{worker_port}", "--insecure"],
         env=[
             client.V1EnvVar(name="POD_IP", value_from=address),

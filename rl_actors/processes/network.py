@@ -1,4 +1,6 @@
-"""Finds the network interface and the address by which this machine reaches another host. This module sends nothing to the host."""
+"""Finds the network interface and address by which this machine reaches a host, without sending to
+it.
+"""
 
 import fcntl
 import os
@@ -7,22 +9,19 @@ import struct
 from collections.abc import Mapping
 
 GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # torch's gloo listens on the network interface that this variable names
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # torch's gloo listens on this interface
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this machine's network interface that leads to a host.
-
-    Raises OSError if no interface leads there.
-    """
+    """The address of the interface that leads to a host. Raises OSError if none does."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # for UDP, connect only chooses the local address and sends nothing
+        probe.connect((host, port))  # connect of UDP sends nothing
         return str(probe.getsockname()[0])
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface whose first IPv4 address is `address`. Empty if no interface has this address."""
+    """The interface whose first IPv4 address is `address`, "" if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
@@ -35,12 +34,11 @@ def interface_of(address: str) -> str:
 
 
 def lead_gloo_to(host: str, port: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Environment variables that make gloo listen on the interface that leads to a host.
+    """Environment that makes gloo listen on the interface that leads to a host. Raises OSError if
+    none does.
 
-    By default gloo listens at the address to which this machine's name resolves. This address is often loopback, which
-    other hosts cannot reach. The result is empty if `environment` names an interface already. The result is also empty if
-    the address towards the host is not the first IPv4 address of any interface, for example if it is an IPv6 address.
-    Raises OSError if no interface leads to the host.
+    gloo's default is the address of this machine's name, often loopback. Empty if `environment`
+    names an interface, or if the address is not the first IPv4 address of one.
     """
     if GLOO_INTERFACE in environment:
         return {}

@@ -1,6 +1,5 @@
-"""Send the output of a process (fd 1 and 2, log lines and warnings) to files.
-
-This module does not depend on the other modules of the package.
+"""Sends the output of a process (fd 1 and 2, log lines and warnings) to files. Depends on no other
+module.
 """
 
 import atexit
@@ -18,27 +17,23 @@ from pathlib import Path
 from typing import Any
 
 LOG_VARIABLE = "RL_ACTORS_LOG"
-"""Environment variable with the path of the log file of an actor's process.
-
-If this package spawned the process, the file has all output and all log lines of the process. Otherwise the file has
-only the lines that `route_library_logs` sends there.
+"""Path of the log file of an actor's process: all its output if this package spawned it, else only
+what `route_library_logs` sends there.
 """
 
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 LIBRARIES = ("datasets", "monarch", "torch", "torchao", "torchstore", "torchtitan", "transformers", "vllm")
-"""Libraries whose log lines `route_library_logs` sends to a file."""
+"""Libraries whose log lines `route_library_logs` routes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogRoute:
-    """Names the log files of the processes that a client spawns: `<directory>/<name>-<rank>.log`.
+    """The log files of spawned processes: `<directory>/<name>-<rank>.log`. tee: the lines also
+    appear on the terminal.
 
-    Each file has the output and the log lines of one process. With tee=True each line also appears on the terminal.
-    Example: TrainerClient.spawn(config, logs=LogRoute(directory=Path("logs"), tee=True)).
-
-    A client that gets no LogRoute uses `default_log_route`. The field `logs` of TrainerInfo and GeneratorInfo has the
-    path of an actor's file.
+    Example: TrainerClient.spawn(config, logs=LogRoute(directory=Path("logs"), tee=True)). Without
+    one, clients use `default_log_route`.
     """
 
     directory: Path
@@ -50,27 +45,22 @@ class LogRoute:
 
 @functools.cache
 def default_log_route() -> LogRoute:
-    """A LogRoute to a temporary directory. The first call in a process creates the directory; later calls use it again.
-
-    The directory is not deleted, because it may have the output of a crash.
-    """
+    """A temporary directory per process, not deleted, because it may have the output of a crash."""
     return LogRoute(directory=Path(tempfile.mkdtemp(prefix="rl_actors_logs_")))
 
 
 def route_library_logs(name: str) -> None:
-    """Send the log lines of LIBRARIES, and the warnings that code in site-packages raises, to a file.
+    """Send the log lines of LIBRARIES and the warnings of site-packages to a file, and set
+    LOG_VARIABLE to its path.
 
-    Sets LOG_VARIABLE to the path of the file. Does nothing if LOG_VARIABLE is set already, because the lines then go to
-    a file already.
-
-    This function is for a process that this package did not spawn. Such a process belongs to another program, so its fd
-    1 and 2, its other loggers and its other warnings are not changed.
+    For a process of another program, so all other output stays as it is. Does nothing if
+    LOG_VARIABLE is set.
     """
     if LOG_VARIABLE in os.environ:
         return
     path = default_log_route().file(f"{name}-pid", os.getpid())
     os.environ[LOG_VARIABLE] = str(path)
-    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # otherwise vLLM adds a terminal handler to its logger
+    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # otherwise vLLM logs to the terminal
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter(LINE))
     for library in LIBRARIES:
@@ -88,7 +78,7 @@ def route_library_logs(name: str) -> None:
 
 
 class RoutedOutput(AbstractContextManager):
-    """Redirects fd 1 and 2 to a file until `restore()` is called, the `with` block ends, or the process ends.
+    """Redirects fd 1 and 2 to a file until `restore()` or the end of the `with` block or process.
 
     `terminal` is a text stream to the original fd 1.
     """
@@ -109,12 +99,11 @@ class RoutedOutput(AbstractContextManager):
     def _follow(self, path: Path, start: int, prefix: str) -> None:
         """Copy new lines of the file to the terminal until the redirection ends.
 
-        The process writes to a file and not to a pipe. If it wrote to a pipe, the last output before a crash would be
-        lost. Native code that writes while it holds the GIL would hang once the pipe is full, because the thread that
-        empties the pipe needs the GIL.
+        A file and no pipe: a pipe loses the last output before a crash, and native code that writes
+        with the GIL held hangs once it is full.
         """
         partial, is_last = b"", False
-        # An OSError means that the terminal does not exist any more. The file still gets all output.
+        # OSError: the terminal is gone; the file still gets all output
         with path.open("rb") as file, suppress(OSError):
             file.seek(start)
             while not is_last:
@@ -125,10 +114,7 @@ class RoutedOutput(AbstractContextManager):
                 os.write(self._originals[1], b"".join(prefix.encode() + line + b"\n" for line in lines))
 
     def restore(self, *_) -> None:
-        """End the redirection of fd 1 and 2. If lines also appear on the terminal, show the last lines there, too.
-
-        A second call does nothing.
-        """
+        """End the redirection and show the last lines. A second call does nothing."""
         if not self._done.is_set():
             _point_output(self._originals)
             self._done.set()
@@ -139,12 +125,11 @@ class RoutedOutput(AbstractContextManager):
 
 
 def route_process_output(path: str | Path, tee_prefix: str | None = None) -> RoutedOutput:
-    """From now on, append to a file everything that this process writes to fd 1 and 2, also from C++ and Rust.
+    """From now on append fd 1 and 2 of this process and its later children to a file, also from C++
+    and Rust.
 
-    Child processes that start after this call inherit fd 1 and 2, so the file also gets their output.
-
-    If tee_prefix is a text such as "[trainer 0] ", each line also appears on the original fd 2 within 0.2 s, with this
-    prefix.
+    tee_prefix: such as "[trainer 0] "; each line also appears with it on the original fd 2 within
+    0.2 s.
     """
     return RoutedOutput(Path(path), tee_prefix)
 
@@ -152,8 +137,7 @@ def route_process_output(path: str | Path, tee_prefix: str | None = None) -> Rou
 def route_logs(path: str | Path, *, label: str, verbose: bool = False) -> None:
     """Send the log lines and warnings of this process to a file.
 
-    With verbose=True they also go to stderr, with `[label]` before each line. If `route_process_output` already shows
-    the lines of the same file on the terminal, verbose must be False. Otherwise each line would appear twice.
+    verbose: also to stderr, as `[label] line`; not together with a tee of the same file.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     in_file: logging.Handler = logging.FileHandler(path)
@@ -165,20 +149,18 @@ def route_logs(path: str | Path, *, label: str, verbose: bool = False) -> None:
         handlers.append(on_terminal)
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
     logging.captureWarnings(True)
-    # Some libraries give their logger a handler that writes to the terminal. The lines of such a logger now go only to
-    # the handlers above.
+    # libraries that log to the terminal now log to the handlers above
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger) and any(type(h) is logging.StreamHandler for h in logger.handlers):
             logger.handlers, logger.propagate = [], True
 
 
 def _point_output(targets: tuple[int, int]) -> None:
-    """Flush earlier output, and make fd 1 and 2 duplicates of the two target fds."""
+    """Flush, and make fd 1 and 2 duplicates of the two targets."""
     streams: list[Any] = [sys.stdout, sys.stderr]
     for stream, fd, target in zip(streams, (1, 2), targets, strict=True):
-        with suppress(AttributeError, ValueError, OSError):  # the stream is None, is closed, or is not a text stream
-            # This call also flushes the stream. From now on the stream is line-buffered, so that the file has the last
-            # lines of a killed process.
+        with suppress(AttributeError, ValueError, OSError):  # the stream is None, closed or not text
+            # flushes, and keeps the last lines of a killed process
             stream.reconfigure(line_buffering=True)
         ctypes.CDLL(None).fflush(None)
         os.dup2(target, fd)

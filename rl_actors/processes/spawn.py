@@ -1,8 +1,7 @@
-"""Spawn the processes of actors, with their rendezvous and their logs.
+"""Spawns the processes of actors, with their rendezvous and their logs.
 
-Importing this module changes nothing. The first spawn sets up Monarch in this process.
-When a process ends, even by kill -9, the processes that it has spawned end within seconds. On another host, a
-worker of Monarch (hosts.py) starts the processes and ends them.
+The first spawn, not the import, sets up Monarch in this process. Spawned processes end within
+seconds of this one, even after kill -9. On other hosts a worker (hosts.py) starts and ends them.
 """
 
 import asyncio
@@ -45,20 +44,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
-LONGEST_PAUSE = 5.0  # longest pause in seconds between two checks that the processes of an actor answer
-START_TIMEOUT = 120.0  # seconds in which spawned processes must answer
-STOP_TIMEOUT = 20.0  # seconds within which Monarch must stop the processes; those that still run are then killed
+LONGEST_PAUSE = 5.0  # seconds between checks that the processes of an actor answer, at most
+START_TIMEOUT = 120.0  # seconds
+STOP_TIMEOUT = 20.0  # seconds; processes that still run are then killed
 logger = logging.getLogger(__name__)
 
-# By default Monarch notices a dead process after nine seconds. With this value Monarch takes about one second. If the user has set the
-# variable, the user's value is kept. Monarch also asks its processes whether they are alive. The time limits for their answers are
-# not changed. With shorter limits Monarch took a process on an overloaded machine for dead, because the process did not answer for over three
-# seconds while it imported vLLM.
+# Monarch notices a dead process in about one second instead of nine. Its time limits for answers
+# stay: shorter ones took a process that imported vLLM on an overloaded machine for dead.
 _SUPERVISION = {"HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s"}
 
 
 class Probe(Actor):
-    """An actor beside the main actor of each process. The Probe answers even while the main actor runs a call."""
+    """Answers beside the main actor of each process, even while that runs a call."""
 
     @endpoint
     async def who(self) -> tuple[int, int]:
@@ -67,7 +64,7 @@ class Probe(Actor):
 
     @endpoint
     async def read(self, path: str) -> tuple[int, str, str]:
-        """(rank, name of the host, text of a file). The text is empty if the process cannot read the file."""
+        """(rank, name of the host, text of a file or "")."""
         text = ""
         with contextlib.suppress(OSError, ValueError):
             text = Path(path).read_text()
@@ -75,7 +72,7 @@ class Probe(Actor):
 
 
 async def probe_here() -> Probe:
-    """A Probe on the process of the actor that calls this function."""
+    """A Probe on the process of the calling actor."""
     probe = this_proc().spawn(f"probe_{uuid.uuid4().hex[:12]}", Probe)
     await probe.initialized
     return probe
@@ -87,17 +84,14 @@ class Process:
 
     rank: int
     pid: int
-    # A handle from pidfd_open. After the process has ended, the system may give its pid to another process, but the handle never refers to
-    # another process. So checks and signals use the handle. None: the process is on another host.
+    # From pidfd_open, because a pid may be reused; None on another host.
     handle: int | None = field(repr=False)
 
     def __str__(self) -> str:
         return f"rank {self.rank} (pid {self.pid})"
 
     def has_ended(self) -> bool:
-        """True if the process has ended. Always False for a process on another host. If such a process ends, calls to it fail as soon as
-        Monarch has noticed the end.
-        """
+        """Always False on another host, where calls fail as soon as Monarch has noticed the end."""
         if self.handle is None:
             return False
         poll = select.poll()
@@ -105,7 +99,7 @@ class Process:
         return bool(poll.poll(0))
 
     def kill(self) -> None:
-        """End the process at once. Does nothing if the process is on another host, because Monarch's worker on that host ends it."""
+        """End the process at once; on another host Monarch's worker does it."""
         if self.handle is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -117,21 +111,19 @@ class ProcessMesh:
     """Processes that were spawned together."""
 
     mesh: ProcMesh
-    # A mesh of one Probe on each process. The annotation is Probe, because Monarch types a mesh of actors as the actor.
+    # a mesh of one per process; Monarch types a mesh as its actor
     probe: Probe
     processes: list[Process]
-    rendezvous: TCPStore = field(repr=False)  # kept alive by this reference, because the ranks need the store
+    rendezvous: TCPStore = field(repr=False)  # keeps the ranks' store alive
 
     def of_this_host(self) -> list[Process]:
         return [process for process in self.processes if process.handle is not None]
 
     async def first_end(self) -> Process:
-        """Wait until one of the processes of this host has ended for any reason, and return this process. If all processes are on other hosts,
-        the wait never ends.
-        """
+        """Wait until a process of this host has ended; for ever if there is none."""
         loop = asyncio.get_running_loop()
         first: asyncio.Future[Process] = loop.create_future()
-        # Copies of the handles, because an event loop takes only one reader per handle and several callers may wait.
+        # copies, because an event loop takes one reader per handle and several callers may wait
         handles = {os.dup(each.handle): each for each in self.processes if each.handle is not None}
 
         def tell(process: Process) -> None:
@@ -148,7 +140,9 @@ class ProcessMesh:
                 os.close(handle)
 
     async def silent(self, timeout: float, heard: Callable[[int], None] | None = None) -> list[Process]:
-        """The processes that do not answer within `timeout` seconds. heard: called with the rank of each process as soon as it answers."""
+        """The processes that do not answer within `timeout` seconds. heard: called with each rank
+        that answers.
+        """
         answered: set[int] = set()
 
         async def ask() -> None:
@@ -163,8 +157,7 @@ class ProcessMesh:
         except TimeoutError:
             pass
         except Exception:
-            # The error means that a process has ended, not that the process is silent. `first_end` reports the end of a process of this host.
-            # This method waits for `timeout` seconds, so that `first_end` reports first.
+            # a process has ended: wait, so that `first_end` reports it first
             await asyncio.sleep(timeout)
         return [process for process in self.processes if process.rank not in answered]
 
@@ -177,7 +170,7 @@ class ProcessMesh:
     async def stop(self) -> None:
         """End the processes. A second call does nothing."""
         processes, self.processes = self.processes, []
-        # If one process has ended already, the others are killed, because Monarch would wait for an answer from the ended one.
+        # Monarch would wait for an answer from a process that has ended
         if any(process.has_ended() for process in processes) or not await self._stop_in_time():
             for process in processes:
                 process.kill()
@@ -202,13 +195,12 @@ async def spawn_processes(
     logs: LogRoute | None = None,
     hosts: "Hosts | None" = None,
 ) -> ProcessMesh:
-    """Spawn processes with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in their environment.
+    """Spawn processes with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in their
+    environment.
 
-    hosts: the hosts of the processes; None: this host. Every host gets the same number of processes, and the first host gets the first
-    ranks.
-    The caller's process serves the rendezvous store. The system chooses a free port for the store.
-    Raises TimeoutError if the processes have not started within START_TIMEOUT. Raises ValueError if the number of hosts does not divide the
-    number of processes, or if the hosts do not share the folder of the logs.
+    hosts: spread evenly, the first ranks on the first host; None: this host. This process serves
+    the rendezvous store. Raises TimeoutError after START_TIMEOUT, ValueError if the processes do
+    not divide evenly or the hosts do not share the folder of the logs.
     """
     prepare_this_process()
     num_hosts = 1 if hosts is None else len(hosts)
@@ -240,28 +232,28 @@ async def spawn_processes(
 
 
 def _common_environment(num_processes: int, own_address: str, port: int) -> dict[str, str]:
-    """The environment that all ranks share. own_address, port: the address and the port of the rendezvous store."""
+    """The environment of all ranks. own_address, port: of the rendezvous store."""
     return {
         "WORLD_SIZE": str(num_processes),
         "MASTER_ADDR": own_address,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # makes every rank, also rank 0, a client of our store
-        # The ranks get the caller's import path, because messages may contain losses and actors that the caller's modules define. A rank
-        # that cannot unpickle a message ends.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank, also rank 0, is a client of our store
+        # the caller's import path: a rank that cannot unpickle a loss or actor of the caller's
+        # modules ends
         "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
-        "PYTHONFAULTHANDLER": "1",  # a process that crashes in a library prints where it was
-        # All threads use malloc's main arena, because malloc keeps freed memory (threads.keep_memory) only in this arena.
+        "PYTHONFAULTHANDLER": "1",  # a crash in a library prints where it was
+        # threads.keep_memory holds only in malloc's main arena
         "MALLOC_ARENA_MAX": "1",
         **threads.gpu_environment(),
     }
 
 
 def _command(name: str, logs: LogRoute | None, common: Mapping[str, str], point: Point):
-    """The command that starts the process at `point` of the mesh. The command sets the variables in `common` and those of this rank."""
+    """The command that starts the process at `point` with `common` and its own variables."""
     of_rank = {
         "RANK": str(point.rank),
         "LOCAL_RANK": str(point["gpus"]),
-        "RL_ACTORS_PROCESS": f"{name}-{point.rank}",  # marks a process of this package, for collector.py and for people who list processes
+        "RL_ACTORS_PROCESS": f"{name}-{point.rank}",  # marks a process of this package, for collector.py and in lists of processes
     }
     if logs is not None:
         of_rank[LOG_VARIABLE] = str(logs.file(name, point.rank))
@@ -271,7 +263,7 @@ def _command(name: str, logs: LogRoute | None, common: Mapping[str, str], point:
 
 
 async def _require_shared_or_stop(name: str, mesh: ProcMesh, probe: Probe, folder: Path) -> None:
-    """Call `require_shared`, and end the processes if it raises an error."""
+    """Call `require_shared`, and end the processes if it fails."""
     try:
         await require_shared(name, probe.read, folder)
     except BaseException:
@@ -280,13 +272,13 @@ async def _require_shared_or_stop(name: str, mesh: ProcMesh, probe: Probe, folde
 
 
 async def _stop(mesh: ProcMesh) -> None:
-    """End the processes of a mesh whose start failed. The error of the start is more useful than an error of this stop."""
+    """End the processes of a failed start, whose error is the one to report."""
     with contextlib.suppress(Exception):
         await asyncio.wait_for(_future(mesh.stop()), STOP_TIMEOUT)
 
 
 def open_rendezvous(address: str) -> TCPStore:
-    """A store that listens only at this address. By default torch would listen on all interfaces."""
+    """A store that listens only at this address; torch's default is all interfaces."""
     listening = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     port = listening.getsockname()[1]
     return TCPStore(
@@ -295,13 +287,12 @@ def open_rendezvous(address: str) -> TCPStore:
 
 
 class NotSharedError(ValueError):
-    """A host does not see the files of a folder that all hosts must share."""
+    """A host does not see a folder that all hosts must share."""
 
 
 async def require_shared(name: str, read: Endpoint[..., tuple[int, str, str]], folder: Path) -> None:
-    """Write a file to the folder, and check that all hosts see the file. Raises NotSharedError naming a host that does not see the file.
-
-    read: the endpoint of the Probes on the hosts.
+    """Write a file, and raise NotSharedError naming a host that does not see it. read: of the
+    Probes on the hosts.
     """
     folder.mkdir(parents=True, exist_ok=True)
     mark, text = folder / f".shared-{uuid.uuid4().hex}", uuid.uuid4().hex
@@ -319,21 +310,18 @@ async def require_shared(name: str, read: Endpoint[..., tuple[int, str, str]], f
 
 
 async def collect(endpoint: Endpoint[..., T], *args: object, **kwargs: object) -> list[T]:
-    """The answers of all ranks, in the order in which they arrive.
-
-    Raises the first error at once, and does not wait for the remaining answers. They may never come, because other ranks may wait in a
-    collective for the rank that failed.
+    """The answers of all ranks, in order of arrival. The first error is raised at once, because the
+    other ranks may wait in a collective for the failed one.
     """
     return [await answer for answer in endpoint.stream(*args, **kwargs)]
 
 
 def _prepare_rank(name: str, logs: LogRoute | None) -> None:
-    """Set up a spawned process. Monarch calls this function in the process before the first actor starts there."""
+    """Set up a spawned process. Monarch calls it there before the first actor starts."""
     collector.keep()
     os.environ |= network.lead_gloo_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    # A terminal sends Ctrl-C, and a scheduler sends SIGTERM, to all processes of a program. The ranks ignore both signals,
-    # because the spawning process may still need the ranks for a checkpoint. A rank ends when the spawning process
-    # stops it, or when the spawning process ends.
+    # Ctrl-C and a scheduler's SIGTERM reach all processes, but the spawning process may still need
+    # the ranks for a checkpoint; they end with it.
     libc = ctypes.CDLL(None)
     for number in (signal.SIGINT, signal.SIGTERM):
         libc.signal(number, ctypes.c_void_p(signal.SIG_IGN))
@@ -348,8 +336,7 @@ def prepare_this_process() -> None:
     """Set up Monarch in this process, before its first use. A second call does nothing."""
     for variable, value in _SUPERVISION.items():
         os.environ.setdefault(variable, value)
-    # Monarch calls unhandled_fault_hook when any actor dies. The default hook ends this process. This process need not
-    # end, because every call to a dead actor raises an exception. So `_log_fault` replaces the default hook.
+    # Monarch's default hook ends this process when any actor dies; calls to a dead actor raise anyway
     if monarch.actor.unhandled_fault_hook is _DEFAULT_HOOK:
         monarch.actor.unhandled_fault_hook = _log_fault
 
@@ -362,5 +349,5 @@ def _log_fault(failure: MeshFailure) -> None:
 
 
 async def _future(future: Awaitable[T]) -> T:
-    """Wrap a future of Monarch in a coroutine, for asyncio.wait_for."""
+    """A coroutine for asyncio.wait_for, which does not take futures of Monarch."""
     return await future

@@ -1,7 +1,7 @@
-"""Mutual TLS with certificates of a private authority, for the port of a service and for Monarch's own connections.
+"""Mutual TLS with certificates of a private authority, for the port of a service and for Monarch's
+connections.
 
-A folder of certificates has `authority.pem`, and a program's own pair of `certificate.pem` and `key.pem`. Both sides of a connection must
-show a certificate of the same authority.
+A folder of certificates has authority.pem, certificate.pem and key.pem.
 """
 
 import os
@@ -19,11 +19,11 @@ MONARCH_VARIABLES = {
     "HYPERACTOR_TLS_KEY": KEY,
     "HYPERACTOR_TLS_CA": AUTHORITY,
 }
-"""Environment variables from which Monarch 0.7 reads the paths of its certificates. Processes that Monarch spawns inherit the variables."""
+"""Where Monarch 0.7 reads the paths of its certificates; spawned processes inherit them."""
 
 
 def require_files(folder: str) -> Path:
-    """The path of the folder. Raises ValueError naming a file that is missing, or a key that others can read."""
+    """Raises ValueError naming a missing file, or a key that others can read."""
     path = Path(folder)
     for name in (AUTHORITY, CERTIFICATE, KEY):
         if not (path / name).is_file():
@@ -35,20 +35,15 @@ def require_files(folder: str) -> Path:
 
 
 def server_context(folder: str) -> ssl.SSLContext:
-    """The TLS context of a service. It admits only programs with a certificate of the authority.
-
-    Raises ValueError if require_files refuses the folder.
-    """
+    """Admits only programs with a certificate of the authority. Raises as require_files."""
     made = _context(ssl.PROTOCOL_TLS_SERVER, folder)
     made.verify_mode = ssl.CERT_REQUIRED
     return made
 
 
 def client_context(address: Address, folder: str) -> ssl.SSLContext | None:
-    """The TLS context of a client, or None for an address without TLS.
-
-    Raises ValueError if the address has TLS and `folder` is empty, if the address has no TLS and `folder` is not empty, or if require_files
-    refuses the folder.
+    """None for an address without TLS. Raises ValueError if only one of TLS and `folder` is given,
+    or as require_files.
     """
     if address.tls != bool(folder):
         missing = "needs a folder of certificates" if address.tls else "is without TLS, but certificates were given"
@@ -69,8 +64,10 @@ def _context(protocol: int, folder: str) -> ssl.SSLContext:
 
 
 def use_for_monarch(folder: str) -> None:
-    """Make Monarch use these certificates, in this process and in the processes that it spawns. Call this before Monarch is used."""
+    """Make Monarch use these certificates here and in spawned processes. Call it before Monarch is
+    used.
+    """
     path = require_files(folder).absolute()
     for variable, name in MONARCH_VARIABLES.items():
         os.environ[variable] = str(path / name)
-    reload_config_from_env()  # Monarch read the environment when it was imported, before the variables were set
+    reload_config_from_env()  # Monarch has read the environment at its import

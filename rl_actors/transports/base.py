@@ -1,10 +1,8 @@
-"""A `Transport` brings weights from a trainer's ranks to generators. The functions of this module publish and find versions in a transport.
+"""`Transport` brings weights from a trainer's ranks to generators; `publish` and `find` write and
+look up versions.
 
-A version is the weights of one policy_version. It is published in two steps. First every rank puts its shards into the transport. After all
-ranks have put their shards, rank 0 writes the manifest, which is the list of the version's tensors. A generator reads only tensors that a
-manifest lists, so it never reads a version before all ranks have put their shards. A reader is a process that loads a version, for example a
-worker of a generator's vLLM. A subclass of Transport decides where manifests and tensors are. In some transports the tensors are in slots. A
-slot is the memory in which one rank keeps its shards of one version.
+Every rank puts its shards, then rank 0 writes the manifest. Generators read only tensors that a
+manifest lists, so they never see a half-pushed version.
 """
 
 import asyncio
@@ -25,17 +23,17 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.05
 INDEX_TIMEOUT = 60.0
-"""Seconds in which the store that holds the manifests must answer."""
+"""Seconds in which the store of the manifests must answer."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""The dtypes in which generators may compute, widest first."""
+"""Dtypes in which generators may compute, widest first."""
 LOAD_TIMEOUT = 600.0
-"""Source.timeout, in seconds, if the transport has no setting for this timeout."""
+"""Source.timeout in seconds, for transports without a setting."""
 
 Value = TypeVar("Value")
 
 
 class Gather(Protocol):
-    """A collective that gives every rank the values of all ranks, in the order of the ranks."""
+    """All-gather of one value per rank, in rank order."""
 
     def __call__(self, value: Value, /) -> list[Value]: ...
 
@@ -44,14 +42,14 @@ class Gather(Protocol):
 class Manifest:
     """Names, shapes and dtypes of the tensors of one published version.
 
-    A stream is a sequence of versions in one dtype, each trained from the version before it. A trainer that loads a checkpoint of version 6
-    begins a new stream, because its next version 7 is not the version 7 of the former stream.
+    A stream is a sequence of versions in one dtype, each trained from the one before. Loading a
+    checkpoint begins a new stream.
     """
 
     stream: str
     version: int
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # name -> (shape, dtype)
-    parts: tuple["SlotAddress", ...] = ()  # the slots that hold the tensors, if the transport has slots
+    parts: tuple["SlotAddress", ...] = ()  # slots that hold the tensors, if any
 
     @property
     def key(self) -> str:
@@ -68,32 +66,33 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a tensor, in memory that the reading process can address."""
+    """A part of a tensor, in memory that this process can address."""
 
     start: tuple[int, ...]  # offset of the part in the whole tensor
     values: Tensor
 
     @property
     def region(self) -> tuple[slice, ...]:
-        """The slices of the whole tensor that this part fills."""
+        """Where this part goes in the whole tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.values.shape, strict=True))
 
 
 class OpenVersion(ABC):
-    """A version that a reader has opened. Its tensors are whole, even if the ranks published shards.
+    """A version that a reader has opened. Its tensors are whole, even if the ranks published
+    shards.
 
-    The tensors may be views that are valid only while the version is open. They may be on the GPU of a trainer's rank.
+    Tensors may be views, valid only while the version is open, and may be on a trainer's GPU.
     """
 
     path: str
-    """The way by which the bytes come to this process, such as "shared_memory" or "tcp"."""
+    """How the bytes come to this process, such as "shared_memory" or "tcp"."""
     reason: str
     """Why this path was chosen."""
 
     @property
     @abstractmethod
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Name and shape of every tensor."""
+        """Shape by tensor name."""
 
     @property
     @abstractmethod
@@ -105,16 +104,16 @@ class OpenVersion(ABC):
         """(name, tensor) one at a time, in the order of the manifest."""
 
     def pieces(self) -> Iterator[tuple[str, list[Piece]]]:
-        """(name of a tensor, its pieces) one tensor at a time. The pieces cover the tensor. They may be on a GPU."""
+        """(name, pieces that cover the tensor), one tensor at a time. Pieces may be on a GPU."""
         for name, tensor in self.tensors():
             yield name, [Piece((0,) * tensor.ndim, tensor)]
 
 
 class Source(ABC):
-    """A picklable description of where one version's tensors are. A reader receives this description and opens it."""
+    """A picklable description of where one version's tensors are."""
 
     timeout: float
-    """Seconds that each of two phases may take: opening the version, and then loading it."""
+    """Seconds for opening the version, and again for loading it."""
 
     @property
     @abstractmethod
@@ -128,7 +127,7 @@ class Source(ABC):
 
 @dataclass(frozen=True, slots=True)
 class LoadedTensors(Source, OpenVersion):
-    """A Source that contains the tensors themselves. So this Source is also an open version."""
+    """A Source that holds the tensors themselves."""
 
     loaded: Mapping[str, Tensor]
     key: str = "tensors"
@@ -152,25 +151,27 @@ class LoadedTensors(Source, OpenVersion):
 
 
 class Transport(ABC):
-    """A picklable handle to a store of weights that trainer and generator actors share. `open` and `close` are called only by the
-    process that made the transport.
+    """A picklable handle to a store of weights that trainer and generators share.
+
+    `open` and `close` are called only by the process that made the transport.
     """
 
     training_bytes = 0
-    """Bytes of a rank's GPU that training takes at its peak, as the trainer estimates them. Slots may take the rest of the GPU's memory."""
+    """Estimated peak GPU bytes of training on a rank; slots may take the rest."""
     kind: str = "other"
-    """Name of the place in which the tensors of a version are. The metrics of a push report this name."""
+    """Where the tensors of a version are, as the metrics of a push name it."""
 
     async def open(self) -> None:  # noqa: B027  (a transport may need none)
-        """Start the processes or create the directories of the transport. Call it once, in the process that made the transport."""
+        """Start the transport's processes or create its directories."""
 
     async def close(self) -> None:  # noqa: B027
         """Stop the processes and remove the directories of `open`."""
 
     async def death(self, silent_after: float) -> str:
-        """Wait until one of the processes of `open` has ended, or has not answered for silent_after seconds. Returns a text that names the process.
+        """Wait until a process of `open` has ended or has been silent for silent_after seconds, and
+        return a text that names it.
 
-        If `open` started no process, this waits for ever.
+        Waits for ever if `open` started none.
         """
         return await asyncio.get_running_loop().create_future()
 
@@ -180,29 +181,29 @@ class Transport(ABC):
     ) -> "SlotAddress | None":
         """Put this rank's shard of every DTensor, and every plain tensor as a whole.
 
-        dtype: dtype of the floating-point tensors in this version. None: each tensor keeps its own dtype.
-        Returns the address of the slot that holds the shards, or None if the transport has no slots.
+        dtype: of the floating-point tensors in this version; None keeps each tensor's own. Returns
+        the address of the slot, or None if the transport has none.
         """
 
     async def discard_tensors(self, key: str, rank: int) -> None:  # noqa: B027
-        """Discard the tensors that put_tensors has put under this key. `publish` calls this if a rank could not put its tensors."""
+        """Discard what put_tensors has put under this key, after a failed put."""
 
     @abstractmethod
     async def source(self, manifest: Manifest) -> Source:
-        """A description of where the version's tensors are. A generator sends it to the processes of its engine."""
+        """Where the version's tensors are; a generator sends it to its engine's processes."""
 
     async def get_tensors(self, manifest: Manifest) -> dict[str, Tensor]:
-        """The tensors of a version, whole and on the CPU."""
+        """The tensors of a version, whole, on the CPU."""
         source = await self.source(manifest)
         return await asyncio.to_thread(_copies, source)
 
     @abstractmethod
     async def put_object(self, key: str, value: object) -> None:
-        """Put a small picklable value. A reader gets either the former value or the new one, never a mixture."""
+        """Put a small picklable value, atomically."""
 
     @abstractmethod
     async def get_object(self, key: str) -> object | None:
-        """The value of a key, or None if the key has no value."""
+        """The value of a key, None if it has none."""
 
     @abstractmethod
     async def delete(self, manifest: Manifest) -> None:
@@ -220,7 +221,7 @@ async def announce(transport: Transport, dtype: str) -> None:
 
 
 async def transfer_dtype(transport: Transport) -> torch.dtype:
-    """The dtype of a push: the widest dtype that a generator has announced, or float32 if no generator has announced a dtype."""
+    """The dtype of a push: the widest that a generator has announced, float32 if none has."""
     for name, dtype in DTYPES.items():
         if await transport.get_object(f"generators/{name}"):
             return dtype
@@ -237,12 +238,11 @@ async def publish(
     gather: Gather,
     dtype: torch.dtype | None = None,
 ) -> Manifest:
-    """Publish a version. All ranks must call this function together. Returns the version's manifest.
+    """Publish a version and return its manifest. A collective.
 
-    dtype: dtype of the floating-point tensors in this version. None: each tensor keeps its own dtype.
-    If this rank fails, raises its error. If only other ranks fail, raises RuntimeError naming these ranks and their errors. If a rank could
-    not put its tensors, no manifest is written, so generators cannot read the version.
-    Raises NonFiniteError on every rank, before any rank puts a tensor, if a tensor is not finite.
+    dtype: as in `put_tensors`. Raises NonFiniteError on every rank, before any put, if a tensor is
+    not finite. If a rank fails, no manifest is written; that rank raises its own error, the others
+    RuntimeError naming the failed ranks.
     """
     require_finite(f"push of version {version}", tensors, gather)
     key = f"{stream}/{version}"
@@ -253,7 +253,7 @@ async def publish(
         await transport.discard_tensors(key, rank)
         raise
     everywhere: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for of_rank in gather(shapes):  # the stages of a pipeline have different tensors
+    for of_rank in gather(shapes):  # pipeline stages have different tensors
         everywhere |= of_rank
     addresses = tuple(part for part in parts if part is not None)
     manifest = Manifest(stream=stream, version=version, tensors=everywhere, parts=addresses)
@@ -262,14 +262,12 @@ async def publish(
 
 
 def published_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a tensor is published. It is `dtype`, or the tensor's own dtype if `dtype` is None or the tensor holds no
-    floating-point numbers.
-    """
+    """`dtype`, or the tensor's own dtype if that is None or the tensor is not floating point."""
     return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
 
 
 async def _commit(transport: Transport, manifest: Manifest, rank: int) -> None:
-    """Make the version readable. Only rank 0 does something here."""
+    """Make the version readable; only rank 0 acts."""
     if rank == 0:
         what = f"push of version {manifest.version}: commit by rank 0"
         await within(INDEX_TIMEOUT, transport.put_object(f"{manifest.key}/manifest", manifest), what)
@@ -277,22 +275,22 @@ async def _commit(transport: Transport, manifest: Manifest, rank: int) -> None:
 
 
 async def within(timeout: float, work: Awaitable[Value], what: str) -> Value:
-    """Await the work. Raises TimeoutError naming `what` if the work takes longer than `timeout` seconds."""
+    """Await the work. Raises TimeoutError naming `what` after `timeout` seconds."""
     try:
         return await asyncio.wait_for(_awaited(work), timeout)
     except TimeoutError as error:
-        if str(error):  # the work itself raised this TimeoutError
+        if str(error):  # raised by the work itself
             raise
         raise TimeoutError(f"{what} was not done within {timeout:g} s") from None
 
 
 async def _awaited(work: Awaitable[Value]) -> Value:
-    """Wrap an awaitable, such as a future of Monarch, in a coroutine, for asyncio.wait_for."""
+    """A coroutine for asyncio.wait_for, which does not take futures of Monarch."""
     return await work
 
 
 async def _on_all_ranks(work: Awaitable[Value], version: int, gather: Gather) -> list[Value | None]:
-    """Await this rank's work. Returns the results of all ranks. If the work of any rank failed, raises an error on every rank."""
+    """Await this rank's work and gather all results. Raises on every rank if any failed."""
     result: Value | None = None
     failure: Exception | None = None
     try:
@@ -310,9 +308,8 @@ async def _on_all_ranks(work: Awaitable[Value], version: int, gather: Gather) ->
 
 
 async def find(transport: Transport, version: int, timeout: float) -> Manifest:
-    """Wait until `version` of the newest stream is published, with all its tensors, and return its manifest.
-
-    If this takes longer than `timeout` seconds, raises TimeoutError naming this version and the newest version.
+    """Wait until `version` of the newest stream is published. Raises TimeoutError after `timeout`
+    seconds.
     """
     deadline = time.monotonic() + timeout
     what = f"pull of version {version}: question to the index"
@@ -331,8 +328,8 @@ async def find(transport: Transport, version: int, timeout: float) -> Manifest:
 
 
 def local_shard(tensor: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's part of a tensor, on the CPU and in the published dtype, and the offset of the part in the whole tensor."""
-    # These imports take half a second. They are inside the function, because a program that only has clients does not call this function.
+    """(this rank's part on the CPU in the published dtype, its offset in the whole tensor)."""
+    # imported here because they take half a second that pure clients need not pay
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -344,10 +341,9 @@ def local_shard(tensor: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, tupl
 
 
 def assemble(name: str, shape: tuple[int, ...], dtype: torch.dtype, shards: Mapping[tuple[int, ...], Tensor]) -> Tensor:
-    """Put the shards of a tensor together. shards: offset in the whole tensor -> shard. All replicas of a shard have the same offset, so the
-    mapping has only one of them.
+    """The tensor from its shards (offset in the whole tensor -> one replica of the shard).
 
-    Raises RuntimeError if the shards do not cover the tensor.
+    Raises RuntimeError if they do not cover it.
     """
     whole = torch.empty(shape, dtype=dtype)
     for offset, shard in shards.items():

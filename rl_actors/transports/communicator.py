@@ -1,26 +1,14 @@
-"""A communicator sends weights from one rank of a trainer to one reader. It uses NCCL if both processes use GPUs,
-otherwise gloo.
+"""One process group per (trainer rank, reader): NCCL between GPUs, else gloo.
 
-A reader is a process that loads the trainer's weights, for example a worker of vLLM. A slot is the memory in which a rank keeps its part of
-one version of the weights (slots.py). point_to_point.py sends slots to readers through communicators.
+It is not in torch's default group, so a death breaks only this pair. Calls run on a thread of their
+own because NCCL may block for ever; `Pair.end` aborts them.
 
-A communicator is a torch process group of the rank and the reader. It has a TCPStore of its own and does not belong to
-torch's default group. So if one of the two processes ends, only this process group breaks.
+A slot is sent in pieces of PIECE_BYTES, at most WINDOW in flight, each only after the reader's
+READY, so that a GPU does not begin to send to a dead reader. NCCL takes host memory through WINDOW
+buffers on the GPU. A reader that hangs within a piece can delay the rank's next write, which waits
+for all work of the GPU, until the deadline of `Pair.send`.
 
-A call of NCCL may wait for ever. So all calls of a communicator run on a thread of their own. The class Pair holds a
-communicator, its thread, and the control connection, over which the reader asks for slots. `Pair.run` hands a call to
-the thread and waits for the result. `run` raises an error if the deadline passes, or if the other process closes the
-control connection. The caller of `run` then calls `Pair.end`, which aborts the communicator.
-
-A slot is sent in pieces of PIECE_BYTES. The reader sends READY over the control connection when it is ready for a piece, and the rank sends
-the piece only then. So a GPU does not begin to send to a reader that has died. At most WINDOW pieces are on their way at the same time.
-NCCL sends and receives only in the memory of a GPU. So if the bytes are in the host's memory, they go through WINDOW buffers on the GPU.
-
-When a rank writes its next version into a slot, the rank waits for all work of its GPU, including a piece that NCCL is
-sending. So a reader that hangs in the middle of a piece can delay this write until the deadline of `Pair.send`.
-
-The tests of NCCL are in tests/gpu/test_weights.py and need two GPUs. They passed on one host with two GPUs: in
-some cases NCCL could use all of its paths, in the other cases only the loopback network. NCCL has not run between two hosts.
+NCCL has run between two GPUs of one host (tests/gpu/test_weights.py), not between two hosts.
 """
 
 import contextlib
@@ -47,15 +35,15 @@ from rl_actors.transports.control import left
 PIECE_BYTES = 64 << 20
 WINDOW = 2
 TRAINER, READER = 0, 1
-"""The ranks of the two processes in the communicator's process group."""
+"""Ranks in the process group."""
 READY = b"\4"
-"""The byte that the reader sends when it is ready for the next piece."""
+"""The reader is ready for the next piece."""
 PORT = struct.Struct("<H")
-"""Format of the message in which the rank tells the reader the port of its store."""
+"""The rank tells the reader the port of its store."""
 WATCH_SECONDS = 0.1
-"""Seconds between two checks of the control connection while a call runs."""
+"""Seconds between checks of the control connection during a call."""
 ABORT_SECONDS = 5.0
-"""Seconds that `Pair.end` waits for the abort of a communicator."""
+"""Seconds that `Pair.end` waits for the abort."""
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 CLOSED = "the other process closed the connection"
 
@@ -63,7 +51,7 @@ Value = TypeVar("Value")
 
 
 class Work(Protocol):
-    """A send or a receive that has begun."""
+    """A send or a receive under way."""
 
     def wait(self, timeout: timedelta) -> object: ...
 
@@ -77,13 +65,12 @@ class Group(Protocol):
 
 
 class Pieces(Protocol):
-    """Gives the memory from which a backend sends a piece, and the memory into which the backend receives a piece.
-
-    The argument `number` is the index of the piece in its slot.
+    """Memory from which a backend sends pieces, and into which it receives them. number: index of
+    the piece in its slot.
     """
 
     def active(self) -> AbstractContextManager[object]:
-        """A context manager. Pieces are sent and received inside its `with` block."""
+        """The context in which pieces are sent and received."""
 
     def outgoing(self, piece: Tensor, number: int) -> Tensor:
         """The piece, in memory from which the backend can send."""
@@ -92,14 +79,14 @@ class Pieces(Protocol):
         """Memory into which the backend can receive the piece."""
 
     def arrived(self, came: Tensor, piece: Tensor) -> None:
-        """Begin to copy a received piece to `piece`. came: the memory that `incoming` returned for this piece."""
+        """Begin to copy a received piece from `came`, the result of `incoming`, to `piece`."""
 
     def finish(self) -> None:
-        """Wait until all copies that `arrived` has begun are done."""
+        """Wait for the copies that `arrived` has begun."""
 
 
 class HostPieces:
-    """Pieces for gloo, which reads and writes the host's memory."""
+    """Pieces for gloo, in host memory."""
 
     def active(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
@@ -111,17 +98,14 @@ class HostPieces:
         return piece
 
     def arrived(self, came: Tensor, piece: Tensor) -> None:
-        """Does nothing, because gloo has received the bytes directly into `piece`."""
+        """Does nothing: gloo has received directly into `piece`."""
 
     def finish(self) -> None:
-        """Does nothing, because `arrived` begins no copy."""
+        """Does nothing."""
 
 
 class GPUPieces:
-    """Pieces for NCCL, which reads and writes the memory of a GPU.
-
-    The copies run on a CUDA stream that the training does not use, so that they do not wait for the training.
-    """
+    """Pieces for NCCL, in GPU memory, copied on a stream that does not wait for the training."""
 
     def __init__(self, device: torch.device, piece_bytes: int) -> None:
         self.stream = torch.cuda.Stream(device)
@@ -134,8 +118,8 @@ class GPUPieces:
         return piece if piece.is_cuda else self.incoming(piece, number).copy_(piece, non_blocking=True)
 
     def incoming(self, piece: Tensor, number: int) -> Tensor:
-        # It is safe to overwrite the buffer. A sender waits until the buffer's former piece has been sent. In a reader, the stream runs the copy
-        # out of the buffer before the next receive.
+        # safe to overwrite: a sender has waited for the former piece, a reader's stream copies it
+        # out before the next receive
         return self.buffers[number % WINDOW][: len(piece)]
 
     def arrived(self, came: Tensor, piece: Tensor) -> None:
@@ -146,27 +130,25 @@ class GPUPieces:
 
 
 def _gloo(store: object, member: int, host: str, timeout: timedelta) -> Group:
-    """A process group of gloo. member: TRAINER or READER. host: an address at which the other process can reach this
-    process.
-    """
+    """host: an address at which the other process reaches this one."""
     from torch.distributed import ProcessGroupGloo
 
     options = ProcessGroupGloo._Options()
-    # By default torch uses the address to which this host's name resolves. Another host may not reach that address.
+    # by default torch takes the address of this host's name, which another host may not reach
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timeout
     return ProcessGroupGloo(store, member, 2, options)
 
 
 def _nccl(store: object, member: int, host: str, timeout: timedelta) -> Group:
-    """A process group of NCCL. `host` is not used, because NCCL finds the host's addresses itself."""
+    """`host` is not used, because NCCL finds the addresses itself."""
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
-    options.config.blocking = 0  # so that another thread can abort a call that waits
-    # torch reads TORCH_NCCL_BLOCKING_WAIT when it makes a group. With the value 1, `Work.wait` waits for the GPU until
-    # the timeout, and the group has no watchdog thread. A watchdog would end the trainer's process when a reader has died.
-    # The other groups of the trainer keep their watchdogs, because this function restores the variable.
+    options.config.blocking = 0  # so that another thread can abort a waiting call
+    # With TORCH_NCCL_BLOCKING_WAIT=1 `Work.wait` has a timeout and the group no watchdog, which
+    # would end the trainer when a reader dies. Restored below, so that the trainer's other groups
+    # keep theirs.
     before = os.environ.get(BLOCKING_WAIT)
     os.environ[BLOCKING_WAIT] = "1"
     try:
@@ -181,14 +163,13 @@ GROUPS: dict[str, Callable[[object, int, str, timedelta], Group]] = {"gloo": _gl
 
 
 class Pair:
-    """A control connection and the communicator of its two processes. A pair transfers one version after another until a call fails."""
+    """A control connection and its communicator, for one version after another until a call fails."""
 
     def __init__(
         self, connection: socket.socket, *, member: int, backend: str, piece_bytes: int, device: torch.device
     ) -> None:
-        """member: TRAINER or READER, the rank of this process. device: the device of this process's weights.
-
-        Raises ValueError if the backend is nccl and the device is not a GPU.
+        """member: TRAINER or READER. device: of this process's weights. Raises ValueError for nccl
+        without a GPU.
         """
         if backend == "nccl" and device.type != "cuda":
             raise ValueError(f"NCCL connects GPUs, but the weights are on {device}")
@@ -199,7 +180,7 @@ class Pair:
         threading.Thread(target=_run, args=(self.calls,), name="weights_pair", daemon=True).start()
 
     def listen(self, deadline: float) -> None:
-        """Make the trainer's end of the communicator: serve a store, tell the reader the store's port, and wait for the reader."""
+        """Make the trainer's end: serve a store, tell the reader its port, and wait for the reader."""
         from torch.distributed import TCPStore
 
         host = self.connection.getsockname()[0]  # the address at which the reader has reached this process
@@ -212,7 +193,7 @@ class Pair:
         self.group = self.make(store, self.member, host, timeout)
 
     def join(self, deadline: float) -> None:
-        """Make the reader's end of the communicator: receive the port of the trainer's store, and connect to it."""
+        """Make the reader's end: receive the port of the trainer's store, and connect."""
         from torch.distributed import TCPStore
 
         (port,) = PORT.unpack(control.receive(self.connection, PORT.size))
@@ -221,7 +202,7 @@ class Pair:
         self.group = self.make(store, self.member, self.connection.getsockname()[0], timeout)
 
     def send(self, data: Tensor, deadline: float) -> None:
-        """Send the bytes of a slot. Each piece is sent when the reader is ready for it."""
+        """Send the bytes of a slot, each piece when the reader is ready for it."""
         assert self.group is not None
         under_way: deque[Work] = deque()
         with self.pieces.active():
@@ -256,10 +237,10 @@ class Pair:
         self.pieces.arrived(coming, piece)
 
     def run(self, deadline: float, call: Callable[..., Value], *arguments: object) -> Value:
-        """Run call(*arguments, deadline) on the communicator's thread, and return its result.
+        """Run call(*arguments, deadline) on the communicator's thread.
 
-        Raises TimeoutError after the deadline, and ConnectionError if the call fails or the other process closes the control connection.
-        After such an error the caller must call `end`.
+        Raises TimeoutError after the deadline, ConnectionError if the call fails or the other
+        process closes the control connection. The caller must then call `end`.
         """
         done: futures.Future[Value] = futures.Future()
 
@@ -267,7 +248,7 @@ class Pair:
             try:
                 done.set_result(call(*arguments, deadline))
             except BaseException as error:
-                # The traceback would keep the communicator and its connections alive until the next garbage collection.
+                # a traceback would keep the connections alive until the next garbage collection
                 done.set_exception(error.with_traceback(None))
 
         self.calls.put(answer)
@@ -280,15 +261,15 @@ class Pair:
             return done.result()
         except TimeoutError:
             raise
-        except (RuntimeError, OSError) as error:  # from torch, or from the control connection
-            left(deadline)  # raises TimeoutError if the deadline has passed
-            # If the other process has ended, the call may fail before the loop above notices the closed connection. The
-            # call's own error would not name this cause.
+        except (RuntimeError, OSError) as error:  # of torch or the control connection
+            left(deadline)
+            # the call may fail before the loop above sees the closed connection, with an error that
+            # does not name this cause
             reason = CLOSED if is_closed(self.connection) else str(error)
             raise ConnectionError(reason) from error
 
     def end(self) -> None:
-        """Close the connection and abort the communicator. If a call still waits on the communicator's thread, the abort ends the call."""
+        """Close the connection and abort the communicator, with any call that still waits."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
         self.connection.close()
@@ -303,7 +284,7 @@ class Pair:
 def _run(calls: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
     while (call := calls.get()) is not None:
         call()
-        del call  # otherwise this thread would keep the pair alive while it waits for the next call
+        del call  # otherwise this thread keeps the pair alive while it waits
 
 
 def _wait(work: Work, deadline: float) -> None:
@@ -311,9 +292,7 @@ def _wait(work: Work, deadline: float) -> None:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """True if this process or the other process has closed the connection. Received bytes that are still unread make no
-    difference.
-    """
+    """True if either process has closed the connection, whatever is still unread."""
     if connection.fileno() < 0:
         return True
     poll = select.poll()

@@ -1,13 +1,7 @@
-"""GPU memory that other processes of the host can open.
+"""GPU memory that other processes of the host can open: CUDA IPC with one cudaMalloc per slot.
 
-A slot is the memory in which a rank keeps its shards of one version of the weights (slots.py). This module allocates
-and opens slots on a GPU. It also pins the memory of slots on the host.
-
-torch can share CUDA tensors, too, but it counts references in files of /dev/shm. These files stay when a process is
-killed. So this module calls CUDA itself. It calls cudaMalloc once per slot. `SlotAddress.handle` is CUDA's handle of
-this memory and has 64 bytes. A reader calls cudaIpcOpenMemHandle once per slot.
-
-docs/loop.md says how long a push and a pull took between two GPUs. tests/gpu/test_weights.py tests this module.
+torch's own sharing of CUDA tensors counts references in files of /dev/shm, which stay when a
+process is killed.
 """
 
 import contextlib
@@ -21,21 +15,22 @@ from torch import Tensor
 
 HANDLE_BYTES = 64
 BLOCK = 2 << 20
-"""CUDA puts several small allocations into one block, and the handle of one of them opens all of them. An allocation
-shares no block if its size is a multiple of this number of bytes. So each allocation of this module has such a size."""
-LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess: allows a reader that computes on another GPU
+"""cudaMalloc packs small allocations into one block, and an IPC handle opens the whole block.
+Multiples of this many bytes share no block.
+"""
+LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess: for readers on another GPU
 READ_ONLY = 8  # cudaHostRegisterReadOnly
 
 
 class Handle(ctypes.Structure):
-    """CUDA's type cudaIpcMemHandle_t."""
+    """cudaIpcMemHandle_t."""
 
     _fields_ = [("reserved", ctypes.c_char * HANDLE_BYTES)]
 
 
 @functools.cache
 def cudart() -> ctypes.CDLL:
-    """CUDA's runtime, which torch has loaded already."""
+    """The CUDA runtime that torch has loaded."""
     assert torch.version.cuda is not None
     library = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
     library.cudaGetErrorString.restype = ctypes.c_char_p
@@ -44,12 +39,12 @@ def cudart() -> ctypes.CDLL:
 
 def _check(code: int, call: str) -> None:
     if code:
-        cudart().cudaGetLastError()  # clears the error; otherwise a later call of torch would report it
+        cudart().cudaGetLastError()  # otherwise a later call of torch would report it
         raise RuntimeError(f"{call}: {cudart().cudaGetErrorString(code).decode()}")
 
 
 class Memory:
-    """Bytes at an address of a GPU. torch can make a tensor of this object without a copy."""
+    """Bytes at an address of a GPU, which torch wraps without a copy."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -61,10 +56,7 @@ class Memory:
 
 
 class DeviceMemory:
-    """Memory that this process allocates on a GPU, and its handle for other processes.
-
-    The garbage collection of this object frees the memory.
-    """
+    """Memory allocated on a GPU, and its handle for other processes. Freed at garbage collection."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         with torch.cuda.device(device):
@@ -82,15 +74,11 @@ class DeviceMemory:
 
 
 class OpenedMemory:
-    """GPU memory of another process.
-
-    The constructor opens the memory, and the garbage collection of this object closes it.
-    """
+    """GPU memory of another process, open until garbage collection."""
 
     def __init__(self, handle: bytes, num_bytes: int, gpu: str) -> None:
-        """gpu: an id from `gpu_id`.
-
-        Raises PermissionError if this process does not see the GPU, or cannot open the memory.
+        """gpu: from `gpu_id`. Raises PermissionError if this process does not see the GPU or cannot
+        open the memory.
         """
         device = device_of(gpu)
         if device is None:
@@ -112,12 +100,12 @@ class OpenedMemory:
 
 
 def gpu_id(device: torch.device) -> str:
-    """The id (UUID) of a GPU. It is the same in all processes of the host."""
+    """UUID of a GPU, the same in all processes of the host."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def device_of(gpu: str) -> torch.device | None:
-    """The GPU with this id. None if this process does not see it."""
+    """The GPU with this id, None if this process does not see it."""
     if not torch.cuda.is_available():
         return None
     for index in range(torch.cuda.device_count()):
@@ -128,10 +116,7 @@ def device_of(gpu: str) -> torch.device | None:
 
 @contextlib.contextmanager
 def copies_end() -> Iterator[None]:
-    """Context manager. After its body it waits until the GPU has finished all copies of the body.
-
-    It also waits if the body raises an error.
-    """
+    """At its end, even after an error, wait until the GPU has finished the copies of the body."""
     try:
         yield
     finally:
@@ -140,11 +125,10 @@ def copies_end() -> Iterator[None]:
 
 
 def pin(data: Tensor, *, read_only: bool) -> bool:
-    """Pin memory of the host, so that copies to and from a GPU run at full speed.
+    """Pin host memory. False if there is no GPU, `data` is empty, or CUDA refuses (copies then take
+    about four times as long).
 
-    read_only: True if this process may only read the memory.
-    Returns True if the memory is pinned. The caller must then call `unpin` later. Returns False if there is no GPU, if
-    `data` is empty, or if CUDA refuses. If CUDA refuses, copies take about four times as long.
+    read_only: this process maps the memory only for reading. After True the caller must `unpin`.
     """
     if not torch.cuda.is_available() or not data.numel():
         return False
@@ -158,5 +142,5 @@ def pin(data: Tensor, *, read_only: bool) -> bool:
 
 
 def unpin(address: int) -> None:
-    """Undo `pin`. Call it before the memory is unmapped."""
+    """Undo `pin`, before the memory is unmapped."""
     cudart().cudaHostUnregister(ctypes.c_void_p(address))

@@ -1,4 +1,4 @@
-"""The transport that a trainer uses if its caller names none."""
+"""The transport of a trainer whose caller names none."""
 
 import logging
 from importlib.util import find_spec
@@ -13,9 +13,8 @@ logger = logging.getLogger(__name__)
 
 
 def default_transport(weights: WeightsConfig | None = None) -> "IndexedTransport":
-    """A new transport, which the caller opens and closes. Its index lists the versions of the weights.
-
-    The index is in a torchstore. If torchstore is not installed, the index is in a small actor.
+    """A new transport: its index is in a torchstore, or in a small actor if torchstore is not
+    installed.
     """
     if find_spec("torchstore") is None:
         from rl_actors.transports.index import IndexTransport

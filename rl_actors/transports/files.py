@@ -1,7 +1,6 @@
-"""`FilesTransport`, which brings weights from a trainer to generators through safetensors files. All processes must see
-the directory of the files.
+"""`FilesTransport`: weights through safetensors files in a directory that all processes see.
 
-This transport is for debugging, and for hosts that share only a disk.
+For debugging, and for hosts that share only a disk.
 """
 
 import asyncio
@@ -25,8 +24,7 @@ from rl_actors.trusted_files import require_trusted
 
 
 class FilesTransport(Transport):
-    """A transport with one file for each rank and each version of the weights. A file holds shards of tensors. The
-    metadata of a file has the offset of each shard in the whole tensor.
+    """One file per rank and version, with each shard's offset in the whole tensor as metadata.
 
     `close` removes the directory if `open` created it.
     """
@@ -38,7 +36,7 @@ class FilesTransport(Transport):
         self._made = False
 
     def __getstate__(self) -> dict:
-        # A copy in another process must not remove the directory.
+        # a copy in another process must not remove the directory
         return {**self.__dict__, "_made": False}
 
     async def open(self) -> None:
@@ -58,8 +56,7 @@ class FilesTransport(Transport):
         offsets = {name: json.dumps(offset) for name, (_, offset) in shards.items()}
         file = self.directory / key / f"rank{rank}.safetensors"
         file.parent.mkdir(parents=True, exist_ok=True)
-        # The shards are copied, because safetensors refuses tensors that share storage, and tied or sliced tensors may
-        # share it.
+        # clone: safetensors refuses tensors that share storage, as tied or sliced ones may
         contiguous = {name: shard.clone(memory_format=torch.contiguous_format) for name, (shard, _) in shards.items()}
         await asyncio.to_thread(save_file, contiguous, file, metadata=offsets)
 
@@ -69,10 +66,10 @@ class FilesTransport(Transport):
     async def put_object(self, key: str, value: object) -> None:
         file = self.directory / f"{key}.pickle"
         file.parent.mkdir(parents=True, exist_ok=True)
-        # Two processes may put the same key, so each writes to a file with a name of its own.
+        # a name of its own, because two processes may put the same key
         partial = file.with_suffix(f".{uuid.uuid4().hex}.partial")
         partial.write_bytes(pickle.dumps(value))
-        partial.rename(file)  # atomic: a reader sees either the former value or the new value
+        partial.rename(file)  # atomic
 
     async def get_object(self, key: str) -> object | None:
         file = self.directory / f"{key}.pickle"
@@ -87,11 +84,7 @@ class FilesTransport(Transport):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionInDirectory(Source, OpenVersion):
-    """A version of the weights, in files of one directory. Every process that sees the directory can read the files.
-
-    `open` has nothing to do, so this Source is also its own OpenVersion. A subclass opens the files when it reads the
-    tensors.
-    """
+    """A version in files of one directory, its own OpenVersion. A subclass reads the files."""
 
     directory: Path
     manifest: Manifest
@@ -117,7 +110,7 @@ class VersionInDirectory(Source, OpenVersion):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilesOfVersion(VersionInDirectory):
-    """A version in the files of FilesTransport, one file for each rank."""
+    """A version of FilesTransport, one file per rank."""
 
     reason: str = "the config says so"
 
@@ -131,6 +124,6 @@ class FilesOfVersion(VersionInDirectory):
             for name, (shape, dtype) in self.manifest.tensors.items():
                 shards: dict[tuple[int, ...], Tensor] = {}
                 for file, offset in files[name]:
-                    if offset not in shards:  # skip further replicas of a shard, which have the same offset
+                    if offset not in shards:  # else a replica
                         shards[offset] = file.get_tensor(name)
                 yield name, assemble(name, shape, dtype, shards)

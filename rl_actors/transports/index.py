@@ -1,4 +1,4 @@
-"""A transport that keeps its index of the weights' versions in a small actor. It needs no torchstore. No tensor passes through the actor."""
+"""A transport whose index of versions is in a small actor, for installations without torchstore."""
 
 import uuid
 
@@ -10,7 +10,7 @@ from rl_actors.transports.indexed import IndexedTransport
 
 
 class Index(Actor):
-    """An actor that stores objects by key."""
+    """Objects by key."""
 
     def __init__(self) -> None:
         self.objects: dict[str, object] = {}
@@ -29,15 +29,14 @@ class Index(Actor):
 
 
 class IndexTransport(IndexedTransport):
-    """A transport whose index is an Index actor. `open` starts the actor in this process."""
+    """A transport whose index is an Index actor in the process that calls `open`."""
 
-    # `open` sets this to a mesh of one Index actor. The annotation is the actor's class, because a mesh in Monarch has the
-    # endpoints of its actors.
+    # a mesh of one; Monarch types a mesh as its actor
     index: Index
 
     def __init__(self, weights: WeightsConfig | None = None) -> None:
         super().__init__(weights)
-        self._is_open_here = False  # True only in the process in which `open` started the actor
+        self._is_open_here = False  # only in the process of `open`
 
     def __getstate__(self) -> dict:
         return {**super().__getstate__(), "_is_open_here": False}

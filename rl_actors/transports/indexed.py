@@ -1,8 +1,7 @@
-"""Base class of the transports that store only an index of the versions of the weights.
+"""Base of the transports that store only an index: manifests that say in which slots the tensors
+are.
 
-The index has a manifest for each version, and no tensors. A manifest lists the tensors of a version and says in which
-slots they are. A slot is a trainer rank's memory for its shards of one version (slots.py). Readers, such as generators,
-read the tensors directly from the slots.
+Readers copy the tensors directly from the slots of the ranks.
 """
 
 import logging
@@ -27,20 +26,15 @@ logger = logging.getLogger(__name__)
 
 
 class IndexedTransport(Transport):
-    """A transport with an index. A subclass implements the index.
-
-    The tensors of a version are in slots of the ranks that called `put_tensors`.
-    """
+    """Tensors stay in slots of the ranks that called `put_tensors`. A subclass stores the index."""
 
     kind = "slots"
 
     def __init__(self, weights: WeightsConfig | None = None) -> None:
         self.weights = WeightsConfig() if weights is None else weights
-        # A reader signs its requests with the secret. The signature proves to a rank's server that the reader got the
-        # secret from this transport.
+        # signs the requests of readers to the ranks' servers
         self.secret = secrets.token_bytes(32)
-        # The snapshots and the servers of the ranks that run in this process. Key: rank. A snapshot has the rank's slots.
-        # A server sends these slots to readers that do not open them directly.
+        # by rank, for the ranks of this process
         self._snapshots: dict[int, Snapshot] = {}
         self._servers: dict[int, SlotServer] = {}
 
@@ -79,11 +73,8 @@ class IndexedTransport(Transport):
         return place
 
     def _needs_server(self, slot: Slot) -> bool:
-        """True if a reader may need a server that sends the slot.
-
-        There are three such cases. With the path tcp or point_to_point, every reader needs the server. If
-        weights.address is set, readers on other hosts are possible, and they need the server. With the path auto, a
-        reader needs the server if it cannot open a slot that is in GPU memory.
+        """True if readers may need a server: by path, on other hosts, or without access to a slot
+        on the GPU.
         """
         return (
             self.weights.path in ("tcp", "point_to_point")
@@ -92,7 +83,6 @@ class IndexedTransport(Transport):
         )
 
     def _serve(self, rank: int) -> None:
-        """Start the server of this rank's slots."""
         host = self.weights.address or LOOPBACK
         host = socket.gethostname() if host == "hostname" else host
         find, timeout = self._snapshots[rank].find, self.weights.timeout
@@ -107,9 +97,9 @@ class IndexedTransport(Transport):
         return SlotSource(manifest=manifest, path=weights.path, timeout=weights.timeout, secret=self.secret)
 
     async def delete(self, manifest: Manifest) -> None:
-        """Remove the manifest. The slots of the version stay, and the ranks write later versions into them."""
+        """Remove the manifest. The slots stay for later versions."""
         await self.delete_object(f"{manifest.key}/manifest")
 
     @abstractmethod
     async def delete_object(self, key: str) -> None:
-        """Remove the value that put_object has stored under this key."""
+        """Remove the value of put_object."""

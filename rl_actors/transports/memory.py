@@ -1,6 +1,6 @@
-"""The simplest transport, for tests and as an example. A transport brings weights from a trainer to generators.
+"""The simplest transport, for tests and as an example: dictionaries of one actor.
 
-This transport keeps the weights in dictionaries of one actor. It is slow, because every byte goes through a Monarch message.
+Slow, because every byte goes through a Monarch message.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from rl_actors.transports.base import LoadedTensors, Manifest, Source, Transport
 
 
 class MemoryStore(Actor):
-    """An actor that stores objects by their key, and shards of tensors by the tensor's key and the shard's offset in the tensor."""
+    """Objects by key, and shards by tensor key and offset."""
 
     def __init__(self) -> None:
         self.objects: dict[str, object] = {}
@@ -47,9 +47,9 @@ class MemoryStore(Actor):
 
 
 class MemoryTransport(Transport):
-    """A transport that keeps weights in a MemoryStore. `open` starts the MemoryStore in a process of its own."""
+    """Keeps weights in a MemoryStore, which `open` starts in a process of its own."""
 
-    # `open` sets `store` to a mesh of one MemoryStore. Monarch's type hints give such a mesh the type of its actor.
+    # a mesh of one; Monarch types a mesh as its actor
     store: MemoryStore
 
     kind = "memory"
@@ -81,7 +81,7 @@ class MemoryTransport(Transport):
             if end.done():
                 return f"store: the process of {end.result()} ended"
             for process in silence.result():
-                process.kill()  # otherwise `close` would wait for an answer from this process
+                process.kill()  # otherwise `close` would wait for its answer
             return f"store: {', '.join(map(str, silence.result()))} did not answer for {silent_after:g} s"
         finally:
             end.cancel()

@@ -1,42 +1,36 @@
-"""Chooses whether the slots of a rank are in the memory of its GPU or in the host's memory.
-
-A slot is the memory in which a rank of the trainer keeps its part of one version of the weights (slots.py). A push writes a version into a slot,
-and readers pull it from there. This module needs only numbers, so it runs without a GPU.
-"""
+"""Chooses whether the slots of a rank are on its GPU or in the host's memory. Runs without a GPU."""
 
 from dataclasses import dataclass
 
 from rl_actors.config import WeightsPath
 
 MARGIN = 1.1
-"""Factor by which the estimate of training's GPU memory is multiplied. Fragmentation and kernels take memory that the estimate does not count."""
+"""Factor on the estimate of training's GPU memory, for fragmentation and kernels, which it does not
+count.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where the slots of a rank are, and how many slots the rank has.
+    """Where the slots of a rank are, and how many.
 
-    If num_slots is 1, a push overwrites the former version. Such a push waits until no reader reads the former version. If the push fails,
-    the former version is lost.
+    With one slot a push waits for the readers of the former version and overwrites it; a failed
+    push loses it.
     """
 
     on_gpu: bool = False
     num_slots: int = 2
-    pinned: bool = False  # True: the host memory is pinned, so that a GPU copies it at full speed
-    reason: str = "the weights are on a CPU"  # why this place was chosen, for the log
+    pinned: bool = False  # host memory, pinned
+    reason: str = "the weights are on a CPU"  # for the log
 
 
 def choose(num_bytes: int, *, weights_on_gpu: bool, path: WeightsPath, room: int) -> Place:
-    """Choose the place and the number of a rank's slots.
+    """The place and number of a rank's slots: on the CPU for weights on a CPU; else the first that
+    fits of two slots on the GPU, one slot on the GPU, two slots in pinned host memory.
 
-    If the weights are on a CPU, the slots are in the host's memory, which is not pinned. If the weights are on a GPU and the path is
-    shared_memory or tcp, the slots are in pinned memory of the host. With every other path the choice is the first of these three that fits: two
-    slots on the GPU, one slot on the GPU, two slots in pinned memory of the host.
-    The path cuda_ipc excludes the third choice, because its slots must be on the GPU. With cuda_ipc, raises ValueError if the
-    weights are on a CPU or no slot fits on the GPU.
-    The paths auto and point_to_point may serve readers on other hosts. The slots can be on the GPU even then: NCCL sends the bytes from the
-    GPU, and gloo and TCP send them in pieces through the host's memory.
-    num_bytes: size of one slot. room: bytes of the GPU that training leaves free.
+    shared_memory and tcp always take pinned host memory. cuda_ipc needs the GPU: raises ValueError
+    if the weights are on a CPU or no slot fits. num_bytes: of one slot. room: bytes of the GPU that
+    training leaves free.
     """
     if not weights_on_gpu:
         if path == "cuda_ipc":
@@ -57,8 +51,7 @@ def choose(num_bytes: int, *, weights_on_gpu: bool, path: WeightsPath, room: int
 def room_for_slots(free: int, held_by_torch: int, training: int) -> int:
     """Bytes of a GPU that training leaves free.
 
-    free: bytes that no process holds now. held_by_torch: bytes that torch holds in this process. training: an estimate of the bytes that
-    training holds at its peak. The peak may still be ahead. The bytes that torch holds now count as part of this estimate, so this
-    function adds them to `free`.
+    free: held by no process now. held_by_torch: held by this process now, and part of `training`,
+    the estimated peak.
     """
     return free + held_by_torch - int(MARGIN * training)

@@ -1,13 +1,10 @@
-"""Send slots to readers over NCCL or gloo. A slot is the memory in which a rank of the trainer keeps its part of one version of the
-weights. A reader is a process that pulls the weights. A communicator is a torch process group of one rank and one reader (communicator.py).
+"""Sends slots over NCCL or gloo (communicator.py) into the reader's host memory.
 
-The reader's first request to a rank makes the communicator, and later pulls use it again. If a call of the communicator fails or hangs, or
-if one of the two processes ends, the communicator is given up, and the next pull makes a new one. The bytes arrive in the reader's host
-memory. The rank sends them in pieces. A piece is a range of the slot's bytes that may begin and end in the middle of a tensor, so a tensor of
-any size can be sent.
+The first request of a reader to a rank makes the communicator, later pulls reuse it, and a failed
+call or a death gives it up until the next pull.
 
-A reader asks for slots over a control connection. The secret of the transport guards only this connection. torch's rendezvous, NCCL and gloo
-open ports that ask for no secret, and nothing is encrypted. So the network must be private.
+The transport's secret guards only the control connection. torch's rendezvous, NCCL and gloo open
+ports without a secret, and nothing is encrypted: the network must be private.
 """
 
 import atexit
@@ -32,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Sender:
-    """Sends slots of this rank to one reader, which asks for them over a control connection. The first request makes the communicator."""
+    """Sends slots of this rank to the reader of one control connection."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         self.connection, self.timeout = connection, timeout
@@ -59,7 +56,7 @@ class Sender:
             self.pair.run(deadline, self.pair.send, slot.data)
         except Exception as error:
             logger.warning("pull of %s: gave up the communicator with %s: %r", request.key, self.reader, error)
-            self.end()  # before the caller unlocks the slot, because the trainer may free an unlocked slot while NCCL still reads it
+            self.end()  # before the caller unlocks the slot: NCCL may still read it
             raise
 
     def end(self) -> None:
@@ -69,10 +66,7 @@ class Sender:
 
 
 class Pairs:
-    """The pairs of this reader that no pull is using. A pair is a control connection to a rank, and the communicator with that rank.
-
-    At most one pair is kept for each rank. A pull takes the pairs that it needs, and gives them back.
-    """
+    """The reader's idle pairs, at most one per rank. A pull takes pairs and gives them back."""
 
     def __init__(self) -> None:
         self.guard = threading.Lock()
@@ -80,8 +74,8 @@ class Pairs:
         atexit.register(self.end)
 
     def take(self, address: SlotAddress, request: Request) -> Pair | None:
-        """Take the free pair of a rank. Returns None if there is none, if it does not fit the address and the request, or if its connection is
-        closed. In the last two cases the pair is ended.
+        """The idle pair of a rank. None, ending the pair, if it does not fit the request or its
+        connection is closed.
         """
         with self.guard:
             if address.rank not in self.free:
@@ -114,7 +108,7 @@ PAIRS = Pairs()
 
 
 def backend_for(addresses: tuple[SlotAddress, ...]) -> str:
-    """nccl if these ranks have their weights on GPUs, this process uses a GPU, and torch has NCCL. Otherwise gloo."""
+    """nccl if both sides use GPUs and torch has NCCL, else gloo."""
     on_gpus = torch.cuda.is_initialized() and all(address.weights_on_gpu for address in addresses)
     return "nccl" if on_gpus and torch.distributed.is_nccl_available() else "gloo"
 
@@ -123,10 +117,10 @@ def backend_for(addresses: tuple[SlotAddress, ...]) -> str:
 def received(
     addresses: tuple[SlotAddress, ...], key: str, *, secret: bytes, timeout: float
 ) -> Iterator[list[ReceivedSlot]]:
-    """Context manager that receives the slots of all ranks at the same time. The received bytes are valid only inside the context.
+    """Receive the slots of all ranks at the same time. The bytes are valid only inside the context.
 
-    key: the version's key. Raises VersionGoneError if a slot holds another version. If a transfer fails or takes too long, raises ConnectionError
-    or TimeoutError naming the rank and its address.
+    Raises VersionGoneError if a slot holds another version, ConnectionError or TimeoutError naming
+    the rank and its address if a transfer fails.
     """
     backend = backend_for(addresses)
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
@@ -145,8 +139,7 @@ def received(
                 piece_bytes=communicator.PIECE_BYTES,
             )
             jobs.append(pool.submit(_fetch, address, request, buffer, secret, deadline, device))
-    # If a job has failed, this line raises its error. The buffers are then not given back, because an aborted call of the communicator may
-    # still write to them.
+    # after an error the buffers are not given back: an aborted call may still write to them
     layouts = [job.result() for job in jobs]
     try:
         yield [ReceivedSlot(layout, buffer) for layout, buffer in zip(layouts, buffers, strict=True)]
@@ -158,12 +151,12 @@ def received(
 def _fetch(
     address: SlotAddress, request: Request, into: Tensor, secret: bytes, deadline: float, device: torch.device
 ) -> Layout:
-    """Receive a slot's bytes into the tensor `into`. Returns the slot's layout."""
+    """Receive a slot's bytes, and return its layout."""
     with control.failures(address, request.key, request.path):
         pair = PAIRS.take(address, request) or _connected(address, request, deadline, device)
         try:
             layout = _received(pair, request, into, secret, deadline)
-        except VersionGoneError:  # the rank has answered and sends nothing more, so the pair can be used again
+        except VersionGoneError:  # the rank sends nothing more: reuse the pair
             PAIRS.give(address, request, pair)
             raise
         except BaseException:

@@ -1,7 +1,5 @@
-"""`Publisher`, which publishes versions of a trainer's weights and deletes old versions.
-
-A version is the weights of one policy_version. A stream is a sequence of versions in one dtype (see Manifest). A Publisher chooses the dtype
-and the stream. The function `publish` of base.py then puts the version into a transport, from which generators pull it.
+"""`Publisher` chooses dtype and stream of a trainer's versions, publishes them and deletes old
+ones.
 """
 
 import time
@@ -18,28 +16,27 @@ VERSIONS_KEPT = 2
 
 
 class Publisher:
-    """Publishes versions into a transport. Deletes the oldest version when there are more than VERSIONS_KEPT versions.
-
-    Every rank of a trainer has a Publisher. All ranks must make the same calls, because each call is a collective.
+    """Publishes versions and keeps the newest VERSIONS_KEPT. Every call is a collective of the
+    trainer's ranks.
     """
 
     def __init__(self, transport: Transport, *, rank: int, gather: Gather) -> None:
         self.transport, self.rank, self.gather = transport, rank, gather
         self.published: list[Manifest] = []
-        self.dtype: torch.dtype | None = None  # dtype of the versions of this stream; None before the first push
+        self.dtype: torch.dtype | None = None  # of this stream; None before the first push
         self.start_stream()
 
     def start_stream(self) -> None:
-        """Begin a new stream, with the same name on all ranks. The new stream may use version numbers of the former stream again."""
+        """Begin a new stream, which may use version numbers again."""
         self.stream = self.gather(uuid.uuid4().hex[:12])[0]
 
     async def publish(
         self, version: int, make_weights: Callable[[torch.dtype], Mapping[str, Tensor]]
     ) -> Transfer | None:
-        """Publish make_weights(dtype). dtype is the widest of the dtypes that generators have announced in the transport, or float32 if no generator
-        has announced one. A new dtype begins a new stream.
+        """Publish make_weights(dtype) in the widest dtype that generators have announced, float32
+        if none has. A new dtype begins a new stream.
 
-        Returns None, and publishes nothing, if the version is still published in the current stream.
+        Returns None if the version is already published in this stream.
         """
         dtype = self.gather(await transfer_dtype(self.transport) if self.rank == 0 else None)[0]
         if dtype != self.dtype:

@@ -1,7 +1,5 @@
-"""Reads a version of the weights from the slots of all ranks of a trainer.
-
-A slot is the memory in which a rank keeps its part of one version (slots.py). A path is a way to get the bytes, such as
-shared memory or TCP. WeightsConfig.path names the path. If it is "auto", this module chooses a path that is possible.
+"""Reads a version of the weights from the slots of a trainer's ranks, by WeightsConfig.path or,
+with "auto", by a path that is possible.
 """
 
 import time
@@ -19,13 +17,12 @@ from rl_actors.transports.base import Manifest, OpenVersion, Piece, Source
 from rl_actors.transports.slots import MAPPINGS, Layout, MappedSlot, actor_name, machine
 
 RECEIVED = {"tcp": tcp.received, "point_to_point": point_to_point.received}
-"""The functions that receive slots from the ranks' servers, by path."""
+"""By path."""
 CONFIG = "the config says so"
-"""Reason for a path that the config names."""
 
 
 class ReadableSlot(Protocol):
-    """A slot whose bytes this process can read: a MappedSlot or a ReceivedSlot."""
+    """A MappedSlot or a ReceivedSlot."""
 
     layout: Layout
     views: dict[str, Tensor]
@@ -33,7 +30,9 @@ class ReadableSlot(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotSource(Source):
-    """The Source of a version whose tensors are in slots. path: the value of WeightsConfig.path. secret: the key that signs requests to the ranks' servers."""
+    """The Source of a version in slots. path: WeightsConfig.path. secret: signs requests to the
+    ranks' servers.
+    """
 
     manifest: Manifest
     path: str
@@ -63,16 +62,16 @@ class SlotSource(Source):
                 receive = RECEIVED[path]
                 reading = receive(self.manifest.parts, self.manifest.key, secret=self.secret, timeout=self.timeout)
                 slots = stack.enter_context(reading)
-            # When the reader has got the last tensor, a GPU may still copy out of the slots. So the slots stay locked until these copies have
-            # ended.
+            # before the slots are unlocked, because a GPU may still copy out of them
             stack.enter_context(cuda_ipc.copies_end())
             yield OpenSlots(self, slots, path, reason)
 
     def _map(self) -> tuple[list[MappedSlot], str]:
-        """(the slots, mapped into this process; the reason why they are mapped or not).
+        """(mapped slots, reason). Empty if the config asks for a served path, or says "auto" and
+        mapping is impossible.
 
-        The list of slots is empty if the config asks for tcp or point_to_point, or if it says "auto" and the slots cannot be mapped. Raises
-        ValueError if the config asks for shared_memory or cuda_ipc and the slots cannot be mapped.
+        Raises ValueError if the config asks for shared_memory or cuda_ipc and mapping is
+        impossible.
         """
         if self.path in RECEIVED:
             return [], CONFIG
@@ -93,7 +92,7 @@ class SlotSource(Source):
         return [], reason
 
     def _served_path(self, reason: str) -> tuple[str, str]:
-        """(the path by which the ranks' servers send the slots, the reason for this path)."""
+        """(path by which the ranks' servers send the slots, reason)."""
         backend = point_to_point.backend_for(self.manifest.parts)
         if self.path == "point_to_point":
             return self.path, f"{reason}, by {backend}"
@@ -112,12 +111,12 @@ class SlotSource(Source):
 
 
 class OpenSlots(OpenVersion):
-    """An open version whose tensors are in slots. The slots do not change while the version is open."""
+    """An open version in slots, which do not change while it is open."""
 
     def __init__(self, source: SlotSource, slots: Sequence[ReadableSlot], path: str, reason: str) -> None:
         self.manifest, self.timeout = source.manifest, source.timeout
         self.path, self.reason = path, reason
-        # If several ranks hold the same part of a tensor, the reader needs only one of these copies.
+        # keep one replica of each part
         self._pieces: Mapping[str, dict[tuple[int, ...], Piece]] = defaultdict(dict)
         for slot in slots:
             for name, shard in slot.layout.shards.items():
@@ -132,10 +131,8 @@ class OpenSlots(OpenVersion):
         return self.manifest.num_bytes
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) one at a time.
-
-        If one rank holds the whole tensor, the tensor is a view of this rank's slot. Otherwise the iterator makes a new
-        tensor from the pieces of the ranks.
+        """(name, tensor) one at a time: a view if one rank holds the whole tensor, else a new
+        tensor.
         """
         for name, pieces in self.pieces():
             shape, dtype = self.manifest.tensors[name]
@@ -152,7 +149,7 @@ class OpenSlots(OpenVersion):
 
 
 def whole(name: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: list[Piece]) -> Tensor:
-    """The tensor that consists of these pieces. Raises RuntimeError if the pieces do not cover the tensor."""
+    """The tensor of these pieces. Raises RuntimeError if they do not cover it."""
     if len(pieces) == 1 and pieces[0].values.shape == shape:
         return pieces[0].values
     tensor = torch.empty(shape, dtype=dtype)

@@ -1,6 +1,5 @@
-"""Memory into which a generator receives weights over a network. Later versions of the weights use the memory again if their size is the same.
-
-A slot is memory in which one rank of the trainer keeps its part of one version of the weights.
+"""Memory into which a generator receives weights over a network, reused by later versions of the
+same size.
 """
 
 import threading
@@ -12,18 +11,16 @@ from rl_actors.transports.slots import Layout, pin_for
 
 
 class ReceivedSlot:
-    """A received copy of a slot: the slot's layout, and its tensors as views of the received bytes."""
+    """A received copy of a slot: its layout, and tensors as views of the bytes."""
 
     def __init__(self, layout: Layout, data: Tensor) -> None:
         self.layout, self.views = layout, layout.views(data)
 
 
 class Buffers:
-    """Memory for received slots. For the first version a buffer is allocated for each rank of the trainer. A later version uses the rank's
-    buffer again if the rank's part still has the same size.
+    """Buffers for received slots, one idle at most per rank, pinned if this process uses a GPU.
 
-    If this process uses a GPU, the memory is pinned. `free` maps (rank of the trainer, number of bytes) to a buffer that is not in use.
-    `free` has at most one buffer for each rank.
+    `free`: (trainer rank, number of bytes) -> idle buffer.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,5 @@
-"""The server of one rank of a trainer. It sends published weights to readers that do not open the rank's slots themselves.
-
-A slot is the memory in which the rank keeps its part of one version of the weights. A reader is a process that loads the weights. A reader
-must know the secret of the transport.
+"""The server of one trainer rank: sends published weights to readers that cannot map the rank's
+slots but know the transport's secret.
 """
 
 import contextlib
@@ -18,37 +16,36 @@ from rl_actors.transports.control import Request
 from rl_actors.transports.slots import Slot, VersionGoneError, actor_name, shared_lock
 
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
-"""TCP options. If a reader's host does not answer for a minute, the kernel ends the connection, and the server ends the connection's Sender."""
+"""The kernel ends the connection of a reader whose host is silent for a minute."""
 
 
 class Sender(Protocol):
-    """Protocol of tcp.Sender and point_to_point.Sender, which send bytes to the reader of one connection."""
+    """tcp.Sender or point_to_point.Sender: sends bytes to the reader of one connection."""
 
     def send(self, slot: Slot, request: Request) -> None:
-        """Send the bytes that a request asks for. The caller has locked the slot, and has sent the slot's layout."""
+        """Send the requested bytes. The caller has locked the slot and sent its layout."""
 
     def end(self) -> None:
-        """Free what this sender has made for its connection."""
+        """Free what this sender made for its connection."""
 
 
 SENDERS: dict[str, Callable[[socket.socket, float], Sender]] = {
     "tcp": tcp.Sender,
     "point_to_point": point_to_point.Sender,
 }
-"""For each value of Request.path: the function that makes a sender. Its arguments are the connection, and the timeout of SlotServer."""
+"""By Request.path: makes a sender from the connection and SlotServer's timeout."""
 
 
 class Connections:
-    """The open connections of a server. Any thread may call these methods."""
+    """The open connections of a server. Thread-safe."""
 
     def __init__(self) -> None:
-        # A garbage collection can end the server. The collection may run in a thread that holds the lock, and `end` then takes the lock
-        # again. So the lock must be reentrant.
+        # reentrant: a garbage collection in a thread that holds the lock may call `end`
         self.guard = threading.RLock()
         self.open: set[socket.socket] | None = set()  # None: the server has ended
 
     def add(self, connection: socket.socket) -> bool:
-        """Keep a new connection. Returns False if the server has ended; the caller must then close the connection."""
+        """Keep a connection. False if the server has ended; the caller then closes it."""
         with self.guard:
             if self.open is None:
                 return False
@@ -61,7 +58,7 @@ class Connections:
                 self.open.remove(connection)
 
     def end(self) -> None:
-        """Shut all connections down. This ends the threads that wait for requests."""
+        """Shut all connections down, which ends the threads that wait for requests."""
         with self.guard:
             for connection in self.open or ():
                 with contextlib.suppress(OSError):
@@ -71,7 +68,9 @@ class Connections:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """State that the threads of a server share. The threads do not refer to the server itself, so Python can garbage-collect the server."""
+    """State shared by the server's threads, which must not refer to the server, so that it can be
+    garbage-collected.
+    """
 
     find: Callable[[bytes], Slot | None]
     secret: bytes
@@ -80,11 +79,11 @@ class Served:
 
 
 class SlotServer:
-    """Serves the slots of this process to readers that know the secret. It ends when it is garbage-collected, or with the process."""
+    """Serves the slots of this process until it is garbage-collected."""
 
     def __init__(self, find: Callable[[bytes], Slot | None], *, host: str, secret: bytes, timeout: float) -> None:
-        """find: function of a token (the bytes that identify a slot). It returns the slot, or None if there is no such slot.
-        host: address to bind to. timeout: the longest wait in seconds for the lock of a slot, and for the reader during a request.
+        """find: token -> slot, None if there is none. host: address to bind to. timeout: seconds to
+        wait for a slot's lock, and for the reader within a request.
         """
         self.socket = socket.create_server((host, 0))
         self.address: tuple[str, int] = self.socket.getsockname()[:2]
@@ -96,7 +95,7 @@ class SlotServer:
 
 def _close(server: socket.socket, served: Served) -> None:
     with contextlib.suppress(OSError):
-        server.shutdown(socket.SHUT_RDWR)  # ends the call of `accept` that waits in another thread
+        server.shutdown(socket.SHUT_RDWR)  # ends the waiting `accept`
     server.close()
     served.connections.end()
 
@@ -117,9 +116,8 @@ def _accept(server: socket.socket, served: Served) -> None:
 
 
 def _serve(connection: socket.socket, served: Served) -> None:
-    """Answer the requests of one reader until the reader ends the connection.
-
-    An error of the reader, such as a wrong secret, ends only this connection.
+    """Answer the requests of one reader. Its errors, such as a wrong secret, end only this
+    connection.
     """
     with connection, contextlib.suppress(OSError, ValueError), ExitStack() as stack:
         stack.callback(served.connections.remove, connection)
@@ -132,11 +130,11 @@ def _serve(connection: socket.socket, served: Served) -> None:
                 sender = SENDERS[request.path](connection, served.timeout)
                 stack.callback(sender.end)
             _answer(connection, served, sender, request)
-            connection.settimeout(None)  # no time limit, because the next request comes only with the next version
+            connection.settimeout(None)  # the next request comes only with the next version
 
 
 def _answer(connection: socket.socket, served: Served, sender: Sender, request: Request) -> None:
-    """Send the bytes that a request asks for, or the reason why the slot cannot be read."""
+    """Send the requested bytes, or why the slot cannot be read."""
     with ExitStack() as stack:
         try:
             slot = served.find(bytes.fromhex(request.token))

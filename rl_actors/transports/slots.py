@@ -1,13 +1,13 @@
-"""Slots and the locks on them. A slot is shared memory in which one rank of the trainer keeps its part of one version of the weights.
+"""Slots and the locks on them. A slot is shared memory in which one rank of the trainer keeps its
+part of one version of the weights.
 
-A slot is a memfd, a file in memory that has no path. So the kernel frees the slot when no process has the slot open any more, even if the
-processes were killed with kill -9. The size of /dev/shm does not limit a slot. The writer is the process of the rank. A reader is a process
-that loads the weights. A reader opens the slot as /proc/<pid>/fd/<number>. The writer holds an exclusive flock on the slot while it writes,
-and readers hold a shared flock while they read. So a slot is never rewritten while a process reads it. When a process dies, the kernel
-releases its locks.
+A slot is a memfd, so the kernel frees it with the last process that has it open, even after kill
+-9, and the size of /dev/shm is no limit. Readers open it as /proc/<pid>/fd/<number>. The writer
+holds an exclusive flock while it writes, readers a shared one; the kernel releases the locks of the
+dead.
 
-The first page of a slot has the key of the version that the slot holds, for example "<stream>/7" for version 7. The layout of the slot
-follows as JSON, and then the tensors. If the tensors are on a GPU, they are not in the memfd. The memfd then ends with the layout.
+The first page has the key of the version ("<stream>/7"), then come the layout as JSON and the
+tensors. Tensors on a GPU are not in the memfd.
 """
 
 import contextlib
@@ -35,26 +35,29 @@ from rl_actors.transports.placement import Place
 logger = logging.getLogger(__name__)
 
 PAGE = 4096
-ALIGNMENT = 64  # every tensor in a slot begins at a multiple of this number of bytes
+ALIGNMENT = 64  # bytes; every tensor begins at a multiple
 HEAD = struct.Struct("<8s16sQQQ")
-"""The first bytes of a slot: magic, token, number of bytes of the layout, offset of the tensors, number of bytes of the tensors."""
+"""First bytes of a slot: magic, token, bytes of the layout, offset of the tensors, bytes of the
+tensors.
+"""
 MAGIC = b"rlweight"
-KEY_OFFSET = 64  # offset of one byte with the length of the key; the key follows
+KEY_OFFSET = 64  # one byte with the key's length, then the key
 LOCK_POLL_SECONDS = 0.002
 KEPT_MAPPINGS = 3
-"""A reader unmaps a slot when it has read this many versions in a row from other slots. If a rank has two slots, it writes its versions to
-them in turn. So a slot must stay mapped although the next version is not in it."""
+"""A reader unmaps a slot after this many versions from other slots. A rank alternates between two,
+so it must be more than one.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
     """One rank's part of a tensor, and its place in a slot."""
 
-    shape: tuple[int, ...]  # shape of the whole tensor
+    shape: tuple[int, ...]  # of the whole tensor
     start: tuple[int, ...]  # indices of the part's first value in the whole tensor
     size: tuple[int, ...]  # shape of the part
     dtype: torch.dtype
-    offset: int  # number of bytes from the start of the slot's tensors to this part
+    offset: int  # bytes from the start of the slot's tensors
 
     @property
     def num_bytes(self) -> int:
@@ -63,10 +66,10 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout of a slot. `shards` maps the name of a tensor to the part that one rank holds, in the order in which the parts lie in the slot."""
+    """Tensor name -> this rank's part, in the order in which the parts lie in the slot."""
 
     shards: Mapping[str, Shard]
-    num_bytes: int  # size of all parts in a slot, with the padding between them
+    num_bytes: int  # with the padding between parts
 
     def to_json(self) -> bytes:
         rows = []
@@ -84,7 +87,7 @@ class Layout:
         return cls(shards, values["num_bytes"])
 
     def views(self, data: Tensor) -> dict[str, Tensor]:
-        """Each part as a view of `data`, the bytes of a slot's tensors."""
+        """The parts as views of `data`, the bytes of a slot's tensors."""
         views = {}
         for name, shard in self.shards.items():
             part = data[shard.offset : shard.offset + shard.num_bytes]
@@ -94,18 +97,18 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotAddress:
-    """Data with which another process finds a slot. The manifest of a version has the addresses of the slots that hold the version."""
+    """How another process finds a slot."""
 
-    rank: int  # the trainer's rank that writes the slot
-    slot: int  # number of the slot among this rank's slots
+    rank: int  # of the trainer
+    slot: int  # among this rank's slots
     machine: str  # machine() of the rank
     pid: int
     fd: int
-    token: bytes = b""  # random bytes that identify the slot, because a later process may have the same pid and fd
-    num_bytes: int  # number of bytes of the tensors
-    address: tuple[str, int] | None = None  # host and port of the rank's server (server.py), if the rank has one
-    weights_on_gpu: bool = False  # True if the rank trains on a GPU; even then the slot may be in the host's memory
-    # If the slot is on a GPU: the GPU's id, and the CUDA IPC handle of the slot's memory. The memfd then has only the lock, the key and the layout.
+    token: bytes = b""  # identifies the slot: a later process may have the same pid and fd
+    num_bytes: int  # of the tensors
+    address: tuple[str, int] | None = None  # host and port of the rank's server, if any
+    weights_on_gpu: bool = False  # even then the slot may be in the host's memory
+    # of a slot on a GPU: UUID and CUDA IPC handle
     gpu: str = ""
     handle: bytes = field(default=b"", repr=False)
 
@@ -114,25 +117,27 @@ class SlotAddress:
 
 
 class VersionGoneError(RuntimeError):
-    """A version can no longer be read: its slot no longer holds the version, or the trainer has dropped the slot or has ended."""
+    """The slot no longer holds the version, or the trainer has dropped the slot or has ended."""
 
 
 def machine() -> str:
-    """The kernel's boot id and the id of this process's pid namespace. Two processes for which both ids are the same see each other in /proc."""
+    """Boot id and pid namespace. Processes with the same value see each other in /proc."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def actor_name() -> str:
-    """The name of this process in error texts: "trainer-1 (pid 17)", or "pid 17" if this package did not spawn the process."""
+    """This process in error texts: "trainer-1 (pid 17)", or "pid 17" if this package did not spawn
+    it.
+    """
     name = os.environ.get("RL_ACTORS_PROCESS")
     return f"{name} (pid {os.getpid()})" if name else f"pid {os.getpid()}"
 
 
 class Slot:
-    """The writer's side of a slot. The constructor allocates all memory of the slot."""
+    """The writer's side of a slot. The constructor allocates all its memory."""
 
     def __init__(self, layout: Layout, *, rank: int, number: int, place: Place, device: torch.device) -> None:
-        """device: the device of the weights. If place.on_gpu is True, the tensors of the slot are on this device, too."""
+        """device: of the weights, and of the slot's tensors if place.on_gpu."""
         self.layout, self.rank, self.number, self.device = layout, rank, number, device
         text = layout.to_json()
         self.data_offset = _round_up(PAGE + len(text), PAGE)
@@ -140,7 +145,7 @@ class Slot:
         self.fd = os.memfd_create(f"rl_actors_weights_{rank}_{number}", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.fd)
         os.ftruncate(self.fd, self.data_offset + (0 if place.on_gpu else max(layout.num_bytes, 1)))
-        # _map allocates every page now (MAP_POPULATE). Otherwise the first write would be slowed down by a page fault for each page.
+        # MAP_POPULATE allocates every page now, otherwise the first write would pay the page faults
         self.memory = _map(self.fd, mmap.PROT_READ | mmap.PROT_WRITE)
         self.memory[: HEAD.size] = HEAD.pack(MAGIC, self.token, len(text), self.data_offset, layout.num_bytes)
         self.memory[PAGE : PAGE + len(text)] = text
@@ -156,7 +161,7 @@ class Slot:
 
     @property
     def key(self) -> str:
-        """Key of the version that the slot holds, or "" if the slot holds no complete version."""
+        """Key of the version in the slot, "" if it holds no complete version."""
         return _key_in(self.memory)
 
     @key.setter
@@ -169,15 +174,15 @@ class Slot:
         self.memory[KEY_OFFSET] = len(encoded)
 
     def require(self, key: str) -> None:
-        """Raises VersionGoneError if the slot does not hold the complete version with this key."""
+        """Raises VersionGoneError if the slot does not hold this complete version."""
         _require(self.memory, key, f"slot {self.number} of trainer rank {self.rank} (pid {os.getpid()})")
 
     @contextlib.contextmanager
     def writing(self, key: str, timeout: float) -> Iterator[None]:
-        """Context manager that holds the exclusive lock. The body writes the slot. During the body the slot has no key. If the body raises no error,
-        the slot then gets this key.
+        """Hold the exclusive lock while the body writes the slot, which gets this key if the body
+        succeeds.
 
-        Raises TimeoutError if readers hold the slot for more than `timeout` seconds. The error names these processes.
+        Raises TimeoutError naming the readers that hold the slot for more than `timeout` seconds.
         """
         with self._locked(key, timeout):
             yield
@@ -185,18 +190,17 @@ class Slot:
 
     @contextlib.contextmanager
     def _locked(self, key: str, timeout: float) -> Iterator[None]:
-        """Context manager that holds the exclusive lock. It removes the key at the beginning, so that no later reader finds a version in the slot."""
+        """Hold the exclusive lock, and remove the key first."""
         what = f"push of {key}: {actor_name()}, rank {self.rank}: lock of slot {self.number}"
         with flock(self.fd, fcntl.LOCK_EX, timeout, what):
             self.key = ""
             yield
 
     def end(self, key: str, timeout: float) -> None:
-        """Wait until no reader uses the slot, and remove the key, so that a later reader gets a VersionGoneError.
+        """Wait for the slot's readers and remove its key. Call it before the slot is dropped, which
+        frees its GPU memory.
 
-        Call this before the slot is dropped, because GPU memory of the slot is freed when the slot is dropped.
-
-        key: key of the push that drops the slot, for error texts.
+        key: of the push that drops the slot, for error texts.
         """
         with self._locked(key, timeout):
             pass
@@ -218,11 +222,12 @@ class Slot:
 
 
 class MappedSlot:
-    """A reader's side of a slot. If the slot is in the host's memory, the reader can read it even after the writer has died."""
+    """A reader's side of a slot. Host memory stays readable after the writer's death."""
 
     def __init__(self, address: SlotAddress) -> None:
-        """Raises VersionGoneError if the writer has ended or has dropped the slot. Raises PermissionError if this process may not open the
-        writer's memory."""
+        """Raises VersionGoneError if the writer has ended or dropped the slot, PermissionError if
+        this process may not open the writer's memory.
+        """
         self.address = address
         try:
             self.fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -234,8 +239,8 @@ class MappedSlot:
         magic, token, layout_bytes, data_offset, num_bytes = fields
         if magic != MAGIC or token != address.token:
             raise VersionGoneError(f"{address} is gone: its pid and file descriptor now belong to another file")
-        # As long as the memory is mapped only for reading, a write by mistake ends this process, and does not change what other
-        # readers see. _host_bytes maps the memory for writing, too, if CUDA cannot pin it otherwise.
+        # read-only, so that a stray write ends this process instead of changing what other readers
+        # see
         self.memory = _map(self.fd, mmap.PROT_READ)
         self.layout = Layout.from_json(self.memory[PAGE : PAGE + layout_bytes])
         self.on_gpu: cuda_ipc.OpenedMemory | None = None
@@ -247,10 +252,10 @@ class MappedSlot:
         self.views = self.layout.views(self.data)
 
     def _host_bytes(self, offset: int, num_bytes: int) -> Tensor:
-        """The bytes of the tensors. They are pinned if this process uses a GPU and CUDA can pin them."""
+        """The bytes of the tensors, pinned if this process uses a GPU and CUDA can pin them."""
         data = _bytes_of(self.memory, offset, num_bytes)
         if torch.cuda.is_initialized() and not pin_for(self, data, read_only=True):
-            # Not every driver pins memory that is mapped only for reading, so map the memory again, for reading and writing.
+            # not every driver pins read-only mappings
             fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
             try:
                 self.memory = _map(fd, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -266,9 +271,10 @@ class MappedSlot:
 
     @contextlib.contextmanager
     def reading(self, key: str, timeout: float) -> Iterator[None]:
-        """Context manager that holds a shared lock, so that the version with this key stays in the slot.
+        """Hold a shared lock, so that the version stays in the slot.
 
-        Raises VersionGoneError if the slot no longer holds the version, and TimeoutError if the lock is not free within `timeout` seconds.
+        Raises VersionGoneError if the slot no longer holds it, TimeoutError after `timeout`
+        seconds.
         """
         with shared_lock(self.fd, timeout, f"pull of {key}: {actor_name()}: lock of {self.address}"):
             _require(self.memory, key, str(self.address))
@@ -286,7 +292,7 @@ def _bytes_of(memory: mmap.mmap, offset: int, num_bytes: int) -> Tensor:
 
 
 def pin_for(owner: object, data: Tensor, *, read_only: bool) -> bool:
-    """Pin `data` for as long as `owner` lives. Returns False if the memory could not be pinned (see cuda_ipc.pin)."""
+    """Pin `data` for the life of `owner`. False as in cuda_ipc.pin."""
     pinned = cuda_ipc.pin(data, read_only=read_only)
     if pinned:
         weakref.finalize(owner, cuda_ipc.unpin, data.data_ptr())
@@ -294,16 +300,16 @@ def pin_for(owner: object, data: Tensor, *, read_only: bool) -> bool:
 
 
 class Mappings:
-    """The slots that this process has mapped. A slot is mapped when a version is first read from it, and stays mapped for later versions."""
+    """The slots that this process has mapped, kept for later versions."""
 
     def __init__(self) -> None:
         self.guard = threading.Lock()
         self.num_versions = 0
-        # Token of a slot -> (the slot, the number of the last version that used the slot).
+        # token -> (slot, number of the last version that used it)
         self.slots: dict[bytes, tuple[MappedSlot, int]] = {}
 
     def of(self, addresses: tuple[SlotAddress, ...]) -> list[MappedSlot]:
-        """The slots of one version. Unmaps the slots that none of the last KEPT_MAPPINGS versions used."""
+        """The slots of one version. Unmaps those that none of the last KEPT_MAPPINGS versions used."""
         with self.guard:
             self.num_versions += 1
             found = []
@@ -321,9 +327,8 @@ MAPPINGS = Mappings()
 
 @contextlib.contextmanager
 def shared_lock(fd: int, timeout: float, what: str) -> Iterator[None]:
-    """Context manager that holds a shared lock on an open file. See `flock`."""
-    # A flock belongs to one opening of a file. If two readers in this process shared one opening, the reader that ends first would release
-    # the lock for both. So each reader opens the file again.
+    """Hold a shared lock on an open file, as `flock`."""
+    # A flock belongs to one opening: readers that shared it would release each other's lock.
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         with flock(own, fcntl.LOCK_SH, timeout, what):
@@ -334,10 +339,9 @@ def shared_lock(fd: int, timeout: float, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def flock(fd: int, kind: int, timeout: float, what: str) -> Iterator[None]:
-    """Context manager that holds a lock on an open file.
+    """Hold a lock on an open file. kind: fcntl.LOCK_SH or fcntl.LOCK_EX.
 
-    Raises TimeoutError if the lock is not free within `timeout` seconds. The error names `what` and the processes that hold the lock.
-    kind: fcntl.LOCK_SH or fcntl.LOCK_EX.
+    Raises TimeoutError naming `what` and the holders after `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -355,7 +359,7 @@ def flock(fd: int, kind: int, timeout: float, what: str) -> Iterator[None]:
 
 
 def _holders(fd: int) -> str:
-    """A text that names the processes that hold a lock on a file now, as /proc/locks lists them: "it is held by pid 17, pid 18"."""
+    """The holders of a file's lock, from /proc/locks: "it is held by pid 17, pid 18"."""
     inode = os.fstat(fd).st_ino
     pids = []
     for line in Path("/proc/locks").read_text().splitlines():

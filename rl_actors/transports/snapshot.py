@@ -1,9 +1,4 @@
-"""The memory in which one rank of a trainer keeps its newest weights, so that generators can read them.
-
-The memory consists of at most two slots. A slot holds this rank's part of one version of the weights. Writes alternate between the slots.
-The layout of a slot gives the offset of every tensor in the slot. The layout is computed at the first write. It is computed again only if the
-names, shapes, dtypes or shardings of the tensors change.
-"""
+"""`Snapshot`: the memory in which one trainer rank keeps its newest weights for generators to read."""
 
 import itertools
 import time
@@ -22,34 +17,32 @@ from rl_actors.transports.slots import ALIGNMENT, Layout, Shard, Slot, actor_nam
 
 
 class Snapshot:
-    """One rank's part of the newest two versions.
+    """At most two slots, written in turn.
 
-    A write goes into the slot of the older version. If the memory has room for only one slot, that slot is overwritten. If there are two
-    slots, a write that fails loses only the older version. Both slots have the same layout, except after a change of the layout. Then the first
-    write replaces the slot of the older version by a slot of the new layout, and the next write replaces the other slot. So with two slots the
-    newest version is readable at any time.
+    With two slots a failed write loses only the older version, and the newest is always readable,
+    also while a changed layout replaces first the older slot, then the other. A single slot is
+    overwritten.
     """
 
     def __init__(
         self, *, rank: int, timeout: float, choose_place: Callable[[int, torch.device], Place] | None = None
     ) -> None:
-        """timeout: seconds that a write may take, including the wait for readers of the slot.
+        """timeout: seconds of a write, including the wait for the slot's readers.
 
-        choose_place: a function that takes the size of one slot in bytes and the device of the weights, and returns where to make the slots. None: the
-        slots are in the host's memory.
+        choose_place: (bytes of a slot, device of the weights) -> place of the slots; None: the
+        host's memory.
         """
         self.rank, self.timeout = rank, timeout
         self.choose_place = choose_place or _on_the_host
-        self.place = Place()  # where the slots of the newest layout are
+        self.place = Place()  # of the newest layout's slots
         self.plan = Plan()
         self.slots: list[Slot] = []
-        self.newest: Slot | None = None  # slot of the newest version
-        self.before: Slot | None = None  # slot of the version before the newest; `forget` goes back to it
+        self.newest: Slot | None = None  # of the newest version
+        self.before: Slot | None = None  # of the version before; `forget` goes back to it
 
     def write(self, key: str, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Slot:
-        """Copy this rank's parts of the tensors into the slot of the older version, cast to `dtype` if it is given.
-
-        Raises TimeoutError if the wait for readers of the slot and the copy together take longer than the timeout.
+        """Copy this rank's parts, cast to `dtype` if given, into the slot of the older version.
+        Raises TimeoutError.
         """
         layout = self.plan.layout(tensors, dtype)
         slot = self._slot_for(layout, _device(tensors), key)
@@ -66,22 +59,20 @@ class Snapshot:
         return slot
 
     def forget(self, key: str) -> None:
-        """Undo a write whose version was not published because another rank failed.
-
-        The version before that write is then the newest again, unless the write has overwritten it in the only slot.
+        """Undo a write whose version was not published. In a single slot the former version is
+        lost.
         """
         if self.newest is not None and self.newest.key == key:
             self.newest = self.before
 
     def find(self, token: bytes) -> Slot | None:
-        """The slot with this token. None if the slot has been dropped."""
+        """The slot with this token, None if it was dropped."""
         return next((slot for slot in self.slots if slot.token == token), None)
 
     def _slot_for(self, layout: Layout, device: torch.device, key: str) -> Slot:
-        """The slot for the next write. If there are two slots of this layout, it is the slot that does not hold the newest version.
+        """The slot for the next write: not the newest version's, if this layout may have two.
 
-        Makes a new slot if this layout has fewer slots than it may have (Place.num_slots). Drops each slot of a former layout, unless the slot
-        holds the newest version.
+        Makes missing slots, and drops those of a former layout except the newest version's.
         """
         alike = [slot for slot in self.slots if slot.layout is layout or slot.layout == layout]
         for slot in [*self.slots]:
@@ -101,9 +92,8 @@ class Snapshot:
 
 
 class Plan:
-    """The part of every tensor that this rank holds, and the offset of that part in a slot.
-
-    The plan is made at the first write, and again if the names, shapes, dtypes or shardings of the tensors change.
+    """Which part of every tensor this rank holds, and where it lies in a slot. Made again when
+    names, shapes, dtypes or shardings change.
     """
 
     def __init__(self) -> None:
@@ -111,7 +101,7 @@ class Plan:
         self._layout: Layout | None = None
 
     def layout(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Layout:
-        """The layout for these tensors. The same object is returned as long as only the values of the tensors change."""
+        """The same object as long as only values change."""
         wanted = {name: _described(tensor, dtype) for name, tensor in tensors.items()}
         if self._layout is None or wanted != self._made_for:
             self._layout, self._made_for = make_layout(tensors, dtype), wanted
@@ -125,7 +115,7 @@ def _described(tensor: Tensor, dtype: torch.dtype | None) -> tuple[object, ...]:
 
 
 def make_layout(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Layout:
-    """The layout of this rank's slot. If several replicas hold the same part of a tensor, only the first replica has the part in its slot."""
+    """The layout of this rank's slot. Only the first replica of a part has it."""
     shards: dict[str, Shard] = {}
     offset = 0
     for name, tensor in tensors.items():
@@ -135,7 +125,7 @@ def make_layout(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Lay
                 continue
             size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         shard = Shard(tuple(tensor.shape), tuple(start), tuple(size), published_dtype(tensor, dtype), offset)
-        if shard.num_bytes == 0:  # if a dimension does not divide evenly, the last ranks may hold nothing
+        if shard.num_bytes == 0:  # uneven sharding may leave the last ranks nothing
             continue
         shards[name] = shard
         offset += -(-shard.num_bytes // ALIGNMENT) * ALIGNMENT
@@ -147,7 +137,6 @@ def _on_the_host(num_bytes: int, device: torch.device) -> Place:
 
 
 def _device(tensors: Mapping[str, Tensor]) -> torch.device:
-    """The device of the weights."""
     return next((local_part(tensor).device for tensor in tensors.values()), torch.device("cpu"))
 
 

@@ -1,8 +1,6 @@
-"""Sends slots over TCP from a rank of a trainer to a reader, for example to a reader that cannot open the rank's memory.
+"""Sends slots over TCP, each in several ranges at once, one connection per range.
 
-A slot is the memory in which a rank keeps its part of one version of the weights. A reader is a process that loads the weights. The bytes of a
-slot are divided into ranges. Each range comes over its own connection, which is called a stream. All streams run at the same time.
-Requests are signed, but the bytes of the weights are not encrypted, so the network must be private.
+Requests are signed, but nothing is encrypted: the network must be private.
 """
 
 import contextlib
@@ -19,15 +17,14 @@ from rl_actors.transports.control import Request, left
 from rl_actors.transports.received import BUFFERS, ReceivedSlot
 from rl_actors.transports.slots import Layout, Slot, SlotAddress
 
-GPU_PART_BYTES = 64 << 20  # a slot on a GPU goes through the host's memory in parts of this size
+GPU_PART_BYTES = 64 << 20  # a slot on a GPU goes through host memory in such parts
 NUM_STREAMS = 4
 MIN_STREAM_BYTES = 32 << 20
-"""Smallest number of bytes of a stream, unless the whole slot is smaller. A slot with fewer than
-NUM_STREAMS * MIN_STREAM_BYTES bytes comes in fewer streams."""
+"""Smaller slots come in fewer streams."""
 
 
 class Sender:
-    """Sends a range of a slot over the connection on which the reader asked for the range."""
+    """Sends a range of a slot over the connection that asked for it."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         self.connection = connection
@@ -40,11 +37,11 @@ class Sender:
             self.connection.sendall(memoryview(part.cpu().numpy()))
 
     def end(self) -> None:
-        """Does nothing, because this sender makes nothing that has to be freed."""
+        """Does nothing: there is nothing to free."""
 
 
 def _send_file(connection: socket.socket, fd: int, offset: int, num_bytes: int) -> None:
-    """Send a range of a file without copying the bytes into this process."""
+    """Send a range of a file without copying it into this process."""
     with open(os.dup(fd), "rb") as file:
         connection.sendfile(file, offset, num_bytes)
 
@@ -53,11 +50,7 @@ def _send_file(connection: socket.socket, fd: int, offset: int, num_bytes: int) 
 def received(
     addresses: tuple[SlotAddress, ...], key: str, *, secret: bytes, timeout: float
 ) -> Iterator[list[ReceivedSlot]]:
-    """Receive the slots of all ranks at the same time. The received bytes stay valid for as long as the context lasts.
-
-    Raises VersionGoneError if a slot holds another version. If a transfer fails or takes too long, raises ConnectionError or TimeoutError
-    naming the rank and its address.
-    """
+    """Receive the slots of all ranks at the same time, as point_to_point.received (same errors)."""
     buffers = [BUFFERS.take(address.rank, address.num_bytes) for address in addresses]
     try:
         jobs = []
@@ -77,7 +70,7 @@ def received(
 
 
 def _ranges(num_bytes: int) -> list[tuple[int, int]]:
-    """(start, number of bytes) of each range of a slot."""
+    """(start, number of bytes) of each stream."""
     if num_bytes == 0:
         return [(0, 0)]
     num_streams = max(1, min(NUM_STREAMS, num_bytes // MIN_STREAM_BYTES))
@@ -86,7 +79,7 @@ def _ranges(num_bytes: int) -> list[tuple[int, int]]:
 
 
 def _fetch(address: SlotAddress, request: Request, into: Tensor, secret: bytes, deadline: float) -> tuple[Layout, int]:
-    """Receive a range. Returns the layout of the slot and the start of the range."""
+    """Receive a range, and return (layout of the slot, start)."""
     with control.failures(address, request.key, request.path):
         assert address.address is not None
         with socket.create_connection(address.address, timeout=left(deadline)) as connection:

@@ -1,15 +1,12 @@
-"""The default transport of weights from a trainer to generators, if torchstore is installed. It keeps the index of the published
-versions in a torchstore.
+"""The default transport: its index of versions is in a torchstore, by default one in the process
+that opens the transport.
 
-By default the store runs in the process that opens the transport. If the caller has initialized a store and passes its name, the transport
-uses that store instead.
+No tensor passes through the store, because torchstore 0.1.2 sends every tensor as an actor's
+message, at 0.3 to 0.5 GB/s.
 
-No tensor passes through the store, because torchstore 0.1.2 sends every tensor as an actor's message, at 0.3 to 0.5 GB/s. The index says
-where each tensor is. Readers, such as generators, copy the tensors from there (indexed.py).
-
-Monarch 0.7 refuses the controller of torchstore 0.1.2, because the controller mixes synchronous and asynchronous endpoints in one
-actor. Therefore this module replaces `torchstore.api.Controller`. Remove the replacement when a release of torchstore has a controller
-that Monarch accepts.
+Monarch 0.7 refuses the controller of torchstore 0.1.2, which mixes synchronous and asynchronous
+endpoints, so this module replaces `torchstore.api.Controller`. Remove that when a release of
+torchstore has a controller that Monarch accepts.
 """
 
 import asyncio
@@ -58,15 +55,15 @@ torchstore.api.Controller = AsyncController
 
 
 class TorchStoreTransport(IndexedTransport):
-    """A transport whose index is in a torchstore. TorchStoreTransport() starts a store at `open`. TorchStoreTransport(name) uses the
-    caller's store of this name.
+    """TorchStoreTransport() starts a store at `open`; TorchStoreTransport(name) uses the caller's
+    store.
     """
 
     def __init__(self, store_name: str | None = None, weights: WeightsConfig | None = None) -> None:
         super().__init__(weights)
         self.owns_store = store_name is None
         self.store_name = store_name or f"rl_actors_{uuid.uuid4().hex[:12]}"
-        self._is_open_here = False  # True while this process runs a store that `open` has started
+        self._is_open_here = False  # this process runs the store of `open`
 
     def __getstate__(self) -> dict:
         return {**super().__getstate__(), "_is_open_here": False}
@@ -74,7 +71,7 @@ class TorchStoreTransport(IndexedTransport):
     async def open(self) -> None:
         if self.owns_store and not self._is_open_here:
             prepare_this_process()
-            # The index is small, so the store can share this process. Starting another process would take two seconds of CPU time.
+            # the index is small, and another process would take two seconds of CPU time
             await torchstore.initialize(store_name=self.store_name, mesh=this_proc())
             self._is_open_here = True
 
