@@ -28,6 +28,7 @@ from rl_actors.losses import Loss, columns_of
 @dataclass(kw_only=True)
 class GRPOConfig(RunConfig):
     rollouts: RolloutConfig = field(default_factory=RolloutConfig)
+    """Sampling of the training completions, and their advantages."""
     updates_per_step: int = 1
     """Largest number of parts into which a training step divides its batch. The trainer takes one optimizer step on
     each part. For every part but the first, the trainer's weights are therefore slightly newer than the weights that
@@ -41,7 +42,9 @@ class GRPOConfig(RunConfig):
     are applied after the preset, so they can change the preset's values. PPO with a preset also needs --advantage gae,
     because every preset sets another rule for advantages."""
     loss: LossConfig = field(default_factory=LossConfig)
+    """The policy loss and its options."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    """Correction for stale or otherwise off-policy completions."""
     aggregation: Aggregation = "token_mean"
     """Rule that makes one number from the losses of the tokens in an optimizer step. token_mean: the mean over all
     tokens. sequence_mean: each sample's mean over its tokens, then the mean over samples. sequence_sum: each sample's

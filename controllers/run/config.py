@@ -87,16 +87,19 @@ class RunConfig:
     of "auto" depends on trainer.hf_path. If trainer.hf_path is empty, "auto" means the characters of the problems, and
     trainer.model.vocab_size is set to fit them. If trainer.hf_path is set, "auto" means the tokenizer and the dimensions of the model there."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    """The task: problems, reward and held-out problems."""
     episodes: EpisodeConfig = field(default_factory=EpisodeConfig)
     """Limits of the episodes of a task that takes several turns."""
     chat: ChatConfig = field(default_factory=ChatConfig)
     """Says whether and how prompts go through the model's chat template."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """The trainer: model, layout, precision, packing, optimizer."""
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     """Config of the generators. Its fields `model` and `lora` are overwritten with those of `trainer`."""
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     """The GPUs of the reference policy, if the run has a reference policy."""
     optimizer: AdamConfig = field(default_factory=AdamConfig)
+    """Settings of an optimizer step; the learning rate is in `schedule`."""
     transport: Literal["torchstore", "files", "memory"] = "torchstore"
     """Where the generator finds the versions of the weights. torchstore: an index in torchstore, or in a small actor if torchstore is not
     installed. In both cases the field `weights` says how the bytes travel. files: a directory of the run, for debugging. memory: a slow fake
