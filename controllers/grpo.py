@@ -30,6 +30,7 @@ from rl_actors.losses import Loss, columns_of
 @dataclass(kw_only=True)
 class GRPOConfig(RunConfig):
     rollouts: RolloutConfig = field(default_factory=RolloutConfig)
+    """Sampling of the training completions, and their advantages."""
     updates_per_step: int = 1
     """Optimizer steps on one batch. From the second on, the weights are newer than those that
     sampled."""
@@ -39,7 +40,9 @@ class GRPOConfig(RunConfig):
     """Preset of a paper: loss, aggregation, advantages, KL, dynamic sampling and overlong penalty.
     Other flags come after it. PPO also needs --advantage gae."""
     loss: LossConfig = field(default_factory=LossConfig)
+    """The policy loss and its options."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    """Correction for stale or otherwise off-policy completions."""
     aggregation: Aggregation = "token_mean"
     """token_mean: mean over the step's tokens. sequence_mean: mean over each sample's tokens, then
     over samples. sequence_sum: sum over each sample's tokens, then mean over samples. constant:

@@ -61,7 +61,7 @@ class RewardPool:
             _require_picklable(name, function, num_workers)
             self._numbers[id(environment)] = len(functions)
             functions.append(function)
-        self._names = ", ".join(map(_name, functions))
+        self._names = ", ".join(map(name_of, functions))
         self._functions = cloudpickle.dumps(functions)
         self._workers = [_Worker() for _ in range(num_workers if functions else 0)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
@@ -239,12 +239,12 @@ def _require_picklable(name: str, function: Callable, num_workers: int) -> None:
         cloudpickle.dumps(function)
     except Exception as error:  # the class of the error depends on the object
         raise ValueError(
-            f"{name}: reward_workers={num_workers}, but the reward {_name(function)} cannot be sent to a process: {error}"
+            f"{name}: reward_workers={num_workers}, but the reward {name_of(function)} cannot be sent to a process: {error}"
         ) from None
 
 
-def _name(function: Callable) -> str:
-    """The name of a reward function for errors: _name(NextNumber(…).reward) is "next_number:NextNumber"."""
+def name_of(function: Callable) -> str:
+    """The name of a reward function for errors: name_of(NextNumber(…).reward) is "next_number:NextNumber"."""
     named = getattr(function, "compare", getattr(function, "__self__", function))
     named = named if hasattr(named, "__qualname__") else type(named)
     return f"{named.__module__}:{named.__qualname__}"

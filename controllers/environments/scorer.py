@@ -18,7 +18,8 @@ from controllers.environments.base import Environment, Problem, RewardError, as_
 from controllers.environments.config import EnvironmentConfig
 from controllers.environments.episode import AnyEnvironment, EpisodeEnvironment
 from controllers.environments.mixture import MixedEnvironment
-from controllers.environments.pool import RewardPool, reward_function
+from controllers.environments.own_code import described
+from controllers.environments.pool import RewardPool, name_of, reward_function
 from controllers.environments.together import together
 
 TOTAL = "reward"
@@ -98,7 +99,7 @@ class Scorer:
         Raises RewardError, naming prompt and completion, for a reward that is not a finite number, and for a reward whose last retry failed.
         Also raises RewardError if `rewards` does not give one reward for each completion.
         """
-        owner = environment.environments[problem.source] if isinstance(environment, MixedEnvironment) else environment
+        owner = _owner(environment, problem)
         if getattr(owner, "rewards", None) is not None:
             answers, num_retries = await self._ask(owner, problem, list(texts))
             if hasattr(answers, "tolist"):  # an array of numpy or a tensor
@@ -117,6 +118,18 @@ class Scorer:
             components={name: [each.get(name) for each in parts] for name in names},
             num_retries=num_retries,
         )
+
+    async def try_on_answer(self, environment: Environment, problem: Problem) -> str:
+        """Score the answer of a problem. Returns a line with the reward. Raises ValueError, naming the reward function, if it fails."""
+        name = name_of(reward_function(_owner(environment, problem)))
+        tried = f"the reward {name} of the answer {problem.answer!r} of the held-out problem {problem.prompt!r}"
+        try:
+            [total] = (await self.score(environment, problem, [problem.answer])).totals
+        except RewardError as error:
+            raise ValueError(f"{tried} failed: {error}") from error
+        except Exception as error:  # the user's function may raise any exception
+            raise ValueError(f"{tried} failed: {described(error)}") from error
+        return f"{tried} is {total:g}"
 
     async def _ask(self, environment: Environment, problem: Problem, completion: str | list[str]) -> tuple[object, int]:
         """The answer, and the number of retries. Only awaited answers are retried, so a plain function in this process is called once."""
@@ -155,6 +168,11 @@ class Scorer:
         """Context manager in which an answer is awaited. Waits for a free slot. After `timeout` more seconds it cancels its body and raises TimeoutError."""
         async with self.slots, asyncio.timeout(self.timeout):
             yield
+
+
+def _owner(environment: Environment, problem: Problem) -> Environment:
+    """The environment itself, or the part of a mixture that the problem comes from."""
+    return environment.environments[problem.source] if isinstance(environment, MixedEnvironment) else environment
 
 
 def _without_mixtures(environments: Mapping[str, Environment]) -> dict[str, Environment]:

@@ -17,13 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol, cast
+from typing import TYPE_CHECKING, Annotated, NoReturn, Protocol
 
 import tyro
 from rich.console import Console
 
 from controllers import config_file
 from controllers.observe.run_folder import RunFolder
+from controllers.program import help
 
 if TYPE_CHECKING:
     from controllers.run.config import RunConfig
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 FIXED_ON_RESUME = ("seed", "environment", "chat", "alphabet", "sft_steps", "trainer.model", "trainer.hf_path")
 """Fields that a resumed run cannot change. If they changed, the saved weights might not fit the model, or the run might have trained on
 problems that are held out now."""
+
+ABOUT_FLAGS = "Every field of the config is a flag: trainer.hf_path is --trainer.hf-path or --trainer.hf_path."
 
 Configs = Mapping[str, "Callable[[], RunConfig]"]
 Annotation = object  # a class, `int | None`, `list[int]`: annotations have no narrower common type
@@ -101,11 +104,18 @@ def _parse(
     before = config_file.leaves_of(base)
     if chosen.algorithm:
         _apply_preset(base, chosen.algorithm)
+    program_flags = _program_flags(configs, name)
+    if (group := help.asked(argv)) is not None:
+        _show_help(prog, base, program_flags, group)
     argv = _without_short_flags(argv, base.short_flags)
     if not (chosen.resume or chosen.eval_only):
         _drop_options_of_other_task(base, argv)
-    about = _about(base.short_flags)
-    flags = cast(_Flags, tyro.cli(_flags(configs, name, base), prog=prog, description=about, args=argv))
+    parsed: tuple[_Flags, list[str]] = tyro.cli(
+        _flags(program_flags, base), prog=prog, args=argv, return_unknown_args=True
+    )
+    flags, unknown = parsed
+    if unknown:
+        raise ValueError(help.unknown(unknown, base, program_flags, base.short_flags))
     config = flags.config.with_local_models()
     if chosen.resume:
         if flags.output_dir and flags.output_dir.resolve() != chosen.resume.resolve():
@@ -160,15 +170,19 @@ def _chosen(prog: str, argv: list[str]) -> Namespace:
     return chosen
 
 
-def _about(short_flags: Mapping[str, str]) -> str:
-    """The text at the top of the help."""
-    about = (
-        "Every field of the config is a flag with the dotted name of the field, such as --trainer.hf-path or --trainer.hf_path. "
-        "The defaults below are the values of the chosen config."
-    )
-    for short, whole in short_flags.items():
-        about += f" {short} is short for {whole}."
-    return about
+def _show_help(prog: str, config: "RunConfig", program_flags: Sequence[help.ProgramFlag], group: str) -> NoReturn:
+    """Print the help, and exit with status 0. group: as `help.asked` returns it, or "all".
+
+    Raises ValueError if the config has no such group.
+    """
+    if group == "all":
+        about = f"The defaults below are the values of the chosen config. {ABOUT_FLAGS}"
+        tyro.cli(_flags(program_flags, config), prog=prog, description=about, args=["--help"])
+    elif group:
+        help.show_group(prog, config, group)
+    else:
+        print(help.overview(prog, config, program_flags, config.short_flags), end="")
+    sys.exit(0)
 
 
 def _apply_preset(config: "RunConfig", name: str) -> None:
@@ -270,45 +284,66 @@ def _base(configs: Configs, config: str | None, resume: Path | None, eval_only: 
     return (file.resolve().parent.name if file.name == "config.json" else file.stem), loaded
 
 
-def _flags(configs: Configs, name: str, base: "RunConfig") -> type:
-    """A dataclass for tyro: one field for the config, and one field for each flag that is not a field of the config, such as --resume.
+def _program_flags(configs: Configs, name: str) -> list[help.ProgramFlag]:
+    """The flags that are no fields of the config. name: of the chosen config."""
+    flag = help.ProgramFlag
+    of_config = f"Name of a config ({', '.join(configs)}), or a .json, .yaml or .toml file."
+    return [
+        flag(name="config_name", kind=str, default=name, meaning=of_config, shown="config"),
+        flag(
+            name="output_dir",
+            kind=Path | None,
+            default=None,
+            meaning="Folder of the run; None: runs/<config>-<time>.",
+        ),
+        flag(
+            name="resume",
+            kind=Path | None,
+            default=None,
+            meaning="Continue the run of this folder from its newest complete checkpoint.",
+        ),
+        flag(
+            name="eval_only",
+            kind=Path | None,
+            default=None,
+            meaning="Score the checkpoint in this folder, or the newest checkpoint of the run in this folder, and stop. "
+            "If --config is left out, the config of the checkpoint's run is used.",
+        ),
+        flag(
+            name="save_config",
+            kind=Path | None,
+            default=None,
+            meaning="Write the config to this .json or .yaml file before the run.",
+        ),
+        flag(name="dry_run", kind=bool, default=False, meaning="Check everything, print the config and stop."),
+        flag(
+            name="plan",
+            kind=bool,
+            default=False,
+            meaning="Print the parallel layout, the memory of a rank and where each process runs, and stop.",
+        ),
+        flag(
+            name="verbose",
+            kind=bool,
+            default=False,
+            meaning="Show the logs of libraries and actors also on the terminal, not only in files.",
+        ),
+    ]
+
+
+def _flags(program_flags: Sequence[help.ProgramFlag], base: "RunConfig") -> type:
+    """A dataclass for tyro: a field for each program flag, and one for the config.
 
     tyro makes the flags of the config from the dotted names of its fields.
     """
-    names = ", ".join(configs)
-    flags = [
-        _flag(
-            "config_name", str, name, f"Name of a config ({names}), or a .json, .yaml or .toml file.", shown="config"
-        ),
-        _flag("output_dir", Path | None, None, "Folder of the run; None: runs/<config>-<time>."),
-        _flag("resume", Path | None, None, "Continue the run of this folder from its newest complete checkpoint."),
-        _flag(
-            "eval_only",
-            Path | None,
-            None,
-            "Score the checkpoint in this folder, or the newest checkpoint of the run in this folder, and stop. "
-            "If --config is left out, the config of the checkpoint's run is used.",
-        ),
-        _flag("save_config", Path | None, None, "Write the config to this .json or .yaml file before the run."),
-        _flag("dry_run", bool, False, "Check everything, print the config and stop."),
-        _flag(
-            "plan",
-            bool,
-            False,
-            "Print the parallel layout, the memory of a rank and where each process runs, and stop.",
-        ),
-        _flag("verbose", bool, False, "Show the logs of libraries and actors also on the terminal, not only in files."),
-        ("config", Annotated[type(base), tyro.conf.arg(name="")], field(default_factory=lambda: base)),
-    ]
+    flags: list[tuple[str, Annotation, object]] = []
+    for each in program_flags:
+        shape = tyro.conf.arg(help=each.meaning, name=each.shown)
+        flags.append(
+            (each.name, Annotated[each.kind, shape, tyro.conf.FlagCreatePairsOff], field(default=each.default))
+        )
+    flags.append(("config", Annotated[type(base), tyro.conf.arg(name="")], field(default_factory=lambda: base)))
     return make_dataclass("Flags", flags)
-
-
-def _flag(
-    name: str, kind: Annotation, default: object, meaning: str, shown: str | None = None
-) -> tuple[str, Annotation, object]:
-    """A field for make_dataclass. meaning: the help text. shown: the name on the command line; None: `name`."""
-    shape = tyro.conf.arg(help=meaning, name=shown)
-    return name, Annotated[kind, shape, tyro.conf.FlagCreatePairsOff], field(default=default)
 
 
 def _require_same(before: Mapping[str, object], after: Mapping[str, object], fixed: Sequence[str]) -> None:

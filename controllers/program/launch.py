@@ -29,7 +29,14 @@ from rich.console import Console
 
 from controllers import config_file
 from controllers.command import started_as
-from controllers.environments import AnyEnvironment, EpisodeError, RewardError, Scorer, build_environment
+from controllers.environments import (
+    AnyEnvironment,
+    EpisodeEnvironment,
+    EpisodeError,
+    RewardError,
+    Scorer,
+    build_environment,
+)
 from controllers.environments.data import DataEnvironment
 from controllers.environments.held_out import HeldOut, digests_of
 from controllers.environments.mixture import Excluding, MixedEnvironment
@@ -94,6 +101,9 @@ def main(train: Train, configs: cli.Configs, *, others: Mapping[str, cli.Configs
         invocation = replace(invocation, config=_with_alphabet(invocation.config, environment, validation_sets))
         tokenizer = _tokenizer(invocation.config, environment, validation_sets)
         scorer = _scorer(invocation.config, environment, validation_sets)
+        if invocation.dry_run and invocation.config.has_generator:
+            for line in asyncio.run(_try_rewards(scorer, validation_sets)):
+                print(line, file=sys.stderr)
     except ValueError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -256,6 +266,23 @@ def _scorer(config: RunConfig, environment: AnyEnvironment, validation_sets: Seq
     environments |= {f"validation.{each.name}": each.environment for each in validation_sets if each.name}
     # If the run has no generator, there are no completions to score.
     return Scorer.of(config.environment, environments if config.has_generator else {})
+
+
+async def _try_rewards(scorer: Scorer, validation_sets: Sequence[ValidationSet]) -> list[str]:
+    """Call every reward function on the answer of one held-out problem. Returns a line for each. Episodes have no such function.
+
+    Raises ValueError, naming the function and the place of its error, if a function fails.
+    """
+    lines = []
+    with contextlib.closing(scorer):
+        scorer.start()
+        for each in validation_sets:
+            if isinstance(each.environment, EpisodeEnvironment):
+                continue
+            first = {problem.source: problem for problem in reversed(each.problems)}  # of each part of a mixture
+            for problem in first.values():
+                lines.append(await scorer.try_on_answer(each.environment, problem))
+    return lines
 
 
 def _run(

@@ -87,16 +87,19 @@ class RunConfig:
     """Characters of a tokenizer made for the run. Empty: the tokenizer of trainer.hf_path. "auto":
     the tokenizer and dimensions of trainer.hf_path; without it the characters of the problems."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    """The task: problems, reward and held-out problems."""
     episodes: EpisodeConfig = field(default_factory=EpisodeConfig)
     """Limits of the episodes of a task with several turns."""
     chat: ChatConfig = field(default_factory=ChatConfig)
     """Use of the model's chat template."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """The trainer: model, layout, precision, packing, optimizer."""
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     """The generators; `model` and `lora` come from `trainer`."""
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     """GPUs of the reference policy."""
     optimizer: AdamConfig = field(default_factory=AdamConfig)
+    """Settings of an optimizer step; the learning rate is in `schedule`."""
     transport: Literal["torchstore", "files", "memory"] = "torchstore"
     """Index of the published weights. torchstore: torchstore, or a small actor if it is not
     installed; `weights` says how bytes travel. files: a directory of the run, for debugging.

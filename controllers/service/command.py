@@ -77,7 +77,7 @@ def main() -> None:
     own, rest = _parser(prog).parse_known_args(argv)
     if own.help:
         print(_parser(prog).format_help())
-        rest = ["--help"]
+        rest = ["--help", *rest]
     invocation = cli.parse(prog, _configs(), _config_flags(own, rest))
     try:
         has_generator = invocation.config.has_generator and not own.without_generator
@@ -99,7 +99,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Run a service that owns the trainer and the generator of a config. Other programs attach to them, call them, and detach.",
-        epilog=f"To ask or stop a running service: {prog} status|logs|stop ADDRESS\nAll other options, such as the fields of the config, are listed below.",
+        epilog=f"To ask or stop a running service: {prog} status|logs|stop ADDRESS\nAll other options, such as the fields of the config, are below.",
     )
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--config", help="name of a config, or a file of JSON, YAML or TOML (default: tiny)")

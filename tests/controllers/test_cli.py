@@ -200,9 +200,9 @@ def test_dry_run_and_verbose_take_no_value():
     assert parse("--dry-run", "--verbose").dry_run and parse("--dry_run", "--verbose").verbose
 
 
-def test_help_names_every_field_with_meaning_and_default(capsys):
+def test_help_all_names_every_field_with_meaning_and_default(capsys):
     with pytest.raises(SystemExit) as exit:
-        parse("--config", "tiny_tp2", "--help")
+        parse("--config", "tiny_tp2", "--help", "all")
     text = capsys.readouterr().out
     assert exit.value.code == 0
     names = [name for name, _ in config_file.leaves(json.loads(config_file.to_json(replace(tiny(), scales={}))))]
@@ -215,9 +215,59 @@ def test_help_names_every_field_with_meaning_and_default(capsys):
         assert flag in text
 
 
+def help_text(capsys, *argv: str) -> str:
+    with pytest.raises(SystemExit) as exit:
+        cli.parse(PROG, configs.CONFIGS["controllers.grpo"], argv)
+    out, err = capsys.readouterr()
+    assert exit.value.code == 0 and not err
+    return out
+
+
+def test_help_is_one_screen_with_every_group_and_short_flag(capsys):
+    lines = help_text(capsys, "--help").splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 80
+    starts = {line.split()[0] for line in lines if line}
+    assert {"--config", "--dry-run", "run", "trainer", "generator", "rollouts", "loss", "sft"} <= starts
+    assert "--lr (--schedule.learning-rate)" in " ".join(lines)
+
+
+@pytest.mark.parametrize(
+    "group, has, lacks",
+    [
+        ("rollouts", "--rollouts.group-size INT", "--steps"),
+        ("run", "--steps INT", "--rollouts.group-size"),
+        ("trainer.lora", "--trainer.lora.rank INT", "--trainer.hf-path"),
+        ("pass-at-k", "--pass-at-k.", "--steps"),
+    ],
+)
+def test_help_of_a_group_shows_the_flags_of_this_group_only(capsys, group, has, lacks):
+    text = help_text(capsys, "--config", "tiny", "--help", group)
+    assert has in text and lacks not in text
+    assert "(default:" in text
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ("--lrr", "there is no flag --lrr; did you mean --schedule.learning-rate (short: --lr)?"),
+        ("--learning-rte=3", "--schedule.learning-rate (short: --lr) or --sft.schedule.learning-rate?"),
+        ("--group", "--rollouts.groups-per-step (short: --groups)"),
+        ("--max-token", "did you mean --max-tokens"),
+        ("--verbos", "did you mean --verbose?"),
+        ("--nothing-like-it", "--help shows the groups of flags"),
+    ],
+)
+def test_a_wrong_flag_suggests_names_and_short_names(capsys, wrong, message):
+    with pytest.raises(SystemExit) as exit:
+        cli.parse(PROG, configs.CONFIGS["controllers.grpo"], [wrong, "4"])
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "argv, message",
     [
+        (["--help", "trainr"], "--help trainr: there is no such group of flags; did you mean trainer"),
         (["--config", "tniy"], "--config tniy is neither a config nor a file of JSON, YAML or TOML; did you mean tiny"),
         (["--trainer.model.hiden-size", "3"], "--trainer.model.hidden-size"),
         (["--steps", "many"], "Error parsing --steps"),

@@ -58,8 +58,71 @@ def test_the_plan_of_a_config_larger_than_the_memory_is_printed_and_refused(comm
 def test_the_tiny_config_fits_into_the_memory_and_a_dry_run_writes_no_file(command_line, tmp_path):
     assert command_line("--config", "tiny", "--plan")[0] == 0
     status, out, err = command_line("--config", "tiny", "--dry-run")
-    assert (status, err) == (0, "") and json.loads(out)["steps"] == 72
+    assert status == 0 and json.loads(out)["steps"] == 72
+    assert "exact_match of the answer '" in err and err.endswith(" is 1\n") and err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+OWN_REWARDS = """
+class Task:
+    def __init__(self, seed, num_held_out):
+        from controllers.environments import Problem
+        self.problems = [Problem(prompt=f"{n}+1=", answer=str(n + 1), key=str(n)) for n in range(100)]
+    def held_out(self):
+        return self.problems[:num]
+    def problem(self, index):
+        return self.problems[10 + index % 90]
+
+class Fails(Task):
+    def reward(self, problem, completion):
+        return int(problem.metadata["solution"] == completion)
+
+class IsNone(Task):
+    def reward(self, problem, completion):
+        pass
+
+class Waits(Task):
+    async def reward(self, problem, completion):
+        raise ConnectionError("no server")
+
+class Groups(Fails):
+    def rewards(self, problem, completions):
+        return [0.5 for _ in completions]
+""".replace("num]", "10]")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("Fails", "own_rewards:Fails of the answer '1' of the held-out problem '0+1=' failed: "),
+        ("IsNone", "own_rewards:IsNone of the answer '1' of the held-out problem '0+1=' failed: "),
+        ("Waits", "own_rewards:Waits of the answer '1' of the held-out problem '0+1=' failed: "),
+    ],
+)
+def test_a_dry_run_refuses_a_reward_that_fails_on_a_held_out_answer(
+    command_line, tmp_path, monkeypatch, name, message, workers
+):
+    (tmp_path / "own_rewards.py").write_text(OWN_REWARDS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    flags = ["--config", "blank", "--task", f"own_rewards:{name}", "--environment.num-held-out", 10]
+    retries = ["--environment.reward-retries", 0, "--environment.reward-workers", workers]
+    status, out, err = command_line(*flags, *retries, "--dry-run")
+    assert (status, out) == (2, "") and f"error: the reward {message}" in err
+    if name == "Fails":
+        assert "KeyError" in err and "own_rewards.py:13)" in err
+
+
+def test_a_dry_run_calls_the_reward_of_every_set_and_says_what_an_answer_gets(command_line, tmp_path, monkeypatch):
+    (tmp_path / "own_rewards.py").write_text(OWN_REWARDS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    flags = ["--config", "blank", "--task", "own_rewards:Groups", "--environment.num-held-out", 10]
+    further = json.dumps({"sums": {"task": "basic_arithmetic", "num_held_out": 4}})
+    status, out, err = command_line(*flags, "--validation", further, "--max-tokens", 8, "--dry-run")
+    assert status == 0 and json.loads(out)["environment"]["task"] == "own_rewards:Groups", err
+    first, second = err.splitlines()
+    assert first.endswith("own_rewards:Groups of the answer '1' of the held-out problem '0+1=' is 0.5")
+    assert "exact_match" in second and second.endswith(" is 1")
 
 
 @pytest.mark.parametrize("folder", ["file", "file/run", "file/more/run"])
