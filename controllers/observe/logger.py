@@ -1,9 +1,6 @@
-"""The logger of a run. It writes metrics to a display, to the files of the run's folder and to trackers, such as TensorBoard.
-The logger makes no decision about the run.
-
-Training steps are numbered from 1. So the number of the last finished step is also the number of finished steps. The steps after a supervised
-phase continue the numbers of that phase. Step 0 is the validation before the first step.
-A record is the line of one step in metrics.jsonl.
+"""Writes a run's metrics to the display, to the run's files and to trackers.
+Steps count from 1, through all phases; step 0 is the evaluation before the first. A record is the
+line of a step in metrics.jsonl.
 """
 
 import time
@@ -29,13 +26,12 @@ KEYS = (
     *("tokens/trained", "tokens/generated", "tokens/s", "tflops/trained", "memory/trainer_peak"),
     *("time/generate", "time/train", "time/sync", "time/step"),
 )
-"""Keys that every record has. A value is null if the step has no such value."""
+"""Keys of every record, null if the step has no value."""
 
 
 class Timer:
-    """Measures the seconds of each phase since the last reset. `with timer("generate"): …` adds to `timer.seconds["generate"]`.
-
-    `timeline` also records the beginning and the end of each phase in which an actor works.
+    """Seconds of each phase since the last reset: with timer("generate"): …
+    `timeline` also records when an actor's phase begins and ends.
     """
 
     def __init__(self):
@@ -53,7 +49,7 @@ class Timer:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def reset(self) -> dict[str, float]:
-        """Return {"time/generate": …, "time/step": wall time since the last reset} and start again from zero."""
+        """{"time/generate": …, "time/step": wall time}, then from zero again."""
         now = time.perf_counter()
         times = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         times["time/step"] = now - self._start
@@ -62,14 +58,11 @@ class Timer:
 
 
 def usage(values: Mapping[str, float], infos: Sequence[TrainerInfo], *, float8: bool) -> dict[str, float]:
-    """Metrics of a step's speed and of the trainer's memory.
-
-    values: the step's times, tokens/trained and tflops/trained. infos: the TrainerInfo of each rank.
-
-    MFU (model FLOPs utilization) is the fraction of the peak speed of the trainer's GPUs that training reaches. Its numerator is the FLOPs of
-    the model's matrix products and attention, forward and backward, without recomputation. Its denominator is the FLOPs that all these GPUs
-    could do at their peak in the seconds of time/train. A step without training has no MFU. MFU is also left out if the peak is unknown, as
-    on a CPU.
+    """Speed of a step and memory of the trainer. values: times, tokens/trained, tflops/trained.
+    infos: of each rank.
+    MFU: FLOPs of matrix products and attention, forward and backward, without recomputation, over
+    what all GPUs could do at their peak in time/train. Left out without training or without a known
+    peak.
     """
     found = {"memory/trainer_peak": max(info.peak_memory_bytes for info in infos) / 2**30}
     if values.get("tokens/trained") and values["time/step"]:
@@ -81,7 +74,7 @@ def usage(values: Mapping[str, float], infos: Sequence[TrainerInfo], *, float8: 
 
 
 def transfers(push: Transfer | None, pull: Transfer | None) -> dict[str, float]:
-    """Metrics of a push and a pull of the weights: bytes, seconds and speed. A transfer that is None has no metrics."""
+    """Bytes, seconds and speed of a push and a pull."""
     found: dict[str, float] = {}
     for name, transfer in (("push", push), ("pull", pull)):
         if transfer is not None:
@@ -92,10 +85,8 @@ def transfers(push: Transfer | None, pull: Transfer | None) -> dict[str, float]:
 
 
 class MetricsLogger(AbstractContextManager):
-    """Writes the metrics of each step. At the end of `with`, it closes all files and writes the outcome of the run to outcome.json.
-
+    """Writes each step's metrics; at the end of `with`, the outcome of the run.
     with MetricsLogger(RunFolder(path), total_steps=200) as log:
-        with log.setup("starting trainer"): ...
         log.step(1, {"loss": 0.7, **timer.reset()}, phase="grpo")
     """
 
@@ -113,8 +104,7 @@ class MetricsLogger(AbstractContextManager):
         console: Console | None = None,  # None: stdout
     ):
         folder.path.mkdir(parents=True, exist_ok=True)
-        # The lines of all steps after `_last_step` are removed. If steps_done is 0, a resumed run repeats step 0, the first validation. So
-        # `_last_step` is then -1, and the line of step 0 is removed, too.
+        # -1: a run resumed at 0 repeats step 0, too
         self._last_step = steps_done or -1
         self.folder, self._groups_per_step = folder, groups_per_step
         self._files: dict[Path, TextIO] = {}
@@ -128,25 +118,24 @@ class MetricsLogger(AbstractContextManager):
         self._write_outcome("running")
 
     def _open_files(self) -> None:
-        """Delete the lines of steps after `_last_step`, then open the per-step files for appending."""
+        """Drop the lines of steps after `_last_step`, then append."""
         self.folder.drop_after(self._last_step)
         for path in self.folder.step_files:
             self._files[path] = path.open("a")
 
     def _close_files(self) -> None:
         for file in self._files.values():
-            # Every write is flushed at once. `close` can fail only if a write failed before, and that write has raised its error.
+            # fails only after a write that has raised its error already
             with suppress(OSError):
                 file.close()
 
     @property
     def last_step(self) -> int:
-        """The last step that has a record; 0 before the first record."""
+        """The last step with a record, or 0."""
         return max(0, self._last_step)
 
     def rewind(self, steps_done: int) -> None:
-        """Go back to the end of step `steps_done`. Removes the lines of later steps, because the run repeats these steps. The values of later
-        steps stay in the trackers."""
+        """Drop the lines of steps after `steps_done`, which the run repeats. Trackers keep theirs."""
         self._close_files()
         self._last_step = steps_done or -1
         self._open_files()
@@ -156,18 +145,15 @@ class MetricsLogger(AbstractContextManager):
         self.folder.add_restart(record)
 
     def setup(self, label: str) -> AbstractContextManager[None]:
-        """Show a phase of the startup, such as "starting generator: 7 s", while the body of `with` runs."""
+        """Show a phase of the start, such as "starting generator: 7 s"."""
         return self.display.setup(label)
 
     def note(self, line: str) -> None:
         self.display.print(line)
 
     def step(self, step: int, metrics: Mapping[str, object], *, phase: str, skipped: bool = False) -> None:
-        """Record one step.
-
-        phase: "start", "sft", "grpo", "ppo" or "dpo". skipped: True if the step did not train, because its batch had no samples.
-        The record's `nonfinite` lists the metrics that were NaN or infinite.
-        """
+        """Record one step. phase: "start", "sft", "grpo", … skipped: it did not train. The record's
+        `nonfinite` lists metrics that were NaN or infinite."""
         if step <= self._last_step:
             raise ValueError(
                 f"step {step} after step {self._last_step}: each step is recorded once, in ascending order"
@@ -187,9 +173,7 @@ class MetricsLogger(AbstractContextManager):
             self._trackers.log(step, scalars)
 
     def rollouts(self, step: int, groups: Sequence[Record]) -> None:
-        """Write some of the step's groups, evenly spaced, to rollouts.jsonl, and show them in the trackers.
-
-        A line has one group: its step and its prompt, and lists with an item for each completion.
+        """Write some groups, evenly spaced, to rollouts.jsonl, and show them in trackers.
         {"step": int, "prompt": str, "completions": [str, …], "rewards": [float, …], "advantages": …, "lengths": …}
         """
         stride = max(1, len(groups) // self._groups_per_step)
@@ -198,17 +182,18 @@ class MetricsLogger(AbstractContextManager):
         self._log_table(step, "rollouts", [row for group in kept for row in completions_of(group)])
 
     def validation(self, step: int, samples: Sequence[Record]) -> None:
-        """Write completions of held-out problems to validation.jsonl, and show them in the trackers."""
+        """Write completions of held-out problems to validation.jsonl and to trackers."""
         kept = [{"step": step, **sample} for sample in samples]
         self._append(self.folder.validation, kept)
         self._log_table(step, "validation_samples", kept)
 
     def timeline(self, step: int, timeline: StepTimeline) -> None:
-        """Write the spans of a step to timeline.jsonl. A span is a time in which an actor worked on a call."""
+        """Write the spans in which actors worked to timeline.jsonl."""
         self._append(self.folder.timeline, [{"step": step, **timeline.record()}])
 
     def _log_table(self, step: int, name: str, rows: Sequence[Record]) -> None:
-        """Send a table to the trackers, unless the trackers already have a table of this name from this step or from a later step."""
+        """Send a table to the trackers, unless they have one of this name from this or a later
+        step."""
         if self._tables.get(name, -1) < step:
             self._tables[name] = step
             self._trackers.log_table(step, name, rows)
@@ -230,7 +215,7 @@ class MetricsLogger(AbstractContextManager):
     def __exit__(self, kind, error, traceback) -> None:
         self.display.close()
         if isinstance(error, Exception):
-            # An error here, for example because the disk is full, would hide the error of the run.
+            # an error here, such as a full disk, would hide the run's
             with suppress(OSError):
                 self._write_outcome("failed", f"{kind.__name__}: {error}")
         elif error is not None:  # Interrupted, CancelledError, KeyboardInterrupt, SystemExit
@@ -243,7 +228,7 @@ class MetricsLogger(AbstractContextManager):
 
 
 def completions_of(group: Record) -> list[Record]:
-    """The rows of a table, one for each completion of a group. group: a line of rollouts.jsonl."""
+    """A table's rows, one per completion. group: a line of rollouts.jsonl."""
     columns = {"completion": "completions", "reward": "rewards", "advantage": "advantages", "length": "lengths"}
     rows = []
     for index in range(len(group["completions"])):

@@ -1,4 +1,4 @@
-"""The paths of a run's files, and functions that read and write JSON."""
+"""The paths of a run's files, and JSON."""
 
 import contextlib
 import json
@@ -47,10 +47,8 @@ class RunFolder:
             file.write(to_json(line) + "\n")
 
     def drop_after(self, step: int) -> None:
-        """Remove from `step_files` the lines of steps after `step`, and lines that a killed run wrote only in part.
-
-        The method writes a new file and renames it to the old name, so nothing is lost if this process dies meanwhile.
-        """
+        """Remove from `step_files` the lines of later steps and half-written ones, by a new file
+        and a rename."""
         for file in self.step_files:
             if not file.exists():
                 continue
@@ -65,10 +63,7 @@ class RunFolder:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Context manager that adds `path` to an OSError of the `with` block if the error names no file.
-
-    For example, a write to a full disk raises an error without the name of a file.
-    """
+    """Adds `path` to an OSError of the block that names no file."""
     try:
         yield
     except OSError as error:
@@ -78,7 +73,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def read_jsonl(path: Path) -> list[Record]:
-    """The objects on the complete lines of a file in JSON Lines format. An empty list if the file does not exist."""
+    """The objects on complete lines; [] if there is no file."""
     if not path.exists():
         return []
     records = []
@@ -91,15 +86,13 @@ def read_jsonl(path: Path) -> list[Record]:
 
 
 def to_json(value: object) -> str:
-    """Strict JSON on one line. NaN and infinity become null. `to_plain` converts values that JSON does not have."""
+    """Strict JSON on one line: NaN and infinity become null."""
     return json.dumps(to_plain(value), allow_nan=False)
 
 
 def to_plain(value: object) -> Any:
-    """Convert a value to the types of JSON: dict, list, float, int, str, bool and None.
-
-    NaN and infinity become None. A tensor or an array becomes a list of its numbers. Any other object becomes a str.
-    """
+    """The value in JSON's types: NaN and infinity None, tensors and arrays lists, other objects
+    str."""
     match value:
         case Mapping():
             return {str(key): to_plain(item) for key, item in value.items()}

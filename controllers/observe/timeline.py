@@ -1,8 +1,5 @@
-"""The timeline of a step: the spans of time in which the actors work on calls of the controller.
-
-The controller measures the spans. A span begins when the controller begins a call, and ends when the call has ended. It belongs to one actor
-and to one phase of the step, such as "train".
-"""
+"""The spans of a step in which actors work on the controller's calls, as the controller measures
+them."""
 
 import itertools
 import time
@@ -25,7 +22,7 @@ WORKERS = {
     "values": ("critic",),
     "critic": ("critic",),
 }
-"""The actors that work in each phase. In a phase that is not listed here the controller works or waits."""
+"""The actors that work in each phase. In others the controller works or waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +34,7 @@ class Span:
 
 
 class Timeline:
-    """Records spans. If a span lasts beyond the end of a step, it is divided between this step and the next."""
+    """Records spans; one that lasts beyond a step is divided."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()  # when the step began
@@ -48,7 +45,7 @@ class Timeline:
 
     @contextmanager
     def span(self, phase: str) -> Iterator[None]:
-        """Context manager for the time in which the actors of a phase work. A phase that is not in WORKERS is not recorded."""
+        """A phase in which actors work; not recorded if it is not in WORKERS."""
         number = next(self._numbers)
         self._open[number] = (phase, time.perf_counter())
         try:
@@ -57,7 +54,7 @@ class Timeline:
             self._end(*self._open.pop(number), time.perf_counter())
 
     def end_step(self) -> "StepTimeline":
-        """End the step, and begin the next one. Returns the spans of the step that has ended."""
+        """The spans of the step that has ended."""
         now = time.perf_counter()
         for number, (phase, start) in self._open.items():
             self._end(phase, start, now)
@@ -79,7 +76,7 @@ class StepTimeline:
     spans: Sequence[Span]
 
     def busy(self) -> dict[str, float]:
-        """Share of the step in which each actor worked on a call, such as {"trainer": 0.6, "generator": 0.9}."""
+        """Share of the step in which each actor worked: {"trainer": 0.6, …}"""
         shares = {}
         for actor in dict.fromkeys(span.actor for span in self.spans):
             working, until = 0.0, 0.0

@@ -1,7 +1,4 @@
-"""Sends the metrics of a run to trackers, such as TensorBoard, wandb and mlflow, through accelerate.tracking.
-
-This module only forwards metrics; it computes none.
-"""
+"""Forwards metrics to trackers, such as TensorBoard, wandb and mlflow, through accelerate.tracking."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -18,22 +15,18 @@ Scalars = dict[str, int | float]
 
 
 def validate_trackers(names: Sequence[str]) -> None:
-    """Raises ValueError if the package of a tracker is not installed.
-
-    The error shows the command that installs the package.
-    """
+    """Raises ValueError, with the command that installs it, if a tracker's package is missing."""
     for name in names:
         found = importlib.util.find_spec(name)
-        # Some trackers, such as wandb and dvclive, write to a folder that has the tracker's name. find_spec takes this
-        # folder for a package, but the result has no origin.
+        # the folder that wandb or dvclive writes is a namespace package, without an origin
         if found is None or found.origin is None:
             raise ValueError(f"trackers has {name!r}, whose package is not installed: pip install {name}")
 
 
 class Trackers:
-    """The trackers of one run. The constructor starts them. An example:
-
-    trackers = Trackers(["tensorboard", "wandb"], folder, project="rl-actors", config={"seed": 0}, steps_done=0)
+    """The trackers of one run.
+    trackers = Trackers(["tensorboard"], folder, project="rl-actors", config={"seed": 0},
+    steps_done=0)
     trackers.log(1, {"loss": 0.7})
     """
 
@@ -44,22 +37,19 @@ class Trackers:
         *,
         project: str,
         config: Mapping[str, object],
-        # Number of steps that a resumed run keeps. Before it was interrupted, the run may have logged later steps.
-        # TensorBoard drops the values of these later steps.
+        # TensorBoard drops the values of later steps
         steps_done: int,
     ) -> None:
         self._trackers: list[GeneralTracker] = []
         if not names:
             return
-        # These imports take a second. A run without trackers does not need them.
+        # a second that a run without trackers need not wait
         from accelerate.state import PartialState
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
         from accelerate.utils import clear_environment
 
         validate_trackers(names)
-        # accelerate's log functions need a PartialState. If a scheduler has set environment variables for a process
-        # group, a PartialState would join this group. To prevent this, the environment is empty while the PartialState
-        # is made.
+        # With a scheduler's environment accelerate's PartialState would join a process group.
         with clear_environment():
             PartialState(cpu=True)
         for name in dict.fromkeys(names):
@@ -78,7 +68,7 @@ class Trackers:
             tracker.log(shown, step=step)
 
     def log_table(self, step: int, name: str, rows: Sequence[Record]) -> None:
-        """Log the rows as a table in every tracker that supports tables. All rows must have the same keys."""
+        """To every tracker that has tables. All rows have the same keys."""
         if not rows:
             return
         columns = list(rows[0])
@@ -97,9 +87,8 @@ class Trackers:
 
 
 def _arguments(name: str, folder: RunFolder, project: str, steps_done: int) -> dict[str, object]:
-    """Arguments for the constructor of accelerate's tracker. TensorBoard gets its folder. Every other tracker gets the
-    project, and some also get the run's name or folder. Most constructors take the project as `run_name`.
-    """
+    """Of the constructor of accelerate's tracker: TensorBoard gets its folder, others the project
+    and some the run's name or folder."""
     run_name = folder.path.resolve().name
     match name:
         case "tensorboard":
@@ -118,7 +107,8 @@ def _arguments(name: str, folder: RunFolder, project: str, steps_done: int) -> d
 
 
 def _flat(values: Mapping[str, object], prefix: str = "") -> dict[str, bool | int | float | str | None]:
-    """_flat({"a": {"b": 1}}) -> {"a.b": 1}. A value that is not a number, bool, str or None becomes a str."""
+    """_flat({"a": {"b": 1}}) -> {"a.b": 1}. Other values than number, bool, str and None become
+    str."""
     flat: dict[str, bool | int | float | str | None] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:

@@ -1,10 +1,5 @@
-"""Command line of a run: turns flags into a checked config and the path of the run's folder.
-
-This module starts no process. The only files that it writes are the models that it downloads.
-
-A config is a RunConfig (run.py), or another dataclass with `presets`, `short_flags` and two methods.
-`with_local_models()` returns a copy of the config in which a local directory replaces the Hub id of each model.
-`validate()` checks the config. Both methods raise ValueError for a config that cannot run.
+"""Command line of a run: flags -> a checked config and the run's folder.
+It starts no process, and writes no file but downloaded models.
 """
 
 import difflib
@@ -30,8 +25,8 @@ if TYPE_CHECKING:
     from controllers.run.config import RunConfig
 
 FIXED_ON_RESUME = ("seed", "environment", "chat", "alphabet", "sft_steps", "trainer.model", "trainer.hf_path")
-"""Fields that a resumed run cannot change. If they changed, the saved weights might not fit the model, or the run might have trained on
-problems that are held out now."""
+"""A resumed run cannot change these: weights might not fit, or held-out problems might have been
+trained on."""
 
 ABOUT_FLAGS = "Every field of the config is a flag: trainer.hf_path is --trainer.hf-path or --trainer.hf_path."
 
@@ -53,10 +48,7 @@ class Invocation:
 
 
 class _Flags(Protocol):
-    """The parsed flags, as tyro returns them for the class that `_flags` makes.
-
-    The fields `config_name`, `resume` and `eval_only` are left out here, because `_chosen` has read their flags already.
-    """
+    """What tyro returns for the class that `_flags` makes, without what `_chosen` read."""
 
     config: "RunConfig"
     output_dir: Path | None
@@ -73,14 +65,11 @@ def parse(
     fixed_on_resume: Sequence[str] = FIXED_ON_RESUME,
     configs_by_controller: Mapping[str, Configs] | None = None,
 ) -> Invocation:
-    """Parse `argv` (None: sys.argv). `prog` is how the user starts the program, such as "python -m controllers.grpo".
-
-    `--config` names one of `configs` (default: the first) or a file of JSON, YAML or TOML. Flags with dotted names edit
-    the config's fields.
-    fixed_on_resume: dotted names of the fields that a resumed run cannot change.
-    configs_by_controller: the configs of all controllers. If --config names a config of another controller, the error
-    names that controller.
-    Exits with status 2 and a message on stderr if the run is not possible, and with status 0 after `--help`.
+    """`prog`: how the user starts the program.
+    `--config` names one of `configs` (default: the first) or a file; dotted flags edit its fields.
+    fixed_on_resume: fields that a resumed run cannot change. configs_by_controller: for an error
+    that names the right loop.
+    Exits with status 2 and a message, or 0 after `--help`.
     """
     try:
         return _parse(
@@ -150,12 +139,8 @@ def _parse(
 
 
 def _chosen(prog: str, argv: list[str]) -> Namespace:
-    """The flags that choose the config. They are read first, because the other flags edit the chosen config.
-
-    This function ignores the other flags. Later `_parse` reads all flags together.
-
-    Raises ValueError for flags that exclude each other, and for an --eval-only that is not a folder.
-    """
+    """The flags that choose the config, read first because the others edit it. Raises ValueError
+    for those that exclude each other."""
     source = ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
     source.add_argument("--config")
     source.add_argument("--resume", type=Path)
@@ -186,10 +171,7 @@ def _show_help(prog: str, config: "RunConfig", program_flags: Sequence[help.Prog
 
 
 def _apply_preset(config: "RunConfig", name: str) -> None:
-    """Set the fields of a preset, and print these fields and the paper of the preset's algorithm.
-
-    The lines go to stderr, because stdout must have only JSON under --dry-run.
-    """
+    """Set a preset's fields and print them to stderr, because --dry-run prints JSON."""
     if name not in config.presets:
         near = difflib.get_close_matches(name, config.presets) or list(config.presets)
         known = f"did you mean {' or '.join(near)}?" if near else "this controller has no presets"
@@ -202,9 +184,7 @@ def _apply_preset(config: "RunConfig", name: str) -> None:
 
 
 def _without_short_flags(argv: Sequence[str], short_flags: Mapping[str, str]) -> list[str]:
-    """The command line with each short flag replaced by its whole name: `--lr=1e-4` becomes
-    `--schedule.learning-rate=1e-4`.
-    """
+    """`--lr=1e-4` -> `--schedule.learning-rate=1e-4`."""
     whole = []
     for argument in argv:
         flag, equals, value = argument.partition("=")
@@ -224,11 +204,11 @@ FIELDS_OF_TASK = (
     "reward",
     "reward_pattern",
 )
-"""Fields of the environment that describe one task, and say nothing about another."""
+"""Fields of the environment that describe one task."""
 
 
 def _drop_options_of_other_task(config: "RunConfig", argv: Sequence[str]) -> None:
-    """If the flags name another task than the config has, give the fields of the config's task their defaults."""
+    """With another task than the config's, the fields of the config's task get their defaults."""
     source = ArgumentParser(add_help=False, allow_abbrev=False)
     source.add_argument("--environment.task", dest="task")
     task = source.parse_known_args(list(argv))[0].task
@@ -246,7 +226,7 @@ def _drop_options_of_other_task(config: "RunConfig", argv: Sequence[str]) -> Non
 
 
 def _require_own(config: str | None, configs: Configs, configs_by_controller: Mapping[str, Configs]) -> None:
-    """If only other controllers have this config, raise ValueError with their names."""
+    """Raise ValueError, naming them, if only other loops have this config."""
     owners = [controller for controller, theirs in configs_by_controller.items() if config in theirs]
     if owners and config not in configs:
         own = ", ".join(configs)
@@ -254,7 +234,7 @@ def _require_own(config: str | None, configs: Configs, configs_by_controller: Ma
 
 
 def _base(configs: Configs, config: str | None, resume: Path | None, eval_only: Path | None) -> tuple[str, "RunConfig"]:
-    """The name of the chosen config, and the config before the flags edit it."""
+    """(name, config) before flags edit it."""
     default = next(iter(configs))
     file = Path(config) if config and config_file.is_file_name(config) else None
     if resume:
@@ -347,10 +327,8 @@ def _flags(program_flags: Sequence[help.ProgramFlag], base: "RunConfig") -> type
 
 
 def _require_same(before: Mapping[str, object], after: Mapping[str, object], fixed: Sequence[str]) -> None:
-    """Raise ValueError if a fixed value has changed. A name in `fixed` also fixes the fields under it: trainer.model fixes trainer.model.head_dim.
-
-    before, after: the values of the config by dotted name.
-    """
+    """Raise ValueError if a fixed value has changed; trainer.model also fixes
+    trainer.model.head_dim."""
     for name in sorted(before.keys() | after.keys()):
         is_fixed = any(f"{name}.".startswith(f"{prefix}.") for prefix in fixed)
         if is_fixed and before.get(name) != after.get(name):
@@ -359,7 +337,7 @@ def _require_same(before: Mapping[str, object], after: Mapping[str, object], fix
 
 
 def require_writable(flag: str, folder: Path) -> None:
-    """Raise ValueError if the folder cannot be made, or if nothing can be written to it."""
+    """Raise ValueError if the folder cannot be made or written to."""
     existing = folder
     # If this user may not enter the parent folder, Path.exists would raise an error, but os.path.exists returns False.
     while not os.path.exists(existing) and existing != existing.parent:
@@ -377,12 +355,12 @@ def require_writable(flag: str, folder: Path) -> None:
 
 
 def _require_no_run(prog: str, output_dir: Path) -> None:
-    """If the folder holds a run, raise ValueError with the command that continues the run."""
+    """Raise ValueError, with the command that continues it, if the folder holds a run."""
     if RunFolder(output_dir).holds_run:
         command = f"{prog} --resume {shlex.quote(str(output_dir))}"
         raise ValueError(f"{output_dir} holds a run; to continue it: {command}")
 
 
 def print_config(config: "RunConfig") -> None:
-    """Print the resolved config to stdout, as the JSON that `--config FILE.json` takes."""
+    """To stdout, as JSON that `--config` takes."""
     Console().print_json(config_file.to_json(config))

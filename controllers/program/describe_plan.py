@@ -1,8 +1,5 @@
-"""Describes a run before it starts, and refuses a run that needs more memory than the machine has.
-
-The description, which `--plan` prints, has the layout, the memory of a rank and the device of each process. It also has the total memory that
-the processes need on each GPU, or in the machine if the machine has no GPU.
-"""
+"""Describes a run before it starts (`--plan`): layout, memory and devices; refuses one that needs
+more memory than there is."""
 
 import itertools
 import os
@@ -34,7 +31,7 @@ ADVICE_WITHOUT_A_GPU = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """The memory of one GPU, or of a machine without GPUs, and the bytes that each process takes there."""
+    """The memory of a GPU, or of a machine without, and the bytes of each process there."""
 
     place: str  # "GPU 0" or "this machine"
     # Part of a step in which the processes hold this memory, such as "generating". Empty if they always hold it.
@@ -56,7 +53,7 @@ class Demand:
 
 
 def describe(config: "RunConfig") -> str:
-    """The plan of a run with this config, as a text of several lines."""
+    """The plan, as a text of several lines."""
     trainer = config.trainer
     held = memory_estimate.memory(trainer)
     lines = [
@@ -83,13 +80,8 @@ def describe(config: "RunConfig") -> str:
 
 
 def require_memory(config: "RunConfig", *, trains: bool = True) -> None:
-    """Raise ValueError if the processes on a GPU need more memory than the GPU has.
-
-    On a machine without GPUs, raises ValueError if all processes together need more memory than the machine has. If hosts.addresses is set,
-    nothing is checked, because the memory of the other machines is not known here.
-
-    trains: False for an evaluation, which starts only the generator.
-    """
+    """Raise ValueError if processes need more than their GPU, or the machine, has. Not with
+    hosts.addresses. trains: False for an evaluation."""
     if config.hosts.addresses:
         return
     for demand in demands(config, trains=trains):
@@ -105,11 +97,7 @@ def require_memory(config: "RunConfig", *, trains: bool = True) -> None:
 
 
 def demands(config: "RunConfig", *, trains: bool = True) -> list[Demand]:
-    """The memory that a run takes.
-
-    On a machine with GPUs, each GPU that the run uses has one Demand for each phase of a step. A machine without GPUs has one
-    Demand for all processes.
-    """
+    """A Demand for each used GPU and phase, or one for the whole machine."""
     models = config.models() if trains else {}
     phases = _phases(config) if trains else [_Phase(name="", held={})]
     if torch.cuda.is_available():
@@ -145,7 +133,7 @@ def _demands_of_gpus(config: "RunConfig", models: dict[str, TrainerConfig], phas
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Phase:
-    """A part of a step, and the memory that the processes hold during this part."""
+    """A part of a step and the memory that processes hold in it."""
 
     name: str  # Demand.phase; empty if turns are not enabled, because a step then has only one phase
     held: dict[str, int]  # name of a model, such as "trainer" -> bytes that one rank of the model holds
@@ -153,19 +141,14 @@ class _Phase:
 
 
 def _phases(config: "RunConfig") -> list[_Phase]:
-    """The phases of a step. If turns are enabled, trainer and generator use the memory of the same GPUs one after the other.
-
-    Otherwise a step has only one phase.
-    """
+    """One phase, or several if trainer and generator are colocated."""
     totals = {name: memory_estimate.memory(model).total for name, model in config.models().items()}
     if not config.turns.enabled:
         return [_Phase(name="", held=totals)]
     held, parts = memory_estimate.memory(config.trainer).on_device(), config.turns.parts
     weights = held.parameters + held.buffers
     kept = (0 if "weights" in parts else weights) + (0 if "optimizer" in parts else held.optimizer)
-    # The first optimizer step of a training step brings the optimizer's state to the GPU. The state stays there until the last optimizer step.
-    # So if a training step has several optimizer steps, the backward passes after the first optimizer step run with the state on the GPU.
-    # `passes` then counts the state.
+    # With several optimizer steps, the backward passes after the first run with the optimizer's state on the GPU.
     meets_optimizer = config.versions_per_step > 1 or "optimizer" not in parts
     passes = weights + held.gradients + held.activations + (held.optimizer if meets_optimizer else 0)
     steps = weights + held.gradients + held.optimizer
@@ -184,11 +167,7 @@ def _phases(config: "RunConfig") -> list[_Phase]:
 
 
 def _turns(config: "RunConfig") -> list[str]:
-    """Lines about a run whose trainer and generator take turns. Other runs have no such lines.
-
-    The lines say how much memory a rank of the trainer takes on its device in each phase, and which parts of the trainer's state are in the
-    host's memory while the generator works.
-    """
+    """Lines about a colocated run: a rank's memory in each phase, and what is offloaded."""
     if not config.turns.enabled:
         return []
     held = memory_estimate.memory(config.trainer).on_device()
@@ -219,12 +198,8 @@ def _memory_of_a_rank(trainer: TrainerConfig, held: memory_estimate.Memory) -> l
 
 
 def _ranks(name: str, model: TrainerConfig, hosts: HostsConfig) -> list[str]:
-    """One line for each of the first RANKS_SHOWN ranks of a model. If the model has more ranks, a last line says how many more.
-
-    The line of a rank has its host or device, and its index in every kind of parallelism whose degree is above 1. The last of these indices
-    changes fastest. Under expert parallelism the line also has the rank's index in expert_parallel. This index is the rank modulo the
-    expert-parallel degree, because consecutive ranks hold different experts.
-    """
+    """A line for each of the first RANKS_SHOWN ranks: device and index in every degree above 1, the
+    last changing fastest. Expert parallelism: rank modulo its degree."""
     layout, expert = model.layout(), model.parallelism.expert_parallel_degree
     order = ["pipeline_parallel", *(kind for kind in layout if kind != "pipeline_parallel")]
     places = itertools.product(*(range(layout[kind]) for kind in order))
@@ -243,21 +218,18 @@ def _ranks(name: str, model: TrainerConfig, hosts: HostsConfig) -> list[str]:
 
 
 def _checkpoints(config: "RunConfig") -> list[str]:
-    """A line with the size of a checkpoint on disk. A run that writes no checkpoints has no such line.
-
-    The size does not depend on the layout, because every checkpoint holds all trained parameters and their optimizer state.
-    """
+    """A line with the size on disk, which does not depend on the layout."""
     if not config.checkpoint_every:
         return []
     wholes = [_whole_model(model) for model in config.models().values()]
-    # The trained parameters are as large as their gradients. `whole.parameters` would also count parameters that are not trained.
+    # as large as their gradients; `whole.parameters` also counts frozen ones
     size = sum(whole.gradients + whole.optimizer for whole in wholes)
     every, kept = config.checkpoint_every, config.keep_checkpoints
     return [f"checkpoints: {size_text(size)} each on disk, every {every} steps; the newest {kept} are kept"]
 
 
 def _gpus_of_generators(config: "RunConfig") -> dict[str, range]:
-    """The GPUs of each replica of the generator: {"generator-0": range(2, 4), "generator-1": range(4, 6)}."""
+    """{"generator-0": range(2, 4), …}"""
     if not config.has_generator:
         return {}
     all_gpus, each = config.generator.gpus(), config.generator.tensor_parallel
@@ -277,7 +249,7 @@ def _generator(config: "RunConfig") -> list[str]:
 
 
 def _partners(config: "RunConfig") -> list[str]:
-    """Lines about the ranks of the reference and the critic. Each line ends with the largest memory that a rank of this model needs."""
+    """Lines about reference and critic, each with its largest memory."""
     lines = []
     for name, model in config.models().items():
         if name != "trainer":
@@ -287,14 +259,14 @@ def _partners(config: "RunConfig") -> list[str]:
 
 
 def _held_by_generator(config: "RunConfig") -> int:
-    """Bytes that a generator takes on a machine without GPUs: its weights, and a key-value cache for each of its ranks."""
+    """Without GPUs: its weights, and a KV cache for each rank."""
     num_parameters = _whole_model(config.trainer).parameters // memory_estimate.FLOAT32
     caches = config.generator.tensor_parallel * (config.generator.kv_cache_bytes or KV_CACHE_BYTES)
     return num_parameters * BYTES[config.generator.dtype] + caches
 
 
 def _whole_model(trainer: TrainerConfig) -> memory_estimate.Memory:
-    """The memory that the model would take if it were not split over processes."""
+    """The memory of the model in one process."""
     degrees = {f"{name}_degree": 1 for name in (*DEGREES, "expert_parallel")}
     return memory_estimate.memory(replace(trainer, parallelism=replace(trainer.parallelism, **degrees)))
 

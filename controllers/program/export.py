@@ -25,7 +25,7 @@ from rl_actors.hub import model_name
 from rl_actors.json_files import read_object
 
 SETTINGS = ("seed", "steps", "max_tokens", "trainer.seed", "trainer.compute_dtype", "trainer.lora.rank")
-"""Fields of the config that a model card shows. The run's config.json has all fields."""
+"""Fields of the config that a model card shows."""
 
 
 @dataclass(kw_only=True)
@@ -37,16 +37,14 @@ class Export:
     step: int | None = None
     """Step of the checkpoint, if RUN is the folder of the run. None: the newest checkpoint."""
     adapters: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Write only the adapters; the run must have trainer.lora.rank > 0. peft then adds the adapters to the model at the run's trainer.hf_path."""
+    """Only the adapters, for peft; needs trainer.lora.rank > 0."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype of the weights. It has no effect with --adapters: adapters are always in float32."""
+    """dtype of the weights; adapters are always float32."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line, export the run, and print the command that serves the export.
-
-    If the run cannot be exported, print one line and exit with status 2.
-    """
+    """Export the run and print the command that serves it; one line and status 2 if it cannot be
+    exported."""
     prog = started_as("controllers.program.export")
     arguments = tyro.cli(Export, prog=prog, description=__doc__, args=argv)
     logging.disable(logging.WARNING)  # libraries warn about kernels for GPUs when they are imported
@@ -60,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def export_run(arguments: Export) -> str:
-    """Write the directory. Returns a message that says what the directory holds and how to serve it."""
+    """Write the directory. Returns what it holds and how to serve it."""
     checkpoint = checkpoints.find(arguments.run, arguments.step)
     run = RunFolder(checkpoint.resolve().parents[1])
     if not run.config.is_file():
@@ -86,11 +84,8 @@ def export_run(arguments: Export) -> str:
 
 
 def _generation_config(checkpoint: Path, tokenizer: Tokenizer) -> str:
-    """The text of generation_config.json, with the values of the checkpoint's own generation_config.json, if there is one.
-
-    The run's stop tokens replace eos_token_id, so a server ends completions at the same tokens as the run. A missing
-    pad_token_id becomes the tokenizer's.
-    """
+    """The checkpoint's generation_config.json with the run's stop tokens as eos_token_id, and a
+    pad_token_id."""
     file = checkpoint / "generation_config.json"
     values = read_object(file) if file.is_file() else {}
     values["eos_token_id"] = list(tokenizer.stop_token_ids)
@@ -116,7 +111,7 @@ def _without_command(message: str) -> str:
 
 
 def model_card(run: RunFolder, values: dict[str, object], config: TrainerConfig, step: int, *, adapters: bool) -> str:
-    """The README.md of a model on the Hub, with the base model, the task, the scores and the main fields of the config."""
+    """The README.md of a model on the Hub: base model, task, scores, main fields of the config."""
     from huggingface_hub import ModelCardData
 
     base = model_name(config.hf_path) if config.hf_path else None
@@ -144,7 +139,7 @@ def model_card(run: RunFolder, values: dict[str, object], config: TrainerConfig,
 
 
 def scores(records: list[Record], step: int) -> dict[str, float]:
-    """The newest value of every validation metric and of the mean reward. Records after this step do not count."""
+    """The newest value of each held-out metric and of the mean reward, up to this step."""
     found: dict[str, float] = {}
     for record in records:
         if record["step"] <= step:

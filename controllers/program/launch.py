@@ -1,10 +1,6 @@
-"""Everything that a controller's program does before and after its training: command line, checks, start, end and exit status.
-
-A controller is a module with a training loop, its function `train`: grpo.py, ppo.py, sft.py, dpo.py or a file of your own. The program parses the command line,
-checks the config, opens the run and calls `train`. It always closes the run, also after an error.
-The exit status is 0 if the training was completed, or if --eval-only, --plan or --dry-run succeeded. It is 1 if the run failed, 2 if the
-config cannot run, 130 after Ctrl-C and 143 after SIGTERM. It is 3 if the run missed its gate. A gate is a reward on held-out problems that
-the run must reach at a given step (gate.py).
+"""A loop's program: command line, checks, start, end and exit status.
+Status 0: trained, or --eval-only, --plan or --dry-run succeeded. 1: failed. 2: the config cannot
+run. 3: the gate was missed. 130 after Ctrl-C, 143 after SIGTERM.
 """
 
 import asyncio
@@ -70,10 +66,8 @@ SHUTDOWN_TIMEOUT = 15.0  # seconds
 
 
 def start_loop(controller: str) -> None:
-    """`main` for a loop of this package. controller: its module, such as "controllers.grpo"; `configs` has its configs.
-
-    The module is imported by its name even if it is the running module, because `configs` imports it by its name.
-    """
+    """`main` for a loop of this package. controller: its module, such as "controllers.grpo",
+    imported by name, as `configs` does."""
     configs = import_module("configs").CONFIGS
     main(import_module(controller).train, configs[controller], others=configs)
 
@@ -117,8 +111,7 @@ def main(train: Train, configs: cli.Configs, *, others: Mapping[str, cli.Configs
         status = _run(invocation, environment, validation_sets, tokenizer, scorer, train)
     except StartAgainError as error:
         status, death = 1, error
-    # Without this call Monarch would shut down at the interpreter's exit. It would then wait only one second, which is too short on a busy
-    # machine, and print a traceback.
+    # At the interpreter's exit Monarch would wait only one second, and print a traceback.
     with contextlib.suppress(Exception, KeyboardInterrupt):
         shutdown_context().get(timeout=SHUTDOWN_TIMEOUT)
     if death is not None:
@@ -129,7 +122,7 @@ def main(train: Train, configs: cli.Configs, *, others: Mapping[str, cli.Configs
 
 
 def module_of(train: Train) -> str:
-    """The module of a loop by the name under which it was started: "controllers.grpo", or "my_loop.py" for a script."""
+    """The loop as it was started: "controllers.grpo", or "my_loop.py" for a script."""
     running = sys.modules["__main__"]
     if train.__module__ != "__main__":
         return train.__module__
@@ -137,10 +130,8 @@ def module_of(train: Train) -> str:
 
 
 def _go_on_in_new_program(invocation: cli.Invocation, death: StartAgainError) -> int:
-    """Wait for the lost workers, and replace this program by a new one. This function returns only if the run cannot go on.
-
-    It then returns the exit status. A worker is the program that starts the run's processes on a host.
-    """
+    """Wait for the lost workers and replace this process. Returns, with the exit status, only if
+    the run cannot go on."""
     folder = RunFolder(invocation.output_dir)
     try:
         if restart_process.wait(invocation.config, folder, death, functools.partial(print, flush=True)):
@@ -154,7 +145,8 @@ def _go_on_in_new_program(invocation: cli.Invocation, death: StartAgainError) ->
 
 
 def _require_devices(invocation: cli.Invocation, controller: str) -> None:
-    """Raise ValueError if this machine lacks the devices or the memory for the run, or if --eval-only finds no generator in the config."""
+    """Raise ValueError if the machine lacks devices or memory, or if --eval-only finds no
+    generator."""
     config = invocation.config
     if not invocation.eval_only and not config.hosts.addresses:
         for name, model in config.models().items():
@@ -169,12 +161,9 @@ def _require_devices(invocation: cli.Invocation, controller: str) -> None:
 
 
 def _with_checkpoint(invocation: cli.Invocation) -> cli.Invocation:
-    """The invocation. If eval_only is a run's folder, the folder of the run's newest checkpoint replaces eval_only.
-
-    If a run is resumed, this function also checks the config against the run. Except in a dry run, it first renames the damaged checkpoints
-    that are newer than the newest undamaged one.
-    Raises ValueError if the run cannot be resumed with this config, or if all complete checkpoints of the run are damaged. Also raises
-    ValueError if eval_only holds no complete checkpoint, or if that checkpoint is damaged or its folder is not writable.
+    """The invocation with the newest checkpoint in the place of a run's folder in eval_only.
+    Of a resumed run, sets damaged checkpoints aside (except in a dry run) and checks the config.
+    Raises ValueError if the run cannot be resumed or evaluated.
     """
     if invocation.eval_only:
         checkpoint = checkpoints.find(invocation.eval_only)
@@ -191,7 +180,7 @@ def _with_checkpoint(invocation: cli.Invocation) -> cli.Invocation:
 
 
 def _resume_text(prog: str, folder: RunFolder, config: RunConfig) -> str:
-    """A line with the command that continues the run, and with the step at which the run then continues. "" if the run cannot be continued."""
+    """A line with the command that continues the run; "" if nothing can be continued."""
     command = f"{prog} --resume {shlex.quote(str(folder.path))}"
     newest = checkpoints.newest(folder.checkpoints)
     if newest is not None:
@@ -202,7 +191,7 @@ def _resume_text(prog: str, folder: RunFolder, config: RunConfig) -> str:
 
 
 def _task(config: RunConfig) -> tuple[AnyEnvironment, list[ValidationSet]]:
-    """The environment and the validation sets of the run. Raises ValueError for a task that cannot be built."""
+    """The environment and the held-out sets. Raises ValueError for a task that cannot be built."""
     own = replace(config.environment, seed=config.seed + config.environment.seed)
     before = config.held_out_before()
     if before is not None and own.held_out_seed is None:
@@ -224,10 +213,8 @@ def _task(config: RunConfig) -> tuple[AnyEnvironment, list[ValidationSet]]:
 def _with_alphabet(
     config: RunConfig, environment: AnyEnvironment, validation_sets: Sequence[ValidationSet]
 ) -> RunConfig:
-    """The config. If its alphabet is "auto", the alphabet is made from the prompts and answers of the known problems (see `alphabet_of`).
-
-    The model's vocab_size then becomes the number of characters in the alphabet plus the number of special tokens.
-    """
+    """With alphabet="auto": the characters of the known problems, and the vocab_size that fits
+    them."""
     if config.alphabet != "auto":
         return config
     problems = known_problems(environment, validation_sets)
@@ -240,10 +227,7 @@ def _with_alphabet(
 
 
 def _tokenizer(config: RunConfig, environment: AnyEnvironment, validation_sets: Sequence[ValidationSet]) -> Tokenizer:
-    """The tokenizer of the config.
-
-    Raises ValueError if it has more tokens than the model, or for a problem that the tokenizer, the trainer or the generator cannot take.
-    """
+    """Raises ValueError if it has more tokens than the model, or for a problem that is too long."""
     if config.alphabet:
         with tempfile.TemporaryDirectory() as directory:
             build_character_tokenizer(directory, config.alphabet)
@@ -257,14 +241,10 @@ def _tokenizer(config: RunConfig, environment: AnyEnvironment, validation_sets: 
 
 
 def _scorer(config: RunConfig, environment: AnyEnvironment, validation_sets: Sequence[ValidationSet]) -> Scorer:
-    """The scorer of the run, which calls the reward functions.
-
-    If environment.reward_workers is above 0, the scorer calls these functions in other processes. With such workers, this function raises
-    ValueError if a reward function cannot be sent to a process, or if an environment has episodes.
-    """
+    """Raises ValueError if a reward function cannot be sent to reward workers, or if an environment
+    of episodes has some."""
     environments: dict[str, AnyEnvironment] = {"environment": environment}
     environments |= {f"validation.{each.name}": each.environment for each in validation_sets if each.name}
-    # If the run has no generator, there are no completions to score.
     return Scorer.of(config.environment, environments if config.has_generator else {})
 
 
@@ -293,10 +273,8 @@ def _run(
     scorer: Scorer,
     train: Train,
 ) -> int:
-    """Train or evaluate, and return the exit status. If the run fails, its error goes to the terminal and to the log file.
-
-    Raises StartAgainError if the run can go on only in a new program.
-    """
+    """Train or evaluate. Returns the exit status; an error goes to terminal and log. Raises
+    StartAgainError."""
     folder = RunFolder(invocation.eval_only or invocation.output_dir)
     log_file = folder.log("evaluation" if invocation.eval_only else "controller")
     quiet = contextlib.nullcontext() if invocation.verbose else route_process_output(log_file)
@@ -324,7 +302,6 @@ def _run(
             logging.getLogger(__name__).error("a process on a host has died", exc_info=error)
             raise
         except BaseException as error:
-            # The terminal and the log file both get the traceback. If an actor raised the error, a note in the traceback names the actor.
             logging.getLogger(__name__).error("the run failed", exc_info=error)
             print("".join(traceback.format_exception(error)), file=terminal)
             print(f"The run failed: {type(error).__name__}: {error}. Logs: {log_file.parent}", file=terminal)
@@ -332,10 +309,8 @@ def _run(
 
 
 async def _until_signal(work: Awaitable[int], interruption: Interruption) -> int:
-    """Wait until the work has ended, by itself or because of a signal. Returns the exit status.
-
-    After a signal, too, the work closes everything that it has opened.
-    """
+    """Wait for the work, or for a signal, after which the work still closes everything. Returns the
+    exit status."""
     task = asyncio.ensure_future(work)
     interruption.watch(task)
     try:
@@ -357,7 +332,7 @@ async def _train(
     terminal: TextIO,
     interruption: Interruption,
 ) -> int:
-    """Open the run, train to the last step, and write the run's report. Returns the exit status."""
+    """Open the run, train to the last step, and write the report. Returns the exit status."""
     config = invocation.config
     newest = checkpoints.newest(folder.checkpoints) if invocation.resume else None
     state = checkpoints.read(newest) if newest else {}
@@ -427,18 +402,15 @@ def _prepare(folder: RunFolder, config: RunConfig, environment: AnyEnvironment, 
 
 
 async def _load(run: Run, checkpoint: Path) -> None:
-    """Restore the random states and the trainer from a checkpoint. run.state must already be the controller's state from this checkpoint."""
+    """Restore random states and trainer; run.state already is the checkpoint's."""
     checkpoints.restore_random_states(run.state["random"])
     with run.log.setup(f"resuming from {checkpoint}"):
         await run.trainer.load_checkpoint(str(checkpoint / "trainer"))
 
 
 async def _train_until_asked(run: Run, train: Train) -> None:
-    """`train_to_end` with the run's gate.
-
-    Raises ValueError, naming step and environment, if a reward or an episode fails. Raises GateMissedError if the run
-    misses its gate.
-    """
+    """`train_to_end` with the gate. Raises ValueError, naming step and environment, if a reward or
+    an episode fails."""
     supervision = run.supervision
     if supervision.gate is not None:
         supervision.gate.recall(read_jsonl(run.folder.metrics))
@@ -459,11 +431,8 @@ async def _evaluate(
     scorer: Scorer,
     terminal: TextIO,
 ) -> int:
-    """Score a checkpoint on the held-out problems. Returns the exit status.
-
-    The generator loads the checkpoint's weights from a temporary Hugging Face directory. Only logs stay on disk.
-    """
-    # This import stands here because it loads torchtitan, which the controller of a training run does not need.
+    """Score a checkpoint on the held-out problems. Only logs stay on disk."""
+    # loads torchtitan, which a controller does not need
     from rl_actors.engine.export import export_checkpoint, policy_version
 
     config, checkpoint = invocation.config, str(folder.path / "trainer")
