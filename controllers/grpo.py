@@ -192,7 +192,8 @@ async def train(run: Run[GRPOConfig]) -> None:
                 values |= run.trained(samples, num_epochs=config.epochs_per_step)
             if reference is not None:
                 update_kl_coefficient(config, reference, values)
-            grpo_step, is_last = step - sft_steps, step == last_step
+            grpo_step = step - sft_steps
+            is_last = step == last_step
             if is_last or grpo_step % config.validate_every == 0:
                 values |= await run.validate(step)
             await run.record(step, values, phase="grpo", skipped=not batch.samples)

@@ -18,7 +18,8 @@ Chart = dict[str, Any]  # charts.js lists the entries
 
 def series(records: Records, key: str) -> tuple[list[int], list[float]]:
     """Steps and values of the records that have a finite number at this key."""
-    steps, values = [], []
+    steps = []
+    values = []
     for record in records:
         value = record.get(key)
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):

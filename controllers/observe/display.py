@@ -48,7 +48,8 @@ class LineDisplay:
     """Prints one aligned line per step, and a header line every 20 lines and at the start of a phase."""
 
     def __init__(self, console: Console, total_steps: int | None):
-        self.console, self.total_steps = console, total_steps
+        self.console = console
+        self.total_steps = total_steps
         self.record: Record = {"step": 0, "phase": ""}  # the record of the last step
         self.setups = Progress(SpinnerColumn(), TextColumn("{task.description}: {task.elapsed:.0f} s"), console=console)
         self.steps = Progress(
@@ -63,7 +64,8 @@ class LineDisplay:
             speed_estimate_period=3600,  # seconds; long, because a step may take minutes
         )
         self.steps.add_task("", total=total_steps)
-        self._num_rows, self._phase = 0, ""
+        self._num_rows = 0
+        self._phase = ""
 
     @contextmanager
     def setup(self, label: str) -> Iterator[None]:
@@ -103,9 +105,11 @@ class LineDisplay:
         if self._num_rows % 20 == 0 or self.record["phase"] != self._phase:
             titles = "".join(f"  {METRICS[name].title:>{width}}" for name, width in COLUMNS.items())
             self.print(f"{'done':>7}  {'':4}{titles}  {'elapsed':>7}  {'left':>7}")
-        self._num_rows, self._phase = self._num_rows + 1, self.record["phase"]
+        self._num_rows = self._num_rows + 1
+        self._phase = self.record["phase"]
         values = "".join(f"  {_text(self.record, name):>{width}}" for name, width in COLUMNS.items())
-        elapsed, left = _clock(self._task.elapsed), _clock(self._task.time_remaining)
+        elapsed = _clock(self._task.elapsed)
+        left = _clock(self._task.time_remaining)
         skipped = "  skipped" if self.record.get("skipped") else ""
         done = f"{self.record['step']}/{self.total_steps or '?'}"
         self.print(f"{done:>7}  {self._phase:4}{values}  {elapsed:>7}  {left:>7}{skipped}")

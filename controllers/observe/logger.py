@@ -53,7 +53,8 @@ class Timer:
         now = time.perf_counter()
         times = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         times["time/step"] = now - self._start
-        self.seconds, self._start = {}, now
+        self.seconds = {}
+        self._start = now
         return times
 
 
@@ -106,7 +107,8 @@ class MetricsLogger(AbstractContextManager):
         folder.path.mkdir(parents=True, exist_ok=True)
         # -1: a run resumed at 0 repeats step 0, too
         self._last_step = steps_done or -1
-        self.folder, self._groups_per_step = folder, groups_per_step
+        self.folder = folder
+        self._groups_per_step = groups_per_step
         self._files: dict[Path, TextIO] = {}
         self._open_files()
         self._trackers = Trackers(trackers, folder, project=project, config=config or {}, steps_done=steps_done)

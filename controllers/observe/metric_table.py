@@ -22,9 +22,14 @@ class Metric:
     spread: str = ""  # the metric that is drawn as a band around the curve
 
 
-LENGTH, AGE, STEP_TIME = "Completion length", "Age of the groups", "Time of a step"
-CLIPPED, VALUES, PAIRS = "Clipped tokens", "Values and returns", "Pairs with a positive margin"
-DIFFERENCE, VALIDATION = "Logprob difference of trainer and generator", "Validation"
+LENGTH = "Completion length"
+AGE = "Age of the groups"
+STEP_TIME = "Time of a step"
+CLIPPED = "Clipped tokens"
+VALUES = "Values and returns"
+PAIRS = "Pairs with a positive margin"
+DIFFERENCE = "Logprob difference of trainer and generator"
+VALIDATION = "Validation"
 BUSY = "Share of the step in which an actor works"
 
 METRICS = {

@@ -110,9 +110,11 @@ def tiles(run: RunFiles) -> list[tuple[str, str, str]]:
     """The tiles of the summary, each as (name, value, remark)."""
     records = run.records
     training = trained(records)
-    num_supervised, num_steps = len(in_phase(records, "sft")), len(training)
+    num_supervised = len(in_phase(records, "sft"))
+    num_steps = len(training)
     num_skipped = sum(bool(record.get("skipped")) for record in records)
-    num_trained, num_generated = total(records, "tokens/trained"), total(records, "tokens/generated")
+    num_trained = total(records, "tokens/trained")
+    num_generated = total(records, "tokens/generated")
     seconds = total(training, "time/step")
     planned = f"{run.outcome['total_steps']:,} steps planned" if run.outcome.get("total_steps") else ""
     shown = [
@@ -162,7 +164,8 @@ def shown_steps(groups: Records) -> list[int]:
     num_completions: Counter[int] = Counter()
     for group in groups:
         num_completions[group["step"]] += len(group["completions"])
-    steps, stride = sorted(num_completions), 1
+    steps = sorted(num_completions)
+    stride = 1
     while True:
         shown = steps[::-stride][::-1]
         if len(shown) <= 1 or sum(num_completions[step] for step in shown) <= COMPLETIONS_SHOWN:
@@ -193,7 +196,8 @@ def shown_samples(samples: Records) -> dict[str, object]:
     """Held-out problems with their completions at the first and at the last validation. Empty if there was no validation."""
     if not samples:
         return {}
-    first, last = samples[0]["step"], samples[-1]["step"]
+    first = samples[0]["step"]
+    last = samples[-1]["step"]
     before = {(line["set"], line["prompt"]): line["completion"] for line in samples if line["step"] == first}
     rows = []
     for line in samples:
@@ -227,7 +231,8 @@ def write_report(run_folder: str | Path) -> Path:
     folder = RunFolder(run_folder)
     run = RunFiles.read(folder)
     steps = shown_steps(run.groups)
-    date, command = str(run.start.get("time", "")).replace("T", " "), str(run.start.get("command", ""))
+    date = str(run.start.get("time", "")).replace("T", " ")
+    command = str(run.start.get("command", ""))
     html = page(
         "report.html.j2",
         title=" · ".join(part for part in (run.task, date, command) if part),

@@ -17,13 +17,17 @@ class RunFolder:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.config, self.metrics = self.path / "config.json", self.path / "metrics.jsonl"
-        self.rollouts, self.outcome = self.path / "rollouts.jsonl", self.path / "outcome.json"
-        self.validation, self.timeline = self.path / "validation.jsonl", self.path / "timeline.jsonl"
+        self.config = self.path / "config.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.rollouts = self.path / "rollouts.jsonl"
+        self.outcome = self.path / "outcome.json"
+        self.validation = self.path / "validation.jsonl"
+        self.timeline = self.path / "timeline.jsonl"
         self.restarts = self.path / "restarts.jsonl"
         self.report = self.path / "report.html"
         self.start = self.path / "start.json"  # the command that began the run, and the time
-        self.checkpoints, self.tensorboard = self.path / "checkpoints", self.path / "tensorboard"
+        self.checkpoints = self.path / "checkpoints"
+        self.tensorboard = self.path / "tensorboard"
         self.reference = self.path / "reference"
         self.held_out = self.path / "held_out.json"  # HeldOut.to_json
         self.data = self.path / "data.json"  # RunConfig.data_digests, when the run began

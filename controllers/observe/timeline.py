@@ -60,7 +60,8 @@ class Timeline:
             self._end(phase, start, now)
             self._open[number] = (phase, now)
         step = StepTimeline(seconds=now - self._began, spans=self._ended)
-        self._began, self._ended = now, []
+        self._began = now
+        self._ended = []
         return step
 
     def _end(self, phase: str, start: float, end: float) -> None:
@@ -79,7 +80,8 @@ class StepTimeline:
         """Share of the step in which each actor worked: {"trainer": 0.6, …}"""
         shares = {}
         for actor in dict.fromkeys(span.actor for span in self.spans):
-            working, until = 0.0, 0.0
+            working = 0.0
+            until = 0.0
             for span in sorted((span for span in self.spans if span.actor == actor), key=lambda span: span.start):
                 working += max(0.0, span.end - max(span.start, until))
                 until = max(until, span.end)

@@ -145,7 +145,8 @@ def _phases(config: "RunConfig") -> list[_Phase]:
     totals = {name: memory_estimate.memory(model).total for name, model in config.models().items()}
     if not config.turns.enabled:
         return [_Phase(name="", held=totals)]
-    held, parts = memory_estimate.memory(config.trainer).on_device(), config.turns.parts
+    held = memory_estimate.memory(config.trainer).on_device()
+    parts = config.turns.parts
     weights = held.parameters + held.buffers
     kept = (0 if "weights" in parts else weights) + (0 if "optimizer" in parts else held.optimizer)
     # With several optimizer steps, the backward passes after the first run with the optimizer's state on the GPU.
@@ -200,7 +201,8 @@ def _memory_of_a_rank(trainer: TrainerConfig, held: memory_estimate.Memory) -> l
 def _ranks(name: str, model: TrainerConfig, hosts: HostsConfig) -> list[str]:
     """A line for each of the first RANKS_SHOWN ranks: device and index in every degree above 1, the
     last changing fastest. Expert parallelism: rank modulo its degree."""
-    layout, expert = model.layout(), model.parallelism.expert_parallel_degree
+    layout = model.layout()
+    expert = model.parallelism.expert_parallel_degree
     order = ["pipeline_parallel", *(kind for kind in layout if kind != "pipeline_parallel")]
     places = itertools.product(*(range(layout[kind]) for kind in order))
     lines = []
@@ -224,7 +226,8 @@ def _checkpoints(config: "RunConfig") -> list[str]:
     wholes = [_whole_model(model) for model in config.models().values()]
     # as large as their gradients; `whole.parameters` also counts frozen ones
     size = sum(whole.gradients + whole.optimizer for whole in wholes)
-    every, kept = config.checkpoint_every, config.keep_checkpoints
+    every = config.checkpoint_every
+    kept = config.keep_checkpoints
     return [f"checkpoints: {size_text(size)} each on disk, every {every} steps; the newest {kept} are kept"]
 
 
@@ -232,7 +235,8 @@ def _gpus_of_generators(config: "RunConfig") -> dict[str, range]:
     """{"generator-0": range(2, 4), …}"""
     if not config.has_generator:
         return {}
-    all_gpus, each = config.generator.gpus(), config.generator.tensor_parallel
+    all_gpus = config.generator.gpus()
+    each = config.generator.tensor_parallel
     return {
         f"generator-{index}": all_gpus[index * each : (index + 1) * each] for index in range(config.generator.replicas)
     }

@@ -70,7 +70,8 @@ def export_run(arguments: Export) -> str:
     # This import comes after the checks, so that their errors do not wait until torchtitan is loaded.
     from rl_actors.engine.export import export_adapters, export_checkpoint
 
-    source, directory = str(checkpoint / "trainer"), str(arguments.directory)
+    source = str(checkpoint / "trainer")
+    directory = str(arguments.directory)
     step = checkpoints.read(checkpoint)["step"]
     texts = {"README.md": model_card(run, values, config, step, adapters=arguments.adapters)}
     if run.held_out.is_file():

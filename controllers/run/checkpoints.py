@@ -34,7 +34,9 @@ class Checkpoints:
     """Writes one checkpoint at a time while training continues. keep, keep_every: see `removable`."""
 
     def __init__(self, folder: Path, *, keep: int, keep_every: int = 0) -> None:
-        self.folder, self.keep, self.keep_every = folder, keep, keep_every
+        self.folder = folder
+        self.keep = keep
+        self.keep_every = keep_every
         self.saved_step = 0  # step of the newest checkpoint that this run has completed
         self._copying: asyncio.Task[list[SavedCheckpoint]] | None = None
         self._writing: asyncio.Task[None] | None = None
@@ -101,7 +103,8 @@ def removable(steps: Sequence[int], *, keep: int, keep_every: int = 0) -> list[i
     keep_every later, and so on.
     removable([25, 50, 75, 100, 125], keep=1, keep_every=50) -> [25, 75]
     """
-    removed, last_for_good = [], 0
+    removed = []
+    last_for_good = 0
     for step in steps:
         if keep_every and step - last_for_good >= keep_every:
             last_for_good = step

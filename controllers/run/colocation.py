@@ -115,15 +115,21 @@ class InTurn:
     """One after the other; the generator has the first turn."""
 
     def __init__(self, config: TurnsConfig, trainer: TrainerClient, generator: GeneratorClient, timer: Timer) -> None:
-        self.trainer, self.generator, self.timer = trainer, generator, timer
+        self.trainer = trainer
+        self.generator = generator
+        self.timer = timer
         self.parts = config.parts
         # Level 2 drops the weights, which the next pull brings. A pull of an adapter does not, so level 1 keeps them on the host.
         assert generator.config is not None
         self.level: Literal[1, 2] = 1 if generator.config.lora.syncs_adapter else 2
         self.critic: TrainerClient | None = None  # the critic that shares the GPUs
         self.is_trainers = False
-        self.slept, self.woken = DeviceMemory(), DeviceMemory()  # sums since the last record
-        self.offloaded, self.onloaded = HostMove(), HostMove()  # the trainer's totals at the last record
+        # sums since the last record
+        self.slept = DeviceMemory()
+        self.woken = DeviceMemory()
+        # the trainer's totals at the last record
+        self.offloaded = HostMove()
+        self.onloaded = HostMove()
 
     async def to_trainer(self) -> None:
         if not self.is_trainers:
@@ -180,7 +186,8 @@ class InTurn:
         found: Record = {}
         for name, memory in (("sleep", self.slept), ("wake", self.woken)):
             found[f"{name}/gigabytes"] = memory.num_bytes / 1e9
-        self.slept, self.woken = DeviceMemory(), DeviceMemory()
+        self.slept = DeviceMemory()
+        self.woken = DeviceMemory()
         totals = (
             ("offload", self.offloaded, of_all_ranks(info.offloaded for info in infos)),
             ("onload", self.onloaded, of_all_ranks(info.onloaded for info in infos)),

@@ -20,7 +20,8 @@ class Gate:
     metrics."""
 
     def __init__(self, step: int, reward: float) -> None:
-        self.step, self.reward = step, reward
+        self.step = step
+        self.reward = reward
         self.is_passed = False
 
     @classmethod

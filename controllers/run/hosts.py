@@ -98,7 +98,8 @@ class HostsConfig:
         if not self.addresses:
             return Placement(all=None, trainer=None, generators=None)
         connected = hosts.connect(self._split(), certificates=self.certificates, job=self.job, logs=logs)
-        trainer, generators = self.of_trainer(), self.of_generators()
+        trainer = self.of_trainer()
+        generators = self.of_generators()
         return Placement(
             all=connected,
             trainer=connected.part(trainer.start, trainer.stop),
@@ -122,7 +123,8 @@ class HostsConfig:
 
     def place_of_generator(self, replica: int) -> str:
         """The host of this replica of the generator; "" if the run uses only this machine."""
-        names, own = self.names(), self.of_generators()
+        names = self.names()
+        own = self.of_generators()
         return names[own[replica % len(own)]] if names else ""
 
 

@@ -40,7 +40,8 @@ class Interruption:
     def _handle(self, number: signal.Signals, task: "asyncio.Task[Any]") -> None:
         is_first = self.received is None
         if is_first:
-            self.received, self._received_at = number, time.monotonic()
+            self.received = number
+            self._received_at = time.monotonic()
         elif time.monotonic() - self._received_at < REPEATED_WITHIN:
             return
         if not (is_first and self._is_training):

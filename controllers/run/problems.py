@@ -166,7 +166,9 @@ class TrainingProblems:
     decides, so a resumed run skips the same."""
 
     def __init__(self, config: "RunConfig", tokenizer: Tokenizer, environment: AnyEnvironment) -> None:
-        self.config, self.tokenizer, self.environment = config, tokenizer, environment
+        self.config = config
+        self.tokenizer = tokenizer
+        self.environment = environment
         self.num_skipped = 0  # since the last report
         self.news = ""  # a line about the first problem that was skipped, until the next report
         self._has_skipped = False
@@ -213,6 +215,8 @@ class TrainingProblems:
 
     def report(self) -> tuple[dict[str, float], str]:
         """(metrics since the last report, a line to print or "")."""
-        num_skipped, news = self.num_skipped, self.news
-        self.num_skipped, self.news = 0, ""
+        num_skipped = self.num_skipped
+        news = self.news
+        self.num_skipped = 0
+        self.news = ""
         return ({"problems/skipped": num_skipped} if num_skipped else {}), news

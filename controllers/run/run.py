@@ -66,7 +66,8 @@ class Run(Generic[Config]):
 
     def rollouts(self, config: RolloutConfig, *, penalty: Penalty | None = None) -> Rollouts:
         """EpisodeRollouts if the run's task has episodes, otherwise Rollouts."""
-        seed, timeline = self.config.seed, self.timer.timeline
+        seed = self.config.seed
+        timeline = self.timer.timeline
         take = self.problems.take
         if isinstance(self.environment, EpisodeEnvironment):
             return EpisodeRollouts(

@@ -35,7 +35,8 @@ class SlowRank:
         self._candidate = candidate
         if candidate == self._slow or self._num_steps < STEPS:
             return ""
-        former, self._slow = self._slow, candidate
+        former = self._slow
+        self._slow = candidate
         if candidate is None:
             return f"rank {former} of the trainer is no longer slow"
         return f"rank {candidate} of the trainer is slow: {ratio:.1f} times the median of the other ranks, which wait for it"

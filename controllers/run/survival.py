@@ -105,7 +105,8 @@ class RecordedQueue:
         self.repeated: RecordedStep | None = None  # the step that is being repeated
         if self.left:
             last = self.left[max(self.left)]
-            queue.cursor, queue.pending = last.state["cursor"], list(last.state["pending"])
+            queue.cursor = last.state["cursor"]
+            queue.pending = list(last.state["pending"])
 
     async def __aenter__(self) -> Self:
         await self.queue.__aenter__()
