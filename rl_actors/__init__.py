@@ -12,10 +12,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from rl_actors.clients.generator import GeneratorClient
-    from rl_actors.clients.reference import ReferenceClient
     from rl_actors.clients.tenant import TenantClient
-    from rl_actors.clients.trainer import TrainerClient
-    from rl_actors.clients.value_trainer import ValueTrainerClient
+    from rl_actors.clients.trainer import ReferenceClient, TrainerClient, ValueTrainerClient
     from rl_actors.config import GeneratorConfig, LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig, WeightsConfig
     from rl_actors.generator import Generator
     from rl_actors.hub import find_model
@@ -79,7 +77,7 @@ _LAZY = {
     "OptimizerConfig": "rl_actors.config",
     "PPO": "rl_actors.losses",
     "PolicyTrainer": "rl_actors.policy_trainer",
-    "ReferenceClient": "rl_actors.clients.reference",
+    "ReferenceClient": "rl_actors.clients.trainer",
     "Reinforce": "rl_actors.losses",
     "Sample": "rl_actors.types",
     "SamplingParams": "rl_actors.types",
@@ -91,7 +89,7 @@ _LAZY = {
     "TrainerInfo": "rl_actors.types",
     "TruncatedImportanceSampling": "rl_actors.losses",
     "ValueLoss": "rl_actors.losses",
-    "ValueTrainerClient": "rl_actors.clients.value_trainer",
+    "ValueTrainerClient": "rl_actors.clients.trainer",
     "WeightsConfig": "rl_actors.config",
     "explained_variance": "rl_actors.losses",
     "find_model": "rl_actors.hub",

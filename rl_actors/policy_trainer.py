@@ -1,17 +1,19 @@
 """`PolicyTrainer`, the Monarch actor of one rank of a trainer. It passes its calls on to the rank's
 TrainEngine.
 
-Every rank must get the same calls in the same order, so one client sends them, each with an Order.
+Every rank must get the same calls in the same order, so one client sends them, each with a
+CallHeader.
 """
 
 import asyncio
 import contextvars
+import functools
 import inspect
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
 import torch.distributed as dist
 from monarch.actor import Actor, concurrent_endpoint, endpoint
@@ -37,21 +39,36 @@ from rl_actors.types import (
     Transfer,
 )
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 if TYPE_CHECKING:
+    from monarch.actor import Endpoint
+
     from rl_actors.engine.train_engine import TrainEngine
 
-T = TypeVar("T")
+    class Verb(Endpoint[P, T], Generic[P, T]):
+        """What `numbered` returns: an endpoint with the arguments P and, on each rank, the answer
+        T.
+        """
+
+        __name__: str
+
+
+VERBS: set[str] = set()
+"""Names of the endpoints that `numbered` has made."""
 PULL_TIMEOUT = 60.0
-"""Seconds for a version to be published, as the default of GeneratorClient.pull_model_state_dict.
-"""
+"""Seconds that pull_model_state_dict waits for the version, as
+GeneratorClient.pull_model_state_dict does by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """Number of a call in a client's session, and its tenant.
+class CallHeader:
+    """The number of a call in the session of a client, and its tenant.
 
-    A session lasts from the client's `setup` to that of another client. Calls count from 1 over all
-    tenants. The last number again gives the last answer again; any other but the next is an error.
+    A session lasts from the client's `setup` until another client's. Its calls have the numbers 1,
+    2, 3, …, shared by all tenants. A rank answers a repeated last number with the last answer, and
+    refuses any number that is not the next.
     """
 
     session: str
@@ -61,7 +78,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply(Generic[T]):
-    """Answer or error of a call, kept for a repeated call."""
+    """The answer or the error of the last call, in case the client repeats it."""
 
     value: T | None = None
     error: Exception | None = None
@@ -72,11 +89,34 @@ class Reply(Generic[T]):
         return cast(T, self.value)
 
 
+@overload
+def numbered(method: Callable[Concatenate[Any, P], Awaitable[T]]) -> "Verb[P, T]": ...
+@overload
+def numbered(method: Callable[Concatenate[Any, P], T]) -> "Verb[P, T]": ...
+def numbered(method: Callable[..., Any]) -> Any:
+    """Make a method of PolicyTrainer an endpoint that also takes `header`; see
+    `PolicyTrainer.in_order`.
+    """
+
+    @functools.wraps(method)
+    async def call(self: "PolicyTrainer", *args: Any, header: CallHeader | None = None, **kwargs: Any) -> Any:
+        return await self.in_order(header, functools.partial(method, self, *args, **kwargs))
+
+    # Monarch binds the arguments to this signature before it sends them.
+    signature = inspect.signature(method)
+    header = inspect.Parameter("header", inspect.Parameter.KEYWORD_ONLY, default=None)
+    call.__signature__ = signature.replace(parameters=[*signature.parameters.values(), header])  # type: ignore[attr-defined]
+    verb = endpoint(call)
+    verb.__name__ = method.__name__
+    VERBS.add(method.__name__)
+    return verb
+
+
 class PolicyTrainer(Actor):
     """One rank of a trainer.
 
-    A call without an Order runs for the first tenant as it arrives, for programs that are the only
-    caller.
+    A call without a header runs for the first tenant as soon as it arrives. A program that leaves
+    headers out must be the only caller.
     """
 
     # set by setup
@@ -100,7 +140,7 @@ class PolicyTrainer(Actor):
     @endpoint
     @sends_errors
     async def setup(self, session: str | None = None) -> TrainerInfo:
-        """Build the model once, and from now on accept only orders of `session`."""
+        """Build the model on the first call, and accept only calls of `session` from now on."""
         if not hasattr(self, "engine"):
             self.build()
         self.session, self.last_number, self.last_reply = session, 0, None
@@ -108,21 +148,21 @@ class PolicyTrainer(Actor):
 
     def build(self) -> None:
         route_library_logs("trainer")
-        # only a rank's process imports torchtitan, and an ImportError reaches the caller
+        # Imported here, so that only a rank imports torchtitan, and the caller gets its
+        # ImportError.
         with collector.importing():
             from rl_actors.engine.collectives import by_rank
             from rl_actors.engine.train_engine import TrainEngine
 
         self.engine = TrainEngine(self.config)
-        # torch's compiler settings are context variables, and Monarch runs each message in its own
-        # context
+        # torch keeps settings of its compiler in context variables, and Monarch runs each message
+        # in a context of its own.
         self.compiler_context = contextvars.copy_context()
         self.rank = dist.get_rank()
         if self.transport is not None:
             self.transport.training_bytes = memory_estimate.memory(self.config).total
             self.publisher = Publisher(self.transport, rank=self.rank, gather=by_rank)
-        # keeps collections, which run when samples arrive, off the objects of the setup
-        collector.keep(collect=True)
+        collector.keep(collect=True)  # else each garbage collection would look through all objects of the setup
 
     @endpoint
     @sends_errors
@@ -131,121 +171,101 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def probe(self) -> Probe:
-        """A Probe in this process, which answers even while this actor runs a call."""
+        """An actor in this process that answers even while this actor runs a call."""
         return await probe_here()
 
-    @endpoint
-    async def forward(
-        self,
-        samples: Sequence[Sample],
-        loss: str | Loss | None = None,
-        entropy: bool = False,
-        order: Order | None = None,
-    ) -> RankOutput:
-        """Logprobs of the targets, or values; with a loss also its metrics, with `entropy` the
-        entropies. Changes nothing.
+    @numbered
+    def forward(self, samples: Sequence[Sample], loss: str | Loss | None = None, entropy: bool = False) -> RankOutput:
+        """Logprobs of the targets, or values of a value model; with a loss also its metrics.
+        Changes nothing.
         """
-        return await self.in_order(order, lambda: self.engine.forward(samples, loss, entropy=entropy))
+        return self.engine.forward(samples, loss, entropy=entropy)
 
-    @endpoint
-    async def forward_backward(
-        self, samples: Sequence[Sample], loss: str | Loss, entropy: bool = False, order: Order | None = None
-    ) -> RankOutput:
-        """Add the gradient of the summed loss to the accumulated gradients."""
-        return await self.in_order(order, lambda: self.engine.forward_backward(samples, loss, entropy=entropy))
+    @numbered
+    def forward_backward(self, samples: Sequence[Sample], loss: str | Loss, entropy: bool = False) -> RankOutput:
+        """Add the gradient of the summed loss."""
+        return self.engine.forward_backward(samples, loss, entropy=entropy)
 
-    @endpoint
-    async def optim_step(self, params: OptimParams, order: Order | None = None) -> OptimResult:
-        """Divide and clip the gradients, step, clear. A gradient norm that is not finite skips the
-        step, else policy_version grows by one.
+    @numbered
+    def optim_step(self, params: OptimParams) -> OptimResult:
+        """Divide, clip, step, clear. policy_version grows by one, unless the gradient is not
+        finite.
         """
-        return await self.in_order(order, lambda: self.engine.optim_step(params))
+        return self.engine.optim_step(params)
 
-    @endpoint
-    async def discard_gradients(self, order: Order | None = None) -> None:
+    @numbered
+    def discard_gradients(self) -> None:
         """Drop the accumulated gradients."""
-        return await self.in_order(order, lambda: self.engine.discard_gradients())
+        self.engine.discard_gradients()
 
-    @endpoint
-    async def save_checkpoint(self, path: str, optimizer: bool = True, order: Order | None = None) -> int:
-        """Copy weights, policy_version and optionally the optimizer state, and begin to write.
-        Returns policy_version.
-        """
-        return await self.in_order(order, lambda: self.begin_checkpoint(path, optimizer))
-
-    def begin_checkpoint(self, path: str, optimizer: bool) -> int:
+    @numbered
+    def save_checkpoint(self, path: str, optimizer: bool = True) -> int:
+        """Copy the state, and begin to write the copy. Returns policy_version."""
         self.written = self.engine.save_checkpoint(path, optimizer=optimizer)
         return self.engine.policy_version
 
     @concurrent_endpoint
     @sends_errors
     async def wait_for_checkpoint(self) -> None:
-        """Wait until the last save_checkpoint is on disk, while other calls run. Raises the error
-        of the write.
+        """Wait, while other calls run, until the last checkpoint is on disk. Raises the error of
+        the write.
         """
         if self.written is not None:
             await asyncio.wrap_future(self.written)
 
-    @endpoint
-    async def load_checkpoint(self, path: str, optimizer: bool = True, order: Order | None = None) -> int:
-        """Read weights, policy_version and optionally the optimizer state. Returns policy_version.
-
-        Later pushes begin a new stream, because their numbers may be used already.
+    @numbered
+    def load_checkpoint(self, path: str, optimizer: bool = True) -> int:
+        """Read the state, and begin a new stream of versions (see Manifest). Returns
+        policy_version.
         """
-        return await self.in_order(order, lambda: self.read_checkpoint(path, optimizer))
-
-    def read_checkpoint(self, path: str, optimizer: bool) -> int:
         version = self.engine.load_checkpoint(path, optimizer=optimizer)
         if self.publisher is not None:
             self.publisher.start_stream()
         return version
 
-    @endpoint
-    async def export_hf(self, path: str, dtype: str = "float32", order: Order | None = None) -> None:
-        """Write a Hugging Face directory, with adapters merged."""
-        return await self.in_order(order, lambda: self.engine.export_hf(path, dtype))
+    @numbered
+    def export_hf(self, path: str, dtype: str = "float32") -> None:
+        """Write a Hugging Face directory of the weights, with adapters merged."""
+        self.engine.export_hf(path, dtype)
 
-    @endpoint
-    async def export_lora(self, path: str, order: Order | None = None) -> None:
-        """Write the adapters in peft's format."""
-        return await self.in_order(order, lambda: self.engine.export_lora(path))
+    @numbered
+    def export_lora(self, path: str) -> None:
+        """Write a directory of the adapters, in peft's format."""
+        self.engine.export_lora(path)
 
-    @endpoint
-    async def new_tenant(self, name: str, seed: int = 0, order: Order | None = None) -> None:
-        """Add a tenant, with adapters initialized by this seed."""
-        return await self.in_order(order, lambda: self.engine.new_tenant(name, seed))
+    @numbered
+    def new_tenant(self, name: str, seed: int = 0) -> None:
+        """Add a tenant, whose calls name it in their header."""
+        self.engine.new_tenant(name, seed)
 
-    @endpoint
-    async def drop_tenant(self, name: str, order: Order | None = None) -> None:
+    @numbered
+    def drop_tenant(self, name: str) -> None:
         """Forget a tenant."""
-        return await self.in_order(order, lambda: self.engine.drop_tenant(name))
+        self.engine.drop_tenant(name)
 
-    @endpoint
-    async def profile(self, directory: str, steps: int, order: Order | None = None) -> None:
+    @numbered
+    def profile(self, directory: str, steps: int) -> None:
         """Trace the next `steps` optimizer steps with torch.profiler."""
-        return await self.in_order(order, lambda: self.engine.profile(directory, steps))
+        self.engine.profile(directory, steps)
 
-    @endpoint
-    async def offload(self, parts: Collection[Part] = PARTS, order: Order | None = None) -> HostMove:
-        """Move parts of this rank's memory to the host. Later calls bring back what they need."""
-        return await self.in_order(order, lambda: self.engine.offload(parts))
+    @numbered
+    def offload(self, parts: Collection[Part] = PARTS) -> HostMove:
+        """Move parts of this rank's memory to the host, until a call needs them."""
+        return self.engine.offload(parts)
 
-    @endpoint
-    async def onload(self, parts: Collection[Part] = PARTS, order: Order | None = None) -> HostMove:
-        """Move parts back to the device."""
-        return await self.in_order(order, lambda: self.engine.onload(parts))
+    @numbered
+    def onload(self, parts: Collection[Part] = PARTS) -> HostMove:
+        """Move parts of this rank's memory back to the device."""
+        return self.engine.onload(parts)
 
-    @endpoint
-    async def push_model_state_dict(self, order: Order | None = None) -> int:
-        """Publish this rank's shards of the first tenant's weights as version policy_version, and
-        return it.
+    @numbered
+    async def push_model_state_dict(self) -> int:
+        """Publish this rank's shards of the first tenant's weights as the version policy_version,
+        and return it.
 
-        In the widest dtype that generators have announced, float32 if none. Does nothing if the
-        stream has this version already.
+        The dtype is the widest that a generator has announced, or float32. Does nothing if the
+        stream has the version.
         """
-        return await self.in_order(order, self.publish_weights)
-
-    async def publish_weights(self) -> int:
         self.engine.step.require("push_model_state_dict")
         self.config.require_hf("push_model_state_dict")
         tenant = self.engine.tenants.name_in_use
@@ -254,31 +274,30 @@ class PolicyTrainer(Actor):
                 f"push_model_state_dict is not possible for tenant {tenant!r}: a trainer publishes only the versions of its first "
                 "tenant; call export_lora or export_hf"
             )
-        if self.publisher is None:
-            raise RuntimeError("push_model_state_dict: this trainer was made without a transport")
-        pushed = await self.publisher.publish(self.engine.policy_version, self.engine.hf_state_dict)
+        publisher = self.require_publisher("push_model_state_dict")
+        pushed = await publisher.publish(self.engine.policy_version, self.engine.hf_state_dict)
         self.last_push = pushed or self.last_push
         return self.engine.policy_version
 
-    @endpoint
-    async def pull_model_state_dict(self, version: int, order: Order | None = None) -> int:
+    @numbered
+    async def pull_model_state_dict(self, version: int) -> int:
         """Load a version that another trainer has published, into a language model without
         optimizer and adapters.
         """
-        return await self.in_order(order, lambda: self.load_version(version))
-
-    async def load_version(self, version: int) -> int:
         self.engine.step.require("pull_model_state_dict")
-        if self.publisher is None:
-            raise RuntimeError("pull_model_state_dict: this trainer was made without a transport")
-        manifest = await self.find_together(version, self.publisher)
-        source = await self.publisher.transport.source(manifest)
+        publisher = self.require_publisher("pull_model_state_dict")
+        source = await publisher.transport.source(await self.find_together(version, publisher))
         with source.open() as opened:
             return self.engine.load_published(opened, version)
 
+    def require_publisher(self, call: str) -> Publisher:
+        if self.publisher is None:
+            raise RuntimeError(f"{call}: this trainer was made without a transport")
+        return self.publisher
+
     async def find_together(self, version: int, publisher: Publisher) -> Manifest:
-        """The manifest that rank 0 finds, on every rank, or rank 0's error. Separate searches might
-        find different streams.
+        """The manifest that rank 0 finds, or rank 0's error. The pushing trainer may begin a new
+        stream between two searches.
         """
         found: Manifest | Exception | None = None
         if self.rank == 0:
@@ -293,32 +312,32 @@ class PolicyTrainer(Actor):
         raise of_first
 
     @sends_errors
-    async def in_order(self, order: Order | None, call: Callable[[], T | Awaitable[T]]) -> T:
-        """Run `call` if its number is next and keep the reply; give the kept reply if it is the
-        last. Without an order just run.
+    async def in_order(self, header: CallHeader | None, call: Callable[[], T | Awaitable[T]]) -> T:
+        """Run `call` if its number is the next, and keep its answer or error for a repetition.
 
-        Raises RuntimeError for a replaced session, or any other number.
+        Raises RuntimeError if the session was replaced, or if the number is neither the last nor
+        the next.
         """
-        if order is None:
+        if header is None:
             return await self.run(FIRST_TENANT, call)
-        if order.session != self.session:
+        if header.session != self.session:
             raise RuntimeError(
-                f"session {order.session} was replaced by {self.session}: two clients drive this trainer"
+                f"session {header.session} was replaced by {self.session}: two clients drive this trainer"
             )
-        if order.number == self.last_number and self.last_reply is not None:
+        if header.number == self.last_number and self.last_reply is not None:
             return cast(T, self.last_reply.give())
-        if order.number != self.last_number + 1:
-            raise RuntimeError(f"call number {order.number} does not follow {self.last_number}; it was not run")
-        self.last_number = order.number
+        if header.number != self.last_number + 1:
+            raise RuntimeError(f"call number {header.number} does not follow {self.last_number}; it was not run")
+        self.last_number = header.number
         try:
-            self.last_reply = Reply(value=await self.run(order.tenant, call))
+            self.last_reply = Reply(value=await self.run(header.tenant, call))
         except Exception as error:
             self.last_reply = Reply(error=error)
         return cast(T, self.last_reply.give())
 
     async def run(self, tenant: str, call: Callable[[], T | Awaitable[T]]) -> T:
-        """Run `call` for a tenant. Raises CollectiveTimeoutError if this rank has waited too long
-        for another.
+        """The result of `call` for a tenant. Raises CollectiveTimeoutError if this rank waited too
+        long for another rank.
         """
         from rl_actors.engine import deadlines
 
@@ -327,7 +346,8 @@ class PolicyTrainer(Actor):
             return call()
 
         try:
-            return await _settle(self.compiler_context.run(call_of_tenant))
+            result = self.compiler_context.run(call_of_tenant)
+            return await result if inspect.isawaitable(result) else result
         except Exception as error:
             if not deadlines.late(error):
                 raise
@@ -335,7 +355,3 @@ class PolicyTrainer(Actor):
             late = CollectiveTimeoutError(f"rank {self.rank} waited longer than {limit} for another rank")
             late.add_note("".join(traceback.format_exception(error)))
             raise late from None
-
-
-async def _settle(value: T | Awaitable[T]) -> T:
-    return await value if inspect.isawaitable(value) else value

@@ -11,7 +11,7 @@ from rl_actors import Completion, GeneratorClient, GeneratorConfig, GeneratorInf
 from rl_actors.clients.base import ActorDiedError, ActorSilentError
 from rl_actors.clients.fleet import Fleet
 from rl_actors.clients.one_generator import Silence
-from rl_actors.clients.restarts import FIRST_RESTARTS, HOUR, LONGEST_PAUSE, Restarts
+from rl_actors.clients.restarts import FIRST_RESTARTS, HOUR, LONGEST_RESTART_PAUSE, Restarts
 from rl_actors.config import RestartPolicy
 from rl_actors.types import DeviceMemory, Heartbeat, Transfer
 
@@ -678,7 +678,7 @@ def test_the_pauses_before_restarts_grow_and_too_many_deaths_raise_the_first_err
     restarts = Restarts(RestartPolicy(max_per_hour=9, backoff=2.0), clock=lambda: now)
     assert [restarts.pause_after(RuntimeError(str(index))) for index in range(9)] == [
         *(0.0, 2.0, 4.0, 8.0, 16.0, 32.0),
-        *[LONGEST_PAUSE] * 3,
+        *[LONGEST_RESTART_PAUSE] * 3,
     ]
     now = HOUR - 1.0
     with pytest.raises(RuntimeError, match="^0\n") as raised:

@@ -38,15 +38,15 @@ class Coordinator(Actor):
         self.service = _services[key]
 
     @concurrent_endpoint
-    async def call(self, number: int, endpoint: str, arguments: bytes, patience: float) -> bytes:
+    async def call(self, number: int, endpoint: str, arguments: bytes, step_wait: float) -> bytes:
         """The pickled answers of all ranks, or the pickled error of the call. remote.opened unpickles them.
 
         number: the number that the service gave the calling client. arguments: the pickled arguments of the endpoint.
-        patience: seconds that the call may wait for the end of another client's step.
+        step_wait: seconds that the call may wait for the end of another client's step.
         """
         try:
             unpickled = pickle.loads(arguments)
-            answers = await in_background(self.service.call(number, endpoint, unpickled, patience), endpoint)
+            answers = await in_background(self.service.call(number, endpoint, unpickled, step_wait), endpoint)
             return cloudpickle.dumps((answers, None))
         except Exception as error:
             return _pickled(error)

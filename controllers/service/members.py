@@ -19,26 +19,12 @@ from rl_actors.clients.generator import GeneratorClient
 from rl_actors.clients.model import ModelClient
 from rl_actors.clients.model_calls import SavedCheckpoint
 from rl_actors.clients.trainer import TrainerClient
+from rl_actors.policy_trainer import VERBS
 from rl_actors.types import Completion, SamplingParams, TrainerInfo
 
 logger = logging.getLogger(__name__)
 
-RELAYED = frozenset(
-    (
-        "forward",
-        "forward_backward",
-        "optim_step",
-        "discard_gradients",
-        "load_checkpoint",
-        "export_hf",
-        "export_lora",
-        "profile",
-        "offload",
-        "onload",
-        "push_model_state_dict",
-        "pull_model_state_dict",
-    )
-)
+RELAYED = VERBS - {"new_tenant", "drop_tenant", "save_checkpoint"}
 """Endpoints of a model whose arguments and answers pass through the service unchanged."""
 
 
@@ -47,8 +33,8 @@ class Member(Protocol):
 
     num_ranks: int  # number of answers to a call
 
-    async def run(self, client: Attached, endpoint: str, arguments: Sequence[object], patience: float) -> list[object]:
-        """Run a call of the client, and return the answers of all ranks. patience: seconds that the call may wait for the end of another
+    async def run(self, client: Attached, endpoint: str, arguments: Sequence[object], step_wait: float) -> list[object]:
+        """Run a call of the client, and return the answers of all ranks. step_wait: seconds that the call may wait for the end of another
         client's step."""
 
     async def leave(self, client: Attached) -> None:
@@ -77,7 +63,7 @@ class ModelMember:
         self.step = OpenStep()
         self._saved: dict[int, SavedCheckpoint] = {}  # the last checkpoint of each client, by the client's number
 
-    async def run(self, client: Attached, endpoint: str, arguments: Sequence[object], patience: float) -> list[object]:
+    async def run(self, client: Attached, endpoint: str, arguments: Sequence[object], step_wait: float) -> list[object]:
         if endpoint == "setup":  # answered without the ranks, which may be busy with a call of another client
             version = self.client.policy_version or 0
             return [replace(info, policy_version=version) for info in self._infos]
@@ -90,7 +76,7 @@ class ModelMember:
             return [None] * self.num_ranks
         if endpoint not in CHANGING:
             return await self._send(client, endpoint, arguments)
-        await self.step.enter(client, endpoint, patience)
+        await self.step.enter(client, endpoint, step_wait)
         try:
             answers = await self._send(client, endpoint, arguments)
         except Exception:
@@ -168,7 +154,7 @@ class GeneratorMember:
             "wake": client.wake,
         }
 
-    async def run(self, client: Attached, endpoint: str, arguments: Sequence[object], patience: float) -> list[object]:
+    async def run(self, client: Attached, endpoint: str, arguments: Sequence[object], step_wait: float) -> list[object]:
         await self.client.ready()
         if endpoint in ("setup", "info"):
             return [await self.client.info()]

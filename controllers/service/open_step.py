@@ -45,10 +45,10 @@ class OpenStep:
         self.holder: Attached | None = None
         self._held_since = 0.0
 
-    async def enter(self, client: Attached, endpoint: str, patience: float) -> None:
+    async def enter(self, client: Attached, endpoint: str, step_wait: float) -> None:
         """Wait until no other client has an open step, and open a step for this client. Does nothing if this client has an open step already.
 
-        Raises RuntimeError if another client still has an open step after `patience` seconds. The error names that client. Also raises
+        Raises RuntimeError if another client still has an open step after `step_wait` seconds. The error names that client. Also raises
         RuntimeError if the connection of `client` ends during the wait.
         """
         if self.holder is client:
@@ -56,10 +56,10 @@ class OpenStep:
         acquiring = asyncio.ensure_future(self._free.acquire())
         client.waiting.add(acquiring)
         try:
-            await asyncio.wait((acquiring,), timeout=patience)
+            await asyncio.wait((acquiring,), timeout=step_wait)
             if not acquiring.done():
                 raise RuntimeError(
-                    f"{endpoint} waited {patience:g} s, and {self.holder} still has the step that it opened "
+                    f"{endpoint} waited {step_wait:g} s, and {self.holder} still has the step that it opened "
                     f"{time.monotonic() - self._held_since:.0f} s ago; "
                     "try again when it has called optim_step or discard_gradients, or has ended"
                 )

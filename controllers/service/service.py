@@ -46,17 +46,17 @@ class Service:
         logger.info("%s is attached to the %s", client, member)
         return client
 
-    async def call(self, number: int, endpoint: str, arguments: Sequence[object], patience: float) -> list[object]:
+    async def call(self, number: int, endpoint: str, arguments: Sequence[object], step_wait: float) -> list[object]:
         """The answers of all ranks to a call of an attached client. Raises RuntimeError for a client that has left.
 
-        number: number of the client. patience: seconds that the call may wait for the end of another client's step.
+        number: number of the client. step_wait: seconds that the call may wait for the end of another client's step.
         """
         client = self.clients.get(number)
         if client is None:
             raise RuntimeError(f"client {number} of the service has left, so {endpoint} was not run")
         client.num_calls += 1
         with self.calls.call(client, endpoint):
-            return await self.members[client.member].run(client, endpoint, arguments, patience)
+            return await self.members[client.member].run(client, endpoint, arguments, step_wait)
 
     def leave(self, client: Attached) -> None:
         """Forget a client whose connection has ended, and undo the client's unfinished work."""

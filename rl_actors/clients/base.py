@@ -1,7 +1,5 @@
-"""`Client`, the base class of the clients of actor meshes. An actor mesh is a group of Monarch actors, one in each process.
-
-These actors are called ranks. A client calls the ranks of its mesh, and can start and end their processes. If a rank
-raises an error, the client adds a note that names the rank.
+"""`Client`, the base class of the clients of actor meshes: start, calls, death and close of the
+processes (ranks).
 """
 
 import asyncio
@@ -10,16 +8,17 @@ import contextlib
 import sys
 import time
 import weakref
-from collections.abc import Awaitable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError, shutdown_context
 
 from rl_actors.clients.call import Call, in_background
 from rl_actors.processes.output import LogRoute, default_log_route
+from rl_actors.processes.races import unless
 from rl_actors.processes.spawn import (
-    LONGEST_PAUSE,
+    LONGEST_CHECK_PAUSE,
     NotSharedError,
     Probe,
     Process,
@@ -30,36 +29,23 @@ from rl_actors.processes.spawn import (
 from rl_actors.types import CollectiveTimeoutError
 
 if TYPE_CHECKING:
-    from monarch.actor import Actor, ActorMesh, Endpoint, ProcMesh
+    from monarch.actor import Actor, ActorMesh, ProcMesh
 
-    from rl_actors.clients.remote import Lease
+    from rl_actors.clients.remote import Connection
     from rl_actors.processes.hosts import Hosts
 
 T = TypeVar("T")
-SHUTDOWN_TIMEOUT = 15.0
-"""Seconds to wait at the end of the program until Monarch has shut down."""
-ASK_AGAIN = 10.0
-"""Seconds that is_alive waits for an answer before it asks the processes again."""
-KILL_TIMEOUT = 5.0
-"""Seconds that a killed process may take to end."""
-POLL_SECONDS = 0.1
-"""Seconds between two checks whether the processes of a client have started, or whether the client's setup has ended."""
-SILENCE = 2.0
-"""If a call fails because a rank has waited too long for another rank, the client asks every process for a sign of life.
-The error of the call names each process that has not answered after this number of seconds."""
-ATTACH_TIMEOUT = 30.0
-"""Default number of seconds within which a service must answer a client that attaches to it. A service is a program that
-owns actors, and passes the calls of several other programs on to them."""
-STEP_WAIT = 60.0
-"""Default of `step_wait`: the largest number of seconds that a call to a service waits until another client's training
-step has ended."""
+SHUTDOWN_TIMEOUT = 15.0  # seconds until Monarch must have shut down at the end of the program
+ASK_AGAIN = 10.0  # seconds after which is_alive asks the processes again
+KILL_TIMEOUT = 5.0  # seconds that a killed process may take to end
+POLL_SECONDS = 0.1  # between two checks of the start or the setup
+SILENCE = 2.0  # seconds after which a collective's timeout names a process that gives no sign of life
+ATTACH_TIMEOUT = 30.0  # default seconds within which a service must answer a client that attaches to it
+STEP_WAIT = 60.0  # default seconds that a call to a service waits for the end of another client's step
 
 
 class ActorDiedError(RuntimeError):
-    """A process of an actor has ended, or a generator's vLLM engine has failed for good.
-
-    The actor cannot be used any more.
-    """
+    """A process of an actor has ended, or its vLLM engine has failed for good."""
 
     def __init__(self, text: str, actor: str) -> None:
         """actor: the name of the actor's client."""
@@ -68,7 +54,7 @@ class ActorDiedError(RuntimeError):
 
 
 class ActorSilentError(TimeoutError):
-    """An actor has not answered in time. Its processes may hang, or they may still run the call."""
+    """An actor has not answered in time. Its processes may hang, or still run the call."""
 
     def __init__(self, text: str, actor: str) -> None:
         """actor: the name of the actor's client."""
@@ -80,7 +66,7 @@ _open_clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
 
 
 class Client:
-    """The client of one actor mesh. Either the caller passes the mesh, or the client spawns it."""
+    """The client of one actor mesh, which the caller passes or the client spawns."""
 
     def __init__(
         self,
@@ -92,31 +78,33 @@ class Client:
         logs: LogRoute | None,
         hosts: "Hosts | None" = None,
     ) -> None:
-        """mesh: None if the client spawns the mesh. hosts: the hosts on which the client spawns processes; None: this host.
-
-        A subclass sets its fields and then calls `_start`.
+        """mesh: None if the client spawns it, on `hosts` or this host. A subclass then calls
+        `_start`.
         """
-        self.name, self.call_timeout, self.setup_timeout = name, call_timeout, setup_timeout
-        self._mesh, self._hosts = mesh, hosts
+        self.name = name
+        self.call_timeout = call_timeout
+        self.setup_timeout = setup_timeout
+        self._mesh = mesh
+        self._hosts = hosts
         self._logs = default_log_route() if mesh is None and logs is None else logs
-        # A caller that passed `logs` or a mesh knows where the actor's output is. So the client does not print the log
+        # Who passes logs or a mesh knows where the output is, so the client does not print the
         # folder.
         self._is_quiet = logs is not None or mesh is not None
         self._processes: ProcessMesh | None = None
-        # A Probe is a second actor in a process. It answers even while the rank runs a call. `_probes` has the Probes
-        # in processes that this client did not spawn. The Probes in its own processes are in `_processes.probe`.
+        # The Probes in processes that the caller spawned; those of this client are in
+        # _processes.probe.
         self._probes: Sequence[Probe] = ()
         self._spawning = asyncio.Lock()
         self._closed = False
-        self._broken: str | None = None
-        self._version: int | None = None  # the last policy_version that the actor reported
-        self._lease: Lease | None = None  # None if the client is not attached to a service
+        self.broken: str | None = None  # why calls are refused until the client is repaired
+        self._version: int | None = None
+        self._connection: Connection | None = None  # None if the client is not attached to a service
         self._phases: list[str] = []  # names of the calls that the ranks are running
-        self._heard: dict[int, float] = {}  # {rank: time of the last sign of life of its process, or of the start}
+        self._heard: dict[int, float] = {}  # rank -> time of its process's last sign of life, or of its start
         self._started: Call[None]
 
     def _start(self) -> None:
-        """Begin to set the actor up. If the client spawns processes and is never closed, the processes end with the program."""
+        """Begin the setup. Processes of a client that is never closed end with the program."""
         if self._mesh is None:
             _open_clients.add(self)
         self._started = in_background(self._set_up(), f"{self.name}: setup")
@@ -124,15 +112,15 @@ class Client:
     async def _set_up(self) -> None:
         raise NotImplementedError
 
-    def keep(self, lease: "Lease") -> None:
-        """Keep the connection to the service that owns the actor open until `close`, or until this client is
+    def keep(self, connection: "Connection") -> None:
+        """Keep the connection to a service until `close`, or until this client is
         garbage-collected.
         """
-        self._lease = lease
-        weakref.finalize(self, lease.close)
+        self._connection = connection
+        weakref.finalize(self, connection.close)
 
     def __repr__(self) -> str:
-        version = "" if self._version is None else f", policy_version {self._version}"
+        version = "" if self.policy_version is None else f", policy_version {self.policy_version}"
         return f"<{type(self).__name__} {self.name}: {self._state()}{version}>"
 
     def _state(self) -> str:
@@ -142,22 +130,23 @@ class Client:
             return "starting"
         if self._started.failed():
             return "did not start"
-        return f"broken, {self._broken}" if self._broken else "ready"
+        return f"broken, {self.broken}" if self.broken else "ready"
 
     @property
     def policy_version(self) -> int | None:
-        """The last policy_version that the actor reported to this client. None if the actor has reported none yet."""
+        """The last policy_version that the actor reported. None before the first report."""
         return self._version
 
     def ready(self) -> Call[None]:
-        """A call that is done when the actor is set up. If the start fails, the call fails with the start's error."""
+        """A call that is done when the actor is set up, or fails with the error of the start."""
         return self._started
 
     def is_alive(self, timeout: float = 5.0) -> Call[bool]:
-        """True if every process of the actor answers within `timeout` seconds. A process also answers while it runs a call.
+        """True if every process answers within `timeout` seconds, which it does even while it runs
+        a call.
 
-        False before the processes have started, and after `close`. If the caller spawned the processes, also False before
-        the setup has ended.
+        False before the processes have started (before the setup, if the caller spawned them), and
+        after `close`.
         """
         return in_background(self._is_alive(timeout), f"{self.name}: is_alive")
 
@@ -171,18 +160,18 @@ class Client:
             try:
                 await asyncio.wait_for(asyncio.gather(*answers), min(left, ASK_AGAIN))
             except TimeoutError:
-                continue  # Monarch may lose a message while it handles the death of another process. Ask the probes again.
+                continue  # Monarch may lose a message while it handles the death of another process
             except Exception:
                 return False
             return True
         return False
 
     def death(self, silent_after: float) -> Call[ActorDiedError | ActorSilentError | None]:
-        """A call that is done when one of the processes that this client spawned has died. The result is an error that names the process.
+        """A call that is done when a process that this client spawned is dead. Its result is an
+        error that names the process.
 
-        A process counts as dead if it has ended, or if it has not answered for silent_after seconds, as after a SIGSTOP. A process also
-        answers while it runs a call. The result is None if the client is closed, if the client has not spawned the processes, or if
-        their start has failed.
+        Dead: ended, or silent for silent_after seconds, as after a SIGSTOP. None if the client is
+        closed, has spawned no processes, or they did not start.
         """
         return in_background(self._death(silent_after), f"{self.name}: watch of its processes")
 
@@ -196,13 +185,13 @@ class Client:
         silence: asyncio.Task[list[Process]] | None = None
         silent: list[Process] = []
         try:
-            # A process that imports its modules may answer late, so its silence counts only after the setup.
-            # setup_timeout limits the setup.
+            # A process that imports its modules answers late, so silence counts only after the
+            # setup.
             while not (end.done() or self._closed or self._started.done()):
                 await asyncio.wait((end,), timeout=POLL_SECONDS)
             silence = asyncio.ensure_future(processes.first_silent(silent_after, self._note_sign))
             while not (end.done() or self._closed or silence.done()):
-                await asyncio.wait((end, silence), timeout=LONGEST_PAUSE, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((end, silence), timeout=LONGEST_CHECK_PAUSE, return_when=asyncio.FIRST_COMPLETED)
             silent = [] if end.done() or self._closed else silence.result()
         finally:
             end.cancel()
@@ -210,31 +199,36 @@ class Client:
                 silence.cancel()
         if self._closed:
             return None
-        phase = f"during {self._phases[-1]}" if self._phases else "between two calls"
         if silent:
             names = ", ".join(map(str, silent))
-            return ActorSilentError(f"{self.name}: {names} did not answer for {silent_after:g} s, {phase}", self.name)
-        return self._died(end.result(), phase)
+            text = f"{self.name}: {names} did not answer for {silent_after:g} s, {self._phase()}"
+            return ActorSilentError(text, self.name)
+        return self._died(end.result(), self._phase())
+
+    def _phase(self) -> str:
+        return f"during {self._phases[-1]}" if self._phases else "between two calls"
 
     def _died(self, process: Process, phase: str) -> ActorDiedError:
         return ActorDiedError(f"{self.name}: the process of {process} ended {phase}{self._output()}", self.name)
 
     def _lost(self, error: Exception, phase: str) -> ActorDiedError:
-        """The ActorDiedError for an error of Monarch. The last line of Monarch's error is the reason."""
+        """The ActorDiedError for an error of Monarch, whose last line is the reason."""
         reason = (str(error).splitlines() or [""])[-1].strip()
         return ActorDiedError(f"{self.name}: Monarch has lost a process during {phase}: {reason}", self.name)
 
     def seconds_silent(self) -> dict[str, float]:
-        """Seconds since the last sign of life of each process that this client spawned, for example {"trainer-0": 1.2}.
+        """Seconds since the last sign of life of each process that this client spawned:
+        {"trainer-0": 1.2}
 
-        A running call of `death` asks the processes for a sign every few seconds. Without such a call the seconds count from
-        the start of the process.
+        Only a running call of `death` asks for signs; without one the seconds count from the start.
         """
         now = time.monotonic()
         return {f"{self.name}-{rank}": now - heard for rank, heard in list(self._heard.items())}
 
     def kill(self) -> Call[None]:
-        """Kill the processes that this client spawned on this host, and close the client. Use `kill` for an actor that does not answer."""
+        """Kill this client's processes on this host, and close the client. For an actor that does
+        not answer.
+        """
         self._closed = True
         return in_background(self._kill(), f"{self.name}: kill")
 
@@ -242,26 +236,24 @@ class Client:
         processes = [] if self._processes is None else self._processes.of_this_host()
         for process in processes:
             process.kill()
-        # `close` asks every running process to stop, and waits for its answer. A killed process that has not ended yet gives no answer. So
-        # `close` is called when all processes have ended, or after KILL_TIMEOUT.
+        # `close` would wait for an answer of a killed process that has not ended yet.
         deadline = time.monotonic() + KILL_TIMEOUT
         while not all(process.has_ended() for process in processes) and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         await self.close()
 
     def close(self) -> Call[None]:
-        """End the processes that this client spawned. A mesh that the caller spawned, and a service, keep running.
-
-        A second call does nothing.
+        """End the processes that this client spawned. A mesh of the caller and a service keep
+        running.
         """
         self._closed = True
         _open_clients.discard(self)
         return in_background(self._close(), f"{self.name}: close")
 
     async def _spawn(self, num_processes: int, env: dict[str, str] | None = None) -> "ProcMesh":
-        # A `close` during the spawn waits for the end of the spawn, and then stops the processes.
+        # A `close` during the spawn waits for its end, and then stops the processes.
         async with self._spawning:
-            self._require_open("setup")
+            self.require_open("setup")
             try:
                 self._processes = await spawn_processes(
                     self.name, num_processes, env=env, logs=self._logs, hosts=self._hosts
@@ -273,16 +265,15 @@ class Client:
                 raise
             except (RuntimeError, ValueError) as error:  # Monarch may raise either if a process is killed early
                 raise self._lost(error, "the start of its processes") from error
-            # Python runs first the exit handler that was registered last. Our handler must run before Monarch's
-            # handler. Monarch has registered its handler by now, because the spawn uses Monarch. So our handler is
-            # registered here. If an earlier spawn has registered our handler, the next line removes that registration.
+            # Handlers run last in, first out. Ours must run before Monarch's, which the spawn has
+            # registered.
             atexit.unregister(_close_all)
             atexit.register(_close_all)
         return self._processes.mesh
 
     async def _close(self) -> None:
-        if self._lease is not None:
-            self._lease.close()
+        if self._connection is not None:
+            self._connection.close()
         async with self._spawning:
             if self._processes is not None:
                 processes, self._processes = self._processes, None
@@ -300,43 +291,44 @@ class Client:
     async def __aexit__(self, *_) -> None:
         await self.close()
 
-    def _show_start(self) -> None:
-        """Print, once, that the actor is starting and where its output is.
-
-        Prints nothing if the actor's start has ended, and nothing outside of a terminal or a REPL.
-        """
+    def show_start(self) -> None:
+        """In a terminal or a REPL, print once that the actor is starting, and where its output is."""
         if self._is_quiet or self._started.done() or not (sys.stderr.isatty() or hasattr(sys, "ps1")):
             return
         self._is_quiet = True
         assert self._logs is not None
         print(f"{self.name} is starting; its output: {self._logs.directory}", file=sys.stderr)
 
-    def _require_open(self, what: str) -> None:
+    def require_open(self, what: str) -> None:
         if self._closed:
             raise RuntimeError(f"{self.name}: {what} is not possible after close")
 
-    async def _ask(
+    async def ask(
         self,
-        endpoint: "Endpoint[..., T]",
-        phase: str,
-        timeout: float,
+        endpoint: str,
         *args: object,
+        phase: str = "",
+        timeout: float | None = None,
         breaks: bool = True,
-        **kwargs: object,
-    ) -> list[T]:
-        """Call all ranks and collect their answers. An error of a rank is raised here, with a note that names client, rank and call.
+        named: Mapping[str, object] | None = None,
+    ) -> list[Any]:
+        """The answers of all ranks. A rank's error is raised with a note that names client, rank
+        and phase.
 
-        phase: name of the call in error texts.
-        breaks: True: a timeout breaks the client, because the ranks may still run the call. A broken ModelClient accepts only
-        drop_tenant and discard_gradients. discard_gradients repairs the client.
+        phase: the call's name in errors; "": the endpoint's. timeout: None: call_timeout.
+        breaks: whether a timeout breaks the client, because the ranks may still run the call.
+        named: keyword arguments of the endpoint.
         """
-        self._require_open(phase)
+        phase = phase or endpoint
+        timeout = self.call_timeout if timeout is None else timeout
+        self.require_open(phase)
         self._phases.append(phase)
         try:
-            return await asyncio.wait_for(self._answers(endpoint, phase, *args, **kwargs), timeout)
+            answers = self._answers(getattr(self._mesh, endpoint), phase, *args, **(named or {}))
+            return await asyncio.wait_for(answers, timeout)
         except TimeoutError:
             late = f"{phase} did not answer within {timeout:g} s"
-            self._broken = late if breaks else self._broken
+            self.broken = late if breaks else self.broken
             raise ActorSilentError(f"{self.name}: {late}; its ranks may still run this call", self.name) from None
         except ActorError as error:
             cause = error.exception
@@ -356,30 +348,25 @@ class Client:
         self._heard[rank] = time.monotonic()
 
     async def _hung(self, error: CollectiveTimeoutError, phase: str) -> ActorSilentError:
-        """The error of a call in which a rank has waited too long for another rank. The error names the ranks that do not answer."""
+        """The error of a call in which a rank waited too long for another. It names the ranks that
+        do not answer.
+        """
         silent: list[Process] = []
         if self.watched is not None:
             silent = await self.watched.silent(SILENCE, self._note_sign)
         names = ", ".join(map(str, silent))
         reason = f"; {names} did not answer for {SILENCE:g} s" if silent else ""
-        self._broken = f"{error}, during {phase}"
-        return ActorSilentError(f"{self.name}: {self._broken}{reason}{self._output()}", self.name)
+        self.broken = f"{error}, during {phase}"
+        return ActorSilentError(f"{self.name}: {self.broken}{reason}{self._output()}", self.name)
 
-    async def _answers(self, endpoint: "Endpoint[..., T]", phase: str, *args: object, **kwargs: object) -> list[T]:
-        """The answers of the ranks. Raises ActorDiedError as soon as one of the processes in `watched` has ended."""
-        watched = self.watched
-        if watched is None:
-            return await collect(endpoint, *args, **kwargs)
-        answers: asyncio.Task[list[T]] = asyncio.ensure_future(collect(endpoint, *args, **kwargs))
-        end = asyncio.ensure_future(watched.first_end())
-        try:
-            await asyncio.wait((answers, end), return_when=asyncio.FIRST_COMPLETED)
-            if not answers.done():
-                raise self._died(end.result(), f"during {phase}")
-            return answers.result()
-        finally:
-            answers.cancel()
-            end.cancel()
+    async def _answers(self, endpoint: Any, phase: str, *args: object, **kwargs: object) -> list[Any]:
+        """The answers of the ranks. Raises ActorDiedError as soon as one of the processes in
+        `watched` has ended.
+        """
+        answers: Awaitable[list[Any]] = collect(endpoint, *args, **kwargs)
+        if self.watched is None:
+            return await answers
+        return await unless(self.watched.first_end(), lambda end: self._died(end, f"during {phase}"), answers)
 
     @property
     def watched(self) -> ProcessMesh | None:
@@ -391,11 +378,12 @@ class Client:
 
 
 def _close_all() -> None:
-    """End the processes of all clients, because a program or a REPL may end without calling `close`."""
+    """End the processes of all clients, because a program or a REPL may end without calling
+    `close`.
+    """
     for closing in [client.close() for client in list(_open_clients)]:
         with contextlib.suppress(Exception):
             closing.result(timeout=10)
-    # Monarch's own exit handler waits one second for the shutdown, and then prints a traceback. On a busy machine the
-    # shutdown takes longer. So this function shuts Monarch down before that handler runs, and waits up to SHUTDOWN_TIMEOUT.
+    # Monarch's own handler waits only a second for the shutdown, and then prints a traceback.
     with contextlib.suppress(Exception):
         shutdown_context().get(timeout=SHUTDOWN_TIMEOUT)

@@ -168,7 +168,7 @@ class GeneratorClient(Client):
         )
         limits = GeneratorLimits.of_info(info)
         client = GeneratorClient(mesh, call_timeout=call_timeout, setup_timeout=timeout, limits=limits)
-        client.keep(mesh.lease)
+        client.keep(mesh.connection)
         return client
 
     async def _set_up(self) -> None:
@@ -463,8 +463,8 @@ class GeneratorClient(Client):
         """Send the call when the generator is ready. Check the call now if the limits are known, otherwise just before
         it is sent.
         """
-        self._require_open(what)
-        self._show_start()
+        self.require_open(what)
+        self.show_start()
         if check is not None and self._limits is not None:
             check(self._limits)
             check = None

@@ -16,7 +16,7 @@ from rl_actors.config import GeneratorConfig
 from rl_actors.generator import Generator
 from rl_actors.processes import gpus
 from rl_actors.processes.output import LogRoute
-from rl_actors.processes.spawn import LONGEST_PAUSE, collect
+from rl_actors.processes.spawn import LONGEST_CHECK_PAUSE, collect
 from rl_actors.transports.base import Transport
 from rl_actors.types import Completion, DeviceMemory, GeneratorInfo, Heartbeat, SamplingParams, Transfer
 from rl_actors.validation import require_gpu
@@ -71,19 +71,19 @@ class OneGenerator(Client):
 
     async def _set_up(self) -> None:
         try:
-            mesh = await self._spawn_actor() if self._mesh is None else self._mesh
+            if self._mesh is None:
+                await self._spawn_actor()
         finally:
             self._spawned.set()
-        [self.known] = await self._ask(mesh.setup, "setup", self.setup_timeout)
+        [self.known] = await self.ask("setup", timeout=self.setup_timeout)
         if self._processes is None:
-            self._probes = await self._ask(mesh.probe, "setup", self.setup_timeout)
+            self._probes = await self.ask("probe", phase="setup", timeout=self.setup_timeout)
 
-    async def _spawn_actor(self) -> "ActorMesh[Generator]":
+    async def _spawn_actor(self) -> None:
         assert self.config is not None
         processes = await self._spawn(1, process_environment(self.config))
         transport = await self._transport if isinstance(self._transport, Call) else self._transport
         self._mesh = processes.spawn(self.name, Generator, self.config, transport)
-        return self._mesh
 
     @property
     def is_owned(self) -> bool:
@@ -146,18 +146,15 @@ class OneGenerator(Client):
 
         phase: name of the call in error texts. If it is empty, error texts have the name of the endpoint.
         """
-        answers: list[Any] = await self._ask(
-            getattr(self._mesh, endpoint), phase or endpoint, self.call_timeout, *args, breaks=False
-        )
-        return answers[0]
+        return (await self.ask(endpoint, *args, phase=phase, breaks=False))[0]
 
-    async def _ask(self, *args: Any, **kwargs: Any) -> list[Any]:
+    async def ask(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Does the same as the base class's method, but changes one error.
 
         If the client spawned the generator and the generator's engine has failed for good, raises ActorDiedError.
         """
         try:
-            return await super()._ask(*args, **kwargs)
+            return await super().ask(*args, **kwargs)
         except (EngineDiedError, SilentWorkerError) as error:
             if not self.is_owned:
                 raise
@@ -176,7 +173,7 @@ class OneGenerator(Client):
             return None
         end = asyncio.ensure_future(self._processes.first_end())
         beat: asyncio.Task[list[Heartbeat]] | None = None
-        silence, pause = Silence(), min(silent_after / 20, LONGEST_PAUSE)
+        silence, pause = Silence(), min(silent_after / 20, LONGEST_CHECK_PAUSE)
         try:
             while not self._closed:
                 begin = time.monotonic()
@@ -206,9 +203,6 @@ class OneGenerator(Client):
             end.cancel()
             if beat is not None:
                 beat.cancel()
-
-    def _phase(self) -> str:
-        return f"during {self._phases[-1]}" if self._phases else "between two calls"
 
 
 class Silence:

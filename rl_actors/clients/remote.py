@@ -1,8 +1,8 @@
-"""The client's side of a service. A service is a program that runs actors, such as a trainer and a generator, and lets clients in other
+"""The client's side of a service, which is a program that runs actors and lets clients in other
 programs call them.
 
-`attach` connects to a service and returns a RemoteMesh. A TrainerClient or GeneratorClient uses a RemoteMesh like an actor mesh of Monarch.
-The calls go to the coordinator, an actor of the service, which passes them on to the trainer, the generator or another actor.
+`attach` returns a RemoteMesh, which a client uses like a mesh of Monarch. Its calls go to the
+service's coordinator.
 """
 
 import asyncio
@@ -25,28 +25,27 @@ from rl_actors.clients.wire import MAX_LINE_BYTES, PROTOCOL, Message, decode, en
 from rl_actors.clients.wire import versions as own_versions
 from rl_actors.processes import tls
 from rl_actors.processes.address import Address
+from rl_actors.processes.races import unless
 from rl_actors.processes.spawn import prepare_this_process
 
 
-class Lease:
-    """The connection of a client to a service. When the connection ends, the client knows that the service is gone, and
-    the service knows that the client is gone.
-    """
+class Connection:
+    """The connection of a client to a service. By its end, each side knows that the other is gone."""
 
     def __init__(self, address: Address, connection: socket.socket, answer: Message) -> None:
         """answer: the service's answer to the first message of the client."""
-        self.address, self.answer = address, answer
+        self.address = address
+        self.answer = answer
         self.ended: Future[str] = Future()  # done when the connection ends; the result is the reason
         self._connection = connection
         watching = threading.Thread(
-            target=_watch, args=(connection, self.ended, str(address)), name="rl_actors_lease", daemon=True
+            target=_watch, args=(connection, self.ended, str(address)), name="rl_actors_connection", daemon=True
         )
         watching.start()
 
     def close(self) -> None:
-        """Leave the service. A second call does nothing.
-
-        The service then discards this client's gradients that no optim_step has used, and aborts this client's running generate calls.
+        """Leave the service, which then discards this client's open step and aborts its generate
+        calls.
         """
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -54,8 +53,8 @@ class Lease:
 
 
 def _watch(connection: socket.socket, ended: "Future[str]", address: str) -> None:
-    """Read until the connection ends, and set the result of `ended` to a text with the reason. The service's last line has the reason if the
-    service ended the connection.
+    """Read until the connection ends, and set the reason, which is in the service's last line if
+    the service ended it.
     """
     received = b""
     with contextlib.suppress(OSError, ValueError):
@@ -69,67 +68,62 @@ def _watch(connection: socket.socket, ended: "Future[str]", address: str) -> Non
 
 
 class RemoteMesh:
-    """A stand-in for an actor mesh. Its endpoints call the coordinator of a service. A call has one answer for each
-    rank, but `is_alive` has one answer for all ranks.
-
-    number: this client's number at the service. patience: seconds that a call may wait for the end of another client's step.
+    """Stands for an actor mesh. Its endpoints call the coordinator, and have one answer for each
+    rank.
     """
 
-    def __init__(self, coordinator: Any, lease: Lease, *, number: int, num_ranks: int, patience: float):
-        self._coordinator, self.lease = coordinator, lease
-        self._number, self._num_ranks, self._patience = number, num_ranks, patience
+    def __init__(self, coordinator: Any, connection: Connection, *, number: int, num_ranks: int, step_wait: float):
+        """number: this client's number at the service. step_wait: seconds to wait for the end of
+        another client's step.
+        """
+        self._coordinator = coordinator
+        self.connection = connection
+        self._number = number
+        self.num_ranks = num_ranks
+        self._step_wait = step_wait
 
     def __getattr__(self, name: str) -> "RemoteEndpoint":
         if name.startswith("_"):
             raise AttributeError(name)
-        return RemoteEndpoint(self, name)
+        return RemoteEndpoint(self, name, self.num_ranks)
 
     @property
     def probe(self) -> "LocalEndpoint":
-        """An endpoint that answers with a RemoteProbe. The probe's `who` asks the service whether all processes of the actor answer."""
-        return LocalEndpoint([RemoteProbe(RemoteEndpoint(self, "is_alive", num_answers=1))])
+        """Answers with a RemoteProbe, whose `who` asks the service whether all processes of the
+        actor answer.
+        """
+        return LocalEndpoint([RemoteProbe(RemoteEndpoint(self, "is_alive", 1))])
 
     async def send(self, endpoint: str, arguments: tuple[object, ...]) -> list[object]:
-        """Call an endpoint of the actor, and return the answers of all ranks.
-
-        Raises the call's error if the call fails, and ConnectionError as soon as the service is gone.
+        """The answers of all ranks. Raises the call's error, and ConnectionError as soon as the
+        service is gone.
         """
-        asked = self._coordinator.call.call_one(self._number, endpoint, cloudpickle.dumps(arguments), self._patience)
-        answer = asyncio.ensure_future(_awaited(asked))
-        ended = asyncio.wrap_future(self.lease.ended)
-        await asyncio.wait((answer, ended), return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            answer.cancel()
-            raise ConnectionError(ended.result())
-        return opened(answer.result())
-
-    @property
-    def num_ranks(self) -> int:
-        return self._num_ranks
+        asked = self._coordinator.call.call_one(self._number, endpoint, cloudpickle.dumps(arguments), self._step_wait)
+        ended = asyncio.shield(asyncio.wrap_future(self.connection.ended))
+        return opened(await unless(ended, ConnectionError, asked))
 
 
 def opened(answer: bytes) -> list[object]:
-    """The answers of all ranks, from the bytes that the coordinator returns. Raises the error of the call."""
+    """The answers of all ranks, from the bytes that the coordinator returns. Raises the error of
+    the call.
+    """
     answers, error = pickle.loads(answer)
     if error is not None:
         raise error
     return answers
 
 
-async def _awaited(future: Awaitable[bytes]) -> bytes:
-    return await future
-
-
 class RemoteEndpoint:
-    """One endpoint of a RemoteMesh. A client calls it like an endpoint of Monarch."""
+    """One endpoint of a RemoteMesh."""
 
-    def __init__(self, mesh: RemoteMesh, name: str, num_answers: int | None = None) -> None:
-        self._mesh, self._name = mesh, name
-        self._num_answers = mesh.num_ranks if num_answers is None else num_answers
+    def __init__(self, mesh: RemoteMesh, name: str, num_answers: int) -> None:
+        self._mesh = mesh
+        self._name = name
+        self._num_answers = num_answers
 
-    def stream(self, *arguments: object, order: object = None) -> Iterator[Awaitable[object]]:
-        """The answers of the ranks. `order` has the number that the client gave the call (policy_trainer.Order). It is not sent, because the
-        service numbers the calls itself.
+    def stream(self, *arguments: object, header: object = None) -> Iterator[Awaitable[object]]:
+        """The answers of the ranks. The header stays here, because the service numbers the calls
+        itself.
         """
         answers = asyncio.ensure_future(self._mesh.send(self._name, arguments))
         return (_nth(answers, index) for index in range(self._num_answers))
@@ -140,7 +134,7 @@ async def _nth(answers: "asyncio.Future[list[object]]", index: int) -> object:
 
 
 class LocalEndpoint:
-    """An endpoint whose answers are known already, so that nothing is sent."""
+    """An endpoint whose answers are known, so that nothing is sent."""
 
     def __init__(self, answers: list[object]) -> None:
         self._answers = answers
@@ -154,14 +148,16 @@ async def _just(value: object) -> object:
 
 
 class RemoteProbe:
-    """A stand-in for the actor Probe of processes/spawn.py, with only the endpoint `who`."""
+    """Stands for the actor Probe of processes/spawn.py, with only the endpoint `who`."""
 
     def __init__(self, who: RemoteEndpoint) -> None:
         self.who = who
 
 
 def ask(address: str, wants: Message, *, certificates: str = "", timeout: float = ATTACH_TIMEOUT) -> Message:
-    """The answer of a service to a question that needs no actors, such as {"wants": "status"}. Raises the errors of `attach`."""
+    """The answer of a service to a question that needs no actors, such as {"wants": "status"}.
+    Errors as `attach`.
+    """
     target = Address.parse(address)
     connection, answer = _greet(target, wants, certificates, timeout)
     connection.close()
@@ -169,7 +165,7 @@ def ask(address: str, wants: Message, *, certificates: str = "", timeout: float 
 
 
 def _greet(address: Address, wants: Message, certificates: str, timeout: float) -> tuple[socket.socket, Message]:
-    """Connect, send the first message, and return the connection and the service's answer to the message."""
+    """Connect, send the first message, and return the connection and the answer."""
     if timeout <= 0:
         raise ValueError(f"timeout={timeout}; it must be positive")
     protection = tls.client_context(address, certificates)
@@ -193,7 +189,7 @@ def _greet(address: Address, wants: Message, certificates: str, timeout: float) 
 
 
 def _plain(error: Exception, address: Address, timeout: float) -> Exception:
-    """The error to raise instead of an error of a connection. Its text says what went wrong."""
+    """The error to raise instead of an error of a connection."""
     match error:
         case ssl.SSLError():
             return ConnectionError(f"{address}: TLS failed between this program and the service: {error}")
@@ -229,27 +225,24 @@ def attach(
     step_wait: float = STEP_WAIT,
     call_timeout: float,
 ) -> tuple[RemoteMesh, Any]:
-    """Attach to one actor of a service. Returns a RemoteMesh that stands for the actor, and the TrainerInfo or
-    GeneratorInfo of the actor's first rank.
+    """Attach to one actor of a service. Returns its RemoteMesh, and the TrainerInfo or
+    GeneratorInfo of its first rank.
 
-    member: the actor's name at the service, such as "trainer", "value_trainer" or "generator".
-    step_wait: seconds that a call may wait for the end of another client's step. At most call_timeout / 2 is used.
-    Raises ValueError for a wrong address, for a wrong folder of certificates, for versions of packages that differ, and
-    for an actor that the service does not have. Raises ConnectionError if no service can be reached at the address, or
-    if TLS fails. Raises TimeoutError if the service does not answer within `timeout` seconds.
+    member: the actor's name at the service: "trainer", "value_trainer", "reference" or "generator".
+    step_wait: as in `ModelClient.attach`, which also lists the errors.
     """
     target = Address.parse(address)
     name = f"{member}, pid {os.getpid()} on {socket.gethostname()}"
     connection, answer = _greet(target, {"wants": "attach", "member": member, "name": name}, certificates, timeout)
     own_host = connection.getsockname()[0]
-    lease = Lease(target, connection, answer)
+    held = Connection(target, connection, answer)
     try:
         join_monarch(str(answer["transport"]), own_host, certificates)
         coordinator = pickle.loads(base64.b64decode(str(answer["coordinator"])))
         number, num_ranks = int(str(answer["client"])), int(str(answer["num_ranks"]))
-        patience = min(step_wait, call_timeout / 2)
-        mesh = RemoteMesh(coordinator, lease, number=number, num_ranks=num_ranks, patience=patience)
-        asked = coordinator.call.call_one(number, "setup", cloudpickle.dumps(()), patience)
+        wait = min(step_wait, call_timeout / 2)
+        mesh = RemoteMesh(coordinator, held, number=number, num_ranks=num_ranks, step_wait=wait)
+        asked = coordinator.call.call_one(number, "setup", cloudpickle.dumps(()), wait)
         try:
             info = opened(asked.get(timeout=timeout))[0]
         except TimeoutError:
@@ -257,13 +250,15 @@ def attach(
                 f"{address} accepted this program, but its {member} did not answer within {timeout:g} s"
             ) from None
     except BaseException:
-        lease.close()
+        held.close()
         raise
     return mesh, info
 
 
 def join_monarch(transport: str, own_host: str, certificates: str) -> None:
-    """Start Monarch in this process with the service's transport. own_host: the address at which the service reaches this machine."""
+    """Start Monarch here with the service's transport. own_host: the address at which the service
+    reaches this machine.
+    """
     prepare_this_process()
     if transport == "tls":
         tls.use_for_monarch(certificates)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from rl_actors.config import RestartPolicy
 
 HOUR = 3600.0  # seconds
-LONGEST_PAUSE = 60.0
+LONGEST_RESTART_PAUSE = 60.0
 """Largest number of seconds between a death and the restart after it."""
 FIRST_RESTARTS = 2
 """Largest number of restarts of an actor that has never been ready. If the actor dies at every start, more restarts do
@@ -52,4 +52,4 @@ class Restarts:
                 first.add_note(self.note.format(num_deaths=num_deaths, limit=limit, last=death))
             raise first
         self.total += 1
-        return 0.0 if num_deaths == 1 else min(self.policy.backoff * 2 ** (num_deaths - 2), LONGEST_PAUSE)
+        return 0.0 if num_deaths == 1 else min(self.policy.backoff * 2 ** (num_deaths - 2), LONGEST_RESTART_PAUSE)

@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
-LONGEST_PAUSE = 5.0  # seconds between checks that the processes of an actor answer, at most
-START_TIMEOUT = 120.0  # seconds
-STOP_TIMEOUT = 20.0  # seconds; processes that still run are then killed
+LONGEST_CHECK_PAUSE = 5.0  # longest pause in seconds between two checks that the processes of an actor answer
+START_TIMEOUT = 120.0  # seconds in which spawned processes must answer
+STOP_TIMEOUT = 20.0  # seconds within which Monarch must stop the processes; those that still run are then killed
 logger = logging.getLogger(__name__)
 
 # Monarch notices a dead process in about one second instead of nine. Its time limits for answers
@@ -164,7 +164,7 @@ class ProcessMesh:
     async def first_silent(self, silent_after: float, heard: Callable[[int], None] | None = None) -> list[Process]:
         """Wait until some processes have not answered for silent_after seconds, and return them."""
         while not (silent := await self.silent(silent_after, heard)):
-            await asyncio.sleep(min(silent_after / 4, LONGEST_PAUSE))
+            await asyncio.sleep(min(silent_after / 4, LONGEST_CHECK_PAUSE))
         return silent
 
     async def stop(self) -> None:

@@ -15,7 +15,7 @@ from waiting import GUARD
 
 from rl_actors import CrossEntropy, OptimParams, Sample, TrainerClient
 from rl_actors.config import DEGREES
-from rl_actors.policy_trainer import Order
+from rl_actors.policy_trainer import CallHeader
 
 STEP = OptimParams(learning_rate=0.01)
 
@@ -231,8 +231,8 @@ def numbered(trainer, trainer_mesh):
     trainer_mesh.setup.call_one("numbered").get(timeout=GUARD)
 
     def call(number: int, endpoint: str, *args):
-        order = Order(session="numbered", number=number)
-        return getattr(trainer_mesh, endpoint).call_one(*args, order=order).get(timeout=GUARD)
+        header = CallHeader(session="numbered", number=number)
+        return getattr(trainer_mesh, endpoint).call_one(*args, header=header).get(timeout=GUARD)
 
     return call
 

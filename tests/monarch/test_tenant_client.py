@@ -15,7 +15,7 @@ from support import FailingLoss, Gate, random_samples, worst
 from waiting import GUARD
 
 from rl_actors import LoRAConfig, OptimParams, TrainerClient
-from rl_actors.clients.call import in_background
+from rl_actors.policy_trainer import PolicyTrainer
 
 LORA = LoRAConfig(rank=4, seed=3)
 PARAMS = [
@@ -86,7 +86,7 @@ def test_a_tenant_saves_loads_and_exports_its_own_state(landlord, pair, tmp_path
     other.export_hf(str(tmp_path / "merged")).result()
     assert (tmp_path / "adapter/adapter_model.safetensors").is_file() and (tmp_path / "merged/config.json").is_file()
     with pytest.raises(ValueError, match="push_model_state_dict is not possible for tenant 'a'.*export_lora"):
-        in_background(landlord._send("a", "push_model_state_dict"), "push").result()
+        landlord.session.of("a").call(PolicyTrainer.push_model_state_dict).result()
     assert landlord.push_model_state_dict().result() == 0
 
 

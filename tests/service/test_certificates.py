@@ -62,10 +62,10 @@ def test_a_program_with_a_certificate_of_the_authority_is_admitted(served, certi
     assert remote.ask(served, {"wants": "status"}, certificates=certificates, timeout=TIMEOUT)["status"]
     target = Address.parse(served)
     wants = {"wants": "attach", "member": "trainer", "name": "a test"}
-    lease = remote.Lease(target, *remote._greet(target, wants, certificates, TIMEOUT))
-    assert lease.answer["client"] == 1
-    lease.close()
-    wait_until(lease.ended.done, "the end of the lease")
+    connection = remote.Connection(target, *remote._greet(target, wants, certificates, TIMEOUT))
+    assert connection.answer["client"] == 1
+    connection.close()
+    wait_until(connection.ended.done, "the end of the connection")
 
 
 def test_a_program_without_a_certificate_is_refused(served, certificates):

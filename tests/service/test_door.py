@@ -141,10 +141,10 @@ def test_a_closed_service_tells_its_clients_the_reason(served):
     service, address = served
     target = Address.parse(address)
     wants = {"wants": "attach", "member": "trainer", "name": "a test"}
-    lease = remote.Lease(target, *remote._greet(target, wants, "", TIMEOUT))
+    connection = remote.Connection(target, *remote._greet(target, wants, "", TIMEOUT))
     assert [client.name for client in service.clients.values()] == ["a test"]
     in_background(service.door.close("it was asked to stop"), "close").result()
-    assert lease.ended.result(TIMEOUT) == f"the service at {address} is gone: it was asked to stop"
+    assert connection.ended.result(TIMEOUT) == f"the service at {address} is gone: it was asked to stop"
     with pytest.raises(ConnectionError, match="no service listens"):
         TrainerClient.attach(address, timeout=TIMEOUT)
 
@@ -153,8 +153,8 @@ def test_a_client_leaves_the_service_when_its_connection_ends(served):
     service, address = served
     target = Address.parse(address)
     wants = {"wants": "attach", "member": "trainer", "name": "a test"}
-    lease = remote.Lease(target, *remote._greet(target, wants, "", TIMEOUT))
-    lease.close()
+    connection = remote.Connection(target, *remote._greet(target, wants, "", TIMEOUT))
+    connection.close()
     wait_until(lambda: not service.clients, "the client leaves")
 
 
