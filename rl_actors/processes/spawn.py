@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import monarch.actor
+import setproctitle
 from monarch.actor import (
     Actor,
     Endpoint,
@@ -252,6 +253,7 @@ def _common_environment(num_processes: int, own_address: str, port: int) -> dict
         "PYTHONFAULTHANDLER": "1",  # a process that crashes in a library prints where it was
         # All threads use malloc's main arena, because malloc keeps freed memory (threads.keep_memory) only in this arena.
         "MALLOC_ARENA_MAX": "1",
+        "SPT_NOENV": "1",  # setproctitle then leaves /proc/PID/environ as it is
         **threads.gpu_environment(),
     }
 
@@ -330,6 +332,7 @@ async def collect(endpoint: Endpoint[..., T], *args: object, **kwargs: object) -
 def _prepare_rank(name: str, logs: LogRoute | None) -> None:
     """Set up a spawned process. Monarch calls this function in the process before the first actor starts there."""
     collector.keep()
+    setproctitle.setproctitle(f"rl_actors {os.environ['RL_ACTORS_PROCESS']}")
     os.environ |= network.lead_gloo_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     # A terminal sends Ctrl-C, and a scheduler sends SIGTERM, to all processes of a program. The ranks ignore both signals,
     # because the spawning process may still need the ranks for a checkpoint. A rank ends when the spawning process
