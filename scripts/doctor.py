@@ -139,10 +139,12 @@ def check_leftovers(report: Report) -> None:
         try:
             open_files += (process / "maps").read_text()
             command = (process / "cmdline").read_bytes().decode(errors="replace")
+            environment = (process / "environ").read_bytes().decode(errors="replace")
             parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError):  # the process has ended meanwhile, or belongs to another user
             continue
-        if str(VENV) in command and "monarch" in command and is_reaper(parent):
+        is_worker = "monarch" in command or command.startswith("rl_actors ")  # the title of an actor's process
+        if is_worker and str(VENV) in command + environment and is_reaper(parent):
             orphans.append(process.name)
     if orphans:
         text = f"Monarch workers whose parent has ended: {', '.join(orphans)} (do not kill workers that you detached on purpose)"

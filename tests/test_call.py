@@ -2,11 +2,12 @@
 
 import asyncio
 import gc
-from concurrent.futures import Future
+import threading
+from concurrent.futures import CancelledError, Future
 
 import pytest
 
-from rl_actors.clients.call import Call
+from rl_actors.clients.call import Call, in_background
 
 
 async def wait_for_answer(call: Call[int]) -> int:
@@ -55,3 +56,38 @@ def test_a_call_that_fails_with_its_own_timeout_error_raises_this_error():
     ended.set_exception(TimeoutError("rank 1 did not answer"))
     with pytest.raises(TimeoutError, match="rank 1 did not answer"):
         Call(ended, "work").result(1.0)
+
+
+class Interrupted(Future):
+    def result(self, timeout=None):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("can_cancel", [True, False])
+def test_ctrl_c_cancels_a_call_that_can_be_cancelled_and_no_other(can_cancel):
+    running = Interrupted()
+    call = Call(running, "work", can_cancel=can_cancel)
+    with pytest.raises(KeyboardInterrupt):
+        call.result()
+    assert running.cancelled() == can_cancel
+    assert repr(call) == f"<Call work: {'cancelled' if can_cancel else 'running'}>"
+
+
+def test_cancel_ends_the_work_in_the_background_and_answers_whether_it_did():
+    began, ended = threading.Event(), threading.Event()
+
+    async def work() -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    call = in_background(work(), "work", can_cancel=True)
+    assert began.wait(10) and call.cancel() and ended.wait(10)
+    with pytest.raises(CancelledError):
+        call.result()
+    assert call.failed() and not call.may_fail_unasked()
+    done: Future[int] = Future()
+    done.set_result(3)
+    assert not Call(done, "work", can_cancel=True).cancel()

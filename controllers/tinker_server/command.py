@@ -275,10 +275,7 @@ async def _serve(arguments: Arguments, listener: socket.socket) -> None:
             )
         )
         serving = asyncio.create_task(http.serve(sockets=[listener]))
-        host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        key = API_KEY if arguments.owners is None else "YOUR_KEY"
-        print(f"export TINKER_BASE_URL=http://{shown}:{port}\nexport TINKER_API_KEY={key}", flush=True)
+        greet(listener.getsockname()[:2], API_KEY if arguments.owners is None else "YOUR_KEY")
         await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
         http.should_exit = True
         stopped.cancel()
@@ -287,3 +284,11 @@ async def _serve(arguments: Arguments, listener: socket.socket) -> None:
         print("stopping; writing the state of the training runs", file=sys.stderr, flush=True)
         await server.close()
         log.close()
+
+
+def greet(address: tuple[str, int], key: str) -> None:
+    """Print the environment variables for a client on stdout, and on stderr where the page is."""
+    host, port = address
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    print(f"the page of this server: {url}/", file=sys.stderr, flush=True)
+    print(f"export TINKER_BASE_URL={url}\nexport TINKER_API_KEY={key}", flush=True)

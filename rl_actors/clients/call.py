@@ -24,15 +24,15 @@ class Call(Generic[T]):
     this time, when the call has ended.
     """
 
-    def __init__(self, future: "Future[T]", what: str) -> None:
-        """what: names of the client and of the call, for error texts."""
-        self._future, self._what = future, what
+    def __init__(self, future: "Future[T]", what: str, *, can_cancel: bool = False) -> None:
+        """what: names of the client and of the call, for error texts. can_cancel: a cancelled call leaves its actor as it was."""
+        self._future, self._what, self._can_cancel = future, what, can_cancel
         self._asked = False
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the answer. Raises TimeoutError after `timeout` seconds, and the error of the call if the call fails.
 
-        A timeout or Ctrl-C ends only the waiting: the call goes on, and `result` can be called again.
+        A timeout ends only the waiting: the call goes on, and `result` can be called again. So does Ctrl-C, but it also cancels a `generate`.
         """
         try:
             answer = self._future.result(timeout)
@@ -46,8 +46,20 @@ class Call(Generic[T]):
         except Exception:
             self._asked = True
             raise
+        except KeyboardInterrupt:
+            self.cancel()
+            raise
         self._asked = True
         return answer
+
+    def cancel(self) -> bool:
+        """End a running `generate`: its requests are aborted, and `result` raises CancelledError.
+
+        Returns False, and does nothing, if the call has ended or is another call, because ranks run every call to its end.
+        """
+        is_cancelled = self._can_cancel and self._future.cancel()
+        self._asked = self._asked or is_cancelled
+        return is_cancelled
 
     def done(self) -> bool:
         return self._future.done()
@@ -126,17 +138,17 @@ class _Background:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def run(self, coroutine: Coroutine[object, None, T], what: str) -> Call[T]:
+    def run(self, coroutine: Coroutine[object, None, T], what: str, can_cancel: bool) -> Call[T]:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=self._loop.run_forever, name="rl_actors", daemon=True).start()
-        return Call(asyncio.run_coroutine_threadsafe(coroutine, self._loop), what)
+        return Call(asyncio.run_coroutine_threadsafe(coroutine, self._loop), what, can_cancel=can_cancel)
 
 
 _background = _Background()
 
 
-def in_background(coroutine: Coroutine[object, None, T], what: str) -> Call[T]:
-    """Run a coroutine on the thread that all clients of this process share. what: names of the client and of the call, for error texts."""
-    return _background.run(coroutine, what)
+def in_background(coroutine: Coroutine[object, None, T], what: str, *, can_cancel: bool = False) -> Call[T]:
+    """Run a coroutine on the thread that all clients of this process share. what, can_cancel: see Call."""
+    return _background.run(coroutine, what, can_cancel)

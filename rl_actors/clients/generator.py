@@ -324,6 +324,7 @@ class GeneratorClient(Client):
             chosen,
             adapter,
             check=lambda limits: limits.check_prompts(copies, chosen),
+            can_cancel=True,
         )
 
     async def _generate(
@@ -458,7 +459,12 @@ class GeneratorClient(Client):
         return await self._fleet.wake()
 
     def _call(
-        self, what: str, send: Callable[..., Coroutine[object, None, T]], *arguments: object, check: Check | None = None
+        self,
+        what: str,
+        send: Callable[..., Coroutine[object, None, T]],
+        *arguments: object,
+        check: Check | None = None,
+        can_cancel: bool = False,
     ) -> Call[T]:
         """Send the call when the generator is ready. Check the call now if the limits are known, otherwise just before
         it is sent.
@@ -468,7 +474,8 @@ class GeneratorClient(Client):
         if check is not None and self._limits is not None:
             check(self._limits)
             check = None
-        return in_background(self._wait_and_send(send, arguments, check), f"{self.name}: {what}")
+        work = self._wait_and_send(send, arguments, check)
+        return in_background(work, f"{self.name}: {what}", can_cancel=can_cancel)
 
     async def _wait_and_send(
         self, send: Callable[..., Coroutine[object, None, T]], arguments: tuple[object, ...], check: Check | None

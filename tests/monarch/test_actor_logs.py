@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 
+import psutil
 import support
 from monarch.actor import endpoint
 from waiting import GUARD
@@ -47,3 +48,11 @@ def test_every_rank_of_a_trainer_logs_to_its_file_and_with_tee_to_the_terminal(t
         filed = (tmp_path / f"trainer-{rank}.log").read_text()
         assert f"an info line of rank {rank}" in filed and f"an info line of rank {1 - rank}" not in filed
     assert not [line for line in shown if "a debug line" in line]
+
+
+def test_every_rank_has_its_name_in_ps_and_keeps_its_environment(tmp_path):
+    processes = asyncio.run(spawn_processes("trainer", 2, logs=LogRoute(directory=tmp_path)))
+    ranks = [psutil.Process(process.pid) for process in processes.processes]
+    assert [rank.cmdline()[0] for rank in ranks] == ["rl_actors trainer-0", "rl_actors trainer-1"]
+    assert [rank.environ()["RL_ACTORS_PROCESS"] for rank in ranks] == ["trainer-0", "trainer-1"]
+    asyncio.run(processes.stop())

@@ -5,6 +5,7 @@ In some tests the caller leaves the loop early, or the generator fails during th
 
 import asyncio
 import threading
+from concurrent.futures import CancelledError
 
 import pytest
 import support
@@ -119,6 +120,19 @@ def test_leaving_the_loop_aborts_the_remaining_requests_in_the_engine(generator,
     support.wait_until(lambda: num_running(generator_mesh) == 0)
     assert generator_mesh.num_aborted.call_one().get(timeout=GUARD) == before + 2
     assert generator.generate(PROMPTS, SAMPLED).result()
+
+
+def test_a_cancelled_generate_aborts_its_requests_in_the_engine(generator, generator_mesh, synced):
+    before = generator_mesh.num_aborted.call_one().get(timeout=GUARD)
+    call = generator.generate([[5, 6, 7], [11]], LONG)
+    support.wait_until(lambda: num_running(generator_mesh) == 2)
+    assert call.cancel()
+    support.wait_until(lambda: num_running(generator_mesh) == 0)
+    assert generator_mesh.num_aborted.call_one().get(timeout=GUARD) == before + 2
+    with pytest.raises(CancelledError):
+        call.result()
+    assert len(generator.generate(PROMPTS, SAMPLED).result()) == 3
+    assert not generator.compute_logprobs(PROMPTS).cancel()
 
 
 def test_a_cancelled_anext_loses_no_prompt(generator, synced):

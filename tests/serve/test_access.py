@@ -12,7 +12,7 @@ import pytest
 from serving import Api
 
 from controllers.tinker_server.access import WORK, Access, hash_of, read_keys
-from controllers.tinker_server.command import listen, read_address, read_arguments
+from controllers.tinker_server.command import greet, listen, read_address, read_arguments
 
 
 def test_each_key_sees_only_its_own_runs(tmp_path):
@@ -225,3 +225,12 @@ def test_a_server_without_keys_refuses_bodies_of_a_type_that_any_page_may_send(t
                     assert response.status_code != 415
 
     asyncio.run(main())
+
+
+def test_the_server_says_at_its_start_that_its_root_is_a_page(capsys):
+    greet(("127.0.0.1", 8000), "tml-any")
+    out, err = capsys.readouterr()
+    assert err == "the page of this server: http://127.0.0.1:8000/\n"
+    assert out == "export TINKER_BASE_URL=http://127.0.0.1:8000\nexport TINKER_API_KEY=tml-any\n"
+    greet(("::1", 80), "k")
+    assert capsys.readouterr().err == "the page of this server: http://[::1]:80/\n"
