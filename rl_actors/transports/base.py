@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rl_actors.finite import require_finite
+from rl_actors.processes.races import awaited
 
 if TYPE_CHECKING:
     from rl_actors.transports.slots import SlotAddress
@@ -279,16 +280,11 @@ async def _commit(transport: Transport, manifest: Manifest, rank: int) -> None:
 async def within(timeout: float, work: Awaitable[Value], what: str) -> Value:
     """Await the work. Raises TimeoutError naming `what` if the work takes longer than `timeout` seconds."""
     try:
-        return await asyncio.wait_for(_awaited(work), timeout)
+        return await asyncio.wait_for(awaited(work), timeout)
     except TimeoutError as error:
         if str(error):  # the work itself raised this TimeoutError
             raise
         raise TimeoutError(f"{what} was not done within {timeout:g} s") from None
-
-
-async def _awaited(work: Awaitable[Value]) -> Value:
-    """Wrap an awaitable, such as a future of Monarch, in a coroutine, for asyncio.wait_for."""
-    return await work
 
 
 async def _on_all_ranks(work: Awaitable[Value], version: int, gather: Gather) -> list[Value | None]:
