@@ -157,7 +157,10 @@ class FakeGenerator:
 
 
 class Started:
-    """Starts a fleet of `count` fake generators for an `async with` block, and closes it at the end. `lines` has the texts that the fleet gives to `tell`."""
+    """Starts a fleet of `count` fake generators for an `async with` block, and closes it at the end.
+
+    `lines` has the texts that the fleet gives to `on_event`.
+    """
 
     def __init__(self, count: int = 1, policy: RestartPolicy = NO_PAUSE, **options) -> None:
         self.count, self.policy, self.options = count, policy, options
@@ -166,7 +169,7 @@ class Started:
     def make(self) -> Fleet:
         names = [f"g{index}" for index in range(self.count)]
         spawns = {name: functools.partial(self.generators.spawn, name) for name in names}
-        return Fleet(spawns, self.policy, setup_timeout=GUARD, tell=self.lines.append, **self.options)
+        return Fleet(spawns, self.policy, setup_timeout=GUARD, on_event=self.lines.append, **self.options)
 
     async def __aenter__(self) -> "tuple[Fleet, Generators]":
         self.fleet = self.make()
@@ -197,8 +200,8 @@ async def until(condition) -> None:
 
 
 async def generate(fleet: Fleet, prompts=PROMPTS, params=ONE) -> dict[int, list[Completion]]:
-    call = await fleet.start_generate(prompts, params, None)
-    return dict(await fleet.finished_groups(call, len(prompts)))
+    call = await fleet.generate(prompts, params, None)
+    return dict(await call.take(len(prompts)))
 
 
 def makers(groups: dict[int, list[Completion]]) -> list[int]:
@@ -215,7 +218,7 @@ async def test_a_call_is_divided_among_the_generators_and_every_prompt_gets_its_
         assert makers(await generate(fleet, [[1], [2], [3], [4], [5]])) == [0, 1, 0, 1, 0]
         left, right = generators.spawned
         assert (left.seeds, right.seeds) == ([[0, 2, 4]], [[1, 3]])
-        assert fleet._router.loads == [0, 0] and fleet._routed == {}
+        assert fleet._router.loads == [0, 0]
         assert await fleet.compute_logprobs([[1], [2], [3]]) == ["0 [1]", "1 [2]", "0 [3]"]
         assert fleet._router.loads == [0, 0]
 
@@ -225,11 +228,11 @@ async def test_no_generator_has_a_load_after_a_call_is_aborted():
     async with Started(2) as (fleet, generators):
         for generator in generators.spawned:
             generator.waits = True
-        call = await fleet.start_generate(PROMPTS, ONE, None)
+        call = await fleet.generate(PROMPTS, ONE, None)
         generators.spawned[0].released.put_nowait(1)
-        assert [index for index, _ in await fleet.finished_groups(call, 1)] == [2]
-        await fleet.abort_generate(call)
-        assert fleet._router.loads == [0, 0] and fleet._routed == {}
+        assert [index for index, _ in await call.take(1)] == [2]
+        await call.abort()
+        assert fleet._router.loads == [0, 0] and call.is_over and not call.parts
 
 
 @in_loop
@@ -238,7 +241,7 @@ async def test_an_error_that_is_no_death_is_raised_at_once_and_restarts_nothing(
         with pytest.raises(ValueError, match="7 is refused"):
             await generate(fleet, params=SamplingParams(n=1, max_tokens=7))
         assert states(fleet) == ["healthy", "healthy"] and fleet.num_restarts == 0
-        assert fleet._router.loads == [0, 0] and fleet._routed == {}
+        assert fleet._router.loads == [0, 0]
 
 
 @in_loop
@@ -270,8 +273,8 @@ async def test_all_generators_load_an_adapter_before_calls_use_it():
     async with Started(2) as (fleet, generators):
         generators.events.clear()
         await fleet.load_adapter("a", "/a")
-        call = await fleet.start_generate(PROMPTS[:2], ONE, None, "a")
-        await fleet.finished_groups(call, 2)
+        call = await fleet.generate(PROMPTS[:2], ONE, None, "a")
+        await call.take(2)
         await fleet.compute_logprobs([[1]], "a")
         assert generators.events[:2] == ["0: load a", "1: load a"]
         assert sorted(generators.events[2:4]) == ["0: generate [0] with a", "1: generate [1] with a"]
@@ -296,13 +299,13 @@ async def test_an_adapter_is_unloaded_when_the_calls_that_use_it_have_ended():
     async with Started(1) as (fleet, generators):
         generators.spawned[0].waits = True
         await fleet.load_adapter("a", "/a")
-        ending, aborted = [await fleet.start_generate([[1]], ONE, None, "a") for _ in range(2)]
+        ending, aborted = [await fleet.generate([[1]], ONE, None, "a") for _ in range(2)]
         unloading = asyncio.ensure_future(fleet.unload_adapter("a"))
         generators.spawned[0].released.put_nowait(0)
-        await fleet.finished_groups(ending, 1)
+        await ending.take(1)
         await fleet.compute_logprobs([[1]])
         assert not unloading.done() and "0: unload a" not in generators.events
-        await fleet.abort_generate(aborted)
+        await aborted.abort()
         await unloading
         assert generators.events[-1] == "0: unload a"
 
@@ -316,11 +319,11 @@ async def test_a_generator_that_is_started_again_loads_the_adapters_before_it_ge
         await fleet.unload_adapter("b")
         first = generators.spawned[0]
         first.waits = True
-        call = await fleet.start_generate([[1]], ONE, None, "c")
+        call = await fleet.generate([[1]], ONE, None, "c")
         generators.plans.append(lambda made: made.on_load.append(refuse))
         generators.events.clear()
         first.die()
-        assert makers(dict(await fleet.finished_groups(call, 1))) == [1]
+        assert makers(dict(await call.take(1))) == [1]
         again = [event for event in generators.events if event.startswith("1: ")]
         assert again == ["1: spawn", "1: pull 3", "1: load a", "1: load c", "1: generate [0] with c"]
 
@@ -351,11 +354,11 @@ async def test_only_the_unfinished_prompts_of_a_dead_generator_go_to_another_and
     async with Started(2) as (fleet, generators):
         dying, other = generators.spawned
         dying.waits = True
-        call = await fleet.start_generate([[index] for index in range(6)], ONE, [60, 61, 62, 63, 64, 65])
+        call = await fleet.generate([[index] for index in range(6)], ONE, [60, 61, 62, 63, 64, 65])
         dying.released.put_nowait(1)  # position 1 of its call is prompt 2
-        await until(lambda: any(index == 2 for index, _ in fleet._routed[call]._finished))
+        await until(lambda: any(index == 2 for index, _ in call._finished))
         dying.die()
-        groups = dict(await fleet.finished_groups(call, 6))
+        groups = dict(await call.take(6))
         assert makers(groups) == [1, 1, 0, 1, 1, 1]
         assert (dying.seeds, other.seeds) == ([[60, 62, 64]], [[61, 63, 65], [60, 64]])
         await until(lambda: states(fleet) == ["healthy", "healthy"])
@@ -587,7 +590,7 @@ async def test_a_pull_that_fails_on_all_generators_raises_and_the_generators_kee
             generator.on_pull.append(fail)
         with pytest.raises(TimeoutError, match="version 9 was not published"):
             await fleet.pull(9, 1.0, True)
-        assert states(fleet) == ["healthy", "healthy"] and fleet.told == 2
+        assert states(fleet) == ["healthy", "healthy"] and fleet.target_version == 2
         generators.spawned[0].die()
         await until(lambda: len(generators.spawned) == 3 and states(fleet) == ["healthy", "healthy"])
         assert generators.spawned[2].version == 2

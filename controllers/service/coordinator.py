@@ -8,7 +8,6 @@ the call fails. If Monarch unpickled the arguments, a failure would end the coor
 """
 
 import pickle
-import traceback
 import uuid
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from monarch.actor import Actor, concurrent_endpoint, this_proc
 
 from controllers.service.service import Service
 from rl_actors.clients.call import in_background
+from rl_actors.processes.errors import sendable
 
 if TYPE_CHECKING:
     from monarch.actor import UndeliverableMessageEnvelope
@@ -49,7 +49,7 @@ class Coordinator(Actor):
             answers = await in_background(self.service.call(number, endpoint, unpickled, step_wait), endpoint)
             return cloudpickle.dumps((answers, None))
         except Exception as error:
-            return _pickled(error)
+            return cloudpickle.dumps((None, sendable(error)))
 
     def _handle_undeliverable_message(self, message: "UndeliverableMessageEnvelope") -> bool:
         """Drop an answer that cannot be delivered because its client has ended.
@@ -57,21 +57,6 @@ class Coordinator(Actor):
         Returning True keeps the actor running.
         """
         return True
-
-
-def _pickled(error: Exception) -> bytes:
-    """The error as the bytes that remote.opened reads.
-
-    If the error cannot be pickled, or is not of the same type after unpickling, a RuntimeError with the error's
-    traceback replaces the error.
-    """
-    try:
-        sent = cloudpickle.dumps((None, error))
-        if type(pickle.loads(sent)[1]) is type(error):
-            return sent
-    except Exception:
-        pass
-    return cloudpickle.dumps((None, RuntimeError("".join(traceback.format_exception(error)))))
 
 
 def spawn_coordinator(service: Service) -> bytes:

@@ -7,6 +7,7 @@ client.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -15,12 +16,13 @@ from typing import Protocol
 from controllers.service.counts import MemberNumbers
 from controllers.service.open_step import CHANGING, Attached, OpenStep
 from rl_actors.clients.base import Client
+from rl_actors.clients.completions import Group
 from rl_actors.clients.generator import GeneratorClient
 from rl_actors.clients.model import ModelClient
 from rl_actors.clients.model_calls import SavedCheckpoint
 from rl_actors.clients.trainer import TrainerClient
 from rl_actors.policy_trainer import VERBS
-from rl_actors.types import Completion, SamplingParams, TrainerInfo
+from rl_actors.types import SamplingParams, TrainerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +149,7 @@ class GeneratorMember:
 
     def __init__(self, client: GeneratorClient) -> None:
         self.client = client
+        self._numbers = itertools.count()
         self._calls: dict[str, Callable[..., Awaitable[object]]] = {
             "compute_logprobs": self._compute_logprobs,
             "pull_model_state_dict": self._pull,
@@ -183,33 +186,30 @@ class GeneratorMember:
         client: Attached,
         prompts: list[list[int]],
         params: SamplingParams,
-        indices: list[int] | None = None,
+        seed_indices: list[int] | None = None,
         adapter: str | None = None,
     ) -> int:
-        number = await self.client.start_generate(prompts, params, indices, adapter)
-        client.generations[number] = len(prompts)
+        number = next(self._numbers)
+        client.generations[number] = await self.client.start_generate(prompts, params, seed_indices, adapter)
         if client.has_left:
             await self._abort(client, number)
         return number
 
-    async def _fetch(self, client: Attached, number: int, at_least: int = 1) -> list[tuple[int, list[Completion]]]:
+    async def _fetch(self, client: Attached, number: int, at_least: int = 1) -> list[Group]:
         if number not in client.generations:
             raise ValueError(
                 f"no generate call {number} of this client is running: it has given all its completions, has failed, or was aborted"
             )
+        call = client.generations[number]
         try:
-            groups = await self.client.finished_groups(number, at_least)
-        except Exception:
-            client.generations.pop(number, None)
-            raise
-        client.generations[number] -= len(groups)
-        if not client.generations[number]:
-            del client.generations[number]
-        return groups
+            return await call.take(at_least)
+        finally:
+            if call.is_over:
+                client.generations.pop(number, None)
 
     async def _abort(self, client: Attached, number: int) -> None:
-        if client.generations.pop(number, None) is not None:
-            await self.client.abort_generate(number)
+        if (call := client.generations.pop(number, None)) is not None:
+            await call.abort()
 
     async def _pull(self, version: int, timeout: float = 60.0, in_flight: bool = True) -> object:
         await self.client.pull_model_state_dict(version, timeout, in_flight=in_flight)

@@ -8,6 +8,10 @@ it when they succeed.
 import asyncio
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rl_actors.clients.completions import GenerateCall
 
 CHANGING = frozenset(
     ("forward_backward", "optim_step", "discard_gradients", "save_checkpoint", "load_checkpoint", "profile")
@@ -27,8 +31,7 @@ class Attached:
     has_left: bool = False
     # Calls of this client that wait for the end of another client's step.
     waiting: "set[asyncio.Task[bool]]" = field(default_factory=set)
-    # Number that identifies a generate call -> count of the call's prompts whose completions this client has not fetched.
-    generations: dict[int, int] = field(default_factory=dict)
+    generations: "dict[int, GenerateCall]" = field(default_factory=dict)  # by the number that the client knows
 
     def __str__(self) -> str:
         return f"client {self.number} ({self.name})"

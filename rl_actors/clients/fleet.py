@@ -1,11 +1,7 @@
 """`Fleet`, the generators of a GeneratorClient.
 
-The fleet divides calls among the generators. It sends the unfinished prompts of a dead generator to the other
-generators. It gives all generators the same version of the weights.
-
-In this file `place` is the index of a generator in the fleet's list of generators. A `part` is those prompts of
-a call that go to one generator. A `Replica` has a generator and restarts it; replicas.py explains its states, such as
-healthy, stale and retired.
+It divides calls among them, sends the open prompts of a dead generator to the others, and gives all
+the same weights.
 """
 
 import asyncio
@@ -21,70 +17,26 @@ from torch import Tensor
 
 from rl_actors.clients.base import ActorDiedError
 from rl_actors.clients.call import Call
-from rl_actors.clients.one_generator import Groups, OneGenerator
+from rl_actors.clients.completions import GenerateCall
+from rl_actors.clients.one_generator import OneGenerator
 from rl_actors.clients.replicas import Replica, Watcher
 from rl_actors.clients.routing import Router
 from rl_actors.config import RestartPolicy
 from rl_actors.types import DeviceMemory, GeneratorInfo, GeneratorReturn, SamplingParams, Transfer
 
-FIRST_PULL_TIMEOUT = 60.0
-"""`Fleet._refit` pulls the weights into a generator before the generator becomes healthy. This is the largest number of
-seconds for which its first pull waits until the version is published. Usually the version is published already, because
-the first pull begins after the push of the version has returned."""
-REFIT_TIMEOUT = 5.0
-"""Largest number of seconds for which a later pull of `Fleet._refit` waits until the version is published. Usually the
-version is published already, because a generator has pulled it before."""
-REFIT_PAUSE = 0.5
-"""Seconds between a failed try of `Fleet._refit` and the next try."""
+FIRST_PULL_TIMEOUT = 60.0  # seconds that a generator's first pull waits for the version to be published
+REFIT_TIMEOUT = 5.0  # seconds that a later pull of `_refit` waits; a generator has mostly pulled the version before
+REFIT_PAUSE = 0.5  # seconds between two tries of `_refit`
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class RoutedCall:
-    """A generate call: its prompts, and the completions of the prompts that have finished."""
-
-    def __init__(
-        self, prompts: list[list[int]], params: SamplingParams, numbers: list[int], adapter: str | None
-    ) -> None:
-        """numbers: for each prompt, the number p from which its seeds are computed; see SamplingParams.seed. adapter: name of a loaded adapter."""
-        self.prompts, self.params, self.numbers, self.adapter = prompts, params, numbers, adapter
-        self.num_left = len(prompts)  # number of prompts whose completions `take` has not returned
-        self.parts: set[asyncio.Task[None]] = set()  # one task for each part with unfinished prompts
-        self._finished: Groups = []  # finished prompts that `take` has not returned
-        self._failure: BaseException | None = None
-        self._changed = asyncio.Event()
-
-    def deliver(self, groups: Groups) -> None:
-        self._finished += groups
-        self._changed.set()
-
-    def fail(self, error: BaseException) -> None:
-        """Make the call raise an error. Does nothing if the call has failed already."""
-        self._failure = self._failure or error
-        self._changed.set()
-
-    async def take(self, at_least: int) -> Groups:
-        """The finished prompts that `take` has not returned before. Waits for at_least prompts, or for all that are left.
-
-        Raises the error of the call.
-        """
-        while len(self._finished) < min(at_least, self.num_left):
-            if self._failure is not None:
-                raise self._failure
-            self._changed.clear()
-            await self._changed.wait()
-        taken, self._finished = self._finished, []
-        self.num_left -= len(taken)
-        return taken
-
-
 class Fleet:
-    """Generators with the same weights. All completions of a prompt come from one of the generators.
+    """Generators with the same weights. All completions of a prompt come from one of them.
 
-    A seed gives the same completions on every generator. A call waits while no generator is healthy. Every phase of a
-    restart has a time limit, and the number of restarts is limited. A generator that cannot be restarted is retired.
-    When all generators are retired, every call raises the error that ended the first generator of the list.
+    A call waits while no generator is healthy. When all are retired, every call raises the error
+    that ended the first.
     """
 
     def __init__(
@@ -94,30 +46,28 @@ class Fleet:
         *,
         first_version: Call[int] | None = None,
         setup_timeout: float,
-        tell: Callable[[str], None],
+        on_event: Callable[[str], None],
     ) -> None:
-        """spawns: for each generator its name and the function that spawns it. first_version: the trainer's
-        call that pushes its weights. The result of this call is the version that the generators pull first.
+        """spawns: the name of each generator, and the function that spawns it.
 
-        tell: the fleet calls this function with a line of text when a generator has died, is healthy again, or is not
-        started again.
+        first_version: the trainer's call that pushes the version to pull first. on_event: gets a
+        line of text when a generator has died, is healthy again, or is not started again.
         """
-        self.setup_timeout, self.tell = setup_timeout, tell
-        # The fleet's version of the weights, which every generator has or must pull. `pull` sets it at the beginning, and
-        # sets it back if the pull fails on all generators. None before the first pull.
-        self.told: int | None = None
-        # The slowest transfer of the last call of `pull`. Before the first such call: the first transfer into a generator.
+        self.setup_timeout = setup_timeout
+        self.on_event = on_event
+        # The version that every generator has or must pull. `pull` sets it back if the pull fails
+        # everywhere.
+        self.target_version: int | None = None
+        # The slowest transfer of the last `pull`; before the first, the first transfer into a
+        # generator.
         self.last_pull: Transfer | None = None
-        self.returns: list[GeneratorReturn] = []  # one record each time that a generator is healthy again after a death
+        self.returns: list[GeneratorReturn] = []
         self._first_version = first_version
         self._router = Router(len(spawns))
-        self._routed: dict[int, RoutedCall] = {}
-        self._numbers = itertools.count()
         self._num_changes = 0  # number of calls of `pull` and `load_adapter` that have begun
         self._adapters: dict[str, str] = {}  # name -> directory
         self._uses: Counter[str] = Counter()  # name of an adapter -> number of calls that run with it
-        # `_notify` sets this event at each change of a state, and replaces it by a new event.
-        self._change = asyncio.Event()
+        self._change = asyncio.Event()  # `_notify` sets it at each change of a state, and replaces it
         self._awake = asyncio.Event()  # not set while the generators sleep; then no dead generator is restarted
         self._awake.set()
         self._lives: list[asyncio.Task[None]] = []  # for each replica the task that runs Replica.live
@@ -132,29 +82,27 @@ class Fleet:
         return sum(replica.restarts.total for replica in self.replicas)
 
     async def start(self) -> GeneratorInfo:
-        """Wait until every generator has been healthy once.
-
-        Returns the info of the first generator. If a generator does not start, raises its error.
+        """Wait until every generator has been healthy once. Returns the info of the first, or
+        raises a start's error.
         """
         self._lives = [asyncio.ensure_future(replica.live()) for replica in self.replicas]
         await self._until(lambda: all(replica.was_ready or replica.cause for replica in self.replicas))
         for replica in self.replicas:
             if not replica.was_ready and replica.cause is not None:
                 raise replica.cause
-        # `known` is None if the first generator has died meanwhile and its replacement is not set up yet.
+        # `known` is None if the first generator has died meanwhile.
         known = self.replicas[0].client.known or await self.info()
-        return known if self.told is None else replace(known, policy_version=self.told)
+        return known if self.target_version is None else replace(known, policy_version=self.target_version)
 
     def expect_signs(self, silent_after: float) -> None:
-        """From now on, a generator counts as dead if it gives no sign of life for silent_after seconds.
-
-        If a shorter time was set before, that time still applies.
-        """
+        """See Replica.expect_signs."""
         for replica in self.replicas:
             replica.expect_signs(silent_after)
 
     async def end(self) -> Exception:
-        """Wait until all generators are retired. Returns the error that ended the first generator of the list."""
+        """Wait until all generators are retired. Returns the error that ended the first generator
+        of the list.
+        """
         await self._until(lambda: self._end_cause() is not None)
         cause = self._end_cause()
         assert cause is not None
@@ -183,59 +131,39 @@ class Fleet:
         return all(await asyncio.gather(*(replica.client.answers_within(timeout) for replica in self.replicas)))
 
     async def info(self) -> GeneratorInfo:
-        """The info of the healthy generator with the oldest weights.
-
-        If the fleet has several generators, the field `replicas` has the last info of each generator. A generator that
-        has not been set up since its last start is left out.
+        """The info of the healthy generator with the oldest weights; `replicas` has all that are
+        set up, if several.
         """
         await self._ask_all(lambda client: client.info())
         infos = {}
-        for place, replica in enumerate(self.replicas):
+        for index, replica in enumerate(self.replicas):
             if replica.client.known is not None:
-                infos[place] = replace(replica.client.known, state=replica.state, restarts=replica.restarts.total)
-        healthy = [infos[place] for place in self._healthy()]
+                infos[index] = replace(replica.client.known, state=replica.state, restarts=replica.restarts.total)
+        healthy = [infos[index] for index in self._healthy()]
         oldest = min(healthy, key=lambda info: info.policy_version)
         several = tuple(infos.values()) if len(self.replicas) > 1 else ()
         return replace(oldest, replicas=several, restarts=self.num_restarts)
 
-    async def start_generate(
-        self, prompts: list[list[int]], params: SamplingParams, numbers: list[int] | None, adapter: str | None = None
-    ) -> int:
-        """Start a generate call, and return its number.
-
-        numbers: for each prompt, the number p from which its seeds are computed; see SamplingParams.seed. None: p is
-        the prompt's index in the list.
-        adapter: name of a loaded adapter; None: no adapter.
+    async def generate(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        seed_indices: Sequence[int] | None,
+        adapter: str | None = None,
+    ) -> GenerateCall:
+        """Start a generate call. seed_indices: for each prompt, p of SamplingParams.seed; None: its
+        index.
         """
-        call = RoutedCall(prompts, params, list(range(len(prompts))) if numbers is None else numbers, adapter)
-        number = next(self._numbers)
-        self._routed[number] = call
+        indices = list(range(len(prompts)))
+        seeds = indices if seed_indices is None else list(seed_indices)
+        call = GenerateCall(prompts, params, seeds, adapter, on_end=lambda: self._end_use(adapter))
         self._begin_use(adapter)
         try:
-            await self._send(call, list(range(len(prompts))))
+            await self._send(call, indices)
         except BaseException:
-            await self.abort_generate(number)
+            await call.abort()
             raise
-        return number
-
-    async def finished_groups(self, number: int, at_least: int) -> Groups:
-        call = self._routed[number]
-        try:
-            finished = await call.take(at_least)
-        except BaseException:
-            await self.abort_generate(number)
-            raise
-        if call.num_left == 0 and self._routed.pop(number, None) is not None:
-            self._end_use(call.adapter)
-        return finished
-
-    async def abort_generate(self, number: int) -> None:
-        call = self._routed.pop(number, None)
-        if call is not None:
-            for part in call.parts:
-                part.cancel()
-            await asyncio.gather(*call.parts, return_exceptions=True)
-            self._end_use(call.adapter)
+        return call
 
     def _begin_use(self, adapter: str | None) -> None:
         if adapter is not None:
@@ -246,54 +174,54 @@ class Fleet:
             self._uses[adapter] -= 1
             self._notify()
 
-    async def _send(self, call: RoutedCall, indices: list[int]) -> None:
-        """Send the prompts with these indices to healthy generators. Waits until a generator is healthy."""
+    async def _send(self, call: GenerateCall, indices: list[int]) -> None:
+        """Send the prompts with these indices to healthy generators. Waits until a generator is
+        healthy.
+        """
         while indices:
             parts = await self._divide([call.prompts[index] for index in indices], call.params.n)
             starts = []
-            for place, members in parts.items():
-                starts.append(self._start_part(call, place, [indices[member] for member in members]))
+            for replica_index, members in parts.items():
+                starts.append(self._start_part(call, replica_index, [indices[member] for member in members]))
             lost = await gather_all(starts)
             indices = sorted(itertools.chain.from_iterable(lost))
 
-    async def _start_part(self, call: RoutedCall, place: int, indices: list[int]) -> list[int]:
-        """Send the prompts with these indices to one generator.
-
-        Returns the indices if the generator has died, otherwise an empty list.
+    async def _start_part(self, call: GenerateCall, replica_index: int, indices: list[int]) -> list[int]:
+        """Send these prompts to one generator. Returns them if the generator has died, otherwise
+        [].
         """
-        replica, client = self.replicas[place], self.replicas[place].client
-        prompts, numbers = [call.prompts[index] for index in indices], [call.numbers[index] for index in indices]
+        replica = self.replicas[replica_index]
+        client = replica.client
+        prompts = [call.prompts[index] for index in indices]
+        seed_indices = [call.seed_indices[index] for index in indices]
         try:
-            number = await client.start_generate(prompts, call.params, numbers, call.adapter)
+            number = await client.start_generate(prompts, call.params, seed_indices, call.adapter)
         except BaseException as error:
-            self._router.finish(place, call.params.n * len(indices))
+            self._router.finish(replica_index, call.params.n * len(indices))
             self._lose_or_raise(replica, client, error)
             return indices
-        part = asyncio.ensure_future(self._collect(call, place, client, number, indices))
+        part = asyncio.ensure_future(self._collect(call, replica_index, client, number, indices))
         call.parts.add(part)
         part.add_done_callback(call.parts.discard)
         return []
 
     async def _collect(
-        self, call: RoutedCall, place: int, client: OneGenerator, number: int, indices: list[int]
+        self, call: GenerateCall, replica_index: int, client: OneGenerator, number: int, indices: list[int]
     ) -> None:
-        """Take the finished prompts from one generator.
-
-        If the generator dies, send the unfinished prompts to healthy generators.
-        """
-        left, n = set(range(len(indices))), call.params.n  # left: positions in `indices` of the unfinished prompts
+        """Take the finished prompts from one generator. If it dies, send the open ones to others."""
+        n = call.params.n
         try:
             try:
-                while left:
+                while not call.open.isdisjoint(indices):
                     groups = await client.finished_groups(number, 1)
-                    left -= {member for member, _ in groups}
-                    self._router.finish(place, n * len(groups))
+                    self._router.finish(replica_index, n * len(groups))
                     call.deliver([(indices[member], completions) for member, completions in groups])
             except BaseException as error:
-                self._router.finish(place, n * len(left))
-                self._lose_or_raise(self.replicas[place], client, error)
-                logger.info("%s has died; its %s unfinished prompts are sent again", client.name, len(left))
-                await self._send(call, [indices[member] for member in sorted(left)])
+                left = sorted(call.open.intersection(indices))
+                self._router.finish(replica_index, n * len(left))
+                self._lose_or_raise(self.replicas[replica_index], client, error)
+                logger.info("%s has died; its %s open prompts are sent again", client.name, len(left))
+                await self._send(call, left)
         except Exception as error:
             call.fail(error)
 
@@ -310,33 +238,31 @@ class Fleet:
         while left:
             parts = await self._divide([sequences[index] for index in left], 1)
             asked = []
-            for place, members in parts.items():
+            for replica_index, members in parts.items():
                 indices = [left[member] for member in members]
-                asked.append(self._logprobs_of_part(place, sequences, indices, adapter))
+                asked.append(self._logprobs_of_part(replica_index, sequences, indices, adapter))
             for found in await gather_all(asked):
                 logprobs |= found
             left = [index for index in left if index not in logprobs]
         return [logprobs[index] for index in range(len(sequences))]
 
     async def _logprobs_of_part(
-        self, place: int, sequences: list[list[int]], indices: list[int], adapter: str | None
+        self, replica_index: int, sequences: list[list[int]], indices: list[int], adapter: str | None
     ) -> dict[int, Tensor]:
-        """The logprobs of the sequences with these indices. Key: the index. Empty if the generator has died."""
-        replica, client = self.replicas[place], self.replicas[place].client
+        """Index -> the logprobs of this sequence. Empty if the generator has died."""
+        replica = self.replicas[replica_index]
+        client = replica.client
         try:
             found = await client.compute_logprobs([sequences[index] for index in indices], adapter)
         except Exception as error:
             self._lose_or_raise(replica, client, error)
             return {}
         finally:
-            self._router.finish(place, len(indices))
+            self._router.finish(replica_index, len(indices))
         return dict(zip(indices, found, strict=True))
 
     async def _divide(self, prompts: Sequence[Sequence[int]], n: int) -> dict[int, list[int]]:
-        """The indices of the prompts that each generator gets.
-
-        Key: place of the generator. Waits until a generator is healthy.
-        """
+        """Index of a generator -> the positions of its prompts. Waits until a generator is healthy."""
         healthy = await self._until_healthy()
         parts: dict[int, list[int]] = {}
         for member, prompt in enumerate(prompts):
@@ -344,18 +270,17 @@ class Fleet:
         return parts
 
     async def pull(self, version: int, timeout: float, in_flight: bool) -> None:
-        """Let all healthy generators pull the version. A generator that is starting pulls the version before it becomes
+        """Let all healthy generators pull the version; a starting one pulls it before it becomes
         healthy.
 
-        If the pull fails on some generators, these generators are stale until they have pulled the version. If the pull
-        fails on all generators, raises the first error, and the fleet keeps its former version. Generators that die
-        during the pull do not count here. If all die, waits until one has been started again and is healthy.
-        timeout, in_flight: see GeneratorClient.pull_model_state_dict.
+        Generators on which only some pulls fail are stale until theirs succeeds. If all pulls fail,
+        raises the first error and keeps the former version. Deaths do not count; if all die, waits
+        until one is healthy again.
         """
         self._num_changes += 1
-        former, self.told = self.told, version
-        clients = [self.replicas[place].client for place in self._healthy()]
-        replicas = [self.replicas[place] for place in self._healthy()]
+        former, self.target_version = self.target_version, version
+        replicas = [self.replicas[index] for index in self._healthy()]
+        clients = [replica.client for replica in replicas]
         results = await asyncio.gather(
             *(client.pull(version, timeout, in_flight) for client in clients), return_exceptions=True
         )
@@ -372,18 +297,18 @@ class Fleet:
             for replica, error in failed:
                 replica.make_stale(error)
         elif failed:
-            if self.told == version:
-                self.told = former
+            if self.target_version == version:
+                self.target_version = former
             raise failed[0][1]
         else:  # all generators have died; each pulls the version when it is started again
-            [place, *_] = await self._until_healthy()
-            self.last_pull = self.replicas[place].client.last_pull
+            [first, *_] = await self._until_healthy()
+            self.last_pull = self.replicas[first].client.last_pull
 
     async def load_adapter(self, name: str, directory: str) -> None:
-        """Load an adapter into all healthy generators. A generator that is starting loads the adapter before it becomes healthy.
+        """Load an adapter into all healthy generators, or into none. A starting one loads it before
+        it becomes healthy.
 
-        If a generator refuses the adapter, the other generators unload it. Raises ValueError if an adapter of this name
-        is loaded already.
+        Raises ValueError if an adapter of this name is loaded already.
         """
         if name in self._adapters:
             raise ValueError(f"an adapter of the name {name!r} is loaded already, from {self._adapters[name]}")
@@ -398,36 +323,42 @@ class Fleet:
             raise
 
     async def unload_adapter(self, name: str) -> None:
-        """Wait until the calls that use the adapter have ended, and unload it from all healthy generators."""
+        """Wait until the calls that use the adapter have ended, and unload it from all healthy
+        generators.
+        """
         await self._until(lambda: not self._uses[name])
         if self._adapters.pop(name, None) is not None:
             await self._ask_all(lambda client: client.unload_adapter(name))
 
     async def _refit(self, replica: Replica) -> None:
-        """Pull the fleet's version of the weights into a generator, and load the fleet's adapters. Raises the error of
-        the last try.
+        """Pull the target version into a generator, and load the adapters. Raises the error of the
+        last try.
 
-        A generator that has been healthy before tries again for setup_timeout seconds. A generator that has never been healthy tries once.
+        A generator that has been healthy before tries for setup_timeout seconds, another one once.
         """
-        is_first = self.told is None and self._first_version is not None
+        is_first = self.target_version is None and self._first_version is not None
         if is_first:
             assert self._first_version is not None
             version = await self._first_version
-            self.told = version if self.told is None else self.told
+            self.target_version = version if self.target_version is None else self.target_version
         deadline = time.monotonic() + self.setup_timeout
-        while self.told is not None or self._adapters:
+        while self.target_version is not None or self._adapters:
             number = self._num_changes
             try:
-                if self.told is not None:
-                    transfer = await replica.client.pull(self.told, FIRST_PULL_TIMEOUT if is_first else REFIT_TIMEOUT)
+                if self.target_version is not None:
+                    transfer = await replica.client.pull(
+                        self.target_version, FIRST_PULL_TIMEOUT if is_first else REFIT_TIMEOUT
+                    )
                     self.last_pull = self.last_pull or transfer
                 await self._load_adapters(replica)
             except Exception as error:
                 if not replica.was_ready or isinstance(error, ActorDiedError) or time.monotonic() > deadline:
                     raise
-                # The trainer may have died, too, so that this version is lost. Then the fleet soon pulls another
-                # version.
-                what = "its adapters" if self.told is None else f"version {self.told} and its adapters"
+                # If the trainer has died, too, the version is lost, and the fleet soon pulls
+                # another one.
+                what = (
+                    "its adapters" if self.target_version is None else f"version {self.target_version} and its adapters"
+                )
                 logger.info("%s could not load %s, and tries again: %r", replica.name, what, error)
                 await asyncio.sleep(REFIT_PAUSE)
                 continue
@@ -443,12 +374,8 @@ class Fleet:
                 logger.warning("%s cannot load the adapter %r again: %s", replica.name, name, error)
 
     async def sleep(self, level: int) -> DeviceMemory:
-        """Wait until every generator is healthy, dead or retired, and then put the healthy generators to sleep.
-
-        level: see GeneratorClient.sleep.
-        If a generator dies while the fleet sleeps, it is not started again before `wake`, because a start needs memory
-        of the device.
-        """
+        """Put the healthy generators to sleep, when no other is starting. A dead one is started
+        again only after `wake`, because a start needs memory of the device."""
         await self._until(lambda: all(replica.state in ("healthy", "dead", "retired") for replica in self.replicas))
         self._awake.clear()
         try:
@@ -462,37 +389,35 @@ class Fleet:
         return _of_all(await self._ask_all(lambda client: client.wake()))
 
     async def _ask_all(self, ask: Callable[[OneGenerator], Awaitable[T]]) -> list[T]:
-        """Send a request to all healthy generators, and return the answers of those that did not die.
-
-        Repeats until at least one generator has answered.
-        """
+        """The answers of the healthy generators that did not die. Repeats until there is one."""
         while True:
             healthy = await self._until_healthy()
-            clients = [self.replicas[place].client for place in healthy]
+            clients = [self.replicas[index].client for index in healthy]
             results = await asyncio.gather(*(ask(client) for client in clients), return_exceptions=True)
             answers: list[T] = []
-            for place, client, result in zip(healthy, clients, results, strict=True):
+            for index, client, result in zip(healthy, clients, results, strict=True):
                 if isinstance(result, BaseException):
-                    self._lose_or_raise(self.replicas[place], client, result)
+                    self._lose_or_raise(self.replicas[index], client, result)
                 else:
                     answers.append(result)
             if answers:
                 return answers
 
     def _lose_or_raise(self, replica: Replica, client: OneGenerator, error: BaseException) -> None:
-        """Mark the generator as dead if the error says that the generator has died. Otherwise raises the error."""
+        """Mark the generator as dead if the error says that the generator has died. Otherwise
+        raises the error.
+        """
         if self._closed or not is_death(client, error):
             raise error
         assert isinstance(error, ActorDiedError)
         replica.lose(client, error)
 
     def _healthy(self) -> list[int]:
-        return [place for place, replica in enumerate(self.replicas) if replica.state == "healthy"]
+        return [index for index, replica in enumerate(self.replicas) if replica.state == "healthy"]
 
     async def _until_healthy(self) -> list[int]:
-        """The places of the healthy generators.
-
-        Waits until a generator is healthy. If all are retired, raises the error of `_end_cause`.
+        """The indices of the healthy generators. Waits for one, and raises `_end_cause` if all are
+        retired.
         """
         await self._until(lambda: bool(self._healthy()) or self._end_cause() is not None)
         if not self._healthy() and (cause := self._end_cause()) is not None:
@@ -500,7 +425,9 @@ class Fleet:
         return self._healthy()
 
     def _end_cause(self) -> Exception | None:
-        """If all generators are retired, the error that ended the first generator of the list, otherwise None."""
+        """If all generators are retired, the error that ended the first generator of the list,
+        otherwise None.
+        """
         causes = [replica.cause for replica in self.replicas]
         return causes[0] if all(causes) else None
 
@@ -515,7 +442,7 @@ class Fleet:
             self._router.forget()
         if line:
             logger.warning("%s", line)
-            self.tell(line)
+            self.on_event(line)
         self._notify()
 
     def _notify(self) -> None:
@@ -524,20 +451,16 @@ class Fleet:
 
 
 def is_death(client: OneGenerator, error: BaseException) -> bool:
-    """True if the error says that the generator has died, and if the fleet spawned this generator and so can replace
-    it.
-    """
+    """True if the error says that a generator has died that the fleet spawned and so can replace."""
     return client.is_owned and isinstance(error, ActorDiedError)
 
 
 async def gather_all(work: Sequence[Awaitable[T]]) -> list[T]:
-    """The results of all awaitables, in the order of `work`.
-
-    If some fail, waits until all have ended and raises the first error.
+    """The results in the order of `work`. If some fail, waits until all have ended and raises the
+    first error.
     """
-    # `gather` starts a task for every awaitable. A single awaitable goes through `gather`, too. If it were awaited
-    # directly, it could overtake an earlier call whose task has not started. So calls reach the generators in the order
-    # in which they were made.
+    # A single awaitable gets a task, too: awaited directly, it could overtake an earlier call whose
+    # task has not started.
     results = await asyncio.gather(*work, return_exceptions=True)
     found: list[T] = []
     for result in results:

@@ -1,7 +1,7 @@
 """The client of one or several generators with the same weights.
 
-Most methods return a Call: `await` the Call in an asynchronous program, or use its `.result()` in a REPL.
-This file has the methods and the checks of their arguments. fleet.py sends the calls to the generators.
+Most methods return a Call: `await` it, or call its `.result()`. fleet.py sends the calls to the
+generators.
 """
 
 import sys
@@ -17,7 +17,7 @@ from torch import Tensor
 from rl_actors import adapters
 from rl_actors.clients.base import ATTACH_TIMEOUT, ActorDiedError, ActorSilentError, Client
 from rl_actors.clients.call import Call, in_background
-from rl_actors.clients.finished_groups import FinishedGroups
+from rl_actors.clients.completions import FinishedGroups, GenerateCall
 from rl_actors.clients.fleet import Fleet
 from rl_actors.clients.limits import GeneratorLimits
 from rl_actors.clients.one_generator import OneGenerator
@@ -46,18 +46,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Check = Callable[[GeneratorLimits], None]
-"""A function that raises ValueError or TypeError for a call that the generator would refuse."""
+"""Raises ValueError or TypeError for a call that the generator would refuse."""
 
 
 class GeneratorClient(Client):
-    """The client of one or several generators. Any number of calls can run at the same time. Each call waits until the
+    """The client of one or several generators. Any number of calls run at a time, as soon as the
     generators are ready.
 
-    If a generator that the client spawned dies, the client starts it again, as often as config.restarts allows. Running
-    calls then only take longer.
-    For bad input the method itself raises the error, before it returns a Call. Some checks need the generator's limits.
-    If the caller spawned the mesh, the client does not know the limits before the setup. If a method is called earlier,
-    these checks come after the setup, and the Call raises their errors.
+    A generator that the client spawned and that dies is started again, as often as config.restarts
+    allows; calls then only take longer. Bad input is refused in the caller's thread; only before
+    the setup of a mesh that the caller spawned, whose limits the client does not know, does the
+    Call raise the error.
     """
 
     def __init__(
@@ -74,25 +73,26 @@ class GeneratorClient(Client):
         limits: GeneratorLimits | None = None,
         hosts: "Hosts | None" = None,
     ) -> None:
-        """mesh: a Generator mesh of one process, which the caller spawned and will stop. `spawn` passes None instead.
+        """mesh: a Generator mesh of one process, which the caller spawned and will stop.
 
-        `spawn` also passes config, transport, first_version, logs and hosts. `attach` passes limits.
+        config, transport, first_version, logs and hosts are for `spawn`, limits for `attach`.
         """
         super().__init__(mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs)
         self.config = config
         self._limits = GeneratorLimits.of_config(config) if config is not None else limits
         self._transport = transport
-        # Name of an adapter -> the Call of its load_adapter, which may still run or may have failed.
+        # Name of an adapter -> the Call of its load_adapter, which may still run or may have
+        # failed.
         self._loads: dict[str, Call[None]] = {}
         num_generators = 1 if config is None else config.replicas
         num_hosts = 1 if hosts is None else len(hosts)
         spawns: dict[str, Callable[[], OneGenerator]] = {}
         for index in range(num_generators):
-            each = name if num_generators == 1 else f"{name}-{index}"
-            spawns[each] = partial(
+            own_name = name if num_generators == 1 else f"{name}-{index}"
+            spawns[own_name] = partial(
                 self._spawn_one,
                 mesh,
-                name=each,
+                name=own_name,
                 config=None if config is None else config_of_replica(config, index, num_hosts),
                 transport=transport,
                 call_timeout=call_timeout,
@@ -100,14 +100,13 @@ class GeneratorClient(Client):
                 logs=self._logs,
                 hosts=_host_of(index, hosts),
             )
-        # The fleet must have no reference to this client. Otherwise the client would not be garbage-collected when the
-        # user drops it.
+        # The fleet must not refer to this client, which could then not be garbage-collected.
         self._fleet = Fleet(
             spawns,
             RestartPolicy() if config is None else config.restarts,
             first_version=first_version,
             setup_timeout=setup_timeout,
-            tell=_ignore if self._is_quiet else _print,
+            on_event=_ignore if self._is_quiet else _print,
         )
         self._start()
 
@@ -124,14 +123,14 @@ class GeneratorClient(Client):
         first_version: Call[int] | None = None,
         hosts: "Hosts | None" = None,
     ) -> "GeneratorClient":
-        """Spawn a process for each replica, and start vLLM in each process. Returns at once. Calls wait for the start.
+        """Start vLLM in a new process for each replica. Returns at once; calls wait for the start.
 
-        hosts: hosts that `rl_actors.processes.hosts.connect` returned. The replicas are spread over them round-robin.
+        hosts: from `rl_actors.processes.hosts.connect`; the replicas go round-robin over them.
         None: this host.
-        transport: an open transport, or the Call that opens it. first_version: the Call of the trainer's
-        push_model_state_dict. The result of this Call is the version that the generators pull first.
-        Raises ValueError if no generator can be started from the config on this machine, and TypeError if `config` is
-        not a GeneratorConfig.
+        transport: an open transport, or the Call that opens it.
+        first_version: the Call of a push_model_state_dict, whose version the generators pull first.
+        Raises ValueError if no generator can be started from the config on this machine, and
+        TypeError for another config.
         """
         check_config(config, num_hosts=1 if hosts is None else len(hosts))
         return cls(
@@ -155,11 +154,12 @@ class GeneratorClient(Client):
         timeout: float = ATTACH_TIMEOUT,
         call_timeout: float = GeneratorConfig.call_timeout,
     ) -> "GeneratorClient":
-        """A client of the generator that a running service owns. Calls of different clients can run at the same time.
+        """A client of the generator that a running service owns. Calls of different clients can run
+        at the same time.
 
-        Waits until the service answers. Raises the errors that TrainerClient.attach raises. When this program ends, the
-        service aborts the program's generate calls.
-        certificates: folder of certificates for a tls:// address.
+        Waits until the service answers. When this program ends, the service aborts its generate
+        calls. certificates, and
+        the errors: as in TrainerClient.attach.
         """
         from rl_actors.clients import remote
 
@@ -184,48 +184,48 @@ class GeneratorClient(Client):
 
     @property
     def returns(self) -> tuple[GeneratorReturn, ...]:
-        """One GeneratorReturn for each time that a generator was healthy again after a death, the newest last."""
+        """One record for each time that a generator was healthy again after a death, the newest
+        last.
+        """
         return tuple(self._fleet.returns)
 
     @property
     def last_pull(self) -> Transfer | None:
-        """Transfer of the slowest generator in the last pull_model_state_dict of this client. num_bytes is 0 if that
-        generator had the version already.
+        """The slowest transfer of the last pull_model_state_dict; num_bytes is 0 if the generator
+        had the version.
 
-        Before the first pull_model_state_dict: the transfer with which a generator first got first_version. None if no
-        generator has pulled.
+        Before the first: the transfer of first_version. None if no generator has pulled.
         """
         return self._fleet.last_pull
 
-    def on_news(self, tell: Callable[[str], None]) -> None:
-        """Call `tell` with a line of text whenever a generator has died, is healthy again, or is not started again.
+    def on_news(self, on_event: Callable[[str], None]) -> None:
+        """Call on_event(line) when a generator has died, is healthy again, or is not started again.
 
-        Returns None. `tell` is called on the thread that all clients share.
+        It is called on the thread that all clients share.
         """
-        self._fleet.tell = tell
+        self._fleet.on_event = on_event
 
     async def _is_alive(self, timeout: float) -> bool:
         return not self._closed and await self._fleet.answers_within(timeout)
 
     def seconds_silent(self) -> dict[str, float]:
-        """For each generator that this client spawned, the seconds since its last sign of life: {"generator-0": 1.2}
+        """Seconds since the last sign of life of each generator that this client spawned:
+        {"generator-0": 1.2}
 
-        The client regularly asks each generator. The answer is a sign of life if the engine waits for requests, or if
-        the engine has done some work since its last answer. Before the first sign of life, the seconds count from the
-        generator's last start.
+        A sign is an answer of an idle engine, or of one that has worked since its last answer; at
+        first, the start.
         """
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for replica in self._fleet.replicas:
-            found |= replica.client.seconds_silent()
-        return found
+            seconds |= replica.client.seconds_silent()
+        return seconds
 
     async def _death(self, silent_after: float) -> ActorDiedError | ActorSilentError | None:
-        """Wait until every generator is dead and will not be started again. Returns the error that ended the generator
-        with index 0.
+        """Wait until every generator is dead and not started again. Returns the error that ended
+        the first.
 
-        Returns None if the start has failed, if the client was closed, or if the error is neither ActorDiedError nor ActorSilentError.
-        A generator without a sign of life for silent_after seconds counts as dead. If config.restarts.silent_after is
-        smaller, it replaces silent_after. The client starts a dead generator again if config.restarts allows it.
+        None if the start has failed, if the client was closed, or for an error of another type.
+        silent_after: seconds, at most config.restarts.silent_after.
         """
         self._fleet.expect_signs(silent_after)
         try:
@@ -243,26 +243,21 @@ class GeneratorClient(Client):
         await self._fleet.kill()
 
     def info(self) -> Call[GeneratorInfo]:
-        """Version and limits of the generator, and the path of the file with its output.
+        """Version, limits and log file of the generator; of several, those of the one with the
+        oldest weights.
 
-        With several generators these are of the generator with the oldest weights. The field `replicas` has the infos
-        of all generators.
+        `replicas` then has the infos of all.
         """
-        return self._call("info", self._info)
-
-    async def _info(self) -> GeneratorInfo:
-        return await self._fleet.info()
+        return self._call("info", self._fleet.info)
 
     def load_adapter(self, name: str, directory: str) -> Call[None]:
-        """Load an adapter (LoRA) from a directory in peft's format, such as one that `TrainerClient.export_lora` wrote.
-        Later calls can name the adapter.
+        """Load a LoRA adapter from a directory in peft's format, for calls that name it.
 
-        Requests with different adapters, and requests without an adapter, run at the same time. The directory must stay
-        unchanged until `unload_adapter` has answered, because vLLM may read it again. A generator on another host reads
-        the directory of the same path on that host.
-        Raises ValueError if the directory has no adapter, if the adapter's rank is above max_adapter_rank, if the
-        config has max_adapters=0, or if an adapter of this name is loaded or being loaded. The Call fails with a
-        ValueError if the adapter does not fit the model, or if this client is attached to a service.
+        Requests with and without adapters run at the same time. The directory must stay until
+        `unload_adapter` has answered; on another host, the same path is read there.
+        Raises ValueError if the directory has no adapter, for a rank above max_adapter_rank, for
+        max_adapters=0, and for a name that is loaded or being loaded. The Call raises it for an
+        adapter that does not fit the model, and if this client is attached to a service.
         """
         if not isinstance(name, str) or not name:
             raise ValueError(f"load_adapter: name={name!r}; it must be a string that is not empty")
@@ -271,20 +266,19 @@ class GeneratorClient(Client):
         path = Path(directory).absolute()
         adapters.rank_of(path)
         self._loads[name] = self._call(
-            "load_adapter", self._load_adapter, name, str(path), check=lambda limits: limits.check_adapter(path)
+            "load_adapter",
+            lambda: self._fleet.load_adapter(name, str(path)),
+            check=lambda limits: limits.check_adapter(path),
         )
         return self._loads[name]
 
-    async def _load_adapter(self, name: str, directory: str) -> None:
-        await self._fleet.load_adapter(name, directory)
-
     def unload_adapter(self, name: str) -> Call[None]:
-        """Wait until all running calls that use the adapter have ended, and unload it. New calls cannot name it.
-
-        Raises ValueError if this client has loaded no adapter of this name.
+        """Unload an adapter when the calls that use it have ended. New calls cannot name it. Raises
+        ValueError if this client has loaded no adapter of this name.
         """
         self._require_adapter(name)
-        return self._call("unload_adapter", self._unload_adapter, name, self._loads.pop(name))
+        load = self._loads.pop(name)
+        return self._call("unload_adapter", lambda: self._unload_adapter(name, load))
 
     async def _unload_adapter(self, name: str, load: Call[None]) -> None:
         await load
@@ -308,30 +302,35 @@ class GeneratorClient(Client):
         *,
         adapter: str | None = None,
     ) -> Call[list[list[Completion]]]:
-        """params.n completions of each prompt, in the order of the prompts. A prompt is a list of token ids.
+        """params.n completions of each prompt, in the order of the prompts. A prompt is a list of
+        token ids.
 
-        adapter: name of an adapter, as given to `load_adapter`. None: no adapter, or with lora.sync="adapter" the
-        adapter of the last pull.
-        Raises ValueError (TypeError for a wrong type) if a prompt or a parameter is out of its limits, or if the adapter is not loaded.
+        adapter: a name given to `load_adapter`. None: none, or with lora.sync="adapter" that of the
+        last pull.
+        Raises ValueError (TypeError for a wrong type) for a prompt or a parameter out of its
+        limits, or an adapter that is not loaded.
         """
-        copies, chosen = _as_lists(prompts), SamplingParams() if params is None else params
-        validate_sampling_params(chosen)  # this check does not need the generator's limits
-        self._require_adapter(adapter)
+        copies = _as_lists(prompts)
+        chosen = self._checked(params, adapter)
         return self._call(
             "generate",
-            self._generate,
-            copies,
-            chosen,
-            adapter,
+            lambda: self._generate(copies, chosen, adapter),
             check=lambda limits: limits.check_prompts(copies, chosen),
             can_cancel=True,
         )
+
+    def _checked(self, params: SamplingParams | None, adapter: str | None) -> SamplingParams:
+        """The parameters, after the checks that do not need the generator's limits."""
+        chosen = SamplingParams() if params is None else params
+        validate_sampling_params(chosen)
+        self._require_adapter(adapter)
+        return chosen
 
     async def _generate(
         self, prompts: list[list[int]], params: SamplingParams, adapter: str | None
     ) -> list[list[Completion]]:
         call = await self.start_generate(prompts, params, adapter=adapter)
-        groups = dict(await self.finished_groups(call, at_least=len(prompts)))
+        groups = dict(await call.take(len(prompts)))
         return [groups[index] for index in range(len(prompts))]
 
     def generate_each(
@@ -341,75 +340,60 @@ class GeneratorClient(Client):
         indices: Sequence[int] | None = None,
         *,
         adapter: str | None = None,
-    ) -> FinishedGroups[list[Completion]]:
-        """Iterator that gives (index of a prompt, its params.n completions) as soon as all completions of the prompt have finished.
+    ) -> FinishedGroups:
+        """Iterator that gives (index of a prompt, its params.n completions) as soon as the prompt
+        has finished.
 
         async for index, completions in generator.generate_each(prompts, params): …
 
-        The completions are those that `generate` gives for the same seeds. All prompts start at once. If the caller leaves the loop
-        early, the engine ends the unfinished requests. A plain `for` works, too.
-        indices: for each prompt the number p from which its seeds are computed (see SamplingParams.seed). None: p is
-        the prompt's index in the list.
-        adapter: as in `generate`.
-        Raises ValueError (TypeError for a wrong type) if a prompt or a parameter is out of its limits, if the adapter is not loaded, or if
-        there are more or fewer indices than prompts. The loop raises any later error of the call.
+        The completions are those of `generate` for the same seeds. All prompts start at once;
+        leaving the loop early ends the open ones. A plain `for` works, too.
+        indices: for each prompt, p of SamplingParams.seed. None: its index. adapter: as in
+        `generate`.
+        Raises ValueError (TypeError for a wrong type) as `generate` does, and for more or fewer
+        indices than prompts. The loop raises later errors.
         """
-        copies, chosen = _as_lists(prompts), SamplingParams() if params is None else params
-        validate_sampling_params(chosen)
-        self._require_adapter(adapter)
-        numbers = None if indices is None else list(indices)
-        if numbers is not None and len(numbers) != len(copies):
-            raise ValueError(f"generate_each got {len(copies)} prompts and {len(numbers)} indices")
+        copies = _as_lists(prompts)
+        chosen = self._checked(params, adapter)
+        seed_indices = None if indices is None else list(indices)
+        if seed_indices is not None and len(seed_indices) != len(copies):
+            raise ValueError(f"generate_each got {len(copies)} prompts and {len(seed_indices)} indices")
         started = self._call(
             "generate",
-            self.start_generate,
-            copies,
-            chosen,
-            numbers,
-            adapter,
+            lambda: self.start_generate(copies, chosen, seed_indices, adapter),
             check=lambda limits: limits.check_prompts(copies, chosen),
         )
-        return FinishedGroups(
-            started, len(copies), fetch=self.finished_groups, abort=self.abort_generate, what=f"{self.name}: generate"
-        )
+        return FinishedGroups(started, f"{self.name}: generate")
 
     async def start_generate(
         self,
         prompts: list[list[int]],
         params: SamplingParams,
-        indices: list[int] | None = None,
+        seed_indices: list[int] | None = None,
         adapter: str | None = None,
-    ) -> int:
-        """Coroutine: start to generate. Returns the number of this call, for `finished_groups` and `abort_generate`.
-
-        Does not check its arguments. indices: as in generate_each.
+    ) -> GenerateCall:
+        """Coroutine: start to generate, without checks. seed_indices: the `indices` of
+        generate_each.
         """
         await self._loaded(adapter)
-        return await self._fleet.start_generate(prompts, params, indices, adapter)
+        return await self._fleet.generate(prompts, params, seed_indices, adapter)
 
     async def _loaded(self, adapter: str | None) -> None:
-        """Wait until the adapter is loaded. If its load has failed, raises the error of the load."""
+        """Wait until the adapter is loaded. Raises the error of the load."""
         if adapter is not None and (load := self._loads.get(adapter)) is not None:
             await load
 
-    async def finished_groups(self, call: int, at_least: int = 1) -> list[tuple[int, list[Completion]]]:
-        return await self._fleet.finished_groups(call, at_least)
-
-    async def abort_generate(self, call: int) -> None:
-        await self._fleet.abort_generate(call)
-
     def compute_logprobs(self, sequences: Sequence[Sequence[int]], *, adapter: str | None = None) -> Call[list[Tensor]]:
-        """Logprob of every token after the first, at temperature 1: float32 [T - 1] for each sequence of T token ids.
+        """Logprob of every token after the first, at temperature 1: float32 [T - 1] for each
+        sequence of T tokens.
 
-        A sequence has at most max_model_len tokens. adapter: as in `generate`.
+        T is at most max_model_len. adapter: as in `generate`.
         """
         copies = _as_lists(sequences)
         self._require_adapter(adapter)
         return self._call(
             "compute_logprobs",
-            self._compute_logprobs,
-            copies,
-            adapter,
+            lambda: self._compute_logprobs(copies, adapter),
             check=lambda limits: limits.check_sequences(copies),
         )
 
@@ -418,84 +402,77 @@ class GeneratorClient(Client):
         return await self._fleet.compute_logprobs(sequences, adapter)
 
     def pull_model_state_dict(self, version: int, timeout: float = 60.0, *, in_flight: bool = True) -> Call[int]:
-        """Wait until the trainer has published `version` (see TrainerClient.push_model_state_dict), and replace the
-        weights by this version. The answer is `version`.
+        """Replace the weights (with lora.sync="adapter" only the adapter) by a pushed version. The
+        answer is `version`.
 
-        With lora.sync="adapter" the pull replaces only the adapter. If the version is not published within `timeout`
-        seconds, the Call fails with a TimeoutError.
-        in_flight=True: running requests go on and get their later tokens from the new weights. False: running requests
+        The Call raises TimeoutError if the version is not published within `timeout` seconds.
+        in_flight=True: running requests get their later tokens from the new weights. False: they
         end first, and requests that come meanwhile wait for the new weights.
         """
         validate_pull(version, timeout)
-        return self._call("pull_model_state_dict", self._pull, version, timeout, in_flight)
+        return self._call("pull_model_state_dict", lambda: self._pull(version, timeout, in_flight))
 
-    async def _pull(self, version: int, timeout: float, in_flight: bool = True) -> int:
+    async def _pull(self, version: int, timeout: float, in_flight: bool) -> int:
         await self._fleet.pull(version, timeout, in_flight)
         self._version = version
         return version
 
     def sleep(self, level: Literal[1, 2] = 1) -> Call[DeviceMemory]:
-        """Wait until the running requests have ended. Then let vLLM release the device memory of its weights and its
-        key-value cache.
+        """When the running requests have ended, release the device memory of the weights and the KV
+        cache.
 
-        Until `wake`, the generator refuses to generate, to compute logprobs, to pull and to load adapters. On a CPU no
-        memory is released.
-        level: 1 keeps the weights in the host's memory. 2 drops the weights: after `wake` the generator refuses to
-        generate until a pull.
-        Raises ValueError if the config has sleep_mode=False, or if level is 2 and no pull can bring all the weights.
+        Until `wake`, the generator refuses to generate, to compute logprobs, to pull and to load
+        adapters. No memory is released on a CPU.
+        level: 1 keeps the weights in the host's memory. 2 drops them: after `wake`, only a pull
+        makes the generator usable.
+        Raises ValueError for sleep_mode=False, and for level 2 if no pull can bring all the
+        weights.
         """
         if self.config is not None:
             sleeping.require_possible(self.config, level, has_transport=self._transport is not None)
-        return self._call("sleep", self._sleep, level)
-
-    async def _sleep(self, level: int) -> DeviceMemory:
-        return await self._fleet.sleep(level)
+        return self._call("sleep", lambda: self._fleet.sleep(level))
 
     def wake(self) -> Call[DeviceMemory]:
-        """Allocate the memory again that `sleep` released. Does nothing if the generator is awake."""
-        return self._call("wake", self._wake)
-
-    async def _wake(self) -> DeviceMemory:
-        return await self._fleet.wake()
+        """Allocate the memory that `sleep` released. Does nothing if the generator is awake."""
+        return self._call("wake", self._fleet.wake)
 
     def _call(
         self,
         what: str,
-        send: Callable[..., Coroutine[object, None, T]],
-        *arguments: object,
+        send: Callable[[], Coroutine[object, None, T]],
+        *,
         check: Check | None = None,
         can_cancel: bool = False,
     ) -> Call[T]:
-        """Send the call when the generator is ready. Check the call now if the limits are known, otherwise just before
-        it is sent.
+        """Run `send` when the generator is ready. The check runs now if the limits are known, else
+        just before.
         """
         self.require_open(what)
         self.show_start()
         if check is not None and self._limits is not None:
             check(self._limits)
             check = None
-        work = self._wait_and_send(send, arguments, check)
-        return in_background(work, f"{self.name}: {what}", can_cancel=can_cancel)
+        return in_background(self._when_ready(send, check), f"{self.name}: {what}", can_cancel=can_cancel)
 
-    async def _wait_and_send(
-        self, send: Callable[..., Coroutine[object, None, T]], arguments: tuple[object, ...], check: Check | None
-    ) -> T:
+    async def _when_ready(self, send: Callable[[], Coroutine[object, None, T]], check: Check | None) -> T:
         await self._started
         if check is not None:
             assert self._limits is not None
             check(self._limits)
-        return await send(*arguments)
+        return await send()
 
 
-def _as_lists(prompts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """Copies of the prompts, because the caller may change them before they are sent. Tensors and arrays become lists."""
+def _as_lists(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Copies, because the caller may change the prompts before they are sent. Tensors and arrays
+    become lists.
+    """
     if not isinstance(prompts, Sequence):
         return prompts  # type: ignore[unreachable]  # validation raises an error that names the argument
-    copies: list[Sequence[int]] = []
+    copies: list[list[int]] = []
     for prompt in prompts:
         if hasattr(prompt, "tolist"):
             prompt = prompt.tolist()
-        copies.append(list(prompt) if isinstance(prompt, list | tuple) else prompt)
+        copies.append(list(prompt) if isinstance(prompt, list | tuple) else prompt)  # type: ignore[arg-type]
     return copies
 
 
@@ -515,8 +492,8 @@ def _host_of(replica: int, hosts: "Hosts | None") -> "Hosts | None":
 
 
 def check_config(config: GeneratorConfig, num_hosts: int = 1) -> None:
-    """Raises ValueError if no generator can be started from the config on this machine, and TypeError if `config` is
-    not a GeneratorConfig.
+    """Raises ValueError if this machine can start no generator from the config, TypeError for
+    another config.
     """
     require_config("GeneratorClient.spawn", config, GeneratorConfig)
     config.validate()
@@ -525,10 +502,10 @@ def check_config(config: GeneratorConfig, num_hosts: int = 1) -> None:
 
 
 def config_of_replica(config: GeneratorConfig, index: int, num_hosts: int = 1) -> GeneratorConfig:
-    """The config of one replica. Its GPUs follow the GPUs of the replica before it on the same host. Its seed, for
-    requests without a seed of their own, differs from the seeds of the other replicas.
+    """The config of one replica: GPUs after those of the replica before it on the same host, and a
+    seed of its own.
 
-    num_hosts: number of hosts. Replica i runs on host i % num_hosts.
+    Replica i runs on host i % num_hosts.
     """
     if config.replicas == 1:
         return config

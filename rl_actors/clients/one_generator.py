@@ -1,7 +1,4 @@
-"""`OneGenerator`, the client of a generator that has one actor process.
-
-A GeneratorClient has one OneGenerator for each replica of its generator.
-"""
+"""`OneGenerator`, the client of one generator process. A GeneratorClient has one for each replica."""
 
 import asyncio
 import contextlib
@@ -12,13 +9,14 @@ from torch import Tensor
 
 from rl_actors.clients.base import ActorDiedError, ActorSilentError, Client
 from rl_actors.clients.call import Call, in_background
+from rl_actors.clients.completions import Group
 from rl_actors.config import GeneratorConfig
 from rl_actors.generator import Generator
 from rl_actors.processes import gpus
 from rl_actors.processes.output import LogRoute
 from rl_actors.processes.spawn import LONGEST_CHECK_PAUSE, collect
 from rl_actors.transports.base import Transport
-from rl_actors.types import Completion, DeviceMemory, GeneratorInfo, Heartbeat, SamplingParams, Transfer
+from rl_actors.types import DeviceMemory, GeneratorInfo, Heartbeat, SamplingParams, Transfer
 from rl_actors.validation import require_gpu
 from rl_actors.vllm.core import EngineDiedError
 from rl_actors.vllm.pull import SilentWorkerError
@@ -28,21 +26,13 @@ if TYPE_CHECKING:
 
     from rl_actors.processes.hosts import Hosts
 
-NEWS_TIMEOUT = 1.0
-"""Largest number of seconds that the client waits, after a failed heartbeat, for the news that the process has ended.
-A heartbeat may fail shortly before this news comes."""
-Groups = list[tuple[int, list[Completion]]]
-"""A list with one pair for each finished prompt: the index of the prompt in its call, and the completions of the
-prompt."""
+NEWS_TIMEOUT = 1.0  # seconds to wait, after a failed heartbeat, for the news that the process has ended
 
 
 class OneGenerator(Client):
-    """The client of a Generator mesh with one process. Either the caller has spawned this process, or the client spawns
-    it.
+    """The client of a Generator mesh with one process. Its own methods are coroutines.
 
-    The methods are coroutines.
-
-    If the client spawned the generator, a call raises ActorDiedError as soon as the generator's process has ended.
+    A call raises ActorDiedError as soon as a process that the client spawned has ended.
     """
 
     def __init__(
@@ -62,11 +52,11 @@ class OneGenerator(Client):
             mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs, hosts=hosts
         )
         self.config, self._transport = config, transport
-        # None before the first `pull`. num_bytes is 0 if the last pull transferred nothing.
-        self.last_pull: Transfer | None = None
-        self.known: GeneratorInfo | None = None  # the newest info that this client has got; None before the setup
+        self.last_pull: Transfer | None = None  # its num_bytes is 0 if nothing was transferred
+        self.known: GeneratorInfo | None = None  # the newest info; None before the setup
         self._spawned = asyncio.Event()  # set when the spawn has succeeded or failed
-        # This client is not added to _open_clients, because the GeneratorClient closes it at the end of the program.
+        # Not by `_start`, which would add this client to _open_clients: the GeneratorClient closes
+        # it.
         self._started = in_background(self._set_up(), f"{self.name}: setup")
 
     async def _set_up(self) -> None:
@@ -87,7 +77,7 @@ class OneGenerator(Client):
 
     @property
     def is_owned(self) -> bool:
-        """True if this client spawns the process of the generator. False if the caller has spawned the process."""
+        """True if this client, not its caller, spawns the process."""
         return self.config is not None
 
     async def info(self) -> GeneratorInfo:
@@ -95,22 +85,18 @@ class OneGenerator(Client):
         return self.known
 
     async def answers_within(self, timeout: float) -> bool:
-        """True if the process of the generator answers within `timeout` seconds."""
         return await self._is_alive(timeout)
 
     async def start_generate(
-        self, prompts: list[list[int]], params: SamplingParams, indices: list[int], adapter: str | None = None
+        self, prompts: list[list[int]], params: SamplingParams, seed_indices: list[int], adapter: str | None = None
     ) -> int:
-        """Start a generate call. Returns the number of the call, for finished_groups and abort_generate.
+        """Start a generate call. Returns its number, for finished_groups and abort_generate."""
+        return await self._one("start_generate", prompts, params, seed_indices, adapter, phase="generate")
 
-        indices: for each prompt its number p; see SamplingParams.seed. adapter: name of a loaded adapter; None: no
-        adapter.
-        """
-        return await self._one("start_generate", prompts, params, indices, adapter, phase="generate")
+    async def finished_groups(self, call: int, at_least: int = 1) -> list[Group]:
+        """The prompts that have finished since the last answer: `at_least`, or all that are left.
 
-    async def finished_groups(self, call: int, at_least: int = 1) -> Groups:
-        """The prompts that have finished since the last answer. Waits until there are `at_least`, or until all prompts
-        of the call have finished. If the wait fails or is cancelled, this method aborts the generate call.
+        Aborts the call if the wait fails or is cancelled.
         """
         try:
             return await self._one("finished_groups", call, at_least, phase="generate")
@@ -142,16 +128,11 @@ class OneGenerator(Client):
         return await self._one("wake")
 
     async def _one(self, endpoint: str, *args: object, phase: str = "") -> Any:
-        """Call an endpoint, and return its answer.
-
-        phase: name of the call in error texts. If it is empty, error texts have the name of the endpoint.
-        """
         return (await self.ask(endpoint, *args, phase=phase, breaks=False))[0]
 
     async def ask(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Does the same as the base class's method, but changes one error.
-
-        If the client spawned the generator and the generator's engine has failed for good, raises ActorDiedError.
+        """As in the base class, but a failed engine of a generator that this client spawned is an
+        ActorDiedError.
         """
         try:
             return await super().ask(*args, **kwargs)
@@ -161,12 +142,8 @@ class OneGenerator(Client):
             raise ActorDiedError(f"{self.name}: {error}", self.name) from error
 
     async def _death(self, silent_after: float) -> ActorDiedError | ActorSilentError | None:
-        """Wait until the generator counts as dead, and return an error that says why. None if the client was closed or
-        spawned no process.
-
-        As in the base class, a generator counts as dead if its process has ended, or has not answered for silent_after
-        seconds. Here a generator that has requests also counts as dead if its engine has done nothing for silent_after
-        seconds.
+        """As in the base class; a generator with requests whose engine does nothing for
+        silent_after seconds is dead, too.
         """
         await self._spawned.wait()
         if self._mesh is None or self._processes is None:
@@ -181,8 +158,8 @@ class OneGenerator(Client):
                 await asyncio.wait((end, beat), timeout=pause, return_when=asyncio.FIRST_COMPLETED)
                 answer: Heartbeat | None = None
                 if beat.done() and not end.done():
-                    # If the heartbeat was answered, this wait is the pause before the next heartbeat. If the heartbeat
-                    # failed, the process may have ended. Then `end` will soon be done and have the cause.
+                    # The pause before the next heartbeat; after a failed one, `end` may soon have
+                    # the cause.
                     await asyncio.wait((end,), timeout=pause if beat.exception() is None else NEWS_TIMEOUT)
                 if end.done():
                     return None if self._closed else self._died(end.result(), self._phase())
@@ -190,8 +167,8 @@ class OneGenerator(Client):
                     if (error := beat.exception()) is not None:
                         return ActorDiedError(f"{self.name}: {getattr(error, 'exception', error)}", self.name)
                     [answer], beat = beat.result(), None
-                # The two waits of this iteration take at most twice the pause. If the iteration took longer, the
-                # client's own process was suspended or busy. Then only twice the pause counts as silence.
+                # The two waits take at most twice the pause. If they took longer, this process was
+                # suspended or busy.
                 silence.saw(answer, min(time.monotonic() - begin, 2 * pause))
                 if silence.seconds == 0:
                     self._heard[0] = time.monotonic()
@@ -206,10 +183,8 @@ class OneGenerator(Client):
 
 
 class Silence:
-    """Counts the seconds since a generator's last sign of life. Reads no clock.
-
-    An answer is a sign of life in two cases: the generator waits for requests, or it has done some work since the
-    previous answer.
+    """Counts the seconds since the last heartbeat of an idle engine, or of one that has worked
+    since the one before.
     """
 
     def __init__(self) -> None:
@@ -217,10 +192,7 @@ class Silence:
         self._num_done = -1
 
     def saw(self, answer: Heartbeat | None, seconds: float) -> None:
-        """Add `seconds` to the count, or set the count to 0.
-
-        answer: the heartbeat that came in these seconds. None if no heartbeat came.
-        """
+        """answer: the heartbeat that came in these seconds, if any."""
         if answer is not None and (answer.is_idle or answer.num_done != self._num_done):
             self.seconds, self._num_done = 0.0, answer.num_done
         else:
@@ -228,9 +200,8 @@ class Silence:
 
 
 def process_environment(config: GeneratorConfig) -> dict[str, str]:
-    """Environment variables of a generator's process.
-
-    Raises ValueError if the config needs a GPU that this program does not see.
+    """Environment of a generator's process. Raises ValueError if the config needs a GPU that this
+    program does not see.
     """
     environment = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
     if config.gpu is None:

@@ -1,23 +1,12 @@
-"""A GeneratorClient may have several generators. A `Replica` is the entry for one generator in the client's list.
-
-The client's Fleet (fleet.py) has this list. Either the client spawns the generators, or the user has spawned one. When
-a generator that the client spawned dies, its replica spawns another generator with the same config.
-
-The states of a replica whose generator the client spawns, and the transitions between them:
+"""`Replica`, a generator of a Fleet and its replacements after deaths.
 
 starting ──► stale ──► healthy ──► dead ──► restarting ──► stale ──► healthy
                ▲          │         └─────► retired
                └──────────┘ make_stale
 
-A replica also becomes dead from the states starting, stale and restarting. The cause of each death is that a process
-of the generator has ended or is silent, or that the generator could not be set up or could not get the weights.
-
-The fleet's version is the version of the weights that all generators should have. The replica becomes healthy only
-after a complete pull of the fleet's version, if there is such a version yet. So its generator never samples with
-weights of which only a part has arrived.
-
-If the user spawned the generator, the replica goes from starting to healthy or to retired. Later the state of this
-replica does not change.
+A replica becomes dead from every state but retired. It becomes healthy only after a complete pull
+of the fleet's version, so that its generator never samples with half of the weights. A generator
+that the user spawned only goes from starting to healthy or retired.
 """
 
 import asyncio
@@ -40,45 +29,37 @@ logger = logging.getLogger(__name__)
 class Watcher:
     """Functions of the fleet that a replica calls."""
 
-    changed: Callable[["Replica", str], None]
-    """Called with a replica whose state has changed, and with a line of text for the user. The line may be empty."""
-    returned: Callable[[GeneratorReturn], None]
-    """Called with the record of a replica that is healthy again after a death."""
-    refit: Callable[["Replica"], Awaitable[None]]
-    """Pulls the fleet's version of the weights into a replica, and loads the fleet's adapters. If this fails, `refit`
-    may try again. Raises the error of the last try."""
-    may_restart: Callable[[], Awaitable[object]]
-    """Waits until the fleet allows the start of a generator. The fleet allows no start while its generators sleep; see
-    Fleet.sleep."""
+    changed: Callable[["Replica", str], None]  # after a change of state, with a line for the user, or ""
+    returned: Callable[[GeneratorReturn], None]  # when the replica is healthy again after a death
+    refit: Callable[["Replica"], Awaitable[None]]  # brings weights and adapters; raises the error of its last try
+    may_restart: Callable[[], Awaitable[object]]  # waits while the generators sleep
 
 
 class Replica:
-    """A generator and its replacements.
-
-    If the GeneratorClient spawned the generator, `live` watches the generator and replaces it after a death. `live`
-    does neither for a generator that the user spawned.
-    """
+    """A generator, which `live` watches and replaces if its GeneratorClient spawned it."""
 
     def __init__(self, name: str, spawn: Callable[[], OneGenerator], policy: RestartPolicy, watcher: Watcher) -> None:
-        self.name, self.spawn, self.policy, self.watcher = name, spawn, policy, watcher
+        self.name = name
+        self.spawn = spawn
+        self.policy = policy
+        self.watcher = watcher
         self.state: ReplicaState = "starting"
         self.was_ready = False  # whether this replica was ever healthy
         self.cause: Exception | None = None  # the error because of which this replica is retired
         self.restarts = Restarts(policy)
-        # Seconds without a sign of life after which the generator counts as dead.
-        self.silent_after = policy.silent_after
+        self.silent_after = policy.silent_after  # seconds without a sign of life after which it counts as dead
         self.client = spawn()
         self._death: asyncio.Future[Exception]  # the death of self.client; `live` sets it before it watches self.client
-        # First death since the replica was last healthy: time.time(), time.monotonic() and the error. None: no death.
+        # First death since the replica was last healthy: time.time(), time.monotonic() and the
+        # error. None: no death.
         self._died: tuple[float, float, Exception] | None = None
         self._is_final = False  # whether no restart follows the last death
         self._is_stale = asyncio.Event()
         self._tasks: list[asyncio.Future[None]] = []  # tasks of `_watch` and `_serve` for self.client
 
     async def live(self) -> None:
-        """Keep a generator running until the replica is retired.
-
-        If the user spawned the generator, only wait until it is set up.
+        """Keep a generator running until the replica is retired. Of a user's generator, only await
+        the setup.
         """
         if not self.client.is_owned:
             await self._begin()
@@ -93,7 +74,6 @@ class Replica:
             self._retire(error)
 
     async def _begin(self) -> None:
-        """Wait until a generator that the user spawned is set up."""
         try:
             await self.client.ready()
         except Exception as error:
@@ -112,9 +92,8 @@ class Replica:
             self._tasks = []
 
     def expect_signs(self, silent_after: float) -> None:
-        """From now on, the generator counts as dead after this many seconds without a sign of life.
-
-        If a shorter time was set before, that time still applies.
+        """From now on, the generator is dead after so many seconds without a sign of life, if fewer
+        than before.
         """
         if silent_after >= self.silent_after:
             return
@@ -151,9 +130,8 @@ class Replica:
             self.lose(client, death)
 
     async def _serve(self, client: OneGenerator) -> None:
-        """Wait until the generator is set up, and call `refit`. Call `refit` again whenever the replica becomes stale.
-
-        If the setup or `refit` fails, mark the generator as dead.
+        """Refit the generator after its setup, and whenever it becomes stale. If that fails, it is
+        dead.
         """
         try:
             await client.ready()
@@ -166,8 +144,8 @@ class Replica:
         except Exception as error:
             cause = error
             if not isinstance(error, ActorDiedError | ActorSilentError):
-                # The setup or the pull has failed although no process has died. If the replica has never been healthy,
-                # another start would fail, too, so no restart follows.
+                # No process has died. If the replica was never healthy, another start would fail,
+                # too.
                 self._is_final = not self.was_ready
                 if self.was_ready:
                     cause = ActorDiedError(f"{self.name} did not become healthy again: {error!r}", self.name)
@@ -186,19 +164,13 @@ class Replica:
         self.watcher.changed(self, f"{self.name} is back after {seconds:.1f} s")
 
     def make_stale(self, cause: Exception) -> None:
-        """Mark a healthy replica as stale, because a pull failed on its generator and succeeded on another one.
-
-        The replica stays stale until the pull has succeeded on its generator, too.
-        """
+        """Mark the replica as stale until a pull that succeeded elsewhere has succeeded here, too."""
         logger.warning("%s does not have the weights of the last pull: %r", self.name, cause)
         self.state = "stale"
         self._is_stale.set()
 
     def lose(self, client: OneGenerator, cause: Exception) -> None:
-        """Mark a generator as dead, so that calls go to other generators.
-
-        Does nothing if the generator is marked as dead already or has been replaced.
-        """
+        """Mark a generator as dead, unless it is or was replaced, so that calls go to others."""
         if client is not self.client or self._death.done():
             return
         self._death.set_result(cause)

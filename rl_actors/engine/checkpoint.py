@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from rl_actors.engine.build import BuiltModel
-from rl_actors.engine.collectives import by_rank, on_all_ranks, raise_together
+from rl_actors.engine.collectives import by_rank, on_all_ranks, together
 from rl_actors.engine.lora import checkpointed
 from rl_actors.trusted_files import distrust
 from rl_actors.types import MAX_NAMES_REPORTED
@@ -61,7 +61,7 @@ def require_checkpoint(built: BuiltModel, path: str, *, optimizer: bool) -> None
     untrusted = [reason for reason in by_rank(distrust(path)) if reason]
     if untrusted:
         raise ValueError(untrusted[0])
-    saved = _read_metadata_together(path)
+    saved = together(lambda: read_metadata(path))
     there = {name: tuple(entry.size) for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
     here = {f"model.{name}": tuple(tensor.shape) for name, tensor in checkpointed(built.model).items()}
     # Under pipeline parallelism `here` has only the names of this rank's stages.
@@ -89,18 +89,6 @@ def read_metadata(path: str | Path) -> dict[str, object]:
         return FileSystemReader(path).read_metadata().state_dict_metadata
     except Exception as error:  # unpickling raises errors of many types
         raise ValueError(f"{Path(path) / METADATA} is cut off or corrupt: {error!r}") from None
-
-
-def _read_metadata_together(path: str) -> dict[str, object]:
-    """read_metadata, whose error every rank raises if a rank's file is damaged."""
-    found: dict[str, object] = {}
-    failure: Exception | None = None
-    try:
-        found = read_metadata(path)
-    except ValueError as error:
-        failure = error
-    raise_together(failure)
-    return found
 
 
 def difference(name: str, there: tuple[int, ...] | None, here: tuple[int, ...] | None, what: str) -> str:

@@ -1,46 +1,41 @@
-"""Collectives between the ranks of a trainer. They gather small values, raise errors on all ranks, and bring whole
-tensors to rank 0."""
+"""Collectives between the ranks of a trainer: small values, errors on all ranks, whole tensors on rank 0."""
 
-import contextlib
 import pickle
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import TypeVar
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rl_actors.processes.errors import sendable
+
 Value = TypeVar("Value")
 
 
 def by_rank(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
-    """The values that the ranks of the group passed, in the order of the ranks.
-
-    The values must be picklable. They go over the group's CPU backend, even if the group's GPU tensors go over NCCL.
-    """
+    """The (picklable) values of all ranks of the group, in order, over its CPU backend."""
     values: list[Value] = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def on_all_ranks(holds: bool) -> bool:
-    """True if `holds` is true on all ranks. The flag goes over the CPU backend, even if GPU tensors go over NCCL."""
+    """True if `holds` is true on all ranks. Over the CPU backend."""
     flag = torch.tensor(int(holds))
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag)
 
 
 def raise_together(failure: Exception | None) -> None:
-    """Raises on every rank if any rank has failed. All ranks must call this function.
+    """Raises on every rank if any rank has failed. failure: this rank's, if any.
 
-    failure: the exception of this rank, or None if this rank has not failed.
-    A rank that failed raises its own exception. The other ranks raise the exception of the lowest rank that failed, with
-    that rank's traceback in a note. If this exception cannot be pickled, the other ranks raise a RuntimeError with the repr
-    of the exception instead.
-    The attribute `rank` of the raised exception is the rank on which this exception occurred.
+    A rank that failed raises its own exception; the others raise the `sendable` one of the lowest rank that failed, with
+    its traceback in a note. The attribute `rank` is the rank on which the exception occurred.
     """
     if on_all_ranks(failure is None):
         return
@@ -55,19 +50,27 @@ def raise_together(failure: Exception | None) -> None:
 
 
 def _sendable(failure: Exception) -> bytes:
-    copy: Exception = RuntimeError(repr(failure))
-    with contextlib.suppress(Exception):
-        copy = pickle.loads(pickle.dumps(failure))
+    copy = pickle.loads(cloudpickle.dumps(sendable(failure)))
     copy.add_note("".join(traceback.format_exception(failure)))
-    return pickle.dumps(copy)
+    return cloudpickle.dumps(copy)
+
+
+def together(work: Callable[[], Value]) -> Value:
+    """The result of `work`. If it fails on any rank, raises as `raise_together` does."""
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    raise_together(failure)
+    return result
 
 
 def whole_tensors(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor | None]]:
     """(name, tensor) of every tensor that any rank has in its state, one at a time.
 
-    Rank 0 gets the whole tensor on the CPU. The other ranks get None instead of the tensor. All ranks must iterate to
-    the end. Each stage of a pipeline has its own tensors, so rank 0 may lack a tensor. Then the lowest rank that has
-    the tensor sends it to rank 0.
+    Rank 0 gets the whole tensor on the CPU, the others None. All ranks must iterate to the end. A tensor of another
+    pipeline stage comes from the lowest rank that has it.
     """
     rank = dist.get_rank()
     specs_by_rank = by_rank({name: (tensor.shape, tensor.dtype) for name, tensor in state.items()})

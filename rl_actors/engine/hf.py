@@ -25,7 +25,7 @@ from rl_actors.config import LoRAConfig, ModelConfig
 from rl_actors.engine import lora
 from rl_actors.engine.build import BuiltModel, qwen3_config
 from rl_actors.engine.checkpoint import HEAD, plain_errors
-from rl_actors.engine.collectives import by_rank, on_all_ranks, raise_together, whole_tensors
+from rl_actors.engine.collectives import by_rank, on_all_ranks, together, whole_tensors
 from rl_actors.engine.hf_names import (
     FUSED,
     empty_split_over_rows,
@@ -364,11 +364,5 @@ def _first(names: list[str]) -> str:
 
 
 def _on_first_rank(work: Callable[[], None]) -> None:
-    """Call `work` on rank 0 only. All ranks must call this function. If `work` fails, every rank raises the error."""
-    failure: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            work()
-        except Exception as error:
-            failure = error
-    raise_together(failure)
+    """Call `work` on rank 0. All ranks must call this function; if `work` fails, every rank raises the error."""
+    together(lambda: work() if dist.get_rank() == 0 else None)

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -38,6 +38,7 @@ from torch.distributed import TCPStore
 from rl_actors.processes import collector, network, threads
 from rl_actors.processes.bootstrap import BOOTSTRAP
 from rl_actors.processes.output import LOG_VARIABLE, LogRoute, route_logs, route_process_output
+from rl_actors.processes.races import awaited
 
 if TYPE_CHECKING:
     from rl_actors.processes.hosts import Hosts
@@ -181,7 +182,7 @@ class ProcessMesh:
 
     async def _stop_in_time(self) -> bool:
         try:
-            await asyncio.wait_for(_future(self.mesh.stop()), STOP_TIMEOUT)
+            await asyncio.wait_for(awaited(self.mesh.stop()), STOP_TIMEOUT)
         except Exception as error:
             logger.info("Monarch did not stop %s, so its processes on this host are killed: %r", self.mesh, error)
             return False
@@ -276,7 +277,7 @@ async def _require_shared_or_stop(name: str, mesh: ProcMesh, probe: Probe, folde
 async def _stop(mesh: ProcMesh) -> None:
     """End the processes of a failed start, whose error is the one to report."""
     with contextlib.suppress(Exception):
-        await asyncio.wait_for(_future(mesh.stop()), STOP_TIMEOUT)
+        await asyncio.wait_for(awaited(mesh.stop()), STOP_TIMEOUT)
 
 
 def open_rendezvous(address: str) -> TCPStore:
@@ -349,8 +350,3 @@ _DEFAULT_HOOK = monarch.actor.unhandled_fault_hook
 
 def _log_fault(failure: MeshFailure) -> None:
     logger.warning("an actor failed: %s", failure)
-
-
-async def _future(future: Awaitable[T]) -> T:
-    """A coroutine for asyncio.wait_for, which does not take futures of Monarch."""
-    return await future

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rl_actors.finite import require_finite
+from rl_actors.processes.races import awaited
 
 if TYPE_CHECKING:
     from rl_actors.transports.slots import SlotAddress
@@ -277,16 +278,11 @@ async def _commit(transport: Transport, manifest: Manifest, rank: int) -> None:
 async def within(timeout: float, work: Awaitable[Value], what: str) -> Value:
     """Await the work. Raises TimeoutError naming `what` after `timeout` seconds."""
     try:
-        return await asyncio.wait_for(_awaited(work), timeout)
+        return await asyncio.wait_for(awaited(work), timeout)
     except TimeoutError as error:
         if str(error):  # raised by the work itself
             raise
         raise TimeoutError(f"{what} was not done within {timeout:g} s") from None
-
-
-async def _awaited(work: Awaitable[Value]) -> Value:
-    """A coroutine for asyncio.wait_for, which does not take futures of Monarch."""
-    return await work
 
 
 async def _on_all_ranks(work: Awaitable[Value], version: int, gather: Gather) -> list[Value | None]:

@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import torch
 from torch import Tensor, nn
 
+from rl_actors.processes.errors import sendable
 from rl_actors.transports.base import OpenVersion, Source
 from rl_actors.vllm import clean_blocks
 from rl_actors.vllm.in_place import Plan, is_possible, load_in_place, make_plan
@@ -85,7 +87,7 @@ class WeightsExtension:
             return getattr(self, method)(*arguments), b""
         except Exception as error:
             logger.exception("%s failed", method)
-            return None, pickled(error)
+            return None, cloudpickle.dumps(sendable(error))
 
     def open_version(self, payload: bytes) -> tuple[str, str, int, float]:
         """Open the version that a pickled Source describes, and keep it open. The model does not change.
@@ -234,17 +236,6 @@ class PromptLogprobs:
             width = b_S1VR.shape[2]
             logits_TV[:, :width] += (scale * (low_TR @ b_S1VR[slot, 0].float().T)).to(logits_TV.dtype)
         return logits_TV
-
-
-def pickled(error: Exception) -> bytes:
-    """The pickled error. If the error cannot be pickled and unpickled, a pickled RuntimeError with its text."""
-    try:
-        data = pickle.dumps(error)
-        if type(pickle.loads(data)) is type(error):
-            return data
-    except Exception:
-        logger.info("%r cannot be pickled", error)
-    return pickle.dumps(RuntimeError(repr(error)))
 
 
 def cast_tensors(version: OpenVersion, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
