@@ -1,10 +1,8 @@
-"""The coordinator of a service: a Monarch actor that clients in other programs call.
+"""The coordinator of a service: a Monarch actor that clients in other programs call. It passes
+their calls on to the Service.
 
-The clients never call the actor meshes of the service. The coordinator runs in the service's process and passes the
-clients' calls on to the object of class Service. For each mesh the Service has one client of its own (members.py). Only
-this client calls the mesh.
-The arguments of a call arrive as pickled bytes, and the coordinator unpickles the bytes. If the unpickling fails, only
-the call fails. If Monarch unpickled the arguments, a failure would end the coordinator.
+Arguments arrive pickled, so that a failure to unpickle fails only the call; in Monarch it would end
+the coordinator.
 """
 
 import pickle
@@ -22,16 +20,12 @@ if TYPE_CHECKING:
     from monarch.actor import UndeliverableMessageEnvelope
 
 _services: dict[str, Service] = {}
-"""The services of this process by key.
-
-Monarch pickles the arguments of a new actor, and a Service cannot be pickled. So the actor gets the key.
-"""
+"""By key, because a Service cannot be pickled as an argument of the actor."""
 
 
 class Coordinator(Actor):
-    """The coordinator of one service. Any number of its calls can run at the same time.
-
-    The Service decides which calls wait.
+    """The coordinator of one service. Its calls run at the same time; the Service decides which
+    wait.
     """
 
     def __init__(self, key: str) -> None:
@@ -39,10 +33,10 @@ class Coordinator(Actor):
 
     @concurrent_endpoint
     async def call(self, number: int, endpoint: str, arguments: bytes, patience: float) -> bytes:
-        """The pickled answers of all ranks, or the pickled error of the call. remote.opened unpickles them.
+        """The pickled answers of all ranks, or the pickled error, for remote.opened.
 
-        number: the number that the service gave the calling client. arguments: the pickled arguments of the endpoint.
-        patience: seconds that the call may wait for the end of another client's step.
+        number: of the calling client. arguments: pickled. patience: seconds to wait for another
+        client's step.
         """
         try:
             unpickled = pickle.loads(arguments)
@@ -52,18 +46,13 @@ class Coordinator(Actor):
             return _pickled(error)
 
     def _handle_undeliverable_message(self, message: "UndeliverableMessageEnvelope") -> bool:
-        """Drop an answer that cannot be delivered because its client has ended.
-
-        Returning True keeps the actor running.
-        """
+        """Drop an answer to a client that has ended. True keeps the actor running."""
         return True
 
 
 def _pickled(error: Exception) -> bytes:
-    """The error as the bytes that remote.opened reads.
-
-    If the error cannot be pickled, or is not of the same type after unpickling, a RuntimeError with the error's
-    traceback replaces the error.
+    """The error for remote.opened, or a RuntimeError with its traceback if pickling does not keep
+    its type.
     """
     try:
         sent = cloudpickle.dumps((None, error))
@@ -75,10 +64,7 @@ def _pickled(error: Exception) -> bytes:
 
 
 def spawn_coordinator(service: Service) -> bytes:
-    """Start the service's coordinator in this process.
-
-    Returns a pickled reference to the coordinator. Other programs call the coordinator through this reference.
-    """
+    """Start the service's coordinator here, and return a pickled reference to it."""
     key = uuid.uuid4().hex[:12]
     _services[key] = service
     coordinator = this_proc().spawn(f"coordinator_{key}", Coordinator, key)

@@ -1,8 +1,5 @@
-"""The members of a service, which are the models and the generator that it owns.
-
-Other programs attach to the service with clients. A member is an actor mesh with a client of its own, which runs in the service's process.
-Only the member's own client calls the mesh. An attached client sends its calls to the service, and the member passes them to its own
-client.
+"""The members of a service: the models and the generator that it owns, each with its own client,
+the only one that calls the actors.
 """
 
 import asyncio
@@ -39,26 +36,27 @@ RELAYED = frozenset(
         "pull_model_state_dict",
     )
 )
-"""Endpoints of a model whose arguments and answers pass through the service unchanged."""
+"""Endpoints of a model that pass through unchanged."""
 
 
 class Member(Protocol):
-    """Protocol of ModelMember and GeneratorMember."""
+    """ModelMember or GeneratorMember."""
 
-    num_ranks: int  # number of answers to a call
+    num_ranks: int  # answers to a call
 
     async def run(self, client: Attached, endpoint: str, arguments: Sequence[object], patience: float) -> list[object]:
-        """Run a call of the client, and return the answers of all ranks. patience: seconds that the call may wait for the end of another
-        client's step."""
+        """The answers of all ranks to a client's call. patience: seconds to wait for another
+        client's step.
+        """
 
     async def leave(self, client: Attached) -> None:
-        """End the unfinished work of a client that has left the service."""
+        """End the unfinished work of a client that has left."""
 
     async def describe(self) -> dict[str, object]:
-        """The state as JSON values, for people to read."""
+        """For people, as JSON values."""
 
     def numbers(self) -> MemberNumbers:
-        """The state as numbers, for monitoring. This method does not call the actor."""
+        """For monitoring, without a call to the actor."""
 
 
 async def _alive(client: Client) -> list[object]:
@@ -68,17 +66,17 @@ async def _alive(client: Client) -> list[object]:
 
 
 class ModelMember:
-    """A trainer, value model or reference. At most one attached client at a time has an open step; see OpenStep."""
+    """A trainer, value model or reference, with one open step at a time."""
 
     def __init__(self, client: ModelClient, infos: Sequence[TrainerInfo]) -> None:
-        """client: the client of a model that is set up. infos: the TrainerInfo of every rank."""
+        """client: of a model that is set up. infos: of every rank."""
         self.client, self.num_ranks = client, len(infos)
         self._infos = infos
         self.step = OpenStep()
-        self._saved: dict[int, SavedCheckpoint] = {}  # the last checkpoint of each client, by the client's number
+        self._saved: dict[int, SavedCheckpoint] = {}  # last of each client, by number
 
     async def run(self, client: Attached, endpoint: str, arguments: Sequence[object], patience: float) -> list[object]:
-        if endpoint == "setup":  # answered without the ranks, which may be busy with a call of another client
+        if endpoint == "setup":  # without the ranks, which may be busy with another client's call
             version = self.client.policy_version or 0
             return [replace(info, policy_version=version) for info in self._infos]
         if endpoint == "info":
@@ -94,9 +92,8 @@ class ModelMember:
         try:
             answers = await self._send(client, endpoint, arguments)
         except Exception:
-            # If the ranks refused the first call of a step, the trainer is idle, and the step is closed here. If an
-            # earlier call has accumulated gradients, or if this call failed in the middle of its work, the trainer is
-            # not idle, and the step stays open.
+            # an idle trainer has refused a step's first call: close the step; otherwise gradients
+            # or a failure keep it open
             if await self._is_idle():
                 self.step.leave(client)
             raise
@@ -115,7 +112,7 @@ class ModelMember:
         return await self.client.relay(endpoint, *arguments)
 
     async def _is_idle(self) -> bool:
-        """True if no gradients are accumulated and nothing has failed in the middle of a step."""
+        """True without accumulated gradients or a failure within a step."""
         try:
             infos: list[TrainerInfo] = await self.client.info()
         except Exception:
@@ -123,7 +120,7 @@ class ModelMember:
         return all(info.state == "idle" for info in infos)
 
     async def leave(self, client: Attached) -> None:
-        """Discard the gradients of a step that the client has left open, as soon as the running call has ended."""
+        """Discard the gradients of the client's open step, after the running call."""
         self._saved.pop(client.number, None)
         if self.step.holder is not client:
             return
@@ -155,7 +152,7 @@ class ModelMember:
 
 
 class GeneratorMember:
-    """A generator with one or several replicas. Any number of calls can run at the same time."""
+    """A generator with one or several replicas, for concurrent calls."""
 
     num_ranks = 1
 
