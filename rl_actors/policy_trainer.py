@@ -151,7 +151,6 @@ class PolicyTrainer(Actor):
     async def forward_backward(
         self, samples: Sequence[Sample], loss: str | Loss, entropy: bool = False, order: Order | None = None
     ) -> RankOutput:
-        """Add the gradient of the summed loss to the accumulated gradients."""
         return await self.in_order(order, lambda: self.engine.forward_backward(samples, loss, entropy=entropy))
 
     @endpoint
@@ -163,7 +162,6 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def discard_gradients(self, order: Order | None = None) -> None:
-        """Drop the accumulated gradients."""
         return await self.in_order(order, lambda: self.engine.discard_gradients())
 
     @endpoint
@@ -202,12 +200,12 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def export_hf(self, path: str, dtype: str = "float32", order: Order | None = None) -> None:
-        """Write a Hugging Face directory, with adapters merged."""
+        """With adapters merged."""
         return await self.in_order(order, lambda: self.engine.export_hf(path, dtype))
 
     @endpoint
     async def export_lora(self, path: str, order: Order | None = None) -> None:
-        """Write the adapters in peft's format."""
+        """In peft's format."""
         return await self.in_order(order, lambda: self.engine.export_lora(path))
 
     @endpoint
@@ -222,7 +220,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def profile(self, directory: str, steps: int, order: Order | None = None) -> None:
-        """Trace the next `steps` optimizer steps with torch.profiler."""
+        """With torch.profiler, over the next `steps` optimizer steps."""
         return await self.in_order(order, lambda: self.engine.profile(directory, steps))
 
     @endpoint
@@ -232,7 +230,6 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def onload(self, parts: Collection[Part] = PARTS, order: Order | None = None) -> HostMove:
-        """Move parts back to the device."""
         return await self.in_order(order, lambda: self.engine.onload(parts))
 
     @endpoint
