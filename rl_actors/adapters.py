@@ -40,7 +40,7 @@ def targets(config: LoRAConfig) -> dict[str, tuple[str, ...]]:
 
 
 def modules(config: LoRAConfig) -> list[str]:
-    """The layers that get adapters, by peft's names."""
+    """By peft's names."""
     return list(chain.from_iterable(targets(config).values()))
 
 

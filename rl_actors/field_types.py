@@ -43,7 +43,6 @@ def _require(name: str, value: object, hint: Any) -> None:
 
 
 def _alternatives(hint: Any) -> Iterable[Any]:
-    """The members of a union, or the hint alone."""
     if get_origin(hint) is Annotated:
         return _alternatives(get_args(hint)[0])
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
@@ -68,7 +67,7 @@ def _is_of(value: object, hint: Any) -> bool:
 
 
 def _items(value: Any, hint: Any) -> Iterable[tuple[object, object, Any]]:
-    """(key or index, item, type of the item) of a container."""
+    """(key or index, item, its type) of a container."""
     kind, arguments = get_origin(hint), get_args(hint)
     if not isinstance(kind, type) or not arguments:
         return

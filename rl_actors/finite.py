@@ -27,7 +27,6 @@ def require_finite(
 
 @torch.no_grad()
 def nonfinite(weights: Mapping[str, Tensor]) -> list[str]:
-    """The weights whose shard on this rank has a NaN or an infinity."""
     shards = {name: _shard(tensor) for name, tensor in weights.items() if tensor.is_floating_point()}
     if not shards:
         return []

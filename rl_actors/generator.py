@@ -181,7 +181,6 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def abort_generate(self, call: int) -> None:
-        """End the call's unfinished requests. Does nothing if it has ended."""
         running = self.calls.pop(call, None)
         if running is not None:
             self.engine.abort(running)
@@ -273,11 +272,9 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def wake(self) -> DeviceMemory:
-        """Allocate what `sleep` has released. Does nothing if awake."""
         return await asyncio.wrap_future(self.engine.wake())
 
     def _note(self, loaded: Transfer) -> None:
-        """Keep the last pull for `info`, and log its path and reason when they change."""
         former, self.last_pull = self.last_pull, loaded
         if former is None or (former.path, former.reason) != (loaded.path, loaded.reason):
             logger.info("the weights come by %s: %s", loaded.path, loaded.reason)
@@ -313,7 +310,7 @@ def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 
 
 def check_manifest(manifest: Manifest, expected: dict[str, tuple[int, ...]]) -> None:
-    """Raises ValueError naming parameters that are missing, unknown or of a wrong shape or dtype."""
+    """Raises ValueError naming what is missing, unknown or of a wrong shape or dtype."""
     published = manifest.tensors
     wrong = [f"{name} is missing" for name in sorted(expected.keys() - published.keys())]
     wrong += [f"{name} is unknown" for name in sorted(published.keys() - expected.keys())]

@@ -58,7 +58,6 @@ def find_model(name_or_path: str) -> str:
 
 
 def is_model_id(name_or_path: str) -> bool:
-    """True for organization/model that is not an existing directory."""
     return MODEL_ID.fullmatch(name_or_path) is not None and not Path(name_or_path).is_dir()
 
 

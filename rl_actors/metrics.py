@@ -28,7 +28,6 @@ class HostCopy:
         self.tensor = tensor
 
     def wait(self) -> Tensor:
-        """The tensor on the host."""
         return self.tensor
 
 
@@ -64,7 +63,6 @@ class PartialsCopy:
         self._copy = to_host(torch.stack(scalars)) if scalars else None
 
     def wait(self) -> Partials:
-        """The partials as numbers."""
         arrived = iter(self._copy.wait().tolist() if self._copy is not None else [])
         numbers: Partials = {}
         for name, value in self._partials.items():
@@ -91,7 +89,6 @@ def merge(parts: Iterable[Mapping[str, Partial]]) -> Partials:
 
 
 def to_numbers(partials: Mapping[str, Partial]) -> Partials:
-    """Partials on the host as numbers."""
     return PartialsCopy(partials).wait()
 
 

@@ -31,7 +31,6 @@ class HostMove:
         return self.num_bytes / 1e9 / copying if copying > 0 else 0.0
 
     def then(self, later: "HostMove") -> "HostMove":
-        """The sum of two moves in sequence."""
         return HostMove(
             num_bytes=self.num_bytes + later.num_bytes,
             seconds=self.seconds + later.seconds,

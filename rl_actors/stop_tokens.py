@@ -34,7 +34,6 @@ def stop_token_ids(directory: str | Path, tokenizer: "PreTrainedTokenizerBase | 
 
 
 def _entry(file: Path, name: str) -> Any:
-    """An entry of a JSON file, None if entry or file is missing."""
     if not file.is_file():
         return None
     try:

@@ -31,7 +31,6 @@ def distrust(path: str | Path) -> str:
 
 
 def require_trusted(path: str | Path) -> None:
-    """Raises ValueError naming the file that must not be unpickled."""
     reason = distrust(path)
     if reason:
         raise ValueError(reason)

@@ -51,7 +51,7 @@ PROGRAM = "controllers.service"
 DEFAULT_ADDRESS = "tcp://127.0.0.1:4400"
 DEFAULT_METRICS = "127.0.0.1:0"
 METRICS_TIMEOUT = 5.0
-"""Seconds in which the service must collect its numbers for Prometheus."""
+"""For the service to collect its numbers for Prometheus."""
 logger = logging.getLogger(__name__)
 
 
@@ -60,17 +60,14 @@ class Options:
     """The command-line options that only a service has."""
 
     address: Address
-    certificates: str  # folder of certificates; empty: the service does not use TLS
-    idle_timeout: float | None  # seconds without a client after which the service ends; None: no limit
+    certificates: str  # folder; empty: no TLS
+    idle_timeout: float | None  # seconds without a client until the service ends; None: no limit
     has_generator: bool
-    metrics: tuple[str, int] | None  # host and port at which Prometheus reads numbers; None: no numbers are served
+    metrics: tuple[str, int] | None  # host and port for Prometheus; None: none
 
 
 def main() -> None:
-    """Start a service.
-
-    If the first argument is `status`, `logs` or `stop`, send this request to a running service instead.
-    """
+    """Start a service, or send `status`, `logs` or `stop` to a running one."""
     prog, argv = started_as(PROGRAM), sys.argv[1:]
     if argv and argv[0] in ("status", "stop", "logs"):
         sys.exit(_ask(prog, argv))
@@ -134,7 +131,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _configs() -> cli.Configs:
-    """The configs of GRPO and PPO by name. Only the configs of PPO have a value model."""
+    """By name. Only PPO's have a value model."""
     by_loop = import_module("configs").CONFIGS
     return by_loop["controllers.grpo"] | by_loop["controllers.ppo"]
 
@@ -144,10 +141,8 @@ def _config_flags(own: argparse.Namespace, rest: Sequence[str]) -> list[str]:
 
 
 def _options(own: argparse.Namespace, *, has_generator: bool) -> Options:
-    """The options of the service.
-
-    Raises ValueError if an option is wrong, if --tls does not fit the address, or if other machines can reach the address
-    without TLS and --insecure is not set.
+    """Raises ValueError for a wrong option, a --tls that does not fit, or a reachable address
+    without TLS and --insecure.
     """
     address = Address.parse(own.address)
     if address.tls != bool(own.tls):
@@ -179,7 +174,7 @@ def _options(own: argparse.Namespace, *, has_generator: bool) -> Options:
 
 
 def _require_servable(invocation: cli.Invocation, options: Options) -> None:
-    """Raises ValueError if a service cannot serve this config, or if --resume or --eval-only is set."""
+    """Raises ValueError if a service cannot serve this config, or for --resume and --eval-only."""
     config = invocation.config
     if invocation.resume or invocation.eval_only:
         raise ValueError(
@@ -195,7 +190,7 @@ def _require_servable(invocation: cli.Invocation, options: Options) -> None:
 
 
 def _serve(invocation: cli.Invocation, options: Options) -> int:
-    """Serve until a signal, the command `stop` or the idle timeout ends the service. Returns the exit status."""
+    """Serve until a signal, `stop` or the idle timeout. Returns the exit status."""
     folder = RunFolder(_folder(invocation))
     folder.path.mkdir(parents=True, exist_ok=True)
     route_logs(folder.log("service"), label="service", verbose=invocation.verbose)
@@ -214,18 +209,15 @@ def _serve(invocation: cli.Invocation, options: Options) -> int:
 
 
 def _folder(invocation: cli.Invocation) -> Path:
-    """The folder of the service: --output-dir, or runs/service-<time>-<pid>."""
+    """--output-dir, or runs/service-<time>-<pid>."""
     path = invocation.output_dir
     is_default = path.parent == Path("runs") and path.name.startswith(f"{invocation.config_name}-")
     return Path("runs") / f"service-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}" if is_default else path
 
 
 async def _run(invocation: cli.Invocation, options: Options, folder: RunFolder) -> int:
-    """Start the actors, let programs attach to them until the service must end, and close the actors.
-
-    Returns the exit status.
-    """
-    # The result, (exit status, reason), is set when the service must end.
+    """Start the actors, serve until the service must end, close them, and return the exit status."""
+    # (exit status, reason), set when the service must end
     ending: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
     _watch_signals(ending)
     actors = Actors(invocation.config, folder, verbose=invocation.verbose)
@@ -249,7 +241,7 @@ async def _keep_door_open(
     folder: RunFolder,
     ending: "asyncio.Future[tuple[int, str]]",
 ) -> None:
-    """Let programs attach at options.address until `ending` has a result. The door is the port at which the service listens."""
+    """Let programs attach at options.address until `ending` has a result."""
     loop = asyncio.get_running_loop()
     service = Service(members)
     coordinator = await asyncio.to_thread(spawn_coordinator, service)
@@ -281,7 +273,7 @@ async def _keep_door_open(
 
 
 def _open_metrics(service: Service, address: tuple[str, int] | None) -> MetricsPort | None:
-    """Serve the numbers of the service to Prometheus. Raises OSError if the address cannot be used."""
+    """Serve numbers to Prometheus. Raises OSError if the address cannot be used."""
     if address is None:
         return None
 
@@ -292,7 +284,7 @@ def _open_metrics(service: Service, address: tuple[str, int] | None) -> MetricsP
 
 
 def _watch_signals(ending: "asyncio.Future[tuple[int, str]]") -> None:
-    """Make the first Ctrl-C or SIGTERM close the actors and end the service."""
+    """The first Ctrl-C or SIGTERM ends the service."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, _end, ending, 128 + number, number.name)
@@ -304,13 +296,13 @@ def _end(ending: "asyncio.Future[tuple[int, str]]", status: int, reason: str) ->
 
 
 async def _start(actors: Actors, config: RunConfig, *, has_generator: bool) -> dict[str, Member]:
-    """Spawn the actors of the config, and wait until they are ready. Returns them by the names that clients ask for.
+    """Spawn the config's actors, by the names that clients ask for, and wait until they are ready.
 
-    If trainer and vLLM share a GPU, the trainer starts first, because vLLM measures the free memory at its start.
+    On a shared GPU the trainer starts first, because vLLM measures the free memory at its start.
     """
     generator = None
     if has_generator and not shares_gpu(config):
-        generator = actors.spawn_generator()  # first, because it takes longer to start than a trainer
+        generator = actors.spawn_generator()  # first, because it takes longest
     trainer = actors.spawn_trainer()
     critic = actors.spawn_critic() if config.has_critic else None
     infos = await trainer.info()
@@ -325,7 +317,7 @@ async def _start(actors: Actors, config: RunConfig, *, has_generator: bool) -> d
 
 
 def _ask(prog: str, argv: Sequence[str]) -> int:
-    """Send `status`, `stop` or `logs` to a running service, and print the answer. Returns the exit status."""
+    """Send `status`, `stop` or `logs`, print the answer, and return the exit status."""
     parser = argparse.ArgumentParser(prog=f"{prog} {argv[0]}", allow_abbrev=False)
     parser.add_argument(
         "address", nargs="?", default=DEFAULT_ADDRESS, help=f"address of the service (default: {DEFAULT_ADDRESS})"

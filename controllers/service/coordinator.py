@@ -1,10 +1,8 @@
-"""The coordinator of a service: a Monarch actor that clients in other programs call.
+"""The coordinator of a service: a Monarch actor that clients in other programs call. It passes
+their calls on to the Service.
 
-The clients never call the actor meshes of the service. The coordinator runs in the service's process and passes the
-clients' calls on to the object of class Service. For each mesh the Service has one client of its own (members.py). Only
-this client calls the mesh.
-The arguments of a call arrive as pickled bytes, and the coordinator unpickles the bytes. If the unpickling fails, only
-the call fails. If Monarch unpickled the arguments, a failure would end the coordinator.
+Arguments arrive pickled, so that a failure to unpickle fails only the call; in Monarch it would end
+the coordinator.
 """
 
 import pickle
@@ -22,16 +20,12 @@ if TYPE_CHECKING:
     from monarch.actor import UndeliverableMessageEnvelope
 
 _services: dict[str, Service] = {}
-"""The services of this process by key.
-
-Monarch pickles the arguments of a new actor, and a Service cannot be pickled. So the actor gets the key.
-"""
+"""By key, because a Service cannot be pickled as an argument of the actor."""
 
 
 class Coordinator(Actor):
-    """The coordinator of one service. Any number of its calls can run at the same time.
-
-    The Service decides which calls wait.
+    """The coordinator of one service. Its calls run at the same time; the Service decides which
+    wait.
     """
 
     def __init__(self, key: str) -> None:
@@ -52,18 +46,12 @@ class Coordinator(Actor):
             return cloudpickle.dumps((None, sendable(error)))
 
     def _handle_undeliverable_message(self, message: "UndeliverableMessageEnvelope") -> bool:
-        """Drop an answer that cannot be delivered because its client has ended.
-
-        Returning True keeps the actor running.
-        """
+        """Drop an answer to a client that has ended. True keeps the actor running."""
         return True
 
 
 def spawn_coordinator(service: Service) -> bytes:
-    """Start the service's coordinator in this process.
-
-    Returns a pickled reference to the coordinator. Other programs call the coordinator through this reference.
-    """
+    """Start the service's coordinator here, and return a pickled reference to it."""
     key = uuid.uuid4().hex[:12]
     _services[key] = service
     coordinator = this_proc().spawn(f"coordinator_{key}", Coordinator, key)

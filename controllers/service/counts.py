@@ -1,7 +1,4 @@
-"""Numbers about a Service and its actors, for a program that monitors them. Collecting the numbers calls no actor.
-
-Clients of other programs attach to the actors of a Service. A member is one of these actors: a model or the generator.
-"""
+"""Numbers about a Service and its members, for monitoring, collected without a call to an actor."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -13,20 +10,20 @@ from typing import Literal
 from controllers.service.open_step import Attached
 
 Outcome = Literal["answered", "failed", "left"]
-"""How a call ended. answered: the client got an answer. failed: the client got an error. left: the client left first."""
+"""answered: the client got an answer. failed: it got an error. left: it left first."""
 
 
 class CallCounts:
-    """Counts the calls of attached clients, for each actor and endpoint."""
+    """Counts attached clients' calls by actor and endpoint."""
 
     def __init__(self) -> None:
         self.ended: Counter[tuple[str, str, Outcome]] = Counter()
-        self.seconds: Counter[tuple[str, str]] = Counter()  # sum over all ended calls, waits included
-        self.running: Counter[str] = Counter()  # by actor; includes calls that wait for another client's step to end
+        self.seconds: Counter[tuple[str, str]] = Counter()  # of ended calls, waits included
+        self.running: Counter[str] = Counter()  # by actor, waiting calls included
 
     @contextmanager
     def call(self, client: Attached, name: str) -> Iterator[None]:
-        """Context manager that counts a call of this client. The call runs inside the context."""
+        """Count the client's call in the body."""
         member, began = client.member, monotonic()
         outcome: Outcome = "failed"
         self.running[member] += 1
@@ -41,18 +38,16 @@ class CallCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberNumbers:
-    """State of an actor, as far as the service knows it without a call to the actor."""
-
-    policy_version: int | None  # None: the actor has not reported a version yet
+    policy_version: int | None  # None: not reported yet
     restarts: int = 0
-    step_open_for: float = 0.0  # seconds; 0: no client has an open step
+    step_open_for: float = 0.0  # seconds; 0: no open step
     silent: Mapping[str, float] = field(default_factory=dict)  # seconds since the last sign of life, by process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceNumbers:
     up_for: float  # seconds
-    clients: Mapping[str, int]  # number of attached clients, by actor
-    waiting: Mapping[str, int]  # number of calls that wait for the end of another client's step, by actor
+    clients: Mapping[str, int]  # attached, by actor
+    waiting: Mapping[str, int]  # calls that wait for another client's step, by actor
     calls: CallCounts
     members: Mapping[str, MemberNumbers]

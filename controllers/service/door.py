@@ -1,11 +1,9 @@
-"""`Door`, the port at which a service listens. A service is a program that runs actors and lets other programs use them.
+"""`Door`, the port at which a service listens. Both sides send lines of JSON; calls to actors do
+not go through it.
 
-Another program connects to the port in order to use the actors (to attach), or to ask for the state, the logs or the end of the service.
-Both sides send lines of JSON. Calls to actors do not go through this port.
-A program that attaches must have the same versions of Python and of some packages as the service (see wire.py). The service answers with the
-reference to the coordinator, which is the actor that takes the program's calls. The connection stays open until the program closes or drops its
-client (for example a TrainerClient), or until the program or the service ends. When the connection ends, each side knows that the
-other side is gone.
+A program connects to attach, or to ask for state, logs or the end of the service. Attaching needs
+the same versions of Python and some packages (see wire.py), gives the reference to the coordinator,
+and lasts as long as the connection, whose end tells each side that the other is gone.
 """
 
 import asyncio
@@ -25,19 +23,19 @@ from rl_actors.processes.address import Address
 logger = logging.getLogger(__name__)
 
 GREETING_TIMEOUT = 10.0
-"""Seconds in which a program that has connected must send its greeting, which is the line with its request."""
+"""For the greeting, the line with a program's request."""
 
 
 class Door:
-    """Listens at one address until `close`. Its methods run on the background event loop of this process (clients/call.py)."""
+    """Listens at one address until `close`. Runs on the background event loop (clients/call.py)."""
 
     def __init__(
         self, service: Service, coordinator: bytes, *, logs: Path, stop: Callable[[str], None], transport: str
     ) -> None:
-        """coordinator: the pickled reference to the Coordinator. logs: folder of the actors' logs. stop: function that ends the service. Its
-        argument is the reason.
+        """coordinator: pickled reference. logs: folder of the actors' logs. stop: ends the service
+        for a reason.
 
-        transport: kind of Monarch's connections, "tcp" or "tls".
+        transport: of Monarch's connections, "tcp" or "tls".
         """
         self.service, self.coordinator, self.logs, self.stop = service, coordinator, logs, stop
         self.transport = transport
@@ -45,7 +43,7 @@ class Door:
         self._open: set[asyncio.StreamWriter] = set()
 
     async def open(self, address: Address, tls: ssl.SSLContext | None = None) -> Address:
-        """Listen, and return the address with the port that was opened. Raises OSError naming the address if the port cannot be opened."""
+        """Listen, and return the address with its port. Raises OSError naming the address."""
         try:
             self._server = await asyncio.start_server(
                 self._serve, address.host, address.port, ssl=tls, limit=MAX_LINE_BYTES
@@ -56,7 +54,7 @@ class Door:
         return Address(address.host, port, address.tls)
 
     async def close(self, reason: str) -> None:
-        """Stop listening, tell every connected program the reason, and end the connections."""
+        """Stop listening, tell every program the reason, and end the connections."""
         if self._server is None:
             return
         self._server.close()
@@ -118,7 +116,7 @@ class Door:
             self.service.leave(client)
 
     async def _until_it_leaves(self, client: Attached, reader: asyncio.StreamReader) -> None:
-        """Wait for the end of the connection. A client sends nothing after its greeting, so a read waits until the connection ends."""
+        """A client sends nothing after its greeting, so a read waits for the end."""
         with contextlib.suppress(OSError):
             await reader.read()
 
@@ -129,10 +127,8 @@ async def _send(writer: asyncio.StreamWriter, message: Message) -> None:
 
 
 def tails(folder: Path, num_lines: int) -> dict[str, list[str]]:
-    """The last lines of every log in a folder. The keys are the names of the files.
-
-    Reads only the end of a file, 200 bytes for each wanted line. If the lines are longer, the result has fewer lines, and the first of them
-    may lack its beginning.
+    """File name -> last lines of every log, read from the last 200 bytes per wanted line: of longer
+    lines there are fewer, the first perhaps cut.
     """
     last = {}
     for path in sorted(folder.glob("*.log")):

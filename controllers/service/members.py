@@ -1,8 +1,5 @@
-"""The members of a service, which are the models and the generator that it owns.
-
-Other programs attach to the service with clients. A member is an actor mesh with a client of its own, which runs in the service's process.
-Only the member's own client calls the mesh. An attached client sends its calls to the service, and the member passes them to its own
-client.
+"""The members of a service: the models and the generator that it owns, each with its own client,
+the only one that calls the actors.
 """
 
 import asyncio
@@ -31,22 +28,22 @@ RELAYED = VERBS - {"new_tenant", "drop_tenant", "save_checkpoint"}
 
 
 class Member(Protocol):
-    """Protocol of ModelMember and GeneratorMember."""
+    """ModelMember or GeneratorMember."""
 
-    num_ranks: int  # number of answers to a call
+    num_ranks: int  # answers to a call
 
     async def run(self, client: Attached, endpoint: str, arguments: Sequence[object], step_wait: float) -> list[object]:
         """Run a call of the client, and return the answers of all ranks. step_wait: seconds that the call may wait for the end of another
         client's step."""
 
     async def leave(self, client: Attached) -> None:
-        """End the unfinished work of a client that has left the service."""
+        """End the unfinished work of a client that has left."""
 
     async def describe(self) -> dict[str, object]:
-        """The state as JSON values, for people to read."""
+        """For people, as JSON values."""
 
     def numbers(self) -> MemberNumbers:
-        """The state as numbers, for monitoring. This method does not call the actor."""
+        """For monitoring, without a call to the actor."""
 
 
 async def _alive(client: Client) -> list[object]:
@@ -56,14 +53,14 @@ async def _alive(client: Client) -> list[object]:
 
 
 class ModelMember:
-    """A trainer, value model or reference. At most one attached client at a time has an open step; see OpenStep."""
+    """A trainer, value model or reference, with one open step at a time."""
 
     def __init__(self, client: ModelClient, infos: Sequence[TrainerInfo]) -> None:
-        """client: the client of a model that is set up. infos: the TrainerInfo of every rank."""
+        """client: of a model that is set up. infos: of every rank."""
         self.client, self.num_ranks = client, len(infos)
         self._infos = infos
         self.step = OpenStep()
-        self._saved: dict[int, SavedCheckpoint] = {}  # the last checkpoint of each client, by the client's number
+        self._saved: dict[int, SavedCheckpoint] = {}  # last of each client, by number
 
     async def run(self, client: Attached, endpoint: str, arguments: Sequence[object], step_wait: float) -> list[object]:
         if endpoint == "setup":  # answered without the ranks, which may be busy with a call of another client
@@ -82,9 +79,8 @@ class ModelMember:
         try:
             answers = await self._send(client, endpoint, arguments)
         except Exception:
-            # If the ranks refused the first call of a step, the trainer is idle, and the step is closed here. If an
-            # earlier call has accumulated gradients, or if this call failed in the middle of its work, the trainer is
-            # not idle, and the step stays open.
+            # an idle trainer has refused a step's first call: close the step; otherwise gradients
+            # or a failure keep it open
             if await self._is_idle():
                 self.step.leave(client)
             raise
@@ -103,7 +99,7 @@ class ModelMember:
         return await self.client.relay(endpoint, *arguments)
 
     async def _is_idle(self) -> bool:
-        """True if no gradients are accumulated and nothing has failed in the middle of a step."""
+        """True without accumulated gradients or a failure within a step."""
         try:
             infos: list[TrainerInfo] = await self.client.info()
         except Exception:
@@ -111,7 +107,7 @@ class ModelMember:
         return all(info.state == "idle" for info in infos)
 
     async def leave(self, client: Attached) -> None:
-        """Discard the gradients of a step that the client has left open, as soon as the running call has ended."""
+        """Discard the gradients of the client's open step, after the running call."""
         self._saved.pop(client.number, None)
         if self.step.holder is not client:
             return
@@ -143,7 +139,7 @@ class ModelMember:
 
 
 class GeneratorMember:
-    """A generator with one or several replicas. Any number of calls can run at the same time."""
+    """A generator with one or several replicas, for concurrent calls."""
 
     num_ranks = 1
 

@@ -1,4 +1,4 @@
-"""The metrics that an actor service (serve_actors.py) exports to Prometheus."""
+"""The metrics that an actor service exports to Prometheus."""
 
 from controllers.observe.prometheus import Family, Labels, text
 from controllers.service.counts import ServiceNumbers
@@ -7,7 +7,6 @@ PREFIX = "rl_actors_service_"
 
 
 def prometheus(numbers: ServiceNumbers) -> str:
-    """The metrics in Prometheus' text format."""
     return text([*_of_the_service(numbers), *_of_calls(numbers), *_of_actors(numbers)])
 
 

@@ -1,8 +1,9 @@
-"""`OpenStep` lets only one client of a service at a time have an open training step. This module does not depend on actors.
+"""`OpenStep` lets only one client of a service at a time have an open training step. Depends on no
+actor.
 
-A client opens a step with forward_backward, and closes the step with optim_step or discard_gradients. While the step is open, other
-clients' calls of the endpoints in CHANGING wait. save_checkpoint, load_checkpoint and profile also open a step, and close
-it when they succeed.
+forward_backward opens a step, optim_step or discard_gradients closes it; save_checkpoint,
+load_checkpoint and profile open one and close it when they succeed. Meanwhile other clients' calls
+in CHANGING wait.
 """
 
 import asyncio
@@ -16,20 +17,20 @@ if TYPE_CHECKING:
 CHANGING = frozenset(
     ("forward_backward", "optim_step", "discard_gradients", "save_checkpoint", "load_checkpoint", "profile")
 )
-"""Endpoints of a trainer that wait while another client has an open step. Other endpoints do not wait."""
+"""Endpoints of a trainer that wait while another client has an open step."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Attached:
-    """A client that is connected to the service. `has_left` becomes True when the connection ends."""
+    """A client that is connected to the service."""
 
     number: int
-    name: str  # the client's text about itself, with its process and host: "trainer, pid 4242 on host-3"
-    member: str  # the actor that the client calls: "trainer", "generator", …
+    name: str  # for logs: "trainer, pid 4242 on host-3"
+    member: str  # the actor that it calls: "trainer", "generator", …
     since: float = field(default_factory=time.time)
     num_calls: int = 0
     has_left: bool = False
-    # Calls of this client that wait for the end of another client's step.
+    # calls that wait for another client's step
     waiting: "set[asyncio.Task[bool]]" = field(default_factory=set)
     generations: "dict[int, GenerateCall]" = field(default_factory=dict)  # by the number that the client knows
 
@@ -38,10 +39,7 @@ class Attached:
 
 
 class OpenStep:
-    """A lock on the open step of one trainer. Waiting clients get the lock in the order of their calls.
-
-    All methods must be called on the same event loop.
-    """
+    """A lock on one trainer's open step, in the order of calls, for one event loop."""
 
     def __init__(self) -> None:
         self._free = asyncio.Lock()
@@ -76,11 +74,11 @@ class OpenStep:
         self.holder, self._held_since = client, time.monotonic()
 
     def leave(self, client: Attached) -> None:
-        """Close the step of this client. Does nothing if this client has no open step."""
+        """Close this client's step, if it has one."""
         if self.holder is client:
             self.holder = None
             self._free.release()
 
     def seconds(self) -> float:
-        """Seconds since the open step was opened; 0 if no step is open."""
+        """Since the step was opened; 0 without one."""
         return 0.0 if self.holder is None else time.monotonic() - self._held_since

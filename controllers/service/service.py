@@ -1,7 +1,5 @@
-"""A service is a program that runs actors and lets other programs use them. The class `Service` has the list of the
-attached clients, and runs their calls on the actors.
-
-This module sends nothing over a network.
+"""`Service` has the attached clients, and runs their calls on the actors. Sends nothing over a
+network.
 """
 
 import asyncio
@@ -19,13 +17,12 @@ logger = logging.getLogger(__name__)
 
 
 class Service:
-    """Runs the calls of the attached clients on the actors. All calls to the actors must go through this object.
-
-    Use the object only on the event loop on which this process runs the calls of its TrainerClient and GeneratorClient.
+    """All calls to the actors must go through this object, on the event loop of this process's
+    clients.
     """
 
     def __init__(self, members: Mapping[str, Member]) -> None:
-        """members: the actors by the names that clients ask for, such as "trainer" and "generator"."""
+        """members: by the names that clients ask for, such as "trainer" and "generator"."""
         self.members = members
         self.clients: dict[int, Attached] = {}
         self.calls = CallCounts()
@@ -35,10 +32,7 @@ class Service:
         self._leaving: set[asyncio.Task[None]] = set()
 
     def attach(self, name: str, member: str) -> Attached:
-        """Add a client of the actor with the name `member`. Raises ValueError if the service has no such actor.
-
-        name: the client's text about itself, for logs.
-        """
+        """Add a client of `member`. name: for logs. Raises ValueError if there is no such actor."""
         if member not in self.members:
             raise ValueError(f"this service has no {member}; it has {', '.join(self.members)}")
         client = Attached(number=next(self._numbers), name=name, member=member)
@@ -59,7 +53,7 @@ class Service:
             return await self.members[client.member].run(client, endpoint, arguments, step_wait)
 
     def leave(self, client: Attached) -> None:
-        """Forget a client whose connection has ended, and undo the client's unfinished work."""
+        """Forget a client whose connection has ended, and undo its unfinished work."""
         if client.has_left:
             return
         client.has_left = True
@@ -73,11 +67,11 @@ class Service:
         leaving.add_done_callback(self._leaving.discard)
 
     def idle_seconds(self) -> float:
-        """Seconds since the last client left, or since the start. 0 while a client is attached."""
+        """Since the last client left, or since the start; 0 while one is attached."""
         return 0.0 if self.clients else time.monotonic() - self.last_left
 
     async def describe(self) -> dict[str, object]:
-        """State of the actors and the clients, as values of JSON."""
+        """State of actors and clients, as JSON values."""
         members = {name: await member.describe() for name, member in self.members.items()}
         clients = [
             {
@@ -91,7 +85,7 @@ class Service:
         return {"up_for_seconds": round(time.time() - self.started, 1), "members": members, "clients": clients}
 
     async def numbers(self) -> ServiceNumbers:
-        """State of the service and its actors, for a monitoring program. Does not call the actors."""
+        """For monitoring, without a call to the actors."""
         clients, waiting = dict.fromkeys(self.members, 0), dict.fromkeys(self.members, 0)
         for client in self.clients.values():
             clients[client.member] += 1

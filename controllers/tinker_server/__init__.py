@@ -1,4 +1,3 @@
-"""A server that speaks Tinker's protocol. Through this server, programs written for the official `tinker` SDK use rl-actors to train and sample.
-
-routes.py has the HTTP routes, and server.py does the work of each route. `python -m controllers.tinker_server` starts the server.
+"""A server that speaks Tinker's protocol, so that programs of the official `tinker` SDK train and
+sample with rl-actors.
 """

@@ -1,4 +1,6 @@
-"""Access control of the Tinker server: API keys, rate limits, the access log, and counts of requests. `Access` wraps the ASGI application."""
+"""Access control of the Tinker server: API keys, rate limits, the access log, and counts of
+requests.
+"""
 
 import hashlib
 import hmac
@@ -20,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 OPEN_PATHS = frozenset({"/healthz", "/api/v1/healthz"})
 """Paths that need no key."""
 SIGNED = "/download/"
-"""Every path of a download begins with this text. A signature in the URL protects a download, so it needs no key."""
+"""Begins every path of a download, which the signature in its URL protects instead of a key."""
 WORK = frozenset(
     {
         "asample",
@@ -34,21 +36,22 @@ WORK = frozenset(
         "copy_weights",
     }
 )
-"""Requests for work, such as sampling and training. Each request is named by the last part of its path. The rate limit
-applies only to these requests. The SDK sends many other requests by itself, such as heartbeats. A user's program cannot
-send fewer of them, so they have no limit."""
+"""Last parts of the paths to which the rate limit applies: work. A program cannot reduce the SDK's
+other requests, such as heartbeats.
+"""
 CONTENT_TYPES = frozenset({"application/json", "application/x-protobuf"})
-"""Content types of bodies. A page in a browser cannot send them to another host without asking, and the server refuses to be asked."""
+"""Content types that a page in a browser cannot send to another host without asking, which the
+server refuses.
+"""
 KEY_LINE = re.compile(r"([A-Za-z0-9_.@-]+)\s+([0-9a-f]{64})")
-LONGEST_WAIT = 60.0  # largest number of seconds in the header Retry-After
+LONGEST_WAIT = 60.0  # seconds, in Retry-After
 
 
 def read_keys(file: Path) -> dict[str, str]:
-    """Read the owner of each key, as {SHA-256 of the key: owner}.
+    """{SHA-256 of a key: owner} from lines like "alice 9f86d0…". Empty lines and # comments are
+    skipped.
 
-    A line of the file has the owner and then the hash: "alice 9f86d0…". Empty lines and lines that begin with # are
-    skipped. An owner may have several keys. Raises ValueError naming the line if a line is wrong, and ValueError if the
-    file has no key.
+    Raises ValueError naming a wrong line, or if the file has no key.
     """
     owners: dict[str, str] = {}
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
@@ -69,7 +72,7 @@ def read_keys(file: Path) -> dict[str, str]:
 
 
 def is_loopback(host: str) -> bool:
-    """is_loopback("127.0.0.1") -> True. host: a name, an IPv4 address, or an IPv6 address with or without brackets."""
+    """is_loopback("127.0.0.1") -> True. host: a name or an IP address, IPv6 also in brackets."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -77,7 +80,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_this_machine(address: str) -> bool:
-    """is_this_machine("http://localhost:8000") -> True. address: the value of a header Host or Origin."""
+    """is_this_machine("http://localhost:8000") -> True. address: value of Host or Origin."""
     host = address.rpartition("://")[2]
     bracket = host.rfind("]")
     return is_loopback(host[: bracket + 1] if bracket >= 0 else host.partition(":")[0])
@@ -89,13 +92,13 @@ def hash_of(key: str) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Bucket:
-    """The rate limit of one owner, as a token bucket. A request for work takes one token, and tokens come back at a constant rate."""
+    """An owner's token bucket; a request for work takes one token."""
 
     tokens: float
     filled: float  # time.monotonic() at the last refill
 
     def wait(self, rate: float, burst: float, now: float) -> float:
-        """Take a token and return 0. If there is no token, return the seconds until there is a token."""
+        """Take a token and return 0, or return the seconds until there is one."""
         self.tokens = min(burst, self.tokens + (now - self.filled) * rate)
         self.filled = now
         if self.tokens >= 1:
@@ -106,20 +109,18 @@ class Bucket:
 
 @dataclass(slots=True)
 class Counts:
-    """Number of requests by route and status, and the total seconds of the requests by route."""
+    """Requests by route and status, and their total seconds by route."""
 
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
 class Access:
-    """Wraps the application, and checks the key and the rate of each request.
+    """Wraps the ASGI application: checks key and rate of each request, counts and logs it.
 
-    A request without a known key gets status 401, and a request for work above the rate limit gets status 429. If there
-    is a log, every request adds a line of JSON to the log.
-
-    A server without keys trusts every program on its machine, but not the pages in a browser there. So it refuses requests whose Host or
-    Origin is not this machine (a page can resolve its own name to 127.0.0.1), and bodies of a type that any page may send.
+    Without keys it trusts every program of its machine, but not the pages in a browser there: it
+    refuses a Host or Origin that is not this machine (a page can resolve its own name to
+    127.0.0.1), and bodies of types that any page may send.
     """
 
     def __init__(
@@ -132,10 +133,9 @@ class Access:
         burst: float = 100.0,
         log: TextIO | None = None,
     ) -> None:
-        """owners: SHA-256 of a key -> owner of the key. None: requests need no key, and `anyone` is the owner of every request.
+        """owners: SHA-256 of a key -> owner. None: no keys, and `anyone` owns every request.
 
-        rate: requests for work that an owner may send in a second, in addition to the `burst` requests that may come at once. None: no
-        limit.
+        rate: requests for work per second and owner, beyond a `burst` at once. None: no limit.
         """
         self.app, self.owners, self.anyone = app, owners, anyone
         self.rate, self.burst, self.log = rate, burst, log
@@ -146,7 +146,7 @@ class Access:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        begin, status = time.perf_counter(), 499  # 499 stays if the request is cancelled before an answer begins
+        begin, status = time.perf_counter(), 499  # 499: cancelled before an answer begins
 
         async def note_status(message: Message) -> None:
             nonlocal status
@@ -167,7 +167,7 @@ class Access:
             self._note(scope, owner, status, time.perf_counter() - begin)
 
     def _owner(self, scope: Scope) -> str | None:
-        """The owner of a request's key, or None if the server does not know the key."""
+        """The owner of a request's key, None if the key is unknown."""
         if self.owners is None:
             return self.anyone
         digest = hash_of(Headers(scope=scope).get("x-api-key", ""))

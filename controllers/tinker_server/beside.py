@@ -6,16 +6,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 SMALL_BYTES = 1 << 16
-"""A computation on fewer bytes runs at once: it takes less time than the way to another thread."""
+"""Below this, a computation takes less time than the way to another thread."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
-# One thread: two large requests at the same time would take twice the memory, and are no faster under Python's lock.
+# one thread: two large requests at once would take twice the memory and are no faster under the GIL
 _thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="large requests")
 
 
 async def beside(num_bytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The result of function(*args, **kwargs), whose time depends on `num_bytes`."""
+    """function(*args, **kwargs), whose time depends on `num_bytes`."""
     if num_bytes < SMALL_BYTES:
         return function(*args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(_thread, lambda: function(*args, **kwargs))

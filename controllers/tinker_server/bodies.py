@@ -1,5 +1,6 @@
-"""Reads the whole body of a request and decompresses it. max_body_bytes limits both the compressed and the decompressed
-size."""
+"""Reads and decompresses bodies of requests, whose size max_body_bytes limits before and after
+decompression.
+"""
 
 import asyncio
 import gc
@@ -17,20 +18,20 @@ from controllers.tinker_server.beside import SMALL_BYTES, beside
 from controllers.tinker_server.config import ServeConfig
 
 MAX_WINDOW = 1 << 27
-"""Largest window of a zstd frame, in bytes. The limit exists because the decompressor holds a whole window in memory."""
+"""Largest window of a zstd frame in bytes, which the decompressor holds in memory."""
 PIECE = 1 << 20
 SMALL_JSON_BYTES = 256 << 10
-"""Largest size of the JSON body of a call other than asample."""
+"""Largest JSON body of a call other than asample."""
 MAX_MARKS = 200_000
 IDLE_SECONDS = 30.0
 """A body of which no byte comes for this long is given up."""
 
 
 class LimitedBodies:
-    """Middleware that limits the body of every request before it is decompressed, and all bodies under way of each owner.
+    """Middleware that limits each request's body before decompression (413), its pauses (408), and
+    all bodies under way of an owner (503).
 
-    A larger body is answered with 413, a body that stays away for IDLE_SECONDS with 408, and one for which there is no room with 503. A
-    small body always has room, so that heartbeats of a busy client are answered.
+    Small bodies always have room, so that a busy client's heartbeats are answered.
     """
 
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
@@ -38,7 +39,7 @@ class LimitedBodies:
         self.under_way: Counter[str] = Counter()  # bytes by owner
 
     def _limit(self, path: str) -> tuple[str, int]:
-        """(name of the limit, the limit) for the bodies of a path."""
+        """(name of the limit, the limit) for a path."""
         route = path.rpartition("/")[2]
         if route in ("forward_backward", "telemetry"):
             return "max_body_bytes", self.config.max_body_bytes
@@ -57,7 +58,7 @@ class LimitedBodies:
 
         async def limited() -> Message:
             nonlocal num_bytes, is_whole
-            if is_whole:  # what comes now is the end of the connection, which may be far
+            if is_whole:  # what comes now is the end of the connection, perhaps far off
                 return await receive()
             try:
                 message = await asyncio.wait_for(receive(), IDLE_SECONDS)
@@ -86,8 +87,8 @@ class LimitedBodies:
 
 
 class JsonRequest(Request):
-    """A request whose JSON body is decoded beside the event loop. Bodies with NaN or infinity are refused, because they are not JSON and no
-    answer could repeat them, and so are bodies of very many texts, lists or objects, which would take many times their bytes.
+    """Decodes JSON beside the event loop. Refuses NaN and infinity, which are no JSON, and very
+    many texts, lists or objects, which take many times their bytes.
     """
 
     async def json(self) -> Any:
@@ -99,7 +100,7 @@ def _decoded(body: bytes) -> Any:
     count = sum(map(body.count, (b'"', b"[", b"{")))
     if count > MAX_MARKS:
         raise HTTPException(400, f"the body has {count} quotes and opening brackets; at most {MAX_MARKS} are allowed")
-    # The garbage collector would look at all objects again and again while json.loads makes them, and hold Python's lock.
+    # the collector would look at all objects again and again, with the GIL held
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -121,7 +122,7 @@ def _finite(text: str) -> float:
 
 
 class JsonRoute(APIRoute):
-    """A route whose requests are JsonRequests."""
+    """A route of JsonRequests."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -130,17 +131,15 @@ class JsonRoute(APIRoute):
             given = JsonRequest(request.scope, request.receive)
             if not self.path.endswith("/asample") or len(await given.body()) < SMALL_BYTES:
                 return await handle(given)
-            async with request.app.state.reading:  # one large request at a time, with room for others in between
+            async with request.app.state.reading:  # one large request at a time, with room for others between
                 return await handle(given)
 
         return handle_json
 
 
 async def decompressed(request: Request, body: bytes) -> bytes:
-    """The decompressed body of a request.
-
-    Raises HTTPException 413 if the body is too large, 415 if this server does not support its content-encoding, and 400 if
-    the zstd decoder reports an error.
+    """The decompressed body. Raises HTTPException 413 if too large, 415 for an unsupported
+    encoding, 400 for an error of zstd.
     """
     limit = request.app.state.server.config.max_body_bytes
     encoding = request.headers.get("content-encoding", "identity")
@@ -148,7 +147,7 @@ async def decompressed(request: Request, body: bytes) -> bytes:
         return body
     if encoding != "zstd":
         raise HTTPException(415, f"content-encoding {encoding!r} is not supported; use identity or zstd")
-    return await beside(limit, _decompressed, body, limit)  # a small body may become a large one
+    return await beside(limit, _decompressed, body, limit)  # a small body may become large
 
 
 def _decompressed(body: bytes, limit: int) -> bytes:
@@ -160,8 +159,7 @@ def _decompressed(body: bytes, limit: int) -> bytes:
         ) from None
     decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
     try:
-        # The second pass decompresses the whole frame at once. So the first pass only counts the bytes, and refuses a frame that would be
-        # larger than the limit.
+        # only counts: the second pass decompresses the whole frame at once
         num_bytes = 0
         with decompressor.stream_reader(body) as reader:
             while piece := reader.read(PIECE):

@@ -1,10 +1,10 @@
-"""The protobuf messages of Tinker's protocol, as version 0.38 of the SDK sends and reads them. This module uses neither HTTP nor actors.
+"""The protobuf messages of Tinker's protocol, as version 0.38 of the SDK sends and reads them. Uses
+neither HTTP nor actors.
 
-Arrays are sent as raw little-endian bytes. The table MESSAGES is our own description of the messages. Its field numbers are the SDK's.
+MESSAGES is our own description, with the SDK's field numbers. Arrays are raw little-endian bytes.
 
-A datum is one training sequence. In shapes, T is the number of positions of a datum, N the number of tokens of a prompt, and P the number
-of tokens of a prompt or a completion. K is the number of targets of one position. In TopK, K is instead the number of likeliest tokens of
-one position.
+T positions of a datum (one training sequence), N tokens of a prompt, P of a prompt or completion, K
+targets of a position, in TopK the likeliest tokens of a position.
 """
 
 import math
@@ -24,8 +24,8 @@ ENUMS = {
     "DType": ("UNSPECIFIED", "FLOAT32", "INT64", "INT32", "BFLOAT16"),
 }
 MESSAGES: dict[str, tuple[str, ...]] = {
-    # Each field: number [repeated | optional | map] type name [in ONEOF]. A map has keys of type string and values of
-    # `type`.
+    # number [repeated | optional | map] type name [in ONEOF]; maps have string keys and values of
+    # `type`
     "SparseCsr": ("1 bytes values", "2 bytes crow_indices", "3 bytes col_indices"),
     "Tensor": (
         "1 bytes dense in encoding",
@@ -83,17 +83,15 @@ MESSAGES: dict[str, tuple[str, ...]] = {
         "6 optional PromptAltTokens prompt_alt_tokens",
     ),
 }
-"""The fields of each message."""
 
 DTYPES: dict[int, np.dtype] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
-"""The numpy dtype for each value of the enum DType. bfloat16 is missing, because the SDK never sends it."""
+"""Enum DType -> numpy dtype. The SDK never sends bfloat16."""
 MAX_CELLS = 1 << 24
-"""Largest number of cells of all tensors of a request, the zeros of sparse tensors included.
-
-Sparse tensors are made dense, so without this limit a request of a few bytes could take all memory.
+"""Most cells of all tensors of a request. Sparse tensors are made dense, so a few bytes could
+otherwise take all memory.
 """
 NO_LOGPROB = -99999.0
-"""The logprob of a cell of TopK that has no token. The SDK has the same constant."""
+"""Logprob of a cell of TopK without a token, the SDK's constant."""
 
 _FIELD = descriptor_pb2.FieldDescriptorProto
 _SCALARS = {
@@ -108,9 +106,8 @@ _SCALARS = {
 
 
 def _make_classes() -> dict[str, Any]:
-    """{name of a message: its class}.
-
-    The classes have their own descriptor pool, so that they do not conflict with the SDK's classes in the same process.
+    """Message classes by name, in a descriptor pool of their own, so that they do not conflict with
+    the SDK's.
     """
     file = descriptor_pb2.FileDescriptorProto(name="rl_actors_serve.proto", package=PACKAGE, syntax="proto3")
     for name, values in ENUMS.items():
@@ -119,8 +116,7 @@ def _make_classes() -> dict[str, Any]:
             enum.value.add(name=f"{name}_{value}", number=number)
     for name, fields in MESSAGES.items():
         message = file.message_type.add(name=name)
-        # For each `optional` field protobuf needs a oneof, and this oneof must come after the oneofs that the table
-        # names.
+        # protobuf wants the oneofs of `optional` fields after the others
         for line in sorted(fields, key=lambda line: line.split()[1] == "optional"):
             _add_field(message, line.split())
     pool = descriptor_pool.DescriptorPool()
@@ -174,8 +170,7 @@ class Datum:
 
     tokens: np.ndarray  # [T] int64
     inputs: Mapping[str, np.ndarray]  # each [T] or [T, K], dense; float32, int64 or int32
-    # [T] bool: True where the target is a sampled token, according to the client's loss_fn_input_spans. None if the client
-    # sent no such spans.
+    # [T] bool: the target is a sampled token, by loss_fn_input_spans; None without spans
     is_sampled: np.ndarray | None = None
 
 
@@ -191,9 +186,8 @@ class ForwardBackwardCall:
     message: Any = field(repr=False)
 
     def data(self) -> list[Datum]:
-        """The datums. If a datum cannot be read, raises ValueError with the datum's index and the reason.
-
-        Raises ValueError before anything is expanded if the request has more than MAX_CELLS cells.
+        """The datums. Raises ValueError naming the index of a datum that cannot be read, or, before
+        any expansion, for more than MAX_CELLS cells.
         """
         num_cells = sum(
             math.prod(max(size, 0) for size in tensor.shape)
@@ -212,7 +206,7 @@ class ForwardBackwardCall:
 
 
 def read_forward_backward(body: bytes) -> ForwardBackwardCall:
-    """The request in a body. Raises ValueError if the body is not a ForwardBackwardRequest."""
+    """Raises ValueError if the body is not a ForwardBackwardRequest."""
     message = CLASSES["ForwardBackwardRequest"]()
     try:
         message.ParseFromString(body)
@@ -222,7 +216,7 @@ def read_forward_backward(body: bytes) -> ForwardBackwardCall:
         if len(getattr(message, name)) > MAX_NAME:  # replies, errors and logs repeat it
             raise ValueError(f"{name} has {len(getattr(message, name))} characters; it must have at most {MAX_NAME}")
     config: dict[str, float | str] = dict(message.loss_fn_config)
-    for name, value in message.loss_fn_config_v2.items():  # these values replace values of loss_fn_config
+    for name, value in message.loss_fn_config_v2.items():  # overrides loss_fn_config
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
     return ForwardBackwardCall(
         model_id=message.model_id,
@@ -248,7 +242,7 @@ def _read_datum(message: Any) -> Datum:
 
 
 def _read_spans(spans: Sequence[Any], num_positions: int) -> np.ndarray:
-    """[T] bool: the positions of sampled tokens. The spans follow each other and cover all positions."""
+    """[T] bool: sampled tokens. The spans cover all positions in order."""
     is_sampled, begin = np.zeros(num_positions, bool), 0
     for span in spans:
         kind = span.WhichOneof("span")
@@ -268,7 +262,7 @@ def _read_spans(spans: Sequence[Any], num_positions: int) -> np.ndarray:
 
 
 def read_tensor(message: Any, name: str) -> np.ndarray:
-    """The numbers of a Tensor as a dense array. Raises ValueError if its bytes, dtype and shape do not agree."""
+    """A Tensor as a dense array. Raises ValueError if bytes, dtype and shape do not agree."""
     if message.dtype not in DTYPES:
         raise ValueError(f"{name} has dtype {message.dtype}; it must be 1 (float32), 2 (int64) or 3 (int32)")
     dtype, shape = DTYPES[message.dtype], tuple(message.shape)
@@ -282,7 +276,7 @@ def read_tensor(message: Any, name: str) -> np.ndarray:
 
 
 def shaped(values: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
-    """Reshape the values. Raises ValueError if the shape has a different number of elements."""
+    """Raises ValueError if the shape has a different number of elements."""
     if any(size < 0 for size in shape) or int(np.prod(shape, dtype=object)) != values.size:
         raise ValueError(f"{name} holds {values.size} numbers, but its shape is {shape}")
     return values.reshape(shape)
@@ -291,9 +285,8 @@ def shaped(values: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
 def dense_of_csr(
     values: np.ndarray, crow: np.ndarray, col: np.ndarray, shape: tuple[int, ...], name: str
 ) -> np.ndarray:
-    """The dense matrix of compressed sparse rows (CSR). Entries that are not listed are 0.
-
-    Raises ValueError if the shape is not that of a matrix or has more than MAX_CELLS cells, or if the indices do not fit the shape.
+    """The dense matrix of CSR. Raises ValueError for a shape that is no matrix or above MAX_CELLS,
+    or indices that do not fit it.
     """
     if len(shape) != 2 or any(size < 0 for size in shape) or shape[0] * shape[1] > MAX_CELLS:
         raise ValueError(f"{name} is sparse with shape {shape}; it must be [T, K] with at most {MAX_CELLS} elements")
@@ -303,9 +296,8 @@ def dense_of_csr(
 
 
 def rows_of_csr(num_values: int, crow: np.ndarray, col: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
-    """[num_values]: the row of each value of a matrix in compressed sparse rows (CSR).
-
-    Raises ValueError if the indices do not fit the shape.
+    """[num_values]: the row of each CSR value. Raises ValueError if the indices do not fit the
+    shape.
     """
     num_rows, num_columns = shape
     steps = np.diff(crow)
@@ -322,9 +314,9 @@ def _numbers(data: bytes, dtype: np.dtype, name: str) -> np.ndarray:
 
 
 def write_forward_backward(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
-    """A ForwardBackwardOutput as bytes. logprobs: an array [T] or [T, K] for each datum.
+    """A ForwardBackwardOutput as bytes. logprobs: [T] or [T, K] per datum.
 
-    Consecutive datums with the same K share one ArrayRecord. So do consecutive datums without K.
+    Consecutive datums of the same K, or of none, share an ArrayRecord.
     """
     message = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
     for rows in _runs_of_one_shape(logprobs):
@@ -340,7 +332,7 @@ def write_forward_backward(logprobs: Sequence[np.ndarray], metrics: Mapping[str,
 
 
 def _runs_of_one_shape(rows: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    """Groups of consecutive arrays. The arrays of a group have the same shape after the first dimension."""
+    """Groups of consecutive arrays with the same shape after the first dimension."""
     run: list[np.ndarray] = []
     for row in rows:
         if run and row.shape[1:] != run[0].shape[1:]:
@@ -353,10 +345,7 @@ def _runs_of_one_shape(rows: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopK:
-    """The likeliest tokens at each position of a prompt or a completion.
-
-    A cell without a token has the id 0 and NO_LOGPROB.
-    """
+    """The likeliest tokens at each position. A cell without a token has id 0 and NO_LOGPROB."""
 
     token_ids: np.ndarray  # [P, K] int32
     logprobs: np.ndarray  # [P, K] float32
@@ -364,19 +353,17 @@ class TopK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledSequence:
-    """One sampled sequence."""
-
     tokens: Sequence[int]
     logprobs: Sequence[float]
-    is_stopped: bool  # True: it ended with a stop token or a stop string; False: it reached the limit of tokens
+    is_stopped: bool  # by a stop token or stop string; False: at the limit of tokens
     topk: TopK | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cells:
-    """A float32 matrix [N - 1, K]. A sparse matrix is in compressed sparse rows (CSR), which list only some of its cells."""
+    """A float32 matrix [N - 1, K], dense or in CSR."""
 
-    values: np.ndarray  # [number of cells]: all cells of a dense matrix, or the listed cells of a sparse matrix
+    values: np.ndarray  # [number of cells]: all, or the listed ones of CSR
     shape: tuple[int, int]
     sparse: tuple[np.ndarray, np.ndarray] | None = (
         None  # CSR row pointers and column indices, int64; None: the matrix is dense
@@ -390,7 +377,7 @@ def write_sample(
     topk_prompt: TopK | None = None,
     target_prompt: Cells | None = None,
 ) -> bytes:
-    """A SampleResponse as bytes. prompt_logprobs: [N] float32, NaN for a token without a logprob."""
+    """A SampleResponse as bytes. prompt_logprobs: [N] float32, NaN without a logprob."""
     message = CLASSES["SampleResponse"]()
     for sequence in sequences:
         written = message.sequences.add(stop_reason=0 if sequence.is_stopped else 1)

@@ -22,23 +22,17 @@ from controllers.tinker_server.start import start_server
 from controllers.tinker_server.state_folder import claimed
 
 API_KEY = "tml-local"
-"""The key that clients set if the server checks no keys.
-
-The SDK does not start without a key, and it accepts this key.
-"""
+"""For clients of a server without keys: the SDK needs a key, and accepts this one."""
 HEADER_SECONDS = 30.0
 BODY_SECONDS = 300.0
-"""Seconds for a whole body: 32 MiB at 110 kB/s."""
+"""For a whole body: 32 MiB at 110 kB/s."""
 MAX_HEADER_BYTES = 64 << 10
 SHUTDOWN_SECONDS = 5
-"""Seconds that open connections get to finish when the server stops."""
+"""For open connections to finish when the server stops."""
 
 
 def main() -> None:
-    """Serve until SIGINT or SIGTERM.
-
-    Prints one line and exits with status 2 if the server cannot start with these arguments.
-    """
+    """Serve until SIGINT or SIGTERM. Exits with one line and status 2 if the server cannot start."""
     prog = started_as("controllers.tinker_server")
     try:
         arguments = read_arguments(prog)
@@ -50,17 +44,15 @@ def main() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """The parsed command line."""
-
     config: ServeConfig
-    folder: Path  # folder of the server's state
+    folder: Path  # of the server's state
     address: tuple[str, int]
-    owners: Mapping[str, str] | None  # SHA-256 of a key -> name of its owner; None: keys are not checked
-    rate: float | None  # training and sampling requests per second that one owner may send; None: no limit
+    owners: Mapping[str, str] | None  # SHA-256 of a key -> owner; None: no check
+    rate: float | None  # requests for work per second and owner; None: no limit
 
 
 def read_arguments(prog: str, argv: Sequence[str] | None = None) -> Arguments:
-    """The parsed arguments. Raises ValueError or OSError naming an invalid argument."""
+    """Raises ValueError or OSError naming an invalid argument."""
     configs = import_module("configs").SERVERS
     arguments = _parser(prog, configs).parse_args(argv)
     config: ServeConfig = configs[arguments.config]()
@@ -133,9 +125,8 @@ def _parser(prog: str, configs: Mapping[str, object]) -> argparse.ArgumentParser
 
 
 def read_address(text: str, *, has_keys: bool) -> tuple[str, int]:
-    """Host and port: ("127.0.0.1", 8000) for "127.0.0.1:8000".
-
-    Raises ValueError if the text is not HOST:PORT, or if there are no keys and the address is not loopback.
+    """("127.0.0.1", 8000) for "127.0.0.1:8000". Raises ValueError for another form, or if the
+    address is not loopback without keys.
     """
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
@@ -153,11 +144,11 @@ def read_address(text: str, *, has_keys: bool) -> tuple[str, int]:
 
 
 def listen(address: tuple[str, int]) -> socket.socket:
-    """A socket that is bound to the address. Raises OSError naming the address if it is taken."""
+    """A bound socket. Raises OSError naming the address if it is taken."""
     host, port = address
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only if the socket was created with IPPROTO_TCP. Without TCP_NODELAY the kernel can delay
-    # a small answer by 40 ms.
+    # asyncio sets TCP_NODELAY only with IPPROTO_TCP; without it the kernel can delay a small answer
+    # by 40 ms
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -169,13 +160,13 @@ def listen(address: tuple[str, int]) -> socket.socket:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's connection, which ends if the headers of a request are not complete after HEADER_SECONDS or its body after BODY_SECONDS, or
-    if headers, trailers or the lengths of chunks have more than MAX_HEADER_BYTES. uvicorn itself would wait and gather for ever.
+    """uvicorn's connection with limits that uvicorn lacks: HEADER_SECONDS, BODY_SECONDS, and
+    MAX_HEADER_BYTES of headers, trailers or chunk lengths.
     """
 
-    _late: asyncio.TimerHandle | None = None  # set while a request is not complete
+    _late: asyncio.TimerHandle | None = None  # set while a request is incomplete
     _in_headers = True
-    _num_bytes = 0  # received since the request began or since a byte of its body came
+    _num_bytes = 0  # since the request or the last byte of its body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -193,7 +184,7 @@ class Connection(HttpToolsProtocol):
             self._expect_end(HEADER_SECONDS)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_headers:  # else it is a trailer, which no route reads
+        if self._in_headers:  # else a trailer, which no route reads
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -222,9 +213,8 @@ class Connection(HttpToolsProtocol):
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server without signal handlers.
-
-    uvicorn's signal handlers would end the process before the state of the runs is written. So `serve` handles signals.
+    """Without uvicorn's signal handlers, which would end the process before the runs are written;
+    `serve` has its own.
     """
 
     @contextlib.contextmanager
@@ -233,9 +223,9 @@ class HttpServer(uvicorn.Server):
 
 
 async def serve(arguments: Arguments, listener: socket.socket) -> None:
-    """Start the server, print the environment variables that a client needs, and serve until SIGINT or SIGTERM.
+    """Start, print the environment that a client needs, and serve until SIGINT or SIGTERM.
 
-    Raises ValueError if another server holds the folder of the state.
+    Raises ValueError if another server holds the folder.
     """
     with claimed(arguments.folder):
         await _serve(arguments, listener)

@@ -1,4 +1,4 @@
-"""Config of a server for programs that use the `tinker` SDK: the base model that the server serves, its actors, and its limits."""
+"""Config of the Tinker server: the base model that it serves, its actors, and its limits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,60 +13,70 @@ from rl_actors.model_config import ModelConfig
 class ServeConfig:
     """Config of a server of one base model, which clients train and sample.
 
-    A run trains LoRA adapters or all weights. A sampler generates with a saved version of a run's weights, or with the base model. If the
-    adapters of several runs have the same rank and the same layers, these runs share a trainer. All samplers share one generator.
+    Runs train LoRA adapters or all weights; runs with adapters of the same rank and layers share a
+    trainer. Samplers generate with a saved version of a run or the base model, all with one
+    generator.
     """
 
     name: str
     """Name by which clients ask for the base model."""
     hf_path: str = ""
-    """Hugging Face directory of the base model, with its tokenizer. Empty: `write_base` writes the directory."""
+    """Hugging Face directory of the base model, with tokenizer. Empty: `write_base` writes it."""
     write_base: Callable[[Path], None] | None = None
-    """Function that writes the base model, with its tokenizer, into a directory. It is needed only if hf_path is empty."""
+    """Writes the base model, with tokenizer, into a directory, if hf_path is empty."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    """Config of every trainer. The server sets the fields `model` and `hf_path` when the server starts, and `lora` when a trainer starts."""
+    """Every trainer's config. The server sets `model` and `hf_path` at its start, `lora` at a
+    trainer's.
+    """
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
-    """Config of the generator. The server sets the field `model` when the server starts."""
+    """The server sets `model` at its start."""
     lora_alpha: float = 32.0
-    """Alpha of the adapters of every run: an adapter's output is scaled by alpha / rank. The protocol has no field for alpha."""
+    """An adapter's output is scaled by alpha / rank. The protocol has no field for alpha."""
     max_trainers: int = 2
-    """Largest number of trainers in memory at the same time. A run that is in no trainer is kept on disk until it is used again."""
+    """Most trainers in memory. Other runs are on disk until they are used again."""
     max_tenants: int = 16
-    """Largest number of runs with adapters in one trainer."""
+    """Most runs with adapters in one trainer."""
     keep_parked_hours: float = 7 * 24.0
-    """Hours after its last request for which the state on disk of a run is kept whose client is gone. Checkpoints stay."""
+    """Hours after the last request until the state on disk of a run without client is deleted.
+    Checkpoints stay.
+    """
     max_parked_bytes: int = 64 << 30
-    """Largest size of the states of all runs on disk. Above it the least recently used ones whose clients are gone are deleted."""
+    """Most bytes of the states on disk; the least recently used of gone clients are deleted."""
     samplers_kept: int = 8
-    """Each run keeps the weights of this many samplers without a name, the newest ones. The weights of older samplers without a name are
-    deleted. The exception is the newest weights that were saved for `inflight` samplers: all `inflight` samplers of the run use these weights."""
+    """Unnamed sampler weights that each run keeps, beside the newest of kind `inflight`, which its
+    inflight samplers use.
+    """
     hold_seconds: float = 30.0
-    """If a client asks for an answer that is not ready, the server waits at most this many seconds for the answer, and then replies that
-    the client must ask again. The SDK gives up after 45 seconds without a reply."""
+    """Longest wait for an answer before the client must ask again. The SDK gives up after 45
+    seconds.
+    """
     max_body_bytes: int = 32 << 20
-    """Largest size of a request's body in bytes. The limit holds for the body as it was sent, and for the decompressed body.
-    The SDK sends the datums of a call in requests of at most 5 MB."""
+    """Largest body of a request, compressed or not. The SDK splits the datums of a call into 5 MB.
+    """
     max_json_bytes: int = 8 << 20
-    """Largest size of a request for samples, which is JSON. Python's objects take up to twenty times its bytes."""
+    """Largest JSON request for samples. Python's objects take up to twenty times its bytes."""
     max_bytes_in_flight: int = 256 << 20
-    """Largest size of an owner's bodies that are being received, and of an owner's data that waits for a trainer or the generator. Further
-    requests get a 503 or a 429, and the SDK sends them again later."""
+    """Most bytes of an owner's bodies under way, and of its data that waits for an actor. Above:
+    503 or 429, and the SDK sends again.
+    """
     max_answer_bytes: int = 128 << 20
-    """Largest size of an answer. A request for samples whose answer could be larger is refused."""
+    """Largest answer. Requests for samples that could exceed it are refused."""
     max_samples: int = 1024
     """Largest num_samples of one request."""
     max_waiting: int = 20_000
-    """If this many requests of any kind have no answer yet, a new request for samples gets a 429. The SDK then sends the request again later."""
+    """With so many unanswered requests, further ones for samples get a 429, and the SDK sends
+    again.
+    """
 
     def for_base(self, directory: Path) -> None:
-        """Set hf_path to the directory of the base model, and read the model of trainer and generator from this directory."""
+        """Set hf_path, and read the model of trainer and generator from there."""
         self.hf_path = str(directory)
         self.trainer.hf_path = self.hf_path
         self.trainer.model = ModelConfig.from_hf(self.hf_path)
         self.generator.model = ModelConfig.from_hf(self.hf_path)
 
     def validate(self) -> None:
-        """Raises ValueError naming the value and the limit if the server cannot start from this config."""
+        """Raises ValueError naming the value and the limit."""
         require_field_types(self)
         if ":" in self.name or not self.name:
             raise ValueError(
@@ -97,11 +107,9 @@ class ServeConfig:
 
 
 def tokenizer_id(directory: str) -> str:
-    """The absolute path of the base model's directory, from which the SDK loads the tokenizer.
+    """The path from which the SDK loads the tokenizer. Raises ValueError if it has ':'.
 
-    The SDK cuts a path with exactly two slashes at the second slash. So such a path gets a third slash: /a/b becomes /a/./b.
-
-    Raises ValueError if the path has ':'.
+    The SDK cuts a path with exactly two slashes at the second, so /a/b becomes /a/./b.
     """
     path = Path(directory).absolute()
     if ":" in str(path):

@@ -1,17 +1,21 @@
-"""Counts the fields of a protobuf message before the message is parsed: a parsed field takes many times the bytes of an empty one."""
+"""Counts the fields of a protobuf message before it is parsed, because a parsed field takes many
+times the bytes of an empty one.
+"""
 
 from controllers.tinker_server.codec import MESSAGES
 
 MAX_FIELDS = 1 << 18
-"""Largest number of fields of a request, those of nested messages included. A datum with four inputs has about 30."""
+"""Most fields of a request, with nested messages. A datum with four inputs has about 30."""
 MAX_PACKED_BYTES = 64
-"""Largest size of a packed list of numbers. The only such list is the shape of a tensor."""
+"""Largest packed list of numbers, which is only a tensor's shape."""
 FEW_BYTES = 2 * MAX_FIELDS
-"""A message of fewer bytes cannot have too many fields, because a field has at least two bytes."""
+"""Fewer bytes cannot have too many fields, of at least two bytes each."""
 
 
 def _nested_fields() -> dict[str, dict[int, str]]:
-    """{name of a message: {number of a field: the message that the field holds}}, "map X" for the entries of a map of X, and "packed"."""
+    """{message: {field number: the message in it}}; "map X" for entries of a map of X, and
+    "packed".
+    """
     found: dict[str, dict[int, str]] = {}
     for name, lines in MESSAGES.items():
         found[name] = {}
@@ -33,7 +37,7 @@ NESTED = _nested_fields()
 
 
 def require_few_fields(body: bytes, message: str) -> None:
-    """Raises ValueError if a message of this name in `body` has more than MAX_FIELDS fields, or if its bytes are not a message."""
+    """Raises ValueError if `body` has more than MAX_FIELDS fields or is not a message."""
     if len(body) < FEW_BYTES:
         return
     num_fields = 0
@@ -69,7 +73,7 @@ def require_few_fields(body: bytes, message: str) -> None:
 
 
 def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
-    """(the number at this place, the place after it)."""
+    """(number, place after it)."""
     value = shift = 0
     while at < end and shift < 70:
         byte = body[at]

@@ -1,11 +1,11 @@
-"""Curves on the status page of the Tinker server. They are only in memory, so they begin anew when the server starts."""
+"""Curves on the status page of the Tinker server, in memory only."""
 
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 POINTS = 300
-"""Largest number of points of a curve. A full curve drops its oldest point for each new point."""
+"""Most points of a curve; the oldest are dropped."""
 RATE_SECONDS = 5.0
 """Seconds between two points of a rate."""
 
@@ -16,24 +16,26 @@ def _points() -> deque[float]:
 
 @dataclass(slots=True)
 class RunCurves:
-    """The curves of one training run, each with its newest point last."""
+    """One run's curves, newest point last."""
 
-    # For each forward_backward: loss:sum divided by the number of datums. A datum is one training sequence of a request.
+    # loss:sum per datum of each forward_backward
     losses: deque[float] = field(default_factory=_points)
     num_losses: int = 0  # since the server started, those that the curve has dropped included
     grad_norms: deque[float] = field(default_factory=_points)  # of each optim_step
-    num_steps: int = 0  # successful optim_steps since the server started
+    num_steps: int = 0  # successful, since the server started
 
 
 @dataclass(slots=True)
 class Rates:
-    """Growth of counters per second. Every call of `add` except the first adds one point to the curve of each counter."""
+    """Growth of counters per second. Every `add` but the first adds a point to each curve."""
 
-    before: tuple[float, Mapping[str, float]] | None = None  # the arguments of the last call of `add`
-    per_second: dict[str, deque[float]] = field(default_factory=dict)  # a curve for each name of a counter
+    before: tuple[float, Mapping[str, float]] | None = None  # arguments of the last `add`
+    per_second: dict[str, deque[float]] = field(default_factory=dict)  # curve by name of the counter
 
     def add(self, now: float, counters: Mapping[str, float]) -> None:
-        """now: a time in seconds. After add(10, {"tokens": 100}) and add(15, {"tokens": 150}), per_second is {"tokens": [10.0]}."""
+        """add(10, {"tokens": 100}), add(15, {"tokens": 150}) -> per_second {"tokens": [10.0]}. now:
+        seconds.
+        """
         if self.before is not None:
             then, former = self.before
             for name, value in counters.items():

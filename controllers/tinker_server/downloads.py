@@ -1,6 +1,5 @@
-"""Signed addresses from which the files of exported weights can be downloaded.
-
-A download needs no API key. An address is valid for an hour.
+"""Signed addresses, valid for an hour, from which files of exported weights can be downloaded
+without an API key.
 """
 
 import hashlib
@@ -17,19 +16,13 @@ VALID_SECONDS = 3600
 
 
 class Downloads:
-    """Makes signed addresses, and checks them.
-
-    Only this process has the secret for the signatures, so no address is valid after the server has ended.
-    """
+    """Makes and checks signed addresses. The secret ends with this process."""
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
 
     def urls(self, checkpoint: Checkpoint, base: str, now: float) -> dict[str, str]:
-        """The address of each file of a checkpoint. Key: the file's name.
-
-        base: the server's address, with a slash at the end. now: the time in seconds, as time.time() returns it.
-        """
+        """File name -> address. base: the server's address, ending in a slash. now: as time.time()."""
         expires = int(now) + VALID_SECONDS
         found = {}
         for file in sorted(Path(checkpoint.directory).iterdir()):
@@ -39,7 +32,7 @@ class Downloads:
         return found
 
     def require(self, path: str, name: str, expires: int, signature: str) -> None:
-        """Raises NotFoundError if `urls` made no address with these parts, or if the address is no longer valid."""
+        """Raises NotFoundError for an address that `urls` did not make, or that has expired."""
         expected = self._sign(path, name, expires)
         if expires < time.time() or not hmac.compare_digest(signature.encode(), expected.encode()):
             raise NotFoundError("this address is wrong, or it is no longer valid")

@@ -1,7 +1,7 @@
-"""Promises of the server. The server accepts a request at once, and the client fetches the answer later by a long poll.
+"""Promises of the server: a request is accepted at once, and the client fetches its answer by a
+long poll. Uses neither HTTP nor actors.
 
-This module uses neither HTTP nor actors. A request that is sent again with its key gets the promise of the first
-request, so the work is done once.
+A request that is sent again with its key gets the first one's promise, so the work is done once.
 """
 
 import asyncio
@@ -17,14 +17,12 @@ logger = logging.getLogger(__name__)
 Json = dict[str, object]
 
 MAX_ERROR_LENGTH = 4096
-"""Largest number of characters of an error that a client gets. An error may repeat a part of the request."""
+"""Longest error that a client gets; it may repeat a part of the request."""
 
 
 class UserError(Exception):
-    """A fault of the request. The client gets the text of this error.
-
-    If the work of a promise raises the error, the text is in an Answer of the category `user`. If the error is raised
-    outside such work, the text is in an HTTP reply with an error status.
+    """A fault of the request, whose text the client gets: as an Answer of category `user`, or
+    outside a promise in an HTTP error.
     """
 
 
@@ -34,31 +32,31 @@ class NotFoundError(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The result of a request: a JSON object, a protobuf message, or an error."""
+    """The result of a request: JSON, protobuf or an error."""
 
     json: Json | None = None
     proto: bytes | None = None
     error: str | None = None
-    category: str = "unknown"  # "user" or "server" for an error, otherwise "unknown"
+    category: str = "unknown"  # of an error: "user" or "server"
 
     @property
     def num_bytes(self) -> int:
-        """Size of the protobuf message. 0 for an answer without such a message. JSON answers and errors are small."""
+        """Size of the protobuf message; JSON answers and errors are small and count as 0."""
         return len(self.proto or b"")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Promise:
-    """A request that was accepted."""
+    """An accepted request."""
 
     request_id: str
     key: Hashable
     keeps_key: bool
-    what: str  # name of the call, for logs
-    num_bytes: int  # size of the data that the work holds
+    what: str  # for logs
+    num_bytes: int  # of the data that the work holds
     owner: str
-    extra: Json  # further fields of the reply to the request
-    begun: float  # the fields begun, answered and fetched are times of Futures.now
+    extra: Json  # fields of the reply
+    begun: float  # this, answered and fetched: Futures.now
     answered: float | None = None
     fetched: float | None = None
     answer: Answer | None = None
@@ -69,8 +67,6 @@ class Promise:
 
 
 class Futures:
-    """All promises of a server."""
-
     def __init__(
         self,
         *,
@@ -81,26 +77,26 @@ class Futures:
         max_bytes: int = 256 << 20,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """keep_fetched: seconds for which an answer is kept after it was fetched.
-        keep_keys: how many seconds after the answer the server still recognises a repeated request by its key.
-        keep_unfetched: seconds for which an unfetched answer is kept. If keep_keys is larger, it is used instead.
-        max_answers: largest number of promises of one owner. If there are more, the owner's oldest answered promises are forgotten.
-        max_bytes: largest size of the answers kept for one owner. If they are larger, the owner's oldest answers are dropped, but not their
-        promises: a repeated request is not executed again.
+        """keep_fetched: seconds that an answer is kept after it was fetched. keep_keys: seconds
+        after the answer in which a repeated request is recognised by its key. keep_unfetched:
+        seconds that an unfetched answer is kept, at least keep_keys. max_answers: most promises of
+        one owner; above it the oldest answered ones are forgotten. max_bytes: of the answers kept
+        for one owner; above it the oldest are dropped, but not their promises, so nothing runs
+        twice.
         """
         self.keep_fetched, self.keep_unfetched, self.keep_keys = keep_fetched, keep_unfetched, keep_keys
         self.max_answers, self.max_bytes, self.now = max_answers, max_bytes, now
         self.promises: OrderedDict[str, Promise] = OrderedDict()
         self.keys: dict[Hashable, str] = {}
-        self.spent: set[Hashable] = set()  # keys of work that must never run again, whose promises are forgotten
-        self.owned: Counter[str] = Counter()  # number of promises by owner
-        self.answered: dict[str, deque[str]] = defaultdict(deque)  # by owner: answered promises, oldest answer first
+        self.spent: set[Hashable] = set()  # of work that must never run again
+        self.owned: Counter[str] = Counter()  # by owner
+        self.answered: dict[str, deque[str]] = defaultdict(deque)  # by owner, oldest first
         self.tasks: set[asyncio.Task[None]] = set()
-        self.num_waiting = 0  # promises without an answer
-        self.waiting_bytes: Counter[str] = Counter()  # by owner: size of the data of these promises
-        # By owner and by id: promises with an answer of some size, oldest first.
+        self.num_waiting = 0  # without an answer
+        self.waiting_bytes: Counter[str] = Counter()  # of their data, by owner
+        # by owner and id: with a protobuf answer, oldest first
         self.kept: dict[str, OrderedDict[str, Promise]] = defaultdict(OrderedDict)
-        self.kept_bytes: Counter[str] = Counter()  # by owner: size of the answers in `kept`
+        self.kept_bytes: Counter[str] = Counter()  # by owner
         self._swept = now()
 
     def submit(
@@ -114,10 +110,11 @@ class Futures:
         keeps_key: bool = False,
         num_bytes: int = 0,
     ) -> Promise:
-        """Start the work. If this owner has sent this call (`what`) with this key before, only return the promise of that call.
+        """Start the work, or return the promise of this owner's earlier `what` with this key. With
+        key None it always starts.
 
-        With the key None the work always starts. keeps_key: the work is never done twice, even after its promise is
-        forgotten; a repeated request then gets an error. num_bytes: size of the data that the work holds until its end.
+        keeps_key: never run twice; once the promise is forgotten, a repeated request gets an error.
+        num_bytes: of the data that the work holds.
         """
         key = None if key is None else (owner, what, key)
         self._sweep(owner)
@@ -185,9 +182,9 @@ class Futures:
         promise.answer = DROPPED
 
     async def wait(self, request_id: str, hold: float, *, owner: str = "") -> Promise:
-        """Return the promise when it has an answer, or after `hold` seconds.
+        """The promise, when it has an answer or after `hold` seconds.
 
-        Raises KeyError if the promise is unknown, was forgotten, or has another owner.
+        Raises KeyError if it is unknown, forgotten, or another owner's.
         """
         promise = self.promises[request_id]
         if promise.owner != owner:
@@ -200,24 +197,24 @@ class Futures:
         return promise
 
     def waiting(self, owner: str) -> list[Promise]:
-        """The unanswered requests of an owner, oldest first."""
+        """The owner's unanswered requests, oldest first."""
         return [each for each in self.promises.values() if each.answered is None and each.owner == owner]
 
     def fetched(self, promise: Promise) -> None:
-        """Record that the answer was sent to the client. The answer is kept for keep_fetched more seconds, because the
-        client may not have received it.
+        """Keep the answer for keep_fetched more seconds, because the client may not have received
+        it.
         """
         promise.fetched = self.now()
 
     async def close(self) -> None:
-        """Cancel all running work, and wait until it has ended."""
+        """Cancel all work, and wait until it has ended."""
         for task in list(self.tasks):
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
     def _sweep(self, owner: str) -> None:
-        """Forget the owner's oldest answered promises above max_answers. At most once a second, drop old answers of all owners, and
-        later forget their promises.
+        """Forget the owner's answered promises above max_answers, and at most once a second
+        everyone's old ones.
         """
         answered = self.answered[owner]
         while answered and self.owned[owner] > self.max_answers:
@@ -257,14 +254,14 @@ DROPPED = Answer(
     error="the answer is gone: it was fetched before, or the server needed its memory for newer answers",
     category="server",
 )
-"""The answer that replaces a dropped answer."""
+"""Replaces a dropped answer."""
 SPENT = Answer(
     error="this request was executed before, and its answer is gone; it is not executed again", category="user"
 )
-"""The answer to a request that is repeated after its promise was forgotten."""
+"""Answers a repeated request whose promise was forgotten."""
 
 
 def _text(error: BaseException) -> str:
-    """The text of an error, followed by each of its notes on a line of its own."""
+    """The text of an error and its notes."""
     text = "\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", ())])
     return text if len(text) <= MAX_ERROR_LENGTH else text[:MAX_ERROR_LENGTH] + "…"

@@ -1,4 +1,6 @@
-"""Converts rows of the server's database (store.py) to JSON objects of Tinker's protocol: training runs, checkpoints and sessions."""
+"""Converts rows of the server's database to JSON objects of Tinker's protocol: training runs,
+checkpoints and sessions.
+"""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -7,9 +9,9 @@ from controllers.tinker_server.futures import NotFoundError
 from controllers.tinker_server.store import Checkpoint, Run, Store
 
 MAX_PAGE = 1000
-"""Largest number of items in one answer."""
+"""Most items in one answer."""
 EVERY = 1 << 31
-"""A limit above the number of rows of any table, so it gives all rows."""
+"""A limit that gives all rows."""
 
 
 def require_run(store: Store, owner: str, run_id: str) -> Run:
@@ -26,7 +28,7 @@ def runs(store: Store, owner: str, limit: int, offset: int) -> dict[str, Any]:
 
 
 def run(store: Store, row: Run) -> dict[str, Any]:
-    """A training run with its newest training checkpoint and its newest sampler checkpoint."""
+    """A run with its newest training and sampler checkpoints."""
     saved = store.checkpoints(run_id=row.id)
     rank = row.lora["rank"]
     return {
@@ -90,7 +92,7 @@ def session(store: Store, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _page(limit: int, offset: int) -> tuple[int, int]:
-    """Returns limit and offset unchanged. Raises ValueError if one of them is out of range."""
+    """Raises ValueError if limit or offset is out of range."""
     if not 1 <= limit <= MAX_PAGE or not 0 <= offset < EVERY:
         raise ValueError(f"limit={limit}, offset={offset}; limit must be 1 to {MAX_PAGE}, offset 0 to {EVERY - 1}")
     return limit, offset
@@ -101,5 +103,5 @@ def _cursor(limit: int, offset: int, total: int) -> dict[str, int]:
 
 
 def as_time(seconds: float | None) -> str | None:
-    """Convert seconds since 1970 to ISO 8601, the format of times in the protocol."""
+    """Seconds since 1970 as ISO 8601."""
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat()

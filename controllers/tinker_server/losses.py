@@ -1,16 +1,11 @@
-"""Tinker's losses by name. Each loss is a sum over tokens, never a mean.
+"""Tinker's losses by name, each a sum over tokens, with the formulas of Tinker's documentation
+(stable_reinforce is our own).
 
-The formulas are those of Tinker's documentation, except that of stable_reinforce, which Tinker has not published.
+Unlike the losses of rl_actors.losses they read no loss weights, their clip bounds may be columns,
+and gspo reads a mask. cross_entropy is CrossEntropy of rl_actors.losses.
 
-A datum is one training example of Tinker's protocol. The server makes a Sample of each datum. A column of a Sample has
-one value for each position. cross_entropy is CrossEntropy of rl_actors.losses. The other losses are defined here,
-because they read other columns than the losses of rl_actors.losses: they read no loss weights, their clip bounds may be
-columns, and gspo reads a mask.
-
-In the formulas lp is the trainer's logprob of a target, q the logprob that the client gives in the input `logprobs`,
-A the advantage, and r = exp(lp - q). clip(x) is x limited to the interval from `low` to `high`.
-
-Letters of shapes: B rows of a batch, L positions in a row.
+lp: the trainer's logprob of a target; q: the client's, input `logprobs`; A: advantage; r = exp(lp -
+q); clip(x): x limited to [low, high]. B rows, L positions.
 """
 
 import math
@@ -33,8 +28,9 @@ COLUMN_OF_INPUT = {
     "clip_high_threshold": "clip_high",
     "sequence_ratio_mask": "sequence_ratio_mask",
 }
-"""Input of a datum -> column of its Sample, if each position has one target. The input target_tokens is not here, because
-it becomes the targets of the Sample."""
+"""Input of a datum -> column of its Sample, with one target per position. target_tokens become the
+targets.
+"""
 
 
 def _result(loss: Tensor, logprobs_BL: Tensor, old_BL: Tensor, advantages: Tensor) -> tuple[Tensor, Partials]:
@@ -44,7 +40,7 @@ def _result(loss: Tensor, logprobs_BL: Tensor, old_BL: Tensor, advantages: Tenso
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportanceSampling:
-    """The loss is -sum r A."""
+    """-sum r A"""
 
     def __call__(self, logprobs_BL: Tensor, *, old_logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Partials]:
         loss = -((logprobs_BL - old_logprobs).exp() * advantages).sum()
@@ -53,8 +49,8 @@ class ImportanceSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clipped:
-    """Base of the losses with a clipped ratio. The optional columns clip_low and clip_high have a bound for each
-    position. These bounds replace `low` and `high`.
+    """Base of the losses with a clipped ratio. The optional columns clip_low and clip_high replace
+    `low` and `high` at each position.
     """
 
     low: float
@@ -80,7 +76,7 @@ class Clipped:
         clip_low: Tensor | None,
         clip_high: Tensor | None,
     ) -> tuple[Tensor, Partials]:
-        """The loss -sum min(ratio A, clip(ratio) A), and its metrics."""
+        """(-sum min(ratio A, clip(ratio) A), metrics)"""
         clipped_BL = self.clip(ratio_BL, clip_low, clip_high) * advantages
         unclipped_BL = ratio_BL * advantages
         loss = -torch.minimum(unclipped_BL, clipped_BL).sum()
@@ -90,7 +86,7 @@ class Clipped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PPO(Clipped):
-    """The loss is -sum min(r A, clip(r) A)."""
+    """-sum min(r A, clip(r) A)"""
 
     low: float = 0.8
     high: float = 1.2
@@ -110,7 +106,7 @@ class PPO(Clipped):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CISPO(Clipped):
-    """The loss is -sum stop_gradient(clip(r)) A lp."""
+    """-sum stop_gradient(clip(r)) A lp"""
 
     low: float = 0.0
     high: float = 4.0
@@ -132,7 +128,7 @@ class CISPO(Clipped):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DRO:
-    """The loss is -sum (A lp - beta / 2 (lp - q)^2)."""
+    """-sum (A lp - beta / 2 (lp - q)^2)"""
 
     beta: float = 0.05
 
@@ -148,11 +144,10 @@ class DRO:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GSPO(Clipped):
-    """The loss is -sum min(s A, clip(s) A) with s = exp(m + lp - stop_gradient(lp)).
+    """-sum min(s A, clip(s) A) with s = exp(m + lp - stop_gradient(lp)) (GSPO-token, arXiv
+    2507.18071, section 4.3).
 
-    m is the mean of lp - q over the positions of a datum, weighted by sequence_ratio_mask. No gradient flows through m.
-    s has the same value at all tokens of a datum, but each token gets its own gradient (GSPO-token, arXiv 2507.18071,
-    section 4.3).
+    m: mean of lp - q over a datum, weighted by sequence_ratio_mask, without gradient.
     """
 
     low: float = 0.8
@@ -178,13 +173,11 @@ class GSPO(Clipped):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StableReinforce:
-    """The loss is -sum stop_gradient(c) A lp + kl_coeff / 2 sum m (lp - q)^2. m is 1 at sampled tokens and 0 at other
-    tokens.
+    """-sum stop_gradient(c) A lp + kl_coeff / 2 sum m (lp - q)^2, with m = 1 at sampled tokens,
+    else 0.
 
-    c is min(r, 2) if r is in [1/8, 8]. Otherwise c is 0, because a token whose probability has changed so much says
-    little about the current policy.
-    Tinker has a loss of this name, but has not published its formula. The formula here is our own, so the numbers
-    differ from Tinker's.
+    c is min(r, 2) for r in [1/8, 8], else 0. Tinker has not published the formula of its loss of
+    this name; this one is our own, so the numbers differ.
     """
 
     kl_coeff: float = 0.0
@@ -217,12 +210,12 @@ _CLIP_INPUTS = frozenset(_CLIP)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossKind:
-    """A loss of the protocol: its class, the inputs that it reads, and its options."""
+    """A loss of the protocol."""
 
     make: type
-    required: frozenset[str]  # inputs of a datum
+    required: frozenset[str]  # of a datum
     optional: frozenset[str] = frozenset()
-    options: Mapping[str, str]  # entry of loss_fn_config -> the field of the loss that the entry sets
+    options: Mapping[str, str]  # entry of loss_fn_config -> field of the loss
 
 
 KINDS = {
@@ -239,7 +232,7 @@ KINDS = {
 
 
 def kind_of(name: str) -> LossKind:
-    """The LossKind of this name. Raises ValueError for the name "custom" and for an unknown name."""
+    """Raises ValueError for "custom" and unknown names."""
     if name == "custom":
         raise ValueError(
             "the loss custom is not supported: the server runs only the losses that it knows; "
@@ -251,9 +244,8 @@ def kind_of(name: str) -> LossKind:
 
 
 def make_loss(name: str, config: Mapping[str, float | str]) -> Loss:
-    """The loss with this name and with the options in `config`, the loss_fn_config of a request.
-
-    Raises ValueError if the loss or an option is unknown, or if an option has a wrong value.
+    """The loss with the options of loss_fn_config. Raises ValueError for an unknown loss, option or
+    value.
     """
     kind = kind_of(name)
     options: dict[str, float] = {}

@@ -1,9 +1,7 @@
 """The JSON bodies of requests to the Tinker server, as version 0.38 of the Tinker SDK sends them.
 
-Each class lists the fields of a body, or of an object inside a body. The server refuses a request with any other field, and the error names
-this field.
-
-Every list and every name has a limit: a body of a few MiB could otherwise become objects, errors or answers of many times its size.
+Unknown fields are refused by name. Every list and name has a limit, because a few MiB could
+otherwise become objects, errors or answers of many times that.
 """
 
 import json
@@ -11,10 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-MAX_TTL = 10 * 365 * 24 * 3600  # ten years, in seconds
+MAX_TTL = 10 * 365 * 24 * 3600  # seconds, ten years
 MAX_INT64 = (1 << 63) - 1
 MAX_FIELDS = 64
-"""Largest number of fields of an object that is not free-form. pydantic makes an error for each unknown field."""
+"""Most fields of an object that is not free-form: pydantic makes an error for each unknown one."""
 MAX_NAME = 512
 MAX_METADATA_BYTES = 64 << 10
 MAX_DEPTH = 32
@@ -22,7 +20,7 @@ MAX_STOPS = 256
 MAX_STOP_CHARACTERS = 1024
 
 Name = Annotated[str, Field(max_length=MAX_NAME)]
-"""An id, a path or a name. Replies, errors and logs repeat it."""
+"""An id, path or name, which replies, errors and logs repeat."""
 Text = Annotated[str, Field(max_length=MAX_METADATA_BYTES)]
 Integers = Annotated[list[int], Field(fail_fast=True)]
 Floats = Annotated[list[float], Field(fail_fast=True)]
@@ -46,7 +44,9 @@ class Body(BaseModel):
 
 
 def _require_small(name: str, value: Any) -> None:
-    """Raises ValueError for a free-form object that is large, deep, or has text that no answer could repeat."""
+    """Raises ValueError for a free-form object that is large or deep, or text that no answer could
+    repeat.
+    """
     try:
         size = len(json.dumps(value, ensure_ascii=False).encode())
     except UnicodeEncodeError:
@@ -241,7 +241,7 @@ class Sample(Body):
 
     @property
     def num_bytes(self) -> int:
-        """About the size of the body: eight bytes for each number and character."""
+        """About the size of the body: eight bytes per number and character."""
         sizes = [len(chunk.tokens or ()) for chunk in self.prompt.chunks]
         if self.target_prompt_logprobs is not None:
             sizes.append(len(self.target_prompt_logprobs.data))

@@ -1,8 +1,7 @@
-"""Checks sampling requests against the limits of the generator and its model, and samples the answers.
+"""Checks sampling requests against the limits of the generator and its model, and samples the
+answers. Uses no HTTP.
 
-This module does not use HTTP.
-
-In shapes, N is the number of tokens of the prompt.
+N tokens of the prompt.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from rl_actors.validation import MAX_TOP_LOGPROBS, validate_prompts, validate_sa
 
 
 class Tokenizer(Protocol):
-    """The methods of a transformers tokenizer that stop strings need."""
+    """What stop strings need of a transformers tokenizer."""
 
     def decode(self, tokens: Sequence[int]) -> str: ...
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
@@ -36,9 +35,8 @@ class StopStrings:
     tokenizer: Tokenizer
 
     def cut(self, completion: Completion) -> tuple[int, bool]:
-        """(number of tokens to keep, whether the completion ended with a stop string or a stop token).
-
-        The last kept token completes the first stop string. If the completion has no stop string, all tokens are kept.
+        """(tokens to keep, up to the one that completes the first stop string; whether a stop
+        string or stop token ended it).
         """
         tokens = completion.tokens
         if not self._is_in(tokens):
@@ -59,15 +57,15 @@ class StopStrings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A sampling request that has been checked."""
+    """A checked sampling request."""
 
     prompt: list[int]
     params: SamplingParams
     stop_strings: StopStrings | None
     prompt_logprobs: bool
-    last_n: int | None  # number of tokens at the end of the prompt whose logprobs are wanted; None: all
-    targets: Targets | None  # tokens whose logprobs are wanted at given positions of the prompt
-    topk_prompt: int  # number of likeliest tokens that are wanted at each position of the prompt
+    last_n: int | None  # last prompt tokens whose logprobs are wanted; None: all
+    targets: Targets | None  # tokens to score at given prompt positions
+    topk_prompt: int  # likeliest tokens at each prompt position
 
     def require_small_answer(self, max_bytes: int) -> None:
         """Raises ValueError if the answer could have more than max_bytes."""
@@ -82,9 +80,8 @@ class Wanted:
             )
 
     async def run(self, weights: Weights) -> tuple[bytes, int]:
-        """(the bytes of the SampleResponse, number of sampled tokens).
-
-        The answer leaves out the tokens after a stop string. The number includes these tokens.
+        """(bytes of the SampleResponse, number of sampled tokens, with those cut after a stop
+        string).
         """
         completions = await weights.sample(self.prompt, self.params)
         scores = await self._scores(weights) if self.prompt_logprobs else None
@@ -96,14 +93,11 @@ class Wanted:
             sequences = [self._sequence(completion) for completion in completions]
             return write_sample(sequences, prompt_logprobs=scores, topk_prompt=topk, target_prompt=cells)
 
-        # Stop strings are looked for in the text of every completion, which takes long.
+        # stop strings are looked for in every completion's text, which takes long
         return await beside(num_tokens * (8 if self.stop_strings is None else 1024), write), num_tokens
 
     async def _scores(self, weights: Weights) -> np.ndarray:
-        """[N]: the logprob of each token of the prompt at temperature 1.
-
-        NaN for the first token and for tokens that the request does not ask for.
-        """
+        """[N]: prompt logprobs at temperature 1; NaN for the first token and those not asked for."""
         scores = np.full(len(self.prompt), np.nan, np.float32)
         if len(self.prompt) > 1:
             scores[1:] = (await weights.score(self.prompt)).numpy()
@@ -112,9 +106,8 @@ class Wanted:
         return scores
 
     async def _topk_of_prompt(self, weights: Weights) -> TopK:
-        """The likeliest tokens at each of the N positions of the prompt, with their logprobs at temperature 1.
-
-        The cells of the first position, and of positions that the request does not ask for, have the logprob NO_LOGPROB.
+        """The likeliest tokens at each prompt position, at temperature 1; NO_LOGPROB at the first
+        and those not asked for.
         """
         params = SamplingParams(max_tokens=1, ignore_stop=True, prompt_top_logprobs=self.topk_prompt)
         [completion] = await weights.sample(self.prompt, params)
@@ -139,9 +132,8 @@ class Wanted:
 
 
 def _topk(top: TopLogprobs, count: int | None = None) -> TopK:
-    """The first `count` positions of `top`, or all positions if `count` is None.
-
-    The cell of a token that top_p or top_k excludes has the id 0 and the logprob NO_LOGPROB.
+    """The first `count` positions, or all. Tokens excluded by top_p or top_k get id 0 and
+    NO_LOGPROB.
     """
     ids, logprobs = top.token_ids[:count].numpy().astype(np.int32), top.logprobs[:count].numpy()
     is_there = np.isfinite(logprobs)
@@ -157,11 +149,11 @@ class SamplingLimits:
 
     max_model_len: int
     vocab_size: int
-    end_token_ids: tuple[int, ...]  # tokens that end a completion if the request has no `stop`
+    end_token_ids: tuple[int, ...]  # end a completion if the request has no `stop`
     tokenizer: Tokenizer
 
     def read(self, body: messages.Sample) -> Wanted:
-        """Check a request. Raises ValueError or TypeError naming the field, its value and the limit."""
+        """Raises ValueError or TypeError naming field, value and limit."""
         _refuse_unsupported(body)
         prompt = prompt_tokens(body.prompt)
         validate_prompts([prompt], max_model_len=self.max_model_len, vocab_size=self.vocab_size)
@@ -197,7 +189,7 @@ class SamplingLimits:
         ids = self.end_token_ids
         strings: tuple[str, ...] = ()
         if stop is not None:
-            # A `stop` in the request replaces the model's end tokens, even if `stop` is an empty list.
+            # replaces the model's end tokens, even as an empty list
             strings = tuple(each for each in stop if isinstance(each, str))
             if "" in strings:
                 raise ValueError("stop has an empty string")
@@ -210,13 +202,13 @@ class SamplingLimits:
             top_k=max(given.top_k, 0) if given.top_k >= -1 else given.top_k,
             stop_token_ids=ids,
             seed=given.seed,
-            ignore_stop=True,  # vLLM then stops only at stop_token_ids, not at the end tokens of the model's config
+            ignore_stop=True,  # vLLM then ignores the end tokens of the model's config
             top_logprobs=body.topk_sample_logprobs,
         )
         return params, StopStrings(strings=strings, tokenizer=self.tokenizer) if strings else None
 
     def _ids_of(self, strings: Sequence[str]) -> tuple[int, ...]:
-        """The ids of those stop strings that are a single token. The generator stops at these tokens."""
+        """Ids of the stop strings that are a single token, where the generator stops."""
         encoded = [self.tokenizer.encode(string, add_special_tokens=False) for string in strings]
         return tuple(tokens[0] for tokens in encoded if len(tokens) == 1)
 
@@ -232,13 +224,12 @@ def prompt_tokens(prompt: messages.Prompt) -> list[int]:
 
 
 def _refuse_unsupported(body: messages.Sample) -> None:
-    """Raises ValueError if the request sets a field that this server does not support."""
     if body.prompt_alt_tokens_k:
         raise ValueError("prompt_alt_tokens_k is not supported by this server")
 
 
 def require_adam(config: Mapping[str, Any] | None) -> None:
-    """Raises ValueError if the config chooses an optimizer other than AdamW."""
+    """Raises ValueError for another optimizer than AdamW."""
     kind = (config or {}).get("type", "adamw")
     if kind != "adamw":
         raise ValueError(f"optimizer_config of type {kind!r}; this server has only 'adamw'")

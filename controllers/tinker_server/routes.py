@@ -1,8 +1,8 @@
-"""The routes of Tinker's protocol as a FastAPI application. Most routes call a method of the Server.
+"""The routes of Tinker's protocol as a FastAPI application. Most call a method of the Server.
 
-A request that the server cannot read gets a 400, 413, 415 or 422, and the SDK does not send it again. The reply to a request for work
-(training or sampling) is the id of a future, and comes at once. The client then asks for the answer with retrieve_future. If the work has
-failed, the answer is the error. If the answer is not ready within hold_seconds, the reply to retrieve_future is 408, and the SDK asks again.
+Requests for work get the id of a future at once, and retrieve_future the answer or error, or 408
+after hold_seconds, and the SDK asks again. It does not repeat a request that gets 400, 413, 415 or
+422.
 """
 
 import asyncio
@@ -31,22 +31,21 @@ from controllers.tinker_server.server import Server
 
 PROTOBUF = "application/x-protobuf"
 INLINE_BYTES = 1 << 20
-"""Largest size in bytes of an answer that the server sends to a retrieve_future with allow_metadata_only.
-
-If the answer is larger, the server sends only the answer's size, and the client asks again without allow_metadata_only.
+"""Largest answer to a retrieve_future with allow_metadata_only. Above it only the size is sent, and
+the client asks again without.
 """
 PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
-"""Content-Security-Policy of the status page: a browser loads nothing from another host."""
+"""The status page's Content-Security-Policy: nothing is loaded from another host."""
 MAX_ERRORS = 16
-"""Largest number of errors of a body that an answer names."""
+"""Most errors of a body that an answer names."""
 ANYONE = "anyone"
 """The owner of everything on a server without API keys."""
 
 
-# These two functions are coroutines, because FastAPI would call plain functions in a thread. Handing the call to the thread would
-# take longer than all other work on a request.
+# coroutines, because FastAPI calls plain functions in a thread, which would take longer than the
+# rest of a request
 async def server_of(request: Request) -> Server:
     return request.app.state.server
 
@@ -62,10 +61,7 @@ pages = APIRouter()
 
 
 def make_app(server: Server, counts: Counts | None = None) -> FastAPI:
-    """The application. `server.begin` must have run on the event loop that serves the application.
-
-    counts: the number and the duration of requests, which /metrics shows.
-    """
+    """The application, after `server.begin` on the same event loop. counts: for /metrics."""
     app = FastAPI(title="rl-actors", docs_url=None, redoc_url=None)
     app.state.server, app.state.counts, app.state.downloads = server, counts or Counts(), Downloads()
     app.state.reading = asyncio.Lock()
@@ -76,9 +72,7 @@ def make_app(server: Server, counts: Counts | None = None) -> FastAPI:
     app.add_exception_handler(UserError, _answer(400))
     app.add_exception_handler(ValueError, _answer(400))
     app.add_exception_handler(TypeError, _answer(400))
-    app.add_exception_handler(
-        ClientDisconnect, _answer(400)
-    )  # nobody reads the answer, but it is no failure of the server
+    app.add_exception_handler(ClientDisconnect, _answer(400))  # no failure of the server
     app.add_exception_handler(RequestValidationError, _answer_invalid)
     return app
 
@@ -91,7 +85,7 @@ def _answer(code: int) -> Callable[[Request, Exception], Awaitable[Response]]:
 
 
 async def _answer_invalid(request: Request, error: Exception) -> Response:
-    """The first errors of a body, without the values, which may be as large as the body."""
+    """The first errors of a body, without values, which may be as large as the body."""
     assert isinstance(error, RequestValidationError)
     detail = []
     for each in error.errors()[:MAX_ERRORS]:
@@ -162,7 +156,7 @@ async def finish_session(session_id: str, body: messages.FinishSession, server: 
 
 @router.post("/telemetry")
 async def telemetry(request: Request) -> dict[str, Any]:
-    """Read the SDK's telemetry events and discard them."""
+    """Discard the SDK's telemetry."""
     await request.body()
     return {"status": "accepted"}
 
@@ -198,10 +192,13 @@ async def get_info(body: messages.OfModel, server: Serving, owner: Owner) -> dic
 
 @router.post("/forward_backward", response_model=None)
 async def forward_backward(request: Request, server: Serving, owner: Owner) -> dict[str, Any] | Response:
-    """The body is read whole before the request is accepted, so that the calls of a run keep the order in which they were accepted."""
+    """The body is read whole before the request is accepted, so that a run's calls keep their
+    order.
+    """
     raw = await request.body()
     is_small = len(raw) < SMALL_BYTES and "content-encoding" not in request.headers
-    # One large request at a time: each may take many times the bytes of its body until the limit of waiting data can be checked.
+    # one large request at a time: each may take many times its bytes before the limit of waiting
+    # data applies
     async with contextlib.nullcontext() if is_small else request.app.state.reading:
         body = await decompressed(request, raw)
         call = await beside(len(body), read_call, body, server.training_limits)
@@ -209,7 +206,7 @@ async def forward_backward(request: Request, server: Serving, owner: Owner) -> d
 
 
 def _too_much(server: Server, owner: str, num_bytes: int) -> Response | None:
-    """The refusal of a request whose data would have to wait beside too much other data of its owner."""
+    """Refuse a request if too much data of its owner waits already."""
     waiting, most = server.futures.waiting_bytes[owner], server.config.max_bytes_in_flight
     if not waiting or waiting + num_bytes <= most:
         return None
@@ -387,5 +384,5 @@ async def session(session_id: str, server: Serving, owner: Owner) -> dict[str, A
 
 @router.api_route("/{rest:path}", methods=["GET", "POST", "PUT", "DELETE", "PATCH"], include_in_schema=False)
 async def unsupported(rest: str) -> Response:
-    """Answer every other request with 404 and a text that names its path."""
+    """404 for every other request."""
     return JSONResponse({"detail": f"/api/v1/{rest} is not supported by this server"}, status_code=404)

@@ -1,7 +1,8 @@
-"""Converts the Datums of a client's request to Samples for a trainer, and the trainer's output to the answer for the client.
+"""Converts the Datums of a client's request to Samples for a trainer, and the trainer's output to
+the client's answer.
 
-A Datum is one training sequence of a request. In a Datum and in a Sample, position i reads token i and predicts target i. So this module
-shifts nothing. With the loss cross_entropy a position may have several targets, each with a weight. K is the number of targets of a position.
+Both have token i and target i at position i, so nothing is shifted. K targets of a position, with
+weights, under cross_entropy.
 """
 
 import math
@@ -22,16 +23,16 @@ from rl_actors.types import ForwardBackwardOutput, Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The samples and the loss of a forward or forward_backward request.
+    """Samples and loss of a forward or forward_backward request.
 
-    Each group of samples is one call of the trainer, which gives all samples of a call room for the same number of targets. A datum with
-    many targets for each position shares its call only with datums of at least half as many, so it makes no other datum large.
+    A group is one call of the trainer, which pads its samples to the same K. It has only datums of
+    at least half the largest K, so none grows much.
     """
 
     groups: list[list[Sample]]
-    order: list[list[int]]  # the index in the request of each datum of each group
+    order: list[list[int]]  # index in the request of each datum of each group
     loss: Loss
-    widths: list[int] | None  # the K of each datum; None if target_tokens has only one dimension
+    widths: list[int] | None  # K of each datum; None if target_tokens is one-dimensional
 
     @property
     def num_positions(self) -> int:
@@ -51,9 +52,8 @@ class Batch:
         return tensors
 
     def merged(self, outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
-        """The outputs of the groups as one output, with the datums in the order of the request.
-
-        A mean is weighted by the positions of its group, all of which count with several targets.
+        """The groups' outputs as one, in the order of the request. Means are weighted by the
+        groups' positions.
         """
         if len(outputs) == 1:
             return outputs[0]
@@ -80,7 +80,9 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingCall:
-    """A forward or forward_backward request that was read whole. Wrong data is an error of its answer."""
+    """A forward or forward_backward request that was read whole. Wrong data is an error of its
+    answer.
+    """
 
     model_id: str
     seq_id: int  # 0 if the client sent none
@@ -93,7 +95,7 @@ class TrainingCall:
 
 
 def read_call(body: bytes, limits: TrainerLimits) -> TrainingCall:
-    """The request in a body. Raises ValueError if the body is not a ForwardBackwardRequest."""
+    """Raises ValueError if the body is not a ForwardBackwardRequest."""
     require_few_fields(body, "ForwardBackwardRequest")
     call = read_forward_backward(body)
     batch: Batch | Exception
@@ -105,10 +107,7 @@ def read_call(body: bytes, limits: TrainerLimits) -> TrainingCall:
 
 
 def read_batch(call: ForwardBackwardCall, limits: TrainerLimits) -> Batch:
-    """The samples and the loss of a request. Raises ValueError if the request is wrong.
-
-    If a datum lacks an input, or has an unknown input or an input of a wrong shape or dtype, the error names the datum and the input.
-    """
+    """Samples and loss of a request. Raises ValueError naming the datum and the input."""
     kind, loss = kind_of(call.loss_fn), make_loss(call.loss_fn, call.config)
     data = call.data()
     if not data:
@@ -145,7 +144,7 @@ def _with_groups(data: list[Datum], loss: Loss, limits: TrainerLimits) -> Batch:
         width = max(1, *(widths[index] for index in indices))
         groups.append([_with_many_targets(data[index], width) for index in indices])
     if len(groups) > 1:
-        # The trainer checks each group only when its turn comes, and a refused request must add no gradient.
+        # the trainer checks a group only in its turn, and a refused request must add no gradient
         for indices, group in zip(order.values(), groups, strict=True):
             _check_group(indices, group, loss, limits)
     return Batch(groups=groups, order=list(order.values()), loss=loss, widths=widths)
@@ -197,7 +196,7 @@ def _with_one_target(datum: Datum, loss_name: str) -> Sample:
 
 
 def _with_many_targets(datum: Datum, width: int) -> Sample:
-    """A sample with `width` targets for each position: the K targets of the datum, padded with targets of id 0 and weight 0."""
+    """A sample with the datum's K targets per position, padded to `width` with id 0 and weight 0."""
     targets = datum.inputs["target_tokens"]
     weights = datum.inputs.get("weights", np.ones(targets.shape, np.float32))
     padding = ((0, 0), (0, width - targets.shape[1]))
@@ -211,12 +210,12 @@ def _with_many_targets(datum: Datum, width: int) -> Sample:
 
 
 def _floats(values: np.ndarray) -> torch.Tensor:
-    # A copy, because the arrays of a request are read-only views of its bytes.
+    # copied, because a request's arrays are read-only views
     return torch.from_numpy(values.astype(np.float32, copy=not values.flags.writeable))
 
 
 def write_output(batch: Batch, output: ForwardBackwardOutput) -> bytes:
-    """The answer to a request: the logprobs of all datums, and the metrics. A metric that is not finite is left out, except loss:sum."""
+    """All logprobs, and the metrics that are finite, or loss:sum."""
     finite = {name: value for name, value in output.metrics.items() if math.isfinite(value) or name == "loss:sum"}
     return write_forward_backward(_logprobs(batch, output), finite)
 

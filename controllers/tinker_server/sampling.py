@@ -1,8 +1,8 @@
-"""Sample from many versions of the weights with one generator. This module contains no HTTP.
+"""Samples from many versions of the weights with one generator. Contains no HTTP.
 
-A version is either whole weights, or a LoRA adapter over the weights of the base model. The generator holds one version of whole weights at a
-time. Requests for the held weights, and requests for adapters over them, run at the same time. Requests for other whole weights wait until the
-running requests have ended and the generator has pulled those other weights.
+A version is whole weights, or an adapter over the base weights. Requests for the held weights and
+adapters over them run at the same time; others wait until those have ended and the generator has
+pulled.
 """
 
 import asyncio
@@ -26,19 +26,21 @@ Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
 
 PATIENCE = 1.0
-"""New requests for the version that the generator holds start at once, until a request for another version has waited this number of
-seconds. From then on new requests for the held version wait, too. When all running requests have ended, the generator pulls the other version."""
+"""Seconds that a request for another version waits before new requests for the held version wait
+behind it.
+"""
 GATHER_SECONDS = 0.003
-"""Requests are gathered into one call of the generator until no further request has come for this number of seconds."""
+"""Requests are gathered into one call until none has come for this long."""
 LONGEST_GATHER_SECONDS = 0.06
-"""Largest number of seconds for which requests are gathered into one call."""
+"""Longest gathering of one call."""
 LOADED_ADAPTERS = 64
-"""Largest number of loaded adapters. If more adapters are in use, all adapters in use stay loaded. There is a limit, because a restarted
-generator loads all these adapters before its first request."""
+"""Most loaded adapters not in use, because a restarted generator loads all of them before its first
+request.
+"""
 
 
 class Generator(Protocol):
-    """The calls of GeneratorClient that a server makes. tests/fakes.py has a generator without a model."""
+    """The calls of GeneratorClient that a server makes. tests/fakes.py has a fake."""
 
     def ready(self) -> Awaitable[None]: ...
     def generate_each(
@@ -55,10 +57,10 @@ class Generator(Protocol):
 
 @dataclass(slots=True)
 class _Waiter:
-    """A request that waits until the generator holds the request's version."""
+    """A request that waits for its version."""
 
-    since: float  # time.monotonic() when the wait began
-    # `_switch` counts the request in num_running and sets the result, or sets an exception if the pull failed.
+    since: float  # time.monotonic()
+    # set by `_switch`, which counts the request in num_running, or fails it if the pull failed
     admitted: asyncio.Future[None]
 
     @property
@@ -68,13 +70,11 @@ class _Waiter:
 
 @dataclass(slots=True)
 class _Adapter:
-    """The adapter of one version, and the number of requests that use the adapter."""
-
-    name: str  # the adapter's name in the generator
+    name: str  # in the generator
     directory: str
     num_users: int = 0
-    loading: asyncio.Future[None] | None = None  # None before the first request, and after a load that failed
-    unused: asyncio.Event = field(default_factory=asyncio.Event)  # set when no request uses the adapter any more
+    loading: asyncio.Future[None] | None = None  # None before the first request, and after a failed load
+    unused: asyncio.Event = field(default_factory=asyncio.Event)  # set while no request uses it
 
 
 class VersionedGenerator:
@@ -82,18 +82,17 @@ class VersionedGenerator:
 
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
-        self.version: int | None = None  # None before the first pull, and after a failed pull
-        # Version -> its adapter. The least recently used adapter is the first.
+        self.version: int | None = None  # None before the first pull, and after a failed one
+        # by version, least recently used first
         self._adapters: OrderedDict[int, _Adapter] = OrderedDict()
         self._names = itertools.count()
-        self._unloads: set[asyncio.Future[None]] = set()  # the calls of _unload that have not ended
+        self._unloads: set[asyncio.Future[None]] = set()  # calls of _unload under way
         self.num_running = 0
         self.num_switches = 0
-        # Version -> the requests that wait for it. The versions are in the order of their first waiting request.
+        # by version, in the order of the first waiting request
         self._waiting: OrderedDict[int, list[_Waiter]] = OrderedDict()
         self._switching: asyncio.Task[None] | None = None
-        # All requests in one call of the generator have the same adapter, or all have none. In a call for completions all requests also have
-        # equal SamplingParams.
+        # one call has one adapter, and for completions equal SamplingParams
         self.completions: _Gatherer[tuple[str | None, SamplingParams], list[int], list[Completion]] = _Gatherer(
             self._generate_batch
         )
@@ -105,21 +104,21 @@ class VersionedGenerator:
 
     @property
     def num_adapters(self) -> int:
-        """Number of adapters that are loaded or being loaded."""
+        """Loaded or being loaded."""
         return sum(adapter.loading is not None for adapter in self._adapters.values())
 
     @contextlib.asynccontextmanager
     async def using(self, version: int) -> "AsyncIterator[Weights]":
-        """The whole weights of a version. The generator holds them in the `with` block. Raises RuntimeError if they cannot be pulled."""
+        """Hold the whole weights of a version. Raises RuntimeError if they cannot be pulled."""
         async with self._holding(version):
             yield Weights(self, None)
 
     @contextlib.asynccontextmanager
     async def using_adapter(self, version: int, directory: str, *, base: int) -> "AsyncIterator[Weights]":
-        """The adapter of `version`, over the whole weights of version `base`. directory: the folder with the adapter's files.
+        """Hold the adapter of `version` (files in `directory`) over the whole weights of version
+        `base`.
 
-        In the `with` block the generator holds the adapter and the weights. Raises RuntimeError if the adapter cannot be loaded, or if the
-        weights cannot be pulled.
+        Raises RuntimeError if adapter or weights cannot be loaded.
         """
         if version not in self._adapters:
             self._adapters[version] = _Adapter(f"version {version}, {next(self._names)}", directory)
@@ -140,7 +139,7 @@ class VersionedGenerator:
     async def _load(self, version: int, adapter: _Adapter) -> None:
         if adapter.loading is None:
             adapter.loading = asyncio.ensure_future(self._load_now(version, adapter))
-        await asyncio.shield(adapter.loading)  # shielded, because other requests may wait for the same load
+        await asyncio.shield(adapter.loading)  # others may wait for the same load
 
     async def _load_now(self, version: int, adapter: _Adapter) -> None:
         try:
@@ -150,9 +149,8 @@ class VersionedGenerator:
             raise RuntimeError(f"the adapter of version {version} cannot be loaded: {error}") from error
 
     async def unload(self, version: int) -> None:
-        """Wait until the requests for this version have ended, and unload its adapter. Does nothing if its adapter is not loaded.
-
-        After the call of `unload` no new request for the version may come.
+        """Wait for this version's requests, and unload its adapter, if loaded. No new request for
+        it may come.
         """
         adapter = self._adapters.pop(version, None)
         if adapter is not None:
@@ -169,9 +167,8 @@ class VersionedGenerator:
             logger.exception("the adapter %r was not unloaded", adapter.name)
 
     def _unload_oldest(self) -> None:
-        """Unload the least recently used adapters until at most LOADED_ADAPTERS are left. An adapter in use is not unloaded.
-
-        A later request loads an unloaded adapter again, under another name.
+        """Unload the least recently used idle adapters above LOADED_ADAPTERS. A later request loads
+        again, under another name.
         """
         idle = [version for version, adapter in self._adapters.items() if not adapter.num_users]
         for version in idle[: max(0, len(self._adapters) - LOADED_ADAPTERS)]:
@@ -181,7 +178,7 @@ class VersionedGenerator:
 
     @contextlib.asynccontextmanager
     async def _holding(self, version: int) -> AsyncIterator[None]:
-        """Context manager. In its body the generator holds the whole weights of this version. Raises RuntimeError if the pull fails."""
+        """Hold the whole weights of this version. Raises RuntimeError if the pull fails."""
         waiter = None
         if self._may_start(version):
             self.num_running += 1
@@ -191,7 +188,7 @@ class VersionedGenerator:
             self._switch_if_idle()
         try:
             if waiter is not None:
-                await waiter.admitted  # the request may be cancelled here, also after it was counted
+                await waiter.admitted  # may be cancelled here, also after it was counted
             yield
         finally:
             if waiter is None or waiter.is_counted:
@@ -209,9 +206,8 @@ class VersionedGenerator:
             self._switching = asyncio.create_task(self._switch())
 
     async def _switch(self) -> None:
-        """Pull the version of the request that has waited longest, and let the requests for this version start.
-
-        If the generator holds this version already, nothing is pulled. If the pull fails, the requests for this version fail.
+        """Pull the version that has been waited for longest, unless held, and start its requests,
+        or fail them.
         """
         version = next(iter(self._waiting))
         error: Exception | None = None
@@ -225,7 +221,7 @@ class VersionedGenerator:
             error = failure
         self._switching = None
         for waiter in self._waiting.pop(version, []):
-            if waiter.admitted.done():  # its request was cancelled
+            if waiter.admitted.done():  # cancelled
                 continue
             if error is None:
                 self.num_running += 1
@@ -250,16 +246,16 @@ class VersionedGenerator:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights that a request uses. The generator holds them while the `with` block of `using` or `using_adapter` runs."""
+    """The weights that `using` or `using_adapter` hold for a request."""
 
     versions: VersionedGenerator
-    adapter: str | None  # the adapter's name in the generator; None: whole weights
+    adapter: str | None  # name in the generator; None: whole weights
 
     async def sample(self, prompt: list[int], params: SamplingParams) -> list[Completion]:
         """params.n completions of the prompt.
 
-        Requests without a seed share a call of the generator if they come at nearly the same time, and have the same weights and equal `params`.
-        A request with a seed gets a call of its own, because the seed of a completion depends on the prompt's index in the call.
+        Requests without seed and with equal weights and `params` share a call. A seed needs a call
+        of its own, because seeds depend on the prompt's index.
         """
         if params.seed is None:
             return await self.versions.completions.add((self.adapter, params), prompt)
@@ -268,23 +264,23 @@ class Weights:
         raise RuntimeError("the generator ended the call without completions")
 
     async def score(self, sequence: list[int]) -> Tensor:
-        """Logprobs of all tokens after the first: [N - 1] for a sequence of N tokens."""
+        """[N - 1]: logprobs of all tokens after the first."""
         return await self.versions.logprobs.add(self.adapter, sequence)
 
 
 @dataclass(slots=True)
 class _Batch(Generic[Item, Result]):
-    closes: float  # latest time on the loop's clock at which the call for the batch begins
+    closes: float  # latest begin of the call, on the loop's clock
     items: list[Item] = field(default_factory=list)
     results: list[asyncio.Future[Result]] = field(default_factory=list)
-    beginning: asyncio.TimerHandle | None = None  # the timer that begins the call
+    beginning: asyncio.TimerHandle | None = None
 
 
 class _Gatherer(Generic[Key, Item, Result]):
-    """Gathers items that are added under the same key at nearly the same time, and makes one call for all these items."""
+    """Gathers items of the same key that come at nearly the same time into one call."""
 
     def __init__(self, call: Callable[[Key, list[Item]], AsyncIterator[tuple[int, Result]]]) -> None:
-        """call: takes a key and a list of items, and yields pairs (index of an item, result of this item) in any order."""
+        """call: (key, items) -> pairs (index of an item, its result) in any order."""
         self._call = call
         self._batches: dict[Key, _Batch[Item, Result]] = {}
         self._tasks: set[asyncio.Task[None]] = set()

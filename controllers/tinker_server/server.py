@@ -1,10 +1,9 @@
-"""The work behind the HTTP routes of a Tinker server: sessions, training runs, checkpoints and samplers of one base model.
+"""The work behind the HTTP routes of a Tinker server: sessions, training runs, checkpoints and
+samplers of one base model. Contains no HTTP.
 
-This module contains no HTTP. A client creates a session and sends heartbeats for it. A version is a directory of whole weights or of a LoRA
-adapter. A sampler samples from a version.
-
-A method that returns a Promise accepts the request at once. The method raises an error only if fields of the request are missing or exclude
-each other, if the request asks for too many samples, or if its session does not exist. Every other error becomes the answer of the promise.
+A method that returns a Promise accepts the request at once. It raises only if fields are missing or
+exclude each other, too many samples are asked for, or the session does not exist; every other error
+is the promise's answer.
 """
 
 import asyncio
@@ -38,15 +37,15 @@ from rl_actors.validation import MAX_TOP_LOGPROBS
 logger = logging.getLogger(__name__)
 
 ABANDONED_SECONDS = 120.0
-"""The client of a run counts as gone if for this many seconds the session has sent no heartbeat and the run has got no request."""
+"""A run's client is gone after this long without heartbeat of its session or request to the run."""
 SILENT_SECONDS = 24 * 3600.0
-"""If a session has sent no heartbeat for this many seconds, the unnamed weights that its runs saved for samplers are deleted."""
+"""After this long without heartbeat, unnamed sampler weights of a session's runs are deleted."""
 SWEEP_SECONDS = 60.0
-"""Seconds between two calls of Server.sweep, which deletes expired checkpoints and unnamed weights of silent sessions."""
+"""Seconds between two calls of Server.sweep."""
 
 
 class Server:
-    """A server's state and calls. start.py spawns the generator, and `trainers` spawns trainers when runs need them."""
+    """A server's state and calls."""
 
     def __init__(
         self,
@@ -67,19 +66,19 @@ class Server:
         self._repeating: list[asyncio.Task[None]] = []
         self._removals: set[asyncio.Future[None]] = set()  # running deletions of versions
         self.num_sampled_tokens = self.num_trained_positions = self.num_optim_steps = 0
-        self._taken: Counter[str] = Counter()  # names that calls are about to write: of runs, checkpoints and samplers
-        self.curves: dict[str, RunCurves] = {}  # by the id of the run
+        self._taken: Counter[str] = Counter()  # names of runs, checkpoints and samplers that calls are about to write
+        self.curves: dict[str, RunCurves] = {}  # by run id
         self.rates = Rates()
 
     # start and end
 
     def begin(self) -> None:
-        """Start two periodic tasks: one calls `sweep`, and the other calls `measure`. Needs a running event loop."""
+        """Call `sweep` and `measure` periodically. Needs a running event loop."""
         self.trainers.sweep_unnamed()
         self._repeating = [asyncio.create_task(self._sweep()), asyncio.create_task(self._measure())]
 
     async def close(self) -> None:
-        """Cancel the running requests, write the runs to disk, and end the actors."""
+        """Cancel the requests, write the runs to disk, and end the actors."""
         for task in self._repeating:
             task.cancel()
         await self.futures.close()
@@ -103,7 +102,9 @@ class Server:
         self.rates.add(now, {"sampled": self.num_sampled_tokens, "trained": self.num_trained_positions})
 
     def sweep(self, now: float) -> None:
-        """Delete expired checkpoints, unnamed weights of sessions that were silent for SILENT_SECONDS, and states of runs whose client is gone."""
+        """Delete expired checkpoints, unnamed weights of silent sessions, and states of abandoned
+        runs.
+        """
         self.trainers.sweep(now)
         for checkpoint in self.store.expired(now):
             self._delete(checkpoint)
@@ -112,10 +113,8 @@ class Server:
 
     @contextlib.contextmanager
     def _taking(self, name: str, *, exists: bool, hint: str) -> Iterator[None]:
-        """Context manager for the work of a call that makes something new under this name. The work enters it before it waits for anything,
-        so of two calls the one that was accepted first gets the name.
-
-        Raises UserError with the hint if something of this name exists, or if an earlier call is about to make it.
+        """Reserve a new name for a call, from its acceptance on. Raises UserError with the hint if
+        it exists or is reserved.
         """
         if exists:
             raise UserError(f"{name} exists; {hint}")
@@ -126,7 +125,7 @@ class Server:
 
     @contextlib.contextmanager
     def _writing(self, name: str) -> Iterator[None]:
-        """Context manager in which no other call may take this name. This call may replace what other calls make under the name."""
+        """Reserve a name, also one that other calls are writing."""
         self._taken[name] += 1
         try:
             yield
@@ -158,7 +157,7 @@ class Server:
         return session
 
     def is_abandoned(self, run: Run) -> bool:
-        """True if the client of a run is gone: it finished its session, or it was silent for ABANDONED_SECONDS."""
+        """True if the run's session is finished, or silent for ABANDONED_SECONDS."""
         return is_abandoned(self.store, run)
 
     # training runs
@@ -191,7 +190,9 @@ class Server:
             self.store.add_run(run)
 
     def load_weights(self, owner: str, body: messages.LoadWeights) -> Promise:
-        """Load a checkpoint into a new run (session_id and model_seq_id), or into an existing run (model_id and seq_id)."""
+        """Load a checkpoint into a new run (session_id, model_seq_id) or an existing one (model_id,
+        seq_id).
+        """
         if body.model_id is not None:
             return self._load_into(owner, body, body.model_id)
         if body.session_id is None or body.model_seq_id is None:
@@ -283,7 +284,7 @@ class Server:
             self._run(owner, body.model_id)
             result = await self.trainers.optim_step(body.model_id, _optim_params(body))
             if result.skipped:
-                # If only the norm over all parameters overflows, nonfinite_parameters is empty.
+                # empty if only the norm over all parameters overflows
                 names = ", ".join(result.nonfinite_parameters) or "none by itself, only their norm"
                 raise UserError(
                     f"the gradient is not finite (parameters: {names}); it was dropped, and no weight has changed"
@@ -325,7 +326,7 @@ class Server:
             path = checkpoint_path(run.id, "training", name)
             exists = self.store.checkpoint(path) is not None
             hint = "give another name, or overwrite=True"
-            # If the checkpoint replaces an older one, the older one's files stay until the new files are complete.
+            # an older checkpoint's files stay until the new ones are complete
             directory = self.folder / "runs" / run.id.replace(":", "_") / "weights" / name
             with self._writing(path) if body.overwrite else self._taking(path, exists=exists, hint=hint):
                 await self.trainers.save(run.id, directory)
@@ -378,7 +379,7 @@ class Server:
         return Answer(json={"type": "save_weights_for_sampler", "path": path})
 
     def save_weights_external(self, owner: str, body: messages.SaveWeightsExternal) -> Promise:
-        """Write the weights as a Hugging Face directory, with adapters merged. Clients can download its files."""
+        """Write a downloadable Hugging Face directory, with adapters merged."""
 
         async def work() -> Answer:
             if body.age_encryption_recipients:
@@ -397,9 +398,8 @@ class Server:
         )
 
     async def _export(self, run: Run, *, is_ephemeral: bool) -> int:
-        """Write the weights of a run as a new version for samplers, and return the version's number.
-
-        The version is an adapter if the generator can apply the run's adapter to the base model. Otherwise it is whole weights.
+        """Write a run's weights as a new version for samplers, and return its number: an adapter if
+        the generator can apply it, else whole weights.
         """
         version = self.store.add_version(run.id, is_ephemeral=is_ephemeral)
         directory, config = self._directory(version), self.config.generator
@@ -414,17 +414,16 @@ class Server:
         return self.folder / "samplers" / str(version)
 
     def _link(self, version: int, directory: Path) -> None:
-        """Make the directory of this version a link to `directory`."""
+        """Link the directory of this version to `directory`."""
         link = self._directory(version)
         link.parent.mkdir(parents=True, exist_ok=True)
         if not link.exists():
-            link.unlink(missing_ok=True)  # the link may point to a folder that is gone
+            link.unlink(missing_ok=True)  # may point to a folder that is gone
             link.symlink_to(directory.absolute())
 
     def _drop_old_versions(self, run: Run) -> None:
-        """Drop the run's versions without a name, except the `samplers_kept` newest ones.
-
-        The newest version that was saved with the kind "inflight" also stays, because all the run's samplers of this kind use it.
+        """Drop the run's unnamed versions except the newest `samplers_kept`, and the one that its
+        "inflight" samplers use.
         """
         in_use = self.store.run(run.id)
         for version in self.store.ephemeral_versions(run.id)[: -self.config.samplers_kept]:
@@ -438,7 +437,9 @@ class Server:
         removal.add_done_callback(self._removals.discard)
 
     async def _remove(self, version: int, directory: Path) -> None:
-        """Delete the directory of a version. If the version is an adapter, unload it first: until then the generator may read the directory."""
+        """Unload a version's adapter, which the generator may read until then, and delete the
+        directory.
+        """
         await self.generator.unload(version)
         await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
@@ -452,7 +453,7 @@ class Server:
         user_metadata: Mapping[str, str] | None,
         version: int | None = None,
     ) -> None:
-        """Add a checkpoint to the store. Its files must be complete."""
+        """Add a checkpoint, whose files must be complete."""
         self.store.put_checkpoint(
             Checkpoint(
                 path=checkpoint_path(run.id, kind, name),
@@ -476,7 +477,7 @@ class Server:
         return checkpoint
 
     def copy_weights(self, owner: str, body: messages.CopyWeights) -> Json:
-        """Make a new run with a copy of a checkpoint. This run cannot be trained. The copy's files are hard links to the source's files."""
+        """Make a run, which cannot be trained, with a copy of a checkpoint in hard links."""
         source = self.visible_checkpoint(owner, body.source_path)
         former = self.store.run(source.run_id)
         if source.kind == "external" or former is None:
@@ -539,7 +540,7 @@ class Server:
         sampler = self._new_sampler(owner, sampler_id, body)
         former = self.store.sampler(sampler_id)
         if former is not None:
-            # The SDK sends a request again if the answer was lost.
+            # the SDK repeats a request whose answer was lost
             if replace(former, created=0.0) != sampler:
                 raise UserError(f"{sampler_id} exists; give another sampling_session_seq_id")
             return answer
@@ -583,7 +584,7 @@ class Server:
         return sampler
 
     def sample(self, owner: str, body: messages.Sample) -> Promise:
-        """Sample completions. Raises ValueError if the request names no sampling session. SDK 0.38 always names one."""
+        """Raises ValueError without a sampling session, which SDK 0.38 always names."""
         if body.sampling_session_id is None or body.seq_id is None:
             raise ValueError("asample needs sampling_session_id and seq_id")
         sampler_id, seq_id = body.sampling_session_id, body.seq_id
@@ -607,12 +608,12 @@ class Server:
         ids = [f"{sampler_id}:{seq_id}:{index}" for index in range(body.num_samples)]
         key = ("sample", sampler_id, seq_id)
         extra: Json = {"sample_sequence_ids": ids}
-        if fault:  # the body is not kept until its turn comes
+        if fault:  # the body is not kept until its turn
             return self.futures.submit(key, "sample", fail, extra, owner=owner)
         return self.futures.submit(key, "sample", work, extra, owner=owner, num_bytes=body.num_bytes)
 
     def _fault_of_sizes(self, body: messages.Sample) -> str:
-        """Why the body is larger than any request can be; "" if it is not."""
+        """Why the body is larger than any request can be, else ""."""
         num_tokens, longest = sum(len(chunk.tokens or ()) for chunk in body.prompt.chunks), self.sampling.max_model_len
         if num_tokens > longest:
             return f"the prompt has {num_tokens} tokens; max_model_len={longest}"
@@ -622,7 +623,7 @@ class Server:
         return ""
 
     def _weights_of(self, sampler: Sampler) -> AbstractAsyncContextManager[Weights]:
-        """Context manager for the weights that the sampler uses now. Raises UserError if they were dropped."""
+        """Hold the weights that the sampler uses now. Raises UserError if they were dropped."""
         version = sampler.version
         if sampler.kind == "inflight":
             run = self.store.run(sampler.run_id or "")
@@ -642,7 +643,7 @@ class Server:
 
 
 def is_abandoned(store: Store, run: Run) -> bool:
-    """True if the client of a run is gone: it finished its session, or it was silent for ABANDONED_SECONDS."""
+    """As Server.is_abandoned."""
     session = store.session(run.session_id)
     if session is None or session["finished"]:
         return True
@@ -650,7 +651,7 @@ def is_abandoned(store: Store, run: Run) -> bool:
 
 
 def _key(run_id: str, seq_id: int | None) -> tuple[str, str, int] | None:
-    """The key by which a request to a run is recognised if it is sent again. None if the request has no seq_id or the seq_id 0."""
+    """By which a repeated request to a run is recognised; None without seq_id."""
     return ("run", run_id, seq_id) if seq_id else None
 
 

@@ -1,6 +1,5 @@
-"""Starts a Tinker server: prepares the directory of its base model, opens its database, and spawns its generator.
-
-The server spawns a trainer only when a training run needs it.
+"""Starts a Tinker server: prepares the directory of its base model, opens its database, and spawns
+its generator.
 """
 
 import asyncio
@@ -24,10 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_base(config: ServeConfig, folder: Path) -> None:
-    """Find or write the directory of the base model, and put its path and its model config into the server's config.
+    """Find or write the base model, and put its path and model config into the server's config.
+    Sets max_adapters=0 if vLLM cannot apply adapters here.
 
-    If vLLM cannot apply adapters on this machine, this function also sets max_adapters to 0.
-    Raises ValueError if there is no such directory, or if the server cannot serve this model with this config.
+    Raises ValueError if there is no such directory, or the server cannot serve this model with this
+    config.
     """
     directory = Path(config.hf_path)
     if not config.hf_path:
@@ -46,15 +46,12 @@ def prepare_base(config: ServeConfig, folder: Path) -> None:
                 error,
             )
             config.generator.max_adapters = 0
-    tokenizer_id(config.hf_path)  # raises ValueError if the SDK could not load the tokenizer from this path
+    tokenizer_id(config.hf_path)  # raises ValueError if the SDK could not load from this path
     config.validate()
 
 
 async def start_server(config: ServeConfig, folder: Path) -> Server:
-    """Start a server, and wait until its generator is ready.
-
-    If the folder holds the state of an earlier server, the new server continues from this state.
-    """
+    """Start a server, from the folder's earlier state if there is one, and wait for its generator."""
     await asyncio.to_thread(prepare_base, config, folder)
     await asyncio.to_thread(require_base, folder, config.name, Path(config.hf_path))
     limits = await asyncio.to_thread(sampling_limits, config)
@@ -63,8 +60,8 @@ async def start_server(config: ServeConfig, folder: Path) -> Server:
     client = GeneratorClient.spawn(config.generator, transport=versions)
 
     def spawn(trainer: TrainerConfig) -> Trainer:
-        # The trainer of a server never pushes weights, so it needs no transport. But without the argument
-        # `transport` the TrainerClient would open a default transport.
+        # a server's trainer never pushes, but without the argument the client would open a default
+        # transport
         return TrainerClient.spawn(trainer, transport=versions)
 
     try:
@@ -81,7 +78,7 @@ async def start_server(config: ServeConfig, folder: Path) -> Server:
 
 
 def sampling_limits(config: ServeConfig) -> SamplingLimits:
-    """The limits for sampling requests, with the tokenizer and the end tokens of the base model."""
+    """Limits of sampling requests, with the base model's tokenizer and end tokens."""
     tokenizer = load_tokenizer(config.hf_path)
     return SamplingLimits(
         max_model_len=config.generator.max_model_len,

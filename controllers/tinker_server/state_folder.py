@@ -1,4 +1,4 @@
-"""The folder of a server's state belongs to one running server and to one base model."""
+"""The folder of a server's state, which belongs to one running server and one base model."""
 
 import contextlib
 import fcntl
@@ -11,12 +11,12 @@ from pathlib import Path
 from rl_actors.json_files import read_object
 
 SAMPLE_BYTES = 1 << 20
-"""Number of bytes at the beginning and at the end of a file of weights that the fingerprint reads."""
+"""Bytes at each end of a file of weights that the fingerprint reads."""
 
 
 @contextlib.contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Context manager that holds the folder for this process. Raises ValueError if another server holds it."""
+    """Hold the folder for this process. Raises ValueError if another server holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("a+") as file:
         try:
@@ -34,10 +34,7 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 def require_base(folder: Path, name: str, model: Path) -> None:
-    """Remember the base model of the state. Raises ValueError, with both names, if the state has another base.
-
-    A folder without this record, of an earlier version, takes the first base that is given.
-    """
+    """Record the state's base model. Raises ValueError, with both names, if the record has another."""
     record, found = folder / "base.json", fingerprint(model)
     if record.is_file():
         saved = read_object(record)
@@ -48,11 +45,11 @@ def require_base(folder: Path, name: str, model: Path) -> None:
             )
     written = record.with_suffix(".new")
     written.write_text(json.dumps({"name": name, "directory": str(model), "fingerprint": found}, indent=2))
-    written.replace(record)  # a file that a kill has left half written would be refused for ever
+    written.replace(record)  # a file half written by a kill would be refused for ever
 
 
 def fingerprint(model: Path) -> str:
-    """A hash of config.json and of the sizes, beginnings and ends of the files of weights in a model's directory."""
+    """A hash of config.json, and of sizes, beginnings and ends of the files of weights."""
     whole = hashlib.sha256((model / "config.json").read_bytes())
     for path in sorted(model.glob("*.safetensors")):
         size = path.stat().st_size

@@ -9,7 +9,7 @@ from controllers.tinker_server.curves import RATE_SECONDS, RunCurves
 from controllers.tinker_server.server import Server
 
 MOST_ROWS = 50
-"""Largest number of rows of a table on the page."""
+"""Most rows of a table on the page."""
 
 
 def numbers(server: Server) -> dict[str, tuple[str, float]]:
@@ -50,10 +50,8 @@ def prometheus(server: Server, counts: Counts) -> str:
 
 
 def page_data(server: Server, owner: str) -> dict[str, Any]:
-    """The data of the status page: the model, the queue, speeds, weights and training runs.
-
-    owner: the owner of the request's API key. The page lists only this owner's waiting requests, weights and runs, with
-    one exception: it lists the base model's weights for every owner.
+    """The data of the status page: only the owner's requests, weights and runs, and the base
+    model's weights.
     """
     runs = []
     for run in server.store.runs(owner, MOST_ROWS, 0):
@@ -97,7 +95,7 @@ def _model(server: Server) -> dict[str, Any]:
 
 
 def _queue(server: Server, owner: str) -> list[dict[str, Any]]:
-    """For each call with unanswered requests: the number of these requests, and the seconds that the oldest has waited."""
+    """By call: unanswered requests, and the seconds of the oldest."""
     now = server.futures.now()
     found: dict[str, dict[str, Any]] = {}
     for promise in server.futures.waiting(owner):
@@ -107,7 +105,7 @@ def _queue(server: Server, owner: str) -> list[dict[str, Any]]:
 
 
 def _versions(server: Server, owner: str) -> list[dict[str, Any]]:
-    """The weights of samplers, newest first. is_held: True for the whole weights that the generator holds now."""
+    """The weights of samplers, newest first. is_held: whole weights that the generator holds now."""
     found = []
     for row in server.store.versions(owner, MOST_ROWS):
         of = "the base model" if row["run_id"] is None else row["path"] or f"unnamed, of {row['run_id']}"

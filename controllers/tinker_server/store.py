@@ -1,8 +1,8 @@
-"""The database of a Tinker server, in SQLite: sessions, training runs, checkpoints, samplers and versions of weights.
-The database holds no bodies or results of requests.
+"""The database of a Tinker server, in SQLite: sessions, training runs, checkpoints, samplers and
+versions of weights.
 
-Weights are files in folders next to the database. Only the base model may be elsewhere. The database names a directory only after the files
-in it are complete. So after a kill of the server every checkpoint in the database has all its files.
+Weights are files beside it, named in the database only once they are complete, so after a kill
+every checkpoint has all its files.
 """
 
 import json
@@ -29,7 +29,7 @@ CREATE INDEX IF NOT EXISTS checkpoints_of_run ON checkpoints (run_id);
 CREATE INDEX IF NOT EXISTS runs_of_session ON runs (session_id);
 """
 KIND_SEGMENTS = {"training": "weights", "sampler": "sampler_weights", "external": "external_weights"}
-"""{kind of a checkpoint: second part of the paths of such checkpoints}. See checkpoint_path."""
+"""Kind of a checkpoint -> second part of its path."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
@@ -41,26 +41,26 @@ class Run:
     session_id: str
     owner: str
     base_model: str
-    # Keys: rank (0: no adapters, all weights are trained), seed, train_attn, train_mlp, train_unembed.
+    # rank (0: all weights are trained), seed, train_attn, train_mlp, train_unembed
     lora: Mapping[str, Any]
     user_metadata: Mapping[str, Any] | None = None
     created: float = 0.0
     last_request: float = 0.0
-    parked: str | None = None  # directory with the state of a run that waits on disk; else None
-    inflight_version: int | None = None  # newest version that was saved for the run's samplers of the kind "inflight"
+    parked: str | None = None  # directory of a state that waits on disk
+    inflight_version: int | None = None  # newest version for "inflight" samplers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """Saved weights with a name."""
 
-    path: str  # as checkpoint_path makes it
+    path: str  # of checkpoint_path
     run_id: str
     owner: str
-    kind: str  # a key of KIND_SEGMENTS
+    kind: str  # key of KIND_SEGMENTS
     name: str
     directory: str
-    version: int | None = None  # if the kind is "sampler": the weights' number in the table `versions`
+    version: int | None = None  # of the kind "sampler": number in `versions`
     size_bytes: int = 0
     created: float = 0.0
     expires: float | None = None
@@ -77,8 +77,8 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """A sampling session of the protocol. A sampler of the kind "snapshot" always uses its own `version` of the
-    weights. A sampler of the kind "inflight" uses the current inflight_version of its run.
+    """A sampling session of the protocol: "snapshot" uses its own `version`, "inflight" its run's
+    inflight_version.
     """
 
     id: str
@@ -93,8 +93,8 @@ class Sampler:
 
 
 def checkpoint_path(run_id: str, kind: str, name: str) -> str:
-    """checkpoint_path("s:train:0", "sampler", "7") -> "tinker://s:train:0/sampler_weights/7". Raises ValueError if the
-    name is not allowed.
+    """checkpoint_path("s:train:0", "sampler", "7") -> "tinker://s:train:0/sampler_weights/7".
+    Raises ValueError for a name that is not allowed.
     """
     if not NAME.fullmatch(name):
         raise ValueError(
@@ -105,14 +105,14 @@ def checkpoint_path(run_id: str, kind: str, name: str) -> str:
 
 
 class Store:
-    """The database of a server. All calls are short and come from one thread."""
+    """The database. All calls are short and come from one thread."""
 
     def __init__(self, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         self.db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
         self.db.row_factory = sqlite3.Row
         self.db.execute("PRAGMA journal_mode=WAL")
-        # With NORMAL a killed process loses nothing. After a power failure the last rows may be missing.
+        # NORMAL: a kill loses nothing, a power failure perhaps the last rows
         self.db.execute("PRAGMA synchronous=NORMAL")
         self.db.executescript(SCHEMA)
 
@@ -161,7 +161,7 @@ class Store:
         return self.db.execute(f"SELECT COUNT(*) FROM runs WHERE {where}", arguments).fetchone()[0]
 
     def parked_runs(self) -> list[Run]:
-        """The runs whose state waits on disk, the least recently used first."""
+        """Runs whose state waits on disk, least recently used first."""
         return [Run(**row) for row in self._all("SELECT * FROM runs WHERE parked IS NOT NULL ORDER BY last_request")]
 
     def update_run(self, run_id: str, **fields: Any) -> None:
@@ -170,7 +170,7 @@ class Store:
     # checkpoints
 
     def put_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Add a checkpoint. If the database has a checkpoint with the same path, the new one replaces it."""
+        """Add a checkpoint, replacing one of the same path."""
         self._insert("checkpoints", _columns(replace(checkpoint, created=time.time())), replaces=True)
 
     def checkpoint(self, path: str) -> Checkpoint | None:
@@ -178,9 +178,7 @@ class Store:
         return None if row is None else _checkpoint(row)
 
     def checkpoints(self, *, run_id: str | None = None, owner: str | None = None) -> list[Checkpoint]:
-        """Checkpoints, newest first. run_id: only checkpoints of this run. owner: only checkpoints of this owner. An argument
-        that is None excludes no checkpoint.
-        """
+        """Newest first, of a run, an owner, or all."""
         where, arguments = _owned(owner)
         if run_id is not None:
             where, arguments = f"{where} AND run_id = ?", [*arguments, run_id]
@@ -200,7 +198,9 @@ class Store:
     # versions of weights for samplers
 
     def add_version(self, run_id: str | None, *, is_ephemeral: bool) -> int:
-        """Add a version whose directory is not written yet, and return the version's number. is_ephemeral: True if the weights get no name."""
+        """Add a version whose directory is not written yet, and return its number. is_ephemeral:
+        without a name.
+        """
         query = "INSERT INTO versions (run_id, directory, is_ephemeral) VALUES (?, '', ?)"
         number = self.db.execute(query, (run_id, is_ephemeral)).lastrowid
         assert number is not None
@@ -210,7 +210,7 @@ class Store:
         self.db.execute("UPDATE versions SET directory = ? WHERE number = ?", (directory, number))
 
     def version_of_base(self, directory: str) -> int:
-        """The number of the version for the base model in this directory. Adds the version if the database does not have it."""
+        """The base model's version, added if missing."""
         row = self._one("SELECT number FROM versions WHERE run_id IS NULL AND directory = ?", directory)
         if row is not None:
             return row["number"]
@@ -219,18 +219,18 @@ class Store:
         return number
 
     def directory_of(self, number: int) -> str | None:
-        """The directory of a version. None if the version was dropped, is unknown or has no directory yet."""
+        """None for a version that is dropped, unknown or unfinished."""
         row = self._one("SELECT directory FROM versions WHERE number = ? AND NOT is_dropped", number)
         return None if row is None else row["directory"] or None
 
     def ephemeral_versions(self, run_id: str) -> list[int]:
-        """The numbers of a run's finished versions that have no name and are not dropped, oldest first."""
+        """A run's finished, unnamed, undropped versions, oldest first."""
         query = "SELECT number FROM versions WHERE run_id = ? AND is_ephemeral AND NOT is_dropped AND directory != '' ORDER BY number"
         return [row["number"] for row in self._all(query, run_id)]
 
     def versions(self, owner: str, limit: int) -> list[dict[str, Any]]:
-        """The newest versions of an owner's runs and of base models, without dropped and unfinished versions. Columns:
-        number, run_id, path (of the checkpoint; None if the weights are not a checkpoint), is_ephemeral.
+        """Newest finished, undropped versions of an owner's runs and of base models: number,
+        run_id, path (None if no checkpoint), is_ephemeral.
         """
         query = """SELECT versions.number, versions.run_id, versions.is_ephemeral, checkpoints.path FROM versions
             LEFT JOIN runs ON runs.id = versions.run_id LEFT JOIN checkpoints ON checkpoints.version = versions.number
@@ -239,8 +239,8 @@ class Store:
         return self._all(query, owner, limit)
 
     def forgotten_versions(self, seen_before: float) -> list[int]:
-        """Numbers of the versions that have no name and belong to a run whose session was last seen before this time (seconds
-        since 1970). Leaves out dropped and unfinished versions.
+        """Finished, unnamed, undropped versions of runs whose session was last seen before this
+        time (seconds since 1970).
         """
         query = """SELECT number FROM versions JOIN runs ON runs.id = versions.run_id JOIN sessions ON sessions.id = runs.session_id
             WHERE is_ephemeral AND NOT is_dropped AND directory != '' AND sessions.last_seen < ?"""
@@ -305,5 +305,5 @@ def _checkpoint(row: dict[str, Any]) -> Checkpoint:
 
 
 def _owned(owner: str | None) -> tuple[str, list[Any]]:
-    """(SQL condition, its arguments). The condition selects the rows of an owner, or all rows if owner is None."""
+    """(SQL condition, arguments) for the rows of an owner; None: all."""
     return ("1", []) if owner is None else ("owner = ?", [owner])

@@ -1,9 +1,8 @@
-"""The field target_prompt_logprobs of a sampling request: a matrix of token ids. Row i lists tokens for position i + 1 of the prompt.
+"""The field target_prompt_logprobs of a sampling request: row i of a matrix lists token ids to
+score at position i + 1 of the prompt.
 
-The answer has the logprob that each of these tokens would have at that position. This module contains no HTTP.
-
-Sizes: the prompt has N tokens. The matrix has N - 1 rows and K columns. The request gives C cells of the matrix: a dense request gives all
-C = (N - 1) K cells, and a sparse request lists its cells.
+N tokens of the prompt, a matrix of N - 1 rows and K columns, C given cells: all (N - 1) K if dense,
+else those listed.
 """
 
 import asyncio
@@ -17,28 +16,26 @@ from controllers.tinker_server.codec import Cells, rows_of_csr, shaped
 from controllers.tinker_server.sampling import Weights
 
 NOTHING = -1
-"""Value of a cell that asks for no token."""
+"""A cell that asks for no token."""
 MAX_SCORED = 1024
-"""Largest number of additional passes for one request. The first pass over the prompt scores the prompt's own tokens. Each distinct pair
-(row, token) whose token is not the prompt's token at the row's position costs an additional pass over the prompt up to that position."""
+"""Most additional passes of one request. One pass scores the prompt's own tokens; every other
+distinct (row, token) costs one up to its position.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """The tokens whose logprobs a request asks for.
-
-    The logprob of a token in row i is the token's logprob as the next token after the prompt's tokens 0 to i.
-    """
+    """The tokens to score; in row i as the next token after the prompt's tokens 0 to i."""
 
     rows: np.ndarray  # [C]
-    tokens: np.ndarray  # [C]; NOTHING in a cell that asks for no token
+    tokens: np.ndarray  # [C]; NOTHING: no token
     shape: tuple[int, int]  # (N - 1, K)
-    # CSR row pointers and column indices if the request is sparse, None if it is dense
+    # CSR row pointers and column indices; None: dense
     sparse: tuple[np.ndarray, np.ndarray] | None
 
     @classmethod
     def read(cls, tensor: messages.TensorData, prompt: list[int], vocab_size: int) -> Self:
-        """Read the field of a request with this prompt. Raises ValueError naming what is wrong with the tensor."""
+        """Raises ValueError naming what is wrong with the tensor."""
         name = "target_prompt_logprobs"
         if (
             tensor.dtype != "int64"
@@ -74,16 +71,13 @@ class Targets:
         return made
 
     def foreign(self, prompt: list[int]) -> list[tuple[int, int]]:
-        """The pairs (row, token) whose token is not the prompt's token at the row's position, without duplicates.
-
-        Cells that ask for no token give no pair.
-        """
+        """The distinct pairs (row, token) whose token is not the prompt's own."""
         own = np.asarray(prompt[1:], np.int64)[self.rows] if len(self.rows) else self.rows
         wanted = (self.tokens != NOTHING) & (self.tokens != own)
         return sorted(set(zip(self.rows[wanted].tolist(), self.tokens[wanted].tolist(), strict=True)))
 
     async def scores(self, weights: Weights, prompt: list[int]) -> Cells:
-        """The logprob of each cell's token, at temperature 1. A cell that asks for no token gets the value 0."""
+        """The logprob of each cell's token at temperature 1; 0 for NOTHING."""
         values = np.zeros(len(self.tokens), np.float32)
         if not (self.tokens != NOTHING).any():
             return Cells(values=values, shape=self.shape, sparse=self.sparse)

@@ -1,9 +1,8 @@
-"""The trainers of a server's training runs. A run trains LoRA adapters over the base weights, or all weights if its LoRA rank is 0. Runs whose
-adapters have the same shape (LoRA rank and layers) are tenants of one trainer: they share the base weights of this trainer. A run of rank 0
-has a trainer of its own.
+"""The trainers of a server's training runs, each for the runs whose adapters have the same rank and
+layers, or for one run of all weights (rank 0).
 
-At most max_trainers trainers are in memory, with at most max_tenants runs each. The state of the other runs waits on disk. The requests to a
-run are done one after the other, in the order of their arrival. A trainer executes one request at a time.
+At most max_trainers are in memory, with at most max_tenants runs each; the states of other runs
+wait on disk. Requests to a run are done in the order of arrival.
 """
 
 import asyncio
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 Shape = tuple[tuple[str, int | bool], ...]
-"""The LoRA rank of a run, and the layers that have adapters: the sorted (name, value) pairs of `Run.lora`, without the seed."""
+"""A run's LoRA rank and layers: the sorted items of `Run.lora`, without the seed."""
 
 
 class Calls(Protocol):
@@ -50,7 +49,7 @@ class Calls(Protocol):
 
 
 class Trainer(Calls, Protocol):
-    """The methods of TrainerClient that a server calls. tests/fakes.py has an implementation without a model."""
+    """The methods of TrainerClient that a server calls. tests/fakes.py has a fake."""
 
     def new_tenant(self, name: str, *, seed: int = 0) -> Calls: ...
 
@@ -60,23 +59,25 @@ class Home:
     """A trainer in memory, and its runs."""
 
     trainer: Trainer
-    shape: Shape | None  # shape that the adapters of all its runs have; None: its only run has LoRA rank 0
+    shape: Shape | None  # of all its runs' adapters; None: its only run has rank 0
     runs: "dict[str, Resident]" = field(default_factory=dict)
 
     def calls_of(self, run: Run) -> Calls:
-        """The object whose methods train a new run: the trainer itself, or a new tenant. Raises ValueError if the trainer cannot add the tenant."""
+        """What trains a new run: the trainer or a new tenant. Raises ValueError if it cannot be
+        added.
+        """
         return self.trainer if self.shape is None else self.trainer.new_tenant(run.id, seed=run.lora["seed"])
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Resident:
-    """A run whose state is in a trainer in memory."""
+    """A run in a trainer in memory."""
 
     run: Run
     home: Home
     calls: Calls | None = None  # None while the run is being started
-    used: float = field(default_factory=time.monotonic)  # time.monotonic of the run's last request
-    has_gradients: bool = False  # True: forward_backward has accumulated gradients that no optim_step has used yet
+    used: float = field(default_factory=time.monotonic)  # last request, time.monotonic
+    has_gradients: bool = False  # accumulated by forward_backward, not yet used by optim_step
 
     @property
     def trainer(self) -> Calls:
@@ -85,8 +86,6 @@ class Resident:
 
 
 class Trainers:
-    """The trainers of a server's runs."""
-
     def __init__(
         self,
         config: ServeConfig,
@@ -96,7 +95,7 @@ class Trainers:
         spawn: Callable[[TrainerConfig], Trainer],
         is_abandoned: Callable[[Run], bool],
     ) -> None:
-        """folder: the folder for the state of runs that wait on disk. is_abandoned: a function that returns True if the client of a run is gone."""
+        """folder: of the states on disk. is_abandoned: whether a run's client is gone."""
         self.config, self.store, self.folder = config, store, folder
         self._spawn, self._is_abandoned = spawn, is_abandoned
         self.residents: dict[str, Resident] = {}
@@ -108,18 +107,20 @@ class Trainers:
         return self._turns.setdefault(run_id, asyncio.Lock())
 
     async def create(self, run: Run, checkpoint: str | None = None, *, optimizer: bool = False) -> None:
-        """Add a new run to a trainer, and start the trainer if necessary. If a checkpoint is given, the run begins with the checkpoint's weights.
+        """Add a new run, from a checkpoint if given (optimizer: with its state). Starts a trainer
+        if necessary.
 
-        optimizer: True if the run also begins with the checkpoint's optimizer state. Raises ValueError if no trainer can be built for the run,
-        or if the checkpoint holds another model. Raises UserError if max_trainers or max_tenants is reached and no other run may go to disk.
+        Raises ValueError if no trainer can be built or the checkpoint is of another model,
+        UserError if max_trainers or max_tenants is reached and no other run may go to disk.
         """
         async with self._turn(run.id):
             await self._start(run, checkpoint, optimizer=optimizer)
 
     @contextlib.asynccontextmanager
     async def using(self, run_id: str) -> AsyncIterator[Resident]:
-        """Context manager for one request to a run. It waits until the earlier requests to the run have ended, loads the run's state if this
-        state waits on disk, and yields the run. Raises UserError if the run is unknown, if its state is lost, or if no trainer has room for it."""
+        """Yield the run for one request, after the earlier ones, loaded from disk if necessary.
+        Raises UserError if it is unknown, lost, or finds no room.
+        """
         async with self._turn(run_id):
             resident = self.residents.get(run_id) or await self._revive(run_id)
             resident.used = time.monotonic()
@@ -129,8 +130,9 @@ class Trainers:
 
     @contextlib.asynccontextmanager
     async def _noticing_death(self, resident: Resident) -> AsyncIterator[None]:
-        """Context manager for calls to the trainer of a run. If the `with` block raises ActorDiedError, the context manager forgets the trainer, and
-        raises a RuntimeError that names the last saved state of the run."""
+        """On ActorDiedError forget the trainer, and raise RuntimeError naming the run's last saved
+        state.
+        """
         try:
             yield
         except ActorDiedError as error:
@@ -172,8 +174,9 @@ class Trainers:
         return resident
 
     async def _place(self, run: Run) -> Resident:
-        """Add a run to the trainer for its shape, or to a new trainer. If max_trainers or max_tenants is reached, the least recently used runs go
-        to disk. The caller holds the lock of the run (`_turn`)."""
+        """Add a run to the trainer for its shape, or a new one, parking the least recently used.
+        The caller holds the run's lock.
+        """
         shape = _shape_of(run)
         async with self._placing:
             home = next((each for each in self.homes if shape is not None and each.shape == shape), None)
@@ -195,13 +198,17 @@ class Trainers:
         return replace(self.config.trainer, lora=adapters)
 
     async def _make_room(self) -> None:
-        """Make room for a new trainer. If max_trainers is reached, the runs of the least recently used trainer go to disk, and this trainer ends."""
+        """Make room for a new trainer: at max_trainers, park the runs of the least recently used
+        one, which ends it.
+        """
         while len(self.homes) >= self.config.max_trainers:
             for resident in list(self._least_needed_home().runs.values()):
                 await self._park(resident)
 
     def _least_needed_home(self) -> Home:
-        """The least recently used trainer among those whose runs may all go to disk. Raises UserError if there is no such trainer."""
+        """The least recently used trainer whose runs may all go to disk. Raises UserError if there
+        is none.
+        """
         idle = [home for home in self.homes if all(self._may_go(resident) for resident in home.runs.values())]
         if not idle:
             raise UserError(
@@ -211,7 +218,9 @@ class Trainers:
         return min(idle, key=_last_use)
 
     def _least_needed(self, home: Home) -> Resident:
-        """The trainer's least recently used run among those that may go to disk. Raises UserError if there is no such run."""
+        """The least recently used run of a trainer that may go to disk. Raises UserError if there
+        is none.
+        """
         idle = [resident for resident in home.runs.values() if self._may_go(resident)]
         if not idle:
             raise UserError(
@@ -221,12 +230,12 @@ class Trainers:
         return min(idle, key=lambda resident: resident.used)
 
     def _may_go(self, resident: Resident) -> bool:
-        """True if a run may go to disk now: none of its requests is at work, and either it has no gradients or its client is gone."""
+        """True if no request of the run is at work, and it has no gradients or no client."""
         is_free = not resident.has_gradients or self._is_abandoned(resident.run)
         return is_free and not self._turn(resident.run.id).locked()
 
     async def _remove(self, resident: Resident) -> None:
-        """Take a run out of its trainer. If this trainer has no other run, the trainer ends."""
+        """Take a run out of its trainer, and end a trainer without runs."""
         home, run_id = resident.home, resident.run.id
         if home.runs.pop(run_id, None) is None:
             return  # the trainer has died
@@ -238,7 +247,7 @@ class Trainers:
             await resident.calls.close()
 
     async def _lose(self, home: Home) -> None:
-        """Forget a trainer and all its runs, and close the trainer. The trainer may have died."""
+        """Forget and close a trainer, perhaps dead, with all its runs."""
         if home not in self.homes:
             return
         self.homes.remove(home)
@@ -249,17 +258,17 @@ class Trainers:
             await home.trainer.close()
 
     async def _park(self, resident: Resident, *, must_end: bool = False) -> None:
-        """Write the state of a run to disk and take the run out of its trainer. The next request to the run loads the state again.
+        """Write a run's state to disk and take it out of its trainer, until its next request.
 
-        A run with gradients that no optim_step has used stays in memory, unless must_end is True or the run's client is gone. In these two cases
-        the gradients are dropped. If the trainer has died, all its runs are lost.
+        A run with gradients stays, unless must_end or its client is gone: then they are dropped. If
+        the trainer has died, all its runs are lost.
         """
         run = resident.run
         async with self._turn(run.id):
             if self.residents.get(run.id) is not resident:
-                return  # the run's trainer died before this call got the lock
+                return  # its trainer died before this call got the lock
             if resident.has_gradients and not (must_end or self._is_abandoned(run)):
-                return  # a forward_backward came before this call got the lock
+                return  # of a forward_backward before this call got the lock
             try:
                 directory = await self._write(resident)
             except ActorDiedError as error:
@@ -271,7 +280,7 @@ class Trainers:
             logger.info("the training run %s waits on disk for its next request", run.id)
 
     async def _write(self, resident: Resident) -> Path:
-        """Drop the gradients of a run, write its state to the folder for runs that wait on disk, and return the directory with the state."""
+        """Drop the gradients, write the state, and return its directory."""
         if resident.has_gradients:
             await resident.trainer.discard_gradients()
             resident.has_gradients = False
@@ -285,13 +294,12 @@ class Trainers:
             return batch.merged([await resident.trainer.forward(group, batch.loss) for group in batch.groups])
 
     async def forward_backward(self, run_id: str, batch: Batch) -> ForwardBackwardOutput:
-        """Raises RuntimeError if the call fails in the trainer. All gradients since the last optim_step are then dropped.
-
-        Raises ValueError or TypeError if the trainer refuses the input. Earlier gradients are then kept.
+        """Raises ValueError or TypeError for refused input, keeping earlier gradients; RuntimeError
+        for a failure in the trainer, dropping all since the last optim_step.
         """
         async with self.using(run_id) as resident:
             had_gradients = resident.has_gradients
-            # Set before the call, because the trainer finishes the call even if this coroutine is cancelled.
+            # before the call, which the trainer finishes even if this coroutine is cancelled
             resident.has_gradients = True
             outputs: list[ForwardBackwardOutput] = []
             try:
@@ -300,20 +308,22 @@ class Trainers:
             except Exception as error:
                 if isinstance(error, ValueError | TypeError) and not outputs:
                     resident.has_gradients = had_gradients
-                    raise  # the trainer refused the input and has changed nothing
+                    raise  # refused: nothing has changed
                 await self._mend(resident, error)
                 raise RuntimeError(f"{error}; the gradients since the last optim_step are dropped") from error
             return batch.merged(outputs)
 
     async def _mend(self, resident: Resident, error: Exception) -> None:
-        """Make a run usable again after a failed call, by dropping its gradients. If this fails, removes the run and raises RuntimeError."""
+        """Drop the gradients after a failed call. If that fails, remove the run and raise
+        RuntimeError.
+        """
         try:
             await resident.trainer.discard_gradients()
             resident.has_gradients = False
         except Exception:
             try:
                 await self._remove(resident)
-            except Exception:  # the trainer cannot even remove the run, so all runs of the trainer are lost
+            except Exception:  # then all runs of the trainer are lost
                 await self._lose(resident.home)
             raise RuntimeError(self._ended(resident.run.id, error)) from error
 
@@ -326,7 +336,7 @@ class Trainers:
             return result
 
     async def save(self, run_id: str, directory: Path) -> None:
-        """Write the weights, optimizer state and policy_version of a run to a directory. Returns when they are on disk."""
+        """Write weights, optimizer state and policy_version; returns when they are on disk."""
         async with self.using(run_id) as resident:
             require_no_gradients(resident)
             saved = await resident.trainer.save_checkpoint(str(directory), optimizer=True)
@@ -338,20 +348,18 @@ class Trainers:
             await resident.trainer.load_checkpoint(directory, optimizer=optimizer)
 
     async def export(self, run_id: str, directory: Path, dtype: Literal["float32", "bfloat16"]) -> None:
-        """Write the weights of a run, with the adapters merged into them, as a Hugging Face directory."""
+        """Write a Hugging Face directory, with adapters merged."""
         async with self.using(run_id) as resident:
             await resident.trainer.export_hf(str(directory), dtype)
 
     async def export_adapter(self, run_id: str, directory: Path) -> None:
-        """Write the adapters of a run, without the base weights."""
+        """Write the adapters, without the base weights."""
         async with self.using(run_id) as resident:
             await resident.trainer.export_lora(str(directory))
 
     def sweep(self, now: float) -> None:
-        """Delete the states on disk that nobody will ask for.
-
-        These are the states of runs whose client is gone: those whose last request is older than keep_parked_hours, and the least
-        recently used ones while the states of all runs together take more than max_parked_bytes. A run whose client is there is kept.
+        """Delete states on disk of runs whose client is gone: older than keep_parked_hours, or the
+        least recently used above max_parked_bytes.
         """
         parked = self.store.parked_runs()
         sizes = {run.id: _size_of(Path(run.parked or "")) for run in parked}
@@ -367,14 +375,14 @@ class Trainers:
                 del sizes[run.id]
 
     def sweep_unnamed(self) -> None:
-        """Delete folders that no run names: a server was killed while it wrote them. Only before the first request."""
+        """Delete folders of no run, left by a killed server. Only before the first request."""
         named = {Path(run.parked or "").name for run in self.store.parked_runs()}
         for folder in self.folder.glob("*"):
             if folder.name not in named:
                 shutil.rmtree(folder, ignore_errors=True)
 
     async def close(self) -> None:
-        """Write the state of all runs to disk and end their trainers. Gradients that no optim_step has used are dropped."""
+        """Write all runs to disk, without unused gradients, and end their trainers."""
         for resident in list(self.residents.values()):
             try:
                 await self._park(resident, must_end=True)
@@ -392,7 +400,7 @@ def _size_of(folder: Path) -> int:
 
 
 def _shape_of(run: Run) -> Shape | None:
-    """The shape of a run's adapters. None if the run has LoRA rank 0."""
+    """None for LoRA rank 0."""
     return (
         tuple(sorted((name, value) for name, value in run.lora.items() if name != "seed")) if run.lora["rank"] else None
     )
@@ -403,6 +411,6 @@ def _last_use(home: Home) -> float:
 
 
 def require_no_gradients(resident: Resident) -> None:
-    """Raises UserError if a run has gradients that no optim_step has used. A checkpoint cannot hold gradients."""
+    """Raises UserError if a run has gradients, which a checkpoint cannot hold."""
     if resident.has_gradients:
         raise UserError("forward_backward has accumulated gradients; call optim_step before you save or load a state")

@@ -1,11 +1,8 @@
-"""`HfDirectories`, the transport from which a Tinker server's generator pulls whole weights (not adapters) for samplers.
+"""`HfDirectories`, the transport from which a Tinker server's generator pulls whole weights for
+samplers.
 
-A sampler samples from saved weights of a run, or from the base model.
-
-Every version of the whole weights is a Hugging Face directory. The directories are in one folder, and the name of a
-directory is the number of its version. A directory holds the base model, or weights that a trainer's export_hf has
-written. The folder also has directories of adapters, which the generator loads without this transport. This transport
-only reads.
+Read-only: export_hf of a trainer writes the directories, and the generator loads adapters without a
+transport.
 """
 
 import json
@@ -23,11 +20,11 @@ from rl_actors.transports.files import VersionInDirectory
 
 STREAM = "samplers"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""The torch dtype for each dtype name in the header of a safetensors file."""
+"""By the dtype in a safetensors header."""
 
 
 class HfDirectories(Transport):
-    """A transport whose version N is the path <folder>/N, a Hugging Face directory or a link to such a directory."""
+    """Version N is <folder>/N, a Hugging Face directory or a link to one."""
 
     kind = "files"
 
@@ -43,11 +40,11 @@ class HfDirectories(Transport):
         return HfDirectory(directory=self.folder / str(manifest.version), manifest=manifest)
 
     async def put_object(self, key: str, value: object) -> None:
-        """Does nothing. A generator calls this method to announce its dtype to the trainer that pushes, but here no trainer pushes."""
+        """Does nothing: no trainer pushes in the dtype that generators announce."""
 
     async def get_object(self, key: str) -> object | None:
         if key == "latest":
-            return STREAM, 0  # `find` in transports/base.py uses the 0 only in an error text
+            return STREAM, 0  # 0: only for `find`'s error text
         stream, _, rest = key.partition("/")
         version, _, name = rest.partition("/")
         directory = self.folder / version
@@ -56,14 +53,11 @@ class HfDirectories(Transport):
         return Manifest(stream=STREAM, version=int(version), tensors=tensors_of(directory))
 
     async def delete(self, manifest: Manifest) -> None:
-        """Does nothing, because the server itself deletes the directories."""
+        """Does nothing: the server deletes the directories."""
 
 
 def tensors_of(directory: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """{name: (shape, dtype)} of the tensors of a model, from the headers of its safetensors files.
-
-    If the output layer shares its weights with the embeddings (tie_word_embeddings), lm_head.weight is left out.
-    """
+    """{name: (shape, dtype)} from the safetensors headers, without a tied lm_head.weight."""
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for file in sorted(directory.glob("*.safetensors")):
         for name, entry in _header(file).items():
@@ -74,7 +68,7 @@ def tensors_of(directory: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]
 
 
 def _header(file: Path) -> dict[str, dict]:
-    """The header of a safetensors file. The file begins with the header's length in eight bytes. The header follows as JSON."""
+    """A safetensors file begins with the header's length in eight bytes, then the header as JSON."""
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(length))

@@ -98,7 +98,6 @@ def columns_of(loss: Loss) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def computed_for(loss: Loss) -> frozenset[str]:
-    """The arguments in COMPUTED_BY_ENGINE that the loss takes."""
     required, optional = _reads(loss)
     return (required | optional) & COMPUTED_BY_ENGINE
 

@@ -86,7 +86,7 @@ class IcePop:
         _require_choice("IcePop.level", self.level, ("token", "sequence"))
 
     def __call__(self, difference_BL: Tensor, is_trained_BL: Tensor) -> Tensor:
-        """The factor c_i, [B, L]. difference_BL: log of each token's ratio."""
+        """As TruncatedImportanceSampling."""
         ratio_BL = at_level(self.level, difference_BL, is_trained_BL).exp()
         kept_BL = (self.low <= ratio_BL) & (ratio_BL <= self.high)
         return torch.where(kept_BL, ratio_BL if self.reweights else 1.0, 0.0)

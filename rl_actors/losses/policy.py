@@ -294,7 +294,6 @@ def clip_metrics(was_clipped_BL: Tensor, ratio_BL: Tensor, is_trained_BL: Tensor
 
 
 def _mean(values_BL: Tensor, is_trained_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """(numerator, denominator) over trained positions."""
     return torch.where(is_trained_BL, values_BL, 0.0).sum(), is_trained_BL.sum()
 
 

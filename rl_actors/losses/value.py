@@ -25,7 +25,6 @@ class ValueLoss:
     clip: float | None = None
 
     output: ClassVar[str] = "values"
-    """Reads the output of a value head."""
 
     def __post_init__(self) -> None:
         if self.clip is not None and not 0 < self.clip < math.inf:

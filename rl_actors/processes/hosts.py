@@ -35,9 +35,7 @@ PAUSE = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosts:
-    """The connected hosts in a fixed order, and the address at which their processes reach this
-    program.
-    """
+    """The connected hosts, and the address at which they reach this program."""
 
     names: tuple[str, ...]
     mesh: "HostMesh"
@@ -90,14 +88,14 @@ def parse(addresses: Sequence[str]) -> list[Address]:
 def connect(
     addresses: Sequence[str], *, certificates: str = "", job: JobConfig | None = None, logs: Path | None = None
 ) -> Hosts:
-    """Connect to the workers, before other code in this program uses Monarch.
+    """Connect to the workers, before other code uses Monarch.
 
     addresses: tcp://HOST:PORT or tls://HOST:PORT of each worker, or a job: process://N (N workers
     here), ssh://HOST for each host, slurm://N or kubernetes://N (N hosts). certificates: folder for
-    tls://. logs: folder for the output of a Slurm job. Raises ValueError for wrong addresses or
-    options; RuntimeError if Monarch is in use already or a scheduler does not start the job;
-    ConnectionError if a worker does not listen, ssh fails, a host lacks this Python, a worker's
-    port is in use, or this machine's name has no address that the workers can reach.
+    tls://. logs: folder for a Slurm job. Raises ValueError for wrong addresses or options,
+    RuntimeError if Monarch is in use or a scheduler does not start the job, ConnectionError if the
+    workers and this program do not reach each other, a worker's port is taken, or an ssh host lacks
+    this Python.
     """
     started_by = jobs.parse(addresses)
     if started_by is not None:
@@ -123,7 +121,6 @@ def connect(
 
 
 def _of_job(started_by: Job, config: JobConfig, logs: Path | None) -> Hosts:
-    """Start the job, and connect to its workers."""
     prepare_this_process()
     workers: list[Address] = []
     if started_by.kind == "ssh":
@@ -199,7 +196,7 @@ def _wait_until_listening(workers: Sequence[Address], config: JobConfig) -> None
 
 
 def _require_listening(worker: Address) -> None:
-    """Raises ConnectionError if nothing listens; Monarch itself would wait."""
+    """Monarch itself would wait for ever."""
     if reason := refusal(worker):
         raise ConnectionError(
             f"no worker listens at {worker} ({reason}); start one there: make worker ADDRESS={worker}"
@@ -207,7 +204,7 @@ def _require_listening(worker: Address) -> None:
 
 
 def refusal(worker: Address) -> str | None:
-    """Why no program accepts connections there, None if one does."""
+    """None if a program accepts connections there."""
     try:
         socket.create_connection((worker.host, worker.port), CONNECT_TIMEOUT).close()
     except OSError as error:

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 LOG_VARIABLE = "RL_ACTORS_LOG"
-"""Path of the log file of an actor's process: all its output if this package spawned it, else only
-what `route_library_logs` sends there.
+"""Path of an actor process's log file: all its output, or, if this package did not spawn it, the
+lines of `route_library_logs`.
 """
 
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 LIBRARIES = ("datasets", "monarch", "torch", "torchao", "torchstore", "torchtitan", "transformers", "vllm")
-"""Libraries whose log lines `route_library_logs` routes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +155,6 @@ def route_logs(path: str | Path, *, label: str, verbose: bool = False) -> None:
 
 
 def _point_output(targets: tuple[int, int]) -> None:
-    """Flush, and make fd 1 and 2 duplicates of the two targets."""
     streams: list[Any] = [sys.stdout, sys.stderr]
     for stream, fd, target in zip(streams, (1, 2), targets, strict=True):
         with suppress(AttributeError, ValueError, OSError):  # the stream is None, closed or not text

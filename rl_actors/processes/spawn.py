@@ -74,7 +74,6 @@ class Probe(Actor):
 
 
 async def probe_here() -> Probe:
-    """A Probe on the process of the calling actor."""
     probe = this_proc().spawn(f"probe_{uuid.uuid4().hex[:12]}", Probe)
     await probe.initialized
     return probe
@@ -110,8 +109,6 @@ class Process:
 
 @dataclass(slots=True, kw_only=True)
 class ProcessMesh:
-    """Processes that were spawned together."""
-
     mesh: ProcMesh
     # a mesh of one per process; Monarch types a mesh as its actor
     probe: Probe
@@ -164,13 +161,11 @@ class ProcessMesh:
         return [process for process in self.processes if process.rank not in answered]
 
     async def first_silent(self, silent_after: float, heard: Callable[[int], None] | None = None) -> list[Process]:
-        """Wait until some processes have not answered for silent_after seconds, and return them."""
         while not (silent := await self.silent(silent_after, heard)):
             await asyncio.sleep(min(silent_after / 4, LONGEST_CHECK_PAUSE))
         return silent
 
     async def stop(self) -> None:
-        """End the processes. A second call does nothing."""
         processes, self.processes = self.processes, []
         # Monarch would wait for an answer from a process that has ended
         if any(process.has_ended() for process in processes) or not await self._stop_in_time():
@@ -234,7 +229,6 @@ async def spawn_processes(
 
 
 def _common_environment(num_processes: int, own_address: str, port: int) -> dict[str, str]:
-    """The environment of all ranks. own_address, port: of the rendezvous store."""
     return {
         "WORLD_SIZE": str(num_processes),
         "MASTER_ADDR": own_address,
@@ -266,7 +260,6 @@ def _command(name: str, logs: LogRoute | None, common: Mapping[str, str], point:
 
 
 async def _require_shared_or_stop(name: str, mesh: ProcMesh, probe: Probe, folder: Path) -> None:
-    """Call `require_shared`, and end the processes if it fails."""
     try:
         await require_shared(name, probe.read, folder)
     except BaseException:
@@ -320,7 +313,7 @@ async def collect(endpoint: Endpoint[..., T], *args: object, **kwargs: object) -
 
 
 def _prepare_rank(name: str, logs: LogRoute | None) -> None:
-    """Set up a spawned process. Monarch calls it there before the first actor starts."""
+    """Set up a spawned process before its first actor."""
     collector.keep()
     setproctitle.setproctitle(f"rl_actors {os.environ['RL_ACTORS_PROCESS']}")
     os.environ |= network.lead_gloo_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))

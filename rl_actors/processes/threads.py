@@ -23,9 +23,9 @@ def prepare_cpu_process() -> None:
 def choose_kernels() -> None:
     """Call every vector function once from one thread, so that MKL chooses its accurate kernels.
 
-    MKL chooses at the first call, and a first call from several threads, as PyTorch 2.13 makes for
-    a large cos or exp, may get a kernel of low accuracy: one process in fifty had errors of 1.5e-4
-    in its rotary table (pytorch/pytorch issue 188792).
+    A first call from several threads, as PyTorch 2.13 makes for a large cos or exp, may choose a
+    kernel of low accuracy: one process in fifty had errors of 1.5e-4 in its rotary table
+    (pytorch/pytorch issue 188792).
     """
     for dtype in (torch.float32, torch.float64):
         one = torch.ones(1, dtype=dtype)
@@ -43,14 +43,12 @@ def keep_memory() -> None:
 
 
 def keep_one_pool() -> None:
-    """Let only this thread compute with worker threads; others, such as gloo's, compute without.
+    """Let only this thread compute with worker threads.
 
-    OpenMP makes a pool for each computing thread, and with more workers than cores libgomp puts
-    them to sleep between kernels: steps took twice the time once a checkpoint's collectives had
-    made a second pool.
+    OpenMP makes a pool for each computing thread, and libgomp lets workers sleep if they outnumber
+    the cores: steps took twice the time once a checkpoint's collectives had made a second pool.
     """
-    # this thread keeps its own number; torch's default, set by another thread, holds for all
-    # threads without one
+    # torch's default, set by another thread, holds for the threads without their own number
     torch.set_num_threads(torch.get_num_threads())
     other = threading.Thread(target=torch.set_num_threads, args=(1,))
     other.start()
@@ -84,8 +82,8 @@ def gpu_environment() -> dict[str, str]:
 
 
 def prepare_gpu_process() -> None:
-    """Limit the host threads of a process that another program started without OMP_NUM_THREADS.
-    Call it from the thread that will compute.
+    """Limit the host threads of a process without OMP_NUM_THREADS, from the thread that will
+    compute.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(HOST_THREADS, torch.get_num_threads()))

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.05
 INDEX_TIMEOUT = 60.0
-"""Seconds in which the store of the manifests must answer."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Dtypes in which generators may compute, widest first."""
 LOAD_TIMEOUT = 600.0
@@ -34,7 +33,7 @@ Value = TypeVar("Value")
 
 
 class Gather(Protocol):
-    """All-gather of one value per rank, in rank order."""
+    """All-gather of one value per rank."""
 
     def __call__(self, value: Value, /) -> list[Value]: ...
 
@@ -74,7 +73,6 @@ class Piece:
 
     @property
     def region(self) -> tuple[slice, ...]:
-        """Where this part goes in the whole tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.values.shape, strict=True))
 
 
@@ -88,7 +86,6 @@ class OpenVersion(ABC):
     path: str
     """How the bytes come to this process, such as "shared_memory" or "tcp"."""
     reason: str
-    """Why this path was chosen."""
 
     @property
     @abstractmethod
@@ -128,8 +125,6 @@ class Source(ABC):
 
 @dataclass(frozen=True, slots=True)
 class LoadedTensors(Source, OpenVersion):
-    """A Source that holds the tensors themselves."""
-
     loaded: Mapping[str, Tensor]
     key: str = "tensors"
     timeout: float = LOAD_TIMEOUT
@@ -158,7 +153,7 @@ class Transport(ABC):
     """
 
     training_bytes = 0
-    """Estimated peak GPU bytes of training on a rank; slots may take the rest."""
+    """Estimated peak GPU bytes of training; slots may take the rest."""
     kind: str = "other"
     """Where the tensors of a version are, as the metrics of a push name it."""
 
@@ -191,7 +186,7 @@ class Transport(ABC):
 
     @abstractmethod
     async def source(self, manifest: Manifest) -> Source:
-        """Where the version's tensors are; a generator sends it to its engine's processes."""
+        """Where the version's tensors are, for the processes of a generator's engine."""
 
     async def get_tensors(self, manifest: Manifest) -> dict[str, Tensor]:
         """The tensors of a version, whole, on the CPU."""
@@ -217,7 +212,7 @@ def _copies(source: Source) -> dict[str, Tensor]:
 
 
 async def announce(transport: Transport, dtype: str) -> None:
-    """Tell the trainer that a generator which computes in this dtype will pull."""
+    """Announce a generator that will pull in this dtype."""
     await transport.put_object(f"generators/{dtype}", True)
 
 
@@ -268,7 +263,6 @@ def published_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 async def _commit(transport: Transport, manifest: Manifest, rank: int) -> None:
-    """Make the version readable; only rank 0 acts."""
     if rank == 0:
         what = f"push of version {manifest.version}: commit by rank 0"
         await within(INDEX_TIMEOUT, transport.put_object(f"{manifest.key}/manifest", manifest), what)
@@ -276,7 +270,7 @@ async def _commit(transport: Transport, manifest: Manifest, rank: int) -> None:
 
 
 async def within(timeout: float, work: Awaitable[Value], what: str) -> Value:
-    """Await the work. Raises TimeoutError naming `what` after `timeout` seconds."""
+    """Raises TimeoutError naming `what` after `timeout` seconds."""
     try:
         return await asyncio.wait_for(awaited(work), timeout)
     except TimeoutError as error:
@@ -286,7 +280,7 @@ async def within(timeout: float, work: Awaitable[Value], what: str) -> Value:
 
 
 async def _on_all_ranks(work: Awaitable[Value], version: int, gather: Gather) -> list[Value | None]:
-    """Await this rank's work and gather all results. Raises on every rank if any failed."""
+    """The results of all ranks. Raises on every rank if one failed."""
     result: Value | None = None
     failure: Exception | None = None
     try:
@@ -325,7 +319,7 @@ async def find(transport: Transport, version: int, timeout: float) -> Manifest:
 
 def local_shard(tensor: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, tuple[int, ...]]:
     """(this rank's part on the CPU in the published dtype, its offset in the whole tensor)."""
-    # imported here because they take half a second that pure clients need not pay
+    # half a second that clients need not pay
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

@@ -35,15 +35,13 @@ from rl_actors.transports.control import left
 PIECE_BYTES = 64 << 20
 WINDOW = 2
 TRAINER, READER = 0, 1
-"""Ranks in the process group."""
 READY = b"\4"
-"""The reader is ready for the next piece."""
 PORT = struct.Struct("<H")
 """The rank tells the reader the port of its store."""
 WATCH_SECONDS = 0.1
-"""Seconds between checks of the control connection during a call."""
+"""Between checks of the control connection during a call."""
 ABORT_SECONDS = 5.0
-"""Seconds that `Pair.end` waits for the abort."""
+"""For the abort in `Pair.end`."""
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 CLOSED = "the other process closed the connection"
 
@@ -51,13 +49,13 @@ Value = TypeVar("Value")
 
 
 class Work(Protocol):
-    """A send or a receive under way."""
+    """A send or receive under way."""
 
     def wait(self, timeout: timedelta) -> object: ...
 
 
 class Group(Protocol):
-    """A process group of torch."""
+    """A process group of torch, for two ranks."""
 
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> Work: ...
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work: ...
@@ -130,7 +128,7 @@ class GPUPieces:
 
 
 def _gloo(store: object, member: int, host: str, timeout: timedelta) -> Group:
-    """host: an address at which the other process reaches this one."""
+    """host: where the other process reaches this one."""
     from torch.distributed import ProcessGroupGloo
 
     options = ProcessGroupGloo._Options()
@@ -141,7 +139,7 @@ def _gloo(store: object, member: int, host: str, timeout: timedelta) -> Group:
 
 
 def _nccl(store: object, member: int, host: str, timeout: timedelta) -> Group:
-    """`host` is not used, because NCCL finds the addresses itself."""
+    """NCCL finds the addresses itself."""
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
@@ -202,7 +200,6 @@ class Pair:
         self.group = self.make(store, self.member, self.connection.getsockname()[0], timeout)
 
     def send(self, data: Tensor, deadline: float) -> None:
-        """Send the bytes of a slot, each piece when the reader is ready for it."""
         assert self.group is not None
         under_way: deque[Work] = deque()
         with self.pieces.active():
@@ -215,7 +212,6 @@ class Pair:
                 _wait(work, deadline)
 
     def receive(self, into: Tensor, deadline: float) -> None:
-        """Receive the bytes of a slot into a tensor of the same size."""
         assert self.group is not None
         under_way: deque[tuple[Work, Tensor, Tensor]] = deque()
         with self.pieces.active():
@@ -269,7 +265,7 @@ class Pair:
             raise ConnectionError(reason) from error
 
     def end(self) -> None:
-        """Close the connection and abort the communicator, with any call that still waits."""
+        """Close the connection, and abort the communicator with any waiting call."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
         self.connection.close()

@@ -48,7 +48,6 @@ class Request:
 
 
 def ask(connection: socket.socket, request: Request, secret: bytes) -> None:
-    """Wait for the server's random bytes, and send a signed request."""
     nonce = receive(connection, NONCE_BYTES)
     text = json.dumps(asdict(request)).encode()
     send_block(connection, text)
@@ -66,16 +65,13 @@ def answered(connection: socket.socket) -> Layout:
 
 
 def send_receipt(connection: socket.socket) -> None:
-    """Tell the server that all bytes have arrived. Raises ConnectionError if they came too late to
-    be used.
-    """
+    """Raises ConnectionError if the bytes came too late to be used."""
     connection.sendall(RECEIPT)
     if receive(connection, 1) != ACCEPTED:
         raise ConnectionError("the trainer's process did not accept the receipt")
 
 
 def await_receipt(connection: socket.socket) -> None:
-    """Wait for the reader's receipt, and accept it."""
     if receive(connection, 1) != RECEIPT:
         raise ConnectionError("the reader did not send a receipt")
     connection.sendall(ACCEPTED)
@@ -114,7 +110,7 @@ def failures(address: SlotAddress, key: str, path: str) -> Iterator[None]:
 
 
 def left(deadline: float) -> float:
-    """Seconds until the deadline. Raises TimeoutError if it has passed."""
+    """Raises TimeoutError after the deadline."""
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         raise TimeoutError
@@ -126,12 +122,11 @@ def _signature(secret: bytes, nonce: bytes, text: bytes) -> bytes:
 
 
 def send_block(connection: socket.socket, block: bytes) -> None:
-    """Send the length, then the block."""
     connection.sendall(LENGTH.pack(len(block)) + block)
 
 
 def receive_block(connection: socket.socket, limit: int | None) -> bytes:
-    """A block of `send_block`. Raises ValueError if it is longer than the limit."""
+    """Raises ValueError for a block above the limit."""
     (length,) = LENGTH.unpack(receive(connection, LENGTH.size))
     if limit is not None and length > limit:
         raise ValueError(f"the request has {length} bytes; the limit is {limit}")
@@ -139,7 +134,7 @@ def receive_block(connection: socket.socket, limit: int | None) -> bytes:
 
 
 def receive(connection: socket.socket, num_bytes: int) -> bytes:
-    """Receive exactly num_bytes. Raises ConnectionError if the other process closes before."""
+    """Raises ConnectionError if the other process closes before num_bytes have come."""
     block = bytearray()
     while len(block) < num_bytes:
         part = connection.recv(num_bytes - len(block))

@@ -30,7 +30,6 @@ class Handle(ctypes.Structure):
 
 @functools.cache
 def cudart() -> ctypes.CDLL:
-    """The CUDA runtime that torch has loaded."""
     assert torch.version.cuda is not None
     library = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
     library.cudaGetErrorString.restype = ctypes.c_char_p
@@ -105,7 +104,7 @@ def gpu_id(device: torch.device) -> str:
 
 
 def device_of(gpu: str) -> torch.device | None:
-    """The GPU with this id, None if this process does not see it."""
+    """None if this process does not see the GPU."""
     if not torch.cuda.is_available():
         return None
     for index in range(torch.cuda.device_count()):

@@ -151,7 +151,6 @@ def received(
 def _fetch(
     address: SlotAddress, request: Request, into: Tensor, secret: bytes, deadline: float, device: torch.device
 ) -> Layout:
-    """Receive a slot's bytes, and return its layout."""
     with control.failures(address, request.key, request.path):
         pair = PAIRS.take(address, request) or _connected(address, request, deadline, device)
         try:

@@ -149,7 +149,7 @@ class OpenSlots(OpenVersion):
 
 
 def whole(name: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: list[Piece]) -> Tensor:
-    """The tensor of these pieces. Raises RuntimeError if they do not cover it."""
+    """Raises RuntimeError if the pieces do not cover the tensor."""
     if len(pieces) == 1 and pieces[0].values.shape == shape:
         return pieces[0].values
     tensor = torch.empty(shape, dtype=dtype)

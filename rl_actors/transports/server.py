@@ -33,11 +33,11 @@ SENDERS: dict[str, Callable[[socket.socket, float], Sender]] = {
     "tcp": tcp.Sender,
     "point_to_point": point_to_point.Sender,
 }
-"""By Request.path: makes a sender from the connection and SlotServer's timeout."""
+"""Request.path -> maker of a sender, from connection and timeout."""
 
 
 class Connections:
-    """The open connections of a server. Thread-safe."""
+    """Open connections, thread-safe."""
 
     def __init__(self) -> None:
         # reentrant: a garbage collection in a thread that holds the lock may call `end`
@@ -134,7 +134,6 @@ def _serve(connection: socket.socket, served: Served) -> None:
 
 
 def _answer(connection: socket.socket, served: Served, sender: Sender, request: Request) -> None:
-    """Send the requested bytes, or why the slot cannot be read."""
     with ExitStack() as stack:
         try:
             slot = served.find(bytes.fromhex(request.token))

@@ -37,9 +37,7 @@ logger = logging.getLogger(__name__)
 PAGE = 4096
 ALIGNMENT = 64  # bytes; every tensor begins at a multiple
 HEAD = struct.Struct("<8s16sQQQ")
-"""First bytes of a slot: magic, token, bytes of the layout, offset of the tensors, bytes of the
-tensors.
-"""
+"""Magic, token, bytes of the layout, offset and bytes of the tensors."""
 MAGIC = b"rlweight"
 KEY_OFFSET = 64  # one byte with the key's length, then the key
 LOCK_POLL_SECONDS = 0.002
@@ -87,7 +85,7 @@ class Layout:
         return cls(shards, values["num_bytes"])
 
     def views(self, data: Tensor) -> dict[str, Tensor]:
-        """The parts as views of `data`, the bytes of a slot's tensors."""
+        """The parts as views of the slot's bytes."""
         views = {}
         for name, shard in self.shards.items():
             part = data[shard.offset : shard.offset + shard.num_bytes]
@@ -190,7 +188,6 @@ class Slot:
 
     @contextlib.contextmanager
     def _locked(self, key: str, timeout: float) -> Iterator[None]:
-        """Hold the exclusive lock, and remove the key first."""
         what = f"push of {key}: {actor_name()}, rank {self.rank}: lock of slot {self.number}"
         with flock(self.fd, fcntl.LOCK_EX, timeout, what):
             self.key = ""
@@ -300,7 +297,7 @@ def pin_for(owner: object, data: Tensor, *, read_only: bool) -> bool:
 
 
 class Mappings:
-    """The slots that this process has mapped, kept for later versions."""
+    """Mapped slots, kept for later versions."""
 
     def __init__(self) -> None:
         self.guard = threading.Lock()
@@ -327,7 +324,6 @@ MAPPINGS = Mappings()
 
 @contextlib.contextmanager
 def shared_lock(fd: int, timeout: float, what: str) -> Iterator[None]:
-    """Hold a shared lock on an open file, as `flock`."""
     # A flock belongs to one opening: readers that shared it would release each other's lock.
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     try:

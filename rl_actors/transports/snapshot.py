@@ -66,7 +66,7 @@ class Snapshot:
             self.newest = self.before
 
     def find(self, token: bytes) -> Slot | None:
-        """The slot with this token, None if it was dropped."""
+        """None if the slot was dropped."""
         return next((slot for slot in self.slots if slot.token == token), None)
 
     def _slot_for(self, layout: Layout, device: torch.device, key: str) -> Slot:

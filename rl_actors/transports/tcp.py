@@ -37,11 +37,11 @@ class Sender:
             self.connection.sendall(memoryview(part.cpu().numpy()))
 
     def end(self) -> None:
-        """Does nothing: there is nothing to free."""
+        """Does nothing."""
 
 
 def _send_file(connection: socket.socket, fd: int, offset: int, num_bytes: int) -> None:
-    """Send a range of a file without copying it into this process."""
+    """Without copying the bytes into this process."""
     with open(os.dup(fd), "rb") as file:
         connection.sendfile(file, offset, num_bytes)
 
@@ -79,7 +79,6 @@ def _ranges(num_bytes: int) -> list[tuple[int, int]]:
 
 
 def _fetch(address: SlotAddress, request: Request, into: Tensor, secret: bytes, deadline: float) -> tuple[Layout, int]:
-    """Receive a range, and return (layout of the slot, start)."""
     with control.failures(address, request.key, request.path):
         assert address.address is not None
         with socket.create_connection(address.address, timeout=left(deadline)) as connection:

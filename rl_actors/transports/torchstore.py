@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 
 def _asynchronous(method: Callable[..., object]) -> EndpointProperty:
-    """An asynchronous endpoint that runs a synchronous method."""
 
     async def call(self, *args, **kwargs):
         return method(self, *args, **kwargs)
@@ -40,7 +39,6 @@ def _asynchronous(method: Callable[..., object]) -> EndpointProperty:
 
 
 def _asynchronous_endpoints() -> dict[str, EndpointProperty]:
-    """Asynchronous versions of the synchronous endpoints of torchstore's controller."""
     found = {}
     for name, attribute in vars(torchstore.controller.Controller).items():
         if isinstance(attribute, EndpointProperty) and not inspect.iscoroutinefunction(attribute._method):
