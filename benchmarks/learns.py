@@ -101,7 +101,7 @@ def _total(key: str, records: list[dict[str, Any]]) -> float:
 
 def _accuracies(records: list[dict[str, Any]]) -> list[float]:
     """The held-out accuracies of the steps that measured one."""
-    found = [record.get("validation/accuracy") for record in records]
+    found = [record.get("eval/reward") for record in records]
     return [accuracy for accuracy in found if accuracy is not None]
 
 

@@ -105,8 +105,8 @@ def make_config(name: str, *, samples: int, prompt_tokens: int, new_tokens: int,
         reference_kl=config.reference_kl or 1e-3,  # so that every step has a reference
         sft_steps=0,
         steps=steps,
-        validate_first=False,
-        validate_every=steps,
+        evaluate_first=False,
+        evaluate_every=steps,
         checkpoint_every=0,
         trackers=(),
     )
@@ -204,15 +204,15 @@ async def parts_alone(run: Run[PPOConfig], spawned: Spawned, *, first: int, time
     with timed("values"):
         values = await critic.values(samples)
     rewards, _ = await token_rewards(config, batch, samples, None, config.kl())
-    judged = critic.judge(samples, values, rewards, is_cut_off(batch))
+    estimated = critic.estimate_advantages(samples, values, rewards, is_cut_off(batch))
 
     def parts(given: list[Sample]) -> Iterator[list[Sample]]:
         return minibatches(config, given, first)
 
     with timed("policy"):
-        await train_step(run, parts(judged.for_policy), loss, config.schedule.learning_rate)
+        await train_step(run, parts(estimated.for_policy), loss, config.schedule.learning_rate)
     with timed("critic"):
-        await critic.fit(parts(judged.for_critic), config.critic.schedule.learning_rate)
+        await critic.fit(parts(estimated.for_critic), config.critic.schedule.learning_rate)
     with timed("push"):
         version = await run.trainer.push_model_state_dict()
     with timed("pull"):

@@ -33,7 +33,7 @@ def flags(config: str, folder: Path) -> list[object]:
         "--sft-steps": SFT_STEPS,
         "--sft.stop-at-answer-probability": 1,
         "--checkpoint-every": 2,
-        "--validate-every": 1000,
+        "--evaluate-every": 1000,
     }
     arguments: list[object] = []
     for flag, value in values.items():

@@ -88,9 +88,9 @@ def measure(name: str, further: list[str]) -> None:
     """Run the config and record the result of the run. Raises SystemExit if the run failed or made no update."""
     config: GRPOConfig = CONFIGS["controllers.grpo"][name]()
     folder = RunFolder(f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}")
-    # If trainer and generator take turns on a GPU (TurnsConfig), the run keeps much of the trainer's state in the host's memory. To leave
+    # If trainer and generator take turns on a GPU (ColocationConfig), the run keeps much of the trainer's state in the host's memory. To leave
     # memory for that state, the weights are then not written to /dev/shm, whose files are in the host's memory, too.
-    parent = None if config.turns.enabled else random_weights.scratch(config.trainer.model)
+    parent = None if config.colocation.enabled else random_weights.scratch(config.trainer.model)
     with tempfile.TemporaryDirectory(dir=parent) as scratch:
         weights = Path(scratch) / "model"
         # A separate process writes the weights and ends. On a GPU, writing creates a CUDA context. In the benchmark's own

@@ -69,7 +69,7 @@ def _wait(process: subprocess.Popen, is_there: Callable[[], bool]) -> float:
 
 def accuracy(folder: RunFolder) -> float:
     """Held-out accuracy at the last validation of a run."""
-    found = [line.get("validation/accuracy") for line in read_jsonl(folder.metrics)]
+    found = [line.get("eval/reward") for line in read_jsonl(folder.metrics)]
     return [accuracy for accuracy in found if accuracy is not None][-1]
 
 

@@ -18,7 +18,7 @@ from controllers.algorithms.schedules import ScheduleConfig
 from controllers.grpo import GRPOConfig
 from controllers.rollouts.chat import ChatConfig
 from controllers.rollouts.groups import RolloutConfig
-from controllers.run.colocation import TurnsConfig
+from controllers.run.colocation import ColocationConfig
 from controllers.sft import SFTConfig, SFTPhaseConfig
 from controllers.tinker_server.config import ServeConfig
 from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
@@ -144,7 +144,7 @@ def qwen3_8b_one_gpu() -> GRPOConfig:
     """
     config = _shared("8b", tokens_per_row=8192, share=0.65)
     config.trainer.logprob_chunk_tokens = 4096
-    config.turns = TurnsConfig(enabled=True)
+    config.colocation = ColocationConfig(enabled=True)
     config.generator.sleep_mode = True
     config.weights.path = "shared_memory"  # on the GPU the pushed versions would take memory from trainer and vLLM
     return config

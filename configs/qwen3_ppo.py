@@ -43,7 +43,7 @@ def _ppo(base: GRPOConfig, *, generator_share: float) -> PPOConfig:
     given["rollouts"] = RolloutConfig(
         groups_per_step=base.rollouts.groups_per_step * base.rollouts.group_size,
         group_size=1,
-        max_refills=0,
+        dynamic_sampling_rounds=0,
         advantage="gae",
         max_staleness=UPDATES_PER_STEP,  # in updates: rollouts may be generated one step ahead of training
     )

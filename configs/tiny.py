@@ -35,7 +35,7 @@ def tiny() -> GRPOConfig:
         updates_per_step=3,
         epochs_per_step=2,
         # The temperature is above 1, so that a problem whose likeliest answer is wrong gets a right answer now and then.
-        rollouts=RolloutConfig(groups_per_step=192, group_size=4, max_refills=1, temperature=1.3),
+        rollouts=RolloutConfig(groups_per_step=192, group_size=4, dynamic_sampling_rounds=1, temperature=1.3),
         schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=4e-4, warmup_steps=2, min_ratio=0.1),
         sft=sft_phase(stop_at=0.2),
         sft_steps=600,

@@ -33,7 +33,9 @@ def _with_critic(config: GRPOConfig) -> PPOConfig:
     """`config` with PPO instead of GRPO. A step has as many episodes as with `config`, but in groups of one episode."""
     fields = {each.name: getattr(config, each.name) for each in dataclasses.fields(GRPOConfig)}
     count = config.rollouts.groups_per_step * config.rollouts.group_size
-    fields["rollouts"] = replace(config.rollouts, groups_per_step=count, group_size=1, max_refills=0, advantage="gae")
+    fields["rollouts"] = replace(
+        config.rollouts, groups_per_step=count, group_size=1, dynamic_sampling_rounds=0, advantage="gae"
+    )
     critic = CriticConfig(schedule=ScheduleConfig(learning_rate=1e-3, warmup_steps=2), warmup_steps=2)
     return PPOConfig(**fields, critic=critic, gae=GAEConfig(bootstrap=False))
 
@@ -50,7 +52,9 @@ def tiny_ppo() -> PPOConfig:
         steps=70,
         updates_per_step=3,
         epochs_per_step=2,
-        rollouts=RolloutConfig(groups_per_step=768, group_size=1, max_refills=0, advantage="gae", temperature=1.3),
+        rollouts=RolloutConfig(
+            groups_per_step=768, group_size=1, dynamic_sampling_rounds=0, advantage="gae", temperature=1.3
+        ),
         gae=GAEConfig(bootstrap=False),  # an answer that is cut off is wrong, so its last state has the value 0
         schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=4e-4, warmup_steps=2, min_ratio=0.1),
         critic=CriticConfig(schedule=ScheduleConfig(learning_rate=1e-3, warmup_steps=2), warmup_steps=2),

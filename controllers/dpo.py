@@ -93,8 +93,8 @@ async def train(run: Run[DPOConfig]) -> None:
     reference = await start_frozen(run, has_begun=bool(run.state), is_saved=not config.trainer.hf_path)
     schedule = config.schedule.build(config.steps)
     held_out = await _held_out(run, reference)
-    if config.validate_first and not run.state:  # a resumed run has a state
-        await run.record(0, await _validate(run, 0, loss, held_out), phase="start")
+    if config.evaluate_first and not run.state:  # a resumed run has a state
+        await run.log_step(0, await _validate(run, 0, loss, held_out), phase="start")
     cursor = run.state.get("cursor", 0)  # index of the next problem
     for step in range(run.state.get("step", 0) + 1, config.steps + 1):
         indices, cursor = run.problems.take(cursor, config.pairs_per_step)
@@ -102,9 +102,9 @@ async def train(run: Run[DPOConfig]) -> None:
         samples = await reference.with_logprobs(_samples(run, problems))
         values = await train_step(run, loss, samples, schedule(step))
         is_last = step == config.steps
-        if is_last or step % config.validate_every == 0:
+        if is_last or step % config.evaluate_every == 0:
             values |= await _validate(run, step, loss, held_out)
-        await run.record(step, values, phase="dpo")
+        await run.log_step(step, values, phase="dpo")
         await run.end_step({"step": step, "cursor": cursor}, phase_step=step, is_last=is_last)
 
 
@@ -123,7 +123,7 @@ async def train_step(run: Run[DPOConfig], loss: DPO, samples: list[Sample], lear
         "grad_norm": result.grad_norm,
         "updates_skipped": int(result.skipped),
         "learning_rate": learning_rate,
-        **run.trained(samples),
+        **run.trained_metrics(samples),
     }
 
 
@@ -137,7 +137,7 @@ async def _held_out(run: Run[DPOConfig], reference: FrozenPolicy) -> dict[str, l
     The reference never changes. So its logprobs of these samples are computed only once, in this function.
     """
     found = {}
-    for one in run.validation_sets:
+    for one in run.evaluation_sets:
         found[one.metric("dpo/")] = await reference.with_logprobs(_samples(run, one.problems))
     return found
 

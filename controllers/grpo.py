@@ -20,7 +20,7 @@ from controllers.rollouts.groups import RolloutBatch, RolloutConfig
 from controllers.rollouts.queue import RolloutQueue
 from controllers.run.config import Algorithm, RunConfig
 from controllers.run.run import Run
-from controllers.run.survival import RecordedQueue
+from controllers.run.survival import ReplayingQueue
 from controllers.run.update import Update, chunks, update
 from controllers.sft import SFTPhase, SFTPhaseConfig
 from rl_actors import KL, Sample, metrics
@@ -84,7 +84,7 @@ class GRPOConfig(RunConfig):
     def has_reference(self) -> bool:
         return self.reference_kl > 0
 
-    def described(self) -> list[str]:
+    def plan_lines(self) -> list[str]:
         staleness = self.rollouts.max_staleness
         ahead = staleness // self.versions_per_step
         correction = self.correction.chosen(is_stale=staleness > 0)
@@ -118,9 +118,9 @@ class GRPOConfig(RunConfig):
                 f"updates_per_step * epochs_per_step = {self.versions_per_step}, so no rollouts could run ahead; use 0 or at least "
                 f"{self.versions_per_step}"
             )
-        if self.turns.enabled and self.rollouts.max_staleness:
+        if self.colocation.enabled and self.rollouts.max_staleness:
             raise ValueError(
-                f"turns.enabled=True with rollouts.max_staleness={self.rollouts.max_staleness}: the generator sleeps while the trainer "
+                f"colocation.enabled=True with rollouts.max_staleness={self.rollouts.max_staleness}: the generator sleeps while the trainer "
                 "works, so no rollouts can run ahead; use 0"
             )
         if self.sft_steps < 0:
@@ -150,7 +150,7 @@ class GRPOConfig(RunConfig):
             sequence_mean=self.aggregation == "sequence_mean",
         )
 
-    def divisor(self, samples: Sequence[Sample]) -> float:
+    def grad_divisor(self, samples: Sequence[Sample]) -> float:
         """What the gradient of the summed loss of these samples is divided by."""
         return grad_divisor(self.aggregation, samples, self.max_tokens)
 
@@ -162,9 +162,9 @@ ConfigOfLoop = TypeVar("ConfigOfLoop", bound=GRPOConfig)
 async def train(run: Run[GRPOConfig]) -> None:
     """Supervised steps, if any, then GRPO steps: generate, train, sync."""
     config = run.config
-    if config.validate_first and not run.state:  # a resumed run has a state
+    if config.evaluate_first and not run.state:  # a resumed run has a state
         await sync(run)
-        await run.record(0, await run.validate(0), phase="start")
+        await run.log_step(0, await run.validate(0), phase="start")
     sft_steps, cursor = await train_sft_phase(run)
     steps_done = max(run.state.get("step", 0), sft_steps)
     last_step = sft_steps + config.steps
@@ -185,19 +185,19 @@ async def train(run: Run[GRPOConfig]) -> None:
                 samples = await with_columns_of_loss(run, batch.samples, loss, reference)
                 learning_rate = schedule(step - sft_steps)
                 async with run.training():
-                    updates = await train_step(run, parts_of(config, samples), loss, learning_rate)
+                    updates = await train_step(run, minibatches(config, samples), loss, learning_rate)
                 async with rollouts.update():
                     version = await sync(run)
-                values |= report(config, batch, updates) | {"learning_rate": learning_rate}
-                values |= run.trained(samples, num_epochs=config.epochs_per_step)
+                values |= step_metrics(config, batch, updates) | {"learning_rate": learning_rate}
+                values |= run.trained_metrics(samples, num_epochs=config.epochs_per_step)
             if reference is not None:
                 update_kl_coefficient(config, reference, values)
             grpo_step = step - sft_steps
             is_last = step == last_step
-            if is_last or grpo_step % config.validate_every == 0:
+            if is_last or grpo_step % config.evaluate_every == 0:
                 values |= await run.validate(step)
-            await run.record(step, values, phase="grpo", skipped=not batch.samples)
-            run.log.rollouts(step, batch.shown())
+            await run.log_step(step, values, phase="grpo", skipped=not batch.samples)
+            run.log.rollouts(step, batch.to_record())
             # before the checkpoint: a run killed in between repeats the step and writes its record again
             state = {"step": step, **rollouts.state(), "sft_steps": sft_steps}
             if reference is not None:
@@ -212,7 +212,7 @@ def update_kl_coefficient(config: GRPOConfig, reference: Reference, values: dict
         reference.kl = config.kl_control.next_kl(reference.kl, values["kl/reference"])
 
 
-def make_queue(run: Run[ConfigOfLoop], cursor: int, reference: Reference | None, *, steps_done: int) -> RecordedQueue:
+def make_queue(run: Run[ConfigOfLoop], cursor: int, reference: Reference | None, *, steps_done: int) -> ReplayingQueue:
     """The queue of rollouts, which goes on at the checkpoint. Repeated steps get the batches that
     the run still has."""
     config = run.config
@@ -222,10 +222,10 @@ def make_queue(run: Run[ConfigOfLoop], cursor: int, reference: Reference | None,
     )
     pending = run.state.get("pending", ())
     queue = RolloutQueue(rollouts, versions_per_step=config.versions_per_step, cursor=cursor, pending=pending)
-    return RecordedQueue(queue, run.supervision, steps_done=steps_done)
+    return ReplayingQueue(queue, run.supervision, steps_done=steps_done)
 
 
-def parts_of(config: GRPOConfig, samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:
+def minibatches(config: GRPOConfig, samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:
     """The samples of each optimizer step: epochs_per_step passes, each in at most updates_per_step
     parts."""
     part_size = math.ceil(len(samples) / config.updates_per_step)
@@ -236,12 +236,12 @@ def parts_of(config: GRPOConfig, samples: Sequence[Sample]) -> Iterator[Sequence
 async def train_step(
     run: Run[ConfigOfLoop], parts: Iterable[Sequence[Sample]], loss: Loss, learning_rate: float
 ) -> list[Update]:
-    """One optimizer step on each part, its gradient divided by `config.divisor(part)`."""
+    """One optimizer step on each part, its gradient divided by `config.grad_divisor(part)`."""
     config = run.config
     backward = partial(run.trainer.forward_backward, loss=loss)
     updates = []
     for part in parts:
-        params = config.optimizer.params(learning_rate=learning_rate, grad_divisor=config.divisor(part))
+        params = config.optimizer.params(learning_rate=learning_rate, grad_divisor=config.grad_divisor(part))
         size = config.samples_per_forward_backward
         updates.append(await update(run.trainer, part, params, backward, samples_per_call=size))
     return updates
@@ -285,9 +285,9 @@ async def with_trainer_logprobs(run: Run[ConfigOfLoop], samples: Sequence[Sample
 async def sync(run: Run[ConfigOfLoop]) -> int:
     """Publish the trainer's weights and load them into the generator. Returns their version."""
     with run.timer("sync"):
-        await run.turns.to_trainer()
+        await run.colocation.to_trainer()
         version = await run.trainer.push_model_state_dict()
-        await run.turns.to_generator()
+        await run.colocation.to_generator()
         await run.generator.pull_model_state_dict(version)
     return version
 
@@ -307,7 +307,7 @@ async def train_sft_phase(run: Run[ConfigOfLoop]) -> tuple[int, int]:
             state["sft_steps"] = step
             await sync(run)
             values |= await run.validate(step)
-        await run.record(step, values, phase="sft")
+        await run.log_step(step, values, phase="sft")
         await run.end_step(state, phase_step=step, is_last=is_last)
         if is_last:
             break
@@ -333,7 +333,7 @@ OF_ALL_UPDATES = {
 """Loss's metric -> name in metrics.jsonl. Any other metric `x:mean` is there as loss/x/mean."""
 
 
-def report(config: GRPOConfig, batch: RolloutBatch, updates: Sequence[Update]) -> dict[str, float]:
+def step_metrics(config: GRPOConfig, batch: RolloutBatch, updates: Sequence[Update]) -> dict[str, float]:
     """Metrics of a step under their names in metrics.jsonl.
     What compares trainer and generator uses only the first optimizer step, before the weights move
     apart.
@@ -347,7 +347,7 @@ def report(config: GRPOConfig, batch: RolloutBatch, updates: Sequence[Update]) -
             values[OF_ALL_UPDATES.get(of_loss, "loss/" + of_loss.replace(":", "/"))] = value
     return values | {
         "policy_version": results[-1].policy_version,
-        "loss": whole["loss:sum"] / (config.epochs_per_step * config.divisor(batch.samples)),
+        "loss": whole["loss:sum"] / (config.epochs_per_step * config.grad_divisor(batch.samples)),
         "grad_norm": max(result.grad_norm for result in results),
         "updates": len(results),
         "updates_skipped": sum(result.skipped for result in results),

@@ -13,11 +13,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from controllers.algorithms.critic import Critic, CriticConfig, Judged, start_critic
+from controllers.algorithms.critic import AdvantageSamples, Critic, CriticConfig, start_critic
 from controllers.algorithms.gae import GAEConfig
 from controllers.algorithms.kl_control import mean_divergence, penalised_rewards
 from controllers.algorithms.reference import Reference, start_reference
-from controllers.grpo import GRPOConfig, make_queue, report, sync, train_sft_phase, train_step, with_columns_of_loss
+from controllers.grpo import (
+    GRPOConfig,
+    make_queue,
+    step_metrics,
+    sync,
+    train_sft_phase,
+    train_step,
+    with_columns_of_loss,
+)
 from controllers.program.launch import start_loop
 from controllers.rollouts.groups import RolloutBatch, RolloutConfig
 from controllers.run.run import Run
@@ -26,7 +34,7 @@ from rl_actors.losses import Loss
 
 
 def _rollouts() -> RolloutConfig:
-    return RolloutConfig(groups_per_step=512, group_size=1, advantage="gae", max_refills=0)
+    return RolloutConfig(groups_per_step=512, group_size=1, advantage="gae", dynamic_sampling_rounds=0)
 
 
 @dataclass(kw_only=True)
@@ -77,9 +85,9 @@ async def train(run: Run[PPOConfig]) -> None:
     and policy.
     """
     config = run.config
-    if config.validate_first and not run.state:  # a resumed run has a state
+    if config.evaluate_first and not run.state:  # a resumed run has a state
         await sync(run)
-        await run.record(0, await run.validate(0), phase="start")
+        await run.log_step(0, await run.validate(0), phase="start")
     sft_steps, cursor = await train_sft_phase(run)
     steps_done = max(run.state.get("step", 0), sft_steps)
     num_steps = config.critic.warmup_steps + config.steps
@@ -100,28 +108,28 @@ async def train(run: Run[PPOConfig]) -> None:
                 batch = await rollouts.next_batch(version)
             values = batch.metrics()
             loss = config.make_loss(kl)
-            await run.turns.to_trainer()
+            await run.colocation.to_trainer()
             # Critic, trainer and reference have processes of their own. They can therefore work at the same time.
             states, (samples, rewards, measured) = await asyncio.gather(
                 critic.values(batch.samples), with_rewards(run, batch, loss, reference, kl)
             )
             values |= measured
-            judged = critic.judge(samples, states, rewards, is_cut_off(batch))
+            estimated = critic.estimate_advantages(samples, states, rewards, is_cut_off(batch))
             is_warm_up = ppo_step <= config.critic.warmup_steps
             policy_rate = None if is_warm_up else policy_schedule(ppo_step - config.critic.warmup_steps)
             async with run.training():
                 values |= await train_both(
-                    run, critic, batch, judged, loss, kl, critic_schedule(ppo_step), policy_rate, step
+                    run, critic, batch, estimated, loss, kl, critic_schedule(ppo_step), policy_rate, step
                 )
             if reference is not None and not is_warm_up:
                 kl = config.kl_control.next_kl(kl, values["kl/reference"])
             async with rollouts.update():
                 version = await sync(run)
-            values |= run.trained(samples, num_epochs=config.epochs_per_step)
-            if is_last or ppo_step % config.validate_every == 0:
+            values |= run.trained_metrics(samples, num_epochs=config.epochs_per_step)
+            if is_last or ppo_step % config.evaluate_every == 0:
                 values |= await run.validate(step)
-            await run.record(step, values, phase="ppo")
-            run.log.rollouts(step, batch.shown())
+            await run.log_step(step, values, phase="ppo")
+            run.log.rollouts(step, batch.to_record())
             # The checkpoint follows the step's record. A comment in `train` of grpo.py gives the reason for this order.
             state = {"step": step, **rollouts.state(), "sft_steps": sft_steps, "kl_coefficient": kl.coefficient}
             await run.end_step(state, phase_step=ppo_step, is_last=is_last)
@@ -131,7 +139,7 @@ async def train_both(
     run: Run[PPOConfig],
     critic: Critic,
     batch: RolloutBatch,
-    judged: Judged,
+    estimated: AdvantageSamples,
     loss: Loss,
     kl: KL,
     critic_rate: float,
@@ -139,21 +147,29 @@ async def train_both(
     step: int,
 ) -> dict[str, float]:
     """Train critic and policy. If policy_rate is None, train only the critic. Returns the metrics of both."""
-    fit = critic.fit(minibatches(run.config, judged.for_critic, step), critic_rate)
+    fit = critic.fit(minibatches(run.config, estimated.for_critic, step), critic_rate)
     if policy_rate is None:
         return await fit
-    fitted, trained = await run.turns.both(fit, train_policy(run, batch, judged, loss, kl, policy_rate, step))
+    fitted, trained = await run.colocation.run_both(
+        fit, train_policy(run, batch, estimated, loss, kl, policy_rate, step)
+    )
     return fitted | trained
 
 
 async def train_policy(
-    run: Run[PPOConfig], batch: RolloutBatch, judged: Judged, loss: Loss, kl: KL, learning_rate: float, step: int
+    run: Run[PPOConfig],
+    batch: RolloutBatch,
+    estimated: AdvantageSamples,
+    loss: Loss,
+    kl: KL,
+    learning_rate: float,
+    step: int,
 ) -> dict[str, float]:
     """Take the policy's optimizer steps on this batch. Returns the metrics of these steps."""
     config = run.config
-    parts = minibatches(config, judged.for_policy, step)
+    parts = minibatches(config, estimated.for_policy, step)
     updates = await train_step(run, parts, loss, learning_rate)
-    values = report(config, batch, updates) | {"learning_rate": learning_rate}
+    values = step_metrics(config, batch, updates) | {"learning_rate": learning_rate}
     return values | ({"kl/coefficient": kl.coefficient} if config.reference_kl else {})
 
 

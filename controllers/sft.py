@@ -101,7 +101,7 @@ class SFTPhase:
             "grad_norm": result.grad_norm,
             "updates_skipped": int(result.skipped),
             "learning_rate": learning_rate,
-            **run.trained(samples),
+            **run.trained_metrics(samples),
         }
 
     async def _next_samples(self) -> list[Sample]:
@@ -131,14 +131,14 @@ async def train(run: Run[SFTConfig]) -> None:
     config = run.config
     run.log.display.total_steps = config.steps
     phase = SFTPhase(run, config.sft, total_steps=config.steps)
-    if config.validate_first and not run.state:  # a resumed run has a state
-        await run.record(0, await _validate(run, 0), phase="start")
+    if config.evaluate_first and not run.state:  # a resumed run has a state
+        await run.log_step(0, await _validate(run, 0), phase="start")
     for step in range(run.state.get("step", 0) + 1, config.steps + 1):
         metrics = await phase.train_step(step)
         is_last = step == config.steps or phase.should_stop()
-        if is_last or step % config.validate_every == 0:
+        if is_last or step % config.evaluate_every == 0:
             metrics |= await _validate(run, step)
-        await run.record(step, metrics, phase="sft")
+        await run.log_step(step, metrics, phase="sft")
         # The step's record is written first, and then the checkpoint. If the run is killed between the two, the resumed
         # run repeats the step and writes the record again. In the other order the resumed run would never write the
         # record.
@@ -150,9 +150,9 @@ async def train(run: Run[SFTConfig]) -> None:
 async def _validate(run: Run[SFTConfig], step: int) -> dict[str, float]:
     """Give the trainer's weights to the generator, and score the weights on the held-out problems. Returns the metrics."""
     with run.timer("sync"):
-        await run.turns.to_trainer()
+        await run.colocation.to_trainer()
         version = await run.trainer.push_model_state_dict()
-        await run.turns.to_generator()
+        await run.colocation.to_generator()
         await run.generator.pull_model_state_dict(version)
     return await run.validate(step)
 

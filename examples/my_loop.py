@@ -103,17 +103,17 @@ async def train(run: Run[MyConfig]) -> None:
                 values |= {
                     "learning_rate": params.learning_rate,
                     "grad_norm": result.grad_norm,
-                    **run.trained(batch.samples),
+                    **run.trained_metrics(batch.samples),
                 }
             is_last = step == config.steps
-            if is_last or step % config.validate_every == 0:
+            if is_last or step % config.evaluate_every == 0:
                 values |= await run.validate(step)
             lengths = torch.tensor([len(sample) for sample in batch.samples] or [0]).float()
             values["sample/longest"] = float(
                 lengths.max()
             )  # a metric of one's own, with a chart of its own in the report
-            await run.record(step, values, phase="mine", skipped=not batch.samples)
-            run.log.rollouts(step, batch.shown())
+            await run.log_step(step, values, phase="mine", skipped=not batch.samples)
+            run.log.rollouts(step, batch.to_record())
             await run.end_step({"step": step, **rollouts.state()}, phase_step=step, is_last=is_last)
 
 

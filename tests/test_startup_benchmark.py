@@ -22,7 +22,7 @@ for name in ("generator-0", "trainer-0"):
 metrics = (folder / "metrics.jsonl").open("a", buffering=1)
 time.sleep(0.3)
 for accuracy in (0.25, None, 0.75, None):
-    metrics.write(json.dumps({"step": 0, "time/step": 0.2, "validation/accuracy": accuracy}) + "\\n")
+    metrics.write(json.dumps({"step": 0, "time/step": 0.2, "eval/reward": accuracy}) + "\\n")
 time.sleep(0.1)
 """
 

@@ -60,7 +60,7 @@ class CriticConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class AdvantageSamples:
     """The samples of a step, with the columns that are computed from the critic's values."""
 
     for_policy: list[Sample]  # all columns of the given samples, and advantages
@@ -75,13 +75,13 @@ class Critic:
     run_config: RunConfig
     timer: Timer = field(default_factory=Timer)
 
-    def judge(
+    def estimate_advantages(
         self,
         samples: Sequence[Sample],
         values_of_states: Sequence[Tensor],
         rewards: Sequence[Tensor],
         is_cut_off: Sequence[bool],
-    ) -> Judged:
+    ) -> AdvantageSamples:
         """The samples with their advantages and returns, which are computed from rewards and values.
 
         An action is a position whose loss weight is not 0.
@@ -105,7 +105,7 @@ class Critic:
             if self.config.clip is not None:
                 columns["old_values"] = value
             for_critic.append(replace(sample, columns=columns))
-        return Judged(for_policy=for_policy, for_critic=for_critic)
+        return AdvantageSamples(for_policy=for_policy, for_critic=for_critic)
 
     async def values(self, samples: Sequence[Sample]) -> list[Tensor]:
         """[T + 1] for each sample: the value of the state before each target, and then the value of the state after the last target."""
@@ -158,11 +158,11 @@ async def start_critic(run: Run[Any], config: CriticConfig, gae: GAEConfig, *, h
     has_begun: True if the run is resumed and has already trained the critic. In this case the critic gets its weights
     and optimizer state from the newest checkpoint.
     """
-    async with run.turns.borrowed():
+    async with run.colocation.borrowed():
         with run.log.setup("starting critic"):
             trainer = run.supervision.spawn_critic()
-            if run.config.critic_takes_turns():
-                run.turns.join(trainer)
+            if run.config.critic_is_colocated():
+                run.colocation.join(trainer)
             await trainer.ready()
             await _load(run, trainer, has_begun=has_begun)
     run.supervision.partners[CRITIC_FOLDER] = trainer

@@ -5,7 +5,7 @@ The controller applies the other flags of the command line after the preset, so 
 preset.
 
 A preset sets the loss and its ratio bounds, the aggregation, the rule for advantages, the weight of the KL divergence from the reference,
-rollouts.max_refills and the penalty on long completions. A preset leaves all other fields as they are, such as the correction for the
+rollouts.dynamic_sampling_rounds and the penalty on long completions. A preset leaves all other fields as they are, such as the correction for the
 difference between generator and trainer, loss.dual_clip, loss.beta, the entropy bonus and the learning rate.
 """
 
@@ -42,13 +42,13 @@ def _grpo(config: RunConfig) -> Mapping[str, object]:
     return _objective(ratio_low=0.8, ratio_high=1.2, aggregation="sequence_mean", reference_kl=0.04) | {
         "reference_kl_in": "loss",
         "reference_kl_estimator": "k3",
-        "rollouts.max_refills": 0,
+        "rollouts.dynamic_sampling_rounds": 0,
     }
 
 
 def _dapo(config: RunConfig) -> Mapping[str, object]:
     return _objective(ratio_low=0.8, ratio_high=1.28, aggregation="token_mean") | {
-        "rollouts.max_refills": 3,
+        "rollouts.dynamic_sampling_rounds": 3,
         "rollouts.overlong_buffer": config.max_tokens // 5,  # as in the paper: 4,096 of 20,480 tokens
         "rollouts.overlong_penalty": 1.0,
     }
@@ -56,22 +56,22 @@ def _dapo(config: RunConfig) -> Mapping[str, object]:
 
 def _dr_grpo(config: RunConfig) -> Mapping[str, object]:
     objective = _objective(ratio_low=0.8, ratio_high=1.2, aggregation="constant", advantage="dr_grpo")
-    return objective | {"rollouts.max_refills": 0}
+    return objective | {"rollouts.dynamic_sampling_rounds": 0}
 
 
 def _gspo(config: RunConfig) -> Mapping[str, object]:
     objective = _objective(loss="gspo", ratio_low=1 - 3e-4, ratio_high=1 + 4e-4, aggregation="sequence_mean")
-    return objective | {"rollouts.max_refills": 0}
+    return objective | {"rollouts.dynamic_sampling_rounds": 0}
 
 
 def _cispo(config: RunConfig) -> Mapping[str, object]:
     objective = _objective(loss="cispo", ratio_low=0.0, ratio_high=4.0, aggregation="token_mean")
-    return objective | {"rollouts.max_refills": 3}
+    return objective | {"rollouts.dynamic_sampling_rounds": 3}
 
 
 def _rloo(config: RunConfig) -> Mapping[str, object]:
     objective = _objective(loss="reinforce", aggregation="sequence_sum", advantage="rloo")
-    return objective | {"rollouts.max_refills": 0}
+    return objective | {"rollouts.dynamic_sampling_rounds": 0}
 
 
 ALGORITHMS = {

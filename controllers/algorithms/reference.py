@@ -106,7 +106,7 @@ async def start_frozen(run: Run[Any], *, has_begun: bool, is_saved: bool) -> Fro
     if is_saved:
         path = str(run.folder.reference)
         if not has_begun:
-            async with run.turns.borrowed():
+            async with run.colocation.borrowed():
                 saved = await run.trainer.save_checkpoint(path, optimizer=False)
             await saved.wait()
         await model.load_checkpoint(path, optimizer=False)

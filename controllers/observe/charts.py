@@ -38,7 +38,7 @@ def trained(records: Records) -> Records:
 
 
 def validation_metrics(records: Records) -> list[str]:
-    return list(dict.fromkeys(name for record in records for name in record if name.startswith("validation/")))
+    return list(dict.fromkeys(name for record in records for name in record if name.startswith("eval/")))
 
 
 def draw(runs: Mapping[str, Records]) -> list[Chart]:

@@ -29,7 +29,7 @@ from controllers.observe.run_folder import Record
 
 COLUMNS = {
     "reward/mean": 6,
-    "validation/accuracy": 8,
+    "eval/reward": 8,
     "loss": 9,
     "grad_norm": 9,
     "learning_rate": 8,
@@ -144,7 +144,7 @@ class LiveDisplay(LineDisplay):
         self._known = self._known | {key: value for key, value in self.record.items() if value is not None}
 
     def row(self) -> None:
-        if self.record.get("validation/accuracy") is not None:
+        if self.record.get("eval/reward") is not None:
             super().row()
 
     def print(self, line: str) -> None:

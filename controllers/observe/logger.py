@@ -58,7 +58,7 @@ class Timer:
         return times
 
 
-def usage(values: Mapping[str, float], infos: Sequence[TrainerInfo], *, float8: bool) -> dict[str, float]:
+def speed_metrics(values: Mapping[str, float], infos: Sequence[TrainerInfo], *, float8: bool) -> dict[str, float]:
     """Speed of a step and memory of the trainer. values: times, tokens/trained, tflops/trained.
     infos: of each rank.
     MFU: FLOPs of matrix products and attention, forward and backward, without recomputation, over

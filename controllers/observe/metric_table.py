@@ -38,13 +38,13 @@ METRICS = {
     "policy_version": Metric("policy version", "optimizer steps"),
     "reward/mean": Metric("reward", "reward", chart="Reward", format=".3f", spread="reward/std"),
     "reward/std": Metric("standard deviation", "reward"),
-    "validation/accuracy": Metric("accuracy", "reward", chart=VALIDATION, format=".3f", scale="from zero"),
-    "validation/pass@<k>": Metric("pass@<k>", "probability", chart=VALIDATION, scale="from zero"),
-    "validation/<name>/accuracy": Metric("<name>/accuracy", "reward", chart=VALIDATION, scale="from zero"),
-    "validation/<name>/pass@<k>": Metric("<name>/pass@<k>", "probability", chart=VALIDATION, scale="from zero"),
+    "eval/reward": Metric("held out", "reward", chart=VALIDATION, format=".3f", scale="from zero"),
+    "eval/pass@<k>": Metric("pass@<k>", "probability", chart=VALIDATION, scale="from zero"),
+    "eval/<name>/reward": Metric("<name>", "reward", chart=VALIDATION, scale="from zero"),
+    "eval/<name>/pass@<k>": Metric("<name>/pass@<k>", "probability", chart=VALIDATION, scale="from zero"),
     "dpo/accuracy": Metric("pairs of the step", "share", chart=PAIRS, scale="from zero"),
-    "validation/dpo/accuracy": Metric("held-out pairs", "share", chart=PAIRS, scale="from zero"),
-    "validation/<name>/dpo/accuracy": Metric("<name>", "share", chart=PAIRS, scale="from zero"),
+    "eval/dpo/accuracy": Metric("held-out pairs", "share", chart=PAIRS, scale="from zero"),
+    "eval/<name>/dpo/accuracy": Metric("<name>", "share", chart=PAIRS, scale="from zero"),
     "entropy": Metric("entropy", "nats a token", chart="Entropy"),
     "entropy/exact": Metric("exact", "nats a token", chart="Entropy"),
     "clip_fraction": Metric("all", "share", chart=CLIPPED, scale="from zero"),
@@ -63,8 +63,8 @@ METRICS = {
     "busy/critic": Metric("critic", "share", chart=BUSY, scale="from zero"),
     "policy_lag": Metric("lag", "versions", chart="Policy lag", format=".2g", scale="from zero"),
     "loss": Metric("loss", "a token; in DPO a pair", chart="Loss", by_phase=True),
-    "validation/dpo/loss": Metric("own", "a pair", chart="Loss of held-out pairs"),
-    "validation/<name>/dpo/loss": Metric("<name>", "a pair", chart="Loss of held-out pairs"),
+    "eval/dpo/loss": Metric("own", "a pair", chart="Loss of held-out pairs"),
+    "eval/<name>/dpo/loss": Metric("<name>", "a pair", chart="Loss of held-out pairs"),
     "grad_norm": Metric("grad_norm", "2-norm", chart="Gradient norm, before clipping"),
     "learning_rate": Metric("lr", chart="Learning rate", format=".2e"),
     "completion/length_mean": Metric("mean", "tokens", chart=LENGTH, scale="from zero"),
@@ -121,12 +121,12 @@ METRICS = {
     "dpo/margin": Metric("margin", "reward"),
     "dpo/reward_chosen": Metric("chosen", "reward"),
     "dpo/reward_rejected": Metric("rejected", "reward"),
-    "validation/dpo/margin": Metric("held-out margin", "reward"),
-    "validation/dpo/reward_chosen": Metric("held-out chosen", "reward"),
-    "validation/dpo/reward_rejected": Metric("held-out rejected", "reward"),
-    "validation/<name>/dpo/margin": Metric("<name> margin", "reward"),
-    "validation/<name>/dpo/reward_chosen": Metric("<name> chosen", "reward"),
-    "validation/<name>/dpo/reward_rejected": Metric("<name> rejected", "reward"),
+    "eval/dpo/margin": Metric("held-out margin", "reward"),
+    "eval/dpo/reward_chosen": Metric("held-out chosen", "reward"),
+    "eval/dpo/reward_rejected": Metric("held-out rejected", "reward"),
+    "eval/<name>/dpo/margin": Metric("<name> margin", "reward"),
+    "eval/<name>/dpo/reward_chosen": Metric("<name> chosen", "reward"),
+    "eval/<name>/dpo/reward_rejected": Metric("<name> rejected", "reward"),
     "weights/gigabytes": Metric("weights", "10^9 bytes"),
     "weights/push_gb_per_second": Metric("push", "10^9 bytes a second"),
     "weights/pull_gb_per_second": Metric("pull", "10^9 bytes a second"),
@@ -147,7 +147,7 @@ METRICS = {
 PLACEHOLDERS = {"<n>": r"(\d+)", "<k>": r"(\d+)", "<name>": "(.+)"}
 
 
-# The longest key first: validation/<name>/dpo/accuracy is not an accuracy of the set "<name>/dpo".
+# The longest key first: eval/<name>/dpo/accuracy is not an accuracy of the set "<name>/dpo".
 PATTERNS = {
     key: re.compile(re.sub("<[a-z]+>", lambda found: PLACEHOLDERS[found[0]], key))
     for key in sorted(METRICS, key=len, reverse=True)

@@ -118,7 +118,7 @@ def tiles(run: RunFiles) -> list[tuple[str, str, str]]:
     seconds = total(training, "time/step")
     planned = f"{run.outcome['total_steps']:,} steps planned" if run.outcome.get("total_steps") else ""
     shown = [
-        _accuracy_tile(records),
+        _held_out_tile(records),
         ("steps", f"{num_steps:,}", f"{num_supervised:,} supervised, {num_skipped:,} skipped"),
         ("tokens trained", f"{num_trained:,.0f}", f"{num_generated:,.0f} generated"),
         ("time in steps", minutes_text(seconds), f"{seconds / max(1, num_steps):.2f} s a step"),
@@ -132,13 +132,13 @@ def tiles(run: RunFiles) -> list[tuple[str, str, str]]:
     return shown
 
 
-def _accuracy_tile(records: Records) -> tuple[str, str, str]:
-    name = "validation accuracy"
-    steps, scores = series(records, "validation/accuracy")
+def _held_out_tile(records: Records) -> tuple[str, str, str]:
+    name = "held-out reward"
+    steps, scores = series(records, "eval/reward")
     if not scores:
         return name, "–", "not measured"
     remarks = [f"first {scores[0]:.3f}"]
-    _, supervised_scores = series(in_phase(records, "sft"), "validation/accuracy")
+    _, supervised_scores = series(in_phase(records, "sft"), "eval/reward")
     if supervised_scores:
         remarks.append(f"{supervised_scores[-1]:.3f} after the supervised steps")
     best = max(scores)

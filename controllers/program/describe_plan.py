@@ -60,7 +60,7 @@ def describe(config: "RunConfig") -> str:
         f"layout: {layouts.described(layouts.all_degrees(trainer))}",
         f"rows: at most {layouts.row_capacity(trainer):,} positions, multiples of {layouts.row_multiple(trainer)}; "
         f"{trainer.packing}, at most {trainer.rows_per_microbatch} in a microbatch",
-        *config.described(),
+        *config.plan_lines(),
         f"activation checkpointing: {trainer.activation_checkpointing}; forward and backward pass in {trainer.compute_dtype}",
         *_memory_of_a_rank(trainer, held),
         *_turns(config),
@@ -143,10 +143,10 @@ class _Phase:
 def _phases(config: "RunConfig") -> list[_Phase]:
     """One phase, or several if trainer and generator are colocated."""
     totals = {name: memory_estimate.memory(model).total for name, model in config.models().items()}
-    if not config.turns.enabled:
+    if not config.colocation.enabled:
         return [_Phase(name="", held=totals)]
     held = memory_estimate.memory(config.trainer).on_device()
-    parts = config.turns.parts
+    parts = config.colocation.parts
     weights = held.parameters + held.buffers
     kept = (0 if "weights" in parts else weights) + (0 if "optimizer" in parts else held.optimizer)
     # With several optimizer steps, the backward passes after the first run with the optimizer's state on the GPU.
@@ -155,7 +155,7 @@ def _phases(config: "RunConfig") -> list[_Phase]:
     steps = weights + held.gradients + held.optimizer
     others = dict(totals)
     found = []
-    if config.critic_takes_turns():
+    if config.critic_is_colocated():
         others["critic"] = 0
         waiting = weights + (0 if "optimizer" in parts else held.optimizer)
         found = [_Phase(name="training the critic", held={**totals, "trainer": waiting}, sleeps=True)]
@@ -169,11 +169,11 @@ def _phases(config: "RunConfig") -> list[_Phase]:
 
 def _turns(config: "RunConfig") -> list[str]:
     """Lines about a colocated run: a rank's memory in each phase, and what is offloaded."""
-    if not config.turns.enabled:
+    if not config.colocation.enabled:
         return []
     held = memory_estimate.memory(config.trainer).on_device()
     sizes = {"weights": held.parameters + held.buffers, "optimizer": held.optimizer}
-    on_host = {part: sizes[part] for part in config.turns.parts if part in sizes}
+    on_host = {part: sizes[part] for part in config.colocation.parts if part in sizes}
     lines = ["trainer and generator take turns; memory of a rank of the trainer in each phase:"]
     lines += [f"  {phase.name:<20} {size_text(phase.held['trainer'])}" for phase in _phases(config)]
     listed = ", ".join(f"{part} {size_text(size)}" for part, size in on_host.items()) or "nothing"

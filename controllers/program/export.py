@@ -184,7 +184,7 @@ def scores(records: list[Record], step: int) -> dict[str, float]:
     for record in records:
         if record["step"] <= step:
             for name, value in record.items():
-                if value is not None and (name.startswith("validation/") or name == "reward/mean"):
+                if value is not None and (name.startswith("eval/") or name == "reward/mean"):
                     found[name] = value
     return found
 

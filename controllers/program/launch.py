@@ -42,7 +42,7 @@ from controllers.observe.report import write_report
 from controllers.observe.run_folder import RunFolder, read_jsonl
 from controllers.program import cli, describe_plan
 from controllers.rollouts.episodes import require_demonstrations
-from controllers.rollouts.evaluation import ValidationSet, build_sets
+from controllers.rollouts.evaluation import EvaluationSet, build_sets
 from controllers.rollouts.tokenizer import (
     NUM_SPECIAL_TOKENS,
     Tokenizer,
@@ -57,7 +57,7 @@ from controllers.run.gate import MISSED_STATUS, GateMissedError
 from controllers.run.interruption import Interrupted, Interruption
 from controllers.run.problems import known_problems, require_fitting
 from controllers.run.recovery import Train, train_to_end
-from controllers.run.run import Run, make_validator, open_generator, open_run
+from controllers.run.run import Run, make_evaluator, open_generator, open_run
 from rl_actors import validation
 from rl_actors.processes.output import route_logs, route_process_output
 from rl_actors.vllm.start import require_machine
@@ -91,12 +91,12 @@ def main(train: Train, configs: cli.Configs, *, others: Mapping[str, cli.Configs
         if invocation.plan:
             return
         invocation = _with_checkpoint(invocation)
-        environment, validation_sets = _task(invocation.config)
-        invocation = replace(invocation, config=_with_alphabet(invocation.config, environment, validation_sets))
-        tokenizer = _tokenizer(invocation.config, environment, validation_sets)
-        scorer = _scorer(invocation.config, environment, validation_sets)
+        environment, evaluation_sets = _task(invocation.config)
+        invocation = replace(invocation, config=_with_alphabet(invocation.config, environment, evaluation_sets))
+        tokenizer = _tokenizer(invocation.config, environment, evaluation_sets)
+        scorer = _scorer(invocation.config, environment, evaluation_sets)
         if invocation.dry_run and invocation.config.has_generator:
-            for line in asyncio.run(_try_rewards(scorer, validation_sets)):
+            for line in asyncio.run(_try_rewards(scorer, evaluation_sets)):
                 print(line, file=sys.stderr)
     except ValueError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
@@ -108,7 +108,7 @@ def main(train: Train, configs: cli.Configs, *, others: Mapping[str, cli.Configs
         return
     death: StartAgainError | None = None
     try:
-        status = _run(invocation, environment, validation_sets, tokenizer, scorer, train)
+        status = _run(invocation, environment, evaluation_sets, tokenizer, scorer, train)
     except StartAgainError as error:
         status, death = 1, error
     # At the interpreter's exit Monarch would wait only one second, and print a traceback.
@@ -190,7 +190,7 @@ def _resume_text(prog: str, folder: RunFolder, config: RunConfig) -> str:
     return ""
 
 
-def _task(config: RunConfig) -> tuple[AnyEnvironment, list[ValidationSet]]:
+def _task(config: RunConfig) -> tuple[AnyEnvironment, list[EvaluationSet]]:
     """The environment and the held-out sets. Raises ValueError for a task that cannot be built."""
     own = replace(config.environment, seed=config.seed + config.environment.seed)
     before = config.held_out_before()
@@ -211,13 +211,13 @@ def _task(config: RunConfig) -> tuple[AnyEnvironment, list[ValidationSet]]:
 
 
 def _with_alphabet(
-    config: RunConfig, environment: AnyEnvironment, validation_sets: Sequence[ValidationSet]
+    config: RunConfig, environment: AnyEnvironment, evaluation_sets: Sequence[EvaluationSet]
 ) -> RunConfig:
     """With alphabet="auto": the characters of the known problems, and the vocab_size that fits
     them."""
     if config.alphabet != "auto":
         return config
-    problems = known_problems(environment, validation_sets)
+    problems = known_problems(environment, evaluation_sets)
     texts = [problem.prompt for problem in problems]
     for problem in problems:
         texts += [each.answer for each in config.with_all_answers(problem)]
@@ -226,7 +226,7 @@ def _with_alphabet(
     return replace(config, alphabet=alphabet, trainer=replace(config.trainer, model=model))
 
 
-def _tokenizer(config: RunConfig, environment: AnyEnvironment, validation_sets: Sequence[ValidationSet]) -> Tokenizer:
+def _tokenizer(config: RunConfig, environment: AnyEnvironment, evaluation_sets: Sequence[EvaluationSet]) -> Tokenizer:
     """Raises ValueError if it has more tokens than the model, or for a problem that is too long."""
     if config.alphabet:
         with tempfile.TemporaryDirectory() as directory:
@@ -236,19 +236,19 @@ def _tokenizer(config: RunConfig, environment: AnyEnvironment, validation_sets: 
         tokenizer = load_tokenizer(config.trainer.hf_path, config.chat)
     if len(tokenizer) > (rows := config.trainer.model.vocab_size):
         raise ValueError(f"the tokenizer has {len(tokenizer)} tokens but trainer.model.vocab_size={rows}")
-    require_fitting(config, tokenizer, environment, validation_sets)
+    require_fitting(config, tokenizer, environment, evaluation_sets)
     return tokenizer
 
 
-def _scorer(config: RunConfig, environment: AnyEnvironment, validation_sets: Sequence[ValidationSet]) -> Scorer:
+def _scorer(config: RunConfig, environment: AnyEnvironment, evaluation_sets: Sequence[EvaluationSet]) -> Scorer:
     """Raises ValueError if a reward function cannot be sent to reward workers, or if an environment
     of episodes has some."""
     environments: dict[str, AnyEnvironment] = {"environment": environment}
-    environments |= {f"validation.{each.name}": each.environment for each in validation_sets if each.name}
+    environments |= {f"validation.{each.name}": each.environment for each in evaluation_sets if each.name}
     return Scorer.of(config.environment, environments if config.has_generator else {})
 
 
-async def _try_rewards(scorer: Scorer, validation_sets: Sequence[ValidationSet]) -> list[str]:
+async def _try_rewards(scorer: Scorer, evaluation_sets: Sequence[EvaluationSet]) -> list[str]:
     """Call every reward function on the answer of one held-out problem. Returns a line for each. Episodes have no such function.
 
     Raises ValueError, naming the function and the place of its error, if a function fails.
@@ -256,7 +256,7 @@ async def _try_rewards(scorer: Scorer, validation_sets: Sequence[ValidationSet])
     lines = []
     with contextlib.closing(scorer):
         scorer.start()
-        for each in validation_sets:
+        for each in evaluation_sets:
             if isinstance(each.environment, EpisodeEnvironment):
                 continue
             first = {problem.source: problem for problem in reversed(each.problems)}  # of each part of a mixture
@@ -268,7 +268,7 @@ async def _try_rewards(scorer: Scorer, validation_sets: Sequence[ValidationSet])
 def _run(
     invocation: cli.Invocation,
     environment: AnyEnvironment,
-    validation_sets: Sequence[ValidationSet],
+    evaluation_sets: Sequence[EvaluationSet],
     tokenizer: Tokenizer,
     scorer: Scorer,
     train: Train,
@@ -288,10 +288,10 @@ def _run(
             return 2
         interruption = Interruption(tell=functools.partial(print, file=terminal))
         if invocation.eval_only:
-            work = _evaluate(invocation, folder, validation_sets, tokenizer, scorer, terminal)
+            work = _evaluate(invocation, folder, evaluation_sets, tokenizer, scorer, terminal)
         else:
             work = _train(
-                train, invocation, folder, environment, validation_sets, tokenizer, scorer, terminal, interruption
+                train, invocation, folder, environment, evaluation_sets, tokenizer, scorer, terminal, interruption
             )
         try:
             return asyncio.run(_until_signal(work, interruption))
@@ -326,7 +326,7 @@ async def _train(
     invocation: cli.Invocation,
     folder: RunFolder,
     environment: AnyEnvironment,
-    validation_sets: Sequence[ValidationSet],
+    evaluation_sets: Sequence[EvaluationSet],
     tokenizer: Tokenizer,
     scorer: Scorer,
     terminal: TextIO,
@@ -354,7 +354,7 @@ async def _train(
                 config,
                 folder,
                 environment,
-                validation_sets,
+                evaluation_sets,
                 tokenizer,
                 log=log,
                 scorer=scorer,
@@ -426,7 +426,7 @@ async def _train_until_asked(run: Run, train: Train) -> None:
 async def _evaluate(
     invocation: cli.Invocation,
     folder: RunFolder,
-    validation_sets: Sequence[ValidationSet],
+    evaluation_sets: Sequence[EvaluationSet],
     tokenizer: Tokenizer,
     scorer: Scorer,
     terminal: TextIO,
@@ -442,7 +442,7 @@ async def _evaluate(
         with display.setup("reading the checkpoint"):
             export_checkpoint(checkpoint, config.trainer, model, dtype=config.generator.dtype)
         async with open_generator(config, folder, model, display.setup, verbose=invocation.verbose) as generator:
-            scores = await make_validator(config, validation_sets, generator, tokenizer, scorer)()
+            scores = await make_evaluator(config, evaluation_sets, generator, tokenizer, scorer)()
     found = ", ".join(f"{name} {value:.4f}" for name, value in scores.metrics.items())
     display.print(f"{folder.path}: policy_version {policy_version(checkpoint)}, {found}")
     return 0

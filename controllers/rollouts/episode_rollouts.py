@@ -87,7 +87,7 @@ class EpisodeRollouts(Rollouts):
             rewards=rewards,
             overlong_penalties=overlong,
             num_retries=sum(episode.num_retries for episode in played),
-            needs_difference=self.config.advantage != "gae",
+            drop_if_equal=self.config.advantage != "gae",
             episodes=played,
         )
 

@@ -65,7 +65,7 @@ class Policy(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class TranscriptLine:
     """A message of the environment or of the policy."""
 
     role: str  # "environment" or "policy"
@@ -82,7 +82,7 @@ class PlayedEpisode:
     is_action: list[bool]  # of each token of the completion: True if the policy sampled it
     # For each token of the completion: a turn's reward at the turn's last token, 0 at all other tokens.
     rewards_per_token: list[float]
-    lines: list[Line]
+    lines: list[TranscriptLine]
     num_retries: int = 0  # failed attempts at the problem before this episode
 
     @property
@@ -98,7 +98,7 @@ class PlayedEpisode:
         """The messages of the policy and of the environment after the first observation, joined by newlines."""
         return "\n".join(line.text for line in self.lines[1:])
 
-    def shown(self) -> list[Record]:
+    def to_record(self) -> list[Record]:
         """The lines as records for rollouts.jsonl."""
         return [{"role": line.role, "text": line.text, "reward": line.reward} for line in self.lines]
 
@@ -136,7 +136,7 @@ class _Playing:
         self.versions: list[int] = []
         self.is_action: list[bool] = []
         self.rewards: list[float] = []
-        self.lines = [Line(role="environment", text=beginning)]
+        self.lines = [TranscriptLine(role="environment", text=beginning)]
 
     def add_turn(self, completion: Completion, text: str, reward: float) -> None:
         self.tokens += completion.tokens
@@ -144,7 +144,7 @@ class _Playing:
         self.versions += completion.policy_versions
         self.is_action += [True] * len(completion.tokens)
         self.rewards += [0.0] * (len(completion.tokens) - 1) + [reward]
-        self.lines.append(Line(role="policy", text=text, reward=reward))
+        self.lines.append(TranscriptLine(role="policy", text=text, reward=reward))
 
     def add_observation(self, tokens: list[int], text: str) -> None:
         self.tokens += tokens
@@ -152,7 +152,7 @@ class _Playing:
         self.versions += [self.versions[-1]] * len(tokens)
         self.is_action += [False] * len(tokens)
         self.rewards += [0.0] * len(tokens)
-        self.lines.append(Line(role="environment", text=text))
+        self.lines.append(TranscriptLine(role="environment", text=text))
 
     def finish(self, last: str, *, is_cut_off: bool, num_retries: int) -> PlayedEpisode:
         """The finished episode. last: text of the observation in the last reply; "" if there is no text."""
@@ -167,7 +167,7 @@ class _Playing:
             completion=completion,
             is_action=self.is_action,
             rewards_per_token=self.rewards,
-            lines=[*self.lines, Line(role="environment", text=last)] if last else self.lines,
+            lines=[*self.lines, TranscriptLine(role="environment", text=last)] if last else self.lines,
             num_retries=num_retries,
         )
 

@@ -49,7 +49,7 @@ class PassAtKConfig:
     num_samples: int = 0
     """Number of completions of each held-out problem. pass@k is estimated from them. 0: pass@k is not measured."""
     k: tuple[int, ...] = (1, 4)
-    """The values of k. Each k gives a metric validation/pass@k."""
+    """The values of k. Each k gives a metric eval/pass@k."""
     temperature: float = 1.0
     """Sampling temperature of the completions for pass@k."""
     threshold: float = 1.0
@@ -71,7 +71,7 @@ class PassAtKConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValidationSet:
+class EvaluationSet:
     """Held-out problems of an environment. The set of the run's own task has the name ""."""
 
     name: str
@@ -79,8 +79,8 @@ class ValidationSet:
     problems: list[Problem]
 
     def metric(self, name: str) -> str:
-        """metric("accuracy") -> "validation/accuracy", or "validation/<name>/accuracy" """
-        return f"validation/{self.name}/{name}" if self.name else f"validation/{name}"
+        """metric("reward") -> "eval/reward", or "eval/<name>/reward" """
+        return f"eval/{self.name}/{name}" if self.name else f"eval/{name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class Scores:
     samples: list[Record]  # lines of validation.jsonl, without the step
 
 
-def validate_sets(sets: Mapping[str, EnvironmentConfig]) -> None:
+def check_sets(sets: Mapping[str, EnvironmentConfig]) -> None:
     """Raises ValueError if a set's name cannot be part of a metric's name, or if the set's config is wrong. The error names the set."""
     for name, config in sets.items():
         if not re.fullmatch(r"[\w.-]+", name):
@@ -116,18 +116,18 @@ def _require_no_limits(config: EnvironmentConfig) -> None:
             )
 
 
-def build_sets(environment: AnyEnvironment, sets: Mapping[str, EnvironmentConfig], *, seed: int) -> list[ValidationSet]:
+def build_sets(environment: AnyEnvironment, sets: Mapping[str, EnvironmentConfig], *, seed: int) -> list[EvaluationSet]:
     """The validation set of the run's own environment, and then every named set. `seed` is added to the seeds of the named sets.
 
     Raises ValueError with the set's name if an environment cannot be built.
     """
-    built = [ValidationSet(name="", environment=environment, problems=environment.held_out())]
+    built = [EvaluationSet(name="", environment=environment, problems=environment.held_out())]
     for name, config in sets.items():
         try:
             other = build_environment(replace(config, seed=seed + config.seed), trains=False)
         except ValueError as error:
             raise ValueError(f"validation.{name}: {error}") from error
-        built.append(ValidationSet(name=name, environment=other, problems=other.held_out()))
+        built.append(EvaluationSet(name=name, environment=other, problems=other.held_out()))
     return built
 
 
@@ -143,10 +143,10 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Validator:
+class Evaluator:
     """Scores the generator's current weights on all sets."""
 
-    sets: Sequence[ValidationSet]
+    sets: Sequence[EvaluationSet]
     generator: GeneratorClient
     tokenizer: Tokenizer
     max_tokens: int
@@ -166,14 +166,14 @@ class Validator:
                 max_tokens=self.max_tokens, temperature=0.0, stop_token_ids=self.tokenizer.stop_token_ids
             )
             texts, rewards = await self._answers(one, greedy)
-            metrics[one.metric("accuracy")] = fmean(row[0] for row in rewards)
+            metrics[one.metric("reward")] = fmean(row[0] for row in rewards)
             passed = await self._passed(one) if self.pass_at_k.num_samples else []
             for k in self.pass_at_k.k if passed else ():
                 metrics[one.metric(f"pass@{k}")] = fmean(pass_at_k(self.pass_at_k.num_samples, n, k) for n in passed)
             samples += self._shown(one, texts, rewards, passed)
         return Scores(metrics=metrics, samples=samples)
 
-    async def _answers(self, one: ValidationSet, params: SamplingParams) -> tuple[list[list[str]], list[list[float]]]:
+    async def _answers(self, one: EvaluationSet, params: SamplingParams) -> tuple[list[list[str]], list[list[float]]]:
         """(texts, rewards). Entry i of each list has the texts, or the rewards, of all completions of problem i."""
         environment = one.environment
         if isinstance(environment, EpisodeEnvironment):
@@ -198,7 +198,7 @@ class Validator:
         texts = [[episode.text for episode in episodes] for episodes in by_problem]
         return texts, [[episode.reward for episode in episodes] for episodes in by_problem]
 
-    async def _passed(self, one: ValidationSet) -> list[int]:
+    async def _passed(self, one: EvaluationSet) -> list[int]:
         """For each problem, the number of completions that pass. Each problem has pass_at_k.num_samples completions."""
         params = SamplingParams(
             n=self.pass_at_k.num_samples,
@@ -211,7 +211,7 @@ class Validator:
         return [sum(reward >= self.pass_at_k.threshold for reward in row) for row in rewards]
 
     def _shown(
-        self, one: ValidationSet, texts: list[list[str]], rewards: list[list[float]], passed: list[int]
+        self, one: EvaluationSet, texts: list[list[str]], rewards: list[list[float]], passed: list[int]
     ) -> list[Record]:
         """Lines of validation.jsonl for evenly spaced problems of the set, with their greedy completions."""
         stride = max(1, len(one.problems) // SAMPLES_KEPT)

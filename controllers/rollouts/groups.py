@@ -38,7 +38,7 @@ def consecutive(cursor: int, count: int) -> tuple[list[int], int]:
 class RolloutConfig:
     groups_per_step: int = 64
     """Number of groups that a step trains on. A group is one problem with its completions. A step trains on fewer groups if groups whose
-    rewards are all equal remain after the last refill (see max_refills)."""
+    rewards are all equal remain after the last refill (see dynamic_sampling_rounds)."""
     group_size: int = 16
     """Number of completions of each problem."""
     temperature: float = 1.0
@@ -50,7 +50,7 @@ class RolloutConfig:
     """Rule that makes advantages from the rewards of a group: grpo, dr_grpo, rloo, reinforce_plus_plus, gae, or module:function, which
     takes rewards [G, N] and returns advantages [G, N]. PPO needs the rule gae, and only PPO takes it. With gae the
     values of a value model also go into the advantages, every group is trained on, and a group may have only one completion."""
-    max_refills: int = 1
+    dynamic_sampling_rounds: int = 1
     """Largest number of refills. A refill replaces the groups whose rewards are all equal with groups of new problems. The limit
     applies to each set of problems that are started together. If max_staleness is 0, such a set is all problems of a step."""
     max_staleness: int = 0
@@ -82,7 +82,7 @@ class RolloutConfig:
     def validate(self) -> None:
         if self.advantage != "gae":
             self.rule()
-        limits = {"groups_per_step": 1, "max_refills": 0, "max_staleness": 0, "max_retries": 0}
+        limits = {"groups_per_step": 1, "dynamic_sampling_rounds": 0, "max_staleness": 0, "max_retries": 0}
         limits["group_size"] = 1 if self.advantage == "gae" else 2
         for name, limit in limits.items():
             if getattr(self, name) < limit:
@@ -120,7 +120,7 @@ class Group:
     components: dict[str, list[float | None]] = field(default_factory=dict)
     prompt_text: str = ""  # decoded from `prompt`
     num_retries: int = 0  # times that a reward function was called again, or an episode was played again
-    needs_difference: bool = True  # False: the group is trained on even if all its rewards are equal
+    drop_if_equal: bool = True  # False: the group is trained on even if all its rewards are equal
     # KL divergence of the policy from the reference model on each completion, summed over the tokens. Empty if no KL penalty is
     # subtracted from the rewards.
     divergences: list[float] = field(default_factory=list)
@@ -177,13 +177,13 @@ class Group:
         """The oldest policy_version that generated a token of the group."""
         return min(min(completion.policy_versions) for completion in self.completions)
 
-    def has_signal(self) -> bool:
+    def is_trainable(self) -> bool:
         """True if the group can be trained on.
 
         A group whose rewards are all equal can be trained on only with the rule gae. Every other rule gives all completions of such a group the
         advantage 0.
         """
-        return not self.needs_difference or not are_equal(self.rewards)
+        return not self.drop_if_equal or not are_equal(self.rewards)
 
 
 Penalty = Callable[[Sequence[Group]], Awaitable[list[Group]]]
@@ -223,7 +223,7 @@ class RolloutBatch:
 
     def ages(self) -> list[int]:
         """The age of each group that is trained on: the version when the step begins, minus the version that sampled the group's oldest token."""
-        return [self.version - group.oldest_version for group in self.groups if group.has_signal()]
+        return [self.version - group.oldest_version for group in self.groups if group.is_trainable()]
 
     def metrics(self) -> dict[str, float]:
         rewards = [reward for group in self.groups for reward in group.task_rewards]
@@ -232,7 +232,7 @@ class RolloutBatch:
         values: dict[str, float] = {
             "reward/mean": fmean(rewards),
             "reward/std": pstdev(rewards),
-            "groups/filtered": sum(not group.has_signal() for group in self.groups),
+            "groups/filtered": sum(not group.is_trainable() for group in self.groups),
             "groups/refills": self.num_refills,
             "tokens/generated": num_tokens,
             "completion/length_mean": fmean(lengths),
@@ -272,11 +272,11 @@ class RolloutBatch:
             values[f"age/{age}"] = ages.count(age)
         return values
 
-    def shown(self) -> list[Record]:
+    def to_record(self) -> list[Record]:
         """The records of all groups for rollouts.jsonl."""
         shown: list[Record] = []
         for group, advantages in zip(self.groups, self.advantages, strict=True):
-            record: Record = {"conversations": [each.shown() for each in group.episodes]} if group.episodes else {}
+            record: Record = {"conversations": [each.to_record() for each in group.episodes]} if group.episodes else {}
             shown.append(
                 record
                 | {
@@ -287,7 +287,7 @@ class RolloutBatch:
                     "advantages": advantages,
                     "lengths": group.lengths,
                     "truncated": group.truncated,
-                    "is_trained": group.has_signal(),
+                    "is_trained": group.is_trainable(),
                 }
             )
         return shown
@@ -454,7 +454,7 @@ class Rollouts:
             overlong_penalties=overlong,
             components=found.components,
             num_retries=found.num_retries,
-            needs_difference=self.config.advantage != "gae",
+            drop_if_equal=self.config.advantage != "gae",
         )
 
 
@@ -485,7 +485,7 @@ def to_samples(groups: Sequence[Group], advantages: Sequence[Sequence[float]], t
     """Samples, one for each completion of the groups that have a signal."""
     samples: list[Sample] = []
     for group, of_group in zip(groups, advantages, strict=True):
-        if group.has_signal():
+        if group.is_trainable():
             samples += group.to_samples(of_group, temperature)
     return samples
 

@@ -27,7 +27,7 @@ trains on the groups that it drew. This is the synchronous loop.
 
 Under every advantage rule except gae, a group whose rewards are all equal has only advantages of 0, so no step trains
 on the group. When all groups of a draw have finished, the queue removes these groups, and new problems take their
-places. It does so at most max_refills times for a draw. The queue never holds more groups than before.
+places. It does so at most dynamic_sampling_rounds times for a draw. The queue never holds more groups than before.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class Place:
     group: Group | None = None
 
     def is_trainable(self) -> bool:
-        return self.group is not None and self.group.has_signal()
+        return self.group is not None and self.group.is_trainable()
 
 
 def choose(places: Sequence[Place], *, size: int, step: int, ahead: int) -> list[Place] | None:
@@ -76,7 +76,7 @@ def choose(places: Sequence[Place], *, size: int, step: int, ahead: int) -> list
 class _Finished:
     """The filtered groups, refills and retries since the last batch. The next batch reports them."""
 
-    filtered: list[Place] = field(default_factory=list)  # places whose groups cannot be trained on (Group.has_signal)
+    filtered: list[Place] = field(default_factory=list)  # places whose groups cannot be trained on (Group.is_trainable)
     num_refills: int = 0
     num_retries: int = 0
 
@@ -126,7 +126,7 @@ class RolloutQueue:
         """Draw new groups up to the limit, wait until `choose` finds the groups of this step, and return their batch.
 
         A group has a signal if it can be trained on. The batch has groups_per_step groups with a signal. If fewer groups
-        have a signal after the last refill that max_refills allows, the batch has only these. If no group has a signal,
+        have a signal after the last refill that dynamic_sampling_rounds allows, the batch has only these. If no group has a signal,
         the batch has no samples.
         version: the version of the weights that trainer and generator have now.
         Raises the error of a rollout that cannot be completed. Raises RuntimeError if a group is too old: its age in
@@ -192,15 +192,15 @@ class RolloutQueue:
     async def _complete_all(self, places: list[Place]) -> None:
         """Complete the problems of a draw.
 
-        At most max_refills times, remove the groups that cannot be trained on, and complete new problems in their places.
+        At most dynamic_sampling_rounds times, remove the groups that cannot be trained on, and complete new problems in their places.
         """
-        for num_refills in range(self.config.max_refills + 1):
+        for num_refills in range(self.config.dynamic_sampling_rounds + 1):
             await self._complete(places)
             filtered = [place for place in places if not place.is_trainable()]
             for place in filtered:
                 self.places.remove(place)
             self.since.filtered += filtered
-            if not filtered or num_refills == self.config.max_refills:
+            if not filtered or num_refills == self.config.dynamic_sampling_rounds:
                 return
             self.since.num_refills += 1
             places = self._draw(len(filtered))

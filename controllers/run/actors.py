@@ -236,7 +236,7 @@ class Actors:
             return repr(error)
         return ""
 
-    async def bury(self, others: Collection[str] = ()) -> set[str]:
+    async def kill_for_restart(self, others: Collection[str] = ()) -> set[str]:
         """Kill what is left of dead actors, and the roles `others`; if the store has died, all
         actors. Returns the killed roles.
         With `--hosts`, kills nothing and raises StartAgainError.
@@ -267,7 +267,7 @@ class Actors:
             self._open_transport()
         return roles
 
-    async def start_whatever_dies(self, setup: Setup) -> tuple[TrainerClient, GeneratorClient]:
+    async def start_with_retries(self, setup: Setup) -> tuple[TrainerClient, GeneratorClient]:
         """`start`, again after each death, as often as the config allows."""
         while True:
             try:
@@ -275,13 +275,13 @@ class Actors:
             except Death as death:
                 pause = self.restarts.pause_after(death.error)
                 with setup(f"{death}; starting again"):
-                    await self.bury(self.all_together())
+                    await self.kill_for_restart(self.all_together())
                     await asyncio.sleep(pause)
 
     def all_together(self) -> set[str]:
         """All roles if trainer and generator share GPUs, so that they must start one after the
         other; else none."""
-        shares = self.config.turns.enabled or (self.config.has_generator and shares_gpu(self.config))
+        shares = self.config.colocation.enabled or (self.config.has_generator and shares_gpu(self.config))
         return set(self.clients) if shares else set()
 
     async def start(self, setup: Setup) -> tuple[TrainerClient, GeneratorClient]:
@@ -298,11 +298,11 @@ class Actors:
         if not config.has_generator:
             # If a config has no generator, its controller never uses `run.generator`.
             return self.spawn_trainer(), cast(GeneratorClient, None)
-        if config.turns.enabled or shares_gpu(config):
+        if config.colocation.enabled or shares_gpu(config):
             trainer = self.spawn_trainer()
             with setup("starting trainer"):
                 await trainer.ready()
-                await trainer.offload(config.turns.parts)
+                await trainer.offload(config.colocation.parts)
             return trainer, self.spawn_generator()
         generator = self.spawn_generator()  # first, because it takes longer to start than the trainer
         return self.spawn_trainer(), generator

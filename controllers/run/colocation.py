@@ -22,7 +22,7 @@ U = TypeVar("U")
 
 
 @dataclass(kw_only=True)
-class TurnsConfig:
+class ColocationConfig:
     enabled: bool = False
     """Trainer and generator (and a critic) share GPUs, one after the other; vLLM sleeps while the
     trainer works. Needs rollouts.max_staleness=0."""
@@ -38,12 +38,12 @@ class TurnsConfig:
     def validate(self, *, has_generator: bool, trainer: range, generator: range) -> None:
         """Raises ValueError or TypeError naming the value. trainer, generator: the indices of their
         GPUs."""
-        require_parts("turns.offload", self.offload)
+        require_parts("colocation.offload", self.offload)
         if self.enabled and not has_generator:
-            raise ValueError("turns.enabled=True, but this run has no generator")
+            raise ValueError("colocation.enabled=True, but this run has no generator")
         if self.enabled and not overlap(trainer, generator):
             raise ValueError(
-                f"turns.enabled=True, but trainer and generator share no GPU, so both can keep their memory: the generator uses "
+                f"colocation.enabled=True, but trainer and generator share no GPU, so both can keep their memory: the generator uses "
                 f"{_gpus('generator', generator)}, and the trainer uses {_gpus('trainer', trainer)}"
             )
 
@@ -59,7 +59,7 @@ def overlap(one: range, other: range) -> bool:
     return max(one.start, other.start) < min(one.stop, other.stop)
 
 
-class Turns(Protocol):
+class Colocation(Protocol):
     """What a loop calls whether or not trainer and generator are colocated."""
 
     async def to_trainer(self) -> None:
@@ -74,7 +74,9 @@ class Turns(Protocol):
     def join(self, critic: TrainerClient) -> None:
         """The critic shares these GPUs from now on."""
 
-    async def both(self, of_critic: Coroutine[object, None, T], of_trainer: Coroutine[object, None, U]) -> tuple[T, U]:
+    async def run_both(
+        self, of_critic: Coroutine[object, None, T], of_trainer: Coroutine[object, None, U]
+    ) -> tuple[T, U]:
         """Run both calls: at the same time, or the critic's first if it is colocated."""
         ...
 
@@ -86,7 +88,7 @@ class Turns(Protocol):
         """Memory that generator and trainer freed and took back since the last call."""
 
 
-class SideBySide:
+class Separate:
     """Each keeps its memory, and both may work at the same time."""
 
     async def to_trainer(self) -> None:
@@ -101,7 +103,9 @@ class SideBySide:
     def join(self, critic: TrainerClient) -> None:
         """Does nothing."""
 
-    async def both(self, of_critic: Coroutine[object, None, T], of_trainer: Coroutine[object, None, U]) -> tuple[T, U]:
+    async def run_both(
+        self, of_critic: Coroutine[object, None, T], of_trainer: Coroutine[object, None, U]
+    ) -> tuple[T, U]:
         return await _at_once(of_critic, of_trainer)
 
     def borrowed(self) -> AbstractAsyncContextManager[None]:
@@ -111,10 +115,12 @@ class SideBySide:
         return {}
 
 
-class InTurn:
+class Colocated:
     """One after the other; the generator has the first turn."""
 
-    def __init__(self, config: TurnsConfig, trainer: TrainerClient, generator: GeneratorClient, timer: Timer) -> None:
+    def __init__(
+        self, config: ColocationConfig, trainer: TrainerClient, generator: GeneratorClient, timer: Timer
+    ) -> None:
         self.trainer = trainer
         self.generator = generator
         self.timer = timer
@@ -153,7 +159,9 @@ class InTurn:
     def join(self, critic: TrainerClient) -> None:
         self.critic = critic
 
-    async def both(self, of_critic: Coroutine[object, None, T], of_trainer: Coroutine[object, None, U]) -> tuple[T, U]:
+    async def run_both(
+        self, of_critic: Coroutine[object, None, T], of_trainer: Coroutine[object, None, U]
+    ) -> tuple[T, U]:
         if self.critic is None:  # the critic has GPUs of its own, so it takes no turns
             return await _at_once(of_critic, of_trainer)
         try:

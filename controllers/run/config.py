@@ -13,8 +13,8 @@ from controllers.observe.run_folder import RunFolder
 from controllers.observe.trackers import TrackerName, validate_trackers
 from controllers.rollouts.chat import ChatConfig
 from controllers.rollouts.episodes import EpisodeConfig, EpisodeLimits
-from controllers.rollouts.evaluation import SETS_AS_JSON, PassAtKConfig, validate_sets
-from controllers.run.colocation import TurnsConfig, overlap
+from controllers.rollouts.evaluation import SETS_AS_JSON, PassAtKConfig, check_sets
+from controllers.run.colocation import ColocationConfig, overlap
 from controllers.run.gate import Gate
 from controllers.run.hosts import HostsConfig
 from controllers.run.survival import SurvivalConfig
@@ -108,19 +108,19 @@ class RunConfig:
     """How the bytes get from trainer to generator."""
     hosts: HostsConfig = field(default_factory=HostsConfig)
     """The machines of the run."""
-    turns: TurnsConfig = field(default_factory=TurnsConfig)
+    colocation: ColocationConfig = field(default_factory=ColocationConfig)
     """Trainer and generator on the same GPUs."""
     survival: SurvivalConfig = field(default_factory=SurvivalConfig)
     """Limits of restarts after deaths."""
     samples_per_forward_backward: int = 1024
     """Samples in one forward_backward call; a step makes as many calls as it needs."""
-    validate_every: int = 10
+    evaluate_every: int = 10
     """Steps between two evaluations on held-out problems. One follows the last step."""
-    validate_first: bool = True
+    evaluate_first: bool = True
     """Evaluate before the first step, too."""
     validation: Annotated[dict[str, EnvironmentConfig], SETS_AS_JSON] = field(default_factory=dict)
     """Further held-out sets by name, as one JSON object: {"hard": {"task": "hard.jsonl"}} gives
-    validation/hard/accuracy."""
+    eval/hard/reward."""
     gate: str = ""
     """STEP:REWARD, such as 40:0.9: if the first evaluation at or after STEP is below REWARD, the
     run ends with status 3. Empty: no gate."""
@@ -146,6 +146,7 @@ class RunConfig:
         "--model": "--trainer.hf-path",
         "--task": "--environment.task",
         "--hosts": "--hosts.addresses",
+        "--colocate": "--colocation.enabled",
     }
     """Short flag -> full flag."""
 
@@ -153,7 +154,7 @@ class RunConfig:
         lora = self.trainer.lora
         base = self.generator.hf_path or (self.trainer.hf_path if lora.syncs_adapter else "")
         # copies, so that the two configs share no object
-        sleeps = self.generator.sleep_mode or self.turns.enabled
+        sleeps = self.generator.sleep_mode or self.colocation.enabled
         self.generator = replace(
             self.generator, model=replace(self.trainer.model), lora=replace(lora), hf_path=base, sleep_mode=sleeps
         )
@@ -190,10 +191,10 @@ class RunConfig:
             models["reference"] = replace(self.trainer, optimizer=None, gpu=self.or_trainers(self.reference.gpu))
         return models
 
-    def critic_takes_turns(self) -> bool:
+    def critic_is_colocated(self) -> bool:
         """True if a critic is colocated with the trainer or the generator."""
         critic = self.models().get("critic")
-        if critic is None or not self.turns.enabled:
+        if critic is None or not self.colocation.enabled:
             return False
         return overlap(critic.gpus(), self.trainer.gpus()) or overlap(critic.gpus(), self.generator.gpus())
 
@@ -206,7 +207,7 @@ class RunConfig:
         """Largest number by which one step can raise policy_version."""
         return 1
 
-    def described(self) -> list[str]:
+    def plan_lines(self) -> list[str]:
         """Lines of --plan about this kind of run."""
         return []
 
@@ -238,7 +239,7 @@ class RunConfig:
         """Raises ValueError naming the field, its value and the limit."""
         require_field_types(self)
         require_seed("seed", self.seed)
-        for name in ("steps", "max_tokens", "samples_per_forward_backward", "validate_every", "keep_checkpoints"):
+        for name in ("steps", "max_tokens", "samples_per_forward_backward", "evaluate_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; it must be at least 1")
         for name in ("checkpoint_every", "keep_checkpoint_every"):
@@ -249,11 +250,11 @@ class RunConfig:
         self.weights.validate()
         self.hosts.validate(self.trainer.num_processes())
         self.survival.validate()
-        self.turns.validate(
+        self.colocation.validate(
             has_generator=self.has_generator, trainer=self.trainer.gpus(), generator=self.generator.gpus()
         )
         self.environment.validate()
-        validate_sets(self.validation)
+        check_sets(self.validation)
         self.pass_at_k.validate()
         if self.gate:
             Gate.parse(self.gate)

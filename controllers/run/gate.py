@@ -8,7 +8,7 @@ from controllers.observe.run_folder import Record
 
 MISSED_STATUS = 3
 """Exit status of a run that missed its gate."""
-METRIC = "validation/accuracy"
+METRIC = "eval/reward"
 
 
 class GateMissedError(Exception):

@@ -19,7 +19,7 @@ from controllers.rollouts.groups import consecutive
 from controllers.rollouts.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from controllers.rollouts.evaluation import ValidationSet
+    from controllers.rollouts.evaluation import EvaluationSet
     from controllers.run.config import RunConfig
 
 FIRST = 1000
@@ -41,7 +41,7 @@ def listed(environment: AnyEnvironment) -> tuple[list[Problem], bool]:
     return [problem for problems, _ in parts for problem in problems], all(is_whole for _, is_whole in parts)
 
 
-def known_problems(environment: AnyEnvironment, sets: Sequence["ValidationSet"]) -> list[Problem]:
+def known_problems(environment: AnyEnvironment, sets: Sequence["EvaluationSet"]) -> list[Problem]:
     """All held-out problems, the listed ones, and the first of an endless source."""
     held_out = [problem for each in sets for problem in each.problems]
     problems, is_whole = listed(environment)
@@ -119,7 +119,7 @@ def _has_text(problem: Problem) -> bool:
 
 
 def require_fitting(
-    config: "RunConfig", tokenizer: Tokenizer, environment: AnyEnvironment, sets: Sequence["ValidationSet"]
+    config: "RunConfig", tokenizer: Tokenizer, environment: AnyEnvironment, sets: Sequence["EvaluationSet"]
 ) -> None:
     """Raises ValueError, naming the place, for a known problem that the run cannot take, or if none
     of the first problems of an endless source fits."""

@@ -15,7 +15,7 @@ from typing import Any, cast
 from controllers.run import checkpoints
 from controllers.run.actors import Actors, Death
 from controllers.run.interruption import Interrupted
-from controllers.run.run import Run, make_turns
+from controllers.run.run import Run, make_colocation
 from rl_actors import TrainerClient
 
 Train = Callable[[Run[Any]], Awaitable[None]]
@@ -68,7 +68,7 @@ async def _pause(run: Run[Any], actors: Actors, death: Exception) -> None:
     limit = run.config.survival.max_restarts_per_hour
     run.log.note(f"{death}; restart {actors.restarts.total} (at most {limit} an hour) in {pause:g} s")
     run.supervision.last_state = {}  # so that a signal during the recovery does not write a checkpoint
-    await actors.bury(actors.all_together())
+    await actors.kill_for_restart(actors.all_together())
     await asyncio.sleep(pause)
 
 
@@ -83,11 +83,11 @@ async def _restored(run: Run[Any], actors: Actors) -> Run[Any]:
     newest = checkpoints.newest(run.folder.checkpoints)
     state = checkpoints.read(newest) if newest else {}
     if newest is None:
-        await actors.bury({"trainer", "critic"})  # a new trainer starts with the initial weights
+        await actors.kill_for_restart({"trainer", "critic"})  # a new trainer starts with the initial weights
     elif not (newest / checkpoints.CRITIC_FOLDER).is_dir():
-        await actors.bury({"critic"})  # the checkpoint has no critic, so training starts with a new critic
+        await actors.kill_for_restart({"critic"})  # the checkpoint has no critic, so training starts with a new critic
     trainer, generator = await actors.start(run.log.setup)
-    turns = make_turns(run.config, trainer, generator, run.timer)
+    colocation = make_colocation(run.config, trainer, generator, run.timer)
     supervision.partners.clear()
     for role in actors.clients.keys() & {"trainer", "critic"}:
         await cast(TrainerClient, actors.clients[role]).discard_gradients()
@@ -101,4 +101,4 @@ async def _restored(run: Run[Any], actors: Actors) -> Run[Any]:
     run.log.rewind(supervision.saved_step)
     run.timer.reset()
     supervision.interruption.raise_if_asked()
-    return replace(run, trainer=trainer, generator=generator, turns=turns, state=state)
+    return replace(run, trainer=trainer, generator=generator, colocation=colocation, state=state)

@@ -9,22 +9,22 @@ from typing import Generic, TypeVar
 
 import rl_actors
 from controllers.environments import AnyEnvironment, EpisodeEnvironment, Scorer
-from controllers.observe.logger import MetricsLogger, Timer, transfers, usage
+from controllers.observe.logger import MetricsLogger, Timer, speed_metrics, transfers
 from controllers.observe.run_folder import Record, RunFolder
 from controllers.rollouts.episode_rollouts import EpisodeRollouts
 from controllers.rollouts.episodes import Player
-from controllers.rollouts.evaluation import Scores, ValidationSet, Validator
+from controllers.rollouts.evaluation import EvaluationSet, Evaluator, Scores
 from controllers.rollouts.groups import Penalty, RolloutConfig, Rollouts
 from controllers.rollouts.tokenizer import Tokenizer
 from controllers.run.actors import CLOSE_TIMEOUT, Actors, Setup
 from controllers.run.checkpoints import Checkpoints, State, random_states
-from controllers.run.colocation import InTurn, SideBySide, Turns
+from controllers.run.colocation import Colocated, Colocation, Separate
 from controllers.run.config import RunConfig
 from controllers.run.gate import Gate
 from controllers.run.interruption import Interruption
 from controllers.run.problems import TrainingProblems
 from controllers.run.supervision import Supervision
-from controllers.run.survival import Recording
+from controllers.run.survival import ReplayBuffer
 from rl_actors import (
     GeneratorClient,
     Sample,
@@ -49,10 +49,10 @@ class Run(Generic[Config]):
     generator: GeneratorClient  # not used if the config has no generator
     log: MetricsLogger
     supervision: Supervision
-    validation_sets: Sequence[ValidationSet] = ()
+    evaluation_sets: Sequence[EvaluationSet] = ()
     scorer: Scorer = field(default_factory=Scorer)
     timer: Timer = field(default_factory=Timer)
-    turns: Turns = field(default_factory=SideBySide)
+    colocation: Colocation = field(default_factory=Separate)
     state: State = field(default_factory=dict)
     """The loop's state in the checkpoint from which the run goes on. Empty in a new run."""
 
@@ -92,7 +92,7 @@ class Run(Generic[Config]):
 
     async def measure(self) -> Scores:
         """Score the generator's current weights on all held-out problems."""
-        return await make_validator(self.config, self.validation_sets, self.generator, self.tokenizer, self.scorer)()
+        return await make_evaluator(self.config, self.evaluation_sets, self.generator, self.tokenizer, self.scorer)()
 
     def player(self) -> Player:
         """A player for the episodes of a task that takes several turns."""
@@ -112,18 +112,18 @@ class Run(Generic[Config]):
         If turns are enabled, the generator goes to sleep before the body and may lose its weights. In this case the
         generator must pull weights before it generates again.
         """
-        await self.turns.to_trainer()
+        await self.colocation.to_trainer()
         with self.timer("train"):
             yield
-        await self.turns.trained()
+        await self.colocation.trained()
 
-    def trained(self, samples: Sequence[Sample], *, num_epochs: int = 1) -> dict[str, float]:
+    def trained_metrics(self, samples: Sequence[Sample], *, num_epochs: int = 1) -> dict[str, float]:
         """Tokens and FLOPs of training on the samples, as metrics of the step."""
         lengths = [len(sample) for sample in samples]
         flops = training_flops(self.config.trainer, lengths)
         return {"tokens/trained": num_epochs * sum(lengths), "tflops/trained": num_epochs * flops / 1e12}
 
-    async def record(self, step: int, values: Record, *, phase: str, skipped: bool = False) -> None:
+    async def log_step(self, step: int, values: Record, *, phase: str, skipped: bool = False) -> None:
         """Write the record of a step: its values, its times, its speed and the memory of the trainer.
 
         Raises GateMissedError if the values miss the run's gate.
@@ -133,14 +133,14 @@ class Run(Generic[Config]):
         values = values | self.timer.reset()
         timeline = self.timer.timeline.end_step()
         values |= {f"busy/{actor}": share for actor, share in timeline.busy().items()}
-        values |= usage(values, infos, float8=self.config.trainer.float8)
+        values |= speed_metrics(values, infos, float8=self.config.trainer.float8)
         if self.scorer.num_replaced:
             values["reward/processes_replaced"] = self.scorer.num_replaced
         values |= self._new_transfers(infos[0].last_push)
         of_ranks, of_slow_rank = supervision.slow_rank.step([info.own_seconds_per_token for info in infos])
         of_problems, of_skipped = self.problems.report()
         values |= of_ranks | of_problems
-        values |= self.turns.metrics(infos)
+        values |= self.colocation.metrics(infos)
         values |= supervision.recoveries.end(self.log.restart, step)
         if self.config.has_generator:
             values |= supervision.recoveries.of_generators(self.log.restart, self.generator.returns, step)
@@ -181,20 +181,20 @@ class Run(Generic[Config]):
         if not self.config.checkpoint_every or not state or state["step"] == supervision.saved_step:
             return
         with self.timer("checkpoint"):
-            async with self.turns.borrowed():
+            async with self.colocation.borrowed():
                 await supervision.checkpoints.save({"trainer": self.trainer, **supervision.partners}, state)
         supervision.saved_step = state["step"]
 
 
-def make_validator(
+def make_evaluator(
     config: RunConfig,
-    sets: Sequence[ValidationSet],
+    sets: Sequence[EvaluationSet],
     generator: GeneratorClient,
     tokenizer: Tokenizer,
     scorer: Scorer,
-) -> Validator:
+) -> Evaluator:
     """A validator of the generator's current weights, with the config's limits, seed and number of samples."""
-    return Validator(
+    return Evaluator(
         sets=sets,
         generator=generator,
         tokenizer=tokenizer,
@@ -211,7 +211,7 @@ async def open_run(
     config: Config,
     folder: RunFolder,
     environment: AnyEnvironment,
-    validation_sets: Sequence[ValidationSet],
+    evaluation_sets: Sequence[EvaluationSet],
     tokenizer: Tokenizer,
     *,
     log: MetricsLogger,
@@ -233,10 +233,10 @@ async def open_run(
         spawn_critic=actors.spawn_critic,
         interruption=interruption or Interruption(),
         gate=Gate.parse(config.gate) if config.gate else None,
-        recording=Recording(config.survival.recorded_gigabytes * 1e9),
+        replay_buffer=ReplayBuffer(config.survival.recorded_gigabytes * 1e9),
     )
     try:
-        trainer, generator = await actors.start_whatever_dies(log.setup)
+        trainer, generator = await actors.start_with_retries(log.setup)
         timer = Timer()
         yield Run(
             config=config,
@@ -246,10 +246,10 @@ async def open_run(
             generator=generator,
             log=log,
             supervision=supervision,
-            validation_sets=validation_sets,
+            evaluation_sets=evaluation_sets,
             scorer=scorer or Scorer(),
             timer=timer,
-            turns=make_turns(config, trainer, generator, timer),
+            colocation=make_colocation(config, trainer, generator, timer),
             state=state or {},
         )
     finally:
@@ -258,8 +258,8 @@ async def open_run(
         await actors.close()
 
 
-def make_turns(config: RunConfig, trainer: TrainerClient, generator: GeneratorClient, timer: Timer) -> Turns:
-    return InTurn(config.turns, trainer, generator, timer) if config.turns.enabled else SideBySide()
+def make_colocation(config: RunConfig, trainer: TrainerClient, generator: GeneratorClient, timer: Timer) -> Colocation:
+    return Colocated(config.colocation, trainer, generator, timer) if config.colocation.enabled else Separate()
 
 
 @contextlib.asynccontextmanager

@@ -9,7 +9,7 @@ from controllers.run.checkpoints import Checkpoints, State
 from controllers.run.gate import Gate
 from controllers.run.interruption import Interruption
 from controllers.run.slow_rank import SlowRank
-from controllers.run.survival import Recording, Recoveries
+from controllers.run.survival import Recoveries, ReplayBuffer
 from rl_actors import ReferenceClient, TrainerClient, ValueTrainerClient
 from rl_actors.types import Transfer
 
@@ -29,7 +29,7 @@ class Supervision:
     spawn_critic: Callable[[], ValueTrainerClient] = _no_actor  # type: ignore[assignment]
     interruption: Interruption = field(default_factory=Interruption)
     gate: Gate | None = None
-    recording: Recording = field(default_factory=Recording)
+    replay_buffer: ReplayBuffer = field(default_factory=ReplayBuffer)
     recoveries: Recoveries = field(default_factory=Recoveries)
     slow_rank: SlowRank = field(default_factory=SlowRank)
     # Other trainers whose state belongs to a checkpoint, by the name of their folder in it.

@@ -52,7 +52,7 @@ class SurvivalConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedStep:
+class ReplayedStep:
     """The batch of a step and the loop's state when the step got it."""
 
     batch: RolloutBatch
@@ -64,14 +64,14 @@ class RecordedStep:
         return BYTES_PER_TOKEN * sum(len(sample) for sample in self.batch.samples)
 
 
-class Recording:
+class ReplayBuffer:
     """The batches of the steps since the newest complete checkpoint, by step."""
 
     def __init__(self, max_bytes: float = SurvivalConfig.recorded_gigabytes * 1e9) -> None:
         self.max_bytes = max_bytes
-        self.steps: dict[int, RecordedStep] = {}
+        self.steps: dict[int, ReplayedStep] = {}
 
-    def keep(self, step: int, recorded: RecordedStep) -> None:
+    def keep(self, step: int, recorded: ReplayedStep) -> None:
         self.steps[step] = recorded
         while sum(each.num_bytes for each in self.steps.values()) > self.max_bytes:
             del self.steps[min(self.steps)]
@@ -80,9 +80,9 @@ class Recording:
         """Drop the batches up to this step, which a complete checkpoint has."""
         self.steps = {number: recorded for number, recorded in self.steps.items() if number > step}
 
-    def after(self, step: int) -> dict[int, RecordedStep]:
+    def after(self, step: int) -> dict[int, ReplayedStep]:
         """The batches of step + 1, step + 2, … without a gap. All others are dropped."""
-        found: dict[int, RecordedStep] = {}
+        found: dict[int, ReplayedStep] = {}
         while step + 1 in self.steps:
             step += 1
             found[step] = self.steps[step]
@@ -90,19 +90,19 @@ class Recording:
         return found
 
 
-class RecordedQueue:
+class ReplayingQueue:
     """Gives recorded batches first, then those of a RolloutQueue, which it records."""
 
     def __init__(self, queue: RolloutQueue, supervision: "Supervision", *, steps_done: int) -> None:
         """queue: in the state of the newest checkpoint. steps_done: the step of that checkpoint."""
-        recording = supervision.recording
+        recording = supervision.replay_buffer
         self.queue = queue
-        self.recording = recording
+        self.replay_buffer = recording
         self.checkpoints = supervision.checkpoints
         self.interruption = supervision.interruption
         self.step = steps_done
         self.left = recording.after(steps_done)
-        self.repeated: RecordedStep | None = None  # the step that is being repeated
+        self.repeated: ReplayedStep | None = None  # the step that is being repeated
         if self.left:
             last = self.left[max(self.left)]
             queue.cursor = last.state["cursor"]
@@ -121,13 +121,13 @@ class RecordedQueue:
 
     async def _next_batch(self, version: int) -> RolloutBatch:
         self.step += 1
-        self.recording.forget(self.checkpoints.saved_step)
+        self.replay_buffer.forget(self.checkpoints.saved_step)
         self.repeated = self.left.pop(self.step, None)
         if self.repeated is not None:
             restore_random_states(self.repeated.random)
             return self.repeated.batch
         batch = await self.queue.next_batch(version)
-        self.recording.keep(self.step, RecordedStep(batch=batch, state=self.queue.state(), random=random_states()))
+        self.replay_buffer.keep(self.step, ReplayedStep(batch=batch, state=self.queue.state(), random=random_states()))
         return batch
 
     def state(self) -> State:

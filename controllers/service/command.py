@@ -34,7 +34,7 @@ from controllers.rollouts.tokenizer import build_character_tokenizer
 from controllers.run.actors import Actors, shares_gpu
 from controllers.run.config import RunConfig
 from controllers.service.coordinator import spawn_coordinator
-from controllers.service.door import Door
+from controllers.service.door import Listener
 from controllers.service.members import GeneratorMember, Member, ModelMember
 from controllers.service.numbers import prometheus
 from controllers.service.service import Service
@@ -250,7 +250,7 @@ async def _keep_door_open(
         loop.call_soon_threadsafe(_end, ending, 0, reason)
 
     logs = folder.log("service").parent
-    door = Door(service, coordinator, logs=logs, stop=stop, transport=options.address.scheme)
+    door = Listener(service, coordinator, logs=logs, stop=stop, transport=options.address.scheme)
     protection = tls.server_context(options.certificates) if options.certificates else None
     address = await in_background(door.open(options.address, protection), "opening the door")
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Literal
 
-from controllers.service.open_step import Attached
+from controllers.service.open_step import AttachedClient
 
 Outcome = Literal["answered", "failed", "left"]
 """answered: the client got an answer. failed: it got an error. left: it left first."""
@@ -22,7 +22,7 @@ class CallCounts:
         self.running: Counter[str] = Counter()  # by actor, waiting calls included
 
     @contextmanager
-    def call(self, client: Attached, name: str) -> Iterator[None]:
+    def call(self, client: AttachedClient, name: str) -> Iterator[None]:
         """Count the client's call in the body."""
         member, began = client.member, monotonic()
         outcome: Outcome = "failed"

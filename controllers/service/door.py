@@ -1,4 +1,4 @@
-"""`Door`, the port at which a service listens. Both sides send lines of JSON; calls to actors do
+"""`Listener`, the port at which a service listens. Both sides send lines of JSON; calls to actors do
 not go through it.
 
 A program connects to attach, or to ask for state, logs or the end of the service. Attaching needs
@@ -14,7 +14,7 @@ import ssl
 from collections.abc import Callable
 from pathlib import Path
 
-from controllers.service.open_step import Attached
+from controllers.service.open_step import AttachedClient
 from controllers.service.service import Service
 from rl_actors.clients.wire import MAX_LINE_BYTES, PROTOCOL, Message, decode, encode, keep_alive, mismatch
 from rl_actors.clients.wire import versions as own_versions
@@ -26,7 +26,7 @@ GREETING_TIMEOUT = 10.0
 """For the greeting, the line with a program's request."""
 
 
-class Door:
+class Listener:
     """Listens at one address until `close`. Runs on the background event loop (clients/call.py)."""
 
     def __init__(
@@ -115,7 +115,7 @@ class Door:
         finally:
             self.service.leave(client)
 
-    async def _until_it_leaves(self, client: Attached, reader: asyncio.StreamReader) -> None:
+    async def _until_it_leaves(self, client: AttachedClient, reader: asyncio.StreamReader) -> None:
         """A client sends nothing after its greeting, so a read waits for the end."""
         with contextlib.suppress(OSError):
             await reader.read()

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from controllers.service.counts import MemberNumbers
-from controllers.service.open_step import CHANGING, Attached, OpenStep
+from controllers.service.open_step import CHANGING, AttachedClient, OpenStep
 from rl_actors.clients.base import Client
 from rl_actors.clients.completions import Group
 from rl_actors.clients.generator import GeneratorClient
@@ -32,11 +32,13 @@ class Member(Protocol):
 
     num_ranks: int  # answers to a call
 
-    async def run(self, client: Attached, endpoint: str, arguments: Sequence[object], step_wait: float) -> list[object]:
+    async def run(
+        self, client: AttachedClient, endpoint: str, arguments: Sequence[object], step_wait: float
+    ) -> list[object]:
         """Run a call of the client, and return the answers of all ranks. step_wait: seconds that the call may wait for the end of another
         client's step."""
 
-    async def leave(self, client: Attached) -> None:
+    async def leave(self, client: AttachedClient) -> None:
         """End the unfinished work of a client that has left."""
 
     async def describe(self) -> dict[str, object]:
@@ -62,7 +64,9 @@ class ModelMember:
         self.step = OpenStep()
         self._saved: dict[int, SavedCheckpoint] = {}  # last of each client, by number
 
-    async def run(self, client: Attached, endpoint: str, arguments: Sequence[object], step_wait: float) -> list[object]:
+    async def run(
+        self, client: AttachedClient, endpoint: str, arguments: Sequence[object], step_wait: float
+    ) -> list[object]:
         if endpoint == "setup":  # answered without the ranks, which may be busy with a call of another client
             version = self.client.policy_version or 0
             return [replace(info, policy_version=version) for info in self._infos]
@@ -88,7 +92,7 @@ class ModelMember:
             self.step.leave(client)
         return answers
 
-    async def _send(self, client: Attached, endpoint: str, arguments: Sequence[object]) -> list[object]:
+    async def _send(self, client: AttachedClient, endpoint: str, arguments: Sequence[object]) -> list[object]:
         if endpoint == "save_checkpoint" and isinstance(self.client, TrainerClient):
             path, optimizer = arguments
             saved = await self.client.save_checkpoint(str(path), optimizer=bool(optimizer))
@@ -106,7 +110,7 @@ class ModelMember:
             return False
         return all(info.state == "idle" for info in infos)
 
-    async def leave(self, client: Attached) -> None:
+    async def leave(self, client: AttachedClient) -> None:
         """Discard the gradients of the client's open step, after the running call."""
         self._saved.pop(client.number, None)
         if self.step.holder is not client:
@@ -153,7 +157,9 @@ class GeneratorMember:
             "wake": client.wake,
         }
 
-    async def run(self, client: Attached, endpoint: str, arguments: Sequence[object], step_wait: float) -> list[object]:
+    async def run(
+        self, client: AttachedClient, endpoint: str, arguments: Sequence[object], step_wait: float
+    ) -> list[object]:
         await self.client.ready()
         if endpoint in ("setup", "info"):
             return [await self.client.info()]
@@ -179,7 +185,7 @@ class GeneratorMember:
 
     async def _start(
         self,
-        client: Attached,
+        client: AttachedClient,
         prompts: list[list[int]],
         params: SamplingParams,
         seed_indices: list[int] | None = None,
@@ -191,7 +197,7 @@ class GeneratorMember:
             await self._abort(client, number)
         return number
 
-    async def _fetch(self, client: Attached, number: int, at_least: int = 1) -> list[Group]:
+    async def _fetch(self, client: AttachedClient, number: int, at_least: int = 1) -> list[Group]:
         if number not in client.generations:
             raise ValueError(
                 f"no generate call {number} of this client is running: it has given all its completions, has failed, or was aborted"
@@ -203,7 +209,7 @@ class GeneratorMember:
             if call.is_over:
                 client.generations.pop(number, None)
 
-    async def _abort(self, client: Attached, number: int) -> None:
+    async def _abort(self, client: AttachedClient, number: int) -> None:
         if (call := client.generations.pop(number, None)) is not None:
             await call.abort()
 
@@ -211,7 +217,7 @@ class GeneratorMember:
         await self.client.pull_model_state_dict(version, timeout, in_flight=in_flight)
         return self.client.last_pull
 
-    async def leave(self, client: Attached) -> None:
+    async def leave(self, client: AttachedClient) -> None:
         """End the client's requests that still run in the engine."""
         aborts = [self._abort(client, number) for number in list(client.generations)]
         with contextlib.suppress(Exception):

@@ -21,7 +21,7 @@ CHANGING = frozenset(
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Attached:
+class AttachedClient:
     """A client that is connected to the service."""
 
     number: int
@@ -43,10 +43,10 @@ class OpenStep:
 
     def __init__(self) -> None:
         self._free = asyncio.Lock()
-        self.holder: Attached | None = None
+        self.holder: AttachedClient | None = None
         self._held_since = 0.0
 
-    async def enter(self, client: Attached, endpoint: str, step_wait: float) -> None:
+    async def enter(self, client: AttachedClient, endpoint: str, step_wait: float) -> None:
         """Wait until no other client has an open step, and open a step for this client. Does nothing if this client has an open step already.
 
         Raises RuntimeError if another client still has an open step after `step_wait` seconds. The error names that client. Also raises
@@ -73,7 +73,7 @@ class OpenStep:
             raise RuntimeError(f"{endpoint} was not run: {client} has left")
         self.holder, self._held_since = client, time.monotonic()
 
-    def leave(self, client: Attached) -> None:
+    def leave(self, client: AttachedClient) -> None:
         """Close this client's step, if it has one."""
         if self.holder is client:
             self.holder = None

@@ -11,7 +11,7 @@ from copy import deepcopy
 
 from controllers.service.counts import CallCounts, ServiceNumbers
 from controllers.service.members import Member
-from controllers.service.open_step import Attached
+from controllers.service.open_step import AttachedClient
 
 logger = logging.getLogger(__name__)
 
@@ -24,18 +24,18 @@ class Service:
     def __init__(self, members: Mapping[str, Member]) -> None:
         """members: by the names that clients ask for, such as "trainer" and "generator"."""
         self.members = members
-        self.clients: dict[int, Attached] = {}
+        self.clients: dict[int, AttachedClient] = {}
         self.calls = CallCounts()
         self.started = time.time()
         self.last_left = time.monotonic()
         self._numbers = itertools.count(1)
         self._leaving: set[asyncio.Task[None]] = set()
 
-    def attach(self, name: str, member: str) -> Attached:
+    def attach(self, name: str, member: str) -> AttachedClient:
         """Add a client of `member`. name: for logs. Raises ValueError if there is no such actor."""
         if member not in self.members:
             raise ValueError(f"this service has no {member}; it has {', '.join(self.members)}")
-        client = Attached(number=next(self._numbers), name=name, member=member)
+        client = AttachedClient(number=next(self._numbers), name=name, member=member)
         self.clients[client.number] = client
         logger.info("%s is attached to the %s", client, member)
         return client
@@ -52,7 +52,7 @@ class Service:
         with self.calls.call(client, endpoint):
             return await self.members[client.member].run(client, endpoint, arguments, step_wait)
 
-    def leave(self, client: Attached) -> None:
+    def leave(self, client: AttachedClient) -> None:
         """Forget a client whose connection has ended, and undo its unfinished work."""
         if client.has_left:
             return

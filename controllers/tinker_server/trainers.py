@@ -55,12 +55,12 @@ class Trainer(Calls, Protocol):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Home:
+class LoadedTrainer:
     """A trainer in memory, and its runs."""
 
     trainer: Trainer
     shape: Shape | None  # of all its runs' adapters; None: its only run has rank 0
-    runs: "dict[str, Resident]" = field(default_factory=dict)
+    runs: "dict[str, LoadedRun]" = field(default_factory=dict)
 
     def calls_of(self, run: Run) -> Calls:
         """What trains a new run: the trainer or a new tenant. Raises ValueError if it cannot be
@@ -70,11 +70,11 @@ class Home:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Resident:
+class LoadedRun:
     """A run in a trainer in memory."""
 
     run: Run
-    home: Home
+    home: LoadedTrainer
     calls: Calls | None = None  # None while the run is being started
     used: float = field(default_factory=time.monotonic)  # last request, time.monotonic
     has_gradients: bool = False  # accumulated by forward_backward, not yet used by optim_step
@@ -98,8 +98,8 @@ class Trainers:
         """folder: of the states on disk. is_abandoned: whether a run's client is gone."""
         self.config, self.store, self.folder = config, store, folder
         self._spawn, self._is_abandoned = spawn, is_abandoned
-        self.residents: dict[str, Resident] = {}
-        self.homes: list[Home] = []
+        self.residents: dict[str, LoadedRun] = {}
+        self.homes: list[LoadedTrainer] = []
         self._turns: dict[str, asyncio.Lock] = {}
         self._placing = asyncio.Lock()
 
@@ -117,32 +117,32 @@ class Trainers:
             await self._start(run, checkpoint, optimizer=optimizer)
 
     @contextlib.asynccontextmanager
-    async def using(self, run_id: str) -> AsyncIterator[Resident]:
+    async def using(self, run_id: str) -> AsyncIterator[LoadedRun]:
         """Yield the run for one request, after the earlier ones, loaded from disk if necessary.
         Raises UserError if it is unknown, lost, or finds no room.
         """
         async with self._turn(run_id):
-            resident = self.residents.get(run_id) or await self._revive(run_id)
+            resident = self.residents.get(run_id) or await self._reload(run_id)
             resident.used = time.monotonic()
             self.store.update_run(run_id, last_request=time.time())
             async with self._noticing_death(resident):
                 yield resident
 
     @contextlib.asynccontextmanager
-    async def _noticing_death(self, resident: Resident) -> AsyncIterator[None]:
+    async def _noticing_death(self, resident: LoadedRun) -> AsyncIterator[None]:
         """On ActorDiedError forget the trainer, and raise RuntimeError naming the run's last saved
         state.
         """
         try:
             yield
         except ActorDiedError as error:
-            await self._lose(resident.home)
+            await self._forget(resident.home)
             raise RuntimeError(self._ended(resident.run.id, error)) from error
 
     def _ended(self, run_id: str, error: Exception) -> str:
         return f"the training run {run_id} has ended: {error}; {self._last_saved(run_id)}"
 
-    async def _revive(self, run_id: str) -> Resident:
+    async def _reload(self, run_id: str) -> LoadedRun:
         run = self.store.run(run_id)
         if run is None:
             raise UserError(f"there is no training run {run_id}")
@@ -159,7 +159,7 @@ class Trainers:
             return "it saved no state"
         return f"its last saved state is {saved[0].path}, from which create_training_client_from_state_with_optimizer continues"
 
-    async def _start(self, run: Run, checkpoint: str | None, *, optimizer: bool) -> Resident:
+    async def _start(self, run: Run, checkpoint: str | None, *, optimizer: bool) -> LoadedRun:
         resident = await self._place(run)
         try:
             async with self._noticing_death(resident):
@@ -173,7 +173,7 @@ class Trainers:
             raise
         return resident
 
-    async def _place(self, run: Run) -> Resident:
+    async def _place(self, run: Run) -> LoadedRun:
         """Add a run to the trainer for its shape, or a new one, parking the least recently used.
         The caller holds the run's lock.
         """
@@ -182,12 +182,12 @@ class Trainers:
             home = next((each for each in self.homes if shape is not None and each.shape == shape), None)
             if home is None:
                 await self._make_room()
-                home = Home(trainer=self._spawn(self._config_of(shape)), shape=shape)
+                home = LoadedTrainer(trainer=self._spawn(self._config_of(shape)), shape=shape)
                 self.homes.append(home)
-            resident = self.residents[run.id] = home.runs[run.id] = Resident(run=run, home=home)
+            resident = self.residents[run.id] = home.runs[run.id] = LoadedRun(run=run, home=home)
             try:
                 while len(home.runs) > self.config.max_tenants:
-                    await self._park(self._least_needed(home))
+                    await self._evict(self._least_needed(home))
             except BaseException:
                 await self._remove(resident)
                 raise
@@ -203,9 +203,9 @@ class Trainers:
         """
         while len(self.homes) >= self.config.max_trainers:
             for resident in list(self._least_needed_home().runs.values()):
-                await self._park(resident)
+                await self._evict(resident)
 
-    def _least_needed_home(self) -> Home:
+    def _least_needed_home(self) -> LoadedTrainer:
         """The least recently used trainer whose runs may all go to disk. Raises UserError if there
         is none.
         """
@@ -217,7 +217,7 @@ class Trainers:
             )
         return min(idle, key=_last_use)
 
-    def _least_needed(self, home: Home) -> Resident:
+    def _least_needed(self, home: LoadedTrainer) -> LoadedRun:
         """The least recently used run of a trainer that may go to disk. Raises UserError if there
         is none.
         """
@@ -229,12 +229,12 @@ class Trainers:
             )
         return min(idle, key=lambda resident: resident.used)
 
-    def _may_go(self, resident: Resident) -> bool:
+    def _may_go(self, resident: LoadedRun) -> bool:
         """True if no request of the run is at work, and it has no gradients or no client."""
         is_free = not resident.has_gradients or self._is_abandoned(resident.run)
         return is_free and not self._turn(resident.run.id).locked()
 
-    async def _remove(self, resident: Resident) -> None:
+    async def _remove(self, resident: LoadedRun) -> None:
         """Take a run out of its trainer, and end a trainer without runs."""
         home, run_id = resident.home, resident.run.id
         if home.runs.pop(run_id, None) is None:
@@ -246,7 +246,7 @@ class Trainers:
         elif resident.calls is not None:
             await resident.calls.close()
 
-    async def _lose(self, home: Home) -> None:
+    async def _forget(self, home: LoadedTrainer) -> None:
         """Forget and close a trainer, perhaps dead, with all its runs."""
         if home not in self.homes:
             return
@@ -257,7 +257,7 @@ class Trainers:
         with contextlib.suppress(Exception):
             await home.trainer.close()
 
-    async def _park(self, resident: Resident, *, must_end: bool = False) -> None:
+    async def _evict(self, resident: LoadedRun, *, must_end: bool = False) -> None:
         """Write a run's state to disk and take it out of its trainer, until its next request.
 
         A run with gradients stays, unless must_end or its client is gone: then they are dropped. If
@@ -273,13 +273,13 @@ class Trainers:
                 directory = await self._write(resident)
             except ActorDiedError as error:
                 logger.exception("%s", self._ended(run.id, error))
-                await self._lose(resident.home)
+                await self._forget(resident.home)
                 return
             self.store.update_run(run.id, parked=str(directory))
             await self._remove(resident)
             logger.info("the training run %s waits on disk for its next request", run.id)
 
-    async def _write(self, resident: Resident) -> Path:
+    async def _write(self, resident: LoadedRun) -> Path:
         """Drop the gradients, write the state, and return its directory."""
         if resident.has_gradients:
             await resident.trainer.discard_gradients()
@@ -313,7 +313,7 @@ class Trainers:
                 raise RuntimeError(f"{error}; the gradients since the last optim_step are dropped") from error
             return batch.merged(outputs)
 
-    async def _mend(self, resident: Resident, error: Exception) -> None:
+    async def _mend(self, resident: LoadedRun, error: Exception) -> None:
         """Drop the gradients after a failed call. If that fails, remove the run and raise
         RuntimeError.
         """
@@ -324,7 +324,7 @@ class Trainers:
             try:
                 await self._remove(resident)
             except Exception:  # then all runs of the trainer are lost
-                await self._lose(resident.home)
+                await self._forget(resident.home)
             raise RuntimeError(self._ended(resident.run.id, error)) from error
 
     async def optim_step(self, run_id: str, params: OptimParams) -> OptimResult:
@@ -385,14 +385,14 @@ class Trainers:
         """Write all runs to disk, without unused gradients, and end their trainers."""
         for resident in list(self.residents.values()):
             try:
-                await self._park(resident, must_end=True)
+                await self._evict(resident, must_end=True)
             except Exception:
                 logger.exception(
                     "the state of the training run %s could not be written to disk; its saved checkpoints are still there",
                     resident.run.id,
                 )
         for home in list(self.homes):
-            await self._lose(home)
+            await self._forget(home)
 
 
 def _size_of(folder: Path) -> int:
@@ -406,11 +406,11 @@ def _shape_of(run: Run) -> Shape | None:
     )
 
 
-def _last_use(home: Home) -> float:
+def _last_use(home: LoadedTrainer) -> float:
     return max(resident.used for resident in home.runs.values())
 
 
-def require_no_gradients(resident: Resident) -> None:
+def require_no_gradients(resident: LoadedRun) -> None:
     """Raises UserError if a run has gradients, which a checkpoint cannot hold."""
     if resident.has_gradients:
         raise UserError("forward_backward has accumulated gradients; call optim_step before you save or load a state")

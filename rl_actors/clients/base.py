@@ -181,7 +181,7 @@ class Client:
         processes = self._processes
         if processes is None:
             return None
-        end = asyncio.ensure_future(processes.first_end())
+        end = asyncio.ensure_future(processes.wait_any_exit())
         silence: asyncio.Task[list[Process]] | None = None
         silent: list[Process] = []
         try:
@@ -366,7 +366,7 @@ class Client:
         answers: Awaitable[list[Any]] = collect(endpoint, *args, **kwargs)
         if self.watched is None:
             return await answers
-        return await unless(self.watched.first_end(), lambda end: self._died(end, f"during {phase}"), answers)
+        return await unless(self.watched.wait_any_exit(), lambda end: self._died(end, f"during {phase}"), answers)
 
     @property
     def watched(self) -> ProcessMesh | None:

@@ -148,7 +148,7 @@ class OneGenerator(Client):
         await self._spawned.wait()
         if self._mesh is None or self._processes is None:
             return None
-        end = asyncio.ensure_future(self._processes.first_end())
+        end = asyncio.ensure_future(self._processes.wait_any_exit())
         beat: asyncio.Task[list[Heartbeat]] | None = None
         silence, pause = Silence(), min(silent_after / 20, LONGEST_CHECK_PAUSE)
         try:

@@ -252,9 +252,9 @@ def _join_ranks(config: TrainerConfig, machine: Machine) -> tuple[ParallelDims, 
     device = machine.device()
     machine.prepare(world_size)
     parallel_dims = ParallelDims.from_config(config.parallelism, world_size)
-    with deadlines.made_with(config.collective_timeout):
+    with deadlines.default_timeout(config.collective_timeout):
         parallel_dims.build_mesh()
-    deadlines.set_together(parallel_dims, config.setup_timeout)
+    deadlines.set_timeouts(parallel_dims, config.setup_timeout)
     dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
     return parallel_dims, device
 

@@ -25,7 +25,7 @@ connections in this group. So gloo raises the second error in every later collec
 
 
 @contextlib.contextmanager
-def made_with(seconds: float) -> Iterator[None]:
+def default_timeout(seconds: float) -> Iterator[None]:
     """Context manager in whose body new process groups get a deadline of `seconds`.
 
     torch's default is ten minutes for NCCL and half an hour for gloo. The point-to-point sends and receives of a gloo
@@ -42,7 +42,7 @@ def made_with(seconds: float) -> Iterator[None]:
             setattr(distributed_c10d, name, value)
 
 
-def set_together(parallel_dims: ParallelDims, seconds: float) -> None:
+def set_timeouts(parallel_dims: ParallelDims, seconds: float) -> None:
     """Wait until all ranks have called this function, and then set the deadline of every group.
 
     The point-to-point sends and receives of a gloo group are an exception: they keep the deadline that the group got at

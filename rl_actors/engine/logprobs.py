@@ -28,7 +28,7 @@ ChunkInputs = dict[str, Tensor]
 """Tensors [B, L, ...] that a loss gets. They are split into the same chunks as the logits."""
 
 
-class SteadyLoss:
+class GuardedLoss:
     """Wraps a loss and catches its first error. From then on all gradients are zero, and `failure` has the error.
 
     The loss may have failed only on this rank. This rank must go on, because the other ranks wait for it in their collectives. The runner
@@ -106,7 +106,7 @@ class ChunkedHead:
         return batch.gather(values)
 
     def evaluate(
-        self, hidden_BLD: Tensor, batch: PackedBatch, loss: SteadyLoss | None, *, with_entropy: bool = False
+        self, hidden_BLD: Tensor, batch: PackedBatch, loss: GuardedLoss | None, *, with_entropy: bool = False
     ) -> tuple[Values, Partials]:
         """The values and, if a loss is given, the loss's metrics. The caller must turn gradients off."""
         if loss is None:
@@ -114,7 +114,7 @@ class ChunkedHead:
         return self.loss(hidden_BLD, batch, loss, with_entropy=with_entropy)[:2]
 
     def loss(
-        self, hidden_BLD: Tensor, batch: PackedBatch, loss: SteadyLoss, *, with_entropy: bool = False
+        self, hidden_BLD: Tensor, batch: PackedBatch, loss: GuardedLoss, *, with_entropy: bool = False
     ) -> tuple[Values, Partials, Tensor]:
         """(values of whole rows, metrics, a scalar).
 
@@ -134,7 +134,7 @@ class ChunkedHead:
         return batch.gather(values), metrics, total
 
     def _whole_sequence(
-        self, hidden_BLD: Tensor, batch: PackedBatch, loss: SteadyLoss, with_entropy: bool
+        self, hidden_BLD: Tensor, batch: PackedBatch, loss: GuardedLoss, with_entropy: bool
     ) -> tuple[Values, Partials, Tensor]:
         with torch.no_grad():
             values = self.forward(hidden_BLD.detach(), batch, with_entropy=with_entropy)

@@ -38,7 +38,7 @@ def local_modules(model: nn.Module, config: TrainerConfig) -> list[nn.Module]:
     return chosen
 
 
-class OwnTime:
+class ComputeTimer:
     """Measures the forward passes that the modules make in training mode, and gives the mean seconds of one module for one token."""
 
     def __init__(self, modules: Sequence[nn.Module], machine: Machine) -> None:

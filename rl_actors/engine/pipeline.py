@@ -18,7 +18,7 @@ from rl_actors.config import TrainerConfig
 from rl_actors.engine.batch import ModelInputs, PackedBatch, model_inputs
 from rl_actors.engine.build import BuiltModel
 from rl_actors.engine.collectives import raise_together
-from rl_actors.engine.logprobs import ChunkedHead, SteadyLoss
+from rl_actors.engine.logprobs import ChunkedHead, GuardedLoss
 from rl_actors.engine.microbatch_output import MicrobatchOutput
 from rl_actors.engine.packing import PlanOptions
 from rl_actors.engine.pipeline_stages import Stage
@@ -34,7 +34,7 @@ class PipelineCall:
     """The call that runs now: the inputs of its microbatches on this rank, and the results of the last stage."""
 
     batch: Callable[[int], PackedBatch]  # takes the number of a microbatch, returns this rank's shard of the microbatch
-    loss: SteadyLoss | None
+    loss: GuardedLoss | None
     with_entropy: bool
     training: bool
     outputs: list[MicrobatchOutput] = field(default_factory=list)
@@ -84,7 +84,7 @@ class PipelineRunner:
         """The values and, if a loss is given, the metrics of the loss. Computes no gradients. If the loss fails on one rank, all ranks raise the
         error after the last microbatch.
         """
-        steady = None if loss is None else SteadyLoss(loss)
+        steady = None if loss is None else GuardedLoss(loss)
         return self._run(batches, steady, with_entropy=with_entropy, training=False)
 
     def forward_backward(
@@ -93,10 +93,10 @@ class PipelineRunner:
         """Add the gradient of the loss, and return values and metrics. If the loss fails on one rank, all ranks raise the error after the
         last microbatch.
         """
-        return self._run(batches, SteadyLoss(loss), with_entropy=with_entropy, training=True)
+        return self._run(batches, GuardedLoss(loss), with_entropy=with_entropy, training=True)
 
     def _run(
-        self, batches: Iterable[PackedBatch], loss: SteadyLoss | None, *, with_entropy: bool, training: bool
+        self, batches: Iterable[PackedBatch], loss: GuardedLoss | None, *, with_entropy: bool, training: bool
     ) -> list[MicrobatchOutput]:
         whole = list(batches)
 

@@ -17,7 +17,7 @@ from rl_actors.engine.batch import PackedBatch, model_inputs
 from rl_actors.engine.build import BuiltModel
 from rl_actors.engine.collectives import raise_together
 from rl_actors.engine.gradients import local
-from rl_actors.engine.logprobs import ChunkedHead, SteadyLoss
+from rl_actors.engine.logprobs import ChunkedHead, GuardedLoss
 from rl_actors.engine.microbatch_output import MicrobatchOutput
 from rl_actors.engine.packing import PlanOptions
 from rl_actors.losses import Loss
@@ -45,7 +45,7 @@ class SingleRunner:
 
         If the loss fails on one rank, all ranks raise its error.
         """
-        steady = None if loss is None else SteadyLoss(loss)
+        steady = None if loss is None else GuardedLoss(loss)
         remaining = iter(batches)
         first_two = list(islice(remaining, 2))
         outputs = []
@@ -65,7 +65,7 @@ class SingleRunner:
 
         If the loss fails on one rank, all ranks raise its error after the last microbatch.
         """
-        steady, outputs = SteadyLoss(loss), []
+        steady, outputs = GuardedLoss(loss), []
         for batch in batches:
             shard = self.built.shard_rows(batch)
             values, metrics, total = self.head.loss(self._hidden(shard), shard, steady, with_entropy=with_entropy)

@@ -21,7 +21,7 @@ from rl_actors.engine.machine import this_machine
 from rl_actors.engine.microbatch_output import MicrobatchOutput
 from rl_actors.engine.offload import Offload
 from rl_actors.engine.optimizer import named_parameters
-from rl_actors.engine.own_time import OwnTime, local_modules
+from rl_actors.engine.own_time import ComputeTimer, local_modules
 from rl_actors.engine.packing import plan
 from rl_actors.engine.pipeline import PipelineRunner
 from rl_actors.engine.profiling import StepProfiler
@@ -59,7 +59,7 @@ class TrainEngine:
         self.tenants = Tenants(self.built, self.memory)
         self.checkpoint_writer = checkpoint.CheckpointWriter()
         self.profiler = StepProfiler(torch.distributed.get_rank())
-        self.own_time = OwnTime(local_modules(self.built.model, config), this_machine())
+        self.own_time = ComputeTimer(local_modules(self.built.model, config), this_machine())
         self.own_seconds_per_token: float | None = None
         self.parameters_by_layout = by_layout(named_parameters(self.built.model))
         pipeline_mesh = self.built.parallel_dims.get_optional_mesh("pp")
@@ -71,7 +71,7 @@ class TrainEngine:
         self.reports_samples = self.reports_metrics and context_rank == 0
         if config.hf_path:
             hf.load(self.built, config.hf_path)
-        deadlines.set_together(self.built.parallel_dims, config.collective_timeout)
+        deadlines.set_timeouts(self.built.parallel_dims, config.collective_timeout)
 
     @property
     def step(self) -> StepState:

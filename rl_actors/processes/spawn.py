@@ -118,7 +118,7 @@ class ProcessMesh:
     def of_this_host(self) -> list[Process]:
         return [process for process in self.processes if process.handle is not None]
 
-    async def first_end(self) -> Process:
+    async def wait_any_exit(self) -> Process:
         """Wait until a process of this host has ended; for ever if there is none."""
         loop = asyncio.get_running_loop()
         first: asyncio.Future[Process] = loop.create_future()
@@ -156,7 +156,7 @@ class ProcessMesh:
         except TimeoutError:
             pass
         except Exception:
-            # a process has ended: wait, so that `first_end` reports it first
+            # a process has ended: wait, so that `wait_any_exit` reports it first
             await asyncio.sleep(timeout)
         return [process for process in self.processes if process.rank not in answered]
 

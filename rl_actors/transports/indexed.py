@@ -19,7 +19,7 @@ from rl_actors.transports.placement import Place, choose, room_for_slots
 from rl_actors.transports.reader import SlotSource
 from rl_actors.transports.server import SlotServer
 from rl_actors.transports.slots import Slot, SlotAddress
-from rl_actors.transports.snapshot import Snapshot
+from rl_actors.transports.snapshot import DoubleBuffer
 
 LOOPBACK = "127.0.0.1"
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class IndexedTransport(Transport):
         # signs the requests of readers to the ranks' servers
         self.secret = secrets.token_bytes(32)
         # by rank, for the ranks of this process
-        self._snapshots: dict[int, Snapshot] = {}
+        self._snapshots: dict[int, DoubleBuffer] = {}
         self._servers: dict[int, SlotServer] = {}
 
     def __getstate__(self) -> dict:
@@ -45,7 +45,9 @@ class IndexedTransport(Transport):
         self, key: str, tensors: Mapping[str, Tensor], rank: int, dtype: torch.dtype | None = None
     ) -> SlotAddress:
         if rank not in self._snapshots:
-            self._snapshots[rank] = Snapshot(rank=rank, timeout=self.weights.timeout, choose_place=self._choose_place)
+            self._snapshots[rank] = DoubleBuffer(
+                rank=rank, timeout=self.weights.timeout, choose_place=self._choose_place
+            )
         slot = self._snapshots[rank].write(key, tensors, dtype)
         if rank not in self._servers and self._needs_server(slot):
             self._serve(rank)

@@ -74,7 +74,7 @@ class MemoryTransport(Transport):
     async def death(self, silent_after: float) -> str:
         if self._processes is None:
             return await super().death(silent_after)
-        end = asyncio.ensure_future(self._processes.first_end())
+        end = asyncio.ensure_future(self._processes.wait_any_exit())
         silence = asyncio.ensure_future(self._processes.first_silent(silent_after))
         try:
             await asyncio.wait((end, silence), return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""`Snapshot`: the memory in which one trainer rank keeps its newest weights for generators to read."""
+"""`DoubleBuffer`: the memory in which one trainer rank keeps its newest weights for generators to read."""
 
 import itertools
 import time
@@ -16,7 +16,7 @@ from rl_actors.transports.placement import Place
 from rl_actors.transports.slots import ALIGNMENT, Layout, Shard, Slot, actor_name
 
 
-class Snapshot:
+class DoubleBuffer:
     """At most two slots, written in turn.
 
     With two slots a failed write loses only the older version, and the newest is always readable,

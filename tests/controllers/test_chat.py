@@ -9,7 +9,7 @@ from own_models import CHAT_TEMPLATE, save_tokenizer
 
 from controllers.environments import Message, Problem
 from controllers.rollouts.chat import ChatConfig
-from controllers.rollouts.evaluation import PassAtKConfig, ValidationSet, Validator
+from controllers.rollouts.evaluation import EvaluationSet, Evaluator, PassAtKConfig
 from controllers.rollouts.groups import RolloutConfig, Rollouts
 from controllers.rollouts.queue import RolloutQueue
 from controllers.rollouts.tokenizer import load_tokenizer
@@ -162,10 +162,10 @@ def test_a_stop_token_that_the_tokenizer_lacks_is_refused(make, ids):
 def test_rollouts_and_validation_send_prompts_from_the_template_and_all_stop_tokens(make):
     tokenizer = make(chat=ChatConfig(enabled=True), generation={"eos_token_id": [258, 256]})
     environment, generator = ParityReward(0.0, 3), RandomGenerator()
-    config = RolloutConfig(groups_per_step=2, group_size=2, max_refills=0)
+    config = RolloutConfig(groups_per_step=2, group_size=2, dynamic_sampling_rounds=0)
     rollouts = Rollouts(config, environment, tokenizer, generator, max_tokens=4, seed=0)
-    sets = [ValidationSet(name="", environment=environment, problems=environment.held_out())]
-    validator = Validator(
+    sets = [EvaluationSet(name="", environment=environment, problems=environment.held_out())]
+    validator = Evaluator(
         sets=sets,
         generator=generator,
         tokenizer=tokenizer,

@@ -136,7 +136,7 @@ def parse_grpo(*argv: str) -> cli.Invocation:
 
 def test_other_flags_override_a_preset_and_the_preset_is_printed_with_its_paper(capsys):
     config = parse_grpo("--algorithm", "dapo", "--loss.ratio-high", "1.4", "--max-tokens", "20").config
-    assert (config.algorithm, config.loss.ratio_high, config.rollouts.max_refills) == ("dapo", 1.4, 3)
+    assert (config.algorithm, config.loss.ratio_high, config.rollouts.dynamic_sampling_rounds) == ("dapo", 1.4, 3)
     out, err = capsys.readouterr()
     assert out == "" and "arXiv 2503.14476" in err and "  loss.ratio_high = 1.28\n" in err
     again = parse_grpo("--algorithm", "grpo", "--steps", "3").config

@@ -18,7 +18,7 @@ def two_runs(tmp_path_factory) -> list[Path]:
     """The folders of two runs. The first has ended. The second still runs. It has another config and no validation."""
     tmp_path = tmp_path_factory.mktemp("runs")
     first = whole_run(tmp_path / "first")
-    records = [{**grpo_record(step), "reward/mean": 0.9, "validation/accuracy": None} for step in (1, 2)]
+    records = [{**grpo_record(step), "reward/mean": 0.9, "eval/reward": None} for step in (1, 2)]
     second = write_run(tmp_path / "second", records, outcome={"status": "running"})
     second.config.write_text('{"seed": 7, "note": "other", "schedule": {"learning_rate": 0.5}}')
     return [first.path, second.path]
@@ -47,14 +47,14 @@ def test_runs_of_dpo_are_compared_by_their_pairs(tmp_path):
     for name, accuracies in {"one": (0.5, 0.75), "two": (0.5, 1.0)}.items():
         records = []
         for step, accuracy in enumerate(accuracies, start=1):
-            held_out = {"validation/dpo/accuracy": accuracy, "validation/dpo/loss": 1 - accuracy}
+            held_out = {"eval/dpo/accuracy": accuracy, "eval/dpo/loss": 1 - accuracy}
             values = {"dpo/accuracy": accuracy, "loss": 1 - accuracy, **held_out}
             records.append({"step": step, "phase": "dpo", **values})
         folders.append(write_run(tmp_path / name, records).path)
     rows = dict(compare.summary(compare.read_runs(folders)))
     assert rows["steps"] == ["2", "2"]
     assert rows["Pairs with a positive margin, last step (share)"] == ["0.75", "1"]
-    assert rows["validation/dpo/loss"] == ["0.250 (best 0.250)", "0.000 (best 0.000)"]
+    assert rows["eval/dpo/loss"] == ["0.250 (best 0.250)", "0.000 (best 0.000)"]
     assert not any(name.startswith("Reward") for name in rows)
     compare.write_comparison(folders, tmp_path / "compare.html")
     assert list(charts_of((tmp_path / "compare.html").read_text())) == [
@@ -70,7 +70,7 @@ def test_the_page_has_the_results_and_the_config_fields_that_differ(html):
     for text in (
         "outcome finished running or killed",
         "steps 6 2",
-        "validation/accuracy 0.750 (best 0.875) –",
+        "eval/reward 0.750 (best 0.875) –",
         "Reward, last step (reward) 0.5 0.9",
         "time in steps 0 min 9 s 0 min 4 s",
         "trainer memory, peak (GiB) 1.5 1.5",
@@ -83,7 +83,7 @@ def test_the_page_has_the_results_and_the_config_fields_that_differ(html):
 
 def test_the_command_prints_a_table_and_names_the_page(tmp_path, monkeypatch, capsys):
     for name, rate in (("first", 0.25), ("second", 0.5)):
-        folder = write_run(tmp_path / name, [{"step": 1, "loss": 0.5, "validation/accuracy": 0.75}])
+        folder = write_run(tmp_path / name, [{"step": 1, "loss": 0.5, "eval/reward": 0.75}])
         folder.config.write_text(json.dumps({"schedule": {"learning_rate": rate}}))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")

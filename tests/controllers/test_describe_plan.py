@@ -169,9 +169,9 @@ def test_if_trainer_and_generator_take_turns_the_plan_has_the_memory_of_every_ph
     describe_plan.require_memory(config)
     several = replace(config, updates_per_step=2)
     assert f"GPU 0 in forward_backward: trainer-0 {size(passes + held.optimizer)} of" in describe_plan.describe(several)
-    config.turns.offload = ("optimizer", "weights")
+    config.colocation.offload = ("optimizer", "weights")
     assert "  GPU 0 generating: generator-0 91.0 GiB of 140.0 GiB\n" in describe_plan.describe(config)
-    config.turns.enabled = False
+    config.colocation.enabled = False
     with pytest.raises(
         ValueError, match=r"GPU 0 has 140.0 GiB, but its processes need .* \(trainer-0 .* \+ generator-0 91.0 GiB\)"
     ):
@@ -204,7 +204,7 @@ def test_a_critic_that_takes_turns_is_on_the_host_while_trainer_or_generator_wor
     config = qwen3_4b_ppo()
     config.rollouts.max_staleness = 0
     config.critic.gpu, config.generator.gpu, config.reference_kl = None, 0, 0.0
-    config.turns.enabled = True
+    config.colocation.enabled = True
     config.validate()
     size = describe_plan.size_text
     held, critic = memory(config.trainer), memory(config.models()["critic"])

@@ -36,7 +36,7 @@ def config() -> GRPOConfig:
         made,
         steps=NUM_STEPS,
         sft_steps=NUM_SFT_STEPS,
-        validate_every=4,
+        evaluate_every=4,
         checkpoint_every=0,
         rollouts=replace(made.rollouts, groups_per_step=64),
     )
@@ -46,8 +46,8 @@ def run(folder: RunFolder) -> tuple[list[dict[str, Any]], str]:
     """Run the config. Returns the records of its steps without the MEASURED keys, and the terminal output."""
     made = config()
     made.validate()
-    environment, validation_sets = launch._task(made)
-    task = (environment, validation_sets, launch._tokenizer(made, environment, validation_sets))
+    environment, evaluation_sets = launch._task(made)
+    task = (environment, evaluation_sets, launch._tokenizer(made, environment, evaluation_sets))
     invocation = cli.Invocation(
         config=made,
         config_name="tiny",

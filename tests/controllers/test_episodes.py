@@ -19,7 +19,7 @@ from controllers.environments.together import together
 from controllers.rollouts.chat import ChatConfig
 from controllers.rollouts.episode_rollouts import EpisodeRollouts
 from controllers.rollouts.episodes import EpisodeLimits, PlayedEpisode, Player, Sampled, TurnSender
-from controllers.rollouts.evaluation import PassAtKConfig, ValidationSet, Validator
+from controllers.rollouts.evaluation import EvaluationSet, Evaluator, PassAtKConfig
 from controllers.rollouts.groups import RolloutConfig
 from controllers.rollouts.queue import RolloutQueue
 from controllers.rollouts.tokenizer import Tokenizer, build_character_tokenizer, load_tokenizer
@@ -297,7 +297,7 @@ def some_digit(prompt: list[int], index: int) -> list[int]:
 
 
 def queue_of(generator, tokenizer, environment=None, *, pending=(), cursor=0, **options) -> RolloutQueue:
-    config = RolloutConfig(**{"groups_per_step": 2, "group_size": 3, "max_refills": 0, **options})
+    config = RolloutConfig(**{"groups_per_step": 2, "group_size": 3, "dynamic_sampling_rounds": 0, **options})
     limits = EpisodeLimits(max_turns=4, max_tokens=64, max_tokens_per_turn=1)
     player = Player(tokenizer=tokenizer, limits=limits, scorer=Scorer())
     environment = environment or GuessingGame(seed=0, num_held_out=10)
@@ -418,7 +418,7 @@ def test_a_group_of_episodes_has_summed_rewards_for_grpo_and_rewards_per_token_f
     assert [sample.columns["advantages"].tolist() for sample in batch.samples] == [[low, 0, low], [high, 0, high]]
     metrics = batch.metrics()
     assert metrics["tokens/generated"] == 4 and metrics["episode/turns_mean"] == 2
-    [record] = batch.shown()
+    [record] = batch.to_record()
     assert record["conversations"][1] == [
         {"role": "environment", "text": "?", "reward": None},
         {"role": "policy", "text": characters.decode(group.completions[1].tokens[:1]), "reward": 0.5},
@@ -440,8 +440,8 @@ def test_validation_plays_greedy_episodes_of_the_held_out_problems(characters):
 
     generator, environment = TalkingGenerator(search), GuessingGame(seed=0, num_held_out=10)
     limits = EpisodeLimits(max_turns=4, max_tokens=64, max_tokens_per_turn=1)
-    validator = Validator(
-        sets=[ValidationSet(name="", environment=environment, problems=environment.held_out())],
+    validator = Evaluator(
+        sets=[EvaluationSet(name="", environment=environment, problems=environment.held_out())],
         generator=generator,
         tokenizer=characters,
         max_tokens=1,
@@ -450,7 +450,7 @@ def test_validation_plays_greedy_episodes_of_the_held_out_problems(characters):
         player=Player(tokenizer=characters, limits=limits, scorer=Scorer()),
     )
     scores = asyncio.run(validator())
-    assert scores.metrics == {"validation/accuracy": 1.0, "validation/pass@1": 1.0}
+    assert scores.metrics == {"eval/reward": 1.0, "eval/pass@1": 1.0}
     assert [sample["completion"] for sample in scores.samples[:2]] == ["4\n-\n1\n-\n0\n=", "4\n-\n1\n="]
     assert generator.params[0].temperature == 0 and generator.params[0].n == 1
 

@@ -17,9 +17,9 @@ from controllers.rollouts.tokenizer import build_character_tokenizer
 from rl_actors import LoRAConfig, OptimParams, TrainerConfig
 
 RECORDS = [
-    {"step": 1, "phase": "sft", "validation/accuracy": 0.125},
-    {"step": 2, "phase": "grpo", "reward/mean": 0.5, "validation/accuracy": None},
-    {"step": 3, "phase": "grpo", "reward/mean": 0.75, "validation/accuracy": 0.875},
+    {"step": 1, "phase": "sft", "eval/reward": 0.125},
+    {"step": 2, "phase": "grpo", "reward/mean": 0.5, "eval/reward": None},
+    {"step": 3, "phase": "grpo", "reward/mean": 0.75, "eval/reward": 0.875},
 ]
 
 
@@ -73,7 +73,7 @@ def test_an_export_loads_in_transformers_and_its_model_card_has_the_scores(make_
     card = (target / "README.md").read_text()
     assert card.startswith("---\nbase_model: base\nlibrary_name: transformers\n")
     assert "after step 3 of the run `run` on the task `basic_arithmetic`" in card
-    assert "| validation/accuracy | 0.875 |" in card and "| reward/mean | 0.75 |" in card
+    assert "| eval/reward | 0.875 |" in card and "| reward/mean | 0.75 |" in card
     assert f"## Use\n\n```\n{command}\n```\n" in card and command.endswith(str(target))
 
 
@@ -101,7 +101,7 @@ def test_an_export_of_an_earlier_step_has_the_weights_and_scores_of_that_step(ma
     newest, earlier = (load_file(tmp_path / name / "model.safetensors") for name in ("newest", "earlier"))
     assert earlier["model.norm.weight"].dtype == torch.bfloat16
     assert not torch.equal(newest["model.norm.weight"].bfloat16(), earlier["model.norm.weight"])
-    assert "| validation/accuracy | 0.125 |" in (tmp_path / "earlier/README.md").read_text()
+    assert "| eval/reward | 0.125 |" in (tmp_path / "earlier/README.md").read_text()
 
 
 def test_exported_adapters_in_peft_give_the_same_logits_as_the_merged_export(make_run, tmp_path):

@@ -23,9 +23,7 @@ def test_the_first_validation_at_or_after_the_step_decides():
     gate = Gate.parse("40:0.9")
     gate.check(39, {METRIC: 0.1})
     gate.check(40, {"loss": 0.1})
-    with pytest.raises(
-        GateMissedError, match="validation/accuracy is 0.8900 after step 41; the gate needs at least 0.9"
-    ):
+    with pytest.raises(GateMissedError, match="eval/reward is 0.8900 after step 41; the gate needs at least 0.9"):
         gate.check(41, {METRIC: 0.89})
     with pytest.raises(GateMissedError, match="is nan"):
         gate.check(41, {METRIC: math.nan})
@@ -68,7 +66,7 @@ def test_a_gate_is_refused_for_a_run_that_samples_nothing():
 
 @pytest.mark.slow
 def test_a_run_ends_with_status_3_at_the_step_at_which_it_misses_its_gate(tmp_path):
-    flags = ["--config", "tiny", "--sft-steps", "2", "--steps", "3", "--validate-every", "1", "--gate", "3:0.99"]
+    flags = ["--config", "tiny", "--sft-steps", "2", "--steps", "3", "--evaluate-every", "1", "--gate", "3:0.99"]
     command = [sys.executable, "-m", "controllers.grpo", *flags, "--output-dir", str(tmp_path / "run")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=GUARD)
@@ -79,7 +77,7 @@ def test_a_run_ends_with_status_3_at_the_step_at_which_it_misses_its_gate(tmp_pa
 
 @pytest.mark.slow
 def test_a_finished_run_that_has_passed_its_gate_ends_with_status_0_when_it_is_resumed(tmp_path):
-    flags = ["--config", "tiny", "--sft-steps", "2", "--steps", "1", "--validate-every", "1", "--gate", "3:0"]
+    flags = ["--config", "tiny", "--sft-steps", "2", "--steps", "1", "--evaluate-every", "1", "--gate", "3:0"]
     program = [sys.executable, "-m", "controllers.grpo"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for arguments in ([*flags, "--output-dir", str(tmp_path / "run")], ["--resume", str(tmp_path / "run")]):

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 SHORT = [
     "--sft-steps",
     "3",
-    "--validate-every",
+    "--evaluate-every",
     "2",
     "--checkpoint-every",
     "2",
@@ -145,14 +145,16 @@ def test_eval_only_gives_a_checkpoint_the_accuracy_that_the_run_measured(finishe
     process = start("--eval-only", folder / "checkpoints" / "step-7")
     output = finish(process)
     assert process.returncode == 0, output
-    scored = next(r["validation/accuracy"] for r in read_jsonl(folder / "metrics.jsonl") if r["step"] == 7)
-    assert f"validation/accuracy {scored:.4f}" in output
+    scored = next(r["eval/reward"] for r in read_jsonl(folder / "metrics.jsonl") if r["step"] == 7)
+    assert f"eval/reward {scored:.4f}" in output
 
 
 @pytest.mark.slow
 def test_a_grpo_step_whose_rewards_are_all_equal_takes_no_optimizer_step_and_is_recorded_as_skipped(tmp_path):
     task = ["--environment.task", "tests.fakes:constant_reward", "--environment.options", '{"reward": 1.0}']
-    process = start("--output-dir", tmp_path / "run", "--steps", 2, *SHORT, "--rollouts.max-refills", 1, *task)
+    process = start(
+        "--output-dir", tmp_path / "run", "--steps", 2, *SHORT, "--rollouts.dynamic-sampling-rounds", 1, *task
+    )
     output = finish(process)
     assert process.returncode == 0, output
     grpo = [record for record in read_jsonl(tmp_path / "run/metrics.jsonl") if record["phase"] == "grpo"]

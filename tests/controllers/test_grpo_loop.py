@@ -63,7 +63,7 @@ def make_config() -> GRPOConfig:
         updates_per_step=1,
         epochs_per_step=1,
         samples_per_forward_backward=7,
-        validate_every=1,
+        evaluate_every=1,
         validation={"even": EnvironmentConfig(task="fakes:parity_reward", num_held_out=NUM_HARDER)},
         pass_at_k=PassAtKConfig(num_samples=4, k=(1, 2), temperature=0.7),
         checkpoint_every=0,
@@ -149,8 +149,8 @@ def test_training_problems_are_sampled_at_the_temperature_of_the_config(finished
 
 
 def test_the_accuracy_of_each_held_out_set_is_the_mean_reward_of_its_greedy_completions(finished):
-    expected = {"validation/accuracy": NUM_HELD_OUT, "validation/even/accuracy": NUM_HARDER}
-    validated = [record for record in finished.records if "validation/accuracy" in record]
+    expected = {"eval/reward": NUM_HELD_OUT, "eval/even/reward": NUM_HARDER}
+    validated = [record for record in finished.records if "eval/reward" in record]
     # The run validates before the first step, once after the supervised steps, and after every GRPO step.
     assert [record["step"] for record in validated] == [0, NUM_SFT_STEPS, 3, 4, 5]
     assert len(finished.validation) == len(expected) * len(validated)
@@ -163,15 +163,15 @@ def test_the_accuracy_of_each_held_out_set_is_the_mean_reward_of_its_greedy_comp
 
 
 def test_pass_at_k_is_estimated_from_the_completions_of_every_problem(finished):
-    validated = [record for record in finished.records if "validation/accuracy" in record]
+    validated = [record for record in finished.records if "eval/reward" in record]
     for record, generation in zip(validated, finished.attempts[::2], strict=True):
         assert generation.params.temperature == 0.7
         rewards = finished.rewards(generation, finished.environment.held_out())
-        assert record["validation/pass@1"] == pytest.approx(sum(map(sum, rewards)) / (4 * NUM_HELD_OUT))
+        assert record["eval/pass@1"] == pytest.approx(sum(map(sum, rewards)) / (4 * NUM_HELD_OUT))
         pairs = [list(itertools.combinations(row, 2)) for row in rewards]
         found = [sum(max(pair) for pair in row) / len(row) for row in pairs]
-        assert record["validation/pass@2"] == pytest.approx(sum(found) / NUM_HELD_OUT)
-        assert record["validation/even/pass@2"] >= record["validation/even/pass@1"]
+        assert record["eval/pass@2"] == pytest.approx(sum(found) / NUM_HELD_OUT)
+        assert record["eval/even/pass@2"] >= record["eval/even/pass@1"]
 
 
 def test_validation_jsonl_has_some_completions_of_every_validation(finished):

@@ -40,7 +40,7 @@ class RecordingGenerator(rl_actors.GeneratorClient):
 
     def generate(self, prompts, params=None):
         call = super().generate(prompts, params)
-        self.recording.append(call)
+        self.replay_buffer.append(call)
         return call
 
     generate_each = AnswersEach.generate_each
@@ -53,16 +53,16 @@ def config(**degrees: int) -> GRPOConfig:
         trainer=replace(made.trainer, parallelism=replace(made.trainer.parallelism, **degrees)),
         steps=NUM_STEPS,
         sft_steps=NUM_WARMUP_STEPS,
-        validate_every=100,
+        evaluate_every=100,
         checkpoint_every=100,
-        rollouts=replace(made.rollouts, groups_per_step=64, max_refills=0),
+        rollouts=replace(made.rollouts, groups_per_step=64, dynamic_sampling_rounds=0),
     )
 
 
 def run(folder: RunFolder, made: GRPOConfig, *, resume: str | None = None) -> list[dict[str, Any]]:
     made.validate()
-    environment, validation_sets = launch._task(made)
-    task = (environment, validation_sets, launch._tokenizer(made, environment, validation_sets))
+    environment, evaluation_sets = launch._task(made)
+    task = (environment, evaluation_sets, launch._tokenizer(made, environment, evaluation_sets))
     flags = dict.fromkeys(("dry_run", "plan", "verbose"), False)
     invocation = cli.Invocation(
         config=made,

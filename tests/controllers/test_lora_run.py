@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 FLAGS = {
     "--steps": 4,
     "--sft-steps": 0,
-    "--validate-every": 2,
+    "--evaluate-every": 2,
     "--checkpoint-every": 4,
     "--rollouts.groups-per-step": 16,
     "--schedule.learning-rate": 2e-2,
@@ -61,6 +61,6 @@ def test_a_run_samples_with_the_adapters_that_it_trains(base, tmp_path, sync):
     assert all(0 < record["reward/mean"] < 1 and record["grad_norm"] > 0 for record in records)
     assert all(record["logprob_diff/max"] < 1e-4 and record["policy_lag"] == 0 for record in records), records
     assert abs(records[0]["kl/reference"]) < 1e-5 and abs(records[-1]["kl/reference"]) > 1e-2, records
-    assert all("validation/accuracy" in record for record in records[1::2])
+    assert all("eval/reward" in record for record in records[1::2])
     after = load_file(f"{base}/model.safetensors")
     assert all(before[name].equal(tensor) for name, tensor in after.items())

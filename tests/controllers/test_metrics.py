@@ -41,12 +41,12 @@ def test_a_record_has_every_key_and_is_on_disk_before_the_next_step(tmp_path):
     folder = RunFolder(tmp_path / "run")
     with logger(folder) as log:
         log.step(1, {"policy_version": 1, "loss": torch.tensor(0.5), "policy_lag": 0}, phase="sft")
-        log.step(2, {"validation/accuracy": 0.25}, phase="grpo", skipped=True)
+        log.step(2, {"eval/reward": 0.25}, phase="grpo", skipped=True)
         first, second = read_jsonl(folder.metrics)
     assert set(KEYS) <= set(first) & set(second)
     assert (first["step"], first["phase"], first["loss"], first["reward/mean"]) == (1, "sft", 0.5, None)
-    assert "validation/accuracy" not in first and "skipped" not in first
-    assert (second["skipped"], second["validation/accuracy"]) == (True, 0.25)
+    assert "eval/reward" not in first and "skipped" not in first
+    assert (second["skipped"], second["eval/reward"]) == (True, 0.25)
 
 
 def test_nan_and_infinity_become_null_and_are_named(tmp_path):
@@ -96,7 +96,7 @@ def test_without_a_terminal_a_step_is_one_aligned_line_under_a_header(tmp_path):
         with log.setup("starting generator"):
             pass
         log.step(1, {"loss": 2.0, "time/step": 0.5, "tokens/s": 2000.0}, phase="sft")
-        log.step(2, {"reward/mean": 0.5, "validation/accuracy": 0.25, "policy_lag": 1, "time/step": 1}, phase="grpo")
+        log.step(2, {"reward/mean": 0.5, "eval/reward": 0.25, "policy_lag": 1, "time/step": 1}, phase="grpo")
         log.step(3, {"reward/mean": float("nan")}, phase="grpo", skipped=True)
     started, ready, header, sft, header_again, grpo, skipped = out.getvalue().splitlines()
     assert started == "starting generator ..." and re.fullmatch(r"starting generator: \d+\.\d s", ready)
@@ -135,7 +135,7 @@ def test_a_terminal_shows_a_live_panel_and_keeps_the_lines_of_steps_with_a_valid
         for step in (1, 2):
             clock.now += 100.0
             log.step(step, {"loss": 0.125}, phase="sft")
-        log.step(3, {"loss": 0.5, "validation/accuracy": 0.75}, phase="grpo")
+        log.step(3, {"loss": 0.5, "eval/reward": 0.75}, phase="grpo")
         clock.now += 3661.0
         log.step(4, {"learning_rate": 0.1}, phase="grpo")
         log.display._live.refresh()

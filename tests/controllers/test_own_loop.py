@@ -17,8 +17,8 @@ from controllers.observe.run_folder import read_jsonl
 from controllers.rollouts.groups import RolloutConfig, advantages_of
 
 ROOT = Path(__file__).parents[2]
-SHORT = ["--steps", "6", "--checkpoint-every", "2", "--validate-every", "3", "--groups", "16"]
-SAME = ("step", "phase", "reward/mean", "grad_norm", "learning_rate", "validation/accuracy", "sample/longest")
+SHORT = ["--steps", "6", "--checkpoint-every", "2", "--evaluate-every", "3", "--groups", "16"]
+SAME = ("step", "phase", "reward/mean", "grad_norm", "learning_rate", "eval/reward", "sample/longest")
 
 
 @pytest.fixture

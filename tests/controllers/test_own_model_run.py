@@ -43,7 +43,7 @@ FLAGS = {
     "environment.task": "tests.fakes:parity_reward",
     "environment.options": "{}",
     "environment.num-held-out": 8,
-    "validate-every": 3,
+    "evaluate-every": 3,
 }
 
 
@@ -89,7 +89,7 @@ def test_a_run_with_a_hub_id_trains_from_the_cache_without_a_network(run, offlin
 @pytest.mark.slow
 def test_an_evaluation_gives_the_accuracy_of_the_run_and_starts_no_trainer(run, offline):
     output = start(offline, "grpo", "--eval-only", run)
-    assert f"validation/accuracy {read_jsonl(run / 'metrics.jsonl')[-1]['validation/accuracy']:.4f}" in output
+    assert f"eval/reward {read_jsonl(run / 'metrics.jsonl')[-1]['eval/reward']:.4f}" in output
     logs = run / "checkpoints/step-3/logs"
     assert {path.stem for path in logs.iterdir()} == {"evaluation", "generator-0"}
 
@@ -104,12 +104,12 @@ def test_supervised_training_on_conversations_teaches_the_assistants_turns(offli
         "environment.task": "tests.fakes:conversations",
         "environment.options": "{}",
         "environment.num-held-out": 3,
-        "validate-every": 40,
+        "evaluate-every": 40,
     }
     folder = tmp_path / "run"
     start(offline, "sft", "--config", "qwen3", "--trainer.hf-path", ID, *flags(values), "--output-dir", folder)
     records = [record for record in read_jsonl(folder / "metrics.jsonl") if record["step"] > 0]
-    accuracies = [record["validation/accuracy"] for record in records if record.get("validation/accuracy") is not None]
+    accuracies = [record["eval/reward"] for record in records if record.get("eval/reward") is not None]
     assert accuracies[-1] == 1.0
     assert records[-1]["answer_probability"] > 0.9 > 0.1 > records[0]["answer_probability"]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from configs.tiny_ppo import tiny_ppo
-from controllers.algorithms.critic import Critic, CriticConfig, Judged
+from controllers.algorithms.critic import AdvantageSamples, Critic, CriticConfig
 from controllers.algorithms.gae import GAEConfig
 from controllers.environments import Problem
 from controllers.ppo import is_cut_off, minibatches, token_rewards
@@ -39,10 +39,10 @@ def batch_of(*rewards: float) -> RolloutBatch:
             texts=["x"],
             task_rewards=[reward],
             rewards=[reward],
-            needs_difference=False,
+            drop_if_equal=False,
         )
         groups.append(group)
-    config = RolloutConfig(advantage="gae", group_size=1, max_refills=0)
+    config = RolloutConfig(advantage="gae", group_size=1, dynamic_sampling_rounds=0)
     return RolloutBatch.of(groups, config, num_refills=0, num_retries=0, version=3)
 
 
@@ -68,9 +68,9 @@ def critic(**fields) -> Critic:
     return Critic(trainer=ValueModel(), config=CriticConfig(), gae=gae, run_config=run_config)
 
 
-def judged_by(critic: Critic, batch: RolloutBatch, rewards: list[torch.Tensor]) -> Judged:
+def judged_by(critic: Critic, batch: RolloutBatch, rewards: list[torch.Tensor]) -> AdvantageSamples:
     values = asyncio.run(critic.values(batch.samples))
-    return critic.judge(batch.samples, values, rewards, is_cut_off(batch))
+    return critic.estimate_advantages(batch.samples, values, rewards, is_cut_off(batch))
 
 
 def test_every_group_of_a_ppo_batch_is_trained_on_and_its_reward_is_at_its_last_token():
@@ -91,14 +91,14 @@ def test_the_reward_of_a_turn_is_at_the_turns_last_token_and_the_environments_to
     )
     [group] = batch_of(1.5).groups
     group = replace(group, completions=[turns], episodes=[episode])
-    config = RolloutConfig(advantage="gae", group_size=1, max_refills=0)
+    config = RolloutConfig(advantage="gae", group_size=1, dynamic_sampling_rounds=0)
     batch = RolloutBatch.of([group], config, num_refills=0, num_retries=0, version=3)
     [row] = rewards_of(batch)
     assert row.tolist() == [0, 0, 0.5, 0, 1.0] and is_cut_off(batch) == [True]
-    judged = judged_by(critic(bootstrap=False), batch, [row])
+    estimated = judged_by(critic(bootstrap=False), batch, [row])
     # Values are 2, 3 and 5 before the three actions. The position between the turns is skipped.
-    assert judged.for_critic[0].columns["returns"].tolist() == [0, 1.5, 1.5, 0, 1.0]
-    assert judged.for_policy[0].columns["advantages"].tolist() == [0, -0.5, -1.5, 0, -4.0]
+    assert estimated.for_critic[0].columns["returns"].tolist() == [0, 1.5, 1.5, 0, 1.0]
+    assert estimated.for_policy[0].columns["advantages"].tolist() == [0, -0.5, -1.5, 0, -4.0]
 
 
 def test_the_kl_penalty_is_subtracted_from_the_reward_of_every_sampled_token():
@@ -134,12 +134,12 @@ def test_the_loss_takes_the_kl_coefficient_of_kl_control_and_a_kl_target_needs_a
 def test_the_critic_gives_advantages_returns_and_old_values_at_the_actions():
     batch = batch_of(1.0, 0.5)
     rewards = rewards_of(batch)
-    judged = judged_by(critic(), batch, rewards)
+    estimated = judged_by(critic(), batch, rewards)
     # The state at position i has i + 1 tokens, so its value is i + 1. After the first sample's end the value is 0. The
     # second sample was cut off, so its returns contain the value 4 of the state after its last token.
-    assert [sample.columns["returns"].tolist() for sample in judged.for_critic] == [[0, 1.0], [0, 4.5, 4.5]]
-    assert [sample.columns["advantages"].tolist() for sample in judged.for_policy] == [[0, -1.0], [0, 2.5, 1.5]]
-    assert judged.for_critic[1].columns["old_values"].tolist() == [1, 2, 3]
+    assert [sample.columns["returns"].tolist() for sample in estimated.for_critic] == [[0, 1.0], [0, 4.5, 4.5]]
+    assert [sample.columns["advantages"].tolist() for sample in estimated.for_policy] == [[0, -1.0], [0, 2.5, 1.5]]
+    assert estimated.for_critic[1].columns["old_values"].tolist() == [1, 2, 3]
     ended = judged_by(critic(bootstrap=False), batch, rewards)
     assert ended.for_critic[1].columns["returns"].tolist() == [0, 0.5, 0.5]
     whitened = judged_by(critic(whiten=True), batch, rewards)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_preset_runs_from_the_command_line(algorithm, tmp_path):
     command = [sys.executable, "-m", "controllers.grpo", "--config", "tiny", "--algorithm", algorithm]
-    command += ["--steps", "3", "--sft-steps", "5", "--rollouts.groups-per-step", "32", "--no-validate-first"]
+    command += ["--steps", "3", "--sft-steps", "5", "--rollouts.groups-per-step", "32", "--no-evaluate-first"]
     command += ["--environment.num-held-out", "64", "--output-dir", str(tmp_path / "run")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=GUARD)

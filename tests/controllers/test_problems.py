@@ -14,7 +14,7 @@ from controllers.environments import EnvironmentConfig, Problem, build_environme
 from controllers.environments.mixture import MixedEnvironment, Part
 from controllers.grpo import GRPOConfig
 from controllers.program import launch
-from controllers.rollouts.evaluation import ValidationSet, build_sets
+from controllers.rollouts.evaluation import EvaluationSet, build_sets
 from controllers.rollouts.groups import RolloutConfig, Rollouts
 from controllers.rollouts.queue import RolloutQueue
 from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
@@ -214,7 +214,7 @@ def test_an_endless_source_of_which_nothing_fits_is_refused_before_the_run(token
 
 
 def test_a_held_out_problem_of_an_endless_source_must_fit(tokenizer):
-    long = [ValidationSet(name="", environment=Endless(), problems=[Endless().problem(1)])]
+    long = [EvaluationSet(name="", environment=Endless(), problems=[Endless().problem(1)])]
     with pytest.raises(ValueError, match="has 30 tokens, but with max_tokens=8 a prompt may have at most 24"):
         require_fitting(GRPOConfig(**FIELDS), tokenizer, Endless(), long)
 

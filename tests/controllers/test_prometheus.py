@@ -11,7 +11,7 @@ from waiting import GUARD
 from controllers.observe.prometheus import CONTENT_TYPE, Family, MetricsPort, address_of, text
 from controllers.service.counts import CallCounts, MemberNumbers, ServiceNumbers
 from controllers.service.numbers import prometheus
-from controllers.service.open_step import Attached
+from controllers.service.open_step import AttachedClient
 
 
 def test_a_name_that_ends_in_total_is_a_counter_and_labels_are_escaped():
@@ -75,7 +75,7 @@ def test_an_address_is_a_host_and_a_port():
 
 def test_the_metrics_of_a_service_count_calls_by_outcome_and_show_the_state_of_each_actor():
     calls = CallCounts()
-    client, gone = (Attached(number=number, name="a program", member="trainer") for number in (1, 2))
+    client, gone = (AttachedClient(number=number, name="a program", member="trainer") for number in (1, 2))
     with calls.call(client, "forward"):
         pass
     with contextlib.suppress(ValueError), calls.call(client, "forward"):
@@ -87,7 +87,7 @@ def test_the_metrics_of_a_service_count_calls_by_outcome_and_show_the_state_of_e
         "trainer": MemberNumbers(policy_version=7, step_open_for=1.5, silent={"trainer-0": 0.5}),
         "generator": MemberNumbers(policy_version=None, restarts=2),
     }
-    with calls.call(Attached(number=3, name="a program", member="generator"), "info"):
+    with calls.call(AttachedClient(number=3, name="a program", member="generator"), "info"):
         numbers = ServiceNumbers(
             up_for=60.0,
             clients={"trainer": 3, "generator": 0},

@@ -159,7 +159,7 @@ def run(make_engine, monkeypatch):
         interruption, fate, chosen = Interruption(), Fate(deaths or {}), config or grpo_config()
 
         @contextlib.asynccontextmanager
-        async def open_run(config, folder, environment, validation_sets, tokenizer, *, log, state, **others):
+        async def open_run(config, folder, environment, evaluation_sets, tokenizer, *, log, state, **others):
             generator = RecordedGenerator(before, interruption)
             make_trainer = partial(MortalTrainer, before=before, interruption=interruption, fate=fate)
             run.actors = MortalActors(config, folder, lambda: make_trainer(make_engine()), generator)
@@ -168,7 +168,7 @@ def run(make_engine, monkeypatch):
             yield Run(
                 config=config,
                 environment=environment,
-                validation_sets=validation_sets,
+                evaluation_sets=evaluation_sets,
                 tokenizer=tokenizer,
                 trainer=trainer,
                 generator=generator,
@@ -293,7 +293,7 @@ def test_repeated_steps_train_on_the_same_rollouts_again(run, tmp_path):
         asked.append(call)
 
     config = replace(grpo_config(), checkpoint_every=100)
-    config.rollouts.max_refills = 0
+    config.rollouts.dynamic_sampling_rounds = 0
     undisturbed = RunFolder(tmp_path / "undisturbed")
     assert run(undisturbed, config=config, before=count) == 0
     num_calls = asked.count("generate")

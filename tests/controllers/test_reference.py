@@ -138,7 +138,7 @@ def test_advantages_and_the_choice_of_groups_use_the_penalised_rewards(groups):
     config = RolloutConfig(advantage="dr_grpo", group_size=3)
     assert len(samples_of(groups, config)) == 6  # without the middle group, whose task rewards are equal
     found = penalised(groups, ReferenceClient(), coefficient=0.3, estimator="k1")
-    assert [group.has_signal() for group in found] == [True, True, True]
+    assert [group.is_trainable() for group in found] == [True, True, True]
     samples = samples_of(found, config)
     assert len(samples) == 9
     expected = [reward - statistics.fmean(group.rewards) for group in found for reward in group.rewards]

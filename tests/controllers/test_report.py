@@ -28,7 +28,7 @@ def grpo_record(step: int) -> dict:
     record |= {"critic/explained_variance": 0.2, "critic/value_mean": 0.4, "critic/return_mean": 0.5}
     record |= {"clip_fraction": 0.3, "clip_fraction/low": 0.1, "clip_fraction/high": 0.2}
     record |= {"completion/length_mean": 2.5, "completion/length_max": 3, "completion/truncated": 0.1}
-    return record | {"memory/trainer_peak": 1.5, "mfu": 0.25, "validation/accuracy": 0.125 * step}
+    return record | {"memory/trainer_peak": 1.5, "mfu": 0.25, "eval/reward": 0.125 * step}
 
 
 def small_record(step: int) -> dict:
@@ -133,14 +133,14 @@ def episodes(step: int) -> dict:
 
 
 def whole_run(path: Path) -> RunFolder:
-    start = {"step": 0, "phase": "start", "validation/accuracy": 0.0}
+    start = {"step": 0, "phase": "start", "eval/reward": 0.0}
     sft = [{"step": s, "phase": "sft", "loss": 2.0 - s, "time/step": 0.5, "tokens/trained": 500} for s in (1, 2)]
-    sft[1]["validation/accuracy"] = 0.25
+    sft[1]["eval/reward"] = 0.25
     grpo = [grpo_record(step) for step in range(3, 7)]
     for record, accuracy in zip(grpo, (None, None, 0.875, 0.75), strict=True):
-        record["validation/accuracy"] = accuracy
+        record["eval/reward"] = accuracy
     grpo[1] |= {"skipped": True, "loss": None, "reward/std": None}
-    grpo[3] |= {"validation/hard/accuracy": 0.5, "validation/pass@4": 0.9}
+    grpo[3] |= {"eval/hard/reward": 0.5, "eval/pass@4": 0.9}
     groups = [group(step, is_trained=step != 4) for step in range(3, 7)]
     samples = [sample(0, "", "7"), sample(0, "hard", "0"), sample(5, "", "2"), sample(5, "hard", "46")]
     outcome = {"status": "finished", "error": None, "total_steps": 6}

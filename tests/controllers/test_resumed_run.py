@@ -228,7 +228,7 @@ def grpo_config() -> GRPOConfig:
         optimizer=AdamConfig(weight_decay=0.1),
         updates_per_step=2,
         samples_per_forward_backward=5,
-        validate_every=2,
+        evaluate_every=2,
         checkpoint_every=2,
         rollouts=RolloutConfig(groups_per_step=4, group_size=4),
         schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=1e-3, warmup_steps=2, min_ratio=0.2),
@@ -259,10 +259,10 @@ def run(make_engine, monkeypatch):
         interruption = Interruption()
 
         @contextlib.asynccontextmanager
-        async def open_run(config, folder, environment, validation_sets, tokenizer, *, log, state, **others):
+        async def open_run(config, folder, environment, evaluation_sets, tokenizer, *, log, state, **others):
             saver_class = Checkpoints if written else LateCheckpoints
             saver = saver_class(folder.checkpoints, keep=config.keep_checkpoints)
-            parts = {"config": config, "environment": environment, "validation_sets": validation_sets, "state": state}
+            parts = {"config": config, "environment": environment, "evaluation_sets": evaluation_sets, "state": state}
             parts |= {"tokenizer": tokenizer, "log": log, "scorer": others["scorer"]}
             parts["supervision"] = Supervision(folder=folder, checkpoints=saver, interruption=interruption)
             trainer = EngineTrainer(make_engine(), last, before, interruption)
@@ -455,7 +455,7 @@ def test_all_files_of_a_run_give_a_step_the_same_number(whole):
 
     records = read_jsonl(whole.metrics)
     assert [record["step"] for record in records] == list(range(12))
-    assert [record["step"] for record in records if "validation/accuracy" in record] == [0, 5, 7, 9, 11]
+    assert [record["step"] for record in records if "eval/reward" in record] == [0, 5, 7, 9, 11]
     assert sorted({line["step"] for line in read_jsonl(whole.validation)}) == [0, 5, 7, 9, 11]
     assert {rollout["step"] for rollout in read_jsonl(whole.rollouts)} == set(range(6, 12))
     assert [path.name for path in checkpoints.complete(whole.checkpoints)] == ["step-9", "step-11"]

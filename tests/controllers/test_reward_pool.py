@@ -184,8 +184,8 @@ def test_a_run_with_a_reward_that_cannot_be_pickled_is_refused_before_it_begins(
 @pytest.mark.slow
 def test_a_run_takes_its_rewards_from_workers_and_ctrl_c_ends_the_run_and_the_workers(tmp_path):
     folder, marker = RunFolder(tmp_path / "run"), str(tmp_path)
-    flags = ["--config", "tiny", "--steps", 3, "--sft-steps", 0, "--validate-every", 100, "--checkpoint-every", 0]
-    flags += ["--rollouts.groups-per-step", 2, *PARITY, "--environment.reward-workers", 2, "--no-validate-first"]
+    flags = ["--config", "tiny", "--steps", 3, "--sft-steps", 0, "--evaluate-every", 100, "--checkpoint-every", 0]
+    flags += ["--rollouts.groups-per-step", 2, *PARITY, "--environment.reward-workers", 2, "--no-evaluate-first"]
     finished = start("--output-dir", folder.path, *flags, marker=marker)
     assert finished.wait(GUARD) == 0, finished.stdout.read()
     records = read_jsonl(folder.metrics)

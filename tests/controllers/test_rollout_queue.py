@@ -20,9 +20,9 @@ from tests.fakes import ParityReward
 SIZE = 3
 
 
-def group(index: int, version: int = 0, *, has_signal: bool = True) -> Group:
+def group(index: int, version: int = 0, *, is_trainable: bool = True) -> Group:
     completion = Completion(tokens=[5], logprobs=[-1.0], policy_versions=[version], finish_reason="stop")
-    rewards = [0.0, 1.0] if has_signal else [1.0, 1.0]
+    rewards = [0.0, 1.0] if is_trainable else [1.0, 1.0]
     return Group(
         problem=ParityReward(0.0, 1).problem(index),
         prompt=[4],
@@ -82,7 +82,7 @@ class Simulated:
             groups_per_step=SIZE,
             group_size=2,
             max_staleness=max_staleness,
-            max_refills=self.draw.randrange(3),
+            dynamic_sampling_rounds=self.draw.randrange(3),
             in_flight_updates=in_flight_updates,
         )
         self.versions_per_step = versions_per_step
@@ -113,8 +113,8 @@ class Simulated:
     async def score(self, environment, problem, texts):
         for _ in range(self.draw.choice([0, 3])):
             await asyncio.sleep(0)
-        has_signal = random.Random(problem.index).random() >= self.drop_rate
-        totals = [0.0, 1.0] if has_signal else [1.0, 1.0]
+        is_trainable = random.Random(problem.index).random() >= self.drop_rate
+        totals = [0.0, 1.0] if is_trainable else [1.0, 1.0]
         return SimpleNamespace(totals=totals, components={}, num_retries=0)
 
     async def run(self, num_steps: int) -> list[RolloutBatch]:
@@ -380,7 +380,7 @@ def test_groups_without_a_signal_are_replaced_at_most_max_refills_times():
         generator = ScriptedGenerator()
         for prompt in range(6):
             generator.event(prompt).set()
-        async with queue_of(generator, max_refills=2, scorer=NoSignal()) as queue:
+        async with queue_of(generator, dynamic_sampling_rounds=2, scorer=NoSignal()) as queue:
             batch = await queue.next_batch(0)
         assert indices(batch) == list(range(6)) and batch.samples == [] and batch.num_refills == 2
         assert replace(batch).metrics()["groups/filtered"] == 6
@@ -389,11 +389,11 @@ def test_groups_without_a_signal_are_replaced_at_most_max_refills_times():
 
 
 @pytest.mark.parametrize(
-    ("rewards", "has_signal"),
+    ("rewards", "is_trainable"),
     [([0.1 + 0.2, 0.3], False), ([1e8, 1e8 + 1], True), ([0.0, 1e-6], True), ([0.7 + 0.2 + 0.1, 1.0], False)],
 )
-def test_rewards_that_differ_by_rounding_are_no_signal(rewards, has_signal):
-    assert replace(group(0), rewards=rewards).has_signal() == has_signal
+def test_rewards_that_differ_by_rounding_are_no_signal(rewards, is_trainable):
+    assert replace(group(0), rewards=rewards).is_trainable() == is_trainable
 
 
 def test_a_component_is_averaged_over_the_completions_that_have_it():

@@ -173,7 +173,7 @@ def server() -> Iterator[tuple[str, list[dict], list[str]]]:
         thread.join()
 
 
-class Judged:
+class AdvantageSamples:
     def __init__(self, config: JudgeConfig) -> None:
         self.reward = Judge(config=config)
 
@@ -181,7 +181,7 @@ class Judged:
 def test_a_judge_that_is_busy_or_gives_no_valid_score_is_asked_again(server):
     url, requests, answers = server
     answers += ["fine.\nscore: 3\nno, score: 8", "busy", "hm", "score: 11", "score: 10"]
-    environment = Judged(JudgeConfig(url=url, model="m"))
+    environment = AdvantageSamples(JudgeConfig(url=url, model="m"))
     found = score(environment, "five", "5", max_retries=4)
     # The scorer asks about the two completions at the same time, so the first answer may belong to either completion.
     assert sorted(found.totals) == [0.8, 1.0] and found.num_retries == 3
@@ -190,7 +190,9 @@ def test_a_judge_that_is_busy_or_gives_no_valid_score_is_asked_again(server):
 
 
 def test_the_error_about_a_judge_that_does_not_answer_has_the_prompt_and_the_number_of_tries():
-    environment = Judged(JudgeConfig(url="http://127.0.0.1:9/v1", model="m"))  # nothing listens on the discard port
+    environment = AdvantageSamples(
+        JudgeConfig(url="http://127.0.0.1:9/v1", model="m")
+    )  # nothing listens on the discard port
     with pytest.raises(RewardError, match=r"of prompt '2\+3=' failed 2 times, the last time with APIConnectionError"):
         score(environment, "5", max_retries=1)
 
@@ -350,8 +352,10 @@ def test_a_beginning_that_is_too_much_for_the_parser_is_prose(beginning):
 
 def test_a_block_that_only_uses_the_solution_is_not_the_solution():
     problem = Problem(prompt="add", answer="result = add(1, 2)\nassert result == 3", key="add")
-    usage = "result = add(1, 2)\nprint('the result of adding one and two is', result, 'which is what was asked for')\n"
-    text = f"```python\n{SUM}```\nUse it:\n```python\n{usage}```"
+    speed_metrics = (
+        "result = add(1, 2)\nprint('the result of adding one and two is', result, 'which is what was asked for')\n"
+    )
+    text = f"```python\n{SUM}```\nUse it:\n```python\n{speed_metrics}```"
     assert asyncio.run(Scorer().score(Coded(), problem, [text])).totals == [1.0]
 
 

@@ -22,7 +22,7 @@ from controllers.run import checkpoints
 from controllers.run.interruption import REPEATED_WITHIN
 
 WIDTH = 200
-LONG = ["--config", "tiny", "--steps", "1000", "--checkpoint-every", "1000", "--validate-every", "1000"]
+LONG = ["--config", "tiny", "--steps", "1000", "--checkpoint-every", "1000", "--evaluate-every", "1000"]
 LONG += ["--rollouts.groups-per-step", "8", *PARITY]
 SLOW_STEPS = ["--sft.batch-size", "20000", "--samples-per-forward-backward", "20000"]  # each step takes seconds
 

@@ -130,7 +130,7 @@ async def step(
     policy: "TrainEngine", critic: Critic, samples: list[Sample], rewards: list[Tensor], order: Random
 ) -> None:
     """A step of PPO: two passes over the samples, with two minibatches in each pass."""
-    judged = critic.judge(samples, await critic.values(samples), rewards, [False] * len(samples))
+    judged = critic.estimate_advantages(samples, await critic.values(samples), rewards, [False] * len(samples))
     for _ in range(2):
         indices = order.sample(range(NUM_EPISODES), k=NUM_EPISODES)
         for half in (indices[: NUM_EPISODES // 2], indices[NUM_EPISODES // 2 :]):
@@ -177,7 +177,7 @@ async def fit_fixed_policy(policy: "TrainEngine", client: EngineClient) -> None:
     draw = torch.Generator().manual_seed(0)
     for step in range(STEPS):
         samples, rewards = play(policy, draw)
-        judged = critic.judge(samples, await critic.values(samples), rewards, [False] * len(samples))
+        judged = critic.estimate_advantages(samples, await critic.values(samples), rewards, [False] * len(samples))
         thirds = [judged.for_critic[start::3] for start in range(3)]
         await critic.fit([*thirds, *thirds], 1e-2 * (1 - step / STEPS) ** 2)
 

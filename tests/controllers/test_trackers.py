@@ -92,10 +92,10 @@ def wandb_history(records: list) -> list[dict]:
 
 def test_tensorboard_reads_back_every_finite_number_of_a_record(tmp_path):
     with logger(tmp_path, "tensorboard") as log:
-        log.step(1, {"loss": 0.5, "validation/pass@4": 0.25, "tokens/s": 1e6}, phase="sft")
+        log.step(1, {"loss": 0.5, "eval/pass@4": 0.25, "tokens/s": 1e6}, phase="sft")
         log.step(2, {"loss": 0.25, "grad_norm": float("nan")}, phase="grpo")
     assert tensorboard_scalars(tmp_path, "loss") == [(1, 0.5), (2, 0.25)]
-    assert tensorboard_scalars(tmp_path, "validation/pass@4") == [(1, 0.25)]
+    assert tensorboard_scalars(tmp_path, "eval/pass@4") == [(1, 0.25)]
     with pytest.raises(KeyError):
         tensorboard_scalars(tmp_path, "grad_norm")
 
@@ -115,7 +115,7 @@ def test_offline_wandb_has_the_config_and_every_number_and_the_rollouts_as_a_tab
     with logger(folder, "wandb", config={"seed": 7, "trainer": {"lora": {"rank": 0}}, "k": (1, 4)}) as log:
         log.step(1, {"loss": 0.5}, phase="grpo")
         log.rollouts(1, [GROUP])
-        log.step(2, {"loss": 0.25, "validation/pass@4": 0.125}, phase="grpo")
+        log.step(2, {"loss": 0.25, "eval/pass@4": 0.125}, phase="grpo")
     records = wandb_records(folder)
     [run] = [record.run for record in records if record.WhichOneof("record_type") == "run"]
     assert (run.project, run.display_name) == ("additions", "my-run")
@@ -124,7 +124,7 @@ def test_offline_wandb_has_the_config_and_every_number_and_the_rollouts_as_a_tab
     assert (config["seed"], config["trainer.lora.rank"], config["k"]) == (7, 0, "(1, 4)")
     history = wandb_history(records)
     assert [(row["_step"], row["loss"]) for row in history] == [(1, 0.5), (2, 0.25)]
-    assert history[1]["validation/pass@4"] == 0.125
+    assert history[1]["eval/pass@4"] == 0.125
     [table] = folder.glob("wandb/offline-run-*/files/media/table/rollouts_*.json")
     shown = json.loads(table.read_text())
     assert shown["columns"] == ["step", "prompt", "completion", "reward", "advantage", "length"]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from configs.tiny import tiny
-from controllers.grpo import parts_of, train_step
+from controllers.grpo import minibatches, train_step
 from controllers.rollouts.groups import RolloutConfig
 from controllers.run.run import Run
 from rl_actors import OptimParams, Sample
@@ -47,7 +47,7 @@ def run_with(trainer: RecordingTrainer, **options) -> Run:
 
 async def train_on(run: Run, names: str):
     samples = [named_sample(name) for name in names]
-    return await train_step(run, parts_of(run.config, samples), run.config.make_loss(), 0.5)
+    return await train_step(run, minibatches(run.config, samples), run.config.make_loss(), 0.5)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def train(base: Path, task: Path, trained: Path, *flags: object) -> None:
     run = trained.with_name(f"run-{trained.name}")
     where = ["--trainer.hf-path", base, "--environment.task", task, "--output-dir", run]
     rows = ["--trainer.max-sequence-length", 256, "--trainer.tokens-per-row", 256, "--trainer.rows-per-microbatch", 32]
-    fixed = ["--environment.num-held-out", 128, "--max-tokens", 5, "--validate-every", 600, "--sft.batch-size", 128]
+    fixed = ["--environment.num-held-out", 128, "--max-tokens", 5, "--evaluate-every", 600, "--sft.batch-size", 128]
     schedule = ["--sft.schedule.kind", "linear_warmup_linear", "--sft.schedule.warmup-steps", 10]
     chunk = ["--trainer.logprob-chunk-tokens", 1 << 14]
     run_module("controllers.sft", "--config", "qwen3", *where, *rows, *fixed, *schedule, *chunk, *flags)

@@ -109,7 +109,7 @@ def flags(loop: str, mode: str, kind: str, args: argparse.Namespace) -> list[obj
         "--steps": STEPS,
         "--sft-steps": SFT_STEPS,
         "--checkpoint-every": 3,
-        "--validate-every": 4,
+        "--evaluate-every": 4,
         "--updates-per-step": 1,
         "--epochs-per-step": 1,
         # `problems` needs all groups of a step. The logger keeps four groups of a step in rollouts.jsonl, and a step of these runs has only four.
@@ -117,7 +117,7 @@ def flags(loop: str, mode: str, kind: str, args: argparse.Namespace) -> list[obj
         # trains on four groups.
         "--rollouts.groups-per-step": 4,
         "--rollouts.group-size": 32,
-        "--rollouts.max-refills": 0,
+        "--rollouts.dynamic-sampling-rounds": 0,
         "--rollouts.max-staleness": 0 if mode == "sync" else 2,
         "--environment.task": "tests.fakes:parity_reward",
         "--environment.options": "{}",

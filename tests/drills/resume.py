@@ -38,7 +38,7 @@ SFT_STEPS, MAIN_STEPS = 3, 12
 FLAGS = {
     "--steps": MAIN_STEPS,
     "--checkpoint-every": 2,
-    "--validate-every": 3,
+    "--evaluate-every": 3,
     "--rollouts.groups-per-step": 8,
     "--survival.max-restarts-per-hour": 0,  # so that a killed actor ends the run
 }

@@ -31,7 +31,7 @@ from rl_actors.transports.base import Manifest
 from rl_actors.transports.placement import Place
 from rl_actors.transports.reader import SlotSource
 from rl_actors.transports.server import SlotServer
-from rl_actors.transports.snapshot import Snapshot
+from rl_actors.transports.snapshot import DoubleBuffer
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -47,7 +47,7 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
 
 def write_versions(pipe, place: Place) -> None:
     """Whenever the pipe brings True, write a new version to a slot, and send the version's manifest through the pipe. A server serves the slots."""
-    snapshot = Snapshot(rank=0, timeout=TIMEOUT, choose_place=lambda num_bytes, device: place)
+    snapshot = DoubleBuffer(rank=0, timeout=TIMEOUT, choose_place=lambda num_bytes, device: place)
     server = SlotServer(snapshot.find, host="127.0.0.1", secret=SECRET, timeout=TIMEOUT)
     version = 0
     while pipe.recv():

@@ -34,7 +34,7 @@ from rl_actors.policy_trainer import PolicyTrainer
 from rl_actors.transports.base import LoadedTensors, Manifest, Transport, find, publish
 from rl_actors.transports.memory import MemoryTransport
 from rl_actors.transports.publisher import Publisher
-from rl_actors.transports.snapshot import Snapshot
+from rl_actors.transports.snapshot import DoubleBuffer
 from rl_actors.vllm import weights
 from rl_actors.vllm.start import this_machine
 
@@ -269,13 +269,13 @@ class TestTrainer(PolicyTrainer):
         """
         if self.rank != rank:
             return
-        write = Snapshot.write
+        write = DoubleBuffer.write
 
         def write_and_die(snapshot, key, tensors, dtype):
             write(snapshot, key, tensors if copied == "written" else DyingTensors(tensors, copied), dtype)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        Snapshot.write = write_and_die
+        DoubleBuffer.write = write_and_die
 
     @endpoint
     async def shown(self) -> str:

@@ -24,7 +24,7 @@ from controllers.observe.logger import MetricsLogger
 from controllers.observe.run_folder import RunFolder, read_jsonl
 from controllers.program import cli
 from controllers.rollouts.advantages import ADVANTAGES
-from controllers.rollouts.evaluation import ValidationSet
+from controllers.rollouts.evaluation import EvaluationSet
 from controllers.rollouts.groups import RolloutConfig
 from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
 from controllers.run.checkpoints import Checkpoints
@@ -50,10 +50,10 @@ def shared() -> GRPOConfig:
         sft_steps=0,
         updates_per_step=NUM_UPDATES,
         epochs_per_step=1,
-        rollouts=RolloutConfig(groups_per_step=8, group_size=4, max_refills=1, temperature=1.5),
+        rollouts=RolloutConfig(groups_per_step=8, group_size=4, dynamic_sampling_rounds=1, temperature=1.5),
         schedule=ScheduleConfig(learning_rate=1e-5),
-        validate_every=100,
-        validate_first=False,
+        evaluate_every=100,
+        evaluate_first=False,
         checkpoint_every=0,
     )
 
@@ -81,7 +81,7 @@ def take_steps(trainer, generator, reference_mesh, tmp_path):
             run = Run(
                 config=invocation.config,
                 environment=environment,
-                validation_sets=[ValidationSet(name="", environment=environment, problems=environment.held_out())],
+                evaluation_sets=[EvaluationSet(name="", environment=environment, problems=environment.held_out())],
                 tokenizer=load_tokenizer(tmp_path / "tokenizer"),
                 trainer=trainer,
                 generator=generator,

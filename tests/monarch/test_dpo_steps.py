@@ -45,7 +45,7 @@ def shared() -> DPOConfig:
         pairs_per_step=PAIRS_PER_STEP,
         samples_per_forward_backward=6,  # calls of 6, 6 and 4 samples in every step
         schedule=ScheduleConfig(learning_rate=1e-3),
-        validate_every=2,
+        evaluate_every=2,
         checkpoint_every=0,
     )
 
@@ -77,7 +77,7 @@ def take_steps(trainer, ranks, transport, tmp_path):
             run = Run(
                 config=config,
                 environment=environment,
-                validation_sets=build_sets(environment, {}, seed=0),
+                evaluation_sets=build_sets(environment, {}, seed=0),
                 tokenizer=load_tokenizer(tmp_path / "tokenizer"),
                 trainer=trainer,
                 generator=None,
@@ -96,17 +96,17 @@ def test_the_margin_of_held_out_pairs_rises_from_zero_and_a_resumed_run_keeps_it
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6]
     first, last = lines[0], lines[-1]
     # At the start the policy is the reference. So the loss is then log 2, whatever weights the shared trainer has.
-    assert first["validation/dpo/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert first["eval/dpo/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert lines[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert last["validation/dpo/loss"] < first["validation/dpo/loss"]
+    assert last["eval/dpo/loss"] < first["eval/dpo/loss"]
     # Every chosen answer begins with the letter a. So a few steps also raise the margin of prompts that were not trained on.
-    assert last["validation/dpo/margin"] > 0 and last["validation/dpo/accuracy"] > 0.9
+    assert last["eval/dpo/margin"] > 0 and last["eval/dpo/accuracy"] > 0.9
     versions = [line["policy_version"] for line in lines[1:]]
     assert [version - versions[0] for version in versions] == [0, 1, 2, 3, 4, 5]
     for line in lines[1:]:
         assert line["grad_norm"] > 0 and line["updates_skipped"] == 0 and "nonfinite" not in line
         assert line["dpo/margin"] == pytest.approx(line["dpo/reward_chosen"] - line["dpo/reward_rejected"], abs=1e-6)
-    assert [line["step"] for line in lines if "validation/dpo/accuracy" in line] == [0, 2, 4, 6]
+    assert [line["step"] for line in lines if "eval/dpo/accuracy" in line] == [0, 2, 4, 6]
 
     resumed = take_steps(7, {"step": 6, "cursor": 6 * PAIRS_PER_STEP})
     assert [line["step"] for line in resumed] == [0, 1, 2, 3, 4, 5, 6, 7]

@@ -17,7 +17,7 @@ ADAM = types.AdamParams(learning_rate=1e-4)
 
 
 def resident_bytes(root: int) -> dict[str, int]:
-    """Resident bytes of a process and of all its descendants. The keys are "pid name"."""
+    """LoadedRun bytes of a process and of all its descendants. The keys are "pid name"."""
     parents, names, sizes = {}, {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
-from controllers.service.door import Door
+from controllers.service.door import Listener
 from controllers.service.service import Service
 from rl_actors import TrainerClient
 from rl_actors.clients import remote
@@ -50,9 +50,9 @@ class NoTrainer:
 
 @pytest.fixture
 def served(certificates, tmp_path):
-    """The address of a service with TLS. A Door is the server socket of a service."""
+    """The address of a service with TLS. A Listener is the server socket of a service."""
     service = Service({"trainer": NoTrainer()})
-    door = Door(service, b"", logs=tmp_path, stop=lambda reason: None, transport="tls")
+    door = Listener(service, b"", logs=tmp_path, stop=lambda reason: None, transport="tls")
     opening = door.open(Address("127.0.0.1", 0, tls=True), tls.server_context(certificates))
     yield str(in_background(opening, "open").result())
     in_background(door.close("the test is over"), "close").result()
@@ -95,7 +95,7 @@ def test_a_program_without_tls_gets_no_answer(served):
 def test_a_client_does_not_trust_a_service_whose_certificate_lacks_the_service_address(tmp_path, certificates):
     """Every certificate lists 127.0.0.1, but this service listens at 127.0.0.2, which is also an address of this machine."""
     service = Service({"trainer": NoTrainer()})
-    door = Door(service, b"", logs=tmp_path, stop=lambda reason: None, transport="tls")
+    door = Listener(service, b"", logs=tmp_path, stop=lambda reason: None, transport="tls")
     opening = door.open(Address("127.0.0.2", 0, tls=True), tls.server_context(certificates))
     address = str(in_background(opening, "open").result())
     with pytest.raises(ConnectionError, match="TLS failed .*127.0.0.2"):

@@ -1,4 +1,4 @@
-"""Tests of a Door, the server socket of a service, and of the errors for programs that cannot attach to a service.
+"""Tests of a Listener, the server socket of a service, and of the errors for programs that cannot attach to a service.
 
 A service is a program that runs actors. Other programs attach to it in order to use the actors. The door in these tests
 is real, but the service has no actors.
@@ -12,7 +12,7 @@ import pytest
 from waiting import wait_until
 
 from controllers.service import door as door_module
-from controllers.service.door import Door
+from controllers.service.door import Listener
 from controllers.service.service import Service
 from rl_actors import GeneratorClient, TrainerClient, ValueTrainerClient
 from rl_actors.clients import remote, wire
@@ -42,7 +42,7 @@ def served(tmp_path):
     (tmp_path / "trainer-0.log").write_text("one\ntwo\nthree\n")
     stopped: list[str] = []
     service = Service({"trainer": NoTrainer(), "generator": NoTrainer()})
-    door = Door(service, b"not a pickle", logs=tmp_path, stop=stopped.append, transport="tcp")
+    door = Listener(service, b"not a pickle", logs=tmp_path, stop=stopped.append, transport="tcp")
     address = in_background(door.open(Address("127.0.0.1", 0)), "open").result()
     service.stopped, service.door = stopped, door
     yield service, str(address)

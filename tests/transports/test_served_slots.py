@@ -29,7 +29,7 @@ from rl_actors.transports.reader import SlotSource
 from rl_actors.transports.received import BUFFERS
 from rl_actors.transports.server import SlotServer
 from rl_actors.transports.slots import VersionGoneError
-from rl_actors.transports.snapshot import Snapshot
+from rl_actors.transports.snapshot import DoubleBuffer
 
 SECRET = b"s" * 32
 REASONS = {"tcp": "the config says so", "point_to_point": "the config says so, by gloo"}
@@ -41,7 +41,7 @@ class Served:
 
     def __init__(self, num_ranks: int = 1, timeout: float = GUARD) -> None:
         """timeout: seconds that a request to a server may take."""
-        self.snapshots = [Snapshot(rank=rank, timeout=GUARD) for rank in range(num_ranks)]
+        self.snapshots = [DoubleBuffer(rank=rank, timeout=GUARD) for rank in range(num_ranks)]
         self.servers = []
         for snapshot in self.snapshots:
             self.servers.append(SlotServer(snapshot.find, host="127.0.0.1", secret=SECRET, timeout=timeout))

@@ -48,10 +48,10 @@ def reset_peak() -> int:
 WRITER = (
     PEAK
     + """
-from rl_actors.transports.snapshot import Snapshot
+from rl_actors.transports.snapshot import DoubleBuffer
 from test_slot_memory import COLUMNS, NUM_TENSORS, ROWS
 weights = {f"w{i}": torch.ones(ROWS, COLUMNS) for i in range(NUM_TENSORS)}
-snapshot = Snapshot(rank=0, timeout=60.0)
+snapshot = DoubleBuffer(rank=0, timeout=60.0)
 snapshot.write("s/0", {"w": torch.ones(8)}, torch.bfloat16)  # the warm-up: loads what a write needs
 before = reset_peak()
 for version in range(1, 5):

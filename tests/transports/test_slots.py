@@ -21,7 +21,7 @@ from rl_actors.transports.base import Manifest, Piece
 from rl_actors.transports.placement import Place
 from rl_actors.transports.reader import SlotSource, whole
 from rl_actors.transports.slots import Layout, Mappings, Shard, Slot, VersionGoneError
-from rl_actors.transports.snapshot import Snapshot
+from rl_actors.transports.snapshot import DoubleBuffer
 
 NUM_TENSORS = 5
 
@@ -31,7 +31,7 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
     return {f"w{index}": torch.full((3 + index, 7), float(version)) for index in range(NUM_TENSORS)}
 
 
-def manifest_of(*snapshots: Snapshot, key: str, tensors: dict[str, torch.Tensor]) -> Manifest:
+def manifest_of(*snapshots: DoubleBuffer, key: str, tensors: dict[str, torch.Tensor]) -> Manifest:
     stream, version = key.split("/")
     parts = tuple(snapshot.newest.address(None) for snapshot in snapshots)
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
@@ -47,7 +47,7 @@ def read(manifest: Manifest) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in version.tensors()}
 
 
-def write(snapshot: Snapshot, version: int) -> Manifest:
+def write(snapshot: DoubleBuffer, version: int) -> Manifest:
     tensors = tensors_of(version)
     snapshot.write(f"s/{version}", tensors, None)
     return manifest_of(snapshot, key=f"s/{version}", tensors=tensors)
@@ -62,7 +62,7 @@ WRITER = """
 import os, pickle, signal, sys, time
 from pathlib import Path
 from test_slots import NUM_TENSORS, manifest_of, tensors_of, write
-from rl_actors.transports.snapshot import Snapshot
+from rl_actors.transports.snapshot import DoubleBuffer
 
 folder, dies_at = Path(sys.argv[1]), int(sys.argv[2])
 
@@ -73,14 +73,14 @@ class Dying(dict):
     def items(self):
         self.num_walks += 1
         for number, item in enumerate([*super().items(), None]):
-            # Snapshot.write calls items() twice: first to find the layout of the slot, then to copy the tensors into the slot.
+            # DoubleBuffer.write calls items() twice: first to find the layout of the slot, then to copy the tensors into the slot.
             if self.num_walks == 2 and number == dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             if item:
                 yield item
 
 
-snapshot = Snapshot(rank=0, timeout=60.0)
+snapshot = DoubleBuffer(rank=0, timeout=60.0)
 manifests = [write(snapshot, version) for version in (1, 2)]
 (folder / "partial").write_bytes(pickle.dumps(manifests))
 (folder / "partial").rename(folder / "manifests")
@@ -140,7 +140,7 @@ def test_a_writer_that_is_killed_between_any_two_tensors_leaves_the_newest_versi
     "dies_at", [pytest.param(at, marks=[] if at == 2 else pytest.mark.slow) for at in range(NUM_TENSORS)]
 )
 def test_a_reader_that_is_killed_between_any_two_tensors_leaves_no_slot_locked(tmp_path, dies_at):
-    snapshot = Snapshot(rank=0, timeout=GUARD)
+    snapshot = DoubleBuffer(rank=0, timeout=GUARD)
     (tmp_path / "manifest").write_bytes(pickle.dumps(write(snapshot, 1)))
     assert start(READER, tmp_path, dies_at).wait(GUARD) == -signal.SIGKILL
     write(snapshot, 2)
@@ -148,7 +148,7 @@ def test_a_reader_that_is_killed_between_any_two_tensors_leaves_no_slot_locked(t
 
 
 def test_a_slot_is_not_rewritten_while_it_is_read_and_the_error_names_the_reader(tmp_path):
-    snapshot = Snapshot(rank=3, timeout=0.2)
+    snapshot = DoubleBuffer(rank=3, timeout=0.2)
     (tmp_path / "manifest").write_bytes(pickle.dumps(write(snapshot, 1)))
     reader = start(READER, tmp_path, 1, "wait")
     wait_until((tmp_path / "reading").exists)
@@ -163,7 +163,7 @@ def test_a_slot_is_not_rewritten_while_it_is_read_and_the_error_names_the_reader
 
 
 def test_a_reader_that_waits_too_long_for_a_writer_raises_timeout_error():
-    snapshot = Snapshot(rank=0, timeout=GUARD)
+    snapshot = DoubleBuffer(rank=0, timeout=GUARD)
     manifest = write(snapshot, 1)
     with (
         snapshot.newest.writing("s/5", GUARD),
@@ -174,7 +174,7 @@ def test_a_reader_that_waits_too_long_for_a_writer_raises_timeout_error():
 
 
 def test_a_write_that_takes_too_long_fails_and_the_newest_version_stays_readable():
-    snapshot = Snapshot(rank=0, timeout=GUARD)
+    snapshot = DoubleBuffer(rank=0, timeout=GUARD)
     write(snapshot, 1)
     newest = write(snapshot, 2)
     snapshot.timeout = 0.0
@@ -184,7 +184,7 @@ def test_a_write_that_takes_too_long_fails_and_the_newest_version_stays_readable
 
 
 def test_the_third_version_overwrites_the_first_and_the_second_stays():
-    snapshot = Snapshot(rank=0, timeout=GUARD)
+    snapshot = DoubleBuffer(rank=0, timeout=GUARD)
     manifests = [write(snapshot, version) for version in (1, 2, 3)]
     assert [versions_in(read(manifest)) for manifest in manifests[1:]] == [{2.0}, {3.0}]
     with pytest.raises(VersionGoneError, match="s/1 is gone: slot 0 .* holds s/3"):
@@ -192,7 +192,7 @@ def test_the_third_version_overwrites_the_first_and_the_second_stays():
 
 
 def test_new_slots_are_made_only_when_the_tensors_change():
-    snapshot = Snapshot(rank=0, timeout=GUARD)
+    snapshot = DoubleBuffer(rank=0, timeout=GUARD)
     manifests = [write(snapshot, version) for version in range(6)]
     former = {manifest.parts[0].token for manifest in manifests}
     assert len(former) == 2
@@ -216,7 +216,7 @@ def test_tensors_are_copied_by_one_thread_and_the_number_of_threads_is_restored(
     monkeypatch.setattr(snapshot_module, "local_part", local_part)
     torch.set_num_threads(3)
     try:
-        write(Snapshot(rank=0, timeout=GUARD), 1)
+        write(DoubleBuffer(rank=0, timeout=GUARD), 1)
         assert during[-NUM_TENSORS:] == [1] * NUM_TENSORS
         assert torch.get_num_threads() == 3
     finally:
@@ -224,7 +224,7 @@ def test_tensors_are_copied_by_one_thread_and_the_number_of_threads_is_restored(
 
 
 def test_a_slot_of_the_former_layout_is_freed_only_when_its_readers_have_ended():
-    snapshot = Snapshot(rank=0, timeout=0.1)
+    snapshot = DoubleBuffer(rank=0, timeout=0.1)
     manifest = write(snapshot, 1)
     other = {"w0": torch.zeros(4)}
     with source_of(manifest).open() as version:
@@ -245,7 +245,7 @@ def test_a_reader_on_a_gpu_maps_the_slot_writable_if_cuda_cannot_pin_read_only_m
         asked.append(read_only)
         return not read_only
 
-    snapshot = Snapshot(rank=0, timeout=GUARD)
+    snapshot = DoubleBuffer(rank=0, timeout=GUARD)
     manifest = write(snapshot, 1)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(cuda_ipc, "pin", pin)
@@ -259,7 +259,7 @@ def test_a_reader_on_a_gpu_maps_the_slot_writable_if_cuda_cannot_pin_read_only_m
 
 
 def test_the_newest_published_version_survives_an_unpublished_write_of_other_tensors():
-    snapshot = Snapshot(rank=0, timeout=GUARD)
+    snapshot = DoubleBuffer(rank=0, timeout=GUARD)
     published = [write(snapshot, version) for version in (1, 2)]
     for _ in range(3):
         snapshot.write("s/3", {"w0": torch.zeros(3, 7)}, None)
@@ -270,7 +270,7 @@ def test_the_newest_published_version_survives_an_unpublished_write_of_other_ten
 
 
 def test_the_next_write_takes_the_slot_of_a_version_that_was_not_published():
-    snapshot = Snapshot(rank=0, timeout=GUARD)
+    snapshot = DoubleBuffer(rank=0, timeout=GUARD)
     published = [write(snapshot, version) for version in (1, 2)]
     write(snapshot, 3)
     snapshot.forget("s/3")  # as after a failure of another rank

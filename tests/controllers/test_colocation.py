@@ -1,6 +1,6 @@
 """Tests of runs with turns: the order of the calls, the results, and the refused settings.
 
-With --turns.enabled, trainer and generator use the memory of the same GPU one after the other. While the trainer works, the generator sleeps.
+With --colocate, trainer and generator use the memory of the same GPU one after the other. While the trainer works, the generator sleeps.
 While the generator works, parts of the trainer's state are in the host's memory.
 """
 
@@ -29,7 +29,7 @@ from controllers.observe.logger import MetricsLogger, Timer
 from controllers.observe.run_folder import RunFolder, read_jsonl
 from controllers.rollouts.evaluation import build_sets
 from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
-from controllers.run.colocation import InTurn, SideBySide, TurnsConfig
+from controllers.run.colocation import Colocated, ColocationConfig, Separate
 from controllers.run.run import open_run
 from rl_actors.clients.call import in_background
 from rl_actors.config import LoRAConfig
@@ -187,7 +187,7 @@ def ppo_records(path: Path, monkeypatch, **fields) -> list[dict]:
         critic=CriticConfig(warmup_steps=1),
         **fields,
     )
-    in_turns = config.turns.enabled
+    in_turns = config.colocation.enabled
     monkeypatch.setattr(rl_actors, "TrainerClient", OffloadingTrainer if in_turns else SavingTrainer, raising=False)
     monkeypatch.setattr(rl_actors, "GeneratorClient", SleepingGenerator if in_turns else RandomGenerator, raising=False)
     monkeypatch.setattr(rl_actors, "ValueTrainerClient", OffloadingCritic, raising=False)
@@ -237,8 +237,8 @@ def gpu(monkeypatch) -> Gpu:
 
 def test_trainer_and_generator_take_turns_and_the_numbers_are_those_of_a_run_without_turns(gpu, tmp_path):
     usual = run_with(tmp_path / "usual", NearTrainer, RandomGenerator)
-    turns = TurnsConfig(enabled=True, offload=("optimizer", "weights"))
-    found = run_with(tmp_path / "turns", OffloadingTrainer, SleepingGenerator, turns=turns)
+    turns = ColocationConfig(enabled=True, offload=("optimizer", "weights"))
+    found = run_with(tmp_path / "turns", OffloadingTrainer, SleepingGenerator, colocation=turns)
     assert without_times(found.records) == without_times(usual.records)
     step = ["optim_step", "offload optimizer"]
     turns = [*step, "offload optimizer weights", "wake"]
@@ -263,7 +263,9 @@ def test_trainer_and_generator_take_turns_and_the_numbers_are_those_of_a_run_wit
 
 
 def test_the_generator_sleeps_during_a_checkpoint_and_then_pulls_the_version_that_it_had(gpu, tmp_path):
-    run_with(tmp_path, OffloadingTrainer, SleepingGenerator, turns=TurnsConfig(enabled=True), checkpoint_every=1)
+    run_with(
+        tmp_path, OffloadingTrainer, SleepingGenerator, colocation=ColocationConfig(enabled=True), checkpoint_every=1
+    )
     saved = [index for index, call in enumerate(gpu.calls) if call == "save"]
     versions = []
     for index in saved[2:]:  # the first two saves are of supervised steps, in the trainer's turn
@@ -275,9 +277,9 @@ def test_the_generator_sleeps_during_a_checkpoint_and_then_pulls_the_version_tha
 
 @pytest.mark.parametrize(("sync", "level"), [("merged", 2), ("adapter", 1)])
 def test_only_a_generator_that_pulls_adapters_keeps_its_weights_on_the_host_while_it_sleeps(gpu, sync, level):
-    config = replace(tiny(), turns=TurnsConfig(enabled=True)).generator
+    config = replace(tiny(), colocation=ColocationConfig(enabled=True)).generator
     generator = SleepingGenerator.spawn(replace(config, lora=LoRAConfig(rank=4, sync=sync)))
-    turns = InTurn(TurnsConfig(enabled=True), OffloadingTrainer(), generator, Timer())
+    turns = Colocated(ColocationConfig(enabled=True), OffloadingTrainer(), generator, Timer())
     asyncio.run(turns.to_trainer())
     assert gpu.calls == [f"sleep {level}"]
 
@@ -303,8 +305,8 @@ class NamedWorker:
 def test_only_a_critic_that_takes_turns_works_before_the_trainer_and_then_frees_its_memory(joins):
     calls: list[str] = []
     trainer, critic = NamedWorker("trainer", calls), NamedWorker("critic", calls)
-    generator = SimpleNamespace(config=replace(tiny(), turns=TurnsConfig(enabled=True)).generator)
-    turns = InTurn(TurnsConfig(enabled=True), trainer, generator, Timer())
+    generator = SimpleNamespace(config=replace(tiny(), colocation=ColocationConfig(enabled=True)).generator)
+    turns = Colocated(ColocationConfig(enabled=True), trainer, generator, Timer())
     if joins:
         turns.join(critic)
     assert asyncio.run(turns.both(critic.work(), trainer.work())) == ("critic", "trainer")
@@ -318,7 +320,7 @@ def test_only_a_critic_that_takes_turns_works_before_the_trainer_and_then_frees_
         ]
     else:
         assert calls == ["critic begins", "trainer begins", "critic ends", "trainer ends"]
-    both = asyncio.run(SideBySide().both(critic.work(), trainer.work()))
+    both = asyncio.run(Separate().both(critic.work(), trainer.work()))
     assert both == ("critic", "trainer") and calls[-4:] == [
         "critic begins",
         "trainer begins",
@@ -329,8 +331,8 @@ def test_only_a_critic_that_takes_turns_works_before_the_trainer_and_then_frees_
 
 def test_policy_critic_and_generator_of_ppo_use_the_gpu_memory_one_after_the_other(gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(OffloadingCritic, "gpu", gpu, raising=False)
-    turns = TurnsConfig(enabled=True, offload=("optimizer", "weights"))
-    found = ppo_records(tmp_path / "turns", monkeypatch, turns=turns)
+    turns = ColocationConfig(enabled=True, offload=("optimizer", "weights"))
+    found = ppo_records(tmp_path / "turns", monkeypatch, colocation=turns)
     release = ["critic offload", "offload optimizer weights", "wake"]
     assert gpu.calls == [
         "offload optimizer weights",  # before the generator starts
@@ -350,14 +352,16 @@ def test_policy_critic_and_generator_of_ppo_use_the_gpu_memory_one_after_the_oth
 
 def test_turns_enable_the_sleep_mode_of_the_generator():
     assert not tiny().generator.sleep_mode
-    assert replace(tiny(), turns=TurnsConfig(enabled=True)).generator.sleep_mode
+    assert replace(tiny(), colocation=ColocationConfig(enabled=True)).generator.sleep_mode
 
 
 def test_impossible_turns_are_refused_with_the_name_of_the_setting():
-    config = replace(tiny(), turns=TurnsConfig(enabled=True))
+    config = replace(tiny(), colocation=ColocationConfig(enabled=True))
     config.validate()
     ahead = replace(config, rollouts=replace(config.rollouts, max_staleness=6))
-    with pytest.raises(ValueError, match=r"turns.enabled=True with rollouts.max_staleness=6: the generator sleeps"):
+    with pytest.raises(
+        ValueError, match=r"colocation.enabled=True with rollouts.max_staleness=6: the generator sleeps"
+    ):
         ahead.validate()
     apart = replace(config, generator=replace(config.generator, gpu=1))
     with pytest.raises(
@@ -365,10 +369,12 @@ def test_impossible_turns_are_refused_with_the_name_of_the_setting():
         match=r"share no GPU, .* the generator uses 1 GPU from generator.gpu=1 on, and the trainer uses 1 GPU from trainer.gpu=0 on",
     ):
         apart.validate()
-    with pytest.raises(ValueError, match="turns.enabled=True, but this run has no generator"):
-        replace(tiny_dpo(), turns=TurnsConfig(enabled=True)).validate()
-    with pytest.raises(ValueError, match=r"turns.offload\[0\]='cache' is of type str; it must be one of 'weights'"):
-        replace(config, turns=TurnsConfig(enabled=True, offload=("cache",))).validate()
+    with pytest.raises(ValueError, match="colocation.enabled=True, but this run has no generator"):
+        replace(tiny_dpo(), colocation=ColocationConfig(enabled=True)).validate()
+    with pytest.raises(
+        ValueError, match=r"colocation.offload\[0\]='cache' is of type str; it must be one of 'weights'"
+    ):
+        replace(config, colocation=ColocationConfig(enabled=True, offload=("cache",))).validate()
 
 
 @pytest.mark.slow
@@ -377,7 +383,7 @@ def test_a_real_run_with_turns_has_the_numbers_of_a_run_without_turns(tmp_path):
     # The run without turns takes 4 steps. The run with turns takes 2 steps, and is then resumed for 2 more steps.
     for name, flags in {
         "usual": [],
-        "turns": ["--turns.enabled", "--turns.offload", "optimizer", "weights"],
+        "turns": ["--colocate", "--colocation.offload", "optimizer", "weights"],
         "resumed": [],
     }.items():
         folder = tmp_path / ("turns" if name == "resumed" else name)
@@ -388,7 +394,7 @@ def test_a_real_run_with_turns_has_the_numbers_of_a_run_without_turns(tmp_path):
             command += ["--config", "tiny", "--output-dir", str(folder), "--steps", "2" if name == "turns" else "4"]
             command += ["--sft-steps", "3", "--rollouts.groups-per-step", "32", "--environment.num-held-out", "32"]
             command += ["--environment.task", "tests.fakes:parity_reward", "--environment.options", "{}"]
-            command += ["--schedule.kind", "constant", "--checkpoint-every", "1", "--validate-every", "2"]
+            command += ["--schedule.kind", "constant", "--checkpoint-every", "1", "--evaluate-every", "2"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
             [*command, *flags], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=GUARD
