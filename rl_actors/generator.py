@@ -1,6 +1,5 @@
-"""The generator as a Monarch actor around a vLLM engine. Weights have Hugging Face's names and shapes.
-
-A trainer publishes numbered versions of its weights through a transport. A pull reads one version into the engine.
+"""`Generator`, the Monarch actor around a vLLM engine. Weights have Hugging Face's names and
+shapes.
 """
 
 import asyncio
@@ -48,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class Generator(Actor):
-    """An actor that runs one vLLM engine. Many callers may call the actor at the same time. A pull replaces the weights in place."""
+    """One vLLM engine, for many calls at a time. A pull replaces the weights in place."""
 
     # `setup` sets these four attributes.
     vocab_size: int
@@ -97,7 +96,7 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def probe(self) -> Probe:
-        """A Probe in this actor's process. A Probe is an actor that answers even while this actor runs a call."""
+        """An actor in this process that answers even while this actor runs a call."""
         return await probe_here()
 
     @concurrent_endpoint
@@ -105,10 +104,8 @@ class Generator(Actor):
     async def heartbeat(self) -> Heartbeat:
         """A sign of life of the engine. Raises EngineDiedError if the engine has failed for good."""
         if self._engine is None:
-            # The client counts a generator as dead if the generator is not idle and its num_done does not change for a while. Setup does
-            # not change num_done. So during setup the heartbeat says that the generator is idle. If setup hangs, the client waits until
-            # the time limit of setup. But if a process of the engine is stopped (SIGSTOP), the heartbeat says that the generator is not
-            # idle. The client then counts the generator as dead before that limit.
+            # A generator that is not idle and does nothing counts as dead. So setup is idle, unless
+            # a process is stopped (SIGSTOP).
             return Heartbeat(is_idle=not await asyncio.to_thread(a_child_is_stopped), num_done=0)
         return self._engine.heartbeat()
 
@@ -136,24 +133,27 @@ class Generator(Actor):
         self,
         prompts: list[list[int]],
         params: SamplingParams,
-        indices: list[int] | None = None,
+        seed_indices: list[int] | None = None,
         adapter: str | None = None,
     ) -> int:
-        """Start params.n completions of every prompt. Returns the number of the call, for finished_groups. Many calls may run at a time.
+        """Start params.n completions of every prompt. Returns the number of the call, for
+        finished_groups.
 
-        indices: for each prompt the number p from which its seeds are computed (see SamplingParams.seed). None: p is the prompt's index.
-        adapter: name of the loaded adapter with which the requests run. If this adapter is not loaded, the call fails. None: no
-        adapter, or with lora.sync="adapter" the adapter of the last pull.
-        Raises ValueError if a prompt is empty or not shorter than max_model_len, or if a parameter is out of range.
+        seed_indices: for each prompt, p of SamplingParams.seed. None: its index. adapter: as in
+        GeneratorClient.generate.
+        Raises ValueError if a prompt is empty or not shorter than max_model_len, or if a parameter
+        is out of range.
         """
         validate_prompts(prompts, max_model_len=self.config.max_model_len, vocab_size=self.vocab_size)
         validate_sampling_params(params, vocab_size=self.vocab_size)
 
         def params_of(index: int) -> "list[VLLMParams]":
-            # The engine accepts one token more than max_model_len (see start_vllm). So the limit is enforced here.
+            # The limit is enforced here, because the engine accepts one token more (see
+            # start_vllm).
             room = self.config.max_model_len - len(prompts[index])
-            place = index if indices is None else indices[index]
-            return vllm_params(replace(params, max_tokens=min(params.max_tokens, room)), place, self.stop_token_ids)
+            seed_index = index if seed_indices is None else seed_indices[index]
+            limited = replace(params, max_tokens=min(params.max_tokens, room))
+            return vllm_params(limited, seed_index, self.stop_token_ids)
 
         call = next(self.numbers)
         self.calls[call] = self.engine.start(prompts, params_of, partial(read_completion, params), adapter)
@@ -162,12 +162,10 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def finished_groups(self, call: int, at_least: int = 1) -> list[tuple[int, list[Completion]]]:
-        """The groups that have finished since the last answer, in the order in which they finished.
+        """(Index, completions) of the prompts that have finished since the last answer: `at_least`,
+        or all that are left.
 
-        A group is a pair (index of a prompt, all completions of the prompt). Waits until `at_least` groups have
-        finished, or all remaining groups if fewer remain.
-        call: the number that start_generate returned. Raises the error of this generate call if the call fails.
-        Raises ValueError if no generate call of this number is running.
+        Raises the error of the generate call, and ValueError if no call of this number is running.
         """
         if call not in self.calls:
             raise ValueError(
@@ -191,9 +189,8 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def compute_logprobs(self, sequences: list[list[int]], adapter: str | None = None) -> list[Tensor]:
-        """Log probability of every token after the first, given the tokens before it, at temperature 1.
-
-        The answer has a float32 tensor [T - 1] for each sequence of T tokens. adapter: as in start_generate.
+        """Logprob of every token after the first at temperature 1: float32 [T - 1] for each
+        sequence of T tokens.
         """
         from vllm import SamplingParams as VLLMParams
 
@@ -207,11 +204,11 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def load_adapter(self, name: str, directory: str) -> None:
-        """Load an adapter from a directory in peft's format. Requests can then name the adapter. Does nothing if it is loaded already.
+        """Load an adapter for requests that name it. Its directory must stay, because vLLM may read
+        it again.
 
-        The directory must stay until the adapter is unloaded, because vLLM may read the directory again.
-        Raises ValueError if the config allows no adapters, if the adapter does not fit the model, or if an adapter from another directory
-        has this name.
+        Raises ValueError if the config allows no adapters, if the adapter does not fit the model,
+        or if one from another directory has this name.
         """
         config, folder = self.config, Path(directory)
         adapters.require_possible(folder, max_adapters=config.max_adapters, max_rank=config.max_adapter_rank)
@@ -221,22 +218,21 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter. Does nothing if it is not loaded. Raises ValueError if requests use it."""
+        """Forget an adapter. Does nothing if it is not loaded. Raises ValueError if requests use
+        it.
+        """
         await asyncio.wrap_future(self.engine.unload_adapter(name))
 
     @concurrent_endpoint
     @sends_errors
     async def pull_model_state_dict(self, version: int, timeout: float = 60.0, in_flight: bool = True) -> Transfer:
-        """Replace the weights by a published version. With lora.sync="adapter", replace only the adapter.
+        """Replace the weights, or with lora.sync="adapter" the adapter, by a published version,
+        unless the engine has it.
 
-        Does nothing if the engine has this version already.
-
-        If the version cannot be read, the generator keeps its weights. If the replacement fails in the middle, the generator refuses to
-        generate until a pull has succeeded.
-        in_flight=True: running requests go on with the new weights. False: the pull waits until running requests have ended, and new
-        requests wait for the new weights.
-        Raises TimeoutError if the version is not published in `timeout` seconds. Raises ValueError if a parameter is missing, unknown or of
-        a wrong shape or dtype.
+        A version that cannot be read changes nothing; after a failure in the middle, only a pull
+        makes the generator usable.
+        Raises TimeoutError if the version is not published in `timeout` seconds, and ValueError if
+        a parameter is missing, unknown or of a wrong shape or dtype.
         """
         validate_pull(version, timeout)
         if self.transport is None:
@@ -246,7 +242,8 @@ class Generator(Actor):
             return replace(self.last_pull, num_bytes=0, seconds=0.0, phases={})
         check_manifest(manifest, self.expected)
         source = await self.transport.source(manifest)
-        # If this pull fails in the middle, the engine is broken. The key then stays empty, so that the next pull loads the weights again.
+        # After a failure in the middle the key stays empty, so that the next pull loads the weights
+        # again.
         former, self.loaded_version_key = self.loaded_version_key, ""
         try:
             loaded = await asyncio.wrap_future(self.engine.update(source, version, in_flight=in_flight))
@@ -261,11 +258,8 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def sleep(self, level: int = 1) -> DeviceMemory:
-        """Release the GPU memory of weights and KV cache when the running requests have ended, and refuse calls until `wake`.
-
-        Does nothing if the generator sleeps already.
-
-        level: 1 keeps the weights in the host's memory. 2 drops the weights: after `wake` the generator refuses to generate until a pull.
+        """Release the GPU memory when the running requests have ended. level: see
+        GeneratorClient.sleep.
         """
         sleeping.require_possible(self.config, level, has_transport=self.transport is not None)
         released = await asyncio.wrap_future(self.engine.sleep(level))
@@ -276,22 +270,19 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def wake(self) -> DeviceMemory:
-        """Allocate the GPU memory again that `sleep` has released. Does nothing if the generator is awake."""
+        """Allocate the GPU memory again that `sleep` has released."""
         return await asyncio.wrap_future(self.engine.wake())
 
     def _note(self, loaded: Transfer) -> None:
-        """Keep the last pull for `info`. Log the path over which the weights came, and the reason for the path, if path
-        or reason has changed.
-        """
+        """Keep the last pull for `info`, and log its path when it changes."""
         former, self.last_pull = self.last_pull, loaded
         if former is None or (former.path, former.reason) != (loaded.path, loaded.reason):
             logger.info("the weights come by %s: %s", loaded.path, loaded.reason)
 
 
 def expected_tensors(directory: str) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the model that a directory's config.json describes.
-
-    If the output layer shares its weights with the embeddings, lm_head.weight is not among the tensors.
+    """Name and shape of every tensor of the model of a config.json. A tied lm_head.weight is not
+    among them.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -305,11 +296,8 @@ def expected_tensors(directory: str) -> dict[str, tuple[int, ...]]:
 
 
 def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors into which one parameter of transformers' model is split.
-
-    transformers' model stacks the weights of all experts of a block in one parameter, and concatenates the gate and up projections along
-    their outputs. The weight files of a Hugging Face directory have one tensor for each expert and each projection.
-    The versions that a trainer pushes have the same tensors. A parameter outside the experts is not split.
+    """The tensors of a Hugging Face directory that transformers' model stacks in one parameter: one
+    an expert and projection.
 
     by_expert("mlp.experts.gate_up_proj", (2, 64, 8))
         -> {"mlp.experts.0.gate_proj.weight": (32, 8), "mlp.experts.0.up_proj.weight": (32, 8), "mlp.experts.1.gate_proj.weight": …}
@@ -324,7 +312,9 @@ def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 
 
 def check_manifest(manifest: Manifest, expected: dict[str, tuple[int, ...]]) -> None:
-    """Raises ValueError if parameters are missing, unknown or of a wrong shape or dtype. The error lists at most MAX_NAMES_REPORTED of them."""
+    """Raises ValueError, naming some, if parameters are missing, unknown or of a wrong shape or
+    dtype.
+    """
     published = manifest.tensors
     wrong = [f"{name} is missing" for name in sorted(expected.keys() - published.keys())]
     wrong += [f"{name} is unknown" for name in sorted(published.keys() - expected.keys())]
