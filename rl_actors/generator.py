@@ -189,9 +189,7 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def compute_logprobs(self, sequences: list[list[int]], adapter: str | None = None) -> list[Tensor]:
-        """Logprob of every token after the first at temperature 1: float32 [T - 1] for each
-        sequence of T tokens.
-        """
+        """Logprobs at temperature 1: float32 [T - 1] for each sequence of T tokens."""
         from vllm import SamplingParams as VLLMParams
 
         validate_sequences(sequences, max_model_len=self.config.max_model_len, vocab_size=self.vocab_size)
@@ -218,9 +216,7 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter. Does nothing if it is not loaded. Raises ValueError if requests use
-        it.
-        """
+        """Forget an adapter. Raises ValueError if requests use it."""
         await asyncio.wrap_future(self.engine.unload_adapter(name))
 
     @concurrent_endpoint
@@ -258,9 +254,7 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def sleep(self, level: int = 1) -> DeviceMemory:
-        """Release the GPU memory when the running requests have ended. level: see
-        GeneratorClient.sleep.
-        """
+        """Release the GPU memory when the running requests have ended; see GeneratorClient.sleep."""
         sleeping.require_possible(self.config, level, has_transport=self.transport is not None)
         released = await asyncio.wrap_future(self.engine.sleep(level))
         if self.engine.asleep == 2:
@@ -281,9 +275,7 @@ class Generator(Actor):
 
 
 def expected_tensors(directory: str) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the model of a config.json. A tied lm_head.weight is not
-    among them.
-    """
+    """Name and shape of every tensor of a model, without a tied lm_head.weight."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(directory)
@@ -312,9 +304,7 @@ def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 
 
 def check_manifest(manifest: Manifest, expected: dict[str, tuple[int, ...]]) -> None:
-    """Raises ValueError, naming some, if parameters are missing, unknown or of a wrong shape or
-    dtype.
-    """
+    """Raises ValueError for parameters that are missing, unknown or of a wrong shape or dtype."""
     published = manifest.tensors
     wrong = [f"{name} is missing" for name in sorted(expected.keys() - published.keys())]
     wrong += [f"{name} is unknown" for name in sorted(published.keys() - expected.keys())]

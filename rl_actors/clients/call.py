@@ -61,9 +61,7 @@ class Call(Generic[T]):
         return not (self._asked or (self._future.done() and not self.failed()))
 
     async def unasked_failure(self) -> BaseException | None:
-        """Wait for the end, unless the answer was asked for. Returns, once, an error that nobody
-        asked for.
-        """
+        """Wait for the end. Returns, once, an error that nobody has asked for."""
         if self._asked:
             return None
         ended = self._ended()
@@ -132,7 +130,5 @@ _background = _Background()
 
 
 def in_background(coroutine: Coroutine[object, None, T], what: str) -> Call[T]:
-    """Run a coroutine on the clients' thread. what: names of the client and of the call, for error
-    texts.
-    """
+    """Run a coroutine on the clients' thread. what: client and call, for error texts."""
     return _background.run(coroutine, what)

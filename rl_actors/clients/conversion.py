@@ -14,9 +14,7 @@ T = TypeVar("T")
 
 
 def merge_outputs(num_samples: int, outputs: Sequence[RankOutput]) -> ForwardBackwardOutput:
-    """One output, in the order of the samples of the call. Raises ValueError if a sample is
-    reported twice.
-    """
+    """One output, in the order of the samples. Raises ValueError for a sample reported twice."""
     _require_each_once(outputs)
     values: dict[str, list[Tensor]] = {}
     for output in outputs:

@@ -56,9 +56,7 @@ class TrainerLimits:
         self.check_samples(samples, loss)
 
     def check_state(self, call: str, optimizer: bool) -> None:
-        """Raises ValueError if the call reads or writes the optimizer's state and the trainer has
-        no optimizer.
-        """
+        """Raises ValueError if the call needs the state of an optimizer that the trainer lacks."""
         if optimizer:
             require_optimizer(f"{call}(optimizer=True)", self.optimizer)
 
@@ -116,9 +114,7 @@ class GeneratorLimits:
         adapters.require_possible(directory, max_adapters=self.max_adapters, max_rank=self.max_adapter_rank)
 
     def check_prompts(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
-        """Raises ValueError or TypeError for prompts and parameters that the generator would
-        refuse.
-        """
+        """Raises ValueError or TypeError for a call that the generator would refuse."""
         validate_prompts(prompts, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         validate_sampling_params(params, vocab_size=self.vocab_size)
 

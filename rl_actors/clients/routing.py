@@ -12,18 +12,14 @@ MULTIPLIER, MASK = 6_364_136_223_846_793_005, (1 << 64) - 1  # constants of a ro
 
 
 class Router:
-    """The load of every replica in unfinished requests (n for a prompt with n completions), and who
-    got which prompt.
-    """
+    """The load of every replica, n for a prompt with n completions, and who got which prompt."""
 
     def __init__(self, num_replicas: int) -> None:
         self.loads = [0] * num_replicas
         self._known: OrderedDict[int, int] = OrderedDict()  # hash of a prompt -> the replica that got it
 
     def assign(self, prompt: Sequence[int], n: int, among: Sequence[int]) -> int:
-        """Choose the replica for all n completions of a prompt, and add n to its load. among: the
-        healthy replicas.
-        """
+        """Choose the replica for a prompt, and add n to its load. among: the healthy replicas."""
         if len(self.loads) == 1:
             self.loads[0] += n
             return 0
@@ -46,9 +42,7 @@ class Router:
         self._known.clear()
 
     def _find(self, prompt: Sequence[int]) -> tuple[int, int | None]:
-        """The hash of a prompt, and the replica of its longest prefix that was a whole prompt, such
-        as an earlier turn's.
-        """
+        """The hash of a prompt, and the replica of its longest prefix that was a prompt itself."""
         hashed, replica = 0, None
         for token in prompt:
             hashed = (hashed * MULTIPLIER + token + 1) & MASK

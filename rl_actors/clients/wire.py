@@ -17,9 +17,7 @@ Message = dict[str, object]
 
 
 def versions() -> dict[str, str]:
-    """Versions that a client and its service must share, because they send each other pickled
-    objects.
-    """
+    """Versions that client and service must share, because they exchange pickled objects."""
     major, minor, _ = platform.python_version_tuple()
     return {
         "rl_actors": rl_actors.__version__,

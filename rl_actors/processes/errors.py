@@ -23,9 +23,7 @@ def sendable(error: Exception) -> Exception:
 
 
 def sends_errors(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """Wrap an async endpoint so that its exceptions are `sendable` and have the attribute `rank`,
-    the rank that failed.
-    """
+    """Wrap an endpoint: its exceptions become `sendable`, and name the `rank` that failed."""
 
     @functools.wraps(method)
     async def call(*args: P.args, **kwargs: P.kwargs) -> T:
