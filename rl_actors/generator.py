@@ -1,4 +1,4 @@
-"""The generator as a Monarch actor around a vLLM engine. Weights have Hugging Face's names and
+"""`Generator`, the Monarch actor around a vLLM engine. Weights have Hugging Face's names and
 shapes.
 """
 
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class Generator(Actor):
-    """One vLLM engine for many concurrent callers. A pull replaces the weights in place."""
+    """One vLLM engine, for many calls at a time. A pull replaces the weights in place."""
 
     # set by `setup`
     vocab_size: int
@@ -96,7 +96,7 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def probe(self) -> Probe:
-        """A Probe in this process, which answers even while this actor runs a call."""
+        """An actor in this process that answers even while this actor runs a call."""
         return await probe_here()
 
     @concurrent_endpoint
@@ -104,9 +104,8 @@ class Generator(Actor):
     async def heartbeat(self) -> Heartbeat:
         """Raises EngineDiedError if the engine has failed for good."""
         if self._engine is None:
-            # The client takes a generator for dead that is not idle and makes no progress. Setup is
-            # idle, so it has its own time limit, unless a process of the engine is stopped
-            # (SIGSTOP).
+            # A generator that is not idle and does nothing counts as dead. So setup is idle, unless
+            # a process is stopped (SIGSTOP).
             return Heartbeat(is_idle=not await asyncio.to_thread(a_child_is_stopped), num_done=0)
         return self._engine.heartbeat()
 
@@ -134,25 +133,27 @@ class Generator(Actor):
         self,
         prompts: list[list[int]],
         params: SamplingParams,
-        indices: list[int] | None = None,
+        seed_indices: list[int] | None = None,
         adapter: str | None = None,
     ) -> int:
-        """Start params.n completions of every prompt, and return the call's number, for
+        """Start params.n completions of every prompt. Returns the number of the call, for
         finished_groups.
 
-        indices: the number p of each prompt for its seeds (SamplingParams.seed); None: its index.
-        adapter: a loaded adapter; None: none, or with lora.sync="adapter" that of the last pull.
-        Raises ValueError if a prompt is empty or not shorter than max_model_len, or a parameter is
-        out of range.
+        seed_indices: for each prompt, p of SamplingParams.seed. None: its index. adapter: as in
+        GeneratorClient.generate.
+        Raises ValueError if a prompt is empty or not shorter than max_model_len, or if a parameter
+        is out of range.
         """
         validate_prompts(prompts, max_model_len=self.config.max_model_len, vocab_size=self.vocab_size)
         validate_sampling_params(params, vocab_size=self.vocab_size)
 
         def params_of(index: int) -> "list[VLLMParams]":
-            # enforced here, because the engine accepts one token more (see start_vllm)
+            # The limit is enforced here, because the engine accepts one token more (see
+            # start_vllm).
             room = self.config.max_model_len - len(prompts[index])
-            place = index if indices is None else indices[index]
-            return vllm_params(replace(params, max_tokens=min(params.max_tokens, room)), place, self.stop_token_ids)
+            seed_index = index if seed_indices is None else seed_indices[index]
+            limited = replace(params, max_tokens=min(params.max_tokens, room))
+            return vllm_params(limited, seed_index, self.stop_token_ids)
 
         call = next(self.numbers)
         self.calls[call] = self.engine.start(prompts, params_of, partial(read_completion, params), adapter)
@@ -161,11 +162,10 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def finished_groups(self, call: int, at_least: int = 1) -> list[tuple[int, list[Completion]]]:
-        """(index of a prompt, all its completions) of prompts finished since the last answer, in
-        order of finishing.
+        """(Index, completions) of the prompts that have finished since the last answer: `at_least`,
+        or all that are left.
 
-        Waits for `at_least`, or all that remain. Raises the error of the generate call, or
-        ValueError if no such call is running.
+        Raises the error of the generate call, and ValueError if no call of this number is running.
         """
         if call not in self.calls:
             raise ValueError(
@@ -188,11 +188,7 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def compute_logprobs(self, sequences: list[list[int]], adapter: str | None = None) -> list[Tensor]:
-        """log p of every token after the first at temperature 1: float32 [T - 1] for each sequence
-        of T tokens.
-
-        adapter: as in start_generate.
-        """
+        """Logprobs at temperature 1: float32 [T - 1] for each sequence of T tokens."""
         from vllm import SamplingParams as VLLMParams
 
         validate_sequences(sequences, max_model_len=self.config.max_model_len, vocab_size=self.vocab_size)
@@ -205,11 +201,11 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def load_adapter(self, name: str, directory: str) -> None:
-        """Load an adapter in peft's format under a name. Does nothing if it is loaded already.
+        """Load an adapter for requests that name it. Its directory must stay, because vLLM may read
+        it again.
 
-        The directory must stay until `unload_adapter`, because vLLM may read it again. Raises
-        ValueError if the config allows no adapters, it does not fit the model, or one of another
-        directory has the name.
+        Raises ValueError if the config allows no adapters, if the adapter does not fit the model,
+        or if one from another directory has this name.
         """
         config, folder = self.config, Path(directory)
         adapters.require_possible(folder, max_adapters=config.max_adapters, max_rank=config.max_adapter_rank)
@@ -219,20 +215,19 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter, if it is loaded. Raises ValueError if requests use it."""
+        """Forget an adapter. Raises ValueError if requests use it."""
         await asyncio.wrap_future(self.engine.unload_adapter(name))
 
     @concurrent_endpoint
     @sends_errors
     async def pull_model_state_dict(self, version: int, timeout: float = 60.0, in_flight: bool = True) -> Transfer:
-        """Load a published version, with lora.sync="adapter" only the adapter. Does nothing if the
-        engine has it.
+        """Replace the weights, or with lora.sync="adapter" the adapter, by a published version,
+        unless the engine has it.
 
-        in_flight: running requests go on with the new weights; False: the pull waits for them, and
-        new requests wait for the pull. If the version cannot be read, the weights stay; after a
-        failure in the middle the generator refuses to generate until a pull succeeds. Raises
-        TimeoutError if the version is not published in `timeout` seconds, ValueError if a parameter
-        is missing, unknown or of a wrong shape or dtype.
+        A version that cannot be read changes nothing; after a failure in the middle, only a pull
+        makes the generator usable.
+        Raises TimeoutError if the version is not published in `timeout` seconds, and ValueError if
+        a parameter is missing, unknown or of a wrong shape or dtype.
         """
         validate_pull(version, timeout)
         if self.transport is None:
@@ -242,7 +237,8 @@ class Generator(Actor):
             return replace(self.last_pull, num_bytes=0, seconds=0.0, phases={})
         check_manifest(manifest, self.expected)
         source = await self.transport.source(manifest)
-        # empty after a failure in the middle, so that the next pull loads again
+        # After a failure in the middle the key stays empty, so that the next pull loads the weights
+        # again.
         former, self.loaded_version_key = self.loaded_version_key, ""
         try:
             loaded = await asyncio.wrap_future(self.engine.update(source, version, in_flight=in_flight))
@@ -257,12 +253,7 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def sleep(self, level: int = 1) -> DeviceMemory:
-        """After the running requests, release the GPU memory of weights and KV cache and refuse
-        calls until `wake`.
-
-        level: 1 keeps the weights in host memory, 2 drops them, so that generating needs a pull
-        after `wake`.
-        """
+        """Release the GPU memory when the running requests have ended; see GeneratorClient.sleep."""
         sleeping.require_possible(self.config, level, has_transport=self.transport is not None)
         released = await asyncio.wrap_future(self.engine.sleep(level))
         if self.engine.asleep == 2:
@@ -272,16 +263,18 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def wake(self) -> DeviceMemory:
+        """Allocate the GPU memory again that `sleep` has released."""
         return await asyncio.wrap_future(self.engine.wake())
 
     def _note(self, loaded: Transfer) -> None:
+        """Keep the last pull for `info`, and log its path when it changes."""
         former, self.last_pull = self.last_pull, loaded
         if former is None or (former.path, former.reason) != (loaded.path, loaded.reason):
             logger.info("the weights come by %s: %s", loaded.path, loaded.reason)
 
 
 def expected_tensors(directory: str) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the model of config.json, without a tied lm_head.weight."""
+    """Name and shape of every tensor of a model, without a tied lm_head.weight."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(directory)
@@ -294,8 +287,8 @@ def expected_tensors(directory: str) -> dict[str, tuple[int, ...]]:
 
 
 def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """The tensors of one parameter as in weight files: transformers stacks the experts and
-    concatenates gate and up.
+    """The tensors of a Hugging Face directory that transformers' model stacks in one parameter: one
+    an expert and projection.
 
     by_expert("mlp.experts.gate_up_proj", (2, 64, 8))
         -> {"mlp.experts.0.gate_proj.weight": (32, 8), "mlp.experts.0.up_proj.weight": (32, 8), "mlp.experts.1.gate_proj.weight": …}
@@ -310,7 +303,7 @@ def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 
 
 def check_manifest(manifest: Manifest, expected: dict[str, tuple[int, ...]]) -> None:
-    """Raises ValueError naming what is missing, unknown or of a wrong shape or dtype."""
+    """Raises ValueError for parameters that are missing, unknown or of a wrong shape or dtype."""
     published = manifest.tensors
     wrong = [f"{name} is missing" for name in sorted(expected.keys() - published.keys())]
     wrong += [f"{name} is unknown" for name in sorted(published.keys() - expected.keys())]

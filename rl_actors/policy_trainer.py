@@ -1,8 +1,6 @@
-"""`PolicyTrainer`, the Monarch actor of one rank of a trainer. It passes its calls on to the rank's
-TrainEngine.
+"""`PolicyTrainer`, the Monarch actor of one rank of a trainer, around its TrainEngine.
 
-Every rank must get the same calls in the same order, so one client sends them, each with a
-CallHeader.
+Every rank must get the same calls in the same order, so one client sends them, each with a CallHeader.
 """
 
 import asyncio
@@ -48,9 +46,7 @@ if TYPE_CHECKING:
     from rl_actors.engine.train_engine import TrainEngine
 
     class Verb(Endpoint[P, T], Generic[P, T]):
-        """What `numbered` returns: an endpoint with the arguments P and, on each rank, the answer
-        T.
-        """
+        """What `numbered` returns: an endpoint with arguments P and, on each rank, the answer T."""
 
         __name__: str
 
@@ -58,8 +54,7 @@ if TYPE_CHECKING:
 VERBS: set[str] = set()
 """Names of the endpoints that `numbered` has made."""
 PULL_TIMEOUT = 60.0
-"""Seconds that pull_model_state_dict waits for the version, as
-GeneratorClient.pull_model_state_dict does by default."""
+"""Seconds that pull_model_state_dict waits for the version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +89,7 @@ def numbered(method: Callable[Concatenate[Any, P], Awaitable[T]]) -> "Verb[P, T]
 @overload
 def numbered(method: Callable[Concatenate[Any, P], T]) -> "Verb[P, T]": ...
 def numbered(method: Callable[..., Any]) -> Any:
-    """Make a method of PolicyTrainer an endpoint that also takes `header`; see
-    `PolicyTrainer.in_order`.
-    """
+    """Make a method an endpoint that also takes `header`; see `PolicyTrainer.in_order`."""
 
     @functools.wraps(method)
     async def call(self: "PolicyTrainer", *args: Any, header: CallHeader | None = None, **kwargs: Any) -> Any:
@@ -176,9 +169,7 @@ class PolicyTrainer(Actor):
 
     @numbered
     def forward(self, samples: Sequence[Sample], loss: str | Loss | None = None, entropy: bool = False) -> RankOutput:
-        """Logprobs of the targets, or values of a value model; with a loss also its metrics.
-        Changes nothing.
-        """
+        """Logprobs of the targets, or values, and the metrics of a loss. Changes nothing."""
         return self.engine.forward(samples, loss, entropy=entropy)
 
     @numbered
@@ -188,9 +179,7 @@ class PolicyTrainer(Actor):
 
     @numbered
     def optim_step(self, params: OptimParams) -> OptimResult:
-        """Divide, clip, step, clear. policy_version grows by one, unless the gradient is not
-        finite.
-        """
+        """Divide, clip, step, clear. policy_version grows by one if the gradient is finite."""
         return self.engine.optim_step(params)
 
     @numbered
@@ -207,17 +196,13 @@ class PolicyTrainer(Actor):
     @concurrent_endpoint
     @sends_errors
     async def wait_for_checkpoint(self) -> None:
-        """Wait, while other calls run, until the last checkpoint is on disk. Raises the error of
-        the write.
-        """
+        """Wait until the last checkpoint is on disk. Other calls run meanwhile."""
         if self.written is not None:
             await asyncio.wrap_future(self.written)
 
     @numbered
     def load_checkpoint(self, path: str, optimizer: bool = True) -> int:
-        """Read the state, and begin a new stream of versions (see Manifest). Returns
-        policy_version.
-        """
+        """Read the state, and begin a new stream of versions. Returns policy_version."""
         version = self.engine.load_checkpoint(path, optimizer=optimizer)
         if self.publisher is not None:
             self.publisher.start_stream()
@@ -281,9 +266,7 @@ class PolicyTrainer(Actor):
 
     @numbered
     async def pull_model_state_dict(self, version: int) -> int:
-        """Load a version that another trainer has published, into a language model without
-        optimizer and adapters.
-        """
+        """Load a published version into a language model without optimizer and adapters."""
         self.engine.step.require("pull_model_state_dict")
         publisher = self.require_publisher("pull_model_state_dict")
         source = await publisher.transport.source(await self.find_together(version, publisher))
@@ -296,9 +279,7 @@ class PolicyTrainer(Actor):
         return self.publisher
 
     async def find_together(self, version: int, publisher: Publisher) -> Manifest:
-        """The manifest that rank 0 finds, or rank 0's error. The pushing trainer may begin a new
-        stream between two searches.
-        """
+        """Rank 0's manifest or error, because a new stream may begin between two searches."""
         found: Manifest | Exception | None = None
         if self.rank == 0:
             try:
@@ -336,9 +317,7 @@ class PolicyTrainer(Actor):
         return cast(T, self.last_reply.give())
 
     async def run(self, tenant: str, call: Callable[[], T | Awaitable[T]]) -> T:
-        """The result of `call` for a tenant. Raises CollectiveTimeoutError if this rank waited too
-        long for another rank.
-        """
+        """The result for a tenant. Raises CollectiveTimeoutError after a too long wait for a rank."""
         from rl_actors.engine import deadlines
 
         def call_of_tenant() -> T | Awaitable[T]:

@@ -113,9 +113,7 @@ class Client:
         raise NotImplementedError
 
     def keep(self, connection: "Connection") -> None:
-        """Keep the connection to a service until `close`, or until this client is
-        garbage-collected.
-        """
+        """Keep the connection to a service until `close` or garbage collection."""
         self._connection = connection
         weakref.finalize(self, connection.close)
 
@@ -226,9 +224,7 @@ class Client:
         return {f"{self.name}-{rank}": now - heard for rank, heard in list(self._heard.items())}
 
     def kill(self) -> Call[None]:
-        """Kill this client's processes on this host, and close the client. For an actor that does
-        not answer.
-        """
+        """Kill this client's processes on this host, although they do not answer, and close it."""
         self._closed = True
         return in_background(self._kill(), f"{self.name}: kill")
 
@@ -243,9 +239,7 @@ class Client:
         await self.close()
 
     def close(self) -> Call[None]:
-        """End the processes that this client spawned. A mesh of the caller and a service keep
-        running.
-        """
+        """End the processes that this client spawned, but no mesh of the caller and no service."""
         self._closed = True
         _open_clients.discard(self)
         return in_background(self._close(), f"{self.name}: close")
@@ -348,9 +342,7 @@ class Client:
         self._heard[rank] = time.monotonic()
 
     async def _hung(self, error: CollectiveTimeoutError, phase: str) -> ActorSilentError:
-        """The error of a call in which a rank waited too long for another. It names the ranks that
-        do not answer.
-        """
+        """The error of a call in which a rank waited too long for others, naming the silent ones."""
         silent: list[Process] = []
         if self.watched is not None:
             silent = await self.watched.silent(SILENCE, self._note_sign)
@@ -360,9 +352,7 @@ class Client:
         return ActorSilentError(f"{self.name}: {self.broken}{reason}{self._output()}", self.name)
 
     async def _answers(self, endpoint: Any, phase: str, *args: object, **kwargs: object) -> list[Any]:
-        """The answers of the ranks. Raises ActorDiedError as soon as one of the processes in
-        `watched` has ended.
-        """
+        """The answers of the ranks. Raises ActorDiedError when a process in `watched` has ended."""
         answers: Awaitable[list[Any]] = collect(endpoint, *args, **kwargs)
         if self.watched is None:
             return await answers
@@ -378,9 +368,7 @@ class Client:
 
 
 def _close_all() -> None:
-    """End the processes of all clients, because a program or a REPL may end without calling
-    `close`.
-    """
+    """End the processes of all clients that the program or the REPL has not closed."""
     for closing in [client.close() for client in list(_open_clients)]:
         with contextlib.suppress(Exception):
             closing.result(timeout=10)

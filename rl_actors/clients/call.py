@@ -1,7 +1,8 @@
-"""A `Call` is a handle to the answer of a call of a client. All clients of a process run their calls on one background thread.
+"""`Call`, a handle to the answer of a client's call. All clients of a process share one background
+thread with an event loop.
 
-The thread has an event loop of its own. So clients work in a REPL, in a script, in several calls of asyncio.run, and in Jupyter, which
-already runs an event loop. This module does not depend on actors.
+So they work in a REPL, in a script, in several calls of asyncio.run, and in Jupyter. Knows nothing
+of actors.
 """
 
 import asyncio
@@ -17,11 +18,10 @@ T = TypeVar("T")
 
 
 class Call(Generic[T]):
-    """A handle to the answer of a call. `await` the object, or wait with `.result()`. The call runs even if the program does not wait.
+    """A handle to an answer: `await` it, or wait with `.result()`. The call runs even if nobody
+    waits.
 
-    A program asks for the answer with `await` or `.result()`. A `result` that timed out does not count. If a call fails and the program
-    has not asked for the answer, a warning with the error is shown when the object is garbage-collected, or, if the call still runs at
-    this time, when the call has ended.
+    A warning shows the error of a call that fails, once nobody can ask for its answer any more.
     """
 
     def __init__(self, future: "Future[T]", what: str, *, can_cancel: bool = False) -> None:
@@ -30,7 +30,7 @@ class Call(Generic[T]):
         self._asked = False
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the answer. Raises TimeoutError after `timeout` seconds, and the error of the call if the call fails.
+        """Wait for the answer. Raises the call's error, and TimeoutError after `timeout` seconds.
 
         A timeout ends only the waiting: the call goes on, and `result` can be called again. So does Ctrl-C, but it also cancels a `generate`.
         """
@@ -73,11 +73,7 @@ class Call(Generic[T]):
         return not (self._asked or (self._future.done() and not self.failed()))
 
     async def unasked_failure(self) -> BaseException | None:
-        """Wait for the end of the call. Returns the error if the call failed and its answer was not asked for, otherwise None.
-
-        Does not wait if the answer was already asked for. An error is returned only once, because the answer then counts as asked for.
-        So the caller must report the error.
-        """
+        """Wait for the end. Returns, once, an error that nobody has asked for."""
         if self._asked:
             return None
         ended = self._ended()
@@ -90,17 +86,13 @@ class Call(Generic[T]):
 
     def __await__(self) -> Generator[object, None, T]:
         self._asked = True
-        # If asyncio.wait_for times out, it cancels the future that it waits for. The ranks are running the call, so the call must not be
-        # cancelled. shield prevents that.
+        # shield: a wait_for timeout must not cancel a call that the ranks are running
         return asyncio.shield(self._ended()).__await__()
 
     def _ended(self) -> "asyncio.Future[T]":
-        """The answer, as a future of the running event loop.
-
-        asyncio logs the error of a future if no code has read the error. If the task that waits for the call is cancelled and the call fails
-        afterwards, the task does not read the error. So the callback `_mark_error_as_seen` reads it, and nothing is logged.
-        """
+        """The answer, as a future of the running event loop."""
         ended = asyncio.wrap_future(self._future)
+        # else asyncio would log an error that the waiting task, cancelled meanwhile, does not read
         ended.add_done_callback(_mark_error_as_seen)
         return ended
 
@@ -116,7 +108,7 @@ class Call(Generic[T]):
         return "done" if error is None else f"failed with {error!r}"
 
     def __del__(self) -> None:
-        # The call may still run when this object is garbage-collected. So a callback of the future shows the warning after the call has ended.
+        # by a callback, because the call may still run
         if not getattr(self, "_asked", True):
             self._future.add_done_callback(functools.partial(_warn_of_failure, self._what))
 

@@ -14,9 +14,7 @@ Group = tuple[int, list[Completion]]
 
 
 class GenerateCall:
-    """Which prompts of a call are open, and which have finished and wait to be taken. Lives on one
-    event loop.
-    """
+    """Which prompts of a call are open, and which finished ones wait to be taken."""
 
     def __init__(
         self,
@@ -57,9 +55,7 @@ class GenerateCall:
         self._changed.set()
 
     async def take(self, at_least: int) -> list[Group]:
-        """The finished prompts. Waits for at_least of them, or all that are left. Aborts the call
-        if the wait fails.
-        """
+        """The finished prompts: at_least, or all that are left. Aborts the call if the wait fails."""
         await self._wait(at_least)
         taken, self._finished = self._finished, []
         self._end_if_empty()

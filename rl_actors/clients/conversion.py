@@ -1,7 +1,4 @@
-"""Conversions for the clients of trainers. They turn a caller's lists into CPU tensors, and the outputs of all ranks into one output.
-
-This module sends nothing to actors.
-"""
+"""A caller's lists become CPU tensors, and the outputs of all ranks one output. Sends nothing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,10 +14,7 @@ T = TypeVar("T")
 
 
 def merge_outputs(num_samples: int, outputs: Sequence[RankOutput]) -> ForwardBackwardOutput:
-    """Merge the outputs of all ranks into one output. Its lists have the order of the samples of the call.
-
-    Raises ValueError naming the sample and the ranks if a sample is reported twice.
-    """
+    """One output, in the order of the samples. Raises ValueError for a sample reported twice."""
     _require_each_once(outputs)
     values: dict[str, list[Tensor]] = {}
     for output in outputs:
@@ -28,7 +22,7 @@ def merge_outputs(num_samples: int, outputs: Sequence[RankOutput]) -> ForwardBac
             in_order = values.setdefault(name, [torch.empty(0)] * num_samples)
             for index, piece in zip(output.indices, pieces.split(output.lengths), strict=True):
                 in_order[index] = piece
-    # The ranks may answer in any order, and a sum of floats depends on the order. So the metrics are merged in the order of the ranks.
+    # in the order of the ranks, because a sum of floats depends on the order
     partials = metrics.merge(output.metrics for output in sorted(outputs, key=lambda output: output.rank))
     return ForwardBackwardOutput(
         logprobs=values.get("logprobs", []),
@@ -42,7 +36,6 @@ def merge_outputs(num_samples: int, outputs: Sequence[RankOutput]) -> ForwardBac
 
 
 def _require_each_once(outputs: Sequence[RankOutput]) -> None:
-    """Raises ValueError naming the first sample that is reported twice. Without this check the later report would replace the earlier one."""
     reporter: dict[int, int] = {}
     for output in outputs:
         for index in output.indices:
@@ -54,11 +47,10 @@ def _require_each_once(outputs: Sequence[RankOutput]) -> None:
 
 
 def as_tensors(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples in a new list. Their tokens, targets and columns are CPU tensors of the right dtypes, int64 or float32.
+    """The samples in a new list, with CPU tensors of int64 or float32, which may share the caller's
+    memory.
 
-    The tensors may share memory with the caller's arrays and tensors. A value that cannot be converted stays as it is:
-    `samples` that is not a sequence, an element that is not a Sample, or a column that cannot become a tensor. Validation later refuses the
-    value, with an error that names it.
+    What cannot be converted stays as it is; validation refuses it with an error that names it.
     """
     if not isinstance(samples, Sequence):
         return samples  # type: ignore[unreachable]  # validation refuses it
@@ -66,7 +58,7 @@ def as_tensors(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def to_tensors(sample: Sample) -> Sample:
-    """The sample with CPU tensors; see `as_tensors`. If all its values are such tensors already, the sample itself is returned."""
+    """The sample with CPU tensors; see `as_tensors`. A sample that has them is returned itself."""
     if not isinstance(sample, Sample) or not isinstance(sample.columns, Mapping):
         return sample
     if _holds_tensors(sample):
@@ -87,7 +79,6 @@ def _is_tensor(values: object, dtype: torch.dtype) -> bool:
 
 
 def _tensor(values: T, dtype: torch.dtype) -> Tensor | T:
-    """A tensor made from a list, an array or a tensor. A value that cannot become a tensor is returned as it is."""
     try:
         tensor = torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError):

@@ -82,9 +82,7 @@ class Fleet:
         return sum(replica.restarts.total for replica in self.replicas)
 
     async def start(self) -> GeneratorInfo:
-        """Wait until every generator has been healthy once. Returns the info of the first, or
-        raises a start's error.
-        """
+        """Wait until all have been healthy once. Returns the first's info, or raises an error."""
         self._lives = [asyncio.ensure_future(replica.live()) for replica in self.replicas]
         await self._until(lambda: all(replica.was_ready or replica.cause for replica in self.replicas))
         for replica in self.replicas:
@@ -100,9 +98,7 @@ class Fleet:
             replica.expect_signs(silent_after)
 
     async def end(self) -> Exception:
-        """Wait until all generators are retired. Returns the error that ended the first generator
-        of the list.
-        """
+        """Wait until all generators are retired. Returns the error that ended the first."""
         await self._until(lambda: self._end_cause() is not None)
         cause = self._end_cause()
         assert cause is not None
@@ -131,9 +127,7 @@ class Fleet:
         return all(await asyncio.gather(*(replica.client.answers_within(timeout) for replica in self.replicas)))
 
     async def info(self) -> GeneratorInfo:
-        """The info of the healthy generator with the oldest weights; `replicas` has all that are
-        set up, if several.
-        """
+        """The info of the healthy generator with the oldest weights; of several, `replicas` has all."""
         await self._ask_all(lambda client: client.info())
         infos = {}
         for index, replica in enumerate(self.replicas):
@@ -151,9 +145,7 @@ class Fleet:
         seed_indices: Sequence[int] | None,
         adapter: str | None = None,
     ) -> GenerateCall:
-        """Start a generate call. seed_indices: for each prompt, p of SamplingParams.seed; None: its
-        index.
-        """
+        """Start a call. seed_indices: for each prompt, p of SamplingParams.seed; None: its index."""
         indices = list(range(len(prompts)))
         seeds = indices if seed_indices is None else list(seed_indices)
         call = GenerateCall(prompts, params, seeds, adapter, on_end=lambda: self._end_use(adapter))
@@ -175,9 +167,7 @@ class Fleet:
             self._notify()
 
     async def _send(self, call: GenerateCall, indices: list[int]) -> None:
-        """Send the prompts with these indices to healthy generators. Waits until a generator is
-        healthy.
-        """
+        """Send the prompts with these indices to healthy generators, as soon as there is one."""
         while indices:
             parts = await self._divide([call.prompts[index] for index in indices], call.params.n)
             starts = []
@@ -187,9 +177,7 @@ class Fleet:
             indices = sorted(itertools.chain.from_iterable(lost))
 
     async def _start_part(self, call: GenerateCall, replica_index: int, indices: list[int]) -> list[int]:
-        """Send these prompts to one generator. Returns them if the generator has died, otherwise
-        [].
-        """
+        """Send these prompts to one generator. Returns them if it has died, otherwise []."""
         replica = self.replicas[replica_index]
         client = replica.client
         prompts = [call.prompts[index] for index in indices]
@@ -323,9 +311,7 @@ class Fleet:
             raise
 
     async def unload_adapter(self, name: str) -> None:
-        """Wait until the calls that use the adapter have ended, and unload it from all healthy
-        generators.
-        """
+        """When the calls that use the adapter have ended, unload it from all healthy generators."""
         await self._until(lambda: not self._uses[name])
         if self._adapters.pop(name, None) is not None:
             await self._ask_all(lambda client: client.unload_adapter(name))
@@ -404,9 +390,7 @@ class Fleet:
                 return answers
 
     def _lose_or_raise(self, replica: Replica, client: OneGenerator, error: BaseException) -> None:
-        """Mark the generator as dead if the error says that the generator has died. Otherwise
-        raises the error.
-        """
+        """Mark the generator as dead if the error is its death. Otherwise raises the error."""
         if self._closed or not is_death(client, error):
             raise error
         assert isinstance(error, ActorDiedError)
@@ -416,18 +400,14 @@ class Fleet:
         return [index for index, replica in enumerate(self.replicas) if replica.state == "healthy"]
 
     async def _until_healthy(self) -> list[int]:
-        """The indices of the healthy generators. Waits for one, and raises `_end_cause` if all are
-        retired.
-        """
+        """The indices of the healthy generators, of at least one. Raises `_end_cause`."""
         await self._until(lambda: bool(self._healthy()) or self._end_cause() is not None)
         if not self._healthy() and (cause := self._end_cause()) is not None:
             raise cause
         return self._healthy()
 
     def _end_cause(self) -> Exception | None:
-        """If all generators are retired, the error that ended the first generator of the list,
-        otherwise None.
-        """
+        """The error that ended the first generator, if all are retired."""
         causes = [replica.cause for replica in self.replicas]
         return causes[0] if all(causes) else None
 
@@ -456,9 +436,7 @@ def is_death(client: OneGenerator, error: BaseException) -> bool:
 
 
 async def gather_all(work: Sequence[Awaitable[T]]) -> list[T]:
-    """The results in the order of `work`. If some fail, waits until all have ended and raises the
-    first error.
-    """
+    """The results, in order. If some fail, waits for all and raises the first error."""
     # A single awaitable gets a task, too: awaited directly, it could overtake an earlier call whose
     # task has not started.
     results = await asyncio.gather(*work, return_exceptions=True)

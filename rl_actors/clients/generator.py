@@ -154,12 +154,10 @@ class GeneratorClient(Client):
         timeout: float = ATTACH_TIMEOUT,
         call_timeout: float = GeneratorConfig.call_timeout,
     ) -> "GeneratorClient":
-        """A client of the generator that a running service owns. Calls of different clients can run
-        at the same time.
+        """A client of the generator that a running service owns. Clients' calls run at the same time.
 
-        Waits until the service answers. When this program ends, the service aborts its generate
-        calls. certificates, and
-        the errors: as in TrainerClient.attach.
+        When this program ends, the service aborts its generate calls. Arguments and errors: as in
+        TrainerClient.attach.
         """
         from rl_actors.clients import remote
 
@@ -184,9 +182,7 @@ class GeneratorClient(Client):
 
     @property
     def returns(self) -> tuple[GeneratorReturn, ...]:
-        """One record for each time that a generator was healthy again after a death, the newest
-        last.
-        """
+        """One record for each return to health after a death, the newest last."""
         return tuple(self._fleet.returns)
 
     @property
@@ -372,9 +368,7 @@ class GeneratorClient(Client):
         seed_indices: list[int] | None = None,
         adapter: str | None = None,
     ) -> GenerateCall:
-        """Coroutine: start to generate, without checks. seed_indices: the `indices` of
-        generate_each.
-        """
+        """Coroutine: start to generate, unchecked. seed_indices: `indices` of generate_each."""
         await self._loaded(adapter)
         return await self._fleet.generate(prompts, params, seed_indices, adapter)
 
@@ -444,9 +438,7 @@ class GeneratorClient(Client):
         check: Check | None = None,
         can_cancel: bool = False,
     ) -> Call[T]:
-        """Run `send` when the generator is ready. The check runs now if the limits are known, else
-        just before.
-        """
+        """Run `send` when all are ready. Checks now if the limits are known, else just before."""
         self.require_open(what)
         self.show_start()
         if check is not None and self._limits is not None:
@@ -463,9 +455,7 @@ class GeneratorClient(Client):
 
 
 def _as_lists(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Copies, because the caller may change the prompts before they are sent. Tensors and arrays
-    become lists.
-    """
+    """Copies of the prompts, which the caller may change. Tensors and arrays become lists."""
     if not isinstance(prompts, Sequence):
         return prompts  # type: ignore[unreachable]  # validation raises an error that names the argument
     copies: list[list[int]] = []
@@ -492,9 +482,7 @@ def _host_of(replica: int, hosts: "Hosts | None") -> "Hosts | None":
 
 
 def check_config(config: GeneratorConfig, num_hosts: int = 1) -> None:
-    """Raises ValueError if this machine can start no generator from the config, TypeError for
-    another config.
-    """
+    """Raises ValueError, or TypeError for no GeneratorConfig, if this machine cannot start one."""
     require_config("GeneratorClient.spawn", config, GeneratorConfig)
     config.validate()
     require_gpu(config, num_hosts)

@@ -1,7 +1,7 @@
 """Limits that a client checks before it sends a call to an actor.
 
-A client that spawns its actor takes the limits from the config until the actor has started. In all other cases the
-limits come from the actor's info.
+A client that spawns its actor takes the limits from the config until the actor has started. In all
+other cases the limits come from the actor's info.
 """
 
 import pkgutil
@@ -50,27 +50,28 @@ class TrainerLimits:
         )
 
     def check_training(self, call: str, samples: Sequence[Sample], loss: Loss | None) -> None:
-        """Raises ValueError or TypeError for samples that the ranks would refuse, and ValueError if the trainer has no
-        optimizer.
-        """
+        """Raises ValueError or TypeError for samples that the ranks would refuse, and ValueError if
+        the trainer has no optimizer."""
         require_optimizer(call, self.optimizer)
         self.check_samples(samples, loss)
 
     def check_state(self, call: str, optimizer: bool) -> None:
-        """Raises ValueError if the call reads or writes the optimizer's state and the trainer has no optimizer."""
+        """Raises ValueError if the call needs the state of an optimizer that the trainer lacks."""
         if optimizer:
             require_optimizer(f"{call}(optimizer=True)", self.optimizer)
 
     def check_optim_params(self, params: OptimParams) -> None:
         """Raises ValueError or TypeError if a field is out of range.
 
-        Also raises ValueError if the trainer has no optimizer, or if a field that the optimizer does not have differs from its default.
+        Also raises ValueError if the trainer has no optimizer, or if a field that the optimizer
+        does not have differs from its default.
         """
         require_optimizer("optim_step", self.optimizer)
         validate_optim_params(params, self.optimizer, self.optimizer_fields)
 
     def check_tenant(self, name: str, seed: int) -> None:
-        """Raises ValueError or TypeError if the trainer cannot have a new tenant of this name and seed.
+        """Raises ValueError or TypeError if the trainer cannot have a new tenant of this name and
+        seed.
 
         A tenant is one of several training runs that share a trainer.
         """
@@ -113,7 +114,7 @@ class GeneratorLimits:
         adapters.require_possible(directory, max_adapters=self.max_adapters, max_rank=self.max_adapter_rank)
 
     def check_prompts(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
-        """Raises ValueError or TypeError for prompts and parameters that the generator would refuse."""
+        """Raises ValueError or TypeError for a call that the generator would refuse."""
         validate_prompts(prompts, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         validate_sampling_params(params, vocab_size=self.vocab_size)
 

@@ -192,9 +192,7 @@ class ModelClient(ModelCalls, Client):
 
     @property
     def policy_version(self) -> int | None:
-        """The last policy_version that the ranks reported for the first tenant. None before the
-        first report.
-        """
+        """The first tenant's last reported policy_version. None before the first report."""
         return self.session.version
 
     async def _open_transport(
@@ -299,9 +297,7 @@ class ModelClient(ModelCalls, Client):
         return of_all_ranks(await self.session.send(verb, parts))
 
     def relay(self, endpoint: str, *arguments: object) -> Call[list[Any]]:
-        """Send a call that a client in another program has checked: a service's road. The answers
-        are those of all ranks.
-        """
+        """A service's road: send a call that an attached client has checked. Answers of all ranks."""
         discards = endpoint == "discard_gradients"
         return self.session.queue(endpoint, lambda: self._relay(endpoint, arguments), when_broken=discards)
 
@@ -313,9 +309,7 @@ class ModelClient(ModelCalls, Client):
 
 
 def require_evenly(config: TrainerConfig, hosts: "Hosts | None") -> None:
-    """Raises ValueError if the ranks cannot be spread evenly over `hosts`, or, for None, if this
-    host has too few GPUs.
-    """
+    """Raises ValueError if the ranks do not fit evenly on `hosts`, or on this host's GPUs."""
     if hosts is None:
         require_gpus(config)
     elif config.num_processes() % len(hosts):

@@ -188,9 +188,7 @@ class TrainingCalls(ModelCalls):
         return await self.session.first(PolicyTrainer.optim_step, params)
 
     def discard_gradients(self) -> Call[None]:
-        """Drop the accumulated gradients. After a timeout, this repairs the client as soon as the
-        ranks answer again.
-        """
+        """Drop the gradients. Repairs a client that a timeout broke, once the ranks answer."""
         call = self.session.queue("discard_gradients", self._discard_gradients, when_broken=True)
         self._gradient_calls = ()
         return call

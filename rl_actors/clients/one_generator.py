@@ -131,9 +131,7 @@ class OneGenerator(Client):
         return (await self.ask(endpoint, *args, phase=phase, breaks=False))[0]
 
     async def ask(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """As in the base class, but a failed engine of a generator that this client spawned is an
-        ActorDiedError.
-        """
+        """As in the base class, but a failed engine that this client owns is an ActorDiedError."""
         try:
             return await super().ask(*args, **kwargs)
         except (EngineDiedError, SilentWorkerError) as error:
@@ -183,9 +181,7 @@ class OneGenerator(Client):
 
 
 class Silence:
-    """Counts the seconds since the last heartbeat of an idle engine, or of one that has worked
-    since the one before.
-    """
+    """Counts the seconds since an engine was idle or had worked since its last heartbeat."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -200,9 +196,7 @@ class Silence:
 
 
 def process_environment(config: GeneratorConfig) -> dict[str, str]:
-    """Environment of a generator's process. Raises ValueError if the config needs a GPU that this
-    program does not see.
-    """
+    """Environment of a generator's process. Raises ValueError if its GPU is not visible."""
     environment = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
     if config.gpu is None:
         return environment

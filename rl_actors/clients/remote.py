@@ -44,18 +44,14 @@ class Connection:
         watching.start()
 
     def close(self) -> None:
-        """Leave the service, which then discards this client's open step and aborts its generate
-        calls.
-        """
+        """Leave the service, which discards this client's open step and aborts its generate calls."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
 
 def _watch(connection: socket.socket, ended: "Future[str]", address: str) -> None:
-    """Read until the connection ends, and set the reason, which is in the service's last line if
-    the service ended it.
-    """
+    """Read until the end, whose reason is in the service's last line, if there is one."""
     received = b""
     with contextlib.suppress(OSError, ValueError):
         while part := connection.recv(4096):
@@ -68,9 +64,7 @@ def _watch(connection: socket.socket, ended: "Future[str]", address: str) -> Non
 
 
 class RemoteMesh:
-    """Stands for an actor mesh. Its endpoints call the coordinator, and have one answer for each
-    rank.
-    """
+    """Stands for an actor mesh; its endpoints call the coordinator, with one answer a rank."""
 
     def __init__(self, coordinator: Any, connection: Connection, *, number: int, num_ranks: int, step_wait: float):
         """number: this client's number at the service. step_wait: seconds to wait for the end of
@@ -89,24 +83,18 @@ class RemoteMesh:
 
     @property
     def probe(self) -> "LocalEndpoint":
-        """Answers with a RemoteProbe, whose `who` asks the service whether all processes of the
-        actor answer.
-        """
+        """Its answer is a RemoteProbe, which asks the service whether all processes answer."""
         return LocalEndpoint([RemoteProbe(RemoteEndpoint(self, "is_alive", 1))])
 
     async def send(self, endpoint: str, arguments: tuple[object, ...]) -> list[object]:
-        """The answers of all ranks. Raises the call's error, and ConnectionError as soon as the
-        service is gone.
-        """
+        """The answers of all ranks. Raises ConnectionError as soon as the service is gone."""
         asked = self._coordinator.call.call_one(self._number, endpoint, cloudpickle.dumps(arguments), self._step_wait)
         ended = asyncio.shield(asyncio.wrap_future(self.connection.ended))
         return opened(await unless(ended, ConnectionError, asked))
 
 
 def opened(answer: bytes) -> list[object]:
-    """The answers of all ranks, from the bytes that the coordinator returns. Raises the error of
-    the call.
-    """
+    """The answers of all ranks, or the error, from the coordinator's bytes."""
     answers, error = pickle.loads(answer)
     if error is not None:
         raise error
@@ -122,9 +110,7 @@ class RemoteEndpoint:
         self._num_answers = num_answers
 
     def stream(self, *arguments: object, header: object = None) -> Iterator[Awaitable[object]]:
-        """The answers of the ranks. The header stays here, because the service numbers the calls
-        itself.
-        """
+        """The answers. The header is not sent: the service numbers the calls itself."""
         answers = asyncio.ensure_future(self._mesh.send(self._name, arguments))
         return (_nth(answers, index) for index in range(self._num_answers))
 
@@ -155,9 +141,7 @@ class RemoteProbe:
 
 
 def ask(address: str, wants: Message, *, certificates: str = "", timeout: float = ATTACH_TIMEOUT) -> Message:
-    """The answer of a service to a question that needs no actors, such as {"wants": "status"}.
-    Errors as `attach`.
-    """
+    """A service's answer to a question such as {"wants": "status"}. Errors as `attach`."""
     target = Address.parse(address)
     connection, answer = _greet(target, wants, certificates, timeout)
     connection.close()
@@ -256,9 +240,7 @@ def attach(
 
 
 def join_monarch(transport: str, own_host: str, certificates: str) -> None:
-    """Start Monarch here with the service's transport. own_host: the address at which the service
-    reaches this machine.
-    """
+    """Start Monarch with the service's transport. own_host: our address as the service sees it."""
     prepare_this_process()
     if transport == "tls":
         tls.use_for_monarch(certificates)

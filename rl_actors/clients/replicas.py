@@ -58,9 +58,7 @@ class Replica:
         self._tasks: list[asyncio.Future[None]] = []  # tasks of `_watch` and `_serve` for self.client
 
     async def live(self) -> None:
-        """Keep a generator running until the replica is retired. Of a user's generator, only await
-        the setup.
-        """
+        """Keep a generator running until it is retired. Of a user's generator, await the setup."""
         if not self.client.is_owned:
             await self._begin()
             return
@@ -92,9 +90,7 @@ class Replica:
             self._tasks = []
 
     def expect_signs(self, silent_after: float) -> None:
-        """From now on, the generator is dead after so many seconds without a sign of life, if fewer
-        than before.
-        """
+        """The generator is dead after so many seconds without a sign of life, if fewer than before."""
         if silent_after >= self.silent_after:
             return
         self.silent_after = silent_after
@@ -130,9 +126,7 @@ class Replica:
             self.lose(client, death)
 
     async def _serve(self, client: OneGenerator) -> None:
-        """Refit the generator after its setup, and whenever it becomes stale. If that fails, it is
-        dead.
-        """
+        """Refit the generator after its setup and whenever it is stale. A failure is its death."""
         try:
             await client.ready()
             while True:

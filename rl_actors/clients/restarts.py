@@ -1,4 +1,4 @@
-"""`Restarts` counts and limits the restarts of one actor, or of all actors of a run. The caller restarts the actors."""
+"""`Restarts` counts and limits the restarts of one actor, or of all actors of a run."""
 
 import time
 from collections import deque
@@ -8,10 +8,9 @@ from rl_actors.config import RestartPolicy
 
 HOUR = 3600.0  # seconds
 LONGEST_RESTART_PAUSE = 60.0
-"""Largest number of seconds between a death and the restart after it."""
+"""Seconds between a death and the restart after it, at most."""
 FIRST_RESTARTS = 2
-"""Largest number of restarts of an actor that has never been ready. If the actor dies at every start, more restarts do
-not help."""
+"""Largest number of restarts of an actor that has never been ready."""
 
 
 class Restarts:
@@ -25,17 +24,18 @@ class Restarts:
         note: str = "this is the first of {num_deaths} deaths in the last hour, and at most {limit} restarts are allowed in that time; "
         "the last death: {last}",
     ) -> None:
-        """note: text that is added to the error of `pause_after` if there were several deaths.
-
-        The text may have the fields {num_deaths}, {limit} and {last}.
+        """note: added to the error of `pause_after` after several deaths; with {num_deaths},
+        {limit} and {last}.
         """
-        self.policy, self.clock, self.note = policy, clock, note
+        self.policy = policy
+        self.clock = clock
+        self.note = note
         self.total = 0
         self._deaths: deque[tuple[float, Exception]] = deque()  # in the last hour: (time on `clock`, error)
 
     def pause_after(self, death: Exception, *, was_ready: bool = True) -> float:
-        """Count this death, and return the seconds to wait before the restart. If the last hour had too many deaths,
-        raise the error of the first of these deaths instead.
+        """Count this death. Returns the seconds until the restart, or raises the first error of an
+        hour of too many.
 
         was_ready: whether the actor has ever been ready.
         """

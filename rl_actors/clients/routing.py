@@ -1,39 +1,25 @@
-"""Chooses which replica of a generator gets a prompt. This module sends nothing.
-
-If an earlier prompt was the start of this prompt, the replica that got the earlier prompt probably has the start in its
-cache. This replica is chosen if its load is not much larger than the smallest load. Otherwise the replica with the
-smallest load is chosen.
+"""Chooses the replica of a generator for a prompt: the one with its prefix in the KV cache, or the
+least loaded.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
 
-MAX_KNOWN = 16_384
-"""Largest number of prompts whose replica is remembered."""
-
-SLACK = 4
-"""A replica that has the start of a prompt in its cache gets the prompt if the replica's load exceeds the smallest load
-by at most SLACK * n requests. n is the number of completions of the prompt."""
+MAX_KNOWN = 16_384  # prompts whose replica is remembered
+SLACK = 4  # the replica with the prefix may have SLACK * n requests more than the least loaded; n: completions
 
 MULTIPLIER, MASK = 6_364_136_223_846_793_005, (1 << 64) - 1  # constants of a rolling hash
 
 
 class Router:
-    """Keeps the load of every replica, and remembers which replica got which prompt. It remembers at most the newest
-    MAX_KNOWN prompts. `forget` clears this memory.
-
-    The load of a replica is its number of unfinished requests. A prompt with n completions is n requests.
-    """
+    """The load of every replica, n for a prompt with n completions, and who got which prompt."""
 
     def __init__(self, num_replicas: int) -> None:
         self.loads = [0] * num_replicas
         self._known: OrderedDict[int, int] = OrderedDict()  # hash of a prompt -> the replica that got it
 
     def assign(self, prompt: Sequence[int], n: int, among: Sequence[int]) -> int:
-        """Choose the replica for all n completions of a prompt, and add n requests to its load.
-
-        Call `finish` when completions have finished. among: the replicas that take requests now.
-        """
+        """Choose the replica for a prompt, and add n to its load. among: the healthy replicas."""
         if len(self.loads) == 1:
             self.loads[0] += n
             return 0
@@ -49,20 +35,14 @@ class Router:
         return replica
 
     def finish(self, replica: int, num_requests: int) -> None:
-        """Subtract finished requests from the load of a replica."""
         self.loads[replica] -= num_requests
 
     def forget(self) -> None:
-        """Forget all prompts. Call this after a pull, because the caches hold nothing for the new weights, and after a
-        replica has died, because its cache is lost.
-        """
+        """Forget all prompts: after a pull the caches are useless, after a death one is lost."""
         self._known.clear()
 
     def _find(self, prompt: Sequence[int]) -> tuple[int, int | None]:
-        """The hash of a prompt, and the replica of its longest known prefix, or None if no prefix is known.
-
-        A known prefix is a whole earlier prompt, for example the prompt of an earlier turn of the same conversation.
-        """
+        """The hash of a prompt, and the replica of its longest prefix that was a prompt itself."""
         hashed, replica = 0, None
         for token in prompt:
             hashed = (hashed * MULTIPLIER + token + 1) & MASK

@@ -147,7 +147,5 @@ class Session:
         return sorted(infos, key=lambda info: info.rank)
 
     async def written(self, path: str) -> None:
-        """Wait until the newest checkpoint is on disk. Sent at once, because ranks write while they
-        run other calls.
-        """
+        """Wait until the newest checkpoint is on disk, while the ranks run other calls."""
         await self.client.ask("wait_for_checkpoint", phase=f"writing {path}", breaks=False)

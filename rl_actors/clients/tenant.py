@@ -46,9 +46,7 @@ class TenantClient(TrainingCalls):
 
     @property
     def policy_version(self) -> int | None:
-        """The last policy_version that the trainer reported for this tenant. None before the first
-        report.
-        """
+        """The tenant's last reported policy_version. None before the first report."""
         return self._session.version
 
     def ready(self) -> Call[None]:

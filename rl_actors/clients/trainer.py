@@ -74,9 +74,7 @@ class TrainerClient(TrainingCalls, ModelClient):
         return self._tenants[name]
 
     def drop_tenant(self, name: str) -> Call[None]:
-        """Delete a tenant with its adapters, gradients and optimizer state. Raises ValueError if
-        there is no such tenant.
-        """
+        """Delete a tenant and all that it has. Raises ValueError if there is no such tenant."""
         self._tenants.pop(name, None)
         return self.session.queue("drop_tenant", lambda: self._drop_tenant(name), when_broken=True)
 

@@ -1,7 +1,4 @@
-"""The lines of JSON that a client and a service exchange before either of them unpickles anything.
-
-A service is a program that runs actors and lets other programs use them. This module does not use actors.
-"""
+"""The lines of JSON that a client and a service exchange before either of them unpickles anything."""
 
 import importlib.metadata
 import json
@@ -13,24 +10,18 @@ import torch
 import rl_actors
 
 PROTOCOL = "rl-actors service 1"
-"""Value of the field `protocol` of every message.
-
-A program that sends another value is neither a service nor a client of a service.
-"""
-
-MAX_LINE_BYTES = 1 << 20
-"""Limit on the length of a line of JSON that is read."""
+"""Value of the field `protocol` of every message."""
+MAX_LINE_BYTES = 1 << 20  # of a line of JSON that is read
 
 Message = dict[str, object]
 
 
 def versions() -> dict[str, str]:
-    """Versions that a client and its service must share, because they send each other pickled objects."""
+    """Versions that client and service must share, because they exchange pickled objects."""
     major, minor, _ = platform.python_version_tuple()
     return {
         "rl_actors": rl_actors.__version__,
-        # Without the suffix of a build, such as +cpu or +cu130, because all builds of a version can unpickle each other's
-        # objects.
+        # Without +cpu or +cu130: all builds of a version can unpickle each other's objects.
         "torch": torch.__version__.partition("+")[0],
         "torchmonarch": importlib.metadata.version("torchmonarch"),
         "python": f"{major}.{minor}",
@@ -38,10 +29,7 @@ def versions() -> dict[str, str]:
 
 
 def mismatch(of_service: dict[str, str], of_client: object) -> str:
-    """The first difference between two results of `versions`, such as "the service has torch 2.13.0, the client 2.12.0".
-
-    Empty if there is no difference.
-    """
+    """The first difference, such as "the service has torch 2.13.0, the client 2.12.0", or ""."""
     if not isinstance(of_client, dict):
         return f"the service has {of_service}, the client sent no versions"
     for name, version in of_service.items():
@@ -66,10 +54,10 @@ def decode(line: bytes) -> Message:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Make this process notice that the machine at the other end has stopped or is not reachable any more.
+    """Notice within half a minute that the other machine is gone; with unacknowledged bytes only
+    after a quarter of an hour.
 
-    On an idle connection the process notices this within half a minute. If sent bytes wait for an acknowledgement, the process notices it
-    only after about a quarter of an hour: Linux then sends no keepalive probes, but repeats the bytes until it gives up (tcp_retries2).
+    Linux then sends no keepalive probes, but repeats the bytes until it gives up (tcp_retries2).
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):

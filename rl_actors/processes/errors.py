@@ -23,14 +23,15 @@ def sendable(error: Exception) -> Exception:
 
 
 def sends_errors(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """Wrap an async endpoint so that its exceptions are `sendable` and have the attribute `rank`, the rank that failed."""
+    """Wrap an endpoint: its exceptions become `sendable`, and name the `rank` that failed."""
 
     @functools.wraps(method)
     async def call(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return await method(*args, **kwargs)
         except Exception as error:
-            # engine/collectives.py may have raised the error of another rank here, which then has its rank.
+            # engine/collectives.py may have raised the error of another rank here, which then has
+            # its rank.
             rank = error.rank if hasattr(error, "rank") else _own_rank()
             sent = sendable(error)
             sent.rank = rank  # type: ignore[attr-defined]

@@ -277,8 +277,10 @@ class EngineThread:
             adapter = self._adapter_of(call)
             params_of_prompts = [call.make_params(index) for index in range(len(call.prompts))]
             for index, params_of_prompt in enumerate(params_of_prompts):
-                for place, params in enumerate(params_of_prompt):
-                    request = Request(call=call, prompt=index, place=place, num_of_prompt=len(params_of_prompt))
+                for sample_index, params in enumerate(params_of_prompt):
+                    request = Request(
+                        call=call, prompt=index, sample_index=sample_index, num_of_prompt=len(params_of_prompt)
+                    )
                     self._add_request(params, request, adapter)
         except Exception as error:
             self._abort_call(call, self._named(error))

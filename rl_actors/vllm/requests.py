@@ -49,7 +49,7 @@ class EngineCall(Generic[T]):
         adapter with which the requests run. name: the call's name in error texts.
         """
         self.prompts, self.make_params, self.read, self.adapter, self.name = prompts, make_params, read, adapter, name
-        # Unfinished prompt -> place -> result. A place is an index among the requests of the prompt.
+        # Unfinished prompt -> sample_index -> result.
         self._results: dict[int, dict[int, T]] = {index: {} for index in range(len(prompts))}
         self._finished: list[tuple[int, list[T]]] = []  # finished prompts that no `take` has returned
         self._failure: BaseException | None = None
@@ -93,10 +93,10 @@ class EngineCall(Generic[T]):
             ) from None
         with self._lock:
             results = self._results[request.prompt]
-            results[request.place] = result
+            results[request.sample_index] = result
             if len(results) == request.num_of_prompt:
                 del self._results[request.prompt]
-                self._finished.append((request.prompt, [results[place] for place in range(request.num_of_prompt)]))
+                self._finished.append((request.prompt, [results[index] for index in range(request.num_of_prompt)]))
                 self._answer()
 
     def fail(self, error: BaseException) -> None:
@@ -130,7 +130,7 @@ class Request(Generic[T]):
 
     call: EngineCall[T]
     prompt: int  # index of the prompt in the call
-    place: int  # index among the requests of the prompt
+    sample_index: int  # among the requests of the prompt
     num_of_prompt: int  # number of requests of the prompt
 
 

@@ -309,7 +309,7 @@ def test_only_a_critic_that_takes_turns_works_before_the_trainer_and_then_frees_
     turns = Colocated(ColocationConfig(enabled=True), trainer, generator, Timer())
     if joins:
         turns.join(critic)
-    assert asyncio.run(turns.both(critic.work(), trainer.work())) == ("critic", "trainer")
+    assert asyncio.run(turns.run_both(critic.work(), trainer.work())) == ("critic", "trainer")
     if joins:
         assert calls == [
             "critic begins",
@@ -320,7 +320,7 @@ def test_only_a_critic_that_takes_turns_works_before_the_trainer_and_then_frees_
         ]
     else:
         assert calls == ["critic begins", "trainer begins", "critic ends", "trainer ends"]
-    both = asyncio.run(Separate().both(critic.work(), trainer.work()))
+    both = asyncio.run(Separate().run_both(critic.work(), trainer.work()))
     assert both == ("critic", "trainer") and calls[-4:] == [
         "critic begins",
         "trainer begins",

@@ -38,7 +38,7 @@ def test_a_run_has_one_color_and_a_curve_in_every_chart_of_its_metrics(html):
     curves = {title: [(curve["name"], curve["color"]) for curve in chart["curves"]] for title, chart in charts.items()}
     assert curves["Reward"] == [("first", COLORS[0]), ("second", COLORS[1])]
     # The second run has no validation.
-    assert curves["Validation: hard/accuracy"] == [("first", COLORS[0])]
+    assert curves["Validation: hard"] == [("first", COLORS[0])]
     assert all(set(colors) <= set(curves["Reward"]) for colors in curves.values())
 
 

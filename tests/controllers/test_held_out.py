@@ -46,7 +46,7 @@ def test_a_named_set_has_the_held_out_problems_of_its_own_environment():
     assert (second.name, len(second.problems)) == ("hard", 7)
     moved = build_sets(own, {"hard": EnvironmentConfig(task="chain_sum", num_held_out=7, seed=4)}, seed=0)[1]
     assert moved.problems == second.problems  # the set's own seed and the run's seed are added: 3 + 1 and 4 + 0
-    assert (first.metric("accuracy"), second.metric("pass@2")) == ("eval/reward", "eval/hard/pass@2")
+    assert (first.metric("reward"), second.metric("pass@2")) == ("eval/reward", "eval/hard/pass@2")
 
 
 def test_a_named_set_may_be_a_whole_file(tmp_path):

@@ -145,7 +145,7 @@ def test_a_terminal_shows_a_live_panel_and_keeps_the_lines_of_steps_with_a_valid
     assert left.split()[-2:] == ["0:03:27", "-"]  # one GRPO step is too few to estimate the time that is left
     final = shown[shown.rindex("4/4") :]
     assert "1:04:28 elapsed" in final and "0:00:00 left" in final
-    assert "accuracy 0.750" in final and "loss 0.5" in final and "lr 1.00e-01" in final
+    assert "held out 0.750" in final and "loss 0.5" in final and "lr 1.00e-01" in final
 
 
 def test_the_time_that_is_left_is_estimated_from_the_steps_of_the_phase(tmp_path):

@@ -198,7 +198,7 @@ def test_the_report_summarizes_the_run_and_draws_every_chart(written, html):
     titles -= {"Pairs with a positive margin", "Loss of held-out pairs", "Probability of the answer"}
     assert set(charts) == titles | {"Loss, sft", "Loss, grpo", "Step 5: who works when"}
     curves = {curve["name"] for chart in charts.values() for curve in chart["curves"]}
-    assert {"pass@4", "hard/accuracy", "low side", "longest", "generate", "age 2"} <= curves
+    assert {"pass@4", "hard", "low side", "longest", "generate", "age 2"} <= curves
     assert charts["Entropy"]["curves"][0]["x"] == [3, 4, 5, 6]
     assert charts["Entropy"]["shaded"] == {"name": "supervised", "from": 0.5, "to": 2.5}
     assert charts["Reward"]["curves"][0]["spread"] == [0.2, 0.0, 0.2, 0.2]
