@@ -11,13 +11,13 @@ import sys
 import time
 import weakref
 from collections.abc import Awaitable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError, shutdown_context
 
 from rl_actors.clients.call import Call, in_background
-from rl_actors.processes.output import LogRoute, default_log_route
+from rl_actors.processes.output import LogRoute, default_log_route, route_client_logs
 from rl_actors.processes.spawn import (
     LONGEST_PAUSE,
     NotSharedError,
@@ -82,6 +82,9 @@ _open_clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
 class Client:
     """The client of one actor mesh. Either the caller passes the mesh, or the client spawns it."""
 
+    IF_DEAD: ClassVar[str] = ""
+    """What the caller can do after a death. A note of ActorDiedError."""
+
     def __init__(
         self,
         mesh: "ActorMesh[Actor] | None",
@@ -102,6 +105,8 @@ class Client:
         # A caller that passed `logs` or a mesh knows where the actor's output is. So the client does not print the log
         # folder.
         self._is_quiet = logs is not None or mesh is not None
+        if not self._is_quiet:
+            route_client_logs(default_log_route().of_client())
         self._processes: ProcessMesh | None = None
         # A Probe is a second actor in a process. It answers even while the rank runs a call. `_probes` has the Probes
         # in processes that this client did not spawn. The Probes in its own processes are in `_processes.probe`.
@@ -142,6 +147,10 @@ class Client:
             return "starting"
         if self._started.failed():
             return "did not start"
+        if self._processes is not None:
+            ended = [str(process) for process in self._processes.processes if process.has_ended()]
+            if ended:
+                return f"dead, {', '.join(ended)} ended"
         return f"broken, {self._broken}" if self._broken else "ready"
 
     @property
@@ -348,6 +357,8 @@ class Client:
             raise self._lost(error, phase) from error
         except Exception as error:
             error.add_note(f"raised by {self.name} in {phase}")
+            if isinstance(error, ActorDiedError) and self.IF_DEAD:
+                error.add_note(self.IF_DEAD)
             raise
         finally:
             self._phases.remove(phase)

@@ -6,9 +6,10 @@ already runs an event loop. This module does not depend on actors.
 
 import asyncio
 import functools
+import sys
 import threading
 import warnings
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Generic, TypeVar
@@ -115,9 +116,10 @@ class Call(Generic[T]):
         error = self._future.exception()
         return "done" if error is None else f"failed with {error!r}"
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At the end of the program the globals of this module, such as `functools`, may be None already.
         # The call may still run when this object is garbage-collected. So a callback of the future shows the warning after the call has ended.
-        if not getattr(self, "_asked", True):
+        if not (getattr(self, "_asked", True) or is_finalizing()):
             self._future.add_done_callback(functools.partial(_warn_of_failure, self._what))
 
 

@@ -48,6 +48,9 @@ class ModelClient(ModelCalls, Client):
     call is sent.
     """
 
+    IF_DEAD: ClassVar[str] = (
+        "close this client and spawn another; load_checkpoint brings back what save_checkpoint has written"
+    )
     default_name: ClassVar[str] = "model"
     opens_transport: ClassVar[bool] = False
     """True if the client opens a transport when its caller gives none."""

@@ -313,6 +313,7 @@ async def find(transport: Transport, version: int, timeout: float) -> Manifest:
     """Wait until `version` of the newest stream is published, with all its tensors, and return its manifest.
 
     If this takes longer than `timeout` seconds, raises TimeoutError naming this version and the newest version.
+    Raises ValueError at once for a version older than the newest one that is not kept any more.
     """
     deadline = time.monotonic() + timeout
     what = f"pull of version {version}: question to the index"
@@ -325,6 +326,8 @@ async def find(transport: Transport, version: int, timeout: float) -> Manifest:
             if isinstance(manifest, Manifest):
                 return manifest
             newest = f"the newest is {newest_version}"
+            if version < newest_version:  # the versions of a stream only rise, and old ones are deleted
+                raise ValueError(f"pull: version {version} cannot come any more; {newest}")
         if time.monotonic() > deadline:
             raise TimeoutError(f"pull: version {version} was not published within {timeout:g} s; {newest}")
         await asyncio.sleep(POLL_SECONDS)

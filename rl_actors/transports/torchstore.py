@@ -15,8 +15,12 @@ that Monarch accepts.
 import asyncio
 import inspect
 import logging
+import os
 import uuid
 from collections.abc import Callable
+
+# torchstore sets this variable to this value, too, but then also prints a warning and configures logging.
+os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", "910737418240")
 
 import torchstore
 import torchstore.api
@@ -25,7 +29,7 @@ from monarch._src.actor.endpoint import EndpointProperty
 from monarch.actor import endpoint, this_proc
 
 from rl_actors.config import WeightsConfig
-from rl_actors.processes.spawn import prepare_this_process
+from rl_actors.processes.spawn import start_here
 from rl_actors.transports.indexed import IndexedTransport
 
 SHUTDOWN_TIMEOUT = 5.0
@@ -73,7 +77,7 @@ class TorchStoreTransport(IndexedTransport):
 
     async def open(self) -> None:
         if self.owns_store and not self._is_open_here:
-            prepare_this_process()
+            start_here()
             # The index is small, so the store can share this process. Starting another process would take two seconds of CPU time.
             await torchstore.initialize(store_name=self.store_name, mesh=this_proc())
             self._is_open_here = True
