@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+import warnings
 from concurrent.futures import CancelledError, Future
 
 import pytest
@@ -91,3 +92,16 @@ def test_cancel_ends_the_work_in_the_background_and_answers_whether_it_did():
     done: Future[int] = Future()
     done.set_result(3)
     assert not Call(done, "work", can_cancel=True).cancel()
+
+
+def test_an_unread_call_is_silent_at_the_end_of_the_program():
+    failed: Future[int] = Future()
+    failed.set_exception(ValueError("late"))
+    call = Call(failed, "work")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call.__del__(is_finalizing=lambda: True)
+    with pytest.warns(RuntimeWarning, match="work failed and nobody asked"):
+        call.__del__(is_finalizing=lambda: False)
+    with pytest.raises(ValueError, match="late"):
+        call.result()  # asked for, so that its collection shows no second warning

@@ -9,13 +9,13 @@ import sys
 import time
 import weakref
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError, shutdown_context
 
 from rl_actors.clients.call import Call, in_background
-from rl_actors.processes.output import LogRoute, default_log_route
+from rl_actors.processes.output import LogRoute, default_log_route, route_client_logs
 from rl_actors.processes.races import unless
 from rl_actors.processes.spawn import (
     LONGEST_CHECK_PAUSE,
@@ -68,6 +68,9 @@ _open_clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
 class Client:
     """The client of one actor mesh, which the caller passes or the client spawns."""
 
+    IF_DEAD: ClassVar[str] = ""
+    """What the caller can do after a death. A note of ActorDiedError."""
+
     def __init__(
         self,
         mesh: "ActorMesh[Actor] | None",
@@ -90,6 +93,8 @@ class Client:
         # Who passes logs or a mesh knows where the output is, so the client does not print the
         # folder.
         self._is_quiet = logs is not None or mesh is not None
+        if not self._is_quiet:
+            route_client_logs(default_log_route().of_client())
         self._processes: ProcessMesh | None = None
         # The Probes in processes that the caller spawned; those of this client are in
         # _processes.probe.
@@ -128,6 +133,10 @@ class Client:
             return "starting"
         if self._started.failed():
             return "did not start"
+        if self._processes is not None:
+            ended = [str(process) for process in self._processes.processes if process.has_ended()]
+            if ended:
+                return f"dead, {', '.join(ended)} ended"
         return f"broken, {self.broken}" if self.broken else "ready"
 
     @property
@@ -334,6 +343,8 @@ class Client:
             raise self._lost(error, phase) from error
         except Exception as error:
             error.add_note(f"raised by {self.name} in {phase}")
+            if isinstance(error, ActorDiedError) and self.IF_DEAD:
+                error.add_note(self.IF_DEAD)
             raise
         finally:
             self._phases.remove(phase)

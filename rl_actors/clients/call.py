@@ -7,9 +7,10 @@ of actors.
 
 import asyncio
 import functools
+import sys
 import threading
 import warnings
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Generic, TypeVar
@@ -107,9 +108,9 @@ class Call(Generic[T]):
         error = self._future.exception()
         return "done" if error is None else f"failed with {error!r}"
 
-    def __del__(self) -> None:
-        # by a callback, because the call may still run
-        if not getattr(self, "_asked", True):
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # at the end of the program this module's globals may be None; by a callback, because the call may still run
+        if not (getattr(self, "_asked", True) or is_finalizing()):
             self._future.add_done_callback(functools.partial(_warn_of_failure, self._what))
 
 

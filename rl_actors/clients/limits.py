@@ -5,6 +5,7 @@ other cases the limits come from the actor's info.
 """
 
 import pkgutil
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,6 +118,12 @@ class GeneratorLimits:
         """Raises ValueError or TypeError for a call that the generator would refuse."""
         validate_prompts(prompts, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         validate_sampling_params(params, vocab_size=self.vocab_size)
+        if params.max_tokens > max(self.max_model_len, SamplingParams().max_tokens):
+            warnings.warn(
+                f"max_tokens={params.max_tokens} is beyond max_model_len={self.max_model_len}, the limit of a prompt with its "
+                "completion: completions end there, with the finish_reason 'length'",
+                stacklevel=5,
+            )
 
     def check_sequences(self, sequences: Sequence[Sequence[int]]) -> None:
         """Raises ValueError or TypeError for sequences that the generator would refuse."""

@@ -44,6 +44,9 @@ class ModelClient(ModelCalls, Client):
     limits before its setup: until then, the checks run just before the call is sent.
     """
 
+    IF_DEAD: ClassVar[str] = (
+        "close this client and spawn another; load_checkpoint brings back what save_checkpoint has written"
+    )
     default_name: ClassVar[str] = "model"
     opens_transport: ClassVar[bool] = False  # whether the client opens a transport when its caller gives none
 

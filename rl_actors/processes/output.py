@@ -11,7 +11,8 @@ import sys
 import tempfile
 import threading
 import warnings
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,10 @@ class LogRoute:
 
     def file(self, name: str, rank: int) -> Path:
         return self.directory / f"{name}-{rank}.log"
+
+    def of_client(self) -> Path:
+        """The file for the program that spawns the processes."""
+        return self.directory / "client.log"
 
 
 @functools.cache
@@ -74,6 +79,39 @@ def route_library_logs(name: str) -> None:
             show(message, category, filename, lineno, file, line)
 
     warnings.showwarning = show_or_log
+
+
+@functools.cache
+def route_client_logs(path: Path) -> None:
+    """Send the log lines of this package and of LIBRARIES to a file, in a program that has not configured logging, such as a REPL.
+
+    Otherwise Python would print their warnings to the terminal. A second call with the same path does nothing.
+    """
+    if logging.root.handlers:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter(LINE))
+    for name in ("rl_actors", *LIBRARIES):
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.propagate = False
+
+
+@contextmanager
+def stderr_to(path: Path) -> Iterator[None]:
+    """Append to a file what this process writes to fd 2, also from C++ and Rust, until the end of the `with` block."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    original = os.dup(2)
+    sys.stderr.flush()
+    try:
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), 2)
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(original, 2)
+        os.close(original)
 
 
 class RoutedOutput(AbstractContextManager):

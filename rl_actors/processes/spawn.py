@@ -28,6 +28,7 @@ from monarch.actor import (
     MeshFailure,
     Point,
     ProcMesh,
+    context,
     default_bootstrap_cmd,
     endpoint,
     this_host,
@@ -37,7 +38,14 @@ from torch.distributed import TCPStore
 
 from rl_actors.processes import collector, network, threads
 from rl_actors.processes.bootstrap import BOOTSTRAP
-from rl_actors.processes.output import LOG_VARIABLE, LogRoute, route_logs, route_process_output
+from rl_actors.processes.output import (
+    LOG_VARIABLE,
+    LogRoute,
+    default_log_route,
+    route_logs,
+    route_process_output,
+    stderr_to,
+)
 from rl_actors.processes.races import awaited
 
 if TYPE_CHECKING:
@@ -199,7 +207,7 @@ async def spawn_processes(
     the rendezvous store. Raises TimeoutError after START_TIMEOUT, ValueError if the processes do
     not divide evenly or the hosts do not share the folder of the logs.
     """
-    prepare_this_process()
+    start_here()
     num_hosts = 1 if hosts is None else len(hosts)
     if num_processes % num_hosts:
         raise ValueError(f"{name}: {num_processes} processes cannot be spread evenly over {num_hosts} hosts")
@@ -327,6 +335,18 @@ def _prepare_rank(name: str, logs: LogRoute | None) -> None:
         path, label = logs.file(name, rank), f"{name} {rank}"
         route_process_output(path, f"[{label}] " if logs.tee else None)
         route_logs(path, label=label)
+
+
+@functools.cache
+def start_here() -> None:
+    """Start Monarch in this process. At a terminal or in a REPL, the line in which Monarch says where its own logs are goes to a file.
+
+    Hosts must be connected before.
+    """
+    prepare_this_process()
+    if sys.stderr.isatty() or hasattr(sys, "ps1"):
+        with stderr_to(default_log_route().of_client()):
+            context()
 
 
 def prepare_this_process() -> None:

@@ -5,7 +5,7 @@ import uuid
 from monarch.actor import Actor, endpoint, this_proc
 
 from rl_actors.config import WeightsConfig
-from rl_actors.processes.spawn import prepare_this_process
+from rl_actors.processes.spawn import start_here
 from rl_actors.transports.indexed import IndexedTransport
 
 
@@ -43,7 +43,7 @@ class IndexTransport(IndexedTransport):
 
     async def open(self) -> None:
         if not self._is_open_here:
-            prepare_this_process()
+            start_here()
             self.index = this_proc().spawn(f"index_{uuid.uuid4().hex[:12]}", Index)
             await self.index.initialized
             self._is_open_here = True

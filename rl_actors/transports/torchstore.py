@@ -12,8 +12,12 @@ torchstore has a controller that Monarch accepts.
 import asyncio
 import inspect
 import logging
+import os
 import uuid
 from collections.abc import Callable
+
+# torchstore sets this variable to this value, too, but then also prints a warning and configures logging.
+os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", "910737418240")
 
 import torchstore
 import torchstore.api
@@ -22,7 +26,7 @@ from monarch._src.actor.endpoint import EndpointProperty
 from monarch.actor import endpoint, this_proc
 
 from rl_actors.config import WeightsConfig
-from rl_actors.processes.spawn import prepare_this_process
+from rl_actors.processes.spawn import start_here
 from rl_actors.transports.indexed import IndexedTransport
 
 SHUTDOWN_TIMEOUT = 5.0
@@ -68,7 +72,7 @@ class TorchStoreTransport(IndexedTransport):
 
     async def open(self) -> None:
         if self.owns_store and not self._is_open_here:
-            prepare_this_process()
+            start_here()
             # the index is small, and another process would take two seconds of CPU time
             await torchstore.initialize(store_name=self.store_name, mesh=this_proc())
             self._is_open_here = True
