@@ -7,7 +7,7 @@ torch can share CUDA tensors, too, but it counts references in files of /dev/shm
 killed. So this module calls CUDA itself. It calls cudaMalloc once per slot. `SlotAddress.handle` is CUDA's handle of
 this memory and has 64 bytes. A reader calls cudaIpcOpenMemHandle once per slot.
 
-docs/loop.md says how long a push and a pull took between two GPUs. tests/gpu/test_weights.py tests this module.
+docs/weight_sync.md says how long a push and a pull took between two GPUs. tests/gpu/test_weights.py tests this module.
 """
 
 import contextlib
