@@ -193,6 +193,42 @@ def test_every_relative_link_of_a_page_leads_to_an_existing_path(page):
         assert target.startswith("https://") or (folder / target).exists(), target
 
 
+def heading_links(page: Path) -> set[str]:
+    """What GitHub puts after "#" in the links to the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(f"docs/{name}" for name in DOCS)])
+def test_every_link_to_a_heading_leads_to_an_existing_heading(page):
+    path = ROOT / page
+    for target, heading in re.findall(r"\]\(((?!https://)[^)#]*)#([^)]+)\)", path.read_text()):
+        linked = path.parent / target if target else path
+        assert heading in heading_links(linked), f"{target}#{heading}"
+
+
+def test_the_readme_names_every_page():
+    assert set(re.findall(r"\]\(docs/(\w+\.md)\)", README)) == set(DOCS)
+
+
+# map.md, upstream.md and the table of speed.md are generated.
+WRITTEN = {name: text for name, text in DOCS.items() if name not in ("map.md", "upstream.md")}
+
+
+def test_the_pages_are_short():
+    assert len(README.encode()) <= 10_000
+    above, _, rest = WRITTEN["speed.md"].partition("<!-- table of benchmarks")
+    written = {**WRITTEN, "speed.md": above + rest.partition("<!-- end of the table -->")[2]}
+    assert sum(len(text.encode()) for text in written.values()) <= 130_000
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(f"docs/{name}" for name in WRITTEN)])
+def test_no_line_is_long_outside_tables_and_code(page):
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert [line for line in text.splitlines() if len(line) > 200 and not line.startswith("|")] == []
+
+
 def test_the_map_is_as_its_script_writes_it():
     script = subprocess.run([sys.executable, str(ROOT / "scripts/map.py"), "--check"], cwd=ROOT)
     assert script.returncode == 0, "docs/map.md is old: python scripts/map.py"

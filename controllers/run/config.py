@@ -146,7 +146,7 @@ class RunConfig:
         "--model": "--trainer.hf-path",
         "--task": "--environment.task",
         "--hosts": "--hosts.addresses",
-        "--colocate": "--colocation.enabled",
+        "--colocate": "--colocate",
     }
     """Short flag -> full flag."""
 

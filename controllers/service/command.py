@@ -6,7 +6,7 @@ python -m controllers.service --config tiny --address tcp://127.0.0.1:4400
 python -m controllers.service status tcp://127.0.0.1:4400
 
 To attach, a program calls TrainerClient.attach("tcp://127.0.0.1:4400") or GeneratorClient.attach(…). If the config has a value model (PPO),
-the service also owns this model, and a program calls ValueTrainerClient.attach(…). See docs/operations.md.
+the service also owns this model, and a program calls ValueTrainerClient.attach(…). See docs/service.md.
 """
 
 import argparse

@@ -47,7 +47,7 @@ def client_context(address: Address, folder: str) -> ssl.SSLContext | None:
     """
     if address.tls != bool(folder):
         missing = "needs a folder of certificates" if address.tls else "is without TLS, but certificates were given"
-        raise ValueError(f"{address} {missing}; see docs/operations.md")
+        raise ValueError(f"{address} {missing}; see docs/service.md")
     return _context(ssl.PROTOCOL_TLS_CLIENT, folder) if folder else None
 
 

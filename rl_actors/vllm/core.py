@@ -1,7 +1,7 @@
 """Runs vLLM's engine core on the thread that calls the engine, or in a process of its own. The core is the part of vLLM that schedules
 requests and runs the model. This module handles neither requests nor weights.
 
-A core in its own process schedules and computes while the generator actor's process handles the outputs. On a GPU this is faster; see docs/loop.md.
+A core in its own process schedules and computes while the generator actor's process handles the outputs. On a GPU this is faster; see docs/generator.md.
 On a CPU this is not faster, because the two processes share the processors. On a CPU a start also takes 10 s longer.
 """
 
