@@ -107,7 +107,7 @@ def test_a_new_run_can_start_from_the_config_of_a_run(finished_run, tmp_path):
     process = start("--config", finished_run[0] / "config.json", "--output-dir", tmp_path / "again", "--dry-run")
     output = finish(process)
     assert process.returncode == 0, output
-    assert json.loads(output)["steps"] == 4
+    assert json.loads(output[output.index("{") :])["steps"] == 4  # after the line about the reward, on stderr
     assert not (tmp_path / "again").exists()
 
 

@@ -136,7 +136,7 @@ async def step(
         for half in (indices[: NUM_EPISODES // 2], indices[NUM_EPISODES // 2 :]):
             await critic.fit([[judged.for_critic[index] for index in half]], 1e-2)
             part = [judged.for_policy[index] for index in half]
-            policy.forward_backward(part, PPO())
+            policy.forward_backward(part, PPO(ratio_high=1.2))
             policy.optim_step(OptimParams(learning_rate=3e-3, grad_divisor=num_loss_tokens(part)))
 
 
