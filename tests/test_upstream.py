@@ -778,6 +778,16 @@ def _() -> None:
     assert absent_from_monarchs_library(_SUPERVISION) == []
 
 
+@row("HYPERACTOR_CODEC_MAX_FRAME_LENGTH")
+def _() -> None:
+    import rl_actors.transports.torchstore
+
+    ours = re.search(
+        r'setdefault\("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", ("\d+")\)', source(rl_actors.transports.torchstore)
+    )
+    assert ours is not None and ours[1] in source(importlib.import_module("torchstore"))
+
+
 @row(
     "HYPERACTOR_TLS_CERT, HYPERACTOR_TLS_KEY, HYPERACTOR_TLS_CA; "
     "monarch._rust_bindings.monarch_hyperactor.config.reload_config_from_env"

@@ -17,7 +17,7 @@ from torch import Tensor
 from rl_actors import adapters
 from rl_actors.clients.base import ATTACH_TIMEOUT, ActorDiedError, ActorSilentError, Client
 from rl_actors.clients.call import Call, in_background
-from rl_actors.clients.completions import FinishedGroups, GenerateCall
+from rl_actors.clients.completions import FinishedGroups, GenerateCall, Group
 from rl_actors.clients.fleet import Fleet
 from rl_actors.clients.limits import GeneratorLimits
 from rl_actors.clients.one_generator import OneGenerator
@@ -372,6 +372,14 @@ class GeneratorClient(Client):
         await self._loaded(adapter)
         return await self._fleet.generate(prompts, params, seed_indices, adapter)
 
+    async def finished_groups(self, call: GenerateCall, at_least: int = 1) -> list[Group]:
+        """Coroutine: the finished prompts of a call, at_least or all that are left."""
+        return await call.take(at_least)
+
+    async def abort_generate(self, call: GenerateCall) -> None:
+        """Coroutine: end the open prompts of a call."""
+        await call.abort()
+
     async def _loaded(self, adapter: str | None) -> None:
         """Wait until the adapter is loaded. Raises the error of the load."""
         if adapter is not None and (load := self._loads.get(adapter)) is not None:
@@ -439,8 +447,8 @@ class GeneratorClient(Client):
         can_cancel: bool = False,
     ) -> Call[T]:
         """Run `send` when all are ready. Checks now if the limits are known, else just before."""
-        self.require_open(what)
-        self.show_start()
+        self._require_open(what)
+        self._show_start()
         if check is not None and self._limits is not None:
             check(self._limits)
             check = None
