@@ -311,6 +311,7 @@ class Completion:
     finish_reason: str  # "stop": at an end token or a stop token; "length": at max_tokens or max_model_len
     top: TopLogprobs | None = None  # at the positions of the C tokens, under the distribution of `logprobs`
     prompt_top: TopLogprobs | None = None  # at the positions of the prompt's tokens after the first, at temperature 1
+    text: str | None = None  # of the tokens, without special tokens; None if the prompt was given as token ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -428,6 +429,7 @@ class GeneratorInfo:
     restarts: int = 0  # number of restarts; the info that `info` returns has the sum over the replicas
     max_adapters: int = 0  # number of adapters that the requests of one engine step may use; 0: none can be loaded
     max_adapter_rank: int = 0
+    tokenizer_path: str = ""  # directory of the tokenizer for prompts that are given as text; "": there is none
 
 
 def num_loss_tokens(samples: Sequence[Sample]) -> float:

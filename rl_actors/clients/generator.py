@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from rl_actors.config import GeneratorConfig, RestartPolicy
 from rl_actors.generator import Generator
 from rl_actors.processes.output import LogRoute
 from rl_actors.seeds import hashed_seed
+from rl_actors.texts import TextCodec
 from rl_actors.transports.base import Transport
 from rl_actors.types import (
     MAX_NAMES_REPORTED,
@@ -81,6 +82,7 @@ class GeneratorClient(Client):
         super().__init__(mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs)
         self.config = config
         self._limits = GeneratorLimits.of_config(config) if config is not None else limits
+        self._codec: TextCodec | None = None  # loaded for the first prompt that is a text
         self._transport = transport
         # Name of an adapter -> the Call of its load_adapter, which may still run or may have failed.
         self._loads: dict[str, Call[None]] = {}
@@ -303,18 +305,24 @@ class GeneratorClient(Client):
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int] | str],
         params: SamplingParams | None = None,
         *,
         adapter: str | None = None,
     ) -> Call[list[list[Completion]]]:
-        """params.n completions of each prompt, in the order of the prompts. A prompt is a list of token ids.
+        """params.n completions of each prompt, in the order of the prompts. A prompt is a list of token ids, or a text.
+
+        If there are texts, the generator's tokenizer encodes them, and the completions have a `text`.
 
         adapter: name of an adapter, as given to `load_adapter`. None: no adapter, or with lora.sync="adapter" the
         adapter of the last pull.
         Raises ValueError (TypeError for a wrong type) if a prompt or a parameter is out of its limits, or if the adapter is not loaded.
         """
-        copies, chosen = _as_lists(prompts), SamplingParams() if params is None else params
+        codec = self._codec_for(prompts)
+        copies = _as_lists(
+            prompts if codec is None else [codec.encode(p) if isinstance(p, str) else p for p in prompts]
+        )
+        chosen = SamplingParams() if params is None else params
         validate_sampling_params(chosen)  # this check does not need the generator's limits
         self._require_adapter(adapter)
         return self._call(
@@ -323,16 +331,42 @@ class GeneratorClient(Client):
             copies,
             chosen,
             adapter,
+            codec,
             check=lambda limits: limits.check_prompts(copies, chosen),
             can_cancel=True,
         )
 
     async def _generate(
-        self, prompts: list[list[int]], params: SamplingParams, adapter: str | None
+        self, prompts: list[list[int]], params: SamplingParams, adapter: str | None, codec: TextCodec | None
     ) -> list[list[Completion]]:
         call = await self.start_generate(prompts, params, adapter=adapter)
         groups = dict(await self.finished_groups(call, at_least=len(prompts)))
-        return [groups[index] for index in range(len(prompts))]
+        completions = [groups[index] for index in range(len(prompts))]
+        if codec is None:
+            return completions
+        return [[replace(each, text=codec.decode(each.tokens)) for each in group] for group in completions]
+
+    def _codec_for(self, prompts: object) -> TextCodec | None:
+        """The tokenizer of the generator if there are texts among the prompts, else None. Raises TypeError if it has none."""
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            return None
+        index = next((index for index, prompt in enumerate(prompts) if isinstance(prompt, str)), None)
+        if index is None:
+            return None
+        if self._codec is None:
+            limits = self._limits
+            if limits is None or not (path := limits.tokenizer_path):
+                reason = (
+                    "is not set up yet, so wait for ready()"
+                    if limits is None
+                    else (
+                        "has no tokenizer; give token ids, or name its directory in GeneratorConfig.tokenizer_path "
+                        "(that of a run is RUN/tokenizer, or its model)"
+                    )
+                )
+                raise TypeError(f"prompt {index} is the text {prompts[index]!r}, but {self.name} {reason}")
+            self._codec = TextCodec.load(path)
+        return self._codec
 
     def generate_each(
         self,
@@ -487,10 +521,10 @@ class GeneratorClient(Client):
         return await send(*arguments)
 
 
-def _as_lists(prompts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+def _as_lists(prompts: Sequence[Any]) -> list[Sequence[int]]:
     """Copies of the prompts, because the caller may change them before they are sent. Tensors and arrays become lists."""
-    if not isinstance(prompts, Sequence):
-        return prompts  # type: ignore[unreachable]  # validation raises an error that names the argument
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        return prompts  # type: ignore[return-value]  # validation raises an error that names the argument
     copies: list[Sequence[int]] = []
     for prompt in prompts:
         if hasattr(prompt, "tolist"):
