@@ -373,6 +373,9 @@ class GeneratorConfig:
     stop_token_ids: tuple[int, ...] | None = None
     """Tokens that end every completion, except with SamplingParams.ignore_stop. None: the stop tokens of hf_path. In a run, and with
     TrainerClient.spawn_generator, None means those of the trainer's tokenizer. () for a model without files."""
+    tokenizer_path: Annotated[str, tyro.conf.Suppress] = ""
+    """Directory of the tokenizer for prompts that are given as text. Empty: hf_path. In a run, and with TrainerClient.spawn_generator, it is
+    the trainer's tokenizer."""
     max_adapters: int = 0
     """Largest number of different adapters that the requests of one step of the engine may use. `load_adapter` may load more. vLLM
     then moves adapters into and out of the device's memory, and a request waits until its adapter is there. 0: no adapters can be loaded."""
@@ -459,6 +462,7 @@ class GeneratorConfig:
             lora=replace(trainer.lora),
             hf_path=base,
             stop_token_ids=stop_token_ids(trainer.tokenizer_path or trainer.hf_path),
+            tokenizer_path=trainer.tokenizer_path or trainer.hf_path,
             max_model_len=longest,
         )
 
@@ -467,6 +471,7 @@ class GeneratorConfig:
         require_field_types(self, "generator.")
         self.model.validate()
         hub.require_directory("generator.hf_path", self.hf_path)
+        hub.require_directory("generator.tokenizer_path", self.tokenizer_path)
         names = (
             "max_model_len",
             "max_num_seqs",

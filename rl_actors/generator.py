@@ -92,6 +92,7 @@ class Generator(Actor):
             asleep=self.engine.asleep,
             max_adapters=self.config.max_adapters,
             max_adapter_rank=self.config.max_adapter_rank,
+            tokenizer_path=self.config.tokenizer_path or self.config.hf_path,
         )
 
     @concurrent_endpoint

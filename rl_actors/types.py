@@ -305,6 +305,7 @@ class Completion:
     finish_reason: str  # "stop": end or stop token; "length": max_tokens or max_model_len
     top: TopLogprobs | None = None  # at the C tokens, as `logprobs`
     prompt_top: TopLogprobs | None = None  # at the prompt's tokens after the first, at temperature 1
+    text: str | None = None  # without special tokens; None if the prompt was given as token ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -420,6 +421,7 @@ class GeneratorInfo:
     restarts: int = 0  # over all replicas in what `info` returns
     max_adapters: int = 0  # for the requests of one engine step; 0: none can be loaded
     max_adapter_rank: int = 0
+    tokenizer_path: str = ""  # directory of the tokenizer for prompts that are given as text; "": there is none
 
 
 def num_loss_tokens(samples: Sequence[Sample]) -> float:

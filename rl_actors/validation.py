@@ -445,7 +445,7 @@ def validate_sequences(sequences: Sequence[Sequence[int]], *, max_model_len: int
 
 
 def _validate_ids(what: str, lists: Sequence[Sequence[int]], longest: int, max_model_len: int, vocab_size: int) -> None:
-    if not isinstance(lists, Sequence) or len(lists) == 0:
+    if isinstance(lists, str) or not isinstance(lists, Sequence) or len(lists) == 0:
         raise ValueError(f"{what}s is {lists!r}; give a list of at least 1 {what}")
     for index, ids in enumerate(lists):
         if not isinstance(ids, Sequence) or not _are_integers(ids):

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl_actors.texts import SURROGATE
+
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from pyarrow import ChunkedArray, DataType, Table
@@ -26,7 +28,6 @@ TEXT_FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 FORMATS = (*TEXT_FORMATS, ".parquet", *(f"{each}.gz" for each in TEXT_FORMATS))
 """Endings of the files that can be read, in lower case."""
 FORMATS_TEXT = ".jsonl, .ndjson, .json, .csv, .tsv (each also with .gz) and .parquet"
-SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def is_data_file(path: str) -> bool:

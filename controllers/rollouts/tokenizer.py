@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from controllers.environments import Message, Observation, Problem
-from controllers.environments.files import SURROGATE
 from controllers.rollouts.chat import ChatConfig, ChatTemplate
-from rl_actors import Sample
+from rl_actors import Sample, texts
 from rl_actors.stop_tokens import stop_token_ids
+from rl_actors.texts import EOS, PAD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PAD, EOS = "<pad>", "<eos>"
 NUM_SPECIAL_TOKENS = 2
 
 
@@ -55,7 +54,7 @@ def build_character_tokenizer(directory: str | Path, alphabet: str) -> None:
     (Path(directory) / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def alphabet_of(texts: Iterable[str]) -> str:
+def alphabet_of(all_texts: Iterable[str]) -> str:
     """The characters of the texts in ascending order.
 
     If a text has a digit, the result has all digits. If a text has an ASCII letter, the result has all letters of the same case. The reason is
@@ -63,7 +62,7 @@ def alphabet_of(texts: Iterable[str]) -> str:
 
     alphabet_of(["a+1"]) -> "+0123456789abcdefghijklmnopqrstuvwxyz"
     """
-    found = set().union(*texts)
+    found = set().union(*all_texts)
     for kind in (string.digits, string.ascii_lowercase, string.ascii_uppercase):
         if found & set(kind):
             found |= set(kind)
@@ -91,19 +90,8 @@ class Tokenizer:
         return own if own in self.stop_token_ids else self.stop_token_ids[0]
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text. No special tokens are added, and a text that spells one does not become it.
-
-        Raises ValueError for a character that a character-level tokenizer lacks, and for a lone surrogate.
-        """
-        _require_text(text)
-        if self.hf.init_kwargs.get("character_level"):
-            known = self.hf.get_vocab()
-            missing = sorted({character for character in text if character not in known})
-            if missing:
-                alphabet = "".join(sorted(known.keys() - {PAD, EOS}, key=known.__getitem__))
-                shown = repr(alphabet) if len(alphabet) <= 200 else f"of {len(alphabet)} characters"
-                raise ValueError(f"{missing} of {text!r} are not in the tokenizer's alphabet {shown}")
-        return self.hf.encode(text, add_special_tokens=False, split_special_tokens=True)
+        """The token ids of a text; see rl_actors.texts."""
+        return texts.encode(self.hf, text)
 
     def encode_beginning(self, text: str) -> list[int]:
         """`encode`, after the tokens that the tokenizer puts before a text."""
@@ -131,14 +119,14 @@ class Tokenizer:
         # The end token adds one token, and the shift of the targets takes one away.
         return [len(prompt) + len(answer) for prompt, answer in pairs]
 
-    def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+    def _encode_all(self, all_texts: Sequence[str]) -> list[list[int]]:
         """`encode` of many texts."""
-        if not texts:
+        if not all_texts:
             return []
-        for text in texts:
-            _require_text(text)
+        for text in all_texts:
+            texts.require_text(text)
         options = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
-        return self.hf(list(texts), **options)["input_ids"]
+        return self.hf(list(all_texts), **options)["input_ids"]
 
     def encode_observation(self, observation: Observation, *, after: int | None = None) -> list[int]:
         """The tokens of an observation, which the policy reads before its next turn. A list of token ids is returned as it is.
@@ -196,49 +184,17 @@ class Tokenizer:
         return [Message(role="user", content=problem.prompt)]
 
 
-def _require_text(text: str) -> None:
-    if not text.isascii() and SURROGATE.search(text):
-        raise ValueError(f"{text[:80]!a} holds a lone surrogate, which is no text")
-
-
 def load_tokenizer(directory: str | Path, chat: ChatConfig | None = None) -> Tokenizer:
     """The tokenizer of a local Hugging Face directory.
 
     Raises ValueError if the directory holds no tokenizer, if none of its files names an end token, or if the chat template does not support
     the options of `chat`.
     """
-    config = Path(directory) / "tokenizer_config.json"
-    if not config.is_file():
-        raise ValueError(f"{directory} holds no tokenizer_config.json, so it is not the directory of a tokenizer")
-    hf = _load(directory, is_ours='"character_level": true' in config.read_text())
+    hf = texts.load_hf(directory)
     stops = stop_token_ids(directory, hf)
     if not stops:
         raise ValueError(f"neither a JSON file nor the tokenizer of {directory} has an eos_token_id")
     template = ChatTemplate(hf=hf, config=chat or ChatConfig(), stop_token_ids=stops)
     if template.config != ChatConfig():
         template.require_usable()
-    return Tokenizer(hf=hf, chat=template, stop_token_ids=stops, prefix_token_ids=_prefix(hf))
-
-
-def _prefix(hf: "PreTrainedTokenizerBase") -> tuple[int, ...]:
-    """The tokens that the tokenizer's own rule puts before a text. What it puts after a text, such as EOS, is left out."""
-    if hf.init_kwargs.get("character_level"):
-        return ()
-    text = hf.encode("1", add_special_tokens=False)
-    whole = hf.encode("1", add_special_tokens=True)
-    for start in range(len(whole) - len(text) + 1):
-        if whole[start : start + len(text)] == text:
-            return tuple(whole[:start])
-    return ()
-
-
-def _load(directory: str | Path, *, is_ours: bool) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer. is_ours: True if build_character_tokenizer wrote the directory."""
-    if is_ours:
-        # AutoTokenizer would choose the same class. But importing AutoTokenizer takes a second, because it imports torch's compiler and models.
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    return Tokenizer(hf=hf, chat=template, stop_token_ids=stops, prefix_token_ids=texts.prefix_of(hf))

@@ -89,11 +89,12 @@ class Actors:
         if config.alphabet and tokenizer_folder.is_dir():
             for model in self.models.values():
                 model.tokenizer_path = str(tokenizer_folder)
-        stops = config.generator.stop_token_ids
+        stops, own = config.generator.stop_token_ids, GeneratorConfig.of(self.models["trainer"])
         self.generator_config = replace(
             config.generator,
             seed=config.seed + config.generator.seed,
-            stop_token_ids=GeneratorConfig.of(self.models["trainer"]).stop_token_ids if stops is None else stops,
+            stop_token_ids=own.stop_token_ids if stops is None else stops,
+            tokenizer_path=config.generator.tokenizer_path or own.tokenizer_path,
             restarts=config.survival.policy(),
         )
         self.clients: dict[str, TrainerClient | ReferenceClient | GeneratorClient] = {}

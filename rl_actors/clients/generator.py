@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from rl_actors.config import GeneratorConfig, RestartPolicy
 from rl_actors.generator import Generator
 from rl_actors.processes.output import LogRoute
 from rl_actors.seeds import hashed_seed
+from rl_actors.texts import TextCodec
 from rl_actors.transports.base import Transport
 from rl_actors.types import (
     MAX_NAMES_REPORTED,
@@ -80,6 +81,7 @@ class GeneratorClient(Client):
         super().__init__(mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs)
         self.config = config
         self._limits = GeneratorLimits.of_config(config) if config is not None else limits
+        self._codec: TextCodec | None = None  # loaded for the first prompt that is a text
         self._transport = transport
         # Name of an adapter -> the Call of its load_adapter, which may still run or may have
         # failed.
@@ -293,24 +295,29 @@ class GeneratorClient(Client):
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int] | str],
         params: SamplingParams | None = None,
         *,
         adapter: str | None = None,
     ) -> Call[list[list[Completion]]]:
         """params.n completions of each prompt, in the order of the prompts. A prompt is a list of
-        token ids.
+        token ids, or a text.
+
+        Texts are encoded by the generator's tokenizer, and completions then have a `text`.
 
         adapter: a name given to `load_adapter`. None: none, or with lora.sync="adapter" that of the
         last pull.
         Raises ValueError (TypeError for a wrong type) for a prompt or a parameter out of its
         limits, or an adapter that is not loaded.
         """
-        copies = _as_lists(prompts)
+        codec = self._codec_for(prompts)
+        copies = _as_lists(
+            prompts if codec is None else [codec.encode(p) if isinstance(p, str) else p for p in prompts]
+        )
         chosen = self._checked(params, adapter)
         return self._call(
             "generate",
-            lambda: self._generate(copies, chosen, adapter),
+            lambda: self._generate(copies, chosen, adapter, codec),
             check=lambda limits: limits.check_prompts(copies, chosen),
             can_cancel=True,
         )
@@ -323,11 +330,36 @@ class GeneratorClient(Client):
         return chosen
 
     async def _generate(
-        self, prompts: list[list[int]], params: SamplingParams, adapter: str | None
+        self, prompts: list[list[int]], params: SamplingParams, adapter: str | None, codec: TextCodec | None
     ) -> list[list[Completion]]:
         call = await self.start_generate(prompts, params, adapter=adapter)
         groups = dict(await call.take(len(prompts)))
-        return [groups[index] for index in range(len(prompts))]
+        completions = [groups[index] for index in range(len(prompts))]
+        if codec is None:
+            return completions
+        return [[replace(each, text=codec.decode(each.tokens)) for each in group] for group in completions]
+
+    def _codec_for(self, prompts: object) -> TextCodec | None:
+        """The tokenizer of the generator if there are texts among the prompts, else None. Raises TypeError if it has none."""
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            return None
+        index = next((index for index, prompt in enumerate(prompts) if isinstance(prompt, str)), None)
+        if index is None:
+            return None
+        if self._codec is None:
+            limits = self._limits
+            if limits is None or not (path := limits.tokenizer_path):
+                reason = (
+                    "is not set up yet, so wait for ready()"
+                    if limits is None
+                    else (
+                        "has no tokenizer; give token ids, or name its directory in GeneratorConfig.tokenizer_path "
+                        "(that of a run is RUN/tokenizer, or its model)"
+                    )
+                )
+                raise TypeError(f"prompt {index} is the text {prompts[index]!r}, but {self.name} {reason}")
+            self._codec = TextCodec.load(path)
+        return self._codec
 
     def generate_each(
         self,
@@ -462,10 +494,10 @@ class GeneratorClient(Client):
         return await send()
 
 
-def _as_lists(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+def _as_lists(prompts: Sequence[Any]) -> list[list[int]]:
     """Copies of the prompts, which the caller may change. Tensors and arrays become lists."""
-    if not isinstance(prompts, Sequence):
-        return prompts  # type: ignore[unreachable]  # validation raises an error that names the argument
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        return prompts  # type: ignore[return-value]  # validation raises an error that names the argument
     copies: list[list[int]] = []
     for prompt in prompts:
         if hasattr(prompt, "tolist"):

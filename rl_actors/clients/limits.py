@@ -109,6 +109,7 @@ class GeneratorLimits:
     vocab_size: int
     max_adapters: int  # number of adapters that the requests in one step of vLLM may use; 0: no adapter can be loaded
     max_adapter_rank: int
+    tokenizer_path: str = ""
 
     def check_adapter(self, directory: Path) -> None:
         """Raises ValueError if the generator would refuse the adapter in this directory."""
@@ -137,6 +138,7 @@ class GeneratorLimits:
             vocab_size=model.vocab_size,
             max_adapters=config.max_adapters,
             max_adapter_rank=config.max_adapter_rank,
+            tokenizer_path=config.tokenizer_path or config.hf_path,
         )
 
     @classmethod
@@ -146,6 +148,7 @@ class GeneratorLimits:
             vocab_size=info.vocab_size,
             max_adapters=info.max_adapters,
             max_adapter_rank=info.max_adapter_rank,
+            tokenizer_path=info.tokenizer_path,
         )
 
 

@@ -122,8 +122,10 @@ class TrainerClient(TrainingCalls, ModelClient):
                 raise ValueError("spawn_generator needs a GeneratorConfig: this client did not spawn its trainer")
             config = GeneratorConfig.of(self.config)
         check_config(config)  # before the push
-        if config.stop_token_ids is None and self.config is not None:
-            config = replace(config, stop_token_ids=GeneratorConfig.of(self.config).stop_token_ids)
+        if self.config is not None:
+            own = GeneratorConfig.of(self.config)
+            stops = own.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
+            config = replace(config, stop_token_ids=stops, tokenizer_path=config.tokenizer_path or own.tokenizer_path)
         dtype = config.dtype
         push = self.session.queue("push_model_state_dict", lambda: self._push_for(dtype))
         return GeneratorClient.spawn(config, transport=self._opened, name=name, logs=logs, first_version=push)
