@@ -33,7 +33,8 @@ def qwen3_4b_ppo() -> PPOConfig:
     second. On the second GPU vLLM also takes 0.3 of the GPU's memory.
     """
     base = qwen3.qwen3_4b()
-    base.trainer.tokens_per_row, base.trainer.logprob_chunk_tokens = 8192, 4096
+    base.trainer.tokens_per_row = 8192
+    base.trainer.logprob_chunk_tokens = 4096
     return _ppo(base, generator_share=0.3)
 
 

@@ -88,7 +88,8 @@ class DPOConfig(RunConfig):
 
 async def train(run: Run[DPOConfig]) -> None:
     """Take all remaining steps of the run. The config says how often the run validates, and how often it writes a checkpoint."""
-    config, loss = run.config, DPO(beta=run.config.beta)
+    config = run.config
+    loss = DPO(beta=run.config.beta)
     run.log.display.total_steps = config.steps
     reference = await start_frozen(run, has_begun=bool(run.state), is_saved=not config.trainer.hf_path)
     schedule = config.schedule.build(config.steps)

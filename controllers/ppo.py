@@ -98,12 +98,14 @@ async def train(run: Run[PPOConfig]) -> None:
     if config.reference_kl:
         reference = await start_reference(run, has_begun=has_begun, sft_steps=sft_steps)
     critic = await start_critic(run, config.critic, config.gae, has_begun=has_begun)
-    policy_schedule, critic_schedule = config.schedule.build(config.steps), config.critic.schedule.build(num_steps)
+    policy_schedule = config.schedule.build(config.steps)
+    critic_schedule = config.critic.schedule.build(num_steps)
     kl = replace(config.kl(), coefficient=run.state.get("kl_coefficient", config.reference_kl))
     version = await sync(run)
     async with make_queue(run, cursor, reference=None, steps_done=steps_done) as rollouts:
         for step in range(steps_done + 1, last_step + 1):
-            ppo_step, is_last = step - sft_steps, step == last_step
+            ppo_step = step - sft_steps
+            is_last = step == last_step
             with run.timer("generate"):
                 batch = await rollouts.next_batch(version)
             values = batch.metrics()

@@ -68,7 +68,8 @@ class SFTPhase:
     """Takes supervised steps on the training problems in order. A resumed run continues from the state that `state()` returned."""
 
     def __init__(self, run: Run[Any], config: SFTPhaseConfig, *, total_steps: int) -> None:
-        self.run, self.config = run, config
+        self.run = run
+        self.config = config
         self.schedule = config.schedule.build(total_steps)
         self.cursor: int = run.state.get("cursor", 0)  # index of the next problem
         self.recent: deque[float] = deque(run.state.get("recent", ()), maxlen=config.stop_window)

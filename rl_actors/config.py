@@ -435,7 +435,8 @@ class GeneratorConfig:
 
         num_hosts: number of hosts over which the replicas are spread. With several hosts these are the GPUs of the host with the most replicas.
         """
-        first, num_replicas = self.gpu or 0, math.ceil(self.replicas / num_hosts)
+        first = self.gpu or 0
+        num_replicas = math.ceil(self.replicas / num_hosts)
         return range(first, first + num_replicas * self.tensor_parallel)
 
     @property

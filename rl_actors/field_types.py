@@ -54,7 +54,8 @@ def _is_of(value: object, hint: Any) -> bool:
         return value is None
     if get_origin(hint) is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
-    kind, arguments = get_origin(hint) or hint, get_args(hint)
+    kind = get_origin(hint) or hint
+    arguments = get_args(hint)
     if kind is tuple and arguments and arguments[-1] is not Ellipsis:
         return isinstance(value, tuple) and len(value) == len(arguments)
     if kind in (int, float):
@@ -68,7 +69,8 @@ def _is_of(value: object, hint: Any) -> bool:
 
 def _items(value: Any, hint: Any) -> Iterable[tuple[object, object, Any]]:
     """(key or index, item, its type) of a container."""
-    kind, arguments = get_origin(hint), get_args(hint)
+    kind = get_origin(hint)
+    arguments = get_args(hint)
     if not isinstance(kind, type) or not arguments:
         return
     if issubclass(kind, Mapping):

@@ -208,7 +208,8 @@ class Generator(Actor):
         Raises ValueError if the config allows no adapters, if the adapter does not fit the model,
         or if one from another directory has this name.
         """
-        config, folder = self.config, Path(directory)
+        config = self.config
+        folder = Path(directory)
         adapters.require_possible(folder, max_adapters=config.max_adapters, max_rank=config.max_adapter_rank)
         await asyncio.to_thread(adapters.require_fits, folder, self.parameters, self.served)
         await asyncio.wrap_future(self.engine.load_adapter(name, directory))
@@ -240,7 +241,8 @@ class Generator(Actor):
         source = await self.transport.source(manifest)
         # After a failure in the middle the key stays empty, so that the next pull loads the weights
         # again.
-        former, self.loaded_version_key = self.loaded_version_key, ""
+        former = self.loaded_version_key
+        self.loaded_version_key = ""
         try:
             loaded = await asyncio.wrap_future(self.engine.update(source, version, in_flight=in_flight))
         except Exception:
@@ -269,7 +271,8 @@ class Generator(Actor):
 
     def _note(self, loaded: Transfer) -> None:
         """Keep the last pull for `info`, and log its path when it changes."""
-        former, self.last_pull = self.last_pull, loaded
+        former = self.last_pull
+        self.last_pull = loaded
         if former is None or (former.path, former.reason) != (loaded.path, loaded.reason):
             logger.info("the weights come by %s: %s", loaded.path, loaded.reason)
 

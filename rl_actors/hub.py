@@ -32,7 +32,8 @@ def find_model(name_or_path: str) -> str:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    wanted, unwanted = list(FILES), list(OTHER_FILES)
+    wanted = list(FILES)
+    unwanted = list(OTHER_FILES)
     reason = f"it is neither a directory nor in the cache {constants.HF_HUB_CACHE}"
     try:
         directory = snapshot_download(

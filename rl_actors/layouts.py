@@ -34,7 +34,8 @@ NOT_VERIFIED = "refused, because no test compares this combination with training
 
 def row_multiple(config: TrainerConfig) -> int:
     """A number that divides the length of every row."""
-    context, tensor = config.parallelism.context_parallel_degree, config.parallelism.tensor_parallel_degree
+    context = config.parallelism.context_parallel_degree
+    tensor = config.parallelism.tensor_parallel_degree
     # Masks come in blocks of 128 positions, and every context-parallel rank gets whole blocks.
     parts = 128 * context if context > 1 else 1
     # Under expert parallelism each tensor-parallel rank routes an equal part of the positions.
@@ -68,7 +69,8 @@ def validate(config: TrainerConfig) -> None:
 
     The error text has the degrees that are refused, and the nearest possible layouts with the same number of processes.
     """
-    num_processes, expert = config.num_processes(), config.parallelism.expert_parallel_degree
+    num_processes = config.num_processes()
+    expert = config.parallelism.expert_parallel_degree
     if expert < 1:
         raise ValueError(f"parallelism.expert_parallel_degree={expert}; it must be at least 1")
     try:
@@ -82,9 +84,12 @@ def validate(config: TrainerConfig) -> None:
 
 def require_possible(config: TrainerConfig) -> None:
     """Raises ValueError with the degrees that are refused, if the config's layout is not possible."""
-    model, parallel = config.model, config.parallelism
-    tensor, context = parallel.tensor_parallel_degree, parallel.context_parallel_degree
-    balancer, attention = parallel.context_parallel_load_balancer, config.attention
+    model = config.model
+    parallel = config.parallelism
+    tensor = parallel.tensor_parallel_degree
+    context = parallel.context_parallel_degree
+    balancer = parallel.context_parallel_load_balancer
+    attention = config.attention
     _require_experts(config)
     _refuse_first(
         (
@@ -141,21 +146,24 @@ def _require_verified(config: TrainerConfig) -> None:
     such as data_parallel_shard x context_parallel x tensor_parallel for a dense model.
     """
     degrees = all_degrees(config)
-    context, tensor = degrees["context_parallel"] > 1, degrees["tensor_parallel"] > 1
-    expert, pipeline = degrees["expert_parallel"] > 1, degrees["pipeline_parallel"] > 1
+    context = degrees["context_parallel"] > 1
+    tensor = degrees["tensor_parallel"] > 1
+    expert = degrees["expert_parallel"] > 1
+    pipeline = degrees["pipeline_parallel"] > 1
     beside_pipeline = [name for name, degree in degrees.items() if degree > 1 and name != "pipeline_parallel"]
-    has_experts, has_adapters = config.model.num_experts > 0, config.lora.rank > 0
-    float8, compiles = config.float8, config.compile.enable
+    has_experts = config.model.num_experts > 0
+    has_adapters = config.lora.rank > 0
+    float8 = config.float8
+    compiles = config.compile.enable
     interleaved = pipeline and config.parallelism.pipeline_parallel_schedule == "Interleaved1F1B"
 
-    of_context, of_expert = _named(degrees, ["context_parallel"]), _named(degrees, ["expert_parallel"])
+    of_context = _named(degrees, ["context_parallel"])
+    of_expert = _named(degrees, ["expert_parallel"])
     of_both = _named(degrees, ["context_parallel", "tensor_parallel"])
     of_pipeline = _named(degrees, ["pipeline_parallel", *beside_pipeline])
     of_schedule = "parallelism.pipeline_parallel_schedule='Interleaved1F1B'"
-    with_experts, with_adapters = (
-        f"with model.num_experts={config.model.num_experts}",
-        f"with lora.rank={config.lora.rank}",
-    )
+    with_experts = f"with model.num_experts={config.model.num_experts}"
+    with_adapters = f"with lora.rank={config.lora.rank}"
     other_degrees = [name for name, degree in degrees.items() if degree > 1 and name != "data_parallel_shard"]
     offloads = config.fsdp_cpu_offload
     _refuse_first(
@@ -198,8 +206,10 @@ def _require_experts(config: TrainerConfig) -> None:
 
     Expert parallelism has no ranks of its own. The ranks of data_parallel_shard, context_parallel and tensor_parallel hold the experts.
     """
-    model, parallel = config.model, config.parallelism
-    degree, tensor = parallel.expert_parallel_degree, parallel.tensor_parallel_degree
+    model = config.model
+    parallel = config.parallelism
+    degree = parallel.expert_parallel_degree
+    tensor = parallel.tensor_parallel_degree
     ranks = parallel.data_parallel_shard_degree * parallel.context_parallel_degree * tensor
     expert_parallel = f"parallelism.expert_parallel_degree={degree}"
     _refuse_first(
@@ -228,9 +238,12 @@ def _require_experts(config: TrainerConfig) -> None:
 
 def _require_pipeline(config: TrainerConfig) -> None:
     """Refuse options that are not supported in a pipeline."""
-    parallel, lora = config.parallelism, config.lora
-    schedule, csv = parallel.pipeline_parallel_schedule, parallel.pipeline_parallel_schedule_csv
-    microbatch_size, per_stage = parallel.pipeline_parallel_microbatch_size, parallel.pipeline_parallel_layers_per_stage
+    parallel = config.parallelism
+    lora = config.lora
+    schedule = parallel.pipeline_parallel_schedule
+    csv = parallel.pipeline_parallel_schedule_csv
+    microbatch_size = parallel.pipeline_parallel_microbatch_size
+    per_stage = parallel.pipeline_parallel_layers_per_stage
     pipeline = f"parallelism.pipeline_parallel_degree={parallel.pipeline_parallel_degree}"
     _refuse_first(
         (
@@ -277,10 +290,15 @@ def _require_pipeline(config: TrainerConfig) -> None:
 
 def _require_stages(config: TrainerConfig) -> None:
     """Refuse a number of layers that cannot be split into the stages of the schedule."""
-    model, parallel, lora = config.model, config.parallelism, config.lora
-    degree, schedule = parallel.pipeline_parallel_degree, parallel.pipeline_parallel_schedule
-    first, last = parallel.pipeline_parallel_first_stage_less_layers, parallel.pipeline_parallel_last_stage_less_layers
-    stages, has_one_per_rank = num_stages(config), PIPELINE_SCHEDULES[schedule] == 1
+    model = config.model
+    parallel = config.parallelism
+    lora = config.lora
+    degree = parallel.pipeline_parallel_degree
+    schedule = parallel.pipeline_parallel_schedule
+    first = parallel.pipeline_parallel_first_stage_less_layers
+    last = parallel.pipeline_parallel_last_stage_less_layers
+    stages = num_stages(config)
+    has_one_per_rank = PIPELINE_SCHEDULES[schedule] == 1
     pipeline = f"parallelism.pipeline_parallel_degree={degree} with {schedule}"
     if stages % degree or (stages == degree) != has_one_per_rank:
         raise ValueError(
@@ -293,7 +311,8 @@ def _require_stages(config: TrainerConfig) -> None:
             f"where embedding and head count as {first} and {last} layers: too few layers for this number of stages"
         )
     blocks = stage_blocks(config)
-    first_trains, last_trains = len(blocks[0]) > 0, len(blocks[-1]) > 0 or lora.train_unembed
+    first_trains = len(blocks[0]) > 0
+    last_trains = len(blocks[-1]) > 0 or lora.train_unembed
     if lora.rank and not (first_trains and last_trains):
         raise ValueError(
             f"{pipeline} and lora.rank={lora.rank} splits model.num_hidden_layers={model.num_hidden_layers} into "
@@ -326,7 +345,8 @@ def stage_blocks(config: TrainerConfig) -> list[range]:
     torchtitan splits num_units(config) layers evenly over the stages. The layers that remain go to the first stages, one layer to each.
     The ranges leave out the layers that stand for the embedding or the head.
     """
-    num_layers, stages = config.model.num_hidden_layers, num_stages(config)
+    num_layers = config.model.num_hidden_layers
+    stages = num_stages(config)
     first = config.parallelism.pipeline_parallel_first_stage_less_layers
     size, longer = divmod(num_units(config), stages)
     starts = []

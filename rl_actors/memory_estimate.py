@@ -82,10 +82,13 @@ def memory(config: TrainerConfig) -> Memory:
 
 def block_weights(config: TrainerConfig, layer: int) -> list[Weight]:
     """Parameters of block `layer`."""
-    model, lora = config.model, config.lora
-    d, w = model.hidden_size, model.head_dim
+    model = config.model
+    lora = config.lora
+    d = model.hidden_size
+    w = model.head_dim
     # Total width of all query heads, and of all key-value heads.
-    h, k = model.num_attention_heads * w, model.num_key_value_heads * w
+    h = model.num_attention_heads * w
+    k = model.num_key_value_heads * w
     is_base_trained = not lora.rank
     weights = [Weight(shape=(d,), count=2, is_trained=is_base_trained)]
     if model.has_qk_norm:
@@ -96,7 +99,8 @@ def block_weights(config: TrainerConfig, layer: int) -> list[Weight]:
     attention.append(Weight(shape=(d, h), tensor_dim=1, is_trained=is_base_trained))
     weights += attention + (_adapters(attention, lora.rank) if lora.train_attn else [])
     if model.has_experts(layer):
-        e, f = model.num_experts, model.moe_intermediate_size
+        e = model.num_experts
+        f = model.moe_intermediate_size
         weights.append(Weight(shape=(e, d), is_trained=is_base_trained))
         weights.append(Weight(shape=(e, f, d), count=2, tensor_dim=1, is_expert=True, is_trained=is_base_trained))
         weights.append(Weight(shape=(e, d, f), tensor_dim=2, is_expert=True, is_trained=is_base_trained))
@@ -111,7 +115,8 @@ def outer_weights(config: TrainerConfig) -> tuple[list[Weight], list[Weight]]:
 
     A tied head adds no parameters, because it is the embedding.
     """
-    model, lora = config.model, config.lora
+    model = config.model
+    lora = config.lora
     matrix = Weight(shape=(model.vocab_size, model.hidden_size), tensor_dim=0, is_trained=not lora.rank)
     after = [Weight(shape=(model.hidden_size,), is_trained=not lora.rank)]
     if config.head == "values":
@@ -149,7 +154,8 @@ def _held_parts(config: TrainerConfig) -> list[Part]:
 
     torchtitan gives the stages to the ranks in turn. With p ranks, rank r has the stages r, r + p, r + 2 p, …
     """
-    num_layers, num_ranks = config.model.num_hidden_layers, config.parallelism.pipeline_parallel_degree
+    num_layers = config.model.num_hidden_layers
+    num_ranks = config.parallelism.pipeline_parallel_degree
     before, after = outer_weights(config)
     parts: list[Part] = [(layer, block_weights(config, layer)) for layer in range(num_layers)]
     if num_ranks == 1:
@@ -174,8 +180,10 @@ def _local_shape(weight: Weight, config: TrainerConfig, *, gathered: bool = Fals
     """
     parallel = config.parallelism
     shard = parallel.data_parallel_shard_degree * parallel.context_parallel_degree
-    tensor, expert = parallel.tensor_parallel_degree, parallel.expert_parallel_degree
-    local, sharded_dim = list(weight.shape), 0
+    tensor = parallel.tensor_parallel_degree
+    expert = parallel.expert_parallel_degree
+    local = list(weight.shape)
+    sharded_dim = 0
     # FSDP shards along dimension 0. The dimension 0 of an experts' weight has one entry for each expert. With more ranks than
     # experts torchtitan shards such a weight along dimension 1.
     if weight.is_expert and expert > 1:
@@ -199,7 +207,8 @@ def _activations(config: TrainerConfig) -> int:
     The activations are those that are saved for the backward pass, and those of the block that is running. The other tensors are the input
     of the head, the gradient of this input, a chunk of logits, the weights that FSDP has gathered, and the gradients of these weights.
     """
-    model, parallel = config.model, config.parallelism
+    model = config.model
+    parallel = config.parallelism
     tensor = parallel.tensor_parallel_degree
     size = 2 if config.compute_dtype == "bfloat16" else FLOAT32
     context = parallel.context_parallel_degree
@@ -244,7 +253,8 @@ def _saved_by_block(model: ModelConfig, layer: int, d: float, tensor: int, conte
     attention, context parallelism gathers the keys and values of whole rows.
     """
     w = model.head_dim / tensor
-    q, kv = model.num_attention_heads * w, model.num_key_value_heads * w
+    q = model.num_attention_heads * w
+    kv = model.num_key_value_heads * w
     # A block saves the four tensors of the hidden size that norms and projections read. It also saves the q, k and v that attention reads,
     # and the output of attention twice. If q and k have norms, the block also saves q and k before their norms.
     before_norms = q + kv if model.has_qk_norm else 0
@@ -262,7 +272,8 @@ def _saved_selectively(model: ModelConfig, layer: int, d: float, tensor: int, co
     _saved_by_block.
     """
     w = model.head_dim / tensor
-    q, kv = model.num_attention_heads * w, model.num_key_value_heads * w
+    q = model.num_attention_heads * w
+    kv = model.num_key_value_heads * w
     return 2 * d + (q + 2 * kv * context) + q + _width(model, layer) / tensor
 
 
@@ -296,7 +307,8 @@ def _gathered_elements(config: TrainerConfig, *, all_blocks: bool, only_trained:
 
     The elements outside the blocks always count. If all_blocks is True, every block counts. Otherwise only the largest block counts, twice.
     """
-    outside, blocks = 0, []
+    outside = 0
+    blocks = []
     for layer, weights in _held_parts(config):
         elements = 0
         for weight in weights:

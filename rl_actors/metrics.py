@@ -35,7 +35,8 @@ class Stopwatch:
     """Adds up the seconds between `start` and `stop`; engine/gpu.py has one for work on a GPU."""
 
     def __init__(self) -> None:
-        self._seconds, self._began = 0.0, 0.0
+        self._seconds = 0.0
+        self._began = 0.0
 
     def start(self) -> None:
         """Begin a measurement, dropping one without a `stop`."""
@@ -46,7 +47,8 @@ class Stopwatch:
 
     def take(self) -> float:
         """The seconds since the last `take`."""
-        seconds, self._seconds = self._seconds, 0.0
+        seconds = self._seconds
+        self._seconds = 0.0
         return seconds
 
 

@@ -107,7 +107,8 @@ class ModelConfig:
         found = ModelConfig.from_hf(path)
         differing = []
         for name in self.__dataclass_fields__:
-            here, there = getattr(self, name), getattr(found, name)
+            here = getattr(self, name)
+            there = getattr(found, name)
             if here != there:
                 differing.append(f"{name}={there} instead of {here}")
         if differing:
@@ -213,7 +214,8 @@ class ModelConfig:
             if not 0 < value < math.inf or (name == ORIGINAL_LENGTH and value % 1):
                 must = "a positive, whole number" if name == ORIGINAL_LENGTH else "positive and finite"
                 raise ValueError(f"model.rope_scaling[{name!r}]={value}; it must be {must}")
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        heads = self.num_attention_heads
+        kv_heads = self.num_key_value_heads
         if heads % kv_heads:
             raise ValueError(
                 f"model.num_attention_heads={heads} is not divisible by model.num_key_value_heads={kv_heads}"
@@ -222,7 +224,8 @@ class ModelConfig:
             raise ValueError(
                 f"model.head_dim={self.head_dim}; it must be even: the rotary embedding rotates pairs of dimensions"
             )
-        experts, routed = self.num_experts, self.num_experts_per_tok
+        experts = self.num_experts
+        routed = self.num_experts_per_tok
         if experts < 0 or (experts > 0 and routed > experts):
             raise ValueError(
                 f"model.num_experts={experts}; it must be 0 or at least model.num_experts_per_tok={routed}"
@@ -251,7 +254,8 @@ def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
     completed = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, **values}
     if values["model_type"] == "mistral":
         completed.setdefault("num_key_value_heads", 8)
-    heads, width = completed.get("num_attention_heads"), completed.get("hidden_size")
+    heads = completed.get("num_attention_heads")
+    width = completed.get("hidden_size")
     if values["model_type"] in ("llama", "mistral") and heads and width:
         completed["num_key_value_heads"] = completed.get("num_key_value_heads") or heads
         completed["head_dim"] = completed.get("head_dim") or width // heads

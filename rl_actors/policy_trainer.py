@@ -136,7 +136,9 @@ class PolicyTrainer(Actor):
         """Build the model on the first call, and accept only calls of `session` from now on."""
         if not hasattr(self, "engine"):
             self.build()
-        self.session, self.last_number, self.last_reply = session, 0, None
+        self.session = session
+        self.last_number = 0
+        self.last_reply = None
         return self.engine.info(FIRST_TENANT)
 
     def build(self) -> None:

@@ -14,13 +14,17 @@ def stop_token_ids(directory: str | Path, tokenizer: "PreTrainedTokenizerBase | 
     tokenizer: the directory's; None: loaded if needed. Raises ValueError naming source, value and
     limit.
     """
-    generation, config = Path(directory) / "generation_config.json", Path(directory) / "config.json"
-    source, found = str(generation), _entry(generation, "eos_token_id")
+    generation = Path(directory) / "generation_config.json"
+    config = Path(directory) / "config.json"
+    source = str(generation)
+    found = _entry(generation, "eos_token_id")
     if found is None and (tokenizer is not None or (Path(directory) / "tokenizer_config.json").is_file()):
         tokenizer = tokenizer if tokenizer is not None else _load(directory)
-        source, found = f"the tokenizer of {directory}", tokenizer.eos_token_id
+        source = f"the tokenizer of {directory}"
+        found = tokenizer.eos_token_id
     if found is None:
-        source, found = str(config), _entry(config, "eos_token_id")
+        source = str(config)
+        found = _entry(config, "eos_token_id")
     if found is None:
         return ()
     ids = tuple(found) if isinstance(found, list) else (found,)

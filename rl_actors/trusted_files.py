@@ -48,7 +48,8 @@ def _is_private(group: int, user: int) -> bool:
     Many systems make one for each user and let it write the user's files by default.
     """
     try:
-        entry, owner = grp.getgrgid(group), pwd.getpwuid(user)
+        entry = grp.getgrgid(group)
+        owner = pwd.getpwuid(user)
     except KeyError:
         return False
     return owner.pw_gid == group and entry.gr_name == owner.pw_name and not set(entry.gr_mem) - {owner.pw_name}

@@ -112,7 +112,8 @@ class Sample:
             )
         ids = {"prompt": prompt, "completion": completion}
         tokens = torch.cat([_cast(name, _tensor(name, values), torch.int64) for name, values in ids.items()])
-        num_positions, num_completion = len(tokens) - 1, len(completion)
+        num_positions = len(tokens) - 1
+        num_completion = len(completion)
         full: dict[str, Tensor] = {}
         for name, values in {"loss_weights": 1.0, **columns}.items():
             values = _tensor(f"column {name!r}", values)
@@ -161,7 +162,8 @@ class SampleList(list[Sample]):
         columns: dict[str, np.ndarray] = {}
         for name in sorted(names):
             columns[name] = _joined([sample.columns[name] for sample in self])
-        lengths, temperatures = [len(sample) for sample in self], [sample.temperature for sample in self]
+        lengths = [len(sample) for sample in self]
+        temperatures = [sample.temperature for sample in self]
         return _samples_from_arrays, (lengths, tokens, targets, columns, temperatures)
 
 

@@ -47,7 +47,8 @@ def validate_samples(
     if not isinstance(samples, Sequence) or len(samples) == 0:
         raise ValueError(f"samples is {samples!r}; give a list of at least 1 Sample")
     required, optional = columns_of(loss) if loss is not None else (frozenset(), None)
-    num_bytes, checked_names = 0, None
+    num_bytes = 0
+    checked_names = None
     for index, sample in enumerate(samples):
         _validate_shapes(f"sample {index}", sample, max_sequence_length)
         # Most samples of a call have the same columns as the sample before, so the names of columns are checked only when they change.
@@ -85,7 +86,8 @@ def _validate_shared(samples: Sequence[Sample], optional: frozenset[str]) -> Non
 
     optional: the optional columns of the loss. The columns in TOP_K_COLUMNS are always checked.
     """
-    first, shared = samples[0].columns, optional | set(TOP_K_COLUMNS)
+    first = samples[0].columns
+    shared = optional | set(TOP_K_COLUMNS)
     for index, sample in enumerate(samples):
         if sample.columns.keys() == first.keys() and first.keys().isdisjoint(TOP_K_COLUMNS):
             continue
@@ -150,7 +152,8 @@ def _validate_shapes(where: str, sample: Sample, max_sequence_length: int) -> No
 
 def _validate_column(where: str, name: str, column: Tensor, length: int) -> None:
     if not isinstance(column, Tensor):
-        shape, dtype = "[T, K]" if name in TOP_K_COLUMNS else "[T]", str(column_dtype(name)).removeprefix("torch.")
+        shape = "[T, K]" if name in TOP_K_COLUMNS else "[T]"
+        dtype = str(column_dtype(name)).removeprefix("torch.")
         raise TypeError(f"{where} is a {type(column).__name__}; it must be a Tensor, {shape} {dtype}")
     _require_dense(where, column)
     has_k = name in TOP_K_COLUMNS
@@ -284,7 +287,8 @@ def require_gpus(config: "TrainerConfig", name: str = "") -> None:
 
     name: the model's name in a run, such as "critic". The error text then names the field critic.gpu.
     """
-    gpus, count = config.gpus(), torch.cuda.device_count()
+    gpus = config.gpus()
+    count = torch.cuda.device_count()
     if torch.cuda.is_available() and gpus.stop > count:
         layout = layouts.described(layouts.all_degrees(config))
         field = f"{name}.gpu" if name else "gpu"
@@ -420,7 +424,8 @@ def validate_optim_params(
         limit.require(name, getattr(params, name))
     defaults = OptimParams(learning_rate=0.0)
     for name in HYPERPARAMETERS:
-        value, default = getattr(params, name), getattr(defaults, name)
+        value = getattr(params, name)
+        default = getattr(defaults, name)
         if name not in supported and value != default:
             raise ValueError(
                 f"{name}={value}, but {optimizer} has no {HYPERPARAMETERS[name]}; leave {name} at {default}"

@@ -98,7 +98,8 @@ class Critic:
         advantages, returns = estimate(values, rewards, is_action, last_values, self.gae)
         if self.gae.whiten:
             advantages = whiten(advantages, is_action)
-        for_policy, for_critic = [], []
+        for_policy = []
+        for_critic = []
         for sample, advantage, target, value in zip(samples, advantages, returns, values, strict=True):
             for_policy.append(replace(sample, columns={**sample.columns, "advantages": advantage.float()}))
             columns = {"loss_weights": (sample.columns["loss_weights"] != 0).float(), "returns": target.float()}

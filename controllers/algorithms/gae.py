@@ -94,7 +94,8 @@ def _advantages(
     position uses the value and the advantage of the first action after the position.
     """
     found_NT = torch.zeros_like(values_NT)
-    next_value_N, next_advantage_N = last_N, torch.zeros_like(last_N)
+    next_value_N = last_N
+    next_advantage_N = torch.zeros_like(last_N)
     for t in reversed(range(values_NT.shape[1])):
         difference_N = rewards_NT[:, t] + gamma * next_value_N - values_NT[:, t]
         advantage_N = difference_N + gamma * lambda_N * next_advantage_N

@@ -70,7 +70,8 @@ class DPO:
         for sample, logprobs_T in zip(samples, logprobs, strict=True):
             ratios_T = logprobs_T - torch.as_tensor(sample.columns["ref_logprobs"])
             rewards.append(self.beta * (ratios_T * torch.as_tensor(sample.columns["loss_weights"])).sum())
-        chosen_P, rejected_P = torch.stack(rewards[::2]), torch.stack(rewards[1::2])
+        chosen_P = torch.stack(rewards[::2])
+        rejected_P = torch.stack(rewards[1::2])
         margins_P = chosen_P - rejected_P
         num_pairs = float(len(margins_P))
         metrics: Partials = {

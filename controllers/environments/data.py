@@ -24,7 +24,8 @@ class DataEnvironment:
 
         Raises ValueError for a bad row, naming its place, and for too few problems, naming the source of the problems.
         """
-        self.config, self.reward = config, text_score(config)
+        self.config = config
+        self.reward = text_score(config)
         # The held-out problems come from `source`. If the training problems have another source, or if trains is False,
         # all problems of `source` may be held out. Otherwise at most half of them may be held out.
         source = config.of_held_out()
@@ -116,7 +117,8 @@ def read_entries(config: EnvironmentConfig, rows: Iterable[Row]) -> Iterator[Ent
             messages, question, answer = _conversation(config, where, row)
             tools = _tools(config.tools_column, where, row)
         else:
-            question, answer = _column(config.prompt_column, where, row), _column(config.answer_column, where, row)
+            question = _column(config.prompt_column, where, row)
+            answer = _column(config.answer_column, where, row)
         _require_kind(config.prompt_column, question, where, kinds)
         _require_kind(config.answer_column, answer, where, kinds)
         if config.rejected_column:
@@ -138,7 +140,8 @@ def _require_pair(
     # A pair is a prompt with a chosen and a rejected answer. Its prompt cannot be a conversation, so the next line
     # requires the prompt column.
     _column(config.prompt_column, where, row)
-    chosen, rejected = config.answer_column, config.rejected_column
+    chosen = config.answer_column
+    rejected = config.rejected_column
     value = _column(rejected, where, row)
     _require_kind(rejected, value, where, kinds)
     if str(value) == str(_column(chosen, where, row)):

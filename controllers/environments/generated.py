@@ -31,7 +31,8 @@ class GeneratedEnvironment:
     """Problems that are drawn at random from a reasoning-gym task."""
 
     def __init__(self, config: EnvironmentConfig, dataset: "ProceduralDataset"):
-        self.config, self.dataset = config, dataset
+        self.config = config
+        self.dataset = dataset
         self.reward: Score = TaskScore(dataset) if config.reward == "task" else text_score(config)
         probes = map(self._read, range(min(len(dataset), 32 * config.num_held_out)))
         self._held_out, self._highest_held_out = hold_out(

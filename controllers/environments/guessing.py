@@ -18,7 +18,8 @@ class Game:
     """
 
     def __init__(self, secret: int, num_guesses: int) -> None:
-        self.secret, self.num_left = secret, num_guesses
+        self.secret = secret
+        self.num_left = num_guesses
 
     def reset(self) -> str:
         return "?"
@@ -44,7 +45,9 @@ class GuessingGame:
     def __init__(self, *, seed: int, num_held_out: int, num_guesses: int = 4) -> None:
         if num_guesses < 1:
             raise ValueError(f"num_guesses={num_guesses}; it must be at least 1")
-        self.seed, self.num_held_out, self.num_guesses = seed, min(num_held_out, DIGITS), num_guesses
+        self.seed = seed
+        self.num_held_out = min(num_held_out, DIGITS)
+        self.num_guesses = num_guesses
 
     def problem(self, index: int) -> Problem:
         secrets = list(range(DIGITS))

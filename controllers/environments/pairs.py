@@ -6,7 +6,9 @@ from random import Random
 from controllers.environments.config import EnvironmentConfig
 from controllers.environments.data import DataEnvironment, Row
 
-FIRST, LAST = 10, 99  # the smallest and the largest term
+# the smallest and the largest term
+FIRST = 10
+LAST = 99
 
 
 def additions(*, seed: int, num_held_out: int) -> DataEnvironment:

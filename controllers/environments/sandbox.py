@@ -90,7 +90,8 @@ class Sandbox:
         The problem's answer is the code of the tests, such as assert statements.
         """
         with tempfile.TemporaryDirectory() as folder:
-            program, tests = Path(folder) / "program.py", Path(folder) / "tests.py"
+            program = Path(folder) / "program.py"
+            tests = Path(folder) / "tests.py"
             program.write_text(program_of(completion, problem.answer), encoding="utf-8", errors="replace")
             tests.write_text(problem.answer, encoding="utf-8", errors="replace")
             return float(await self._passes(program, tests))

@@ -110,7 +110,8 @@ class Scorer:
                 )
         else:
             pairs = await together(self._ask(owner, problem, text) for text in texts)
-            answers, num_retries = [answer for answer, _ in pairs], sum(retries for _, retries in pairs)
+            answers = [answer for answer, _ in pairs]
+            num_retries = sum(retries for _, retries in pairs)
         parts = [_parts(answer, problem, text) for answer, text in zip(answers, texts, strict=True)]
         names = sorted({name for each in parts for name in each} - {TOTAL})
         return Rewards(

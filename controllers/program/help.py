@@ -115,7 +115,8 @@ def field_docs(cls: type) -> dict[str, str]:
 
 def _near(flag: str, names: Sequence[str], shorts: Mapping[str, str]) -> list[str]:
     """The names that are most like a wrong flag. A name is also like a flag if its end is, or if its short flag is."""
-    wrong, likeness = _plain(flag), {}
+    wrong = _plain(flag)
+    likeness = {}
     for name in names:
         parts = name.removeprefix("--").split(".")
         forms = {"-".join(parts[start:]) for start in range(len(parts))}

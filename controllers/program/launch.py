@@ -110,7 +110,8 @@ def main(train: Train, configs: cli.Configs, *, others: Mapping[str, cli.Configs
     try:
         status = _run(invocation, environment, evaluation_sets, tokenizer, scorer, train)
     except StartAgainError as error:
-        status, death = 1, error
+        status = 1
+        death = error
     # At the interpreter's exit Monarch would wait only one second, and print a traceback.
     with contextlib.suppress(Exception, KeyboardInterrupt):
         shutdown_context().get(timeout=SHUTDOWN_TIMEOUT)
@@ -435,7 +436,8 @@ async def _evaluate(
     # loads torchtitan, which a controller does not need
     from rl_actors.engine.export import export_checkpoint, policy_version
 
-    config, checkpoint = invocation.config, str(folder.path / "trainer")
+    config = invocation.config
+    checkpoint = str(folder.path / "trainer")
     display = LineDisplay(Console(file=terminal), None)
     with tempfile.TemporaryDirectory(prefix="rl_actors_evaluation_") as directory:
         model = str(Path(directory) / "model")

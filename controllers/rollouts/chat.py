@@ -276,7 +276,8 @@ class ChatTemplate:
 
     def _tokens(self, conversation: list[Message], tools: Tools, *, starts_turn: bool) -> list[int]:
         spelled = self._spelled()
-        marked, marked_tools = spelled.marked(conversation), spelled.marked(list(tools))
+        marked = spelled.marked(conversation)
+        marked_tools = spelled.marked(list(tools))
         if spelled.texts:
             text = self._render(marked, marked_tools, add_generation_prompt=starts_turn)
             return self._encode_rendered(text, spelled)

@@ -55,7 +55,8 @@ class EpisodeRollouts(Rollouts):
             timeline=timeline,
             take=take,
         )
-        self.episodes, self.player = environment, player
+        self.episodes = environment
+        self.player = player
 
     async def _complete_all(self, indices: Sequence[int], tasks: asyncio.TaskGroup, keep: Deliver) -> None:
         """Play the episodes of these problems. `keep` is called with k and the group of the problem with index indices[k].
@@ -71,7 +72,9 @@ class EpisodeRollouts(Rollouts):
             await together(play(place, index) for place, index in enumerate(indices))
 
     async def _play(self, index: int, sender: TurnSender) -> Group:
-        problem, size, max_turns = self.episodes.problem(index), self.config.group_size, self.player.limits.max_turns
+        problem = self.episodes.problem(index)
+        size = self.config.group_size
+        max_turns = self.player.limits.max_turns
         policies = [_Policy(sender=sender, first_number=(index * size + place) * max_turns) for place in range(size)]
         played = await together(self.player.play(self.episodes, problem, policy) for policy in policies)
         totals = [episode.reward for episode in played]

@@ -214,7 +214,8 @@ class Player:
         episode: Episode = await self._ask("episode", lambda: environment.episode(problem))
         beginning: Observation = await self._ask("reset", episode.reset)
         prompt, text = self._read(beginning, f"reset of {problem.prompt!r}")
-        limits, playing = self.limits, _Playing(prompt, text)
+        limits = self.limits
+        playing = _Playing(prompt, text)
         keeps = getattr(environment, "keeps_special_tokens", False)
         decode = self.tokenizer.decode_turn if keeps else self.tokenizer.decode
         if not prompt or len(prompt) + limits.max_tokens_per_turn > limits.max_tokens:
@@ -318,7 +319,8 @@ class Scripted:
     """A policy whose turns are fixed texts, such as those of a demonstration."""
 
     def __init__(self, texts: Sequence[str], player: Player) -> None:
-        self.texts, self.player = list(texts), player
+        self.texts = list(texts)
+        self.player = player
 
     async def __call__(self, tokens: list[int], turn: int) -> Completion:
         if turn >= len(self.texts):
@@ -349,7 +351,9 @@ class TurnSender:
         call: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
         """params: sampling parameters of every turn. call: returns a new context manager, in which one call of the generator runs."""
-        self.generator, self.params, self.call = generator, params, call
+        self.generator = generator
+        self.params = params
+        self.call = call
         self._waiting: list[Waiting] = []
         self._calls: set[asyncio.Task[None]] = set()
 
@@ -377,7 +381,8 @@ class TurnSender:
     async def _send(self) -> None:
         await asyncio.sleep(0)  # first lets the other episodes add their turns to this call
         async with self.call():
-            turns, self._waiting = self._waiting, []
+            turns = self._waiting
+            self._waiting = []
             prompts = [tokens for tokens, _, _ in turns]
             numbers = [number for _, number, _ in turns]
             answers = [answer for _, _, answer in turns]

@@ -154,7 +154,8 @@ class Group:
         """
         rows = []
         for place, completion in enumerate(self.completions):
-            row, rest = [0.0] * len(completion.tokens), self.rewards[place]
+            row = [0.0] * len(completion.tokens)
+            rest = self.rewards[place]
             if self.episodes:
                 row = list(self.episodes[place].rewards_per_token)
                 rest -= self.task_rewards[place]
@@ -306,7 +307,8 @@ class Generating:
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
-        self._may_begin, self._changed = asyncio.Event(), asyncio.Event()
+        self._may_begin = asyncio.Event()
+        self._changed = asyncio.Event()
         self._may_begin.set()
         self._num_running = 0
 
@@ -363,8 +365,13 @@ class Rollouts:
         timeline: Timeline | None = None,
         take: Take = consecutive,
     ) -> None:
-        self.config, self.environment, self.tokenizer, self.generator = config, environment, tokenizer, generator
-        self.max_tokens, self.seed, self.penalty = max_tokens, seed, penalty
+        self.config = config
+        self.environment = environment
+        self.tokenizer = tokenizer
+        self.generator = generator
+        self.max_tokens = max_tokens
+        self.seed = seed
+        self.penalty = penalty
         self.take = take
         self.scorer = scorer or Scorer()
         self.generating = Generating(timeline or Timeline())

@@ -98,9 +98,11 @@ class RolloutQueue:
         pending: Sequence[int] = (),
     ) -> None:
         config = rollouts.config
-        self.rollouts, self.config = rollouts, config
+        self.rollouts = rollouts
+        self.config = config
         self.ahead = config.max_staleness // versions_per_step
-        self.cursor, self.pending = cursor, list(pending)
+        self.cursor = cursor
+        self.pending = list(pending)
         self.step = 0  # number of calls of next_batch
         self.places: list[Place] = []
         self.since = _Finished()
@@ -136,7 +138,8 @@ class RolloutQueue:
         room = (self.ahead + 1) * self.config.groups_per_step - len(self.places)
         self._start(self._draw(room))
         chosen = await self._wait_for_groups()
-        finished, self.since = self.since, _Finished()
+        finished = self.since
+        self.since = _Finished()
         for place in chosen:
             self.places.remove(place)
         groups = [place.group for place in sorted([*chosen, *finished.filtered], key=lambda place: place.index)]

@@ -89,7 +89,8 @@ class Actors:
         if config.alphabet and tokenizer_folder.is_dir():
             for model in self.models.values():
                 model.tokenizer_path = str(tokenizer_folder)
-        stops, own = config.generator.stop_token_ids, GeneratorConfig.of(self.models["trainer"])
+        stops = config.generator.stop_token_ids
+        own = GeneratorConfig.of(self.models["trainer"])
         self.generator_config = replace(
             config.generator,
             seed=config.seed + config.generator.seed,

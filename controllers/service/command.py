@@ -68,7 +68,8 @@ class Options:
 
 def main() -> None:
     """Start a service, or send `status`, `logs` or `stop` to a running one."""
-    prog, argv = started_as(PROGRAM), sys.argv[1:]
+    prog = started_as(PROGRAM)
+    argv = sys.argv[1:]
     if argv and argv[0] in ("status", "stop", "logs"):
         sys.exit(_ask(prog, argv))
     own, rest = _parser(prog).parse_known_args(argv)

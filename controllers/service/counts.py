@@ -24,7 +24,8 @@ class CallCounts:
     @contextmanager
     def call(self, client: AttachedClient, name: str) -> Iterator[None]:
         """Count the client's call in the body."""
-        member, began = client.member, monotonic()
+        member = client.member
+        began = monotonic()
         outcome: Outcome = "failed"
         self.running[member] += 1
         try:

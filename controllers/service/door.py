@@ -37,7 +37,10 @@ class Listener:
 
         transport: of Monarch's connections, "tcp" or "tls".
         """
-        self.service, self.coordinator, self.logs, self.stop = service, coordinator, logs, stop
+        self.service = service
+        self.coordinator = coordinator
+        self.logs = logs
+        self.stop = stop
         self.transport = transport
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()

@@ -59,7 +59,8 @@ class ModelMember:
 
     def __init__(self, client: ModelClient, infos: Sequence[TrainerInfo]) -> None:
         """client: of a model that is set up. infos: of every rank."""
-        self.client, self.num_ranks = client, len(infos)
+        self.client = client
+        self.num_ranks = len(infos)
         self._infos = infos
         self.step = OpenStep()
         self._saved: dict[int, SavedCheckpoint] = {}  # last of each client, by number

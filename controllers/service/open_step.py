@@ -71,7 +71,8 @@ class OpenStep:
             if not acquiring.cancelled():
                 self._free.release()
             raise RuntimeError(f"{endpoint} was not run: {client} has left")
-        self.holder, self._held_since = client, time.monotonic()
+        self.holder = client
+        self._held_since = time.monotonic()
 
     def leave(self, client: AttachedClient) -> None:
         """Close this client's step, if it has one."""

@@ -86,7 +86,8 @@ class Service:
 
     async def numbers(self) -> ServiceNumbers:
         """For monitoring, without a call to the actors."""
-        clients, waiting = dict.fromkeys(self.members, 0), dict.fromkeys(self.members, 0)
+        clients = dict.fromkeys(self.members, 0)
+        waiting = dict.fromkeys(self.members, 0)
         for client in self.clients.values():
             clients[client.member] += 1
             waiting[client.member] += len(client.waiting)

@@ -137,8 +137,12 @@ class Access:
 
         rate: requests for work per second and owner, beyond a `burst` at once. None: no limit.
         """
-        self.app, self.owners, self.anyone = app, owners, anyone
-        self.rate, self.burst, self.log = rate, burst, log
+        self.app = app
+        self.owners = owners
+        self.anyone = anyone
+        self.rate = rate
+        self.burst = burst
+        self.log = log
         self.counts = Counts()
         self.buckets: dict[str, Bucket] = {}
 
@@ -146,7 +150,9 @@ class Access:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        begin, status = time.perf_counter(), 499  # 499: cancelled before an answer begins
+        # 499: cancelled before an answer begins
+        begin = time.perf_counter()
+        status = 499
 
         async def note_status(message: Message) -> None:
             nonlocal status

@@ -35,7 +35,8 @@ class LimitedBodies:
     """
 
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
-        self.app, self.config = app, config
+        self.app = app
+        self.config = config
         self.under_way: Counter[str] = Counter()  # bytes by owner
 
     def _limit(self, path: str) -> tuple[str, int]:
@@ -51,7 +52,8 @@ class LimitedBodies:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        num_bytes, is_whole = 0, False
+        num_bytes = 0
+        is_whole = False
         owner = scope.get("state", {}).get("owner", "")
         name, limit = self._limit(scope["path"])
         most = max(self.config.max_bytes_in_flight, limit)

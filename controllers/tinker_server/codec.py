@@ -128,23 +128,28 @@ def _make_classes() -> dict[str, Any]:
 
 
 def _add_field(message: descriptor_pb2.DescriptorProto, words: list[str]) -> None:
-    number, rest = int(words[0]), words[1:]
+    number = int(words[0])
+    rest = words[1:]
     label = rest.pop(0) if rest[0] in ("repeated", "optional", "map") else ""
-    kind, name, oneof = rest[0], rest[1], rest[3] if len(rest) == 4 else ""
+    kind = rest[0]
+    name = rest[1]
+    oneof = rest[3] if len(rest) == 4 else ""
     field = message.field.add(name=name, number=number, label=_FIELD.LABEL_OPTIONAL)
     if label == "map":
         entry = message.nested_type.add(name=f"{name.title().replace('_', '')}Entry")
         entry.options.map_entry = True
         entry.field.add(name="key", number=1, type=_FIELD.TYPE_STRING, label=_FIELD.LABEL_OPTIONAL)
         _set_type(entry.field.add(name="value", number=2, label=_FIELD.LABEL_OPTIONAL), kind)
-        field.type, field.label = _FIELD.TYPE_MESSAGE, _FIELD.LABEL_REPEATED
+        field.type = _FIELD.TYPE_MESSAGE
+        field.label = _FIELD.LABEL_REPEATED
         field.type_name = f".{PACKAGE}.{message.name}.{entry.name}"
         return
     _set_type(field, kind)
     if label == "repeated":
         field.label = _FIELD.LABEL_REPEATED
     if label == "optional":
-        field.proto3_optional, oneof = True, f"_{name}"
+        field.proto3_optional = True
+        oneof = f"_{name}"
     if oneof:
         names = [each.name for each in message.oneof_decl]
         if oneof not in names:
@@ -243,7 +248,8 @@ def _read_datum(message: Any) -> Datum:
 
 def _read_spans(spans: Sequence[Any], num_positions: int) -> np.ndarray:
     """[T] bool: sampled tokens. The spans cover all positions in order."""
-    is_sampled, begin = np.zeros(num_positions, bool), 0
+    is_sampled = np.zeros(num_positions, bool)
+    begin = 0
     for span in spans:
         kind = span.WhichOneof("span")
         if kind is None:
@@ -265,7 +271,8 @@ def read_tensor(message: Any, name: str) -> np.ndarray:
     """A Tensor as a dense array. Raises ValueError if bytes, dtype and shape do not agree."""
     if message.dtype not in DTYPES:
         raise ValueError(f"{name} has dtype {message.dtype}; it must be 1 (float32), 2 (int64) or 3 (int32)")
-    dtype, shape = DTYPES[message.dtype], tuple(message.shape)
+    dtype = DTYPES[message.dtype]
+    shape = tuple(message.shape)
     if message.WhichOneof("encoding") == "sparse_csr":
         csr = message.sparse_csr
         values = _numbers(csr.values, dtype, name)
@@ -324,7 +331,8 @@ def write_forward_backward(logprobs: Sequence[np.ndarray], metrics: Mapping[str,
         offsets = np.cumsum([0, *(row.size * 4 for row in rows)], dtype="<i8")
         tensor = record.fields["logprobs"]
         tensor.data = b"".join(np.ascontiguousarray(row, "<f4").tobytes() for row in rows)
-        tensor.offsets, tensor.dtype = offsets.tobytes(), 1
+        tensor.offsets = offsets.tobytes()
+        tensor.dtype = 1
         tensor.trailing_shape.extend(rows[0].shape[1:])
     for name, value in metrics.items():
         message.metrics[name] = value
@@ -402,11 +410,9 @@ def _write_cells(message: Any, cells: Cells) -> None:
         message.dense = values
         return
     row_pointers, columns = (each.astype("<i8").tobytes() for each in cells.sparse)
-    message.sparse_csr.values, message.sparse_csr.crow_indices, message.sparse_csr.col_indices = (
-        values,
-        row_pointers,
-        columns,
-    )
+    message.sparse_csr.values = values
+    message.sparse_csr.crow_indices = row_pointers
+    message.sparse_csr.col_indices = columns
 
 
 def _write_topk(message: Any, topk: TopK) -> None:

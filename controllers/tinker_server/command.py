@@ -180,7 +180,8 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         if not self._in_headers:
-            self._in_headers, self._num_bytes = True, 0
+            self._in_headers = True
+            self._num_bytes = 0
             self._expect_end(HEADER_SECONDS)
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -232,7 +233,8 @@ async def serve(arguments: Arguments, listener: socket.socket) -> None:
 
 
 async def _serve(arguments: Arguments, listener: socket.socket) -> None:
-    config, folder = arguments.config, arguments.folder
+    config = arguments.config
+    folder = arguments.folder
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

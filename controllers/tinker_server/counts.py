@@ -21,7 +21,8 @@ def _nested_fields() -> dict[str, dict[int, str]]:
         found[name] = {}
         for line in lines:
             number, *words = line.split()
-            is_repeated, is_map = words[0] == "repeated", words[0] == "map"
+            is_repeated = words[0] == "repeated"
+            is_map = words[0] == "map"
             kind = words[1] if words[0] in ("repeated", "optional", "map") else words[0]
             if is_map:
                 found[name][int(number)] = f"map {kind}"

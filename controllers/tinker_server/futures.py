@@ -84,8 +84,12 @@ class Futures:
         for one owner; above it the oldest are dropped, but not their promises, so nothing runs
         twice.
         """
-        self.keep_fetched, self.keep_unfetched, self.keep_keys = keep_fetched, keep_unfetched, keep_keys
-        self.max_answers, self.max_bytes, self.now = max_answers, max_bytes, now
+        self.keep_fetched = keep_fetched
+        self.keep_unfetched = keep_unfetched
+        self.keep_keys = keep_keys
+        self.max_answers = max_answers
+        self.max_bytes = max_bytes
+        self.now = now
         self.promises: OrderedDict[str, Promise] = OrderedDict()
         self.keys: dict[Hashable, str] = {}
         self.spent: set[Hashable] = set()  # of work that must never run again

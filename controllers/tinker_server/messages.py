@@ -53,7 +53,8 @@ def _require_small(name: str, value: Any) -> None:
         raise ValueError(f"{name} has a lone surrogate, which is no text") from None
     if size > MAX_METADATA_BYTES:
         raise ValueError(f"{name} has {size} bytes as JSON; at most {MAX_METADATA_BYTES} are allowed")
-    level, depth = [value], 0
+    level = [value]
+    depth = 0
     while level:
         depth += 1
         if depth > MAX_DEPTH:

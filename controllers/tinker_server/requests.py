@@ -41,7 +41,8 @@ class StopStrings:
         tokens = completion.tokens
         if not self._is_in(tokens):
             return len(tokens), completion.finish_reason == "stop"
-        shortest, longest = 1, len(tokens)
+        shortest = 1
+        longest = len(tokens)
         while shortest < longest:
             middle = (shortest + longest) // 2
             if self._is_in(tokens[:middle]):
@@ -69,7 +70,8 @@ class Wanted:
 
     def require_small_answer(self, max_bytes: int) -> None:
         """Raises ValueError if the answer could have more than max_bytes."""
-        a_sample, a_prompt = 8 * (1 + self.params.top_logprobs), 8 * self.topk_prompt + 4 * self.prompt_logprobs
+        a_sample = 8 * (1 + self.params.top_logprobs)
+        a_prompt = 8 * self.topk_prompt + 4 * self.prompt_logprobs
         size = self.params.n * self.params.max_tokens * a_sample + len(self.prompt) * a_prompt
         if self.targets is not None:
             size += 4 * len(self.targets.tokens)
@@ -120,7 +122,8 @@ class Wanted:
         return TopK(token_ids=ids, logprobs=logprobs)
 
     def _sequence(self, completion: Completion) -> SampledSequence:
-        count, is_stopped = len(completion.tokens), completion.finish_reason == "stop"
+        count = len(completion.tokens)
+        is_stopped = completion.finish_reason == "stop"
         if self.stop_strings is not None:
             count, is_stopped = self.stop_strings.cut(completion)
         return SampledSequence(
@@ -135,7 +138,8 @@ def _topk(top: TopLogprobs, count: int | None = None) -> TopK:
     """The first `count` positions, or all. Tokens excluded by top_p or top_k get id 0 and
     NO_LOGPROB.
     """
-    ids, logprobs = top.token_ids[:count].numpy().astype(np.int32), top.logprobs[:count].numpy()
+    ids = top.token_ids[:count].numpy().astype(np.int32)
+    logprobs = top.logprobs[:count].numpy()
     is_there = np.isfinite(logprobs)
     return TopK(
         token_ids=np.where(is_there, ids, 0).astype(np.int32),
@@ -184,7 +188,8 @@ class SamplingLimits:
         )
 
     def _params(self, body: messages.Sample, num_prompt: int) -> tuple[SamplingParams, StopStrings | None]:
-        given, room = body.sampling_params, self.max_model_len - num_prompt
+        given = body.sampling_params
+        room = self.max_model_len - num_prompt
         stop = [given.stop] if isinstance(given.stop, str) else given.stop
         ids = self.end_token_ids
         strings: tuple[str, ...] = ()

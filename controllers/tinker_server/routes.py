@@ -63,7 +63,9 @@ pages = APIRouter()
 def make_app(server: Server, counts: Counts | None = None) -> FastAPI:
     """The application, after `server.begin` on the same event loop. counts: for /metrics."""
     app = FastAPI(title="rl-actors", docs_url=None, redoc_url=None)
-    app.state.server, app.state.counts, app.state.downloads = server, counts or Counts(), Downloads()
+    app.state.server = server
+    app.state.counts = counts or Counts()
+    app.state.downloads = Downloads()
     app.state.reading = asyncio.Lock()
     app.add_middleware(LimitedBodies, config=server.config)
     app.include_router(pages)
@@ -207,7 +209,8 @@ async def forward_backward(request: Request, server: Serving, owner: Owner) -> d
 
 def _too_much(server: Server, owner: str, num_bytes: int) -> Response | None:
     """Refuse a request if too much data of its owner waits already."""
-    waiting, most = server.futures.waiting_bytes[owner], server.config.max_bytes_in_flight
+    waiting = server.futures.waiting_bytes[owner]
+    most = server.config.max_bytes_in_flight
     if not waiting or waiting + num_bytes <= most:
         return None
     detail = f"data of {waiting} bytes already waits for its calls; at most max_bytes_in_flight={most} may wait"

@@ -108,7 +108,8 @@ def read_call(body: bytes, limits: TrainerLimits) -> TrainingCall:
 
 def read_batch(call: ForwardBackwardCall, limits: TrainerLimits) -> Batch:
     """Samples and loss of a request. Raises ValueError naming the datum and the input."""
-    kind, loss = kind_of(call.loss_fn), make_loss(call.loss_fn, call.config)
+    kind = kind_of(call.loss_fn)
+    loss = make_loss(call.loss_fn, call.config)
     data = call.data()
     if not data:
         raise ValueError("the request has no datums")

@@ -215,7 +215,8 @@ class VersionedGenerator:
             if version != self.version:
                 self.version = None
                 await self.generator.pull_model_state_dict(version)
-                self.version, self.num_switches = version, self.num_switches + 1
+                self.version = version
+                self.num_switches = self.num_switches + 1
         except Exception as failure:
             logger.exception("the pull of version %d failed", version)
             error = failure

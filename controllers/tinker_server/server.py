@@ -57,8 +57,12 @@ class Server:
         generator: VersionedGenerator,
         sampling: requests.SamplingLimits,
     ) -> None:
-        self.config, self.folder = config, folder
-        self.store, self.trainers, self.generator, self.sampling = store, trainers, generator, sampling
+        self.config = config
+        self.folder = folder
+        self.store = store
+        self.trainers = trainers
+        self.generator = generator
+        self.sampling = sampling
         self.futures = Futures()
         self.training_limits = TrainerLimits.of_config(config.trainer)
         self.base_version = store.version_of_base(config.hf_path)
@@ -402,7 +406,8 @@ class Server:
         the generator can apply it, else whole weights.
         """
         version = self.store.add_version(run.id, is_ephemeral=is_ephemeral)
-        directory, config = self._directory(version), self.config.generator
+        directory = self._directory(version)
+        config = self.config.generator
         if config.max_adapters and 0 < run.lora["rank"] <= config.max_adapter_rank:
             await self.trainers.export_adapter(run.id, directory)
         else:
@@ -587,7 +592,8 @@ class Server:
         """Raises ValueError without a sampling session, which SDK 0.38 always names."""
         if body.sampling_session_id is None or body.seq_id is None:
             raise ValueError("asample needs sampling_session_id and seq_id")
-        sampler_id, seq_id = body.sampling_session_id, body.seq_id
+        sampler_id = body.sampling_session_id
+        seq_id = body.seq_id
         if body.num_samples > self.config.max_samples:
             raise ValueError(f"num_samples={body.num_samples}; it must be at most {self.config.max_samples}")
 
@@ -614,7 +620,8 @@ class Server:
 
     def _fault_of_sizes(self, body: messages.Sample) -> str:
         """Why the body is larger than any request can be, else ""."""
-        num_tokens, longest = sum(len(chunk.tokens or ()) for chunk in body.prompt.chunks), self.sampling.max_model_len
+        num_tokens = sum(len(chunk.tokens or ()) for chunk in body.prompt.chunks)
+        longest = self.sampling.max_model_len
         if num_tokens > longest:
             return f"the prompt has {num_tokens} tokens; max_model_len={longest}"
         cells = len(body.target_prompt_logprobs.data) if body.target_prompt_logprobs is not None else 0

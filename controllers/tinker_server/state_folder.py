@@ -35,7 +35,8 @@ def claimed(folder: Path) -> Iterator[None]:
 
 def require_base(folder: Path, name: str, model: Path) -> None:
     """Record the state's base model. Raises ValueError, with both names, if the record has another."""
-    record, found = folder / "base.json", fingerprint(model)
+    record = folder / "base.json"
+    found = fingerprint(model)
     if record.is_file():
         saved = read_object(record)
         if saved.get("fingerprint") != found:

@@ -14,7 +14,8 @@ MOST_ROWS = 50
 
 def numbers(server: Server) -> dict[str, tuple[str, float]]:
     """Name -> (meaning, value) of every gauge and counter."""
-    generator, trainers = server.generator, server.trainers
+    generator = server.generator
+    trainers = server.trainers
     version = -1 if generator.version is None else generator.version
     return {
         "requests_waiting": ("requests that the server works on", server.futures.num_waiting),

@@ -152,7 +152,8 @@ class Store:
     def runs(self, owner: str | None, limit: int, offset: int, session_id: str | None = None) -> list[Run]:
         where, arguments = _owned(owner)
         if session_id is not None:
-            where, arguments = f"{where} AND session_id = ?", [*arguments, session_id]
+            where = f"{where} AND session_id = ?"
+            arguments = [*arguments, session_id]
         query = f"SELECT * FROM runs WHERE {where} ORDER BY created DESC, id LIMIT ? OFFSET ?"
         return [Run(**row) for row in self._all(query, *arguments, limit, offset)]
 
@@ -181,7 +182,8 @@ class Store:
         """Newest first, of a run, an owner, or all."""
         where, arguments = _owned(owner)
         if run_id is not None:
-            where, arguments = f"{where} AND run_id = ?", [*arguments, run_id]
+            where = f"{where} AND run_id = ?"
+            arguments = [*arguments, run_id]
         rows = self._all(f"SELECT * FROM checkpoints WHERE {where} ORDER BY created DESC, path", *arguments)
         return [_checkpoint(row) for row in rows]
 
@@ -264,7 +266,8 @@ class Store:
         ]
 
     def _insert(self, table: str, fields: Mapping[str, Any], *, replaces: bool = False) -> None:
-        names, marks = ", ".join(fields), ", ".join("?" * len(fields))
+        names = ", ".join(fields)
+        marks = ", ".join("?" * len(fields))
         verb = "INSERT OR REPLACE" if replaces else "INSERT"
         values = [_to_column(value) for value in fields.values()]
         self.db.execute(f"{verb} INTO {table} ({names}) VALUES ({marks})", values)

@@ -47,9 +47,11 @@ class Targets:
                 f"{name} is {tensor.dtype} of shape {tensor.shape}; it must be int64 [{len(prompt) - 1}, K], a row for each "
                 "token of the prompt after the first"
             )
-        shape, tokens = (tensor.shape[0], tensor.shape[1]), np.asarray(tensor.data, np.int64)
+        shape = (tensor.shape[0], tensor.shape[1])
+        tokens = np.asarray(tensor.data, np.int64)
         sparse = None
-        crow, col = tensor.sparse_crow_indices, tensor.sparse_col_indices
+        crow = tensor.sparse_crow_indices
+        col = tensor.sparse_col_indices
         if (crow is None) != (col is None):
             missing = "sparse_crow_indices" if crow is None else "sparse_col_indices"
             raise ValueError(f"{name} lacks {missing}; a sparse tensor has sparse_crow_indices and sparse_col_indices")

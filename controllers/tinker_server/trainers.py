@@ -96,8 +96,11 @@ class Trainers:
         is_abandoned: Callable[[Run], bool],
     ) -> None:
         """folder: of the states on disk. is_abandoned: whether a run's client is gone."""
-        self.config, self.store, self.folder = config, store, folder
-        self._spawn, self._is_abandoned = spawn, is_abandoned
+        self.config = config
+        self.store = store
+        self.folder = folder
+        self._spawn = spawn
+        self._is_abandoned = is_abandoned
         self.residents: dict[str, LoadedRun] = {}
         self.homes: list[LoadedTrainer] = []
         self._turns: dict[str, asyncio.Lock] = {}
@@ -236,7 +239,8 @@ class Trainers:
 
     async def _remove(self, resident: LoadedRun) -> None:
         """Take a run out of its trainer, and end a trainer without runs."""
-        home, run_id = resident.home, resident.run.id
+        home = resident.home
+        run_id = resident.run.id
         if home.runs.pop(run_id, None) is None:
             return  # the trainer has died
         self.residents.pop(run_id, None)

@@ -279,7 +279,8 @@ class Client:
             self._connection.close()
         async with self._spawning:
             if self._processes is not None:
-                processes, self._processes = self._processes, None
+                processes = self._processes
+                self._processes = None
                 await processes.stop()
 
     def __enter__(self):

@@ -27,7 +27,9 @@ class Call(Generic[T]):
 
     def __init__(self, future: "Future[T]", what: str, *, can_cancel: bool = False) -> None:
         """what: names of the client and of the call, for error texts. can_cancel: a cancelled call leaves its actor as it was."""
-        self._future, self._what, self._can_cancel = future, what, can_cancel
+        self._future = future
+        self._what = what
+        self._can_cancel = can_cancel
         self._asked = False
 
     def result(self, timeout: float | None = None) -> T:

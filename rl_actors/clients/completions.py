@@ -57,7 +57,8 @@ class GenerateCall:
     async def take(self, at_least: int) -> list[Group]:
         """The finished prompts: at_least, or all that are left. Aborts the call if the wait fails."""
         await self._wait(at_least)
-        taken, self._finished = self._finished, []
+        taken = self._finished
+        self._finished = []
         self._end_if_empty()
         return taken
 
@@ -164,7 +165,8 @@ class FinishedGroups:
         if self._is_over or has_failed:
             return None
         self._is_over = True
-        fetching, self._fetching = self._fetching, None
+        fetching = self._fetching
+        self._fetching = None
         return in_background(_abort(self._started, fetching), self._what)
 
     def __del__(self) -> None:

@@ -64,7 +64,8 @@ def to_tensors(sample: Sample) -> Sample:
     if _holds_tensors(sample):
         return sample
     columns = {name: _tensor(column, column_dtype(name)) for name, column in sample.columns.items()}
-    tokens, targets = _tensor(sample.tokens, torch.int64), _tensor(sample.targets, torch.int64)
+    tokens = _tensor(sample.tokens, torch.int64)
+    targets = _tensor(sample.targets, torch.int64)
     return replace(sample, tokens=tokens, targets=targets, columns=columns)
 
 

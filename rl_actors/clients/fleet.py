@@ -266,7 +266,8 @@ class Fleet:
         until one is healthy again.
         """
         self._num_changes += 1
-        former, self.target_version = self.target_version, version
+        former = self.target_version
+        self.target_version = version
         replicas = [self.replicas[index] for index in self._healthy()]
         clients = [replica.client for replica in replicas]
         results = await asyncio.gather(

@@ -214,7 +214,8 @@ class ModelClient(ModelCalls, Client):
         return self._transport
 
     async def _set_up(self) -> None:
-        session, shared = self.session, self.shared
+        session = self.session
+        shared = self.shared
         if self._mesh is None:
             assert self.config is not None
             self._proc_mesh = await self._find_processes(self.config)

@@ -233,7 +233,8 @@ class TrainingCalls(ModelCalls):
 
     def _raise_failed_save(self) -> None:
         if self._unwaited is not None and self._unwaited.done():
-            ended, self._unwaited = self._unwaited, None
+            ended = self._unwaited
+            self._unwaited = None
             ended.result()
 
     def load_checkpoint(self, path: str, *, optimizer: bool = True) -> Call[int]:

@@ -51,7 +51,8 @@ class OneGenerator(Client):
         super().__init__(
             mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs, hosts=hosts
         )
-        self.config, self._transport = config, transport
+        self.config = config
+        self._transport = transport
         self.last_pull: Transfer | None = None  # its num_bytes is 0 if nothing was transferred
         self.known: GeneratorInfo | None = None  # the newest info; None before the setup
         self._spawned = asyncio.Event()  # set when the spawn has succeeded or failed
@@ -148,7 +149,8 @@ class OneGenerator(Client):
             return None
         end = asyncio.ensure_future(self._processes.wait_any_exit())
         beat: asyncio.Task[list[Heartbeat]] | None = None
-        silence, pause = Silence(), min(silent_after / 20, LONGEST_CHECK_PAUSE)
+        silence = Silence()
+        pause = min(silent_after / 20, LONGEST_CHECK_PAUSE)
         try:
             while not self._closed:
                 begin = time.monotonic()
@@ -164,7 +166,8 @@ class OneGenerator(Client):
                 if beat.done():
                     if (error := beat.exception()) is not None:
                         return ActorDiedError(f"{self.name}: {getattr(error, 'exception', error)}", self.name)
-                    [answer], beat = beat.result(), None
+                    [answer] = beat.result()
+                    beat = None
                 # The two waits take at most twice the pause. If they took longer, this process was
                 # suspended or busy.
                 silence.saw(answer, min(time.monotonic() - begin, 2 * pause))
@@ -190,7 +193,8 @@ class Silence:
     def saw(self, answer: Heartbeat | None, seconds: float) -> None:
         """answer: the heartbeat that came in these seconds, if any."""
         if answer is not None and (answer.is_idle or answer.num_done != self._num_done):
-            self.seconds, self._num_done = 0.0, answer.num_done
+            self.seconds = 0.0
+            self._num_done = answer.num_done
         else:
             self.seconds += seconds
 

@@ -223,7 +223,8 @@ def attach(
     try:
         join_monarch(str(answer["transport"]), own_host, certificates)
         coordinator = pickle.loads(base64.b64decode(str(answer["coordinator"])))
-        number, num_ranks = int(str(answer["client"])), int(str(answer["num_ranks"]))
+        number = int(str(answer["client"]))
+        num_ranks = int(str(answer["num_ranks"]))
         wait = min(step_wait, call_timeout / 2)
         mesh = RemoteMesh(coordinator, held, number=number, num_ranks=num_ranks, step_wait=wait)
         asked = coordinator.call.call_one(number, "setup", cloudpickle.dumps(()), wait)

@@ -116,7 +116,8 @@ class Replica:
         self.client = self.spawn()
 
     def _retire(self, cause: Exception) -> None:
-        self.state, self.cause = "retired", cause
+        self.state = "retired"
+        self.cause = cause
         self.watcher.changed(self, f"{self.name} is not started again: {cause}" if self.was_ready else "")
 
     async def _watch(self, client: OneGenerator) -> None:
@@ -147,8 +148,10 @@ class Replica:
             self.lose(client, cause)
 
     def _become_healthy(self) -> None:
-        self.state, self.was_ready = "healthy", True
-        died, self._died = self._died, None
+        self.state = "healthy"
+        self.was_ready = True
+        died = self._died
+        self._died = None
         if died is None:
             self.watcher.changed(self, "")
             return

@@ -43,7 +43,8 @@ class Restarts:
         while self._deaths and self._deaths[0][0] <= now - HOUR:
             self._deaths.popleft()
         self._deaths.append((now, death))
-        num_deaths, limit = len(self._deaths), self.policy.max_per_hour
+        num_deaths = len(self._deaths)
+        limit = self.policy.max_per_hour
         if not was_ready:
             limit = min(limit, FIRST_RESTARTS)
         if num_deaths > limit:

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 MAX_KNOWN = 16_384  # prompts whose replica is remembered
 SLACK = 4  # the replica with the prefix may have SLACK * n requests more than the least loaded; n: completions
 
-MULTIPLIER, MASK = 6_364_136_223_846_793_005, (1 << 64) - 1  # constants of a rolling hash
+# constants of a rolling hash
+MULTIPLIER = 6_364_136_223_846_793_005
+MASK = (1 << 64) - 1
 
 
 class Router:
@@ -43,7 +45,8 @@ class Router:
 
     def _find(self, prompt: Sequence[int]) -> tuple[int, int | None]:
         """The hash of a prompt, and the replica of its longest prefix that was a prompt itself."""
-        hashed, replica = 0, None
+        hashed = 0
+        replica = None
         for token in prompt:
             hashed = (hashed * MULTIPLIER + token + 1) & MASK
             replica = self._known.get(hashed, replica)

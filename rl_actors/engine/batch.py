@@ -84,7 +84,8 @@ class RowPerSample:
         index_ST[is_inside_ST] = batch.index_N
         # The host knows the lengths, so the host makes the indices. A mask on the device is a bad index: the host would
         # have to wait until the device has counted the True entries of the mask.
-        self.index_ST, self.is_inside_ST = batch.to_device(index_ST), batch.to_device(is_inside_ST)
+        self.index_ST = batch.to_device(index_ST)
+        self.is_inside_ST = batch.to_device(is_inside_ST)
         self.index_N = batch.to_device(batch.index_N)
         self.filled_N = batch.to_device(is_inside_ST.flatten().nonzero()[:, 0])
 
@@ -115,7 +116,8 @@ class _Pieces:
         for row, indices in enumerate(microbatch.rows):
             end = 0
             for index in indices:
-                start, end = end, end + len(samples[index])
+                start = end
+                end = end + len(samples[index])
                 self.spans.append((index, row, start, end))
                 self.samples.append(samples[index])
                 self.lengths.append(end - start)

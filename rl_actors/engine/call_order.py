@@ -4,7 +4,10 @@ idle: no gradients are accumulated. open: gradients are accumulated. broken: a c
 incomplete. inconsistent: a call failed, and some of the weights may have changed.
 """
 
-IDLE, OPEN, BROKEN, INCONSISTENT = "idle", "open", "broken", "inconsistent"
+IDLE = "idle"
+OPEN = "open"
+BROKEN = "broken"
+INCONSISTENT = "inconsistent"
 
 # State -> the calls that are legal in this state. Calls that only read, such as forward and export_hf, do not change the
 # state. The call `info` is always legal.

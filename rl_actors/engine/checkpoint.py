@@ -167,7 +167,8 @@ class _WholeDirectoryWriter(FileSystemWriter):
 
     def __init__(self, path: str, extra_files: Sequence[Path]) -> None:
         super().__init__(f"{path}.partial")
-        self.target, self.extra_files = Path(path), extra_files
+        self.target = Path(path)
+        self.extra_files = extra_files
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # Delete the files that remain from a killed save. A save with fewer ranks would not overwrite all of these

@@ -45,7 +45,8 @@ def raise_together(failure: Exception | None) -> None:
     failures = by_rank(None if failure is None else _sendable(failure))
     rank, sent = next((rank, sent) for rank, sent in enumerate(failures) if sent is not None)
     if failure is not None:
-        rank, raised = dist.get_rank(), failure
+        rank = dist.get_rank()
+        raised = failure
     else:
         raised = pickle.loads(sent)
     setattr(raised, "rank", rank)  # noqa: B010

@@ -25,7 +25,8 @@ NORM_BLOCK = 1 << 15
 # torchtitan assumes "cuda" if it finds no accelerator. torchtitan's modules copy the value of device_type when they are imported, so the value
 # is set before the imports below.
 if not torch.cuda.is_available():
-    torchtitan.tools.utils.device_type, torchtitan.tools.utils.device_module = "cpu", torch.cpu
+    torchtitan.tools.utils.device_type = "cpu"
+    torchtitan.tools.utils.device_module = torch.cpu
 
 import torchtitan.models.common.attention as attention_module  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention  # noqa: E402

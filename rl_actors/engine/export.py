@@ -26,7 +26,8 @@ from rl_actors.trusted_files import require_trusted
 from rl_actors.types import MAX_NAMES_REPORTED, NonFiniteError
 
 LAYER = re.compile(r"\.(\d+)\.")
-LORA_A, LORA_B = ".lora_a.weight", ".lora_b.weight"
+LORA_A = ".lora_a.weight"
+LORA_B = ".lora_b.weight"
 
 
 def export_checkpoint(
@@ -51,7 +52,8 @@ def export_checkpoint(
     config.require_hf("export")
     shapes = _require_checkpoint(checkpoint, config)
     hf.require_free(path, dtype)
-    target, temporary = Path(path), Path(f"{path}.partial")
+    target = Path(path)
+    temporary = Path(f"{path}.partial")
     hf.begin_directory(temporary, config.model, source=checkpoint, dtype=dtype)
     files = hf.SafetensorsWriter(temporary)
     tensors = _merged(checkpoint, shapes, config) if config.lora.rank else _whole(checkpoint, shapes, config.model)
@@ -76,7 +78,8 @@ def export_adapters(
     shapes = _require_checkpoint(checkpoint, config)
     hf.require_free(path, "float32")
     tensors = _adapters(_read(checkpoint, shapes), config.model)
-    target, temporary = Path(path), Path(f"{path}.partial")
+    target = Path(path)
+    temporary = Path(f"{path}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     _require_finite(checkpoint, tensors, temporary)
     temporary.mkdir(parents=True)

@@ -92,7 +92,8 @@ class Stopwatch(metrics.Stopwatch):
 
     def take(self) -> float:
         """The seconds that were measured since the last `take`. Waits until the GPU has done the measured work."""
-        spans, self._spans = self._spans, []
+        spans = self._spans
+        self._spans = []
         milliseconds = 0.0
         for start, end in spans:
             end.synchronize()

@@ -52,7 +52,8 @@ class Gradients:
 
         norms: a function that returns the 2-norm of each tensor as a scalar tensor: `norms` of a Machine (machine.py).
         """
-        self.pipeline_group, self.device = pipeline_group, device
+        self.pipeline_group = pipeline_group
+        self.device = device
         self.names: list[str] = []
         self.shards: list[Tensor] = []
         self.norms: dict[Layout, Sequence[Tensor]] = {}

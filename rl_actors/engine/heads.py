@@ -61,7 +61,8 @@ class LogprobHead:
         with_entropy: bool,
         top_k: Tensor | None,
     ) -> Values:
-        logits, targets_N = Logits.of(outputs, temperatures_BL), targets_BL.flatten()
+        logits = Logits.of(outputs, temperatures_BL)
+        targets_N = targets_BL.flatten()
         flat = {"logprobs": self.target_logprobs(logits, targets_N)}
         if with_entropy:
             flat["entropy"] = entropy(logits, targets_N)

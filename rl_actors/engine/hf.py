@@ -214,7 +214,8 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
     source: a directory whose tokenizer files are copied.
     Raises NonFiniteError on every rank, and writes nothing, if a weight is not finite.
     """
-    target, temporary = Path(path), Path(f"{path}.partial")
+    target = Path(path)
+    temporary = Path(f"{path}.partial")
     weights = lora.merged(built.model, _parameters(built.model))
     require_finite("export_hf", weights, by_rank)
 
@@ -340,7 +341,8 @@ class SafetensorsWriter:
         number = len(self.written) + 1
         save_file(self.pending, self.directory / f"{number}.safetensors", metadata={"format": "pt"})
         self.written.append(list(self.pending))
-        self.pending, self.pending_bytes = {}, 0
+        self.pending = {}
+        self.pending_bytes = 0
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:

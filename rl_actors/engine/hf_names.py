@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torchtitan.models.qwen3 import Qwen3StateDictAdapter
 
-EXPERTS, FUSED = ".inner_experts.", ".wqkv."
+EXPERTS = ".inner_experts."
+FUSED = ".wqkv."
 
 
 def is_joined(name: str) -> bool:

@@ -71,7 +71,8 @@ def merged(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """`state` with W + (alpha / rank) B A instead of W, A and B. If the model has no adapters, the state is returned unchanged."""
     state = dict(state)
     for name, layer in _layers(model):
-        a_RI, b_OR = state.pop(f"{name}.lora_a.weight"), state.pop(f"{name}.lora_b.weight")
+        a_RI = state.pop(f"{name}.lora_a.weight")
+        b_OR = state.pop(f"{name}.lora_b.weight")
         weight_OI = state[f"{name}.weight"]
         delta_OI = layer._lora_scaling * (b_OR.detach() @ a_RI.detach())
         if isinstance(delta_OI, DTensor):
@@ -106,7 +107,8 @@ def gather(model: nn.Module, to_hf: ToHF) -> dict[str, Tensor]:
 
 def write(tensors: dict[str, Tensor], config: LoRAConfig, path: str, *, base: str) -> None:
     """Write gathered adapters in the form that peft and vLLM load for the model in `base`. `path` appears only when it is complete."""
-    target, partial = Path(path), Path(f"{path}.partial")
+    target = Path(path)
+    partial = Path(f"{path}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     adapters.write(partial, tensors, config, base=base)

@@ -99,7 +99,8 @@ class RouterCounters:
         if isinstance(expert_ids_BLK, DTensor):
             # If expert and tensor parallelism are used together, each rank routes and counts only some positions of
             # each row. So each rank takes only its shard of the mask.
-            mesh, placements = expert_ids_BLK.device_mesh, expert_ids_BLK.placements
+            mesh = expert_ids_BLK.device_mesh
+            placements = expert_ids_BLK.placements
             is_padding_BL = _local(distribute_tensor(is_padding_BL, mesh, placements, src_data_rank=None))
         counts_E = _local(moe.tokens_per_expert_E)
         ids_BLK = _local(expert_ids_BLK)

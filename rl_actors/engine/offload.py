@@ -39,12 +39,15 @@ class Offload:
         self.built = built
         self.buffers: dict[Part, Tensor] = {}  # host memory of each part; it is kept for later offloads
         self.away: dict[Part, list[Place]] = {}  # the parts that are on the host
-        self.offloaded, self.onloaded = HostMove(), HostMove()  # totals since the trainer was built
+        # totals since the trainer was built
+        self.offloaded = HostMove()
+        self.onloaded = HostMove()
 
     def offload(self, parts: Collection[Part] = PARTS) -> HostMove:
         """Copy the parts to the host, and free their memory on the device. Does nothing for a part that is on the host already."""
         begin = time.perf_counter()
-        num_bytes, buffer_seconds = 0, 0.0
+        num_bytes = 0
+        buffer_seconds = 0.0
         this_machine().wait()  # FSDP's own streams may still read weights or write gradients
         wanted = [part for part in PARTS if part in parts and part not in self.away]
         if "weights" in wanted:
@@ -135,7 +138,8 @@ def _distinct(tensors: Iterable[Tensor], device: torch.device) -> list[torch.Unt
 
 
 def _places(storages: Sequence[torch.UntypedStorage], buffer: Tensor) -> list[Place]:
-    places, offset = [], 0
+    places = []
+    offset = 0
     for storage in storages:
         places.append(Place(storage=storage, host=buffer[offset : offset + storage.nbytes()]))
         offset += _aligned(storage.nbytes())

@@ -42,7 +42,8 @@ class ComputeTimer:
     """Measures the forward passes that the modules make in training mode, and gives the mean seconds of one module for one token."""
 
     def __init__(self, modules: Sequence[nn.Module], machine: Machine) -> None:
-        self._stopwatch, self._num_tokens = machine.Stopwatch(), 0
+        self._stopwatch = machine.Stopwatch()
+        self._num_tokens = 0
         for module in modules:
             # FSDP's hooks gather the weights before the stopwatch starts, and free the weights after the stopwatch has stopped.
             module.register_forward_pre_hook(self._start)
@@ -64,6 +65,7 @@ class ComputeTimer:
 
         On a GPU this method waits until the measured work is done.
         """
-        seconds, num_tokens = self._stopwatch.take(), self._num_tokens
+        seconds = self._stopwatch.take()
+        num_tokens = self._num_tokens
         self._num_tokens = 0
         return seconds / num_tokens if num_tokens else None

@@ -110,7 +110,8 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[Row]:
     free = [capacity] * (2 * size)
     rows: list[list[int]] = [[] for _ in lengths]
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        length, node = lengths[index], 1
+        length = lengths[index]
+        node = 1
         while node < size:
             node *= 2
             node += free[node] < length
@@ -118,7 +119,8 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[Row]:
         free[node] -= length
         while node > 1:
             node //= 2
-            left, right = free[2 * node], free[2 * node + 1]
+            left = free[2 * node]
+            right = free[2 * node + 1]
             most = left if left > right else right
             if free[node] == most:
                 break
@@ -250,7 +252,8 @@ class _Dealer:
         The number of microbatches is the smallest that is allowed. Each microbatch has as few rows as this number permits. The last
         microbatches may be only padding.
         """
-        longest, num_of_rank = row_lengths[0], _divide_up(len(row_lengths), self.num_ranks)
+        longest = row_lengths[0]
+        num_of_rank = _divide_up(len(row_lengths), self.num_ranks)
         needed = _divide_up(num_of_rank, self._most_rows(longest))
         count = _round_up(max(needed, min(self.min_microbatches, num_of_rank)), self.microbatch_multiple)
         num_rows = _divide_up(num_of_rank, count)

@@ -68,7 +68,9 @@ class PipelineRunner:
     _call: PipelineCall  # exists while a call runs
 
     def __init__(self, built: BuiltModel, head: ChunkedHead, config: TrainerConfig) -> None:
-        self.built, self.head, self.config = built, head, config
+        self.built = built
+        self.head = head
+        self.config = config
         self.schedule_class = get_schedule_class(config.parallelism.pipeline_parallel_schedule)
         self.is_first = any(stage.is_first for stage in built.stages)
         self.reports_metrics = any(stage.is_last for stage in built.stages)

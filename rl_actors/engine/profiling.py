@@ -29,7 +29,8 @@ class StepProfiler:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        self._trace, self._steps_left = profile(activities=activities), steps
+        self._trace = profile(activities=activities)
+        self._steps_left = steps
         self._trace.start()
 
     def step_done(self) -> None:
@@ -38,6 +39,7 @@ class StepProfiler:
             return
         self._steps_left -= 1
         if self._steps_left == 0:
-            trace, self._trace = self._trace, None
+            trace = self._trace
+            self._trace = None
             trace.stop()
             trace.export_chrome_trace(str(self._file))

@@ -30,7 +30,8 @@ class SingleRunner:
     reports_metrics = True  # in a pipeline only the last stage has metrics
 
     def __init__(self, built: BuiltModel, head: ChunkedHead, config: TrainerConfig) -> None:
-        self.built, self.head = built, head
+        self.built = built
+        self.head = head
         self.reshard_policy = config.parallelism.fsdp_reshard_after_forward
         model = built.model
         # The head (logprobs.py) decides how long the output projection stays gathered. If the embedding is tied, FSDP
@@ -65,7 +66,8 @@ class SingleRunner:
 
         If the loss fails on one rank, all ranks raise its error after the last microbatch.
         """
-        steady, outputs = GuardedLoss(loss), []
+        steady = GuardedLoss(loss)
+        outputs = []
         for batch in batches:
             shard = self.built.shard_rows(batch)
             values, metrics, total = self.head.loss(self._hidden(shard), shard, steady, with_entropy=with_entropy)

@@ -56,9 +56,11 @@ class Tenants:
     """The tenants of a trainer. Exactly one tenant is in use. The first tenant, whose name is FIRST_TENANT, always exists."""
 
     def __init__(self, built: BuiltModel, memory: Offload) -> None:
-        self.built, self.memory = built, memory
+        self.built = built
+        self.memory = memory
         self.trained = [parameter for parameter in built.model.parameters() if parameter.requires_grad]
-        self.name_in_use, self.in_use = FIRST_TENANT, Tenant()
+        self.name_in_use = FIRST_TENANT
+        self.in_use = Tenant()
         self.by_name = {FIRST_TENANT: self.in_use}
         self._new_groups = self._group_settings()
 
@@ -79,9 +81,11 @@ class Tenants:
         if tenant is self.in_use:
             return
         self._put_aside()
-        stash, tenant.stash = tenant.stash, None
+        stash = tenant.stash
+        tenant.stash = None
         assert stash is not None
-        self.name_in_use, self.in_use = name, tenant
+        self.name_in_use = name
+        self.in_use = tenant
         with torch.no_grad():
             for parameter, weight, gradient in zip(self.trained, stash.weights, stash.gradients, strict=True):
                 local(parameter).copy_(weight)
@@ -101,7 +105,8 @@ class Tenants:
                 f"there is a tenant {name!r} already; this trainer has {sorted(self.by_name)} ({FIRST_TENANT!r} is the first tenant)"
             )
         self._put_aside()
-        self.name_in_use, self.in_use = name, Tenant()
+        self.name_in_use = name
+        self.in_use = Tenant()
         self.by_name[name] = self.in_use
         for optimizer, groups in zip(self._optimizers, self._new_groups, strict=True):
             for group, settings in zip(optimizer.param_groups, groups, strict=True):

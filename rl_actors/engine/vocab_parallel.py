@@ -33,14 +33,17 @@ class Logits:
     @classmethod
     def of(cls, logits_BLV: Tensor, temperatures_BL: Tensor) -> "Logits":
         """Make Logits from logits [B, L, V]. If tensor parallelism shards the vocabulary, each rank gets its own shard."""
-        local_BLV, group = logits_BLV, None
+        local_BLV = logits_BLV
+        group = None
         if isinstance(logits_BLV, DTensor):
             if logits_BLV.placements != (Shard(2),):
                 raise ValueError(
                     f"logits are a DTensor with placements {logits_BLV.placements}; expected a plain tensor, or a DTensor sharded over the vocabulary"
                 )
-            local_BLV, group = logits_BLV.to_local(), logits_BLV.device_mesh.get_group("tp")
-        raw_NV, temperatures_N = local_BLV.flatten(0, 1), temperatures_BL.flatten()
+            local_BLV = logits_BLV.to_local()
+            group = logits_BLV.device_mesh.get_group("tp")
+        raw_NV = local_BLV.flatten(0, 1)
+        temperatures_N = temperatures_BL.flatten()
         return cls(raw_NV=raw_NV, temperatures_N=temperatures_N, vocab_size=logits_BLV.shape[-1], group=group)
 
     @cached_property
@@ -65,7 +68,8 @@ class TargetLogprobs:
     """
 
     def __init__(self, fuse: Callable[[Callable], Callable]) -> None:
-        self.normalize, self.gradient = fuse(_normalize), fuse(_gradient)
+        self.normalize = fuse(_normalize)
+        self.gradient = fuse(_gradient)
 
     def __call__(self, logits: Logits, targets_N: Tensor) -> Tensor:
         """The logprobs, [N] float32. They are 0 where the target is IGNORE_TARGET."""

@@ -49,7 +49,8 @@ class PolicyLoss:
 
     def columns(self) -> tuple[frozenset[str], frozenset[str]]:
         """(required, optional) keyword arguments of `__call__`, which depend on the options."""
-        required, optional = {"loss_weights", "advantages"}, {"generator_logprobs", "old_logprobs"}
+        required = {"loss_weights", "advantages"}
+        optional = {"generator_logprobs", "old_logprobs"}
         if self.needs_old_logprobs or self.correction is not None:
             required.add("old_logprobs")
         if self.kl is not None:

@@ -22,7 +22,8 @@ class Address:
             raise ValueError(f"the address is {text!r}; {wanted}")
         try:
             parts = urlsplit(text)
-            host, port = parts.hostname, parts.port
+            host = parts.hostname
+            port = parts.port
         except ValueError as error:
             raise ValueError(f"the address is {text!r}: {error}; {wanted}") from None
         if parts.scheme not in ("tcp", "tls") or not host or port is None or parts.path.strip("/"):

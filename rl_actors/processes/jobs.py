@@ -166,7 +166,8 @@ def parse(addresses: Sequence[str]) -> Job | None:
         return None
     if len(set(kinds)) > 1 or (len(addresses) > 1 and kinds[0] != "ssh"):
         raise ValueError(f"the hosts are {', '.join(addresses)}; give one job, or ssh:// for every host")
-    kind, values = kinds[0], [address.partition(MARK)[2] for address in addresses]
+    kind = kinds[0]
+    values = [address.partition(MARK)[2] for address in addresses]
     if kind == "ssh":
         return Job(kind=kind, names=_ssh_names(values))
     if not values[0].isdecimal() or int(values[0]) < 1:

@@ -69,7 +69,8 @@ def route_library_logs(name: str) -> None:
     handler.setFormatter(logging.Formatter(LINE))
     for library in LIBRARIES:
         logger = logging.getLogger(library)
-        logger.handlers, logger.propagate = [handler], False
+        logger.handlers = [handler]
+        logger.propagate = False
     show = warnings.showwarning
 
     def show_or_log(message, category, filename, lineno, file=None, line=None) -> None:
@@ -139,7 +140,8 @@ class RoutedOutput(AbstractContextManager):
         A file and no pipe: a pipe loses the last output before a crash, and native code that writes
         with the GIL held hangs once it is full.
         """
-        partial, is_last = b"", False
+        partial = b""
+        is_last = False
         # OSError: the terminal is gone; the file still gets all output
         with path.open("rb") as file, suppress(OSError):
             file.seek(start)
@@ -189,7 +191,8 @@ def route_logs(path: str | Path, *, label: str, verbose: bool = False) -> None:
     # libraries that log to the terminal now log to the handlers above
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger) and any(type(h) is logging.StreamHandler for h in logger.handlers):
-            logger.handlers, logger.propagate = [], True
+            logger.handlers = []
+            logger.propagate = True
 
 
 def _point_output(targets: tuple[int, int]) -> None:

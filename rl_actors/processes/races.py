@@ -15,7 +15,8 @@ async def awaited(work: Awaitable[T]) -> T:
 
 async def unless(end: Awaitable[End], error: Callable[[End], Exception], work: Awaitable[T]) -> T:
     """The result of `work`; if `end` is done first, raises error(its result). Cancels the other."""
-    ending, working = asyncio.ensure_future(awaited(end)), asyncio.ensure_future(awaited(work))
+    ending = asyncio.ensure_future(awaited(end))
+    working = asyncio.ensure_future(awaited(work))
     try:
         await asyncio.wait((ending, working), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():

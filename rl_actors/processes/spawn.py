@@ -174,7 +174,8 @@ class ProcessMesh:
         return silent
 
     async def stop(self) -> None:
-        processes, self.processes = self.processes, []
+        processes = self.processes
+        self.processes = []
         # Monarch would wait for an answer from a process that has ended
         if any(process.has_ended() for process in processes) or not await self._stop_in_time():
             for process in processes:
@@ -299,7 +300,8 @@ async def require_shared(name: str, read: Endpoint[..., tuple[int, str, str]], f
     Probes on the hosts.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    mark, text = folder / f".shared-{uuid.uuid4().hex}", uuid.uuid4().hex
+    mark = folder / f".shared-{uuid.uuid4().hex}"
+    text = uuid.uuid4().hex
     mark.write_text(text)
     try:
         answers: list[tuple[int, str, str]] = await asyncio.wait_for(collect(read, str(mark)), START_TIMEOUT)
@@ -332,7 +334,8 @@ def _prepare_rank(name: str, logs: LogRoute | None) -> None:
         libc.signal(number, ctypes.c_void_p(signal.SIG_IGN))
     if logs is not None:
         rank = int(os.environ["RANK"])
-        path, label = logs.file(name, rank), f"{name} {rank}"
+        path = logs.file(name, rank)
+        label = f"{name} {rank}"
         route_process_output(path, f"[{label}] " if logs.tee else None)
         route_logs(path, label=label)
 

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 import torch
 
 VECTOR_FUNCTIONS = ("cos", "sin", "exp", "expm1", "log", "log1p", "log2", "sqrt", "rsqrt", "tanh", "erf", "erfinv")
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # constants of malloc.h
+# constants of malloc.h
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
 HOST_THREADS = 4
 
 

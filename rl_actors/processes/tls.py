@@ -13,7 +13,9 @@ from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_
 
 from rl_actors.processes.address import Address
 
-AUTHORITY, CERTIFICATE, KEY = "authority.pem", "certificate.pem", "key.pem"
+AUTHORITY = "authority.pem"
+CERTIFICATE = "certificate.pem"
+KEY = "key.pem"
 MONARCH_VARIABLES = {
     "HYPERACTOR_TLS_CERT": CERTIFICATE,
     "HYPERACTOR_TLS_KEY": KEY,

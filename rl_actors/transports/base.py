@@ -287,7 +287,8 @@ async def _on_all_ranks(work: Awaitable[Value], version: int, gather: Gather) ->
         result = await work
     except Exception as error:
         failure = error
-    results, failures = [], []
+    results = []
+    failures = []
     for rank, (of_rank, text) in enumerate(gather((result, repr(failure) if failure else ""))):
         results.append(of_rank)
         if text:

@@ -34,7 +34,8 @@ from rl_actors.transports.control import left
 
 PIECE_BYTES = 64 << 20
 WINDOW = 2
-TRAINER, READER = 0, 1
+TRAINER = 0
+READER = 1
 READY = b"\4"
 PORT = struct.Struct("<H")
 """The rank tells the reader the port of its store."""
@@ -171,7 +172,10 @@ class Pair:
         """
         if backend == "nccl" and device.type != "cuda":
             raise ValueError(f"NCCL connects GPUs, but the weights are on {device}")
-        self.connection, self.member, self.make, self.piece_bytes = connection, member, GROUPS[backend], piece_bytes
+        self.connection = connection
+        self.member = member
+        self.make = GROUPS[backend]
+        self.piece_bytes = piece_bytes
         self.pieces: Pieces = GPUPieces(device, piece_bytes) if backend == "nccl" else HostPieces()
         self.group: Group | None = None
         self.calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -183,7 +187,8 @@ class Pair:
 
         host = self.connection.getsockname()[0]  # the address at which the reader has reached this process
         listener = socket.create_server((host, 0))
-        port, timeout = listener.getsockname()[1], timedelta(seconds=left(deadline))
+        port = listener.getsockname()[1]
+        timeout = timedelta(seconds=left(deadline))
         store = TCPStore(
             host, port, 2, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
         )
@@ -270,7 +275,8 @@ class Pair:
             self.connection.shutdown(socket.SHUT_RDWR)
         self.connection.close()
         self.calls.put(None)
-        group, self.group = self.group, None
+        group = self.group
+        self.group = None
         if group is not None:
             aborting = threading.Thread(target=group.abort, name="weights_abort", daemon=True)
             aborting.start()

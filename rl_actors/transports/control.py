@@ -18,14 +18,17 @@ from dataclasses import asdict, dataclass
 
 from rl_actors.transports.slots import Layout, SlotAddress, VersionGoneError, actor_name
 
-NONCE_BYTES, SIGNATURE_BYTES = 16, 32
+NONCE_BYTES = 16
+SIGNATURE_BYTES = 32
 LENGTH = struct.Struct("<Q")
 MAX_REQUEST_BYTES = 4096
-SERVED, GONE = b"\0", b"\1"
+SERVED = b"\0"
+GONE = b"\1"
 """First byte of an answer. SERVED: the slot's layout follows, then the bytes by the requested path.
 GONE: the text of the error follows.
 """
-RECEIPT, ACCEPTED = b"\2", b"\3"
+RECEIPT = b"\2"
+ACCEPTED = b"\3"
 """The reader sends RECEIPT when all bytes have arrived; the server unlocks the slot and answers
 ACCEPTED. A reader without this answer drops the bytes: sendfile returns before all bytes have left,
 so after the server's timeout the next push may have rewritten them.
@@ -58,7 +61,8 @@ def answered(connection: socket.socket) -> Layout:
     """Wait for the answer, and return the slot's layout. Raises VersionGoneError with the server's
     reason.
     """
-    status, answer = receive(connection, 1), receive_block(connection, None)
+    status = receive(connection, 1)
+    answer = receive_block(connection, None)
     if status != SERVED:
         raise VersionGoneError(answer.decode())
     return Layout.from_json(answer)

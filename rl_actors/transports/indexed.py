@@ -87,7 +87,8 @@ class IndexedTransport(Transport):
     def _serve(self, rank: int) -> None:
         host = self.weights.address or LOOPBACK
         host = socket.gethostname() if host == "hostname" else host
-        find, timeout = self._snapshots[rank].find, self.weights.timeout
+        find = self._snapshots[rank].find
+        timeout = self.weights.timeout
         self._servers[rank] = SlotServer(find, host=host, secret=self.secret, timeout=timeout)
 
     async def discard_tensors(self, key: str, rank: int) -> None:

@@ -32,7 +32,8 @@ class Sender:
     """Sends slots of this rank to the reader of one control connection."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
-        self.connection, self.timeout = connection, timeout
+        self.connection = connection
+        self.timeout = timeout
         self.reader = connection.getpeername()
         self.pair: Pair | None = None
 
@@ -95,7 +96,8 @@ class Pairs:
 
     def end(self) -> None:
         with self.guard:
-            kept, self.free = list(self.free.values()), {}
+            kept = list(self.free.values())
+            self.free = {}
         for _, pair in kept:
             pair.end()
 

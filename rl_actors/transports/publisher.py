@@ -21,7 +21,9 @@ class Publisher:
     """
 
     def __init__(self, transport: Transport, *, rank: int, gather: Gather) -> None:
-        self.transport, self.rank, self.gather = transport, rank, gather
+        self.transport = transport
+        self.rank = rank
+        self.gather = gather
         self.published: list[Manifest] = []
         self.dtype: torch.dtype | None = None  # of this stream; None before the first push
         self.start_stream()

@@ -114,8 +114,10 @@ class OpenSlots(OpenVersion):
     """An open version in slots, which do not change while it is open."""
 
     def __init__(self, source: SlotSource, slots: Sequence[ReadableSlot], path: str, reason: str) -> None:
-        self.manifest, self.timeout = source.manifest, source.timeout
-        self.path, self.reason = path, reason
+        self.manifest = source.manifest
+        self.timeout = source.timeout
+        self.path = path
+        self.reason = reason
         # keep one replica of each part
         self._pieces: Mapping[str, dict[tuple[int, ...], Piece]] = defaultdict(dict)
         for slot in slots:

@@ -14,7 +14,8 @@ class ReceivedSlot:
     """A received copy of a slot: its layout, and tensors as views of the bytes."""
 
     def __init__(self, layout: Layout, data: Tensor) -> None:
-        self.layout, self.views = layout, layout.views(data)
+        self.layout = layout
+        self.views = layout.views(data)
 
 
 class Buffers:

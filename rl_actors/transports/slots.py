@@ -136,7 +136,10 @@ class Slot:
 
     def __init__(self, layout: Layout, *, rank: int, number: int, place: Place, device: torch.device) -> None:
         """device: of the weights, and of the slot's tensors if place.on_gpu."""
-        self.layout, self.rank, self.number, self.device = layout, rank, number, device
+        self.layout = layout
+        self.rank = rank
+        self.number = number
+        self.device = device
         text = layout.to_json()
         self.data_offset = _round_up(PAGE + len(text), PAGE)
         self.token = secrets.token_bytes(16)

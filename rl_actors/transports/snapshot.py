@@ -32,7 +32,8 @@ class DoubleBuffer:
         choose_place: (bytes of a slot, device of the weights) -> place of the slots; None: the
         host's memory.
         """
-        self.rank, self.timeout = rank, timeout
+        self.rank = rank
+        self.timeout = timeout
         self.choose_place = choose_place or _on_the_host
         self.place = Place()  # of the newest layout's slots
         self.plan = Plan()
@@ -55,7 +56,8 @@ class DoubleBuffer:
                     raise TimeoutError(
                         f"push of {key}: {actor_name()}, rank {self.rank}: write took longer than {self.timeout:g} s"
                     )
-        self.before, self.newest = self.newest, slot
+        self.before = self.newest
+        self.newest = slot
         return slot
 
     def forget(self, key: str) -> None:
@@ -104,7 +106,8 @@ class Plan:
         """The same object as long as only values change."""
         wanted = {name: _described(tensor, dtype) for name, tensor in tensors.items()}
         if self._layout is None or wanted != self._made_for:
-            self._layout, self._made_for = make_layout(tensors, dtype), wanted
+            self._layout = make_layout(tensors, dtype)
+            self._made_for = wanted
         return self._layout
 
 
@@ -119,7 +122,8 @@ def make_layout(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Lay
     shards: dict[str, Shard] = {}
     offset = 0
     for name, tensor in tensors.items():
-        size, start = tuple(tensor.shape), (0,) * tensor.ndim
+        size = tuple(tensor.shape)
+        start = (0,) * tensor.ndim
         if isinstance(tensor, DTensor):
             if not _is_first_replica(tensor):
                 continue

@@ -231,7 +231,8 @@ class OwnProcess:
 
 def _executable(directory: Path, python: str) -> str:
     """Write a program that runs CHILD and then becomes `python`. Returns its path, because multiprocessing takes a path, not a command."""
-    child, program = directory / "child.py", directory / "python"
+    child = directory / "child.py"
+    program = directory / "python"
     child.write_text(CHILD.format(parent=os.getpid(), python=python, program=str(program), variable=PARENT_VARIABLE))
     program.write_text(f'#!/bin/sh\nexec {shlex.quote(python)} -S {shlex.quote(str(child))} "$@"\n')
     program.chmod(0o700)

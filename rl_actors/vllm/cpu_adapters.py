@@ -27,7 +27,8 @@ class GroupedAdapters(PunicaWrapperCPU):
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
         super().update_metadata(*args, **kwargs)
-        self.tokens, self.samples = groups(self.token_lora_indices), groups(self.sampler_indices)
+        self.tokens = groups(self.token_lora_indices)
+        self.samples = groups(self.sampler_indices)
 
     def add_lora_linear(
         self,
@@ -43,9 +44,11 @@ class GroupedAdapters(PunicaWrapperCPU):
 
         A layer's output can consist of several slices: query, key and value, or gate and up. An adapter has matrices A and B for each slice.
         """
-        y_TO, x_TI = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
+        y_TO = y.view(-1, y.shape[-1])
+        x_TI = x.view(-1, x.shape[-1])
         for slot, rows in self.tokens:
-            start, part_TI = 0, x_TI[rows]
+            start = 0
+            part_TI = x_TI[rows]
             for a_S1RI, b_S1OR, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
                 y_TO[rows, start : start + width] += scale * product(part_TI, a_S1RI[slot, 0], b_S1OR[slot, 0])
                 start += width
@@ -54,7 +57,9 @@ class GroupedAdapters(PunicaWrapperCPU):
         self, y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float, **_: Any
     ) -> None:
         """Add the adapters' outputs to the logits [T, V] of the sampled positions. V is the size of the vocabulary."""
-        y_TV, x_TI, width = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), lora_b_stacked.shape[2]
+        y_TV = y.view(-1, y.shape[-1])
+        x_TI = x.view(-1, x.shape[-1])
+        width = lora_b_stacked.shape[2]
         for slot, rows in self.samples:
             y_TV[rows, :width] += scale * product(x_TI[rows], lora_a_stacked[slot, 0], lora_b_stacked[slot, 0])
 

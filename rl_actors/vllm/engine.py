@@ -59,7 +59,8 @@ class EngineThread:
 
         weights: says whether a pull replaces all weights of the model or only an adapter.
         """
-        self.config, self.weights = config, weights
+        self.config = config
+        self.weights = weights
         self.core = core_of(config)
         self.version = NO_VERSION
         self.num_weights = 0  # how often the weights were replaced
@@ -366,8 +367,10 @@ class EngineThread:
 
     def _end_drain(self) -> None:
         """Do the deferred work, and then start the held calls. Called when no request runs."""
-        waiting, self.waiting = self.waiting, []
-        calls, self.held = self.held, []
+        waiting = self.waiting
+        self.waiting = []
+        calls = self.held
+        self.held = []
         for deferred in waiting:
             self._run_into(deferred.done, deferred.run)
         for call in calls:

@@ -87,7 +87,8 @@ def copy_pieces(target: Target, pieces: list[Piece]) -> None:
         for target_start, target_size, start, size in zip(
             target.start, target.values.shape, piece.start, piece.values.shape, strict=True
         ):
-            first, last = max(target_start, start), min(target_start + target_size, start + size)
+            first = max(target_start, start)
+            last = min(target_start + target_size, start + size)
             into.append(slice(first - target_start, last - target_start))
             out_of.append(slice(first - start, last - start))
         if all(part.stop > part.start for part in into):
@@ -108,7 +109,8 @@ def _target(model: nn.Module, modules: Mapping[str, nn.Module], name: str, shape
         return Target((start, *[0] * (len(shape) - 1)), parameter[offset : offset + size])
     if isinstance(layer, VocabParallelEmbedding):
         rows = layer.shard_indices
-        start, end = rows.org_vocab_start_index, rows.org_vocab_end_index
+        start = rows.org_vocab_start_index
+        end = rows.org_vocab_end_index
         return Target((start, 0), parameter[: end - start])
     if isinstance(layer, ColumnParallelLinear):
         return Target((layer.tp_rank * len(parameter), *[0] * (len(shape) - 1)), parameter)

@@ -48,7 +48,11 @@ class EngineCall(Generic[T]):
         read: function that turns vLLM's output of a request into the result of the request. adapter: name of the loaded
         adapter with which the requests run. name: the call's name in error texts.
         """
-        self.prompts, self.make_params, self.read, self.adapter, self.name = prompts, make_params, read, adapter, name
+        self.prompts = prompts
+        self.make_params = make_params
+        self.read = read
+        self.adapter = adapter
+        self.name = name
         # Unfinished prompt -> sample_index -> result.
         self._results: dict[int, dict[int, T]] = {index: {} for index in range(len(prompts))}
         self._finished: list[tuple[int, list[T]]] = []  # finished prompts that no `take` has returned
@@ -120,7 +124,8 @@ class EngineCall(Generic[T]):
             future.set_exception(self._failure)
         elif len(self._finished) >= at_least or not self._results:
             self._waiter = None
-            finished, self._finished = self._finished, []
+            finished = self._finished
+            self._finished = []
             future.set_result(finished)
 
 
@@ -191,7 +196,8 @@ def read_top(positions: Sequence[Mapping[int, "Logprob"]], count: int) -> TopLog
     """
     if not count:
         return None
-    ids, logprobs = [], []
+    ids = []
+    logprobs = []
     for by_token in positions:
         likeliest = sorted(by_token.items(), key=_rank)[:count]
         ids.append([token for token, _ in likeliest])

@@ -120,7 +120,8 @@ class WeightsExtension:
         If the load fails, the model may hold weights of two versions.
         """
         begin = time.perf_counter()
-        version, model = self._open_version(), self.get_model()
+        version = self._open_version()
+        model = self.get_model()
         plan = self._plan_for(version, model)
         if plan:
             load_in_place(plan, version)
@@ -205,7 +206,8 @@ class PromptLogprobs:
 
     def __init__(self, head: Any, compute: Callable[[Tensor, dict[str, int]], Any]) -> None:
         """head: vLLM's output projection with adapters. compute: vLLM's own computation of prompt logprobs."""
-        self.head, self.compute = head, compute
+        self.head = head
+        self.compute = compute
         self.hidden_TD = torch.empty(0)
 
     def __call__(self, hidden_TD: Tensor, num_scheduled_tokens: dict[str, int]) -> Any:
@@ -215,12 +217,14 @@ class PromptLogprobs:
         punica_wrapper, so that the head calls `add_lora_logits` below.
         hidden_TD: the last hidden states of all positions of the engine's step.
         """
-        self.hidden_TD, self.punica = hidden_TD, self.head.punica_wrapper
+        self.hidden_TD = hidden_TD
+        self.punica = self.head.punica_wrapper
         self.head.punica_wrapper = self
         try:
             return self.compute(hidden_TD, num_scheduled_tokens)
         finally:
-            self.head.punica_wrapper, self.hidden_TD = self.punica, torch.empty(0)
+            self.head.punica_wrapper = self.punica
+            self.hidden_TD = torch.empty(0)
 
     def add_lora_logits(self, logits_TV: Tensor, x_TD: Tensor, a_S1RD: Tensor, b_S1VR: Tensor, scale: float) -> Tensor:
         """Add the adapter's term to the logits of one prompt, if the prompt's request has an adapter.
