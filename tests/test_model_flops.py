@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from fakes import trainer_info
 
-from controllers.observe.logger import usage
+from controllers.observe.logger import speed_metrics
 from rl_actors import LoRAConfig, ModelConfig, TrainerConfig
 from rl_actors.model_flops import PEAKS, flops_per_token, peak_flops, product_parameters, training_flops
 
@@ -53,11 +53,15 @@ def test_a_sample_attends_only_to_itself_and_frozen_weights_cost_no_flops_for_gr
 def test_mfu_is_1_at_the_peak_of_all_gpus_and_absent_where_the_peak_is_unknown():
     values = {"tokens/trained": 2000, "tflops/trained": 2 * 989.0, "time/train": 1.0, "time/step": 4.0}
     infos = [trainer_info(device_name=H100, rank=rank, peak_memory_bytes=rank << 30) for rank in range(2)]
-    assert usage(values, infos, float8=False) == {"memory/trainer_peak": 1, "tokens/s": 500, "mfu": pytest.approx(1)}
-    assert usage(values, infos, float8=True)["mfu"] == pytest.approx(1 / 2)
-    assert "mfu" not in usage(values, [trainer_info()], float8=False)
+    assert speed_metrics(values, infos, float8=False) == {
+        "memory/trainer_peak": 1,
+        "tokens/s": 500,
+        "mfu": pytest.approx(1),
+    }
+    assert speed_metrics(values, infos, float8=True)["mfu"] == pytest.approx(1 / 2)
+    assert "mfu" not in speed_metrics(values, [trainer_info()], float8=False)
     idle = {"time/step": 4.0}
-    assert set(usage(idle, infos, float8=False)) == {"memory/trainer_peak"}
+    assert set(speed_metrics(idle, infos, float8=False)) == {"memory/trainer_peak"}
 
 
 def test_the_peak_of_a_gpu_is_found_by_a_part_of_its_name():

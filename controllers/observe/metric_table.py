@@ -140,11 +140,12 @@ METRICS = {
     "ranks/slowest_ratio": Metric("slowest rank to median"),
     "problems/skipped": Metric("skipped problems", "problems"),
     "skipped": Metric("skipped"),
+    "loss/<metric>": Metric("<metric>", chart="Other metrics of the loss"),
     "nonfinite": Metric("not finite"),
 }
-"""Name -> description. <n> and <k> stand for a number, <name> for any text."""
+"""Name -> description. <n> and <k> stand for a number, <name> and <metric> for any text."""
 
-PLACEHOLDERS = {"<n>": r"(\d+)", "<k>": r"(\d+)", "<name>": "(.+)"}
+PLACEHOLDERS = {"<n>": r"(\d+)", "<k>": r"(\d+)", "<name>": "(.+)", "<metric>": "(.+)"}
 
 
 # The longest key first: eval/<name>/dpo/accuracy is not an accuracy of the set "<name>/dpo".

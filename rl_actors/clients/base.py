@@ -101,7 +101,7 @@ class Client:
         self._probes: Sequence[Probe] = ()
         self._spawning = asyncio.Lock()
         self._closed = False
-        self._broken: str | None = None  # why calls are refused until the client is repaired
+        self.broken: str | None = None  # why calls are refused until the client is repaired
         self._version: int | None = None
         self._connection: Connection | None = None  # None if the client is not attached to a service
         self._phases: list[str] = []  # names of the calls that the ranks are running
@@ -137,7 +137,7 @@ class Client:
             ended = [str(process) for process in self._processes.processes if process.has_ended()]
             if ended:
                 return f"dead, {', '.join(ended)} ended"
-        return f"broken, {self._broken}" if self._broken else "ready"
+        return f"broken, {self.broken}" if self.broken else "ready"
 
     @property
     def policy_version(self) -> int | None:
@@ -256,7 +256,7 @@ class Client:
     async def _spawn(self, num_processes: int, env: dict[str, str] | None = None) -> "ProcMesh":
         # A `close` during the spawn waits for its end, and then stops the processes.
         async with self._spawning:
-            self._require_open("setup")
+            self.require_open("setup")
             try:
                 self._processes = await spawn_processes(
                     self.name, num_processes, env=env, logs=self._logs, hosts=self._hosts
@@ -295,7 +295,7 @@ class Client:
     async def __aexit__(self, *_) -> None:
         await self.close()
 
-    def _show_start(self) -> None:
+    def show_start(self) -> None:
         """In a terminal or a REPL, print once that the actor is starting, and where its output is."""
         if self._is_quiet or self._started.done() or not (sys.stderr.isatty() or hasattr(sys, "ps1")):
             return
@@ -303,11 +303,11 @@ class Client:
         assert self._logs is not None
         print(f"{self.name} is starting; its output: {self._logs.directory}", file=sys.stderr)
 
-    def _require_open(self, what: str) -> None:
+    def require_open(self, what: str) -> None:
         if self._closed:
             raise RuntimeError(f"{self.name}: {what} is not possible after close")
 
-    async def _ask(
+    async def ask(
         self,
         endpoint: str,
         *args: object,
@@ -325,14 +325,14 @@ class Client:
         """
         phase = phase or endpoint
         timeout = self.call_timeout if timeout is None else timeout
-        self._require_open(phase)
+        self.require_open(phase)
         self._phases.append(phase)
         try:
             answers = self._answers(getattr(self._mesh, endpoint), phase, *args, **(named or {}))
             return await asyncio.wait_for(answers, timeout)
         except TimeoutError:
             late = f"{phase} did not answer within {timeout:g} s"
-            self._broken = late if breaks else self._broken
+            self.broken = late if breaks else self.broken
             raise ActorSilentError(f"{self.name}: {late}; its ranks may still run this call", self.name) from None
         except ActorError as error:
             cause = error.exception
@@ -360,8 +360,8 @@ class Client:
             silent = await self.watched.silent(SILENCE, self._note_sign)
         names = ", ".join(map(str, silent))
         reason = f"; {names} did not answer for {SILENCE:g} s" if silent else ""
-        self._broken = f"{error}, during {phase}"
-        return ActorSilentError(f"{self.name}: {self._broken}{reason}{self._output()}", self.name)
+        self.broken = f"{error}, during {phase}"
+        return ActorSilentError(f"{self.name}: {self.broken}{reason}{self._output()}", self.name)
 
     async def _answers(self, endpoint: Any, phase: str, *args: object, **kwargs: object) -> list[Any]:
         """The answers of the ranks. Raises ActorDiedError when a process in `watched` has ended."""

@@ -479,8 +479,8 @@ class GeneratorClient(Client):
         can_cancel: bool = False,
     ) -> Call[T]:
         """Run `send` when all are ready. Checks now if the limits are known, else just before."""
-        self._require_open(what)
-        self._show_start()
+        self.require_open(what)
+        self.show_start()
         if check is not None and self._limits is not None:
             check(self._limits)
             check = None

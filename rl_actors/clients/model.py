@@ -207,7 +207,7 @@ class ModelClient(ModelCalls, Client):
             return self._transport
         # A `close` during the opening waits for its end, and then closes the transport.
         async with self._spawning:
-            self._require_open("setup")
+            self.require_open("setup")
             self._transport = default_transport()
             self._owns_transport = True
             await self._transport.open()
@@ -225,11 +225,11 @@ class ModelClient(ModelCalls, Client):
             shared.turn = asyncio.Lock()
         await self._opened
         async with shared.turn:
-            infos: list[TrainerInfo] = await self._ask("setup", shared.id, timeout=self.setup_timeout)
+            infos: list[TrainerInfo] = await self.ask("setup", shared.id, timeout=self.setup_timeout)
             version = infos[0].policy_version
             shared.limits = TrainerLimits.of_info(infos[0])
             if self._processes is None:
-                self._probes = await self._ask("probe", phase="setup", timeout=self.setup_timeout)
+                self._probes = await self.ask("probe", phase="setup", timeout=self.setup_timeout)
             if self._checkpoint:
                 version = await session.first(PolicyTrainer.load_checkpoint, os.path.abspath(self._checkpoint), False)
             shared.versions[session.tenant] = version
@@ -261,8 +261,8 @@ class ModelClient(ModelCalls, Client):
         given = self._given_processes
         return given.watched if isinstance(given, ModelClient) else super().watched
 
-    def _require_open(self, what: str) -> None:
-        super()._require_open(what)
+    def require_open(self, what: str) -> None:
+        super().require_open(what)
         given = self._given_processes
         if isinstance(given, ModelClient) and given.is_closed:
             raise RuntimeError(f"{self.name}: {what} is not possible: {given.name}, whose processes it uses, is closed")

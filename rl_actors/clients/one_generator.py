@@ -66,9 +66,9 @@ class OneGenerator(Client):
                 await self._spawn_actor()
         finally:
             self._spawned.set()
-        [self.known] = await self._ask("setup", timeout=self.setup_timeout)
+        [self.known] = await self.ask("setup", timeout=self.setup_timeout)
         if self._processes is None:
-            self._probes = await self._ask("probe", phase="setup", timeout=self.setup_timeout)
+            self._probes = await self.ask("probe", phase="setup", timeout=self.setup_timeout)
 
     async def _spawn_actor(self) -> None:
         assert self.config is not None
@@ -129,12 +129,12 @@ class OneGenerator(Client):
         return await self._one("wake")
 
     async def _one(self, endpoint: str, *args: object, phase: str = "") -> Any:
-        return (await self._ask(endpoint, *args, phase=phase, breaks=False))[0]
+        return (await self.ask(endpoint, *args, phase=phase, breaks=False))[0]
 
-    async def _ask(self, *args: Any, **kwargs: Any) -> list[Any]:
+    async def ask(self, *args: Any, **kwargs: Any) -> list[Any]:
         """As in the base class, but a failed engine that this client owns is an ActorDiedError."""
         try:
-            return await super()._ask(*args, **kwargs)
+            return await super().ask(*args, **kwargs)
         except (EngineDiedError, SilentWorkerError) as error:
             if not self.is_owned:
                 raise

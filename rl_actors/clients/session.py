@@ -89,8 +89,8 @@ class Session:
         """
         if self.is_closed:
             raise RuntimeError(f"{self.name}: {what} is not possible after close")
-        self.client._require_open(what)
-        self.client._show_start()
+        self.client.require_open(what)
+        self.client.show_start()
         if check is not None and self.shared.limits is not None:
             check(self.shared.limits)
             check = None
@@ -101,7 +101,7 @@ class Session:
     ) -> T:
         await self.client.ready()
         async with self.shared.turn:  # first come, first served
-            broken = self.client._broken or self.shared.unanswered.get(self.tenant)
+            broken = self.client.broken or self.shared.unanswered.get(self.tenant)
             if broken and not when_broken:
                 raise RuntimeError(f"{self.client.name} is broken: {broken}; call discard_gradients, or spawn it again")
             if check is not None:
@@ -123,9 +123,9 @@ class Session:
         self.shared.number += 1
         header = CallHeader(session=self.shared.id, number=self.shared.number, tenant=self.tenant)
         try:
-            answers: list[T] = await self.client._ask(verb.__name__, *args, named={**kwargs, "header": header})
+            answers: list[T] = await self.client.ask(verb.__name__, *args, named={**kwargs, "header": header})
         except ActorSilentError:
-            self.shared.unanswered[self.tenant] = str(self.client._broken)
+            self.shared.unanswered[self.tenant] = str(self.client.broken)
             raise
         version = getattr(answers[0], "policy_version", None)
         if version is not None:
@@ -134,7 +134,7 @@ class Session:
 
     def repair(self) -> None:
         """Record that the ranks answer again and that this tenant has no gradients."""
-        self.client._broken = None
+        self.client.broken = None
         self.shared.unanswered.pop(self.tenant, None)
 
     def forget(self) -> None:
@@ -143,9 +143,9 @@ class Session:
         self.shared.versions.pop(self.tenant, None)
 
     async def infos(self) -> list[TrainerInfo]:
-        infos: list[TrainerInfo] = await self.client._ask("info", self.tenant)
+        infos: list[TrainerInfo] = await self.client.ask("info", self.tenant)
         return sorted(infos, key=lambda info: info.rank)
 
     async def written(self, path: str) -> None:
         """Wait until the newest checkpoint is on disk, while the ranks run other calls."""
-        await self.client._ask("wait_for_checkpoint", phase=f"writing {path}", breaks=False)
+        await self.client.ask("wait_for_checkpoint", phase=f"writing {path}", breaks=False)

@@ -300,7 +300,7 @@ async def _on_all_ranks(work: Awaitable[Value], version: int, gather: Gather) ->
 
 async def find(transport: Transport, version: int, timeout: float) -> Manifest:
     """Wait until `version` of the newest stream is published. Raises TimeoutError after `timeout`
-    seconds, and ValueError at once for an older version that is not kept any more.
+    seconds.
     """
     deadline = time.monotonic() + timeout
     what = f"pull of version {version}: question to the index"
@@ -313,8 +313,6 @@ async def find(transport: Transport, version: int, timeout: float) -> Manifest:
             if isinstance(manifest, Manifest):
                 return manifest
             newest = f"the newest is {newest_version}"
-            if version < newest_version:  # the versions of a stream only rise, and old ones are deleted
-                raise ValueError(f"pull: version {version} cannot come any more; {newest}")
         if time.monotonic() > deadline:
             raise TimeoutError(f"pull: version {version} was not published within {timeout:g} s; {newest}")
         await asyncio.sleep(POLL_SECONDS)

@@ -310,7 +310,7 @@ def drawn(generator, tokenizer, num_steps: int, **options) -> list[dict]:
 
     async def scenario() -> list[dict]:
         async with queue_of(generator, tokenizer, **options) as queue:
-            return [record for _ in range(num_steps) for record in (await queue.next_batch(0)).shown()]
+            return [record for _ in range(num_steps) for record in (await queue.next_batch(0)).to_record()]
 
     return asyncio.run(scenario())
 
@@ -368,9 +368,9 @@ def test_a_resumed_queue_plays_the_episodes_that_the_first_queue_would_have_play
         async with queue_of(generator, characters, max_staleness=1) as queue:
             await queue.next_batch(0)
             state = queue.state()
-            expected = (await queue.next_batch(0)).shown()
+            expected = (await queue.next_batch(0)).to_record()
         async with queue_of(TalkingGenerator(some_digit), characters, max_staleness=1, **state) as resumed:
-            assert (await resumed.next_batch(0)).shown() == expected
+            assert (await resumed.next_batch(0)).to_record() == expected
         while generator.num_open:
             await asyncio.sleep(0)
 
