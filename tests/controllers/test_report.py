@@ -20,7 +20,13 @@ ROOT = Path(__file__).parents[2]
 def grpo_record(step: int) -> dict:
     record = {"step": step, "phase": "grpo"}
     record |= {"reward/mean": 0.5, "reward/std": 0.2, "loss": -0.01 * step, "grad_norm": 1.0, "learning_rate": 1e-3}
-    record |= {"logprob_diff/mean": 1e-6, "logprob_diff/max": 1e-5, "tokens/trained": 1000, "tokens/generated": 2000}
+    record |= {
+        "loss/advantage/max": 1.0,
+        "logprob_diff/mean": 1e-6,
+        "logprob_diff/max": 1e-5,
+        "tokens/trained": 1000,
+        "tokens/generated": 2000,
+    }
     record |= {"time/generate": 1.0, "time/train": 0.5, "time/sync": 0.1, "time/step": 2.0, "tokens/s": 500.0}
     record |= {"entropy": 0.4, "kl/policy_generator": 1e-9, "kl/reference": 1e-3, "policy_lag": 2}
     record |= {"age/max": 2, "age/mean": 1.5, "age/1": 2, "age/2": 2, "busy/trainer": 0.5, "busy/generator": 0.9}
