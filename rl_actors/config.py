@@ -16,11 +16,10 @@ from rl_actors.model_config import ModelConfig
 from rl_actors.stop_tokens import stop_token_ids
 
 MAX_VLLM_RANK = 512
-"""of an adapter in vLLM 0.32"""
+"""Largest rank of an adapter in vLLM 0.32."""
 
 DEGREES = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel")
-"""Kinds of parallelism whose degrees multiply to the number of processes. Expert parallelism uses
-their ranks.
+"""Kinds of parallelism whose degrees multiply to the number of processes; expert uses their ranks.
 """
 
 PackingPolicy = Literal["packed", "token_budget", "fixed"]
@@ -171,31 +170,31 @@ class TrainerConfig:
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of forward and backward. Parameters, gradients and optimizer state stay float32."""
     float8: bool = False
-    """Linear layers of the blocks in float8, by torchao. Emulated, for tests, without float8
-    hardware.
+    """Linear layers of the blocks in float8, by torchao; without float8 hardware emulated, for
+    tests.
     """
     float8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     """Scales of float8: tensorwise (fastest), rowwise, or rowwise_with_gw_hp, with gradients of
     weights in compute_dtype.
     """
     max_sequence_length: int = 4096
-    """Positions of a sample at most (T + 1 tokens make T). Longer samples are refused."""
+    """Longest sample in positions (T + 1 tokens make T). Longer ones are refused."""
     tokens_per_row: int = 4096
-    """Positions of a row at most, rounded down to a multiple of 64, or of layouts.row_multiple
-    under context or expert parallelism.
+    """Longest row in positions, rounded down to a multiple of 64, or of layouts.row_multiple under
+    context or expert parallelism.
     """
     rows_per_microbatch: int = 1
-    """Rows of a microbatch on a data-parallel rank at most; "token_budget" may have more."""
+    """Most rows of a microbatch on a data-parallel rank; packing="token_budget" may have more."""
     packing: PackingPolicy = "packed"
     """packed: samples share rows. token_budget: a sample in each row, at most tokens_per_row *
     rows_per_microbatch positions. fixed: a sample in each row.
     """
     logprob_chunk_tokens: int = 1024
-    """Positions whose logits exist at the same time at most."""
+    """Most positions whose logits exist at the same time."""
     max_call_bytes: int = 1 << 30
-    """Bytes of the samples of one call at most."""
+    """Most bytes of samples in one call."""
     optimizer: Annotated[OptimizerConfig | None, tyro.conf.AvoidSubcommands] = field(default_factory=OptimizerConfig)
-    """None: the trainer only infers."""
+    """The optimizer. None: the trainer only infers."""
     fsdp_cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in pinned host memory: slow, for states that do
     not fit the GPUs. Only dense models without float8 and with data_parallel_shard alone.
@@ -225,7 +224,7 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         is_given = isinstance(self.hf_path, str) and self.hf_path
         if is_given and self.model == ModelConfig() and not hub.is_model_id(self.hf_path):
-            # a command line shows errors of `validate` on one line, but of this method as a
+            # a command line shows an error of `validate` on one line, but of this method as a
             # traceback
             with contextlib.suppress(ValueError):
                 self.model = ModelConfig.from_hf(self.hf_path)
@@ -319,9 +318,9 @@ class RestartPolicy:
     """When a silent actor counts as dead, and when a dead one is started again."""
 
     max_per_hour: int = 10
-    """Restarts of an actor in an hour; with one more death it has failed, with its first error.
-    Generators that were never ready are restarted at most twice. When all have failed, calls raise
-    the error of the first. 0: no restarts.
+    """Most restarts of an actor in an hour; with one more death it has failed, with its first
+    error. A generator that was never ready is restarted at most twice. When all have failed, calls
+    raise the error of generator 0. 0: no restarts.
     """
     backoff: float = 1.0
     """Seconds before the restart after an hour's second death, doubled with every further one up to
@@ -359,9 +358,7 @@ class WeightsConfig:
     "hostname": the host's name. Empty: only to generators on the same host.
     """
     timeout: float = 60.0
-    """Seconds for each phase of a push or a pull: the lock of a slot, writing it, reading it,
-    loading.
-    """
+    """Seconds for each phase of a push or a pull: a slot's lock, writing, reading, loading."""
 
     def validate(self) -> None:
         require_field_types(self, "weights.")
@@ -378,31 +375,31 @@ class GeneratorConfig:
     lora: Annotated[LoRAConfig, tyro.conf.Suppress] = field(default_factory=LoRAConfig)
     """Adapters of a pull if lora.sync is "adapter". In a run the trainer's."""
     hf_path: str = ""
-    """Hugging Face directory of config.json and weights. Empty: weights come with the first pull.
-    """
+    """Hugging Face directory of config.json and weights. Empty: a first pull brings the weights."""
     stop_token_ids: tuple[int, ...] | None = None
     """Tokens that end every completion, unless SamplingParams.ignore_stop. None: those of hf_path,
-    in a run of the trainer's tokenizer. () without files.
+    or in a run and with spawn_generator of the trainer's tokenizer. () without files.
     """
     tokenizer_path: Annotated[str, tyro.conf.Suppress] = ""
-    """Directory of the tokenizer for prompts as text. Empty: hf_path, in a run the trainer's
-    tokenizer.
+    """Directory of the tokenizer for prompts as text. Empty: hf_path, or in a run and with
+    spawn_generator the trainer's tokenizer.
     """
     max_adapters: int = 0
-    """Different adapters of one engine step at most. More may be loaded, but then wait for each
-    other. 0: none can be loaded.
+    """Most adapters that one engine step may use. More may be loaded; vLLM then swaps them, and
+    requests wait. 0: none can be loaded.
     """
     max_adapter_rank: int = 32
-    """Rank of an adapter of `load_adapter` at most. vLLM computes all adapters with it."""
+    """Largest rank of an adapter of `load_adapter`. vLLM computes all adapters with it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of weights and forward pass."""
     max_model_len: int = 4096
-    """Tokens of a prompt and its completion at most."""
+    """Longest prompt with its completion, in tokens."""
     max_num_seqs: int = 256
-    """Sequences that run at the same time at most. Others wait."""
+    """Most sequences that run at the same time. Others wait."""
     kv_cache_bytes: int | None = None
-    """Bytes of the KV cache. None: 256 MiB on a CPU; on a GPU what gpu_memory_utilization leaves,
-    measured at the start, when nothing else may take or free memory of the GPU.
+    """Bytes of the KV cache. None: 256 MiB on a CPU; on a GPU what weights and activations leave of
+    gpu_memory_utilization, measured at the start, when nothing else may change the GPU's memory
+    use.
     """
     gpu: int | None = None
     """Index of the GPU. None: 0, which a trainer with gpu=None shares."""
@@ -411,15 +408,14 @@ class GeneratorConfig:
     enforce_eager: bool = False
     """Without CUDA graphs."""
     batch_invariant: bool = False
-    """A seeded request's answer does not depend on the batch. Slower; from compute capability 9 on.
+    """A seeded request's answer does not depend on the batch. Slower; needs compute capability 9.
     """
     own_process: bool | None = None
     """vLLM's engine core in a process of its own, asynchronous on a GPU. None: on a GPU or with
     tensor_parallel above 1. On a CPU no faster, and the start takes 10 s longer.
     """
     replicas: int = 1
-    """Engines with the same weights, each with a process and GPUs of its own, from index `gpu` on.
-    """
+    """Engines with the same weights, each with a process and GPUs of its own, from `gpu` on."""
     tensor_parallel: int = 1
     """vLLM's ranks that share every layer, on consecutive GPUs."""
     sleep_mode: bool = False

@@ -57,8 +57,7 @@ def memory(config: TrainerConfig) -> Memory:
     """Memory of a rank at the peak of a forward_backward. Only the activations are an estimate.
 
     In a pipeline of the rank with the most parameters, with the activations of the first rank,
-    which saves
-    the most. An optimizer by import path counts as Adam.
+    which saves the most. An optimizer by import path counts as Adam.
     """
     num_elements = num_trained_elements = num_trained_tensors = num_buffer_elements = 0
     for layer, weights in _held_parts(config):
@@ -177,8 +176,7 @@ def _local_shape(weight: Weight, config: TrainerConfig, *, gathered: bool = Fals
     expert = parallel.expert_parallel_degree
     local = list(weight.shape)
     sharded_dim = 0
-    # FSDP shards dimension 0, and with more ranks than experts torchtitan shards experts along
-    # dimension 1
+    # FSDP shards dimension 0; with more ranks than experts, torchtitan shards experts along 1
     if weight.is_expert and expert > 1:
         # experts are divided among groups of ranks, in which FSDP shards them, without replicas
         local[0] = -(-local[0] // expert)
@@ -222,12 +220,10 @@ def _activations(config: TrainerConfig) -> int:
 
 
 def _microbatches_held(config: TrainerConfig) -> float:
-    """Activations saved on a pipeline's first rank at most, in those of one microbatch in all
-    blocks.
+    """Most activations saved on a pipeline's first rank, in units of one microbatch in all blocks.
 
     The first of p ranks begins with p - 1 forwards, or with v > 1 stages per rank p (v - 1) + 2 (p
-    - 1) of
-    one stage each, then alternates forward and backward. So it holds those and one more.
+    - 1) of one stage each, then alternates forward and backward. So it holds those and one more.
     """
     ranks = config.parallelism.pipeline_parallel_degree
     if ranks == 1:
@@ -241,8 +237,7 @@ def _saved_by_block(model: ModelConfig, layer: int, d: float, tensor: int, conte
     """Elements that a block saves for each position of this rank.
 
     d: of a hidden state on this rank. tensor, context: degrees. Context parallelism gathers the
-    keys and
-    values of whole rows.
+    keys and values of whole rows.
     """
     w = model.head_dim / tensor
     q = model.num_attention_heads * w
@@ -258,9 +253,7 @@ def _saved_by_block(model: ModelConfig, layer: int, d: float, tensor: int, conte
 
 
 def _saved_selectively(model: ModelConfig, layer: int, d: float, tensor: int, context: int) -> float:
-    """As _saved_by_block, with activation_checkpointing="selective": input, attention, every second
-    product.
-    """
+    """_saved_by_block with "selective": input, attention, every second product."""
     w = model.head_dim / tensor
     q = model.num_attention_heads * w
     kv = model.num_key_value_heads * w
@@ -278,8 +271,7 @@ def _gathered(config: TrainerConfig, size: int) -> float:
     """Bytes of weights that FSDP has gathered, and of their float32 gradients before the reduction.
 
     FSDP holds embedding, head and two blocks whole at a time; in a pipeline all gradients until the
-    call
-    ends, and by torchtitan's default all weights.
+    call ends, and by torchtitan's default all weights.
     """
     parallel = config.parallelism
     is_whole = parallel.data_parallel_shard_degree * parallel.context_parallel_degree == 1

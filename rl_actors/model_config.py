@@ -1,6 +1,4 @@
-"""Dimensions of a model, from and to Hugging Face's config.json. ARCHITECTURES lists the supported
-kinds.
-"""
+"""Dimensions of a model, from and to Hugging Face's config.json, of the kinds in ARCHITECTURES."""
 
 import json
 import math
@@ -24,8 +22,7 @@ ARCHITECTURES = {
     "qwen3": Architecture(hf_class="Qwen3ForCausalLM", has_qk_norm=True),
     "qwen3_moe": Architecture(hf_class="Qwen3MoeForCausalLM", has_qk_norm=True),
     "llama": Architecture(hf_class="LlamaForCausalLM", has_qk_norm=False),
-    # null switches sliding windows off, which are not supported; without it transformers would use
-    # 4096
+    # no sliding window, the only supported value; without the entry transformers would use 4096
     "mistral": Architecture(hf_class="MistralForCausalLM", has_qk_norm=False, required=(("sliding_window", None),)),
 }
 """By model_type in config.json."""
@@ -91,7 +88,7 @@ class ModelConfig:
     num_experts: int = 0
     """Experts of a mixture-of-experts block. 0: no experts."""
     num_experts_per_tok: int = 8
-    """Experts of a token."""
+    """Experts that a token is routed to."""
     moe_intermediate_size: int = 768
     """Inner width of one expert."""
     norm_topk_prob: bool = True

@@ -1,5 +1,4 @@
-"""Checks of the arguments of a call, by the client before it sends it, and again by ranks and
-generator.
+"""Checks of a call's arguments, by the client before it sends it, again by ranks and generator.
 
 T positions of a sample, K ids of a position in target_ids and weights in target_weights. "Raises
 ValueError" below includes TypeError for a wrong type.
@@ -215,8 +214,7 @@ def _first_bad(is_bad: Callable[[np.ndarray], np.ndarray], tensors: Mapping[int,
     """The first bad value, or None.
 
     All tensors at once, which is faster. By numpy: torch would wake a thread for every core, which
-    can
-    take longer than a training step.
+    can take longer than a training step.
     """
     if not tensors or not is_bad(torch.cat(list(tensors.values())).detach().numpy()).any():
         return None
@@ -250,8 +248,7 @@ def require_tenant(name: str, seed: int, lora_rank: int) -> None:
 def validate_optimizer_arguments(config: "OptimizerConfig") -> None:
     """Raises ValueError unless the constructor makes a torch.optim.Optimizer from these arguments."""
     if config.name in ("AdamW", "Adam") and not config.arguments:
-        # nothing to check, and a process's first optimizer takes 1 s, for torch to import its
-        # compiler
+        # nothing to check; a process's first optimizer takes 1 s, for torch imports its compiler
         return
     make = pkgutil.resolve_name(config.name) if ":" in config.name else getattr(torch.optim, config.name)
     try:
@@ -462,7 +459,7 @@ def validate_pull(version: int, timeout: float) -> None:
 
 
 SEEDS = 1 << 31
-"""Seeds of configs are below: numpy, which vLLM seeds with a sum of two, takes seeds below 2**32.
+"""Configs' seeds are below this: numpy, seeded by vLLM with a sum of two, takes them below 2**32.
 """
 
 

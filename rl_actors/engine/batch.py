@@ -37,8 +37,8 @@ class PackedBatch:
     columns: dict[str, Tensor]  # [B, L], for TOP_K_COLUMNS [B, L, K]; 0 where the target is IGNORE_TARGET
     is_padding_BL: Tensor  # bool
     spans: list[Span]
-    # Index of each sample position in the flattened whole rows, in the order of `spans`. On the
-    # host.
+    # On the host: index of each sample position in the flattened whole rows, in the order of
+    # `spans`.
     index_N: Tensor
     to_device: Callable[[Tensor], Tensor]
     attention_masks: AttentionMasks | None = None
@@ -63,10 +63,9 @@ class PackedBatch:
 
 
 class RowPerSample:
-    """Moves values from packed rows [B, L, ...] to zero-padded rows of one sample [S, T, ...], and
-    back.
+    """Moves values from packed rows [B, L, ...] to rows of one sample [S, T, ...], and back.
 
-    Without samples S is 1 and T is L, so that a loss still gets rows.
+    Padded with zeros. Without samples S is 1 and T is L, so that a loss still gets rows.
     """
 
     def __init__(self, batch: PackedBatch, shape: torch.Size) -> None:
@@ -77,8 +76,8 @@ class RowPerSample:
         is_inside_ST = torch.arange(longest) < lengths_S[:, None]
         index_ST = torch.zeros(is_inside_ST.shape, dtype=torch.int64)
         index_ST[is_inside_ST] = batch.index_N
-        # made on the host: indexing by a mask on the device would wait until its True entries are
-        # counted
+        # made on the host: indexing by a mask on the device would wait for the count of its True
+        # entries
         self.index_ST = batch.to_device(index_ST)
         self.is_inside_ST = batch.to_device(is_inside_ST)
         self.index_N = batch.to_device(batch.index_N)
@@ -98,9 +97,7 @@ class RowPerSample:
 
 
 class _Pieces:
-    """The rows as one sequence of pieces. Every row ends with a piece of padding, maybe of length
-    0.
-    """
+    """The rows as one sequence of pieces. A row ends with a piece of padding, maybe of length 0."""
 
     def __init__(self, samples: Sequence[Sample], microbatch: Microbatch) -> None:
         self.shape = (len(microbatch.rows), microbatch.row_length)
@@ -124,9 +121,7 @@ class _Pieces:
         return values_P.repeat_interleave(self.lengths_P).view(self.shape)
 
     def lay(self, tensor_of: Callable[[Sample], Tensor | None], fill: Tensor) -> Tensor:
-        """The samples' tensors as [B, L, ...], with `fill` at padding and where tensor_of returns
-        None.
-        """
+        """The samples' tensors as [B, L, ...], with `fill` at padding and for tensor_of's None."""
         laid: list[Tensor] = []
         for sample, length in zip(self.samples, self.lengths, strict=True):
             tensor = None if sample is None else tensor_of(sample)
@@ -146,9 +141,8 @@ def make_batch(
     """Put the samples of a microbatch into rows. Position ids start at 0 in every sample.
 
     Every padded token has the id 0, because counted ids could exceed the table of the rotary
-    embedding.
-    So each is a document of its own, but for FlashAttention, where a row's padding is one
-    (flash4.py).
+    embedding. So each is a document of its own, but for FlashAttention, where a row's padding is
+    one (flash4.py).
     """
     pieces = _Pieces(samples, microbatch)
     is_padding_BL = pieces.spread(torch.tensor([sample is None for sample in pieces.samples]))

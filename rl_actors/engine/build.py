@@ -1,8 +1,4 @@
-"""Builds a trainer's model and optimizer from a TrainerConfig. torchtitan defines and parallelizes
-the model.
-
-Llama and Mistral are torchtitan's Qwen3 without the norms of queries and keys.
-"""
+"""Builds a trainer's model and optimizer from a TrainerConfig, by torchtitan."""
 
 import math
 from collections.abc import Callable
@@ -264,8 +260,7 @@ def _model_config(
     )
     for layer in model_config.layers:
         layer.attention.inner_attention = machine.attention(config.attention)
-        # Every block has its own table; with 40,960 positions those of Qwen3 0.6B would take 1.2
-        # GB.
+        # Every block has its own table: 1.2 GB in Qwen3 0.6B with 40,960 positions.
         layer.attention.rope = replace(layer.attention.rope, max_seq_len=config.max_sequence_length)
     model_config = lora.convert(_float8(model_config, config, machine), config.lora)
     run = SimpleNamespace(training=training, parallelism=config.parallelism, debug=debug, compile=config.compile)

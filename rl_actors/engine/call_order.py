@@ -1,8 +1,7 @@
 """The legal order of calls on a trainer, as a state machine of four states.
 
 idle: no gradients are accumulated. open: gradients are accumulated. broken: a call failed,
-gradients
-may be incomplete. inconsistent: a call failed, some weights may have changed.
+gradients may be incomplete. inconsistent: a call failed, some weights may have changed.
 """
 
 IDLE = "idle"
@@ -49,8 +48,8 @@ _HINT = {
 
 
 class StepState:
-    """The first forward_backward opens a step, optim_step or discard_gradients closes it, a failure
-    breaks it.
+    """forward_backward opens a step, optim_step or discard_gradients closes it, a failure breaks
+    it.
     """
 
     def __init__(self) -> None:
@@ -68,7 +67,5 @@ class StepState:
         self.state = IDLE
 
     def mark_broken(self, *, weights: bool) -> None:
-        """weights: the failed call may have changed weights, so discard_gradients cannot repair the
-        trainer.
-        """
+        """weights: the failed call may have changed weights, which discard_gradients cannot repair."""
         self.state = INCONSISTENT if weights else BROKEN

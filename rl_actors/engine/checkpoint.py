@@ -93,9 +93,7 @@ def difference(name: str, there: tuple[int, ...] | None, here: tuple[int, ...] |
 
 
 def require_replaceable(path: str | Path) -> None:
-    """Raises ValueError on every rank if saving to `path` would delete something other than a
-    checkpoint.
-    """
+    """Raises ValueError on every rank if a save to `path` would delete other than a checkpoint."""
     target = Path(path)
     is_empty = target.is_dir() and not any(target.iterdir())
     if not on_all_ranks(not target.exists() or is_checkpoint(target) or is_empty):
@@ -106,8 +104,7 @@ class CheckpointWriter:
     """Writes one checkpoint at a time while training goes on.
 
     With its own process group, because its collectives run on another thread than those of
-    training, in
-    no common order.
+    training, in no common order.
     """
 
     def __init__(self) -> None:
@@ -124,8 +121,7 @@ class CheckpointWriter:
         on disk.
 
         Waits for the previous write first. Rank 0 copies extra_files into the directory. If a rank
-        could not
-        write, the future raises RuntimeError and `path` is unchanged.
+        could not write, the future raises RuntimeError and `path` is unchanged.
         """
         self.wait()
         upload = dcp.async_save(
@@ -149,8 +145,7 @@ class _WholeDirectoryWriter(FileSystemWriter):
     """Writes into <path>.partial, which is renamed to `path` after all ranks have written.
 
     DCP calls prepare_global_plan before and finish after the writes, on rank 0, and sends their
-    errors to
-    all ranks.
+    errors to all ranks.
     """
 
     def __init__(self, path: str, extra_files: Sequence[Path]) -> None:
@@ -171,8 +166,7 @@ class _WholeDirectoryWriter(FileSystemWriter):
         former = Path(f"{self.target}.former")
         shutil.rmtree(former, ignore_errors=True)
         if self.target.exists():
-            # Renamed before it is deleted, so that a kill leaves no partial checkpoint under this
-            # name.
+            # Renamed before it is deleted, so that a kill leaves no partial one under this name.
             self.target.rename(former)
         self.path.rename(self.target)
         shutil.rmtree(former, ignore_errors=True)

@@ -82,8 +82,7 @@ class BatchShard(PackedBatch):
         index_BL = self._gather(self.index_BC)
         whole: dict[str, Tensor] = {}
         for name, value_BC in values.items():
-            # gathered_BL is in the order of the ranks, with index_BL the place of each value in its
-            # row
+            # gathered_BL is in the order of the ranks; index_BL has each value's place in its row.
             gathered_BL = self._gather(value_BC)
             whole[name] = torch.empty_like(gathered_BL).scatter_(1, _like(index_BL, gathered_BL), gathered_BL)
         return whole
@@ -100,8 +99,6 @@ class BatchShard(PackedBatch):
 
 
 def _like(index_BX: Tensor, value: Tensor) -> Tensor:
-    """index [B, X] expanded to the shape of a value [B, X, ...], for gather and scatter. X is C or
-    L.
-    """
+    """index [B, X] expanded to a value's shape [B, X, ...], for gather and scatter. X is C or L."""
     expanded = index_BX.view(*index_BX.shape, *[1] * (value.ndim - 2))
     return expanded.expand(*index_BX.shape, *value.shape[2:])

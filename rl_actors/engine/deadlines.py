@@ -1,8 +1,7 @@
 """Deadlines of collectives: how long a rank waits in one for another rank.
 
 After it gloo raises in the waiting rank (see `late`), and NCCL's watchdog kills the process.
-Without
-it a hang would be noticed only after call_timeout.
+Without it a hang would be noticed only after call_timeout.
 """
 
 import contextlib
@@ -17,9 +16,7 @@ from torchtitan.distributed import ParallelDims
 from rl_actors.engine.collectives import on_all_ranks
 
 LATE = re.compile(r"Timed out waiting \d+ms for (recv|send) operation|Application timeout caused pair closure")
-"""Matches gloo's error in the collective that timed out, and its error in every later collective of
-the group.
-"""
+"""Matches gloo's errors in the collective that timed out, and in all later ones of the group."""
 
 
 @contextlib.contextmanager
@@ -41,8 +38,7 @@ def default_timeout(seconds: float) -> Iterator[None]:
 
 
 def set_timeouts(parallel_dims: ParallelDims, seconds: float) -> None:
-    """Set the deadline of every group, but for gloo's point-to-point calls, once all ranks have
-    called this.
+    """Set every group's deadline, but for gloo's point-to-point calls, when all ranks have called.
 
     Otherwise a rank that is still in its setup could miss another rank's shorter deadline.
     """

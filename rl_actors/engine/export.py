@@ -1,8 +1,7 @@
 """Exports a trainer's checkpoint as a Hugging Face directory, in one process without a trainer.
 
 In memory are one block of the checkpoint and one file of the export; of a checkpoint of adapters,
-all
-of them and one tensor of the base.
+all of them and one tensor of the base.
 """
 
 import re
@@ -41,13 +40,10 @@ def export_checkpoint(
     """Write what TrainEngine.export_hf would write. `path` appears only when it is complete.
 
     With adapters, they are merged into the weights of config.hf_path. texts: further files by name,
-    which
-    replace tokenizer files of the checkpoint.
+    which replace tokenizer files of the checkpoint.
     Raises ValueError for a checkpoint of another model or that other users can write, a `path` that
-    is not
-    free, an unknown dtype, or a model that Hugging Face's format cannot express. Raises
-    NonFiniteError,
-    and writes nothing, if a weight is not finite.
+    is not free, an unknown dtype, or a model that Hugging Face's format cannot express. Raises
+    NonFiniteError, and writes nothing, if a weight is not finite.
     """
     config.require_hf("export")
     shapes = _require_checkpoint(checkpoint, config)
@@ -68,9 +64,7 @@ def export_checkpoint(
 def export_adapters(
     checkpoint: str, config: TrainerConfig, path: str, *, texts: Mapping[str, str] | None = None
 ) -> None:
-    """Write what TrainEngine.export_lora would write, and the checkpoint's tokenizer files. texts:
-    as above.
-    """
+    """Write what TrainEngine.export_lora would write, and tokenizer files. texts: as above."""
     if not config.lora.rank:
         raise ValueError("lora.rank=0: the run trained no adapters; export the whole weights")
     shapes = _require_checkpoint(checkpoint, config)

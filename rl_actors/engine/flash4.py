@@ -2,8 +2,7 @@
 flash-attn-4).
 
 torch 2.13 expects two values from FlashAttention 4's forward function, and the package returns
-five.
-torch takes forward and backward from one module, so it takes both from this one.
+five. torch takes forward and backward from one module, so it takes both from this one.
 """
 
 from collections.abc import Iterable

@@ -1,5 +1,4 @@
-"""`Gradients`, a rank's shards of all gradients: norm over all ranks, scaling, those that are not
-finite.
+"""`Gradients`, a rank's shards of all gradients: their norm, scaling, and check for finite values.
 
 Works on plain tensors: DTensor's dispatch took 11 of the 17 ms of an optim_step's host time with 28
 transformer blocks.
@@ -86,8 +85,7 @@ class Gradients:
 
 
 def _squared(layout: Layout, norms: Sequence[Tensor]) -> Tensor:
-    """The squared norm over the layout's mesh, a float64 scalar. norms: those of this rank's
-    shards.
+    """The squared norm over the layout's mesh, float64, from the norms of this rank's shards.
 
     Replicas are averaged, because all ranks must agree whether the total is finite.
     """

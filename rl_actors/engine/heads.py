@@ -14,8 +14,7 @@ from rl_actors.engine.vocab_parallel import Logits, TargetLogprobs, entropy, top
 from rl_actors.types import IGNORE_TARGET
 
 Values = dict[str, Tensor]
-"""First `Head.output` [B, L], then, if asked for, "entropy" [B, L] and "target_logprobs" [B, L, K].
-"""
+"""First `Head.output` [B, L]; if asked for "entropy" [B, L] and "target_logprobs" [B, L, K]."""
 
 
 class Head(Protocol):

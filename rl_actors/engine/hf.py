@@ -1,5 +1,4 @@
-"""Reads and writes Hugging Face directories of the model: config.json, safetensors and tokenizer
-files.
+"""Reads and writes Hugging Face directories: config.json, safetensors and tokenizer files.
 
 All ranks call load, load_whole, state_dict, require_exportable, export and export_lora together.
 """
@@ -104,9 +103,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def whole_state(config: ModelConfig) -> dict[str, Tensor]:
-    """The whole model under torchtitan's names, with query, key and value apart, on the meta
-    device.
-    """
+    """The whole model under torchtitan's names, query, key and value apart, on the meta device."""
     with torch.device("meta"):
         return qwen3_config(config).build().state_dict()
 
@@ -124,8 +121,7 @@ def load_whole(built: BuiltModel, whole: Iterable[tuple[str, Tensor]]) -> None:
     """Copy whole tensors under Hugging Face's names into the sharded model, one after another.
 
     Raises ValueError if this rank misses a tensor. Joined parameters then keep their old values,
-    the
-    others that were there have their new ones.
+    the others that were there have their new ones.
     """
     with _to_fill(built) as tensors:
         missing = set(tensors)
@@ -166,8 +162,7 @@ def state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) -> dict[st
     """The weights under Hugging Face names, sharded, with adapters merged and without a tied head.
 
     In a pipeline only this rank's. dtype: that of tensors split from joined ones (hf_names.py);
-    transports
-    convert the others when they copy them.
+    transports convert the others when they copy them.
     """
     state: dict[str, Tensor] = {}
     for name, tensor in lora.merged(built.model, _parameters(built.model)).items():
@@ -209,7 +204,7 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
 
     _on_first_rank(lambda: begin_directory(temporary, config, source=source, dtype=dtype))
     files = SafetensorsWriter(temporary)
-    # a new adapter, because the model's has records of how experts are sharded, and these are whole
+    # new, because the model's adapter may know how experts are sharded, and these are whole
     adapter = hf_adapter(config)
     failure: Exception | None = None
     for name, whole in whole_tensors(weights):
@@ -231,9 +226,7 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
 
 
 def begin_directory(directory: Path, config: ModelConfig, *, source: str, dtype: str) -> None:
-    """Make the directory anew, with config.json and the tokenizer files and stop tokens of
-    `source`.
-    """
+    """Make the directory anew, with config.json, and tokenizer files and stop tokens of `source`."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     stops = list(stop_token_ids(source)) if source else []
@@ -299,9 +292,7 @@ class SafetensorsWriter:
             self.total_bytes += num_bytes
 
     def finish(self) -> None:
-        """Write the last file, and give all files their final names, which have the number of
-        files.
-        """
+        """Write the last file, and give all files their final names."""
         self._write()
         count = len(self.written)
         if count == 1:

@@ -2,8 +2,7 @@
 joins: experts, and fused query, key and value.
 
 G groups (a key-value head and its query heads), R query heads of a group, W width of a head, D
-hidden
-size. heads_GRWD has R + 2: the queries, a key and a value.
+hidden size. heads_GRWD has R + 2: the queries, a key and a value.
 """
 
 import torch
@@ -25,8 +24,7 @@ def _split_placements(joined: DTensor) -> list[Placement]:
     every expert or head.
 
     FSDP and expert parallelism shard the first dimension. torchtitan's own adapter would give each
-    rank
-    only the names of its own experts, and does not support replicas.
+    rank only the names of its own experts, and does not support replicas.
     """
     sharded_dims = {placement.dim for placement in joined.placements if not placement.is_replicate()}
     free_dim = next(dim for dim in range(1, joined.ndim) if dim not in sharded_dims)
@@ -50,9 +48,7 @@ def empty_split_over_rows(joined: DTensor) -> DTensor:
 
 
 def to_hf_names(adapter: Qwen3StateDictAdapter, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state under Hugging Face names. Experts are views of the joined tensor, query, key and
-    value copies.
-    """
+    """The state under Hugging Face names. Experts are views; query, key and value are copies."""
     others: dict[str, Tensor] = {}
     experts: dict[str, Tensor] = {}
     for name, tensor in state.items():
@@ -87,8 +83,7 @@ def split_qkv(adapter: Qwen3StateDictAdapter, name: str, tensor: Tensor) -> dict
 
 
 def _distributed_like(whole: Tensor, rows: Tensor) -> Tensor:
-    """`rows`, this rank's piece of selected rows of `whole`, as a DTensor with the placements of
-    `whole`.
+    """`rows`, this rank's piece of some rows of `whole`, as a DTensor placed like `whole`.
 
     Every rank must hold a piece of every selected row.
     """

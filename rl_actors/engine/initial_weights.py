@@ -2,8 +2,7 @@
 
 torchtitan's init_weights does not: each rank draws its own shards, on a CPU all from one seed, and
 stages have seeds of their own. Here every rank draws all parameters on the CPU (9 s for a billion
-on
-one core), in torchtitan's order if there are no adapters, and keeps its shards.
+on one core), in torchtitan's order if there are no adapters, and keeps its shards.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,8 +24,7 @@ class Initialiser:
 
 
 def take_initialisers(whole: nn.Module) -> list[Initialiser]:
-    """Take the initialisers off an unparallelized model, whose init_weights then initialises only
-    buffers.
+    """Take an unparallelized model's initialisers; its init_weights then initialises only buffers.
 
     A module comes before its children. torchtitan's order is the reverse, which matters only for
     projections with adapters.
@@ -47,9 +45,7 @@ def take_initialisers(whole: nn.Module) -> list[Initialiser]:
 
 @torch.no_grad()
 def draw(initialisers: Sequence[Initialiser], model: nn.Module, seed: int) -> None:
-    """Fill the parameters of `model`, this rank's part. Raises RuntimeError if one has no
-    initialiser.
-    """
+    """Fill this rank's parameters. Raises RuntimeError if one has no initialiser."""
     held: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         held[canonical_fqn(name)] = parameter

@@ -111,8 +111,7 @@ class ChunkedHead:
 
         The gradient has been back-propagated to the hidden states, unless gradients are off. A
         `whole_sequence` loss needs two passes: values of whole samples for its gradient with
-        respect to them,
-        then chunk by chunk again to back-propagate it.
+        respect to them, then chunk by chunk again to back-propagate it.
         """
         with_entropy = with_entropy or "entropy" in loss.reads
         if loss.whole_sequence:
@@ -151,8 +150,7 @@ class ChunkedHead:
             named["top_k"] = batch.columns["target_ids"]
         total, _ = wrapper(hidden_BLD, batch.targets_BL, temperatures_BL=batch.temperatures_BL, **named)
         if self.keep_head and isinstance(self.lm_head, FSDPModule):
-            # The wrapper has set it to True, so FSDP would gather again between norm and
-            # projection.
+            # the wrapper has set it to True; FSDP would gather again between norm and projection
             self.lm_head.set_reshard_after_forward(False, recurse=False)
         return chunks.joined(), merge(chunks.metrics), total
 

@@ -37,8 +37,7 @@ def convert(model_config: Qwen3Model.Config, config: LoRAConfig) -> Qwen3Model.C
 
 
 def require_found(model: nn.Module, config: LoRAConfig) -> None:
-    """Raises RuntimeError if the trained parameters are not the adapters that this module finds by
-    name.
+    """Raises RuntimeError if the trained parameters are not the adapters that are found by name.
 
     If torchtitan renamed them, a push would publish the weights without them.
     """
@@ -103,9 +102,7 @@ def gather(model: nn.Module, to_hf: ToHF) -> dict[str, Tensor]:
 
 
 def write(tensors: dict[str, Tensor], config: LoRAConfig, path: str, *, base: str) -> None:
-    """Write gathered adapters for peft and vLLM. `path` appears only when it is complete. base:
-    their model.
-    """
+    """Write gathered adapters for peft and vLLM, complete as soon as `path` is there."""
     target = Path(path)
     partial = Path(f"{path}.partial")
     shutil.rmtree(partial, ignore_errors=True)

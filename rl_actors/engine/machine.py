@@ -36,8 +36,8 @@ class Machine(Protocol):
         """What the attention layers need for a batch of whole rows."""
 
     def local_masks(self, masks: BlockMask) -> AttentionMasks:
-        """Flex attention's masks of a context-parallel rank -> what this machine's attention layers
-        take.
+        """Flex attention's masks of a context-parallel rank, as this machine's attention takes
+        them.
         """
 
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:

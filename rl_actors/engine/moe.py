@@ -1,9 +1,7 @@
-"""Three corrections to torchtitan's mixture of experts: the experts' dtype, their gradients, their
-counters.
+"""Corrects dtype, gradients and counters of torchtitan's mixture of experts.
 
 B rows, L length of a row, D hidden size, F inner width of an expert, E experts, K experts per
-token, R
-tokens for the experts of this rank (once for each expert).
+token, R tokens for the experts of this rank (once for each expert).
 """
 
 from dataclasses import dataclass
@@ -54,8 +52,7 @@ def _wait_for_all_gather(module: nn.Module, args: tuple) -> tuple:
 
 
 class RouterCounters:
-    """Keeps padding out of torchtitan's counters of tokens per expert, and resets them at the end
-    of a step.
+    """Keeps padding out of torchtitan's counters of tokens per expert, and resets them.
 
     Otherwise the load-balancing bias would depend on the packing. torchtitan counts only in
     training mode.
@@ -84,8 +81,8 @@ class RouterCounters:
         is_padding_BL = self.is_padding_BL
         assert is_padding_BL is not None
         if isinstance(expert_ids_BLK, DTensor):
-            # with expert and tensor parallelism each rank routes and counts only some positions of
-            # a row
+            # with expert and tensor parallelism a rank routes and counts only some positions of a
+            # row
             mesh = expert_ids_BLK.device_mesh
             placements = expert_ids_BLK.placements
             is_padding_BL = _local(distribute_tensor(is_padding_BL, mesh, placements, src_data_rank=None))

@@ -85,8 +85,7 @@ class NoOptimizers:
 
 
 class Hyperparameters:
-    """Builds a model's optimizer, and writes OptimParams into its parameter groups before each
-    step.
+    """Builds a model's optimizer, and writes OptimParams into its groups before each step.
 
     A parameter belongs to the first group whose pattern its name matches, else to a last one with
     multipliers of 1.

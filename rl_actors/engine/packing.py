@@ -12,7 +12,7 @@ from rl_actors.config import PackingPolicy
 from rl_actors.layouts import ROW_MULTIPLE, in_multiples
 
 BUCKETS_PER_OCTAVE = 4
-"""Row lengths between one power of two and the next; few, because every new shape is compiled."""
+"""Most row lengths between two powers of two; few, because every new shape is compiled."""
 
 Row = tuple[int, ...]  # sample indices; an empty row is padding
 
@@ -49,14 +49,12 @@ def plan(
     """The microbatches of every rank: equally many, the n-th of the same shape on all ranks.
 
     lengths: positions of each sample. tokens_per_row: of a row at most, rounded down to a multiple
-    of
-    row_multiple. policy: a microbatch has at most
+    of row_multiple. policy: a microbatch has at most
     "packed": rows_per_microbatch rows, which samples share;
     "token_budget": tokens_per_row * rows_per_microbatch positions, a sample in each row;
     "fixed": rows_per_microbatch rows, a sample in each row.
     uniform: all microbatches have one shape, as a pipeline needs. Their number is then a multiple
-    of
-    microbatch_multiple and at least min_microbatches.
+    of microbatch_multiple and at least min_microbatches.
 
     The n-th microbatches of all ranks get rows of similar length and attention_cost, padded to the
     `bucket` of the longest. Rows of padding are added where rows are missing.
@@ -124,9 +122,7 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[Row]:
 
 
 def worst_fit_decreasing(lengths: Sequence[int], capacity: int, num_rows: int) -> list[Row] | None:
-    """At most num_rows rows, each sample in the emptiest, longest first. None if one does not fit
-    there.
-    """
+    """At most num_rows rows, each sample in the emptiest, longest first. None if one does not fit."""
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     fills = [(0, row) for row in range(num_rows)]
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -187,9 +183,7 @@ class _Dealer:
     microbatch_multiple: int
 
     def deal_packed(self) -> Plan:
-        """The rows of first_fit_decreasing, or samples spread over its rows of padding too, if that
-        is faster.
-        """
+        """first_fit_decreasing, or samples spread over its rows of padding too, if faster."""
         rows = first_fit_decreasing(self.lengths, self.capacity)
         packed = self.deal(rows)
         num_rows = sum(len(batch.rows) for batch in packed[0]) * self.num_ranks
@@ -231,8 +225,9 @@ class _Dealer:
             start += num_rows * self.num_ranks
 
     def _equal_shapes(self, row_lengths: list[int]) -> list[tuple[int, int]]:
-        """_shapes if all are the same: the fewest microbatches, of the fewest rows. The last may be
-        padding.
+        """_shapes if all are the same: the fewest microbatches, of the fewest rows.
+
+        The last may be padding.
         """
         longest = row_lengths[0]
         num_of_rank = _divide_up(len(row_lengths), self.num_ranks)

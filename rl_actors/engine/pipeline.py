@@ -25,7 +25,7 @@ from rl_actors.engine.pipeline_stages import Stage
 from rl_actors.losses import Loss
 
 SCHEDULES_KEPT = 4
-"""Schedules in the cache, each for a number and a shape of microbatches, with or without gradients.
+"""Schedules in the cache, each for a number and shape of microbatches and with or without gradients
 """
 
 
@@ -59,8 +59,7 @@ class PipelineRunner:
     and values.
 
     A schedule passes only tensors, so it gets the number of each microbatch, by which stages and
-    loss
-    find its inputs in the PipelineCall.
+    loss find its inputs in the PipelineCall.
     """
 
     _call: PipelineCall  # while a call runs
@@ -107,8 +106,7 @@ class PipelineRunner:
         shape = batch(0).tokens_BL.shape
         no_tokens_BL = torch.zeros((), dtype=torch.int64, device=self.built.device).expand(shape)
         schedule, stages = self._schedule(shape, len(whole), training)
-        # `step` would split a tensor, and our microbatches are made; the code around does the rest
-        # of `step`
+        # `step` would split a tensor, and our microbatches are made; we do the rest of it here
         for stage in stages:
             stage.has_backward = training
         try:

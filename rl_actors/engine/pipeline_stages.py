@@ -1,5 +1,4 @@
-"""The stages of a pipeline: torchtitan splits the model, and `Stage` frees a microbatch's tensors
-early.
+"""The stages of a pipeline: torchtitan's, but they free a microbatch's tensors early.
 
 B rows of a microbatch, L tokens of a row, D hidden size.
 """
@@ -67,8 +66,8 @@ class Stage(PipelineStage):
     used.
 
     torch's keeps receive buffers for all microbatches, also after the call, and without gradients
-    the sent
-    tensors too. Schedules call backward_one_chunk for each microbatch even then, so it frees them.
+    the sent tensors too. Schedules call backward_one_chunk for each microbatch even then, so it
+    frees them.
     The shapes are given, because torch would run an extra microbatch, loss included, to infer them.
     """
 

@@ -1,5 +1,4 @@
-"""The rotary embedding of a model: pairs are dimension i of each half of a head, as in Hugging
-Face.
+"""The rotary embedding, with Hugging Face's pairs: dimension i of each half of a head.
 
 P positions, W width of a head.
 """

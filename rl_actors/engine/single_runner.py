@@ -27,8 +27,8 @@ class SingleRunner:
         self.head = head
         self.reshard_policy = config.parallelism.fsdp_reshard_after_forward
         model = built.model
-        # The head (logprobs.py) decides how long the output projection stays gathered, with it a
-        # tied embedding.
+        # The head (logprobs.py) decides how long the output projection, and a tied embedding with
+        # it, stays gathered.
         outer = [] if config.ties_head else [model.tok_embeddings]
         self.gathered: list[FSDPModule] = [*outer, *model.layers.values()]
 
@@ -75,8 +75,7 @@ class SingleRunner:
         """Free the second gradient of a tied embedding: 622 MB for Qwen3 0.6B.
 
         FSDP reduces embedding and last norm as one tensor, and a tied embedding twice. The norm's
-        gradient
-        stays a view of the second tensor and would keep it alive, so it is copied.
+        gradient stays a view of the second tensor and would keep it alive, so it is copied.
         """
         norm = self.built.model.norm.weight
         if norm.grad is None:
@@ -86,9 +85,7 @@ class SingleRunner:
             norm.grad = norm.grad.clone()
 
     def _keeps_gathered(self, *, several: bool) -> bool:
-        """True if `forward` keeps gathered weights between microbatches. several: more than one
-        microbatch.
-        """
+        """True if `forward` keeps gathered weights. several: more than one microbatch."""
         return {"always": False, "never": True, "default": several}[self.reshard_policy]
 
     @contextmanager

@@ -1,9 +1,7 @@
-"""Tenants: several runs with LoRA adapters of their own over one frozen model, one in use at a
-time.
+"""Tenants: runs with LoRA adapters of their own over one frozen model, one in use at a time.
 
 A switch works on a rank's own shards without messages, so in every layout. It copies weights, of
-which
-FSDP keeps views, and moves references to gradients and optimizer state.
+which FSDP keeps views, and moves references to gradients and optimizer state.
 """
 
 from dataclasses import dataclass, field

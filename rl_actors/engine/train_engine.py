@@ -43,8 +43,7 @@ class TrainEngine:
         """Build, shard and initialise the model.
 
         Raises ValueError for a wrong config, an hf_path of another model, or a tokenizer_path
-        without a
-        tokenizer.
+        without a tokenizer.
         """
         config.validate()
         if config.hf_path:
@@ -101,9 +100,7 @@ class TrainEngine:
         self.tenants.add(name, seed)
 
     def drop_tenant(self, name: str) -> None:
-        """Delete a tenant, even in its step. Raises ValueError for an unknown name and the first
-        tenant.
-        """
+        """Delete a tenant, even in its step. Raises ValueError for an unknown and the first tenant."""
         self.tenants.drop(name)
 
     def validate(self, samples: Sequence[Sample], loss: Loss | None) -> None:
@@ -123,8 +120,7 @@ class TrainEngine:
         """Logprobs, or a value model's values, in float32. Changes nothing.
 
         With a loss also forward_backward's metrics, with a column target_ids their logprobs, with
-        `entropy`
-        that of each position.
+        `entropy` that of each position.
         """
         loss = None if loss is None else resolve(loss)
         self.step.require("forward")
@@ -139,9 +135,8 @@ class TrainEngine:
         """Add d(sum of the loss)/d(parameters) to the gradients, and open a step.
 
         Wrong input raises ValueError and changes nothing; after another failure only
-        discard_gradients is
-        possible. A GPU's last backward pass may still run, and its failure is raised by the next
-        call.
+        discard_gradients is possible. A GPU's last backward pass may still run, and its failure is
+        raised by the next call.
         """
         require_optimizer("forward_backward", self.config.optimizer)
         loss = resolve(loss)
@@ -208,14 +203,11 @@ class TrainEngine:
         self.step.close()
 
     def save_checkpoint(self, path: str, *, optimizer: bool = True) -> "Future[None]":
-        """Copy model, optimizer and version, and write them as a DCP directory while training goes
-        on.
+        """Copy model, optimizer and version, and write them as a DCP directory while training goes on.
 
         The future is done when it is complete on disk, with tokenizer files. Waits for an earlier
-        save.
-        Raises ValueError if `path` holds something else, RuntimeError in an open step. If a rank
-        cannot write,
-        the future raises RuntimeError.
+        save. Raises ValueError if `path` holds something else, RuntimeError in an open step. If a
+        rank cannot write, the future raises RuntimeError.
         """
         self.step.require("save_checkpoint")
         if optimizer:
@@ -232,9 +224,8 @@ class TrainEngine:
         """Read a checkpoint of any layout, and return its policy_version.
 
         Without `optimizer` its state is reset. Raises ValueError, and changes nothing, if the
-        checkpoint is of
-        another model, lacks optimizer state, or other users can write it; RuntimeError in an open
-        step.
+        checkpoint is of another model, lacks optimizer state, or other users can write it;
+        RuntimeError in an open step.
         """
         self.step.require("load_checkpoint")
         if optimizer:
@@ -251,8 +242,7 @@ class TrainEngine:
         """Load a published version, and set policy_version to `number`.
 
         Raises ValueError, and changes nothing, unless this is a language model without optimizer
-        and adapters,
-        whose weights stay the version's, and the tensors fit.
+        and adapters, whose weights stay the version's, and the tensors fit.
         """
         self.step.require("pull_model_state_dict")
         if self.config.optimizer is not None or self.config.lora.rank or self.config.head != "logprobs":
@@ -270,11 +260,10 @@ class TrainEngine:
         return number
 
     def hf_state_dict(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """The tensors that a push publishes, sharded: the adapters under peft's names, or merged
-        weights.
+        """What a push publishes, sharded: the adapters under peft's names, or merged weights.
 
-        dtype: that of adapters and of copies of joined tensors (hf_names.py); the push converts the
-        others.
+        dtype: of adapters and of copies of joined tensors (hf_names.py); the push converts the
+        rest.
         """
         self.config.require_hf("push_model_state_dict")
         self.memory.onload(["weights"])
@@ -286,8 +275,7 @@ class TrainEngine:
         """Write config.json, safetensors and tokenizer files, with adapters merged.
 
         `path` appears only when it is complete. Raises ValueError on every rank if it is not free,
-        or for an
-        unknown dtype.
+        or for an unknown dtype.
         """
         self.step.require("export_hf")
         self.config.require_hf("export_hf")
@@ -297,9 +285,7 @@ class TrainEngine:
         hf.export(self.built, self.config.model, path, source=source, dtype=dtype)
 
     def export_lora(self, path: str) -> None:
-        """Write the adapters for peft. Raises ValueError without adapters, or if `path` is not
-        free.
-        """
+        """Write the adapters for peft. Raises ValueError if there are none, or `path` is not free."""
         self.step.require("export_lora")
         if not self.config.lora.rank:
             raise ValueError("export_lora is not possible with lora.rank=0: there are no adapters; call export_hf")
@@ -374,8 +360,8 @@ class TrainEngine:
             self.config.logprob_chunk_tokens,
             ValueHead() if self.config.head == "values" else LogprobHead(this_machine().fuse),
             keep_head=self.config.parallelism.fsdp_reshard_after_forward != "always",
-            # FSDP reduces the last norm's and the head's gradients together. A pipeline's norm has
-            # a float32 gradient, and so has a head of two or more chunks.
+            # FSDP reduces the last norm's and the head's gradients together, in one dtype. A
+            # pipeline's norm has a float32 gradient, and so has a head of two or more chunks.
             min_chunks=2 if stages else 1,
         )
 
@@ -421,9 +407,7 @@ class TrainEngine:
 
     @contextmanager
     def _broken_on_failure(self, *, weights: bool = False) -> Iterator[None]:
-        """A failure breaks the step, with `weights` into "inconsistent", because some of them may
-        have changed.
-        """
+        """A failure breaks the step, with `weights`, which may have changed, into "inconsistent"."""
         try:
             yield
         except BaseException:

@@ -1,5 +1,4 @@
-"""Logprobs and entropy of a chunk of logits, whole or sharded over the vocabulary, with their
-gradients.
+"""Logprobs, entropy and their gradients, of logits whole or sharded over the vocabulary.
 
 A backward pass needs no collectives: each rank computes its own shard's gradient.
 B rows, L positions of a row, N = B * L, V this rank's token ids, K ids of a position.
@@ -58,8 +57,7 @@ class TargetLogprobs:
     """log_softmax at the targets. fuse: Machine.fuse.
 
     Compiled, both passes read the logits once and write no float32 [N, V]. Logits are saved, and
-    the
-    gradient returned, in their own dtype.
+    the gradient returned, in their own dtype.
     """
 
     def __init__(self, fuse: Callable[[Callable], Callable]) -> None:
@@ -86,12 +84,11 @@ def top_k_logprobs(logits: Logits, targets_N: Tensor, ids_NK: Tensor) -> Tensor:
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """log p_t = z_t - log sum_v exp z_v, with the gradient d log p_t / d logits_v = ([v = t] - p_v)
-    / T.
+    """log p_t = z_t - log sum_v exp z_v; d log p_t / d logits_v = ([v = t] - p_v) / T.
 
     t target, T temperature, z = logits / T, p = softmax(z), [v = t] is 1 if v = t, else 0.
-    With n_r = log sum_v exp z_v over rank r's part and m the largest n_r, the whole is
-    m + log sum_r exp(n_r - m). A second sum over the ranks gives z_t, to which the others add 0.
+    With n_r = log sum_v exp z_v over rank r's part and m = max n_r, the whole is m + log sum_r
+    exp(n_r - m). A second sum over the ranks gives z_t, to which the others add 0.
     """
 
     @staticmethod
@@ -139,9 +136,7 @@ def _normalize(raw_NV: Tensor, temperatures_N: Tensor, ids_N: Tensor) -> tuple[T
 def _gradient(
     raw_NV: Tensor, temperatures_N: Tensor, ids_N: Tensor, is_local_N: Tensor, normalizer_N: Tensor, grad_N: Tensor
 ) -> Tensor:
-    """g / T * ([v = id] - p_v) in the logits' dtype, g = grad_N. [v = id] is 0 if another rank has
-    the id.
-    """
+    """g / T * ([v = id] - p_v) in the logits' dtype, g = grad_N; 0 for [v = id] on other ranks."""
     scaled_NV = _upcast(raw_NV) / temperatures_N[:, None]
     grad_NV = scaled_NV.sub_(normalizer_N[:, None]).exp_()
     own_ids_N = torch.where(is_local_N, ids_N, -1)

@@ -1,8 +1,7 @@
 """Runs vLLM's engine core (scheduler and model) on the engine's thread, or in a process of its own.
 
 A process of its own overlaps with the handling of outputs: faster on a GPU (docs/generator.md). On
-a
-CPU they share the cores, and the start takes 10 s longer.
+a CPU they share the cores, and the start takes 10 s longer.
 """
 
 import atexit
@@ -37,16 +36,12 @@ DEATH_TIMEOUT = 10.0
 """Seconds to wait for the exit code of a core that failed a call."""
 
 KILLED_AT_START = r"Failed core proc\(s\): \{(\}|'EngineCore\w*': -\d+)"
-"""vLLM's error for a core killed at its start. The braces are empty if the exit code is not known
-yet.
-"""
+"""vLLM's error for a core killed at its start. The braces are empty for an unknown exit code."""
 
 SCHEDULER = "rl_actors.vllm.clean_blocks.scheduler"
 
 PARENT_VARIABLE = "RL_ACTORS_CORE_PARENT"
-"""Tells a process's pid to those that it starts. Not set when CHILD begins: CHILD is in the core's
-process.
-"""
+"""A process's pid, for those that it starts. Not set when CHILD begins in the core's process."""
 
 # Runs first in the core's process and all that it starts.
 # - The kernel ends it with its parent: at their start vLLM's processes would not notice a kill -9.
@@ -221,9 +216,7 @@ class OwnProcess:
 
 
 def _executable(directory: Path, python: str) -> str:
-    """Write a program that runs CHILD and then `python`, because multiprocessing takes a path, no
-    command.
-    """
+    """Write a program that runs CHILD and then `python`: multiprocessing takes no command."""
     child = directory / "child.py"
     program = directory / "python"
     child.write_text(CHILD.format(parent=os.getpid(), python=python, program=str(program), variable=PARENT_VARIABLE))

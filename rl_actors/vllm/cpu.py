@@ -1,6 +1,4 @@
-"""vLLM on a CPU: options, setup of the process, reload of weights. `Machine` in start.py describes
-the functions.
-"""
+"""vLLM on a CPU: options, setup of the process, reloads; `Machine` in start.py has the docs."""
 
 import contextlib
 from collections.abc import Iterator
@@ -23,8 +21,7 @@ ENV = {
 }
 KV_CACHE_BYTES = 256 << 20
 BATCHED_TOKENS = 4096
-"""Of one step, unless max_model_len or max_num_seqs is larger. With more, running requests would
-wait longer.
+"""Of one step, unless max_model_len or max_num_seqs is larger. More would delay running requests.
 """
 
 ADAPTERS = "rl_actors.vllm.cpu_adapters.GroupedAdapters"
@@ -90,8 +87,7 @@ def _forget_packed_experts(model: "nn.Module") -> None:
     """Drop the experts' kernels: vLLM packs weights only when it builds one.
 
     Otherwise a reload would write unpacked weights where packed ones are read, or fail, because
-    those are
-    padded.
+    those are padded.
     """
     if model.config.model_type != SPARSE_MODEL_TYPE:
         return

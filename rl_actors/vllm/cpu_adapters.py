@@ -1,8 +1,8 @@
 """Applies LoRA adapters on a CPU. vLLM's worker imports it by name.
 
 vLLM 0.32's code applies the last adapter to rows without one, if any row of a batch has one, and
-copies an adapter for every row.
-T rows (positions), S slots of adapters, R rank, I and O inputs and outputs of a layer.
+copies an adapter for every row. T rows (positions), S slots of adapters, R rank, I and O inputs and
+outputs of a layer.
 """
 
 from typing import Any
@@ -34,9 +34,7 @@ class GroupedAdapters(PunicaWrapperCPU):
         output_slices: tuple[int, ...],
         **_: Any,
     ) -> None:
-        """Add to a layer's output, whose slices (query, key, value; gate, up) have an A and a B
-        each.
-        """
+        """Add to a layer's output. Each slice (query, key, value; gate, up) has an A and a B."""
         y_TO = y.view(-1, y.shape[-1])
         x_TI = x.view(-1, x.shape[-1])
         for slot, rows in self.tokens:

@@ -100,8 +100,7 @@ class EngineThread:
         """Give all requests of a call to the engine.
 
         make_params, read, name: as in EngineCall. adapter: of load_adapter; None: that of the
-        pulls, if they
-        bring one.
+        pulls, if they bring one.
         """
         call = EngineCall(prompts, make_params, read, adapter, name)
         self.commands.put(Command(partial(self._add_requests, call), call.fail))

@@ -1,6 +1,4 @@
-"""vLLM on a GPU: options, CUDA graphs, limits of kernels. `Machine` in start.py describes the
-functions.
-"""
+"""vLLM on a GPU: options, CUDA graphs, limits of kernels; `Machine` in start.py has the docs."""
 
 import contextlib
 from typing import TYPE_CHECKING
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
 # compiles for minutes at its first use, and needs nvcc
 ENV = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 BATCHED_TOKENS = 8192
-"""Of one step, unless max_num_seqs is larger. With more, running requests would wait longer."""
+"""Of one step, unless max_num_seqs is larger. More would delay running requests."""
 BATCH_INVARIANT_CAPABILITY = (9, 0)
 """Lowest compute capability for vLLM's batch-invariant kernels."""
 

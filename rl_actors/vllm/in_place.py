@@ -1,10 +1,8 @@
 """Copies a version of the weights straight into the parameters of a running vLLM model.
 
 The first pull plans which slice each tensor fills: vLLM fuses query, key and value, and gate and
-up,
-and a tensor-parallel worker reads only its rows or columns. Where this is not possible, vLLM's
-reload
-loads the weights.
+up, and a tensor-parallel worker reads only its rows or columns. Where this is not possible, vLLM's
+reload loads the weights.
 """
 
 import math

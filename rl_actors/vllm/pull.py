@@ -66,9 +66,7 @@ class OneAdapter:
         self.shapes = shapes
 
     def begin(self, engine: "LLMEngine") -> None:
-        """Load an adapter of zeros, so that requests before the first pull go on with the pulled
-        one.
-        """
+        """Load an adapter of zeros, which the first pull replaces under running requests."""
         from vllm.lora.request import LoRARequest
 
         source = LoadedTensors({name: torch.zeros(shape) for name, shape in self.shapes.items()})

@@ -1,6 +1,4 @@
-"""Turns calls of generate and compute_logprobs into requests to vLLM, and collects each prompt's
-results.
-"""
+"""Turns generate and compute_logprobs into requests to vLLM, and collects the results."""
 
 import math
 import threading
@@ -29,9 +27,7 @@ after sleep(2).
 
 
 class EngineCall(Generic[T]):
-    """One call, whose requests finish in any order. The engine's thread puts results, another takes
-    them.
-    """
+    """One call, whose requests finish in any order. The engine's thread puts results in."""
 
     def __init__(
         self,
@@ -63,8 +59,7 @@ class EngineCall(Generic[T]):
         order.
 
         Done with `at_least` prompts, when none is left, or when the call has failed. A later `take`
-        completes
-        it with an empty list.
+        completes it with an empty list.
         """
         future: Future[list[tuple[int, list[T]]]] = Future()
         future.set_running_or_notify_cancel()  # not cancellable, so set_result cannot fail
@@ -151,7 +146,7 @@ def vllm_params(params: SamplingParams, prompt: int, model_stops: Sequence[int] 
             top_k=params.top_k,
             stop_token_ids=list(stops),
             seed=None if params.seed is None else hashed_seed(params.seed, prompt, completion),
-            ignore_eos=True,  # `stops` has those of generation_config.json
+            ignore_eos=True,  # `stops` has what vLLM would take from generation_config.json
             logprobs=params.top_logprobs,  # besides the sampled token's
             prompt_logprobs=params.prompt_top_logprobs or None,
             detokenize=False,
@@ -182,9 +177,7 @@ def read_completion(params: SamplingParams, output: "RequestOutput") -> Completi
 
 
 def read_top(positions: Sequence[Mapping[int, "Logprob"]], count: int) -> TopLogprobs | None:
-    """The `count` likeliest tokens at each position. vLLM adds the sequence's own, which is
-    dropped.
-    """
+    """The `count` likeliest tokens at each position, without the sequence's own that vLLM adds."""
     if not count:
         return None
     ids = []

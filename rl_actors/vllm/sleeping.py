@@ -1,9 +1,7 @@
-"""vLLM's sleep mode: an idle engine frees the GPU memory of weights and cache, and allocates it
-again.
+"""vLLM's sleep mode: an idle engine frees the GPU memory of weights and cache until `wake`.
 
 Level 1 keeps the weights on the host, level 2 drops them, so a pull must follow. vLLM's allocator
-keeps
-addresses, so CUDA graphs stay valid. On a CPU nothing is released, but the same calls are refused.
+keeps addresses, so CUDA graphs stay valid. On a CPU nothing is released; refusals are the same.
 """
 
 from typing import TYPE_CHECKING

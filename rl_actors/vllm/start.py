@@ -69,8 +69,7 @@ def start_vllm(config: GeneratorConfig, core: Core | None = None) -> "LLMEngine"
     """Start an LLMEngine, with random weights without hf_path. core: None: by the config.
 
     vLLM's max_model_len is one more, because it samples a token even where only a prompt's logprobs
-    are
-    wanted. Raises ValueError for a config that vLLM cannot run here.
+    are wanted. Raises ValueError for a config that vLLM cannot run here.
     """
     core = core or core_of(config)
     with _arguments(config, core) as arguments:
@@ -123,8 +122,7 @@ def _engine_arguments(config: GeneratorConfig, directory: str, options: dict[str
         served = adapters.served(ModelConfig.from_hf(directory))
         options |= adapter_options(served, num_adapters=config.max_adapters, rank=config.max_adapter_rank)
     if config.max_model_len > ModelConfig.from_hf(directory).max_position_embeddings:
-        # The token that `_arguments` added has no position, and is never an input, so the override
-        # is safe.
+        # the token that `_arguments` added has no position; safe, because it is never an input
         options["hf_overrides"] = {"max_position_embeddings": config.max_model_len}
     return dict(
         model=directory,
