@@ -1,4 +1,4 @@
-"""Configs of the trainer and the generator: plain dataclasses that can be imported without Monarch, vLLM or a GPU."""
+"""Configs of the trainer and the generator, importable without Monarch, vLLM or a GPU."""
 
 import contextlib
 import math
@@ -19,8 +19,8 @@ MAX_VLLM_RANK = 512
 """Largest rank of an adapter in vLLM 0.32."""
 
 DEGREES = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel")
-"""Kinds of parallelism. The number of processes is the product of their degrees. Expert parallelism is not in the list, because it uses the
-ranks of other kinds."""
+"""Kinds of parallelism whose degrees multiply to the number of processes; expert uses their ranks.
+"""
 
 PackingPolicy = Literal["packed", "token_budget", "fixed"]
 HeadName = Literal["logprobs", "values"]
@@ -28,21 +28,21 @@ HeadName = Literal["logprobs", "values"]
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
-    """Choice of the optimizer. Its learning rate, betas, eps and weight decay come with each optim_step."""
+    """The optimizer. Learning rate, betas, eps and weight decay come with each optim_step."""
 
     name: str = "AdamW"
-    """AdamW, Adam, or the import path of a torch.optim.Optimizer: "torch.optim:SGD"."""
+    """AdamW, Adam, or an import path such as "torch.optim:SGD"."""
     arguments: dict[str, float | bool] = field(default_factory=dict)
-    """Arguments of the optimizer's constructor, without those that come with each optim_step: {"momentum": 0.9}."""
+    """Other arguments of the constructor, such as {"momentum": 0.9}."""
     groups: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Regular expression -> multipliers of learning rate and weight decay: {"norm": (1.0, 0.0)}. The expressions are matched anywhere in
-    torchtitan's parameter names. A parameter belongs to the first expression that matches its name. If none matches, its multipliers are 1."""
+    """Regular expression over torchtitan's parameter names -> multipliers of learning rate and
+    weight decay, such as {"norm": (1.0, 0.0)}. The first match counts; without one they are 1.
+    """
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """torch's implementation of AdamW and Adam. If `name` is an import path, this field has no effect; `arguments` may then choose an
-    implementation."""
+    """torch's implementation of AdamW and Adam; for an import path see `arguments`."""
 
     def validate(self) -> None:
-        """Raises ValueError naming the value and the limit if the optimizer cannot be built."""
+        """Raises ValueError if the optimizer cannot be built."""
         if self.name not in ("AdamW", "Adam"):
             try:
                 found = pkgutil.resolve_name(self.name) if ":" in self.name else None
@@ -79,31 +79,31 @@ def _validate_group(pattern: str, multipliers: tuple[float, float]) -> None:
 
 @dataclass(kw_only=True)
 class LoRAConfig:
-    """Low-rank adapters on frozen weights (arXiv 2106.09685). Every field that Tinker also has is named as in Tinker."""
+    """Low-rank adapters on frozen weights (arXiv 2106.09685), with Tinker's names."""
 
     rank: int = 0
-    """Rank of the adapters. 0: there are no adapters and every weight is trained."""
+    """0: no adapters, all weights are trained."""
     alpha: float = 32.0
-    """The output of an adapter is scaled by alpha / rank."""
+    """An adapter's output is scaled by alpha / rank."""
     train_attn: bool = True
-    """Adapters on the attention's four projections."""
+    """Adapters on the four projections of attention."""
     train_mlp: bool = True
-    """Adapters on the MLP's three projections."""
+    """Adapters on the three projections of the MLP."""
     train_unembed: bool = False
     """An adapter on the output projection."""
     seed: int = 0
-    """Seed of the adapters' initial values. The values are the same in every layout."""
+    """Seed of the adapters' initial values."""
     sync: Literal["merged", "adapter"] = "merged"
-    """Content of a push of weights to the generators. merged: all weights, with the adapters merged into them. adapter:
-    only the adapters; the generator's vLLM then applies them to the weights of hf_path."""
+    """What a push publishes. merged: all weights, with adapters merged. adapter: only the adapters,
+    which vLLM applies to the weights of hf_path.
+    """
 
     @property
     def syncs_adapter(self) -> bool:
-        """True if there are adapters and a push publishes only the adapters."""
         return self.rank > 0 and self.sync == "adapter"
 
     def validate(self, model: ModelConfig, hf_path: str) -> None:
-        """Raises ValueError naming the value and the limit if this model cannot have these adapters."""
+        """Raises ValueError if this model cannot have these adapters."""
         validation.require_seed("lora.seed", self.seed)
         if self.rank < 0 or not 0 < self.alpha < float("inf"):
             raise ValueError(f"lora.rank={self.rank}, lora.alpha={self.alpha}; rank must be at least 0, alpha positive")
@@ -133,96 +133,104 @@ class LoRAConfig:
 
 
 def _parallelism() -> ParallelismConfig:
-    # torchtitan's default, "spmd_types", fails on torch 2.13 with more than one process.
+    # torchtitan's default, "spmd_types", fails on torch 2.13 with several processes
     return ParallelismConfig(data_parallel_shard_degree=1, spmd_backend="partial_dtensor")
 
 
 @dataclass(kw_only=True)
 class TrainerConfig:
-    """Config of a trainer: model, layout, precision, packing, optimizer."""
+    """A trainer: model, layout, precision, packing, optimizer."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    """Dimensions of the model. If they are left at their defaults and hf_path is given, they are read from config.json in hf_path."""
+    """Dimensions of the model. Left at the defaults, they are read from hf_path, if given."""
     hf_path: str = ""
-    """Hugging Face directory to load weights from; on the command line also the id of a model on the Hub. Empty: random weights from
-    `seed`."""
+    """Hugging Face directory of the weights; on the command line also an id on the Hub. Empty:
+    random weights from `seed`.
+    """
     tokenizer_path: str = ""
-    """Directory of tokenizer files. They are copied into checkpoints and exports. Empty: hf_path. In a run this field must be empty, because
-    the run chooses the tokenizer."""
+    """Directory of tokenizer files, copied into checkpoints and exports. Empty: hf_path. Must be
+    empty in a run, which chooses the tokenizer.
+    """
     head: HeadName = "logprobs"
-    """Output of the model at each position. logprobs: log probabilities of tokens; the model is a language model. values: one number, the
-    value of the tokens up to the position; the model is a value model, whose head starts at zero and is never tied to the embedding."""
+    """logprobs: a language model. values: a value model, with one number for each position; its
+    head starts at zero and is not tied.
+    """
     parallelism: ParallelismConfig = field(default_factory=_parallelism)
     attention: Literal["flex", "flash4"] = "flex"
-    """Attention kernel on a GPU: torch's flex attention, or FlashAttention 4 in bfloat16 (the package flash-attn-4, for Hopper and
-    Blackwell). On a CPU this field has no effect, because there is only one kernel."""
+    """Kernel on a GPU: torch's flex attention, or FlashAttention 4 in bfloat16 (flash-attn-4,
+    Hopper and Blackwell).
+    """
     activation_checkpointing: Literal["none", "products", "selective", "full"] = "none"
-    """Activations that the forward pass stores. The backward pass recomputes the others. none: everything is stored, so nothing is
-    recomputed. products: a block stores its input and the results of attention and of matrix products. selective: a block stores its
-    input and the results of attention and of every second matrix product, but not the results of experts. full: a block stores only its
-    input."""
+    """What a block stores for the backward pass. none: everything. products: its input, attention
+    and all matrix products. selective: its input, attention and every second product, but none of
+    experts. full: its input.
+    """
     compile: CompileConfig = field(default_factory=CompileConfig)
-    """Options of torch.compile. The blocks are compiled if `enable` is True and "model" is among `components`."""
+    """torch.compile. Blocks are compiled if `enable` and "model" is among `components`."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype of the forward and backward pass. Parameters, gradients and optimizer state stay float32."""
+    """dtype of forward and backward. Parameters, gradients and optimizer state stay float32."""
     float8: bool = False
-    """True: torchao computes the linear layers of the blocks in float8. On a machine without float8 hardware, float8 is emulated, for
-    tests."""
+    """Linear layers of the blocks in float8, by torchao; without float8 hardware emulated, for
+    tests.
+    """
     float8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """Scales of float8. tensorwise: one scale per tensor, with the fastest kernels. rowwise: one scale per row. rowwise_with_gw_hp: one
-    scale per row, but the gradients of the weights are computed in compute_dtype."""
+    """Scales of float8: tensorwise (fastest), rowwise, or rowwise_with_gw_hp, with gradients of
+    weights in compute_dtype.
+    """
     max_sequence_length: int = 4096
-    """Largest number of positions of a sample. A text of T + 1 tokens makes a sample of T positions. Longer samples are refused."""
+    """Longest sample in positions (T + 1 tokens make T). Longer ones are refused."""
     tokens_per_row: int = 4096
-    """Largest number of positions in a row. A row is one sequence of the model's input, and holds one sample or several samples (see
-    `packing`). This number is rounded down to a multiple of 64, or, under context or expert parallelism, to a multiple of the number that
-    layouts.row_multiple gives."""
+    """Longest row in positions, rounded down to a multiple of 64, or of layouts.row_multiple under
+    context or expert parallelism.
+    """
     rows_per_microbatch: int = 1
-    """Largest number of rows of a microbatch. A microbatch is the input of one forward and backward pass on a data-parallel rank. With
-    packing="token_budget" a microbatch may have more rows, up to tokens_per_row * rows_per_microbatch positions in total."""
+    """Most rows of a microbatch on a data-parallel rank; packing="token_budget" may have more."""
     packing: PackingPolicy = "packed"
-    """packed: samples share rows. token_budget: one sample per row; a microbatch has at most tokens_per_row * rows_per_microbatch
-    positions. fixed: one sample per row; a microbatch has at most rows_per_microbatch rows."""
+    """packed: samples share rows. token_budget: a sample in each row, at most tokens_per_row *
+    rows_per_microbatch positions. fixed: a sample in each row.
+    """
     logprob_chunk_tokens: int = 1024
-    """Largest number of positions whose logits exist at the same time. Every position has one logit for each token of the vocabulary."""
+    """Most positions whose logits exist at the same time."""
     max_call_bytes: int = 1 << 30
-    """Largest total size of the samples of one call, in bytes."""
+    """Most bytes of samples in one call."""
     optimizer: Annotated[OptimizerConfig | None, tyro.conf.AvoidSubcommands] = field(default_factory=OptimizerConfig)
-    """Config of the optimizer. None: the trainer only infers and has neither gradients nor optimizer state."""
+    """The optimizer. None: the trainer only infers."""
     fsdp_cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in pinned host memory, and step the optimizer there. The GPU holds the weights of a few
-    blocks at a time. This is slow, and meant for a model whose training state does not fit into the GPUs. It is possible only for dense
-    models without float8, and data_parallel_shard must be the only kind of parallelism."""
+    """Keep weights, gradients and optimizer state in pinned host memory: slow, for states that do
+    not fit the GPUs. Only dense models without float8 and with data_parallel_shard alone.
+    """
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     load_balance_coeff: float = 0.0
-    """Amount by which every optim_step changes the routers' expert biases (arXiv 2408.15664). 0: there are no biases, as in transformers
-    and vLLM."""
+    """Change of the routers' expert biases at every optim_step (arXiv 2408.15664). 0: no biases, as
+    in transformers and vLLM.
+    """
     gpu: int | None = None
-    """Index of the first rank's GPU among the GPUs that the program sees. The other ranks use the GPUs with the next indices. None: 0. This
-    field has no effect on a CPU, or if the trainer runs in processes that exist already."""
+    """Index of the first rank's GPU; the other ranks follow. None: 0. Ignored on a CPU and in
+    processes that exist already.
+    """
     seed: int = 0
-    """Seed of the random weights."""
+    """Seed of random weights."""
     deterministic: bool = False
-    """Use only deterministic kernels, which are slower."""
+    """Only deterministic kernels, which are slower."""
     setup_timeout: float = 300.0
-    """Seconds in which the model must be built and loaded."""
+    """Seconds to build and load the model."""
     call_timeout: float = 600.0
-    """Seconds in which every call after the setup must answer."""
+    """Seconds for every later call."""
     collective_timeout: float = 300.0
-    """Seconds that a rank waits for another rank in a collective, with gloo and with NCCL. If a rank has to wait longer, the trainer counts
-    as dead. The value should be below call_timeout. Sometimes one rank works while the other ranks wait, for example when it writes an
-    export. The value should be above the longest time of such work."""
+    """Seconds that a rank waits in a collective before the trainer counts as dead. Below
+    call_timeout, above the longest work of one rank alone, such as writing an export.
+    """
 
     def __post_init__(self) -> None:
         is_given = isinstance(self.hf_path, str) and self.hf_path
         if is_given and self.model == ModelConfig() and not hub.is_model_id(self.hf_path):
-            # A command line shows an error of `validate` on one line, and an error of this method as a traceback. If the directory holds no
-            # model, the error is therefore suppressed here, and `validate` raises it later.
+            # a command line shows an error of `validate` on one line, but of this method as a
+            # traceback
             with contextlib.suppress(ValueError):
                 self.model = ModelConfig.from_hf(self.hf_path)
 
     def num_processes(self) -> int:
-        """Number of processes, one per device of the layout. Raises ValueError for a degree below 1."""
+        """Number of processes, one per device. Raises ValueError for a degree below 1."""
         product = 1
         for name, degree in self.layout().items():
             if degree < 1:
@@ -232,20 +240,20 @@ class TrainerConfig:
 
     @property
     def ties_head(self) -> bool:
-        """True if the head has the weights of the embedding."""
+        """True if the head has the embedding's weights."""
         return self.model.tie_word_embeddings and self.head == "logprobs"
 
     def gpus(self) -> range:
-        """Indices of the ranks' GPUs, on a machine that has GPUs."""
+        """Indices of the ranks' GPUs, if there are GPUs."""
         first = self.gpu or 0
         return range(first, first + self.num_processes())
 
     def layout(self) -> dict[str, int]:
-        """Degree of each kind of parallelism: {"data_parallel_shard": 2, "tensor_parallel": 4, ...}"""
+        """Degree of each kind of parallelism, such as {"data_parallel_shard": 2, ...}."""
         return {name: getattr(self.parallelism, f"{name}_degree") for name in DEGREES}
 
     def validate(self) -> None:
-        """Raises ValueError naming the value and the limit if no trainer can be built from this config."""
+        """Raises ValueError if no trainer can be built from this config."""
         require_field_types(self)
         model = self.model
         model.validate()
@@ -293,9 +301,7 @@ class TrainerConfig:
         layouts.validate(self)
 
     def require_hf(self, call: str) -> None:
-        """Raises ValueError if Hugging Face's format, which vLLM reads, cannot express this model. The error names the call, the value and the
-        reason.
-        """
+        """Raises ValueError if Hugging Face's format, which vLLM reads, cannot express this model."""
         if self.head == "values":
             raise ValueError(
                 f"{call} is not possible with head='values': a generator samples from a language model, not from values"
@@ -309,23 +315,24 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """Rules for actors that die: after how long a silent actor counts as dead, how often an actor is started again, and after which pauses."""
+    """When a silent actor counts as dead, and when a dead one is started again."""
 
     max_per_hour: int = 10
-    """Largest number of restarts of an actor in an hour. If the actor dies once more in that hour, it is not started again.
-    It then counts as failed, with the error of its first death in that hour. A generator that has never been ready is started again at
-    most twice. When all generators of a client have failed, every call raises the error of the generator with index 0. If
-    max_per_hour is 0, an actor is never started again."""
+    """Most restarts of an actor in an hour; with one more death it has failed, with its first
+    error. A generator that was never ready is restarted at most twice. When all have failed, calls
+    raise the error of generator 0. 0: no restarts.
+    """
     backoff: float = 1.0
-    """Seconds between the second death of an hour and the restart after it. The pause doubles with every further death, up to a minute.
-    After the first death there is no pause."""
+    """Seconds before the restart after an hour's second death, doubled with every further one up to
+    a minute. None after the first.
+    """
     silent_after: float = 120.0
-    """An actor that gives no sign of life for this number of seconds is killed. An actor gives no sign of life while its process does not
-    answer. A generator also gives none while its engine runs a single step of vLLM or a single command, such as loading a version of the
-    weights."""
+    """Seconds without a sign of life after which an actor is killed: its process does not answer,
+    or a generator's engine is in one step or command, such as a load of weights.
+    """
 
     def validate(self, name: str) -> None:
-        """Raises ValueError naming the field, its value and the limit. name: the name of the field that holds this policy."""
+        """Raises ValueError naming the field. name: the field that holds this policy."""
         for field_name in ("max_per_hour", "backoff"):
             value = getattr(self, field_name)
             if not 0 <= value < float("inf"):
@@ -339,22 +346,21 @@ WeightsPath = Literal["auto", "cuda_ipc", "shared_memory", "point_to_point", "tc
 
 @dataclass(kw_only=True)
 class WeightsConfig:
-    """Config of the transfer of weights from a trainer to generators."""
+    """The way of weights from a trainer to generators."""
 
     path: WeightsPath = "auto"
-    """Path on which the weights travel. auto: the fastest path that trainer and generator share. cuda_ipc: from GPU to GPU of one host.
-    shared_memory: within one host. point_to_point: between any two hosts, by NCCL between GPUs, else by gloo. tcp: between any two hosts.
-    point_to_point and tcp also work within one host, so that they can be tried there. NCCL then needs two GPUs."""
+    """auto: the fastest that both ends share. Within a host: cuda_ipc (GPU to GPU), shared_memory.
+    Between any two, also within one: point_to_point (NCCL between GPUs, which then needs two, else
+    gloo), tcp.
+    """
     address: str = ""
-    """Address at which every rank of the trainer serves weights to generators on other hosts. "hostname": the name of the rank's host. The
-    bytes are not encrypted, so the network must be private. Empty: only generators on the trainer's host can read weights; tcp and
-    point_to_point then use the loopback address."""
+    """Address at which ranks serve weights to other hosts, unencrypted, so in a private network;
+    "hostname": the host's name. Empty: only to generators on the same host.
+    """
     timeout: float = 60.0
-    """Seconds that each phase of a push or a pull may take: the wait for the lock of a slot (a rank's memory for one version), writing
-    the slot, reading it, loading its weights into the engine."""
+    """Seconds for each phase of a push or a pull: a slot's lock, writing, reading, loading."""
 
     def validate(self) -> None:
-        """Raises ValueError naming the value and the limit."""
         require_field_types(self, "weights.")
         if not 0 < self.timeout < float("inf"):
             raise ValueError(f"weights.timeout={self.timeout}; it must be positive and finite")
@@ -362,78 +368,76 @@ class WeightsConfig:
 
 @dataclass(kw_only=True)
 class GeneratorConfig:
-    """Config of a generator: model, vLLM's limits and memory, device."""
+    """A generator: model, vLLM's limits and memory, device."""
 
     model: Annotated[ModelConfig, tyro.conf.Suppress] = field(default_factory=ModelConfig)
-    """Dimensions of the model. In a run they are the trainer's."""
+    """Dimensions of the model. In a run the trainer's."""
     lora: Annotated[LoRAConfig, tyro.conf.Suppress] = field(default_factory=LoRAConfig)
-    """Adapters that a pull brings when lora.sync is "adapter". In a run they are the trainer's."""
+    """Adapters of a pull if lora.sync is "adapter". In a run the trainer's."""
     hf_path: str = ""
-    """Hugging Face directory of config.json and weights. Empty: the weights come with the first pull."""
+    """Hugging Face directory of config.json and weights. Empty: a first pull brings the weights."""
     stop_token_ids: tuple[int, ...] | None = None
-    """Tokens that end every completion, except with SamplingParams.ignore_stop. None: the stop tokens of hf_path. In a run, and with
-    TrainerClient.spawn_generator, None means those of the trainer's tokenizer. () for a model without files."""
+    """Tokens that end every completion, unless SamplingParams.ignore_stop. None: those of hf_path,
+    or in a run and with spawn_generator of the trainer's tokenizer. () without files.
+    """
     tokenizer_path: Annotated[str, tyro.conf.Suppress] = ""
-    """Directory of the tokenizer for prompts that are given as text. Empty: hf_path. In a run, and with TrainerClient.spawn_generator, it is
-    the trainer's tokenizer."""
+    """Directory of the tokenizer for prompts as text. Empty: hf_path, or in a run and with
+    spawn_generator the trainer's tokenizer.
+    """
     max_adapters: int = 0
-    """Largest number of different adapters that the requests of one step of the engine may use. `load_adapter` may load more. vLLM
-    then moves adapters into and out of the device's memory, and a request waits until its adapter is there. 0: no adapters can be loaded."""
+    """Most adapters that one engine step may use. More may be loaded; vLLM then swaps them, and
+    requests wait. 0: none can be loaded.
+    """
     max_adapter_rank: int = 32
-    """Largest rank of an adapter of `load_adapter`. vLLM computes with every adapter as if it had this rank."""
+    """Largest rank of an adapter of `load_adapter`. vLLM computes all adapters with it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype of the weights and of the forward pass."""
+    """dtype of weights and forward pass."""
     max_model_len: int = 4096
-    """Largest number of tokens of a prompt and its completion together."""
+    """Longest prompt with its completion, in tokens."""
     max_num_seqs: int = 256
-    """Largest number of sequences that run at the same time. Others wait in a queue."""
+    """Most sequences that run at the same time. Others wait."""
     kv_cache_bytes: int | None = None
-    """Bytes of the key-value cache. None: 256 MiB on a CPU. On a GPU, None gives the cache the memory that gpu_memory_utilization allows and
-    that weights and activations do not need. vLLM measures this memory while it starts. Meanwhile nothing else may take or free memory of
-    the GPU."""
+    """Bytes of the KV cache. None: 256 MiB on a CPU; on a GPU what weights and activations leave of
+    gpu_memory_utilization, measured at the start, when nothing else may change the GPU's memory
+    use.
+    """
     gpu: int | None = None
-    """Index of the GPU among the GPUs that the program sees. None: 0. A trainer with gpu=None also uses GPU 0, so both then
-    share this GPU."""
+    """Index of the GPU. None: 0, which a trainer with gpu=None shares."""
     gpu_memory_utilization: float = 0.8
-    """Fraction of the GPU's memory that the engine may take."""
+    """Share of the GPU's memory for the engine."""
     enforce_eager: bool = False
-    """Run without CUDA graphs."""
+    """Without CUDA graphs."""
     batch_invariant: bool = False
-    """vLLM's batch-invariant mode, for GPUs of compute capability 9 and later. In this mode the answer to a request with its own seed does
-    not depend on the other requests in the batch. The mode is slower."""
+    """A seeded request's answer does not depend on the batch. Slower; needs compute capability 9.
+    """
     own_process: bool | None = None
-    """Run vLLM's engine core in a process of its own, with asynchronous scheduling on a GPU. None: True on a GPU or with tensor_parallel
-    above 1, otherwise False. On a CPU a process of its own is not faster, and the start takes 10 s longer."""
+    """vLLM's engine core in a process of its own, asynchronous on a GPU. None: on a GPU or with
+    tensor_parallel above 1. On a CPU no faster, and the start takes 10 s longer.
+    """
     replicas: int = 1
-    """Number of engines with the same weights. Each has a process of its own. On a machine with GPUs each engine also has GPUs of its own.
-    The first engine's GPUs begin at index `gpu`, and the GPUs of every other engine follow those of the engine before it."""
+    """Engines with the same weights, each with a process and GPUs of its own, from `gpu` on."""
     tensor_parallel: int = 1
-    """Number of vLLM's ranks that share every layer. On a machine with GPUs each rank has one GPU. The GPUs of an engine's ranks
-    have consecutive indices. With one engine they begin at `gpu`; with several engines see `replicas`."""
+    """vLLM's ranks that share every layer, on consecutive GPUs."""
     sleep_mode: bool = False
-    """Makes `sleep` possible: vLLM takes the memory of its weights and its cache from an allocator that can release it. On a CPU nothing is
-    released."""
+    """Makes `sleep` possible, which releases the memory of weights and cache (on a CPU nothing)."""
     recompute_running: bool = True
-    """After a pull, compute the cached keys and values of running requests again, so that all later tokens are exactly the new policy's.
-    False: running requests keep the keys and values of the old weights, so nothing is computed again. New requests never use old keys and
-    values."""
+    """After a pull recompute the KV cache of running requests, so that later tokens are exactly the
+    new policy's. False: they keep the old cache; new requests never use it.
+    """
     num_threads: int | None = None
-    """CPU threads of the process. None: the value of OMP_NUM_THREADS. If this variable is not set: four on a machine with a GPU, one per core
-    on other machines."""
+    """CPU threads of the process. None: OMP_NUM_THREADS, or four with a GPU, else one per core."""
     seed: int = 0
-    """Seed of requests that have no seed of their own."""
+    """Seed of requests without one."""
     setup_timeout: float = 300.0
-    """Seconds in which the engine must start."""
+    """Seconds to start the engine."""
     call_timeout: float = 600.0
-    """Seconds in which every call after the setup must answer. A `generate` may take longer: the limit is on each wait for the next finished
-    prompt."""
+    """Seconds for every later call, in `generate` for each wait for the next finished prompt."""
     restarts: Annotated[RestartPolicy, tyro.conf.Suppress] = field(default_factory=RestartPolicy)
-    """Rules for the restarts of every generator that the client has spawned. In a run the config field `survival` sets them."""
+    """Restarts of spawned generators. In a run `survival` sets them."""
 
     def gpus(self, num_hosts: int = 1) -> range:
-        """Indices of the GPUs of all replicas, on a machine that has GPUs.
-
-        num_hosts: number of hosts over which the replicas are spread. With several hosts these are the GPUs of the host with the most replicas.
+        """Indices of all replicas' GPUs, if there are GPUs; with several hosts of the one with the
+        most replicas.
         """
         first = self.gpu or 0
         num_replicas = math.ceil(self.replicas / num_hosts)
@@ -441,21 +445,20 @@ class GeneratorConfig:
 
     @property
     def has_adapters(self) -> bool:
-        """True if vLLM applies adapters to the weights."""
+        """True if vLLM applies adapters."""
         return self.max_adapters > 0 or self.lora.syncs_adapter
 
     def adapters_field(self) -> str:
-        """The name and the value of the field that makes vLLM apply adapters, for error texts."""
+        """The field that makes vLLM apply adapters, for error texts."""
         return 'lora.sync="adapter"' if self.lora.syncs_adapter else f"generator.max_adapters={self.max_adapters}"
 
     @classmethod
     def of(cls, trainer: TrainerConfig) -> "GeneratorConfig":
-        """Config of a generator for the trainer's model and adapters. The configs of model and adapters are copies.
+        """A generator for the trainer's model and adapters, which are copied, and its stop tokens.
 
-        max_model_len is the number of tokens of the trainer's longest samples, or the model's number of positions if that is smaller.
-        The stop tokens are those of the trainer's tokenizer_path or hf_path.
+        max_model_len is that of the trainer's longest samples, or the model's if that is smaller.
         """
-        # A sample of T positions is a sequence of T + 1 tokens.
+        # T positions are T + 1 tokens
         longest = min(trainer.max_sequence_length + 1, trainer.model.max_position_embeddings)
         base = trainer.hf_path if trainer.lora.syncs_adapter else ""
         return cls(
@@ -468,7 +471,7 @@ class GeneratorConfig:
         )
 
     def validate(self) -> None:
-        """Raises ValueError naming the value and the limit if no engine can be started from this config."""
+        """Raises ValueError if no engine can be started from this config."""
         require_field_types(self, "generator.")
         self.model.validate()
         hub.require_directory("generator.hf_path", self.hf_path)

@@ -1,4 +1,6 @@
-"""Estimates the memory of one rank from the config. docs/layouts.md has the formulas. This module starts no process and imports no torch."""
+"""Estimates the memory of one rank from the config, by the formulas of docs/layouts.md. Starts no
+process, imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -17,47 +19,45 @@ FLOAT32 = 4  # bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
-    """One or more parameters of the same shape. They belong to one block of the model, or they are outside the blocks: embedding, norm, head."""
+    """Parameters of one shape, in one block or outside the blocks."""
 
     shape: tuple[int, ...]
-    count: int = 1  # number of such parameters
-    tensor_dim: int | None = None  # dimension that tensor parallelism splits; None: each rank has the whole parameter
+    count: int = 1
+    tensor_dim: int | None = None  # that tensor parallelism splits; None: whole
     is_expert: bool = False
     is_trained: bool = True
 
 
 Part = tuple[int | None, list[Weight]]
-"""(number of a block, its parameters). The number is None for the parameters before or after the blocks."""
+"""(number of a block, its parameters); None: outside the blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes of memory of the rank that needs the most. In a pipeline the saved activations may be those of another rank: see `memory`."""
+    """Bytes of the rank that needs the most; see `memory` for pipelines."""
 
     parameters: int
     gradients: int
     optimizer: int
     buffers: int
-    activations: int  # an estimate
-    is_on_host: bool = False  # whether parameters, gradients and optimizer are in the host's memory (fsdp_cpu_offload)
+    activations: int  # estimated
+    is_on_host: bool = False  # parameters, gradients and optimizer (fsdp_cpu_offload)
 
     def on_device(self) -> Memory:
-        """The part of this memory that is on the device."""
         return replace(self, parameters=0, gradients=0, optimizer=0) if self.is_on_host else self
 
     @property
     def total(self) -> int:
-        """Bytes of memory that the rank needs on its device."""
+        """Bytes on the device."""
         held = self.on_device()
         return held.parameters + held.gradients + held.optimizer + held.buffers + held.activations
 
 
 def memory(config: TrainerConfig) -> Memory:
-    """Memory of a rank at the peak of a forward_backward, by the formulas of docs/layouts.md.
+    """Memory of a rank at the peak of a forward_backward. Only the activations are an estimate.
 
-    The activations are an estimate. Everything else is exact. In a pipeline the exact numbers are those of the rank
-    with the most parameters, and the saved activations are those of the first rank, which saves the most.
-    An optimizer that is given by import path is counted as if it were Adam.
+    In a pipeline of the rank with the most parameters, with the activations of the first rank,
+    which saves the most. An optimizer by import path counts as Adam.
     """
     num_elements = num_trained_elements = num_trained_tensors = num_buffer_elements = 0
     for layer, weights in _held_parts(config):
@@ -72,7 +72,7 @@ def memory(config: TrainerConfig) -> Memory:
     return Memory(
         parameters=FLOAT32 * num_elements,
         gradients=FLOAT32 * num_trained_elements,
-        # Adam has two moments for each element, and a step count for each tensor.
+        # Adam's two moments for each element, and a step count for each tensor
         optimizer=FLOAT32 * (2 * num_trained_elements + num_trained_tensors),
         buffers=FLOAT32 * num_buffer_elements,
         activations=_activations(config),
@@ -81,19 +81,18 @@ def memory(config: TrainerConfig) -> Memory:
 
 
 def block_weights(config: TrainerConfig, layer: int) -> list[Weight]:
-    """Parameters of block `layer`."""
     model = config.model
     lora = config.lora
     d = model.hidden_size
     w = model.head_dim
-    # Total width of all query heads, and of all key-value heads.
+    # width of all query heads, and of all key-value heads
     h = model.num_attention_heads * w
     k = model.num_key_value_heads * w
     is_base_trained = not lora.rank
     weights = [Weight(shape=(d,), count=2, is_trained=is_base_trained)]
     if model.has_qk_norm:
         weights.append(Weight(shape=(w,), count=2, is_trained=is_base_trained))
-    # The projections to query, key and value are one matrix. With adapters they are three matrices, because an adapter belongs to one projection.
+    # one matrix, but with adapters, which belong to one projection, three
     inputs = [(h + 2 * k, d)] if is_base_trained else [(h, d), (k, d), (k, d)]
     attention = [Weight(shape=shape, tensor_dim=0, is_trained=is_base_trained) for shape in inputs]
     attention.append(Weight(shape=(d, h), tensor_dim=1, is_trained=is_base_trained))
@@ -111,10 +110,7 @@ def block_weights(config: TrainerConfig, layer: int) -> list[Weight]:
 
 
 def outer_weights(config: TrainerConfig) -> tuple[list[Weight], list[Weight]]:
-    """Parameters before the blocks (the embedding) and after them (the norm and the head).
-
-    A tied head adds no parameters, because it is the embedding.
-    """
+    """Parameters before the blocks (embedding) and after them (norm, head unless tied)."""
     model = config.model
     lora = config.lora
     matrix = Weight(shape=(model.vocab_size, model.hidden_size), tensor_dim=0, is_trained=not lora.rank)
@@ -129,8 +125,7 @@ def outer_weights(config: TrainerConfig) -> tuple[list[Weight], list[Weight]]:
 def _adapters(weights: list[Weight], rank: int) -> list[Weight]:
     """Adapters A [rank, inputs] and B [outputs, rank] of each weight [outputs, inputs].
 
-    Tensor parallelism splits a weight along its inputs or its outputs. In the first case it splits A along the inputs and
-    leaves B whole. In the second case it splits B along the outputs and leaves A whole.
+    Tensor parallelism splits A with the inputs or B with the outputs, and leaves the other whole.
     """
     if not rank:
         return []
@@ -143,16 +138,16 @@ def _adapters(weights: list[Weight], rank: int) -> list[Weight]:
 
 
 def _buffers(config: TrainerConfig, layer: int) -> int:
-    """Number of elements of the buffers of block `layer`: sines and cosines of the positions, and the experts' token counters and biases."""
+    """Elements of a block's buffers: sines and cosines, and the experts' counters and biases."""
     model = config.model
     counters = model.num_experts * (1 + bool(config.load_balance_coeff)) if model.has_experts(layer) else 0
     return 2 * model.head_dim * config.max_sequence_length + counters
 
 
 def _held_parts(config: TrainerConfig) -> list[Part]:
-    """The parts of the model on the pipeline rank that has the most parameters. Without a pipeline these are all parts.
+    """The parts of the pipeline rank with the most parameters.
 
-    torchtitan gives the stages to the ranks in turn. With p ranks, rank r has the stages r, r + p, r + 2 p, …
+    torchtitan gives stages to ranks in turn: rank r of p has r, r + p, r + 2 p, …
     """
     num_layers = config.model.num_hidden_layers
     num_ranks = config.parallelism.pipeline_parallel_degree
@@ -168,27 +163,22 @@ def _held_parts(config: TrainerConfig) -> list[Part]:
 
 
 def _num_elements(parts: list[Part]) -> int:
-    """Number of elements of the parameters before they are sharded."""
+    """Before sharding."""
     weights = chain.from_iterable(weights for _, weights in parts)
     return sum(weight.count * math.prod(weight.shape) for weight in weights)
 
 
 def _local_shape(weight: Weight, config: TrainerConfig, *, gathered: bool = False) -> list[int]:
-    """Shape of a parameter's shard on the first rank. Sizes are rounded up, so no other rank has a larger shard.
-
-    gathered: True for the shape after FSDP's all-gather. The rank computes with this shape.
-    """
+    """A parameter's shard on the first rank, the largest. gathered: after FSDP's all-gather."""
     parallel = config.parallelism
     shard = parallel.data_parallel_shard_degree * parallel.context_parallel_degree
     tensor = parallel.tensor_parallel_degree
     expert = parallel.expert_parallel_degree
     local = list(weight.shape)
     sharded_dim = 0
-    # FSDP shards along dimension 0. The dimension 0 of an experts' weight has one entry for each expert. With more ranks than
-    # experts torchtitan shards such a weight along dimension 1.
+    # FSDP shards dimension 0; with more ranks than experts, torchtitan shards experts along 1
     if weight.is_expert and expert > 1:
-        # Expert parallelism first divides the experts among groups of ranks. FSDP then shards the experts of a group over the group's ranks.
-        # The group does not include the ranks of other data-parallel replicas, because FSDP does not shard over replicas.
+        # experts are divided among groups of ranks, in which FSDP shards them, without replicas
         local[0] = -(-local[0] // expert)
         shard = shard * tensor // expert
         sharded_dim = int(shard * expert > weight.shape[0])
@@ -202,10 +192,8 @@ def _local_shape(weight: Weight, config: TrainerConfig, *, gathered: bool = Fals
 
 
 def _activations(config: TrainerConfig) -> int:
-    """Bytes of activations and of other temporary tensors.
-
-    The activations are those that are saved for the backward pass, and those of the block that is running. The other tensors are the input
-    of the head, the gradient of this input, a chunk of logits, the weights that FSDP has gathered, and the gradients of these weights.
+    """Bytes of temporary tensors: activations saved and of the running block, the head's input and
+    its gradient, a chunk of logits, gathered weights and their gradients.
     """
     model = config.model
     parallel = config.parallelism
@@ -225,18 +213,17 @@ def _activations(config: TrainerConfig) -> int:
     if config.optimizer is None:
         kept = 0.0
     blocks = positions * size * (kept * _microbatches_held(config) + running)
-    hidden = positions * model.hidden_size * (size + FLOAT32)  # the input of the head, and its gradient
+    hidden = positions * model.hidden_size * (size + FLOAT32)  # the head's input, and its gradient
     num_outputs = model.vocab_size if config.head == "logprobs" else 1
     logits = 4 * size * min(config.logprob_chunk_tokens, positions) * num_outputs / tensor
     return int(blocks + hidden + logits + _gathered(config, size))
 
 
 def _microbatches_held(config: TrainerConfig) -> float:
-    """Largest amount of saved activations on the first rank of a pipeline. The unit is the activations of one microbatch in all blocks.
+    """Most activations saved on a pipeline's first rank, in units of one microbatch in all blocks.
 
-    The first of p ranks begins with forwards only: p - 1 forwards if each rank has one stage, or p (v - 1) + 2 (p - 1) forwards of one
-    stage each if each rank has v > 1 stages. After them the rank alternates one forward and one backward. So it holds the activations of
-    the first forwards and of one more.
+    The first of p ranks begins with p - 1 forwards, or with v > 1 stages per rank p (v - 1) + 2 (p
+    - 1) of one stage each, then alternates forward and backward. So it holds those and one more.
     """
     ranks = config.parallelism.pipeline_parallel_degree
     if ranks == 1:
@@ -247,30 +234,26 @@ def _microbatches_held(config: TrainerConfig) -> float:
 
 
 def _saved_by_block(model: ModelConfig, layer: int, d: float, tensor: int, context: int) -> float:
-    """Number of elements that a block saves for each position of this rank.
+    """Elements that a block saves for each position of this rank.
 
-    d: number of elements of one position's hidden state on this rank. tensor, context: degrees of tensor and context parallelism. For
-    attention, context parallelism gathers the keys and values of whole rows.
+    d: of a hidden state on this rank. tensor, context: degrees. Context parallelism gathers the
+    keys and values of whole rows.
     """
     w = model.head_dim / tensor
     q = model.num_attention_heads * w
     kv = model.num_key_value_heads * w
-    # A block saves the four tensors of the hidden size that norms and projections read. It also saves the q, k and v that attention reads,
-    # and the output of attention twice. If q and k have norms, the block also saves q and k before their norms.
+    # Four tensors of the hidden size for norms and projections, attention's q, k and v, its output
+    # twice, and q and k before norms.
     before_norms = q + kv if model.has_qk_norm else 0
     attention = 4 * d + before_norms + (q + 2 * kv * context) + 2 * q
     if not model.has_experts(layer):
         return attention + 4 * model.intermediate_size / tensor
-    # Each expert that a token is routed to reads a copy of the token's hidden state and writes a hidden state.
+    # each expert of a token reads a copy of its hidden state and writes one
     return attention + model.num_experts_per_tok * (2 * model.hidden_size + 4 * model.moe_intermediate_size) / tensor
 
 
 def _saved_selectively(model: ModelConfig, layer: int, d: float, tensor: int, context: int) -> float:
-    """Number of elements that a block saves for each position with activation_checkpointing="selective".
-
-    These are the block's input, the tensors of attention, and the results of every second matrix product. The arguments are those of
-    _saved_by_block.
-    """
+    """_saved_by_block with "selective": input, attention, every second product."""
     w = model.head_dim / tensor
     q = model.num_attention_heads * w
     kv = model.num_key_value_heads * w
@@ -278,17 +261,17 @@ def _saved_selectively(model: ModelConfig, layer: int, d: float, tensor: int, co
 
 
 def _width(model: ModelConfig, layer: int) -> int:
-    """Inner width of the MLP. In a block with experts it is the sum of the widths of one token's experts."""
+    """Inner width of the MLP, or of all of a token's experts."""
     if model.has_experts(layer):
         return model.num_experts_per_tok * model.moe_intermediate_size
     return model.intermediate_size
 
 
 def _gathered(config: TrainerConfig, size: int) -> float:
-    """Bytes of the weights that FSDP has gathered in the compute dtype, and of their float32 gradients before these are reduced.
+    """Bytes of weights that FSDP has gathered, and of their float32 gradients before the reduction.
 
-    FSDP holds the whole embedding, the whole head and two whole blocks at a time. In a pipeline a rank holds the whole gradients of all its
-    parts until the call ends. By torchtitan's default the rank also holds all its weights whole.
+    FSDP holds embedding, head and two blocks whole at a time; in a pipeline all gradients until the
+    call ends, and by torchtitan's default all weights.
     """
     parallel = config.parallelism
     is_whole = parallel.data_parallel_shard_degree * parallel.context_parallel_degree == 1
@@ -303,10 +286,7 @@ def _gathered(config: TrainerConfig, size: int) -> float:
 
 
 def _gathered_elements(config: TrainerConfig, *, all_blocks: bool, only_trained: bool) -> int:
-    """Number of elements that FSDP has gathered at the same time.
-
-    The elements outside the blocks always count. If all_blocks is True, every block counts. Otherwise only the largest block counts, twice.
-    """
+    """Elements gathered at the same time: outside the blocks, and all blocks or twice the largest."""
     outside = 0
     blocks = []
     for layer, weights in _held_parts(config):

@@ -1,7 +1,4 @@
-"""Dimensions of a model. This module reads them from Hugging Face's config.json, and writes such files.
-
-ARCHITECTURES lists the supported kinds of models.
-"""
+"""Dimensions of a model, from and to Hugging Face's config.json, of the kinds in ARCHITECTURES."""
 
 import json
 import math
@@ -14,22 +11,21 @@ from rl_actors.json_files import read_object
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A kind of decoder: its class in transformers, and its differences from the other kinds."""
+    """A kind of decoder."""
 
     hf_class: str
-    has_qk_norm: bool  # True: the heads of queries and keys are normalized
-    required: tuple[tuple[str, object], ...] = ()  # entries that config.json must have, with their values
+    has_qk_norm: bool
+    required: tuple[tuple[str, object], ...] = ()  # required in config.json
 
 
 ARCHITECTURES = {
     "qwen3": Architecture(hf_class="Qwen3ForCausalLM", has_qk_norm=True),
     "qwen3_moe": Architecture(hf_class="Qwen3MoeForCausalLM", has_qk_norm=True),
     "llama": Architecture(hf_class="LlamaForCausalLM", has_qk_norm=False),
-    # Sliding windows are not supported. The value null (None) of sliding_window switches them off. Without the entry
-    # transformers would use a window of 4096.
+    # no sliding window, the only supported value; without the entry transformers would use 4096
     "mistral": Architecture(hf_class="MistralForCausalLM", has_qk_norm=False, required=(("sliding_window", None),)),
 }
-"""Each key is a value of model_type in config.json."""
+"""By model_type in config.json."""
 
 MOE_FIELDS = frozenset(
     {
@@ -41,7 +37,7 @@ MOE_FIELDS = frozenset(
         "mlp_only_layers",
     }
 )
-"""Fields that only the config.json of a mixture of experts has."""
+"""Only in the config.json of a mixture of experts."""
 
 SUPPORTED_VALUES = {
     "attention_bias": False,
@@ -49,21 +45,20 @@ SUPPORTED_VALUES = {
     "hidden_act": "silu",
     "use_sliding_window": False,
 }
-"""Entries of config.json for which only one value is supported. They may be missing."""
+"""Entries of config.json with one supported value. They may be missing."""
 
 
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL_LENGTH)
-"""Entries that the rotary embedding in config.json must have if its rope_type is llama3."""
+"""Required with rope_type llama3."""
 
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """Dimensions of a Qwen3 (dense or a mixture of experts), a Llama or a Mistral. The fields are named as in Hugging Face's config.json."""
+    """Dimensions of a Qwen3 (dense or experts), a Llama or a Mistral, named as in config.json."""
 
     architecture: Literal["qwen3", "llama", "mistral"] = "qwen3"
-    """Kind of decoder. It is the model_type in config.json, except that config.json says qwen3_moe for a Qwen3 with
-    experts."""
+    """Kind of decoder: config.json's model_type, without _moe."""
     vocab_size: int = 151_936
     """Number of tokens in the vocabulary."""
     hidden_size: int = 1024
@@ -83,27 +78,28 @@ class ModelConfig:
     rope_theta: float = 1_000_000.0
     """Base of the rotary embedding."""
     rope_scaling: dict[str, float] = field(default_factory=dict)
-    """Llama 3's scaling of the rotary embedding: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings.
-    Empty: the rotary embedding is not scaled."""
+    """Llama 3's scaling of the rotary embedding: factor, low_freq_factor, high_freq_factor,
+    original_max_position_embeddings. Empty: none.
+    """
     rms_norm_eps: float = 1e-6
-    """Small number that every RMSNorm adds to the mean square."""
+    """Added to the mean square by every RMSNorm."""
     tie_word_embeddings: bool = True
     """True: the output projection is the embedding matrix."""
     num_experts: int = 0
-    """Number of experts of a mixture-of-experts block. 0: every block has one MLP and no experts."""
+    """Experts of a mixture-of-experts block. 0: no experts."""
     num_experts_per_tok: int = 8
-    """Number of experts that a token is routed to."""
+    """Experts that a token is routed to."""
     moe_intermediate_size: int = 768
     """Inner width of one expert."""
     norm_topk_prob: bool = True
-    """True: the router's weights for a token's experts are scaled to sum to 1."""
+    """Scale the router's weights of a token's experts to sum to 1."""
     decoder_sparse_step: int = 1
-    """Distance between two blocks with experts. 1: every block has experts. 2: every second block has experts."""
+    """Distance between blocks with experts. 1: every block."""
     mlp_only_layers: tuple[int, ...] = ()
-    """Blocks, counted from 0, that have one MLP and no experts, whatever decoder_sparse_step says."""
+    """Blocks, from 0, that never have experts."""
 
     def require_same(self, path: str) -> None:
-        """Raises ValueError listing every dimension that differs from the config.json of a Hugging Face directory."""
+        """Raises ValueError listing the dimensions that differ from those in `path`."""
         found = ModelConfig.from_hf(path)
         differing = []
         for name in self.__dataclass_fields__:
@@ -116,7 +112,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, path: str | Path) -> "ModelConfig":
-        """Read config.json of a Hugging Face directory. Raises ValueError naming the entry if the model is not supported."""
+        """Read config.json of a directory. Raises ValueError if the model is not supported."""
         file = Path(path) / "config.json"
         if not file.is_file():
             raise ValueError(f"{path} holds no config.json, so it is not a Hugging Face model directory")
@@ -148,7 +144,7 @@ class ModelConfig:
         return cls(**{name: values[name] for name in names})
 
     def to_hf(self) -> dict[str, object]:
-        """The content of config.json for transformers and vLLM."""
+        """config.json for transformers and vLLM."""
         model_type = self.model_type
         content: dict[str, object] = {
             "architectures": [ARCHITECTURES[model_type].hf_class],
@@ -168,14 +164,13 @@ class ModelConfig:
                 value = getattr(self, name)
                 content[name] = list(value) if isinstance(value, tuple) else value
         if self.rope_scaling:
-            # transformers and vLLM take only an integer for this entry.
+            # transformers and vLLM take only an integer
             length = {ORIGINAL_LENGTH: int(self.rope_scaling[ORIGINAL_LENGTH])}
             content["rope_scaling"] = {"rope_type": "llama3", **self.rope_scaling, **length}
         return content
 
     @property
     def model_type(self) -> str:
-        """The name of the architecture in config.json."""
         return f"{self.architecture}_moe" if self.num_experts else self.architecture
 
     @property
@@ -183,20 +178,17 @@ class ModelConfig:
         return ARCHITECTURES[self.model_type].has_qk_norm
 
     def save(self, directory: str | Path) -> None:
-        """Write config.json into the directory. A generator needs this file and the weights, and no other files."""
+        """Write config.json, all that a generator needs but the weights."""
         Path(directory).mkdir(parents=True, exist_ok=True)
         (Path(directory) / "config.json").write_text(json.dumps(self.to_hf(), indent=2) + "\n")
 
     def has_experts(self, layer: int) -> bool:
-        """True if block `layer`, counted from 0, routes tokens to experts.
-
-        The rule is the same as in transformers' Qwen3Moe.
-        """
+        """True if block `layer`, from 0, has experts, by the rule of transformers' Qwen3Moe."""
         is_sparse = self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
         return is_sparse and layer not in self.mlp_only_layers
 
     def validate(self) -> None:
-        """Raises ValueError naming the value and the limit if no model can have these dimensions."""
+        """Raises ValueError if no model can have these dimensions."""
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -233,9 +225,8 @@ class ModelConfig:
 
 
 def _rope(file: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """rope_theta and rope_scaling from the content of a config.json."""
-    # transformers 5 writes the settings of the rotary embedding into the entry rope_parameters. Older files have the
-    # entry rope_scaling instead. In rope_scaling the kind of scaling is called rope_type or type.
+    """rope_theta and rope_scaling from a config.json."""
+    # rope_parameters since transformers 5, rope_scaling before, with rope_type or type
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     theta = rope.get("rope_theta", values.get("rope_theta", 10_000.0))
     rope_type = rope.get("rope_type", rope.get("type", "default"))
@@ -250,7 +241,7 @@ def _rope(file: Path, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """The content of a config.json. Missing entries get transformers' defaults."""
+    """Missing entries get transformers' defaults."""
     completed = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, **values}
     if values["model_type"] == "mistral":
         completed.setdefault("num_key_value_heads", 8)
@@ -263,7 +254,7 @@ def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_defaults_of_experts(values: dict[str, Any]) -> dict[str, Any]:
-    """The content of the config.json of a mixture of experts. Missing entries get the defaults of transformers' Qwen3Moe."""
+    """Missing entries get the defaults of transformers' Qwen3Moe."""
     completed = {
         "norm_topk_prob": False,
         "decoder_sparse_step": 1,

@@ -1,8 +1,7 @@
-"""Checks of the arguments of a call to a trainer or a generator. The client runs these checks before it sends the call.
-The trainer's ranks and the generator run the same functions, so they refuse the same calls as the client.
+"""Checks of a call's arguments, by the client before it sends it, again by ranks and generator.
 
-A column of a sample is a named tensor with values for each position, such as advantages. T is the number of positions
-of a sample. K is the number of ids at each position in the column target_ids, and of weights in target_weights.
+T positions of a sample, K ids of a position in target_ids and weights in target_weights. "Raises
+ValueError" below includes TypeError for a wrong type.
 """
 
 import math
@@ -34,11 +33,9 @@ def validate_samples(
     max_call_bytes: int,
     head: str = "logprobs",
 ) -> None:
-    """Raises ValueError (TypeError for a wrong type) if a trainer cannot take the samples or the loss. The error names
-    the sample, the value and the limit.
+    """Raises ValueError if a trainer cannot take the samples or the loss.
 
-    loss: None if the trainer computes no loss in the call. The samples may then have any columns.
-    head: what the trainer's model computes: "logprobs", or "values" for a value model.
+    loss: None: no loss, and any columns. head: what the model computes, "logprobs" or "values".
     """
     if loss is not None and output_of(loss) != head:
         raise ValueError(f"{name_of(loss)} reads {output_of(loss)}, but head={head!r}: the model computes {head}")
@@ -51,7 +48,7 @@ def validate_samples(
     checked_names = None
     for index, sample in enumerate(samples):
         _validate_shapes(f"sample {index}", sample, max_sequence_length)
-        # Most samples of a call have the same columns as the sample before, so the names of columns are checked only when they change.
+        # only when they change, which is rare
         if sample.columns.keys() != checked_names:
             checked_names = sample.columns.keys()
             _validate_names(f"sample {index}", set(checked_names), loss, required, optional)
@@ -65,10 +62,9 @@ def validate_samples(
 def _validate_names(
     where: str, names: set[str], loss: Loss | None, required: frozenset[str], optional: frozenset[str] | None
 ) -> None:
-    """Raises ValueError if a sample lacks a column that the loss needs, or has a column that the loss does not read.
+    """Raises ValueError if a sample lacks a column of the loss, or has one that it does not read.
 
-    where: the name of the sample in error texts. names: the names of its columns.
-    required, optional: the columns of the loss. If `optional` is None, the sample may have any other columns.
+    optional: None: any others are allowed.
     """
     missing = required - names
     if missing:
@@ -82,10 +78,7 @@ def _validate_names(
 
 
 def _validate_shared(samples: Sequence[Sample], optional: frozenset[str]) -> None:
-    """Raises ValueError unless all samples of a call have the same optional columns and the same K.
-
-    optional: the optional columns of the loss. The columns in TOP_K_COLUMNS are always checked.
-    """
+    """Raises ValueError unless all samples have the same of these columns, and the same K."""
     first = samples[0].columns
     shared = optional | set(TOP_K_COLUMNS)
     for index, sample in enumerate(samples):
@@ -102,11 +95,10 @@ def _validate_shared(samples: Sequence[Sample], optional: frozenset[str]) -> Non
 
 
 def _validate_top_k(index: int, sample: Sample, first: Mapping[str, Tensor], *, needs_weights: bool) -> None:
-    """Raises ValueError if target_ids and target_weights of a sample have different K, if their K is not that of the
-    first sample, or if the sample has target_weights without target_ids.
+    """Raises ValueError if target_ids and target_weights differ in K from each other or the first
+    sample, or one is missing.
 
-    first: the columns of the first sample.
-    needs_weights: True if the loss reads target_weights. A sample with target_ids must then have target_weights, too.
+    needs_weights: target_ids need target_weights too.
     """
     sizes = {name: sample.columns[name].shape[1] for name in TOP_K_COLUMNS if name in sample.columns}
     if len(set(sizes.values())) > 1:
@@ -167,7 +159,7 @@ def _validate_column(where: str, name: str, column: Tensor, length: int) -> None
 
 
 def _require_dense(where: str, tensor: Tensor) -> None:
-    # A nested or quantized tensor has a layout of its own, or a dtype that the check of dtypes refuses.
+    # nested and quantized tensors have another layout, or a dtype that is refused
     if tensor.layout != torch.strided or not tensor.is_cpu:
         raise ValueError(
             f"{where} has layout {tensor.layout} and device {tensor.device}; it must be a dense tensor on the CPU"
@@ -175,16 +167,14 @@ def _require_dense(where: str, tensor: Tensor) -> None:
 
 
 class _BadValue(NamedTuple):
-    """The first bad value in the samples of a call, with the index of its sample and its position there."""
-
     sample: int
     position: int
     value: float
 
 
 def _validate_values(samples: Sequence[Sample], vocab_size: int) -> None:
-    """Raises ValueError unless all tokens and target_ids are ids of the vocabulary, all targets are ids of the
-    vocabulary or IGNORE_TARGET, and all columns are finite.
+    """Raises ValueError for ids outside the vocabulary, but IGNORE_TARGET in targets, and columns
+    that are not finite.
     """
     limit = f"ids are 0 to {vocab_size - 1} (vocab_size={vocab_size})"
 
@@ -212,7 +202,7 @@ def _validate_values(samples: Sequence[Sample], vocab_size: int) -> None:
 
 
 def _tensors_of(column: str, samples: Sequence[Sample]) -> dict[int, Tensor]:
-    """{index of a sample: its column of this name}, for the samples that have such a column."""
+    """The samples' columns of this name, by index."""
     return {index: sample.columns[column] for index, sample in enumerate(samples) if column in sample.columns}
 
 
@@ -221,11 +211,10 @@ def _is_not_finite(values: np.ndarray) -> np.ndarray:
 
 
 def _first_bad(is_bad: Callable[[np.ndarray], np.ndarray], tensors: Mapping[int, Tensor]) -> _BadValue | None:
-    """The first bad value in the tensors, or None.
+    """The first bad value, or None.
 
-    The function first checks all tensors together, because this is faster. It checks them one by one only if some value
-    is bad. The checks use numpy, because torch would check a large tensor with a thread for every core of the host. Waking
-    these threads can take longer than a training step.
+    All tensors at once, which is faster. By numpy: torch would wake a thread for every core, which
+    can take longer than a training step.
     """
     if not tensors or not is_bad(torch.cat(list(tensors.values())).detach().numpy()).any():
         return None
@@ -237,20 +226,13 @@ def _first_bad(is_bad: Callable[[np.ndarray], np.ndarray], tensors: Mapping[int,
 
 
 def require_optimizer(call: str, optimizer: object | None) -> None:
-    """Raises ValueError if the trainer has no optimizer.
-
-    call: name of a call that needs one, because it trains, or because it reads or writes the optimizer's state.
-    """
+    """Raises ValueError without an optimizer."""
     if optimizer is None:
         raise ValueError(f"{call} is not possible with optimizer=None: this trainer only infers")
 
 
 def require_tenant(name: str, seed: int, lora_rank: int) -> None:
-    """Raises ValueError or TypeError if a trainer cannot have a new tenant of this name and seed.
-
-    A tenant is one of several training runs that share a trainer. Each tenant has adapters of its own.
-    lora_rank: LoRA rank of the trainer's adapters. 0: the trainer has no adapters.
-    """
+    """Raises ValueError if a trainer cannot have this new tenant. lora_rank: 0: it has no adapters."""
     if not isinstance(name, str) or not _is_integer(seed):
         raise TypeError(f"new_tenant({name!r}, seed={seed!r}); name must be a str, seed an integer")
     if not name:
@@ -264,12 +246,9 @@ def require_tenant(name: str, seed: int, lora_rank: int) -> None:
 
 
 def validate_optimizer_arguments(config: "OptimizerConfig") -> None:
-    """Try to build the config's optimizer, for a 2 x 2 parameter. Raises ValueError with the constructor's message if
-    the constructor refuses the arguments. Also raises ValueError if the constructor makes no torch.optim.Optimizer.
-    """
+    """Raises ValueError unless the constructor makes a torch.optim.Optimizer from these arguments."""
     if config.name in ("AdamW", "Adam") and not config.arguments:
-        # Without arguments there is nothing to check. When a process makes its first optimizer, torch imports its
-        # compiler, which takes 1 s. The early return saves this second.
+        # nothing to check; a process's first optimizer takes 1 s, for torch imports its compiler
         return
     make = pkgutil.resolve_name(config.name) if ":" in config.name else getattr(torch.optim, config.name)
     try:
@@ -283,9 +262,9 @@ def validate_optimizer_arguments(config: "OptimizerConfig") -> None:
 
 
 def require_gpus(config: "TrainerConfig", name: str = "") -> None:
-    """Raises ValueError if the ranks take GPUs that this program does not see. Does nothing on a machine without GPUs.
+    """Raises ValueError if the ranks take GPUs that this program does not see, if it sees any.
 
-    name: the model's name in a run, such as "critic". The error text then names the field critic.gpu.
+    name: the model's name in a run, such as "critic", for the error text.
     """
     gpus = config.gpus()
     count = torch.cuda.device_count()
@@ -300,9 +279,9 @@ def require_gpus(config: "TrainerConfig", name: str = "") -> None:
 
 
 def require_gpu(config: "GeneratorConfig", num_hosts: int = 1) -> None:
-    """Raises ValueError if this program does not see the generator's GPUs. Does nothing on a machine without GPUs.
+    """Raises ValueError if this program does not see the generator's GPUs, if it sees any.
 
-    num_hosts: number of hosts over which the replicas are spread. Every host must have as many GPUs as this machine.
+    num_hosts: those of the replicas, with as many GPUs each as this machine.
     """
     count = torch.cuda.device_count()
     if not torch.cuda.is_available():
@@ -322,27 +301,24 @@ def require_gpu(config: "GeneratorConfig", num_hosts: int = 1) -> None:
 
 
 HYPERPARAMETERS = {"beta1": "betas", "beta2": "betas", "eps": "eps", "weight_decay": "weight_decay"}
-"""Fields of OptimParams that an optimizer may lack. Each field is mapped to its key in torch's parameter groups."""
+"""Fields of OptimParams that an optimizer may lack -> keys of torch's parameter groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """The type and the range that a value must have."""
-
     has_type: Callable[[object], bool]
-    is_in_range: Callable[[Any], bool]  # called only with a value of that type
-    words: str  # the type and the range in words, for error texts
+    is_in_range: Callable[[Any], bool]  # of a value of that type
+    words: str  # for error texts
 
     def require(self, name: str, value: object) -> None:
-        """Raises TypeError or ValueError naming the value and the limit."""
+        """Raises TypeError or ValueError."""
         if not self.has_type(value):
             raise TypeError(f"{name}={value!r}; it must be {self.words}")
         if not self.is_in_range(value):
             raise ValueError(f"{name}={value!r}; it must be {self.words}")
 
 
-# In Python True and False are instances of int. These two functions refuse them, because a caller who passes a bool as
-# a number has made a mistake.
+# a bool in the place of a number is a mistake
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -354,7 +330,7 @@ def _is_number(value: object) -> bool:
 _AT_LEAST_ZERO = _Limit(_is_number, lambda x: 0 <= x < math.inf, "a finite number of at least 0")
 _DECAY = _Limit(_is_number, lambda x: 0 <= x < 1, "a number in [0, 1)")
 _POSITIVE = _Limit(_is_number, lambda x: 0 < x < math.inf, "a positive, finite number")
-# Logits are divided by it: below this range the quotient overflows, and above it every token is equally likely.
+# Logits are divided by it: lower it overflows, higher all tokens are equally likely.
 _TEMPERATURE = _Limit(_is_number, lambda x: 1e-6 <= x <= 1e6, "a positive, finite number from 1e-06 to 1e+06")
 _POSITIVE_OR_NONE = _Limit(
     lambda x: x is None or _is_number(x),
@@ -374,12 +350,12 @@ OPTIM_LIMITS = {
 _COUNT = _Limit(_is_integer, lambda x: x >= 1, "an integer of at least 1")
 _INDEX = _Limit(_is_integer, lambda x: x >= 0, "an integer of at least 0")
 MAX_TOP_LOGPROBS = 20
-"""Largest number of top logprobs that vLLM returns for a position."""
+"""vLLM's limit."""
 _TOP = _Limit(_is_integer, lambda x: 0 <= x <= MAX_TOP_LOGPROBS, f"an integer, 0 to {MAX_TOP_LOGPROBS}")
 SAMPLING_LIMITS = {
     "max_tokens": _COUNT,
     "n": _COUNT,
-    # At a temperature between 0 and 0.01 vLLM would sample at 0.01, and only log a warning.
+    # between 0 and 0.01 vLLM would sample at 0.01, and only warn
     "temperature": _Limit(_is_number, lambda x: x == 0 or 0.01 <= x <= 2, "a number: 0 (greedy) or in [0.01, 2]"),
     "top_p": _Limit(_is_number, lambda x: 0 < x <= 1, "a number in (0, 1]"),
     "top_k": _INDEX,
@@ -397,10 +373,7 @@ _TIMEOUT = _Limit(_is_number, lambda x: x >= 0, "a number of seconds, at least 0
 
 
 def supported_hyperparameters(param_group: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keys of HYPERPARAMETERS that an optimizer with this parameter group has.
-
-    An eps that is a pair, as in Adafactor, does not count.
-    """
+    """The keys of HYPERPARAMETERS in this parameter group. Adafactor's eps, a pair, does not count."""
     has_betas = len(param_group.get("betas", ())) == 2
     supported = []
     for name, key in HYPERPARAMETERS.items():
@@ -413,10 +386,9 @@ def supported_hyperparameters(param_group: Mapping[str, Any]) -> tuple[str, ...]
 def validate_optim_params(
     params: OptimParams, optimizer: str | None = None, supported: Collection[str] = tuple(HYPERPARAMETERS)
 ) -> None:
-    """Raises ValueError (TypeError for a wrong type) if a field is out of range, or if a field that the optimizer does
-    not have differs from its default. The error names the field, its value and the limit.
+    """Raises ValueError for a field out of range, or not at its default if the optimizer lacks it.
 
-    optimizer: name of the optimizer, for error texts. supported: the fields of HYPERPARAMETERS that it has.
+    optimizer: its name, for error texts. supported: its fields of HYPERPARAMETERS.
     """
     if not isinstance(params, OptimParams):
         raise TypeError(f"params is a {type(params).__name__}; it must be OptimParams")
@@ -433,19 +405,12 @@ def validate_optim_params(
 
 
 def validate_prompts(prompts: Sequence[Sequence[int]], *, max_model_len: int, vocab_size: int) -> None:
-    """Raises ValueError (TypeError for a wrong type) if the generator cannot take a prompt. The error names the prompt,
-    the value and the limit.
-
-    A prompt must be shorter than max_model_len, which is the limit of a prompt with its completion. A completion has at
-    least one token.
-    """
+    """Raises ValueError if the generator cannot take a prompt, which must leave room for one token."""
     _validate_ids("prompt", prompts, max_model_len - 1, max_model_len, vocab_size)
 
 
 def validate_sequences(sequences: Sequence[Sequence[int]], *, max_model_len: int, vocab_size: int) -> None:
-    """Raises ValueError (TypeError for a wrong type) if the generator cannot compute the logprobs of a sequence. The
-    error names the sequence, the value and the limit.
-    """
+    """Raises ValueError if the generator cannot compute the logprobs of a sequence."""
     _validate_ids("sequence", sequences, max_model_len, max_model_len, vocab_size)
 
 
@@ -465,16 +430,12 @@ def _validate_ids(what: str, lists: Sequence[Sequence[int]], longest: int, max_m
 
 
 def _are_integers(ids: Iterable[object]) -> bool:
-    # A prompt has thousands of tokens, but they have few types. So each type is checked only once.
+    # each type once: a prompt has thousands of tokens, of few types
     return all(issubclass(kind, int) and kind is not bool for kind in set(map(type, ids)))
 
 
 def validate_sampling_params(params: SamplingParams, *, vocab_size: int | None = None) -> None:
-    """Raises ValueError (TypeError for a wrong type) if a parameter is out of range. The error names the parameter, its
-    value and the limit.
-
-    vocab_size: None if the size is not known yet. Ids are then not compared with it.
-    """
+    """Raises ValueError for a parameter out of range. vocab_size: None: not known yet."""
     if not isinstance(params, SamplingParams):
         raise TypeError(f"params is a {type(params).__name__}; it must be SamplingParams")
     for name, limit in SAMPLING_LIMITS.items():
@@ -492,24 +453,22 @@ def validate_sampling_params(params: SamplingParams, *, vocab_size: int | None =
 
 
 def validate_pull(version: int, timeout: float) -> None:
-    """Raises ValueError (TypeError for a wrong type) if an argument of a pull is out of range. The error names the
-    argument, its value and the limit.
-    """
+    """Raises ValueError for an argument of a pull out of range."""
     _INDEX.require("version", version)
     _TIMEOUT.require("timeout", timeout)
 
 
 SEEDS = 1 << 31
-"""Seeds of configs are below this number. numpy, which vLLM seeds with a sum of two of them, takes seeds below 2**32."""
+"""Configs' seeds are below this: numpy, seeded by vLLM with a sum of two, takes them below 2**32.
+"""
 
 
 def require_seed(name: str, value: int) -> None:
-    """Raises ValueError naming the field, its value and the limit."""
     if not 0 <= value < SEEDS:
         raise ValueError(f"{name}={value}; it must be at least 0 and below 2**31")
 
 
 def require_config(call: str, config: object, expected: type) -> None:
-    """Raises TypeError naming both types if `config` is not an instance of `expected`."""
+    """Raises TypeError if `config` is not an `expected`."""
     if not isinstance(config, expected):
         raise TypeError(f"config is a {type(config).__name__}; {call} takes a {expected.__name__}")

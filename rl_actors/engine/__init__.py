@@ -1,4 +1,4 @@
 """The trainer on one rank. This package uses neither Monarch nor vLLM."""
 
-# cpu.py sets torchtitan's device. Some modules of torchtitan copy the device when they are imported, so cpu.py must be imported first.
+# First, because modules of torchtitan copy the device when they are imported, and cpu.py sets it.
 import rl_actors.engine.cpu  # noqa: F401

@@ -1,11 +1,8 @@
-"""Turn one planned microbatch into tensors of whole rows. packing.py makes the plan. context_parallel.py selects a rank's part of the rows.
+"""Turns one planned microbatch into tensors of whole rows.
 
-Letters in shapes and in names of tensors: a packed tensor has B rows of length L. A tensor with one sample in each row
-has S rows of length T. N is the number of positions of all samples together. P is the number of pieces. A piece is a
-sample, or the padding at the end of a row.
-
-A column is a named tensor of a sample, such as advantages, with an entry for each position. The columns in TOP_K_COLUMNS,
-such as target_ids, have K numbers in each entry. All other columns have one number.
+Packed tensors have B rows of length L, tensors with one sample in each row S rows of length T. N
+positions of all samples, P pieces (a sample, or the padding at the end of a row), K ids of a
+position.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,17 +18,17 @@ from rl_actors.engine.packing import Microbatch
 from rl_actors.types import IGNORE_TARGET, TOP_K_COLUMNS, Sample, column_dtype
 
 Span = tuple[int, int, int, int]
-"""(index of a sample, index of its row, start, end). The sample has the positions from start to end - 1 of the row."""
+"""(index of a sample, index of its row, start, end)."""
 
 AttentionMasks: TypeAlias = Tensor | BlockMask | VarlenMetadata
-"""The argument that tells the attention layers where documents begin. A token attends only to tokens of its own document. A document is a
-sample, one padded token, or all the padding of a row; see make_batch. On a CPU the argument is a dense mask. On a GPU it is flex attention's
-block mask, or the boundaries of the documents for FlashAttention."""
+"""What tells the attention layers where documents begin (see make_batch): on a CPU a dense mask, on
+a GPU flex attention's block mask, or boundaries for FlashAttention.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """A microbatch of whole rows. BatchShard in context_parallel.py holds only the positions of one context-parallel rank."""
+    """A microbatch of whole rows. BatchShard has a context-parallel rank's part of them."""
 
     tokens_BL: Tensor
     targets_BL: Tensor  # IGNORE_TARGET at padding
@@ -40,38 +37,35 @@ class PackedBatch:
     columns: dict[str, Tensor]  # [B, L], for TOP_K_COLUMNS [B, L, K]; 0 where the target is IGNORE_TARGET
     is_padding_BL: Tensor  # bool
     spans: list[Span]
-    # Indices of the samples' positions in the flattened whole rows, in the order of `spans`. This tensor is on the host.
+    # On the host: index of each sample position in the flattened whole rows, in the order of
+    # `spans`.
     index_N: Tensor
-    to_device: Callable[[Tensor], Tensor]  # copies a tensor of the host to this rank's device
+    to_device: Callable[[Tensor], Tensor]
     attention_masks: AttentionMasks | None = None
 
     def row_per_sample(self) -> "RowPerSample":
-        """An object that moves values from packed rows to rows that hold one sample each, and back. A loss that must see whole
-        samples needs this object.
-        """
+        """For losses that must see whole samples."""
         return RowPerSample(self, self.tokens_BL.shape)
 
-    # A rank that holds whole rows has nothing to exchange with other ranks. BatchShard overrides the next three methods.
+    # BatchShard overrides the next three.
 
     def gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Takes values at the positions that this rank holds. Returns the values of the whole rows."""
+        """Values at the positions of this rank -> values of the whole rows."""
         return dict(values)
 
     def take(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Takes values of the whole rows. Returns the values at the positions that this rank holds."""
+        """Values of the whole rows -> values at the positions of this rank."""
         return dict(values)
 
     def reports_whole_rows(self) -> bool:
-        """True on one context-parallel rank. All context-parallel ranks compute the same metrics of whole rows, so only
-        that rank reports them.
-        """
+        """True on the one context-parallel rank that reports metrics of whole rows."""
         return True
 
 
 class RowPerSample:
-    """Moves values from packed rows [B, L, ...] to rows with one sample each [S, T, ...], and back. The rows have zeros after their sample.
+    """Moves values from packed rows [B, L, ...] to rows of one sample [S, T, ...], and back.
 
-    If there are no samples, S is 1 and T is L, so that the loss still gets tensors with rows and positions.
+    Padded with zeros. Without samples S is 1 and T is L, so that a loss still gets rows.
     """
 
     def __init__(self, batch: PackedBatch, shape: torch.Size) -> None:
@@ -82,31 +76,28 @@ class RowPerSample:
         is_inside_ST = torch.arange(longest) < lengths_S[:, None]
         index_ST = torch.zeros(is_inside_ST.shape, dtype=torch.int64)
         index_ST[is_inside_ST] = batch.index_N
-        # The host knows the lengths, so the host makes the indices. A mask on the device is a bad index: the host would
-        # have to wait until the device has counted the True entries of the mask.
+        # made on the host: indexing by a mask on the device would wait for the count of its True
+        # entries
         self.index_ST = batch.to_device(index_ST)
         self.is_inside_ST = batch.to_device(is_inside_ST)
         self.index_N = batch.to_device(batch.index_N)
         self.filled_N = batch.to_device(is_inside_ST.flatten().nonzero()[:, 0])
 
     def unpack(self, values_BL: Tensor) -> Tensor:
-        """The values [B, L, ...] as [S, T, ...], with zeros after the end of each sample."""
+        """[B, L, ...] -> [S, T, ...], with zeros after each sample."""
         values_ST = values_BL.flatten(0, 1)[self.index_ST]
         is_inside_ST = self.is_inside_ST.view(*self.is_inside_ST.shape, *[1] * (values_ST.ndim - 2))
         return torch.where(is_inside_ST, values_ST, 0)
 
     def pack(self, values_ST: Tensor) -> Tensor:
-        """The values [S, T, ...] as [B, L, ...], with zeros at padding."""
+        """[S, T, ...] -> [B, L, ...], with zeros at padding."""
         packed_N = values_ST.new_zeros(self.shape.numel(), *values_ST.shape[2:])
         packed_N[self.index_N] = values_ST.flatten(0, 1)[self.filled_N]
         return packed_N.unflatten(0, self.shape)
 
 
 class _Pieces:
-    """The rows of a microbatch as one sequence of pieces. A piece is a sample, or the padding after the last sample of its row.
-
-    Every row has a piece of padding, which may have the length 0.
-    """
+    """The rows as one sequence of pieces. A row ends with a piece of padding, maybe of length 0."""
 
     def __init__(self, samples: Sequence[Sample], microbatch: Microbatch) -> None:
         self.shape = (len(microbatch.rows), microbatch.row_length)
@@ -126,14 +117,11 @@ class _Pieces:
         self.lengths_P = torch.tensor(self.lengths)
 
     def spread(self, values_P: Tensor) -> Tensor:
-        """A tensor [B, L] that has each piece's value at all positions of the piece."""
+        """[B, L], with each piece's value at all its positions."""
         return values_P.repeat_interleave(self.lengths_P).view(self.shape)
 
     def lay(self, tensor_of: Callable[[Sample], Tensor | None], fill: Tensor) -> Tensor:
-        """A tensor [B, L, ...] that has the tensor of each sample at the sample's positions.
-
-        `fill` is the value at padding, and at the positions of samples for which tensor_of returns None.
-        """
+        """The samples' tensors as [B, L, ...], with `fill` at padding and for tensor_of's None."""
         laid: list[Tensor] = []
         for sample, length in zip(self.samples, self.lengths, strict=True):
             tensor = None if sample is None else tensor_of(sample)
@@ -150,11 +138,11 @@ def make_batch(
     column_names: Iterable[str],
     to_device: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> PackedBatch:
-    """Put the samples of a microbatch into rows. The position ids start at 0 in every sample.
+    """Put the samples of a microbatch into rows. Position ids start at 0 in every sample.
 
-    Every padded token has the position id 0. If position ids were counted along the padding, they could exceed the table of
-    the rotary embedding. Dense masks and flex attention's masks begin a document wherever the position id is 0, so every padded
-    token is a document of its own. For FlashAttention the padding of a row is one document (flash4.py).
+    Every padded token has the id 0, because counted ids could exceed the table of the rotary
+    embedding. So each is a document of its own, but for FlashAttention, where a row's padding is
+    one (flash4.py).
     """
     pieces = _Pieces(samples, microbatch)
     is_padding_BL = pieces.spread(torch.tensor([sample is None for sample in pieces.samples]))
@@ -166,7 +154,7 @@ def make_batch(
     columns: dict[str, Tensor] = {}
     for name in column_names:
         column = to_device(pieces.column(name, _absent(samples, name)))
-        # Columns are set to 0 where the target is IGNORE_TARGET, also at padding. So these positions add nothing to losses and metrics.
+        # so that these positions add nothing to losses and metrics
         columns[name] = column.masked_fill_(has_no_target_BL.view(*pieces.shape, *[1] * (column.ndim - 2)), 0)
     return PackedBatch(
         tokens_BL=to_device(pieces.lay(lambda sample: sample.tokens, torch.tensor(0))),
@@ -182,7 +170,7 @@ def make_batch(
 
 
 def _absent(samples: Sequence[Sample], name: str) -> Tensor:
-    """The value of a column at padding, and at positions of a sample without the column: a scalar 0, or K zeros for TOP_K_COLUMNS."""
+    """A column's value where there is none: a scalar 0, or K zeros for TOP_K_COLUMNS."""
     shape = (samples[0].columns[name].shape[1],) if name in TOP_K_COLUMNS else ()
     return torch.zeros(shape, dtype=column_dtype(name))
 
@@ -193,5 +181,5 @@ class ModelInputs(TypedDict):
 
 
 def model_inputs(batch: PackedBatch) -> ModelInputs:
-    """Keyword arguments of torchtitan's model. The model's positional argument is the tokens."""
+    """Keyword arguments of torchtitan's model."""
     return {"positions": batch.positions_BL, "attention_masks": batch.attention_masks}

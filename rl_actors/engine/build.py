@@ -1,8 +1,4 @@
-"""Build a trainer's model and optimizer from a TrainerConfig. torchtitan defines and parallelizes the model.
-
-The model is torchtitan's Qwen3 model. A Llama or a Mistral is built as a Qwen3 model without the norms of queries and
-keys. This module trains nothing.
-"""
+"""Builds a trainer's model and optimizer from a TrainerConfig, by torchtitan."""
 
 import math
 from collections.abc import Callable
@@ -51,18 +47,18 @@ from rl_actors.metrics import HostCopy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltModel:
-    model: nn.Module  # the whole model, sharded; in a pipeline the modules of this rank's stages
-    stages: list[PipelineStage]  # this rank's stages; empty if there is no pipeline
+    model: nn.Module  # the whole model, sharded; in a pipeline this rank's stages
+    stages: list[PipelineStage]  # this rank's; empty without a pipeline
     num_parameters: int  # of the whole model
     has_value_head: bool
-    optimizers: OptimizersContainer  # a NoOptimizers, which is empty, if the trainer only infers
+    optimizers: OptimizersContainer  # a NoOptimizers if the trainer only infers
     hyperparameters: Hyperparameters | None  # None if there is no optimizer
     parallel_dims: ParallelDims
     device: torch.device
     weights_device: torch.device  # of parameters, gradients and optimizer state: the CPU if fsdp_cpu_offload
     to_device: Callable[[torch.Tensor], torch.Tensor]
     to_host: type[HostCopy]
-    # Takes a batch of whole rows. Returns this rank's shard of the rows, with attention masks.
+    # whole rows -> this rank's shard, with attention masks
     shard_rows: Callable[[PackedBatch], PackedBatch]
     forward_context: Callable[[], AbstractContextManager[None]]  # torchtitan's context around forward and backward
     hf_adapter: Qwen3StateDictAdapter
@@ -72,11 +68,9 @@ class BuiltModel:
 def qwen3_config(
     model: ModelConfig, *, load_balance_coeff: float = 0.0, fuse_qkv: bool = True, head: HeadName = "logprobs"
 ) -> Qwen3Model.Config:
-    """torchtitan's config of a model with these dimensions.
+    """torchtitan's config of this model, from the functions that make its own Qwen3's layers.
 
-    The layers come from the functions that make the layers of torchtitan's own Qwen3 configs.
-    head: "values" makes an output layer with one output, whose weights begin at 0. "logprobs" makes one with vocab_size
-    outputs.
+    head="values" has one output, whose weights begin at 0.
     """
     is_tied = model.tie_word_embeddings and head == "logprobs"
     output = Linear.Config(in_features=model.hidden_size, out_features=model.vocab_size, param_init=_LINEAR_INIT)
@@ -102,7 +96,7 @@ def _norm(model: ModelConfig, size: int) -> RMSNorm.Config:
 
 
 def _layers(model: ModelConfig, load_balance_coeff: float, fuse_qkv: bool) -> list[TransformerBlock.Config]:
-    """The configs of the transformer blocks. Queries and keys have norms only if the model's architecture has them."""
+    """Queries and keys have norms only in some architectures."""
     layers = _qwen3_layers(model, load_balance_coeff, fuse_qkv)
     for layer in layers:
         layer.attention_norm = _norm(model, model.hidden_size)
@@ -140,7 +134,6 @@ def _qwen3_layers(model: ModelConfig, load_balance_coeff: float, fuse_qkv: bool)
 
 
 def _experts(config: GroupedExperts.Config) -> Experts.Config:
-    """A config of our own class `Experts`, with the values of torchtitan's config."""
     return Experts.Config(**{field.name: getattr(config, field.name) for field in fields(config) if field.init})
 
 
@@ -152,15 +145,14 @@ def _float8(model_config: Qwen3Model.Config, config: TrainerConfig, machine: Mac
         raise ValueError(
             "float8=True with compile.enable=True: this machine has no float8, and emulated float8 does not compile"
         )
-    # The output projection stays in the compute dtype, because the logprobs are computed from its results.
+    # not the head, whose results are the logprobs
     converter = Float8LinearConverter.Config(
         recipe_name=config.float8_recipe,  # type: ignore[arg-type]  # torchtitan's type has two of torchao's three recipes
         emulate=emulate,
         model_compile_enabled=config.compile.enable,
         filter_fqns=["lm_head"],
     ).build()
-    # With emulate=True torchtitan's converter ignores the recipe and uses one scale for a whole tensor. So this
-    # function sets the recipe.
+    # torchtitan's emulation ignores the recipe, with one scale for a tensor
     recipe = Float8LinearConfig.from_recipe_name(config.float8_recipe)
     converter.torchao_config = replace(recipe, emulate=emulate)
     return converter.convert(model_config)
@@ -181,7 +173,7 @@ def _row_sharding(
 
 
 def build(config: TrainerConfig) -> BuiltModel:
-    """Build and shard the model on this rank. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be in the environment.
+    """Build and shard the model on this rank, by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Raises ValueError if WORLD_SIZE is not the number of processes that the layout needs.
     """
@@ -202,10 +194,10 @@ def build(config: TrainerConfig) -> BuiltModel:
     model = LocalModel(modules) if stages else modules[0]
     dist_utils.set_determinism(parallel_dims, device, debug, distinct_seed_mesh_dims=["pp"])
     _allocate(modules, device, machine, on_host=config.fsdp_cpu_offload)
-    if not config.hf_path:  # if hf_path is set, the weights are loaded later
+    if not config.hf_path:  # hf.load comes later
         initial_weights.draw(initialisers, model, config.seed)
     elif config.head == "values" and model.lm_head is not None:
-        # The head of a value model begins at 0, because a Hugging Face directory has no such head.
+        # begins at 0: a Hugging Face directory has no such head
         nn.init.zeros_(model.lm_head.weight)
     lora.initialise(model, config.lora.seed)
     model.train()
@@ -241,9 +233,8 @@ def _training_config(config: TrainerConfig) -> TrainingConfig:
 
 
 def _join_ranks(config: TrainerConfig, machine: Machine) -> tuple[ParallelDims, torch.device]:
-    """Make the process groups of all ranks. Returns (the meshes over all ranks, this rank's device)."""
-    # Until the engine is built, a rank waits at most setup_timeout seconds for the other ranks. Afterwards TrainEngine
-    # sets this limit to collective_timeout.
+    """Make the process groups. Returns (the meshes, this rank's device)."""
+    # collective_timeout comes after the setup
     comm = CommConfig(trace_buf_size=0, init_timeout_seconds=math.ceil(config.setup_timeout))
     world_size = dist_utils.init_distributed(comm, enable_cpu_backend=machine is gpu)
     if config.num_processes() != world_size:
@@ -262,16 +253,14 @@ def _join_ranks(config: TrainerConfig, machine: Machine) -> tuple[ParallelDims, 
 def _model_config(
     config: TrainerConfig, machine: Machine, training: TrainingConfig, debug: DebugConfig
 ) -> Qwen3Model.Config:
-    """torchtitan's config of the whole model, with the attention kernel, float8, adapters and shardings of this run."""
-    # An adapter belongs to one projection, so a model with adapters has separate query, key and value projections.
+    # an adapter belongs to one projection
     fuse_qkv = not config.lora.rank
     model_config = qwen3_config(
         config.model, load_balance_coeff=config.load_balance_coeff, fuse_qkv=fuse_qkv, head=config.head
     )
     for layer in model_config.layers:
         layer.attention.inner_attention = machine.attention(config.attention)
-        # Every block has its own table of the rotary embedding. With 40,960 positions the tables of all blocks of a
-        # Qwen3 0.6B would take 1.2 GB. So a table gets only as many positions as a sample may have.
+        # Every block has its own table: 1.2 GB in Qwen3 0.6B with 40,960 positions.
         layer.attention.rope = replace(layer.attention.rope, max_seq_len=config.max_sequence_length)
     model_config = lora.convert(_float8(model_config, config, machine), config.lora)
     run = SimpleNamespace(training=training, parallelism=config.parallelism, debug=debug, compile=config.compile)
@@ -282,11 +271,7 @@ def _model_config(
 
 
 def _whole_on_every_rank() -> ShardingConfig:
-    """The sharding of a value model's head: every tensor-parallel rank has the whole head.
-
-    Without this config torchtitan would split the head's outputs over the ranks. This head has only one output, which
-    cannot be split.
-    """
+    """Whole on every tensor-parallel rank: torchtitan would split the one output."""
     activation = dense_activation_placement(tp=spmd.R)
     return ShardingConfig(
         state_shardings={"weight": dense_param_placement(tp=spmd.R)},
@@ -305,9 +290,8 @@ def _parallelize(
     parallel_dims: ParallelDims,
     device: torch.device,
 ) -> tuple[list[PipelineStage], list[nn.Module]]:
-    """Parallelize the model. The model stays on the meta device.
-
-    Returns (this rank's pipeline stages, their modules). If there is no pipeline, returns ([], [the whole model]).
+    """Parallelize the model on the meta device. Returns (this rank's stages, their modules), or
+    ([], [the model]).
     """
     options = {
         "parallel_dims": parallel_dims,
@@ -324,10 +308,7 @@ def _parallelize(
 
 
 def _allocate(modules: list[nn.Module], device: torch.device, machine: Machine, *, on_host: bool) -> None:
-    """Give the modules memory on the device, and initialise their buffers, but not their parameters.
-
-    on_host: True puts the parameters into the host's memory instead. FSDP pins this memory.
-    """
+    """Give the modules memory, and initialise buffers but no parameters. on_host: for FSDP to pin."""
     for module in modules:
         machine.after_parallelize(module)
         wait_for_input(module)

@@ -1,7 +1,7 @@
-"""The legal order of calls on a trainer, as a state machine of four states. This module holds no tensors.
+"""The legal order of calls on a trainer, as a state machine of four states.
 
-idle: no gradients are accumulated. open: gradients are accumulated. broken: a call failed, and the gradients may be
-incomplete. inconsistent: a call failed, and some of the weights may have changed.
+idle: no gradients are accumulated. open: gradients are accumulated. broken: a call failed,
+gradients may be incomplete. inconsistent: a call failed, some weights may have changed.
 """
 
 IDLE = "idle"
@@ -9,8 +9,7 @@ OPEN = "open"
 BROKEN = "broken"
 INCONSISTENT = "inconsistent"
 
-# State -> the calls that are legal in this state. Calls that only read, such as forward and export_hf, do not change the
-# state. The call `info` is always legal.
+# Calls that only read do not change the state. `info` is always legal.
 LEGAL = {
     IDLE: {
         "forward",
@@ -49,16 +48,15 @@ _HINT = {
 
 
 class StepState:
-    """State of the current training step.
-
-    The first forward_backward opens a step. optim_step or discard_gradients closes the step. A call that fails halfway breaks the step.
+    """forward_backward opens a step, optim_step or discard_gradients closes it, a failure breaks
+    it.
     """
 
     def __init__(self) -> None:
         self.state = IDLE
 
     def require(self, call: str) -> None:
-        """Raises RuntimeError, naming the state and the call that must come first, if `call` is not legal now."""
+        """Raises RuntimeError if `call` is not legal now."""
         if call not in LEGAL[self.state]:
             raise RuntimeError(f"{call} is not possible while the trainer is {self.state}: {_HINT[self.state]}")
 
@@ -69,5 +67,5 @@ class StepState:
         self.state = IDLE
 
     def mark_broken(self, *, weights: bool) -> None:
-        """weights: True if the failed call may have changed some weights. In this case discard_gradients cannot repair the trainer."""
+        """weights: the failed call may have changed weights, which discard_gradients cannot repair."""
         self.state = INCONSISTENT if weights else BROKEN

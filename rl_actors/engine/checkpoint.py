@@ -1,7 +1,6 @@
-"""Read and write checkpoints of a trainer, as directories of torch.distributed.checkpoint (DCP).
+"""Reads and writes checkpoints of a trainer, as directories of torch.distributed.checkpoint (DCP).
 
-All ranks must call require_checkpoint, require_replaceable, load and CheckpointWriter.start together.
-Hugging Face directories are read and written in hf.py.
+All ranks call require_checkpoint, require_replaceable, load and CheckpointWriter.start together.
 """
 
 import shutil
@@ -32,29 +31,22 @@ HEAD = "lm_head.weight"
 
 
 class State(TypedDict):
-    """The content of a checkpoint."""
-
-    model: dict[str, Tensor]  # the adapters if the model has adapters, otherwise the whole state of the model
+    model: dict[str, Tensor]  # the adapters, if there are any
     policy_version: Tensor  # int64 scalar
-    optimizer: NotRequired[dict[str, object]]  # torchtitan's flat state of all optimizers, by parameter name
+    optimizer: NotRequired[dict[str, object]]  # torchtitan's flat state, by parameter name
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    """True if `path` is a directory with a complete checkpoint.
-
-    DCP writes the metadata file last. So if this file exists, the checkpoint is complete.
-    """
+    """True if `path` holds a complete checkpoint: DCP writes the metadata last."""
     return (Path(path) / METADATA).is_file()
 
 
 def require_checkpoint(built: BuiltModel, path: str, *, optimizer: bool) -> None:
-    """Check that `path` holds a checkpoint of this model, with optimizer state if `optimizer` is True. Changes nothing.
+    """Check that `path` holds a checkpoint of this model. Changes nothing.
 
-    If `optimizer` is False, a value model also accepts the checkpoint of a language model. `load` then loads all weights
-    but the head, and the value model keeps its own head.
-
-    Raises ValueError on every rank if the check fails on any rank. The check also fails if other users can write the
-    files: DCP unpickles the files, and unpickling can run code.
+    Without `optimizer` a value model accepts a language model's, but for the head.
+    Raises ValueError on every rank if any finds a difference, or files that others can write: DCP
+    unpickles.
     """
     if not on_all_ranks(is_checkpoint(path)):
         raise ValueError(f"{path} is not a checkpoint: it holds no {METADATA}")
@@ -64,7 +56,7 @@ def require_checkpoint(built: BuiltModel, path: str, *, optimizer: bool) -> None
     saved = together(lambda: read_metadata(path))
     there = {name: tuple(entry.size) for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
     here = {f"model.{name}": tuple(tensor.shape) for name, tensor in checkpointed(built.model).items()}
-    # Under pipeline parallelism `here` has only the names of this rank's stages.
+    # in a pipeline `here` has only this rank's names
     known = set().union(*by_rank(list(here)))
     if built.has_value_head and not optimizer:
         here.pop(f"model.{HEAD}", None)
@@ -84,7 +76,7 @@ def require_checkpoint(built: BuiltModel, path: str, *, optimizer: bool) -> None
 
 
 def read_metadata(path: str | Path) -> dict[str, object]:
-    """The tensors and other entries of a checkpoint, by name. Raises ValueError naming the file if it is cut off or corrupt."""
+    """The entries of a checkpoint, by name. Raises ValueError if it is cut off or corrupt."""
     try:
         return FileSystemReader(path).read_metadata().state_dict_metadata
     except Exception as error:  # unpickling raises errors of many types
@@ -92,10 +84,7 @@ def read_metadata(path: str | Path) -> dict[str, object]:
 
 
 def difference(name: str, there: tuple[int, ...] | None, here: tuple[int, ...] | None, what: str) -> str:
-    """A text about a tensor whose shape in a checkpoint (`there`) is not the expected shape (`here`). None: there is no such tensor.
-
-    what: the thing that has the expected shape, such as "the model".
-    """
+    """The text for a tensor of another shape. None: no such tensor. what: whose shape `here` is."""
     if there is None:
         return f"{name} is not in the checkpoint"
     if here is None:
@@ -104,7 +93,7 @@ def difference(name: str, there: tuple[int, ...] | None, here: tuple[int, ...] |
 
 
 def require_replaceable(path: str | Path) -> None:
-    """Raises ValueError on every rank if saving to `path` would delete something other than a checkpoint."""
+    """Raises ValueError on every rank if a save to `path` would delete other than a checkpoint."""
     target = Path(path)
     is_empty = target.is_dir() and not any(target.iterdir())
     if not on_all_ranks(not target.exists() or is_checkpoint(target) or is_empty):
@@ -114,9 +103,8 @@ def require_replaceable(path: str | Path) -> None:
 class CheckpointWriter:
     """Writes one checkpoint at a time while training goes on.
 
-    The writer has its own process group, because its collectives run in a different thread than the collectives of
-    training. If the two threads shared a group, one rank could start the writer's collective first, and another rank
-    the collective of training. Then the collectives of the ranks would not match.
+    With its own process group, because its collectives run on another thread than those of
+    training, in no common order.
     """
 
     def __init__(self) -> None:
@@ -124,16 +112,16 @@ class CheckpointWriter:
 
     @cached_property
     def _group(self) -> dist.ProcessGroup:
-        return dist.new_group(backend="gloo")  # created at the first save, which all ranks start together
+        return dist.new_group(backend="gloo")  # at the first save, which all ranks start together
 
     def start(
         self, built: BuiltModel, path: str, policy_version: int, *, optimizer: bool, extra_files: Sequence[Path]
     ) -> "Future[None]":
-        """Copy the state to the CPU and return. The future is done when the directory is complete on disk.
+        """Copy the state to the CPU and return. The future is done when the directory is complete
+        on disk.
 
-        If the previous checkpoint is still being written, waits for the end of that write first.
-        extra_files: files that rank 0 copies into the directory.
-        If a rank could not write, the future raises RuntimeError, naming path and rank, and `path` is unchanged.
+        Waits for the previous write first. Rank 0 copies extra_files into the directory. If a rank
+        could not write, the future raises RuntimeError and `path` is unchanged.
         """
         self.wait()
         upload = dcp.async_save(
@@ -142,27 +130,22 @@ class CheckpointWriter:
             process_group=self._group,
         )
         written: Future[None] = Future()
-        written.set_running_or_notify_cancel()  # a caller that stops waiting cannot cancel a running future
+        written.set_running_or_notify_cancel()  # a caller that stops waiting cannot cancel it
         upload.add_done_callback(lambda done: _settle(written, done, f"saving {path}"))
         self._written = written
         return written
 
     def wait(self) -> None:
-        """Wait until no checkpoint is being written.
-
-        An error of the write is raised only by the future that `start` returned.
-        """
+        """Wait until no checkpoint is being written. Raises nothing: its future has the error."""
         if self._written is not None:
             self._written.exception()
 
 
 class _WholeDirectoryWriter(FileSystemWriter):
-    """Writes into the directory <path>.partial, and renames this directory to `path` after all ranks have written.
+    """Writes into <path>.partial, which is renamed to `path` after all ranks have written.
 
-    So `path` never holds a partial checkpoint.
-
-    DCP calls prepare_global_plan before the ranks write, and finish afterwards. DCP calls these two methods only on
-    rank 0, and sends their errors to all ranks.
+    DCP calls prepare_global_plan before and finish after the writes, on rank 0, and sends their
+    errors to all ranks.
     """
 
     def __init__(self, path: str, extra_files: Sequence[Path]) -> None:
@@ -171,8 +154,7 @@ class _WholeDirectoryWriter(FileSystemWriter):
         self.extra_files = extra_files
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # Delete the files that remain from a killed save. A save with fewer ranks would not overwrite all of these
-        # files.
+        # from a killed save; a save with fewer ranks would not overwrite all of its files
         shutil.rmtree(self.path)
         self.path.mkdir()
         return super().prepare_global_plan(plans)
@@ -184,9 +166,7 @@ class _WholeDirectoryWriter(FileSystemWriter):
         former = Path(f"{self.target}.former")
         shutil.rmtree(former, ignore_errors=True)
         if self.target.exists():
-            # The old checkpoint is renamed before it is deleted. If it were deleted under its own name, a kill during
-            # the deletion would leave a partial checkpoint under this name. A kill between the two renames leaves the
-            # old and the new checkpoint complete, under temporary names.
+            # Renamed before it is deleted, so that a kill leaves no partial one under this name.
             self.target.rename(former)
         self.path.rename(self.target)
         shutil.rmtree(former, ignore_errors=True)
@@ -203,12 +183,10 @@ def _settle(written: "Future[None]", upload: "Future[object]", what: str) -> Non
 
 
 def load(built: BuiltModel, path: str, *, optimizer: bool) -> int:
-    """Load a checkpoint into the model in place, and return the checkpoint's policy_version.
+    """Load a checkpoint of any layout into the model, and return its policy_version.
 
-    The checkpoint may have been saved under another parallel layout. If a value model loads the checkpoint of a
-    language model, the value model keeps its own head.
-
-    optimizer=False: load only the weights, and reset the optimizer to the state that it has in a new trainer.
+    A value model keeps its head if the checkpoint is a language model's. Without `optimizer` the
+    optimizer's state is reset.
     """
     state = _state(built, 0, optimizer=optimizer)
     if built.has_value_head and not _has_value_head(path):
@@ -225,7 +203,6 @@ def load(built: BuiltModel, path: str, *, optimizer: bool) -> int:
 
 
 def _has_value_head(path: str) -> bool:
-    """True if `path` is the checkpoint of a value model, whose head has one row."""
     saved = read_metadata(path)[f"model.{HEAD}"]
     return isinstance(saved, TensorStorageMetadata) and saved.size[0] == 1
 
@@ -238,8 +215,8 @@ def _state(built: BuiltModel, policy_version: int, *, optimizer: bool) -> State:
 
 
 def _optimizer_state(built: BuiltModel) -> dict[str, object]:
-    # If an optimizer has no state yet, state_dict() creates the state by a step with zero gradients. Adam counts this
-    # step, and the count enters Adam's bias correction. So this function sets the count back to zero.
+    # state_dict() creates a missing state by a step with zero gradients, which Adam's bias
+    # correction would count
     without_state = [optimizer for optimizer in built.optimizers.optimizers if not optimizer.state]
     state_dict = built.optimizers.state_dict()
     for optimizer in without_state:
@@ -253,8 +230,7 @@ def _optimizer_state(built: BuiltModel) -> dict[str, object]:
 def plain_errors(what: str) -> Iterator[None]:
     """Raise torch's CheckpointException as a RuntimeError.
 
-    CheckpointException is a BaseException but not an Exception. If an endpoint raised it, Monarch would end the actor,
-    and the caller would not see the error.
+    It is no Exception, so Monarch would end the actor and the caller would not see it.
     """
     try:
         yield

@@ -1,8 +1,6 @@
-"""Context parallelism: each rank holds some positions of every row. This module shards the rows with torchtitan, and gathers them again.
+"""Context parallelism: shards rows over ranks with torchtitan, and gathers them again.
 
-A row is one sequence of the model's input, and holds one or more samples. This module does not depend on the model. In
-shapes, B is the number of rows of a microbatch, L the length of a row, C the number of positions of a row that this
-rank holds, and N the number of positions of all samples together.
+B rows, L length of a row, C positions of a row on this rank, N positions of all samples.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +18,7 @@ from rl_actors.engine.batch import AttentionMasks, PackedBatch, RowPerSample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeRows:
-    """Adds the attention masks to a batch. Used without context parallelism, when every rank holds whole rows."""
+    """Without context parallelism: adds the attention masks."""
 
     masks: Callable[[PackedBatch], AttentionMasks]
 
@@ -30,17 +28,16 @@ class WholeRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowShards:
-    """Turns a batch of whole rows into this rank's BatchShard: a part of each row, with the part's attention masks.
+    """A batch of whole rows -> this rank's BatchShard, with masks.
 
-    A load balancer makes the work in attention about equal on all ranks. The positions of a part are then not always
-    adjacent.
+    A load balancer equalizes the work in attention, so a part's positions may not be adjacent.
     """
 
     masks: Callable[[Tensor], BlockMask]  # positions_BL -> flex attention's masks
-    # This rank's shard of flex attention's masks -> the argument of the attention layers.
+    # this rank's shard of these masks -> what the attention layers take
     local_masks: Callable[[BlockMask], AttentionMasks]
     mesh: DeviceMesh
-    load_balancer: str | None  # torchtitan's name of the load balancer; None: no load balancer
+    load_balancer: str | None  # torchtitan's name
 
     def __call__(self, batch: PackedBatch) -> "BatchShard":
         shape = batch.tokens_BL.shape
@@ -72,12 +69,9 @@ class RowShards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShard(PackedBatch):
-    """A rank's part of a batch. A tensor of shape [B, L] in PackedBatch has the shape [B, C] here.
+    """A rank's part of a batch: [B, C] for [B, L]. `spans` and `index_N` refer to whole rows."""
 
-    `spans` and `index_N` refer to the whole rows.
-    """
-
-    index_BC: Tensor  # for each position that this rank holds, its index in the whole row
+    index_BC: Tensor  # index in the whole row
     mesh: DeviceMesh
 
     def row_per_sample(self) -> RowPerSample:
@@ -88,8 +82,7 @@ class BatchShard(PackedBatch):
         index_BL = self._gather(self.index_BC)
         whole: dict[str, Tensor] = {}
         for name, value_BC in values.items():
-            # In gathered_BL the part of rank 0 comes first, then the part of rank 1, and so on. index_BL has the index
-            # of each of these values in the whole row. scatter_ moves each value to its index.
+            # gathered_BL is in the order of the ranks; index_BL has each value's place in its row.
             gathered_BL = self._gather(value_BC)
             whole[name] = torch.empty_like(gathered_BL).scatter_(1, _like(index_BL, gathered_BL), gathered_BL)
         return whole
@@ -106,6 +99,6 @@ class BatchShard(PackedBatch):
 
 
 def _like(index_BX: Tensor, value: Tensor) -> Tensor:
-    """Expand an index [B, X] to the shape of a value [B, X, ...], as gather and scatter need it. X is C or L."""
+    """index [B, X] expanded to a value's shape [B, X, ...], for gather and scatter. X is C or L."""
     expanded = index_BX.view(*index_BX.shape, *[1] * (value.ndim - 2))
     return expanded.expand(*index_BX.shape, *value.shape[2:])

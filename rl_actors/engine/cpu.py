@@ -1,9 +1,7 @@
-"""The trainer's functions for a machine without a GPU. gpu.py has functions of the same names for a GPU. The class Machine in machine.py
-says what each function does.
+"""The trainer's functions for a machine without a GPU, as machine.py describes them.
 
-If the machine has no GPU, the import of this module sets torchtitan's device to the CPU.
-
-Letters in shapes: B rows, L positions of a row, N attention heads, H width of a head.
+Without a GPU the import sets torchtitan's device to the CPU.
+B rows, L positions of a row, N attention heads, H width of a head.
 """
 
 import os
@@ -20,10 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 NORM_BLOCK = 1 << 15
-"""Number of values that are copied to float64 at a time. The copy is 256 KiB, which fits into a core's cache."""
+"""Values copied to float64 at a time: 256 KiB, which fit into a core's cache."""
 
-# torchtitan assumes "cuda" if it finds no accelerator. torchtitan's modules copy the value of device_type when they are imported, so the value
-# is set before the imports below.
+# torchtitan assumes "cuda", and its modules copy device_type when they are imported below.
 if not torch.cuda.is_available():
     torchtitan.tools.utils.device_type = "cpu"
     torchtitan.tools.utils.device_module = torch.cpu
@@ -38,9 +35,9 @@ from rl_actors.processes import threads  # noqa: E402
 
 
 class DenseAttention(FlexAttention):
-    """An attention layer that calls torch's scaled_dot_product_attention with a dense mask.
+    """Attention by scaled_dot_product_attention with a dense mask.
 
-    It replaces torchtitan's layers, because on a CPU flex attention has no backward pass and varlen attention has no kernel.
+    On a CPU flex attention has no backward pass, and varlen attention no kernel.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -66,8 +63,8 @@ class DenseAttention(FlexAttention):
 
 
 def dense_mask(positions_BL: Tensor) -> Tensor:
-    """[B, 1, L, L] bool. Entry [b, 0, q, k] says whether position q of row b attends to position k. It is True if k is not later than q and
-    both positions are in the same document. positions_BL has the position ids, and a document starts where the id is 0.
+    """[B, 1, L, L] bool: query q attends to key k <= q of its own document. A document starts at
+    position id 0.
     """
     documents_BL = (positions_BL == 0).cumsum(1)
     same_BLL = documents_BL[:, :, None] == documents_BL[:, None, :]
@@ -79,23 +76,21 @@ def device() -> torch.device:
 
 
 def prepare(world_size: int) -> None:
-    """Set the number of this rank's threads to the cores of this host divided by the number of ranks. If there are more threads than cores,
-    gloo and the kernels slow each other down.
+    """Divide this host's cores among the ranks, unless OMP_NUM_THREADS is set: more threads slow
+    gloo and the kernels.
 
-    The number of ranks includes the ranks on other hosts, so with several hosts some cores may get no thread. If the user
-    has set OMP_NUM_THREADS, the user's number is kept.
+    Ranks on other hosts count too, so some cores may then get no thread.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-    # Do not compile the function that creates block masks. By default torchtitan's attention and torch's context parallelism would compile the
-    # function again for every shape.
+    # compiled, the function that makes block masks would compile again for every shape
     attention_module._compiled_create_block_mask = create_block_mask
     context_parallel._compiled_create_block_mask = create_block_mask
     threads.prepare_cpu_process()
 
 
 def attention(kernel: str) -> DenseAttention.Config:
-    """DenseAttention for every `kernel`, because a CPU has no other kernel with a backward pass."""
+    """DenseAttention for every `kernel`."""
     return DenseAttention.Config()
 
 
@@ -114,10 +109,9 @@ def require_cpu_offload() -> None:
 
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The norm of each tensor, computed in float64.
+    """In float64: torch adds float32 squares one by one on a CPU, and small ones are lost.
 
-    On a CPU torch adds float32 squares one after another in float32, and a small square is lost when it is added to a large sum. torch's
-    norm of 16 million random values is too small by 0.06 %, and its norm of 155 million values by 2 %.
+    Its norm of 16 million random values is too small by 0.06 %, of 155 million by 2 %.
     """
     found = []
     for tensor in tensors:
@@ -128,21 +122,21 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def fuse(function: Callable) -> Callable:
-    """The function itself. On a CPU a fused kernel saves less time than it takes to compile."""
+    """The function itself: on a CPU compiling takes longer than it saves."""
     return function
 
 
 def local_masks(masks: BlockMask) -> Tensor:
-    """The masks as [B, 1, C, L] bool, for a rank that holds C positions of each row of length L."""
+    """[B, 1, C, L] bool, for a rank that holds C positions of each row."""
     num_rows, _, held, row_length = masks.shape
     return create_mask(masks.mask_mod, num_rows, 1, held, row_length, device="cpu")
 
 
 def after_parallelize(model: nn.Module) -> None:
-    """Make FSDP reduce gradients by a plain sum.
+    """Make FSDP reduce by a plain sum.
 
-    torchtitan sets FSDP's gradient divide factor to 1. With such a factor FSDP reduces by the operation PREMUL_SUM, which gloo does not have.
-    Because the factor is 1, a plain sum gives the same result.
+    For torchtitan's divide factor of 1 FSDP uses PREMUL_SUM, which gloo lacks; the result is the
+    same.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -158,7 +152,6 @@ def device_name() -> str:
 
 
 def memory_bytes() -> int:
-    """Resident memory of this process."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -168,13 +161,12 @@ def host_buffer(num_bytes: int) -> Tensor:
 
 
 def wait() -> None:
-    """Does nothing, because on a CPU the work of a call is done when the call returns."""
+    """Does nothing: work on a CPU is done when its call returns."""
 
 
 def release_memory() -> None:
-    """Does nothing. glibc gives freed blocks of 32 MiB and more back to the system at once, and keeps smaller blocks (processes/threads.py)."""
+    """Does nothing: glibc returns freed blocks from 32 MiB on at once (processes/threads.py)."""
 
 
 def peak_memory_bytes() -> int:
-    """Peak resident memory of this process."""
     return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10, memory_bytes())

@@ -1,8 +1,7 @@
-"""Export a trainer's checkpoint as a Hugging Face directory, in one process without a trainer. hf.py exports from a running trainer.
+"""Exports a trainer's checkpoint as a Hugging Face directory, in one process without a trainer.
 
-A checkpoint of whole weights is read one transformer block at a time. So the process holds only one block, and the tensors of one file of
-the export, in memory. If the checkpoint holds adapters instead, the process holds all adapters in memory, and reads the base model's weights
-one tensor at a time.
+In memory are one block of the checkpoint and one file of the export; of a checkpoint of adapters,
+all of them and one tensor of the base.
 """
 
 import re
@@ -38,16 +37,13 @@ def export_checkpoint(
     dtype: str = "float32",
     texts: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the directory that TrainEngine.export_hf would write with the checkpoint's weights. The directory
-    gets the name `path` only when it is complete.
+    """Write what TrainEngine.export_hf would write. `path` appears only when it is complete.
 
-    If the trainer has adapters, its checkpoint holds only the adapters. The export then has the weights of
-    config.hf_path, with the adapters merged into them.
-    texts: contents of further files, by file name. The tokenizer files of the checkpoint are copied into the export. A
-    further file replaces the copy of the same name.
-    Raises ValueError if `checkpoint` is not a checkpoint of this model, if other users can write its files, if `path`
-    exists and is not an empty directory, if the dtype is unknown, or if Hugging Face's format cannot express the model.
-    Raises NonFiniteError, and writes nothing, if a weight is not finite.
+    With adapters, they are merged into the weights of config.hf_path. texts: further files by name,
+    which replace tokenizer files of the checkpoint.
+    Raises ValueError for a checkpoint of another model or that other users can write, a `path` that
+    is not free, an unknown dtype, or a model that Hugging Face's format cannot express. Raises
+    NonFiniteError, and writes nothing, if a weight is not finite.
     """
     config.require_hf("export")
     shapes = _require_checkpoint(checkpoint, config)
@@ -68,11 +64,7 @@ def export_checkpoint(
 def export_adapters(
     checkpoint: str, config: TrainerConfig, path: str, *, texts: Mapping[str, str] | None = None
 ) -> None:
-    """Write the directory that TrainEngine.export_lora would write with the checkpoint's adapters.
-
-    The adapters are for the model in config.hf_path. The tokenizer files of the checkpoint are copied, too.
-    texts: further files, as in export_checkpoint.
-    """
+    """Write what TrainEngine.export_lora would write, and tokenizer files. texts: as above."""
     if not config.lora.rank:
         raise ValueError("lora.rank=0: the run trained no adapters; export the whole weights")
     shapes = _require_checkpoint(checkpoint, config)
@@ -91,7 +83,7 @@ def export_adapters(
 
 
 def _require_finite(checkpoint: str, tensors: Mapping[str, Tensor], temporary: Path) -> None:
-    """Raises NonFiniteError, and removes the partial export, if a tensor is not finite."""
+    """Raises NonFiniteError after removing the partial export."""
     try:
         require_finite(f"export of {checkpoint}", tensors)
     except NonFiniteError:
@@ -100,7 +92,6 @@ def _require_finite(checkpoint: str, tensors: Mapping[str, Tensor], temporary: P
 
 
 def policy_version(checkpoint: str) -> int:
-    """The policy_version of the weights in a checkpoint."""
     state = {"policy_version": torch.tensor(0)}
     _load(checkpoint, state)
     return int(state["policy_version"])
@@ -112,10 +103,9 @@ def _write_texts(directory: Path, texts: Mapping[str, str] | None) -> None:
 
 
 def _require_checkpoint(checkpoint: str, config: TrainerConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of the model's tensors in the checkpoint, by torchtitan's names.
+    """The shapes of the checkpoint's model, by torchtitan's names.
 
-    Raises ValueError if `checkpoint` is not a checkpoint of a trainer, if other users can write its files, or if the
-    model of the config has other tensors or shapes.
+    Raises ValueError if it is no checkpoint of this model, or if other users can write its files.
     """
     if not is_checkpoint(checkpoint):
         raise ValueError(f"{checkpoint} is not a checkpoint of a trainer")
@@ -138,7 +128,7 @@ def _require_checkpoint(checkpoint: str, config: TrainerConfig) -> dict[str, tup
 
 
 def _expected(config: TrainerConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors in a checkpoint of a trainer with this config, by torchtitan's names."""
+    """The shapes that a checkpoint with this config has."""
     weights = {name: tuple(tensor.shape) for name, tensor in hf.whole_state(config.model).items()}
     if not config.lora.rank:
         return weights
@@ -153,11 +143,7 @@ def _expected(config: TrainerConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _hf_names(names: Mapping[str, object], model: ModelConfig) -> dict[str, str]:
-    """Hugging Face's names of tensors, by torchtitan's names.
-
-    Experts are left out. A tensor of torchtitan holds the weights of all experts of a block, but Hugging Face has a
-    tensor for each expert. So the tensor has no single name there.
-    """
+    """torchtitan's names -> Hugging Face's, without experts, which are several tensors there."""
     adapter = hf.hf_adapter(model)
     found = {}
     for name in names:
@@ -168,17 +154,17 @@ def _hf_names(names: Mapping[str, object], model: ModelConfig) -> dict[str, str]
 
 
 def _read(checkpoint: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Read the tensors with these names and shapes from the checkpoint, in float32."""
+    """These tensors of the checkpoint, in float32."""
     state: dict[str, dict[str, Tensor]] = {"model": {name: torch.empty(shape) for name, shape in shapes.items()}}
     _load(checkpoint, state)
     return state["model"]
 
 
 def _load(checkpoint: str, state: Mapping[str, object]) -> None:
-    """Fill the tensors of `state` from the checkpoint. Raises ValueError if other users can write its files."""
+    """Fill `state` from the checkpoint. Raises ValueError if other users can write its files."""
     require_trusted(checkpoint)
     with plain_errors(f"reading {checkpoint}"), warnings.catch_warnings():
-        # torch warns that it loads in a single process. This is expected, because this process is not part of a distributed job.
+        # torch warns that this process is not part of a distributed job
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(dict(state), checkpoint_id=checkpoint, no_dist=True)
 
@@ -190,7 +176,7 @@ def _whole(checkpoint: str, shapes: Mapping[str, tuple[int, ...]], model: ModelC
 
 
 def _blocks(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The shapes of the tensors, grouped by transformer block. A tensor outside the blocks has a group of its own."""
+    """The shapes by transformer block. A tensor outside the blocks is a group of its own."""
     blocks: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         layer = LAYER.search(name)
@@ -201,7 +187,7 @@ def _blocks(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, tuple[
 def _merged(
     checkpoint: str, shapes: Mapping[str, tuple[int, ...]], config: TrainerConfig
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights of config.hf_path with the checkpoint's adapters added: W + (alpha / rank) B A."""
+    """The weights of config.hf_path as W + (alpha / rank) B A."""
     pairs = _adapters(_read(checkpoint, shapes), config.model)
     for name, weight in _tensors_of(config.hf_path, hf.tensor_shapes(config.model)):
         a, b = adapters.names(name)
@@ -216,7 +202,7 @@ def _scale(config: LoRAConfig) -> float:
 
 
 def _adapters(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """Rename adapters from torchtitan's names to peft's names."""
+    """torchtitan's names of adapters -> peft's."""
     weights = {name.removesuffix(LORA_A) + ".weight": None for name in tensors if name.endswith(LORA_A)}
     found: dict[str, Tensor] = {}
     for name, hf_name in _hf_names(weights, model).items():
@@ -227,7 +213,7 @@ def _adapters(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Te
 
 
 def _tensors_of(path: str, wanted: Mapping[str, object]) -> Iterator[tuple[str, Tensor]]:
-    """Read tensors from the safetensors files of a directory, one at a time. Only tensors whose names are in `wanted` are read."""
+    """The wanted tensors of a directory's safetensors files, one at a time."""
     for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - `tensors` is not a dict

@@ -1,10 +1,8 @@
-"""Attention kernels on a GPU for packed rows: torch's flex attention, or FlashAttention 4 (the package flash-attn-4). A packed row holds
-several samples.
+"""Attention kernels on a GPU for packed rows: flex attention, or FlashAttention 4 (the package
+flash-attn-4).
 
-FlashAttention 4 replaces torch's own FlashAttention in this process. Its kernels use features of Hopper and Blackwell GPUs. torch 2.13
-expects two values from the forward function, but the package's function returns five. torch takes the forward and the backward function from
-one module. So this module makes torch take both from this file instead of the package. `_flash_attn_fwd` returns the first two values of the
-package's forward function. `_flash_attn_bwd` returns all values of the package's backward function.
+torch 2.13 expects two values from FlashAttention 4's forward function, and the package returns
+five. torch takes forward and backward from one module, so it takes both from this one.
 """
 
 from collections.abc import Iterable
@@ -24,18 +22,19 @@ from torch.nn.attention._fa4 import register_flash_attention_fa4
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
 
 BOUNDARIES_MULTIPLE = 64
-"""A document is a sample, or the padding of a row. The number of boundaries between documents is rounded up to a multiple of
-BOUNDARIES_MULTIPLE, and the length of the longest document is rounded up to a power of two. torch compiles the transformer
-blocks again for every new value of this number or this length. The rounding leaves only a few different values."""
+"""The number of boundaries is rounded up to this, the longest document to a power of two, because
+every new value compiles the blocks again.
+"""
 NAME = "FA4"
 CAPABILITIES = (9, 10)
-"""Major compute capabilities of the GPUs on which torch calls FlashAttention 4."""
+"""Major compute capabilities for which torch calls FlashAttention 4."""
 
 
 class Flash4(VarlenAttention):
     """torchtitan's VarlenAttention, with FlashAttention 4.
 
-    The __init__ of VarlenAttention is not called, because on a Hopper GPU it would require FlashAttention 3, for which there is no package.
+    Skips VarlenAttention's __init__, which on Hopper requires FlashAttention 3, for which there is
+    no package.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -56,10 +55,10 @@ CONFIGS: dict[str, type[FlexAttention.Config] | type[VarlenAttention.Config]] = 
 
 
 def documents(num_rows: int, row_length: int, spans: Iterable[tuple[int, int, int, int]]) -> VarlenMetadata:
-    """The boundaries of the documents in all rows. The padding of a row is one document.
+    """The boundaries of the documents: samples, and the padding of each row.
 
-    spans: (index of the sample, index of its row, start in the row, end in the row) of each sample.
-    The boundaries are computed on the host. The host knows the spans, so it need not wait for the device.
+    spans: (sample, row, start in the row, end in the row). Computed on the host, which need not
+    wait then.
     """
     found = set(range(0, num_rows * row_length + 1, row_length))
     for _, row, start, end in spans:
@@ -73,9 +72,8 @@ def documents(num_rows: int, row_length: int, spans: Iterable[tuple[int, int, in
 
 
 def activate() -> None:
-    """Make FlashAttention 4 the FlashAttention of this process.
-
-    Raises ValueError if the GPU's compute capability is not in CAPABILITIES, or if the package is missing.
+    """Make FlashAttention 4 the FlashAttention of this process. Raises ValueError if GPU or package
+    do not allow it.
     """
     if current_flash_attention_impl() == NAME:
         return

@@ -1,6 +1,4 @@
-"""The trainer's functions for a machine with a GPU. cpu.py has functions of the same names for a CPU. The class Machine in machine.py says
-what each function does.
-"""
+"""The trainer's functions for a machine with a GPU, as machine.py describes them."""
 
 import contextlib
 import mmap
@@ -22,20 +20,17 @@ from rl_actors.processes import threads
 
 
 def device() -> torch.device:
-    """This rank's GPU. The call makes it torch's current device."""
     index = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
 def prepare(world_size: int) -> None:
-    """Limit the host threads, and compile flex attention without autotuning.
+    """Limit the host threads, and turn off flex attention's autotuning, which takes minutes at
+    every new shape.
 
-    Autotuning takes minutes at every new shape, and saves time only in long runs.
-
-    Under context parallelism torch creates the masks with a function that it compiles anew for every shape. torch compiles a function for at
-    most eight shapes (`recompile_limit`), so the ninth shape raises an error. To avoid the error, torchtitan's
-    compiled function replaces torch's. One compilation of torchtitan's function can serve many shapes.
+    Under context parallelism torch's own mask function is compiled for at most eight shapes
+    (`recompile_limit`) and then raises; torchtitan's serves many shapes.
     """
     threads.prepare_gpu_process()
     FlexAttention.inductor_configs["max_autotune"] = False
@@ -58,12 +53,12 @@ def attention_masks(model: nn.Module, kernel: str, batch: PackedBatch) -> BlockM
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy through pinned memory. A copy from pageable memory would wait for all kernels that were launched before the copy."""
+    """Through pinned memory: a copy from pageable memory would wait for all kernels before it."""
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class HostCopy(metrics.HostCopy):
-    """A copy of a device tensor in pinned memory. `wait` does not wait for kernels that were launched after the copy."""
+    """A copy in pinned memory. `wait` does not wait for later kernels."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.to("cpu", non_blocking=True)
@@ -76,7 +71,7 @@ class HostCopy(metrics.HostCopy):
 
 
 class Stopwatch(metrics.Stopwatch):
-    """Measures how long the GPU works on the kernels that are launched between `start` and `stop`. Uses events of the current stream."""
+    """The GPU's time for the kernels launched between `start` and `stop` on the current stream."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +86,7 @@ class Stopwatch(metrics.Stopwatch):
             self._spans.append((self._start, _event_now()))
 
     def take(self) -> float:
-        """The seconds that were measured since the last `take`. Waits until the GPU has done the measured work."""
+        """Seconds since the last `take`. Waits for the measured work."""
         spans = self._spans
         self._spans = []
         milliseconds = 0.0
@@ -108,7 +103,7 @@ def _event_now() -> torch.cuda.Event:
 
 
 def require_cpu_offload() -> None:
-    """Does nothing, because memory can be pinned on a machine with a GPU."""
+    """Does nothing: memory can be pinned."""
 
 
 def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -118,25 +113,23 @@ def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def fuse(function: Callable) -> Callable:
-    """Compile the function into few kernels.
-
-    torchtitan's rowwise recipe of float8 sets torch's option emulate_precision_casts for the whole process. With this option compiled kernels
-    round as eager kernels do. `function` does not need this rounding, so the option is off for it.
+    """Compile, without emulate_precision_casts, which torchtitan's rowwise float8 recipe sets for
+    the whole process.
     """
     return torch.compile(function, options={"emulate_precision_casts": False})
 
 
 def local_masks(masks: BlockMask) -> BlockMask:
-    """The masks unchanged, because flex attention takes them as they are."""
+    """Unchanged: flex attention takes them."""
     return masks
 
 
 def after_parallelize(model: nn.Module) -> None:
-    """Does nothing, because NCCL has every reduction that FSDP uses."""
+    """Does nothing: NCCL has every reduction of FSDP."""
 
 
 def has_float8() -> bool:
-    """True from compute capability 8.9 on (Ada, Hopper)."""
+    """From compute capability 8.9 on (Ada, Hopper)."""
     return torch.cuda.get_device_capability() >= (8, 9)
 
 
@@ -149,17 +142,17 @@ def memory_bytes() -> int:
 
 
 def host_buffer(num_bytes: int) -> Tensor:
-    """Pinned memory of this size. torch's own function would round the size up to a power of two, which can nearly double it."""
+    """Pinned. torch's own function would round the size up to a power of two."""
     memory = mmap.mmap(-1, num_bytes)
-    with contextlib.suppress(OSError):  # raised by an operating system without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to allocate and to pin
+    with contextlib.suppress(OSError):  # no huge pages in this system
+        memory.madvise(mmap.MADV_HUGEPAGE)
     buffer = torch.frombuffer(memory, dtype=torch.uint8)
-    buffer.zero_()  # allocates the pages, with several threads; pinning would allocate one page after the other
+    buffer.zero_()  # allocates the pages with several threads; pinning would do it one by one
     error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0)
     if int(error):
         raise RuntimeError(f"{num_bytes:,} bytes of host memory could not be pinned: {error}")
     unpinning = weakref.finalize(buffer.untyped_storage(), torch.cuda.cudart().cudaHostUnregister, buffer.data_ptr())
-    unpinning.atexit = False  # not needed at exit, because the end of the process unpins the memory
+    unpinning.atexit = False
     return buffer
 
 

@@ -1,9 +1,6 @@
-"""The two kinds of heads. A language model's head computes logprobs. A value model's head computes one value for each position.
+"""The heads of a language model (logprobs) and of a value model (a value for each position).
 
-A head gets the outputs of the model's last projection, one chunk of positions at a time.
-
-In shapes, B is the number of rows of the batch, L the length of the chunk, V the size of the vocabulary and K the
-number of target ids at one position. N is B * L.
+B rows, L positions of a chunk, N = B * L, V vocabulary, K target ids of a position.
 """
 
 from collections.abc import Callable
@@ -17,13 +14,12 @@ from rl_actors.engine.vocab_parallel import Logits, TargetLogprobs, entropy, top
 from rl_actors.types import IGNORE_TARGET
 
 Values = dict[str, Tensor]
-"""Numbers computed at every position. The first entry has the name `Head.output` ("logprobs" or "values") and the shape
-[B, L]. If the call asks for them, the entries "entropy" [B, L] and "target_logprobs" [B, L, K] follow."""
+"""First `Head.output` [B, L]; if asked for "entropy" [B, L] and "target_logprobs" [B, L, K]."""
 
 
 class Head(Protocol):
     output: ClassVar[str]
-    """Name of the numbers that the head computes. Every loss of this head gets them as its first argument."""
+    """Name of the values, the first argument of every loss of this head."""
 
     def __call__(
         self,
@@ -34,22 +30,20 @@ class Head(Protocol):
         with_entropy: bool,
         top_k: Tensor | None,
     ) -> Values:
-        """The numbers of a chunk in float32. They are 0 where the target is IGNORE_TARGET.
+        """The values of a chunk in float32, 0 where the target is IGNORE_TARGET.
 
-        outputs: [B, L, V] in a language model, [B, L, 1] in a value model. with_entropy: whether to compute the
-        entropy, too. top_k: ids [B, L, K] of tokens whose logprobs the head computes, too; None: no such tokens.
+        outputs: [B, L, V], or [B, L, 1] in a value model. top_k: ids [B, L, K] whose logprobs are
+        wanted.
         """
 
 
 class LogprobHead:
-    """Computes log p(target) at every position, at the temperature of the position's sample."""
+    """log p(target) at the temperature of the sample."""
 
     output: ClassVar[str] = "logprobs"
 
     def __init__(self, fuse: Callable[[Callable], Callable]) -> None:
-        """fuse: the function Machine.fuse. It compiles a function of tensors into few kernels on a GPU, and returns the
-        function unchanged on a CPU.
-        """
+        """fuse: Machine.fuse."""
         self.target_logprobs = TargetLogprobs(fuse)
 
     def __call__(
@@ -72,7 +66,7 @@ class LogprobHead:
 
 
 class ValueHead:
-    """Computes V(tokens[:i + 1]), the value of the state before targets[i], at every position i."""
+    """V(tokens[:i + 1]), the value of the state before targets[i], at every position i."""
 
     output: ClassVar[str] = "values"
 
@@ -85,16 +79,12 @@ class ValueHead:
         with_entropy: bool,
         top_k: Tensor | None,
     ) -> Values:
-        """The values. Temperatures have no effect.
-
-        Raises ValueError if the caller asks for the entropy or for logprobs of ids (top_k).
-        """
+        """Ignores temperatures. Raises ValueError for with_entropy and top_k."""
         if with_entropy or top_k is not None:
             raise ValueError(
                 "a value model has no distribution over tokens: it computes neither entropy nor logprobs of ids"
             )
         if isinstance(outputs, DTensor):
-            # Every tensor-parallel rank has the whole head and computes all values.
             if outputs.placements != (Replicate(),):
                 raise ValueError(f"values are laid out as {outputs.placements}; expected all values on every rank")
             outputs = outputs.to_local()

@@ -1,8 +1,6 @@
-"""Read and write Hugging Face directories of the model: config.json, safetensors and tokenizer files.
+"""Reads and writes Hugging Face directories: config.json, safetensors and tokenizer files.
 
-All ranks must call load, load_whole, state_dict, require_exportable, export and export_lora together.
-
-A Hugging Face directory has no optimizer state. The trainer's own checkpoints (checkpoint.py) have the optimizer state.
+All ranks call load, load_whole, state_dict, require_exportable, export and export_lora together.
 """
 
 import json
@@ -57,9 +55,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def require_same_tensors(config: ModelConfig, path: str) -> None:
-    """Raises ValueError if the tensors in the directory `path` differ in name or shape from those of a model of this config.
-
-    Reads only the headers of the files.
+    """Raises ValueError if the tensors in `path` have other names or shapes than this config's.
+    Reads headers only.
     """
     if not any(Path(path).glob("*.safetensors")):
         raise ValueError(f"{path} holds no *.safetensors")
@@ -71,7 +68,7 @@ def require_same_tensors(config: ModelConfig, path: str) -> None:
 
 
 def require_whole(file: Path) -> None:
-    """Raises ValueError naming the safetensors file if it is cut off or corrupt. Reads only its header."""
+    """Raises ValueError if a safetensors file is cut off or corrupt. Reads its header only."""
     try:
         with safe_open(file, framework="pt"):
             pass
@@ -80,14 +77,9 @@ def require_whole(file: Path) -> None:
 
 
 def require_same_shapes(config: ModelConfig, there: Mapping[str, tuple[int, ...]], where: str, what: str) -> None:
-    """Raises ValueError listing the tensors in which `there` differs from a model of this config.
-
-    there: the shapes of the tensors that were found, by name.
-    where, what: the error text begins with "the tensors of {where} do not fit {what}".
-    """
+    """Raises ValueError listing the tensors in which `there` differs from a model of this config."""
     here = tensor_shapes(config)
-    # Some published directories hold tensors that the model does not have: the head of a model with tied embeddings, or
-    # the table of the rotary embedding. These tensors are allowed.
+    # published directories may also hold a tied head, or the rotary embedding's table
     known = dict(here)
     if config.tie_word_embeddings:
         known["lm_head.weight"] = here["model.embed_tokens.weight"]
@@ -106,36 +98,35 @@ def require_same_shapes(config: ModelConfig, there: Mapping[str, tuple[int, ...]
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of this model, by Hugging Face's names. The names and shapes do not depend on the layout of the ranks."""
+    """The whole model's shapes, by Hugging Face's names."""
     return {name: tuple(tensor.shape) for name, tensor in hf_adapter(config).to_hf(whole_state(config)).items()}
 
 
 def whole_state(config: ModelConfig) -> dict[str, Tensor]:
-    """The whole model's state dict under torchtitan's names, on the meta device. Query, key and value are separate entries."""
+    """The whole model under torchtitan's names, query, key and value apart, on the meta device."""
     with torch.device("meta"):
         return qwen3_config(config).build().state_dict()
 
 
 def load(built: BuiltModel, path: str) -> None:
-    """Load a directory of safetensors into the sharded model, in place. Each rank reads its own shards of the tensors.
+    """Load safetensors into the sharded model. Each rank reads its own shards.
 
-    Adapters, the router's expert biases and the head of a value model keep their values, because a Hugging Face
-    directory does not have these tensors.
+    Adapters, expert biases and a value head, which a directory lacks, keep their values.
     """
     with _to_fill(built) as tensors, plain_errors(f"loading {path}"):
         dcp.load(tensors, storage_reader=built.hf_adapter.get_hf_storage_reader(path))
 
 
 def load_whole(built: BuiltModel, whole: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy whole tensors, named as in Hugging Face's files, into the sharded model, in place, one after another.
+    """Copy whole tensors under Hugging Face's names into the sharded model, one after another.
 
-    Each rank copies its own shards. Raises ValueError if a tensor that this rank needs is missing. The model is then loaded only in part: joined
-    parameters (see _to_fill) keep their old values, and every other parameter whose tensor was there has its new value.
+    Raises ValueError if this rank misses a tensor. Joined parameters then keep their old values,
+    the others that were there have their new ones.
     """
     with _to_fill(built) as tensors:
         missing = set(tensors)
         for name, tensor in whole:
-            if name in tensors:  # in a pipeline, a rank has only the names of its stages
+            if name in tensors:
                 assign(tensors[name], tensor)
                 missing.discard(name)
         if missing:
@@ -144,14 +135,13 @@ def load_whole(built: BuiltModel, whole: Iterable[tuple[str, Tensor]]) -> None:
 
 @contextmanager
 def _to_fill(built: BuiltModel) -> Iterator[dict[str, Tensor]]:
-    """Context manager that gives the model's tensors under their Hugging Face names, sharded. The body fills the tensors in place.
+    """The model's tensors under Hugging Face names, sharded, to be filled in the body.
 
-    A joined parameter (the experts of a block, or fused query, key and value; see hf_names.py) is several tensors in Hugging Face's form.
-    For a joined parameter the body fills temporary tensors. After the body these tensors are joined and copied into the parameter.
+    Joined parameters (hf_names.py) are temporary tensors, copied into the parameter after the body.
     """
     parameters = _parameters(built.model)
     if built.has_value_head:
-        parameters.pop(HEAD, None)  # a pipeline stage may have no head
+        parameters.pop(HEAD, None)  # absent from most pipeline stages
     joined = {name: empty_split_over_rows(tensor) for name, tensor in parameters.items() if is_joined(name)}
     fused = {name: split_qkv(built.hf_adapter, name, tensor) for name, tensor in joined.items() if FUSED in name}
     apart: dict[str, Tensor] = {}
@@ -169,12 +159,10 @@ def _to_fill(built: BuiltModel) -> Iterator[dict[str, Tensor]]:
 
 
 def state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """The weights under their Hugging Face names, sharded over the ranks. Adapters are merged into the weights.
+    """The weights under Hugging Face names, sharded, with adapters merged and without a tied head.
 
-    If head and embeddings are tied, only the embeddings are included. In a pipeline a rank has only the names of its
-    own stages. Otherwise every rank has every name.
-    dtype: the dtype of the weights that are split from joined tensors (hf_names.py). The other weights keep their own
-    dtype, and a transport converts them when it copies them.
+    In a pipeline only this rank's. dtype: that of tensors split from joined ones (hf_names.py);
+    transports convert the others when they copy them.
     """
     state: dict[str, Tensor] = {}
     for name, tensor in lora.merged(built.model, _parameters(built.model)).items():
@@ -183,7 +171,6 @@ def state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) -> dict[st
 
 
 def require_tokenizer(path: str) -> None:
-    """Raises ValueError if `path` is not the directory of a tokenizer."""
     if not (Path(path) / "tokenizer_config.json").is_file():
         raise ValueError(
             f"tokenizer_path={path!r} holds no tokenizer_config.json, so it is not a tokenizer's directory"
@@ -191,7 +178,7 @@ def require_tokenizer(path: str) -> None:
 
 
 def tokenizer_files(source: str) -> list[Path]:
-    """The tokenizer files in the directory `source`, or an empty list if `source` is ""."""
+    """The tokenizer files in `source`; [] for ""."""
     if not source:
         return []
     files = [Path(source) / name for name in TOKENIZER_FILES]
@@ -199,19 +186,15 @@ def tokenizer_files(source: str) -> list[Path]:
 
 
 def adapter_state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Only the adapters, under peft's names and in this dtype. The tensors are sharded as in the model."""
+    """The adapters under peft's names, sharded as in the model."""
     state = lora.peft_state_dict(built.model, built.hf_adapter.to_hf)
     return {name: tensor.detach().to(dtype) for name, tensor in state.items()}
 
 
 def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "", dtype: str = "float32") -> None:
-    """Write a directory that transformers and vLLM load.
+    """Write a directory that transformers and vLLM load. `path` appears only when it is complete.
 
-    The files are written to the directory `path`.partial, which is then renamed to `path`. So `path` never holds half
-    an export. Tensors are gathered one at a time, and a file is written when it is full. So rank 0 holds at most
-    MAX_FILE_BYTES of tensors, and one more tensor.
-
-    source: a directory whose tokenizer files are copied.
+    Rank 0 holds at most MAX_FILE_BYTES and one tensor. source: directory of the tokenizer files.
     Raises NonFiniteError on every rank, and writes nothing, if a weight is not finite.
     """
     target = Path(path)
@@ -221,8 +204,7 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
 
     _on_first_rank(lambda: begin_directory(temporary, config, source=source, dtype=dtype))
     files = SafetensorsWriter(temporary)
-    # torchtitan's state-dict adapter can hold records of how experts are sharded. The experts here are whole tensors, so
-    # a new adapter, which has no such records, renames them.
+    # new, because the model's adapter may know how experts are sharded, and these are whole
     adapter = hf_adapter(config)
     failure: Exception | None = None
     for name, whole in whole_tensors(weights):
@@ -230,9 +212,8 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
             try:
                 files.add(to_hf_names(adapter, {name: whole.to(DTYPES[dtype])}))
             except Exception as error:
-                # This may be any error: if the disk is full, safetensors raises a SafetensorError, which is no OSError.
-                # If rank 0 raised the error here, the other ranks would wait for rank 0 in the next gather. So rank 0
-                # raises the error later, in `commit`. _on_first_rank then raises the error on all ranks.
+                # Any error, also SafetensorError for a full disk. Raised in `commit`, because the
+                # other ranks wait for rank 0 in the next gather.
                 failure = error
 
     def commit() -> None:
@@ -245,10 +226,7 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
 
 
 def begin_directory(directory: Path, config: ModelConfig, *, source: str, dtype: str) -> None:
-    """Make the directory with config.json and the tokenizer files of `source`. An old directory is deleted first.
-
-    config.json has the stop tokens of `source`, because only its own config.json may name them.
-    """
+    """Make the directory anew, with config.json, and tokenizer files and stop tokens of `source`."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     stops = list(stop_token_ids(source)) if source else []
@@ -259,7 +237,7 @@ def begin_directory(directory: Path, config: ModelConfig, *, source: str, dtype:
 
 
 def export_lora(built: BuiltModel, config: LoRAConfig, path: str, *, base: str) -> None:
-    """Write the adapters in the format that peft and vLLM load. `path` never holds half an export.
+    """Write the adapters for peft and vLLM. `path` appears only when it is complete.
 
     base: path or name of the base model.
     Raises NonFiniteError on every rank, and writes nothing, if a weight is not finite.
@@ -274,10 +252,7 @@ def export_lora(built: BuiltModel, config: LoRAConfig, path: str, *, base: str) 
 
 
 def require_exportable(path: str, dtype: str) -> None:
-    """Raises ValueError if the dtype is unknown, or if `path` exists and is not an empty directory.
-
-    If any rank finds a fault, every rank raises the error.
-    """
+    """Raises ValueError on every rank for an unknown dtype, or if `path` is not free on any rank."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}; it must be one of {', '.join(DTYPES)}")
     if not on_all_ranks(_is_free(path)):
@@ -285,7 +260,7 @@ def require_exportable(path: str, dtype: str) -> None:
 
 
 def require_free(path: str, dtype: str) -> None:
-    """The same check as require_exportable, for a process that is not a rank of a trainer."""
+    """require_exportable for a process that is no rank."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}; it must be one of {', '.join(DTYPES)}")
     if not _is_free(path):
@@ -298,22 +273,16 @@ def _is_free(path: str) -> bool:
 
 
 class SafetensorsWriter:
-    """Writes tensors to model.safetensors.
-
-    If the tensors have more than MAX_FILE_BYTES, writes an index and several files, named
-    model-00001-of-0000N.safetensors and so on.
-    """
+    """Writes model.safetensors, or above MAX_FILE_BYTES an index and several files."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.pending: dict[str, Tensor] = {}
         self.pending_bytes = self.total_bytes = 0
-        self.written: list[list[str]] = []  # for each file on disk, the names of its tensors
+        self.written: list[list[str]] = []  # names of the tensors in each file
 
     def add(self, tensors: dict[str, Tensor]) -> None:
-        """Collect the tensors of the next file. If a tensor would make the file too large, the file is written without
-        this tensor, and the tensor goes into a new file.
-        """
+        """Collect tensors for the next file. A full file is written."""
         for name, tensor in tensors.items():
             num_bytes = tensor.numel() * tensor.element_size()
             if self.pending and self.pending_bytes + num_bytes > MAX_FILE_BYTES:
@@ -323,7 +292,7 @@ class SafetensorsWriter:
             self.total_bytes += num_bytes
 
     def finish(self) -> None:
-        """Write the last file, and give all files their final names, which contain the number of files."""
+        """Write the last file, and give all files their final names."""
         self._write()
         count = len(self.written)
         if count == 1:
@@ -346,9 +315,9 @@ class SafetensorsWriter:
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's shards of the parameters. Blocks that FSDP has gathered are sharded again first.
+    """This rank's shards of the parameters.
 
-    This function does not use model.state_dict(), because that would gather the whole query, key and value of every block on every rank.
+    model.state_dict() would gather query, key and value of every block on every rank.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -357,7 +326,6 @@ def _parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def hf_adapter(config: ModelConfig) -> Qwen3StateDictAdapter:
-    """A new state-dict adapter, which converts between torchtitan's names and Hugging Face's names."""
     return Qwen3StateDictAdapter(qwen3_config(config), None)
 
 
@@ -366,5 +334,5 @@ def _first(names: list[str]) -> str:
 
 
 def _on_first_rank(work: Callable[[], None]) -> None:
-    """Call `work` on rank 0. All ranks must call this function; if `work` fails, every rank raises the error."""
+    """Call `work` on rank 0. Its error is raised on every rank; all must call this."""
     together(lambda: work() if dist.get_rank() == 0 else None)

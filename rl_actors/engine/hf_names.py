@@ -1,11 +1,8 @@
-"""Converts tensors between torchtitan's names and Hugging Face's names. torchtitan has one joined tensor where Hugging Face has several tensors.
+"""Converts tensors between torchtitan's names and Hugging Face's, which split what torchtitan
+joins: experts, and fused query, key and value.
 
-A joined tensor holds the experts of a transformer block, or the fused query, key and value of its attention. Every slice along the first
-dimension of a joined tensor belongs to one of Hugging Face's tensors. This module splits joined tensors, and joins tensors again. It reads and writes no file.
-
-A group is a key-value head with its query heads. G is the number of groups, R the number of query heads in a group, W the width of a head, D
-the hidden size. The name heads_GRWD is an exception: its R stands for R + 2, because a group has R query heads, a key and a value. A row of a
-weight is a slice along its first dimension.
+G groups (a key-value head and its query heads), R query heads of a group, W width of a head, D
+hidden size. heads_GRWD has R + 2: the queries, a key and a value.
 """
 
 import torch
@@ -18,19 +15,16 @@ FUSED = ".wqkv."
 
 
 def is_joined(name: str) -> bool:
-    """True if `name` is torchtitan's name of a block's experts, or of fused query, key and value."""
+    """True for torchtitan's names of experts and of fused query, key and value."""
     return EXPERTS in name or FUSED in name
 
 
 def _split_placements(joined: DTensor) -> list[Placement]:
-    """Placements under which every rank holds a piece of every expert or attention head.
+    """Placements that shard another dimension than the first, so that every rank holds a piece of
+    every expert or head.
 
-    FSDP and expert parallelism shard the first dimension, so each rank has only some of the experts or heads. But hf.py needs, on every rank,
-    a shard of each Hugging Face tensor in `joined`. So these placements shard another dimension. Every expert and head is then split over all
-    ranks, and each rank needs as much memory as before.
-
-    torchtitan's own adapter is not used to split a sharded tensor, because it gives each rank only the names of that rank's experts, and does
-    not support replicas.
+    FSDP and expert parallelism shard the first dimension. torchtitan's own adapter would give each
+    rank only the names of its own experts, and does not support replicas.
     """
     sharded_dims = {placement.dim for placement in joined.placements if not placement.is_replicate()}
     free_dim = next(dim for dim in range(1, joined.ndim) if dim not in sharded_dims)
@@ -42,25 +36,25 @@ def _split_placements(joined: DTensor) -> list[Placement]:
 
 
 def split_over_rows(joined: DTensor) -> DTensor:
-    """The joined tensor, redistributed so that every rank holds a piece of every expert or attention head."""
+    """The joined tensor, redistributed so that every rank has a piece of every expert or head."""
     return joined.redistribute(placements=_split_placements(joined))
 
 
 def empty_split_over_rows(joined: DTensor) -> DTensor:
-    """An uninitialised tensor with the shape, dtype and placements of split_over_rows(joined)."""
+    """An uninitialised tensor like split_over_rows(joined)."""
     return torch.distributed.tensor.empty(
         joined.shape, dtype=joined.dtype, device_mesh=joined.device_mesh, placements=_split_placements(joined)
     )
 
 
 def to_hf_names(adapter: Qwen3StateDictAdapter, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state under Hugging Face names. Experts become views of the joined tensor. Fused query, key and value become copies."""
+    """The state under Hugging Face names. Experts are views; query, key and value are copies."""
     others: dict[str, Tensor] = {}
     experts: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if EXPERTS in name:
-            # If torchtitan's adapter got a DTensor, it would return only this rank's experts. So it gets a small plain tensor, and only the
-            # names that it returns are used.
+            # For a DTensor torchtitan's adapter would return only this rank's experts, so a small
+            # plain tensor gives the names.
             names = adapter.to_hf({name: torch.empty(len(tensor), 1, 1, device="meta")})
             experts.update(zip(names, tensor.unbind(0), strict=True))
         elif FUSED in name:
@@ -71,10 +65,9 @@ def to_hf_names(adapter: Qwen3StateDictAdapter, state: dict[str, Tensor]) -> dic
 
 
 def split_qkv(adapter: Qwen3StateDictAdapter, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Split a fused weight into the three weights of torchtitan's unfused model. Returns them by name: wq, wk and wv, in this order."""
+    """The three weights of torchtitan's unfused model by name: wq, wk and wv, in this order."""
     num_groups, num_queries, width = _heads(adapter)
-    # Every rank holds a piece of every row. So each rank can select the rows of query, key and value in its own pieces. DTensor's own
-    # arithmetic takes several times as long.
+    # Every rank holds a piece of every row; DTensor's own arithmetic takes several times as long.
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     heads_GRWD = local.unflatten(0, (num_groups, num_queries + 2, width))
     heads = {
@@ -90,9 +83,9 @@ def split_qkv(adapter: Qwen3StateDictAdapter, name: str, tensor: Tensor) -> dict
 
 
 def _distributed_like(whole: Tensor, rows: Tensor) -> Tensor:
-    """Wrap `rows` as a DTensor with the placements of `whole`. `rows` is this rank's piece of the selected rows of `whole`.
+    """`rows`, this rank's piece of some rows of `whole`, as a DTensor placed like `whole`.
 
-    Every rank must hold a piece of every selected row. If `whole` is a plain tensor, `rows` is returned as it is.
+    Every rank must hold a piece of every selected row.
     """
     if not isinstance(whole, DTensor):
         return rows
@@ -105,17 +98,17 @@ def _distributed_like(whole: Tensor, rows: Tensor) -> Tensor:
         shape=shape,
         stride=(shape[1], 1),
     )
-    # from_local copies the rows to the mesh's device. With fsdp_cpu_offload the weights are on the host, so the rows go back.
+    # from_local moved the rows to the mesh's device; with fsdp_cpu_offload they belong on the host
     return wrapped.to(rows.device)
 
 
 def join_qkv(adapter: Qwen3StateDictAdapter, split: list[Tensor]) -> Tensor:
-    """The fused weight. split: the weights of query, key and value, in this order."""
+    """The fused weight. split: query, key and value, in this order."""
     num_groups, _, width = _heads(adapter)
     return torch.cat([part.unflatten(0, (num_groups, -1, width)) for part in split], dim=1).flatten(0, 2)
 
 
 def _heads(adapter: Qwen3StateDictAdapter) -> tuple[int, int, int]:
-    """(G, R, W). For each group, torchtitan's fused weight has the rows of the group's queries, then of the key and then of the value."""
+    """(G, R, W). The fused weight has for each group its queries, then the key, then the value."""
     attention = adapter.model_config.layers[0].attention
     return attention.n_kv_heads, attention.n_heads // attention.n_kv_heads, attention.head_dim

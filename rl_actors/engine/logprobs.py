@@ -1,14 +1,9 @@
-"""Apply a model's head to hidden states. Compute the gradient of a loss with respect to the hidden states.
+"""Applies a model's head to hidden states chunk by chunk, and back-propagates a loss to them.
 
-heads.py has two heads. One computes the logprobs of the targets, and the other the values of a value model. In the
-rest of this file "values" means the numbers that either head computes (the type Values). The logits are computed for
-one chunk of positions at a time, so the logits of all positions never exist at once. torchtitan's ChunkedLossWrapper
-splits the rows into chunks. For each chunk it applies the output projection, calls a loss with the logits, and runs the
-backward pass of the loss down to the hidden states. The projection's weights, which FSDP gathers, stay gathered from
-one chunk to the next.
-
-In shapes, B is the number of rows, L the row length, D the hidden size, V the size of the vocabulary, and K the number
-of ids that the column target_ids has for one position.
+The logits of all positions never exist at once. torchtitan's ChunkedLossWrapper splits the rows,
+applies the output projection to each chunk, and runs the loss's backward pass to the hidden states.
+"Values" are what the head computes (heads.py).
+B rows, L row length, D hidden size, V vocabulary, K ids of a position in target_ids.
 """
 
 from collections.abc import Callable
@@ -25,14 +20,14 @@ from rl_actors.losses import Loss, computed_for
 from rl_actors.metrics import Partials, merge
 
 ChunkInputs = dict[str, Tensor]
-"""Tensors [B, L, ...] that a loss gets. They are split into the same chunks as the logits."""
+"""Tensors [B, L, ...] that a loss gets, split like the logits."""
 
 
 class GuardedLoss:
-    """Wraps a loss and catches its first error. From then on all gradients are zero, and `failure` has the error.
+    """Catches a loss's first error in `failure`. From then on the gradients are zero.
 
-    The loss may have failed only on this rank. This rank must go on, because the other ranks wait for it in their collectives. The runner
-    (single_runner.py or pipeline.py) raises `failure` after the last microbatch.
+    This rank must go on, because the others wait for it in collectives; the runner raises `failure`
+    at the end.
     """
 
     def __init__(self, loss: Loss) -> None:
@@ -42,8 +37,8 @@ class GuardedLoss:
         self.failure: Exception | None = None
 
     def gradients(self, values: Values, columns_BL: ChunkInputs) -> tuple[Values, Partials]:
-        """(gradients, metrics). The gradients are with respect to the first entry of `values`, which every loss reads, and to the other entries
-        that this loss reads. The metrics include "loss:sum". After an error there are no metrics.
+        """(gradients with respect to the first entry and the others that the loss reads, metrics
+        with "loss:sum").
         """
         output, *others = values
         names = [output, *sorted(self.reads & set(others))]
@@ -60,22 +55,20 @@ class GuardedLoss:
         return {name: torch.zeros_like(leaf) for name, leaf in zip(names, leaves, strict=True)}, {}
 
     def of_chunk(self, values: Values, columns_BL: ChunkInputs) -> tuple[Tensor, Partials]:
-        """(a scalar, metrics) of one chunk. The scalar has the same gradients as the loss.
-
-        Not for a `whole_sequence` loss, because that loss reads whole samples and cannot be computed in chunks.
+        """(a scalar with the gradients of the loss, metrics) of one chunk. Not for
+        `whole_sequence`.
         """
         gradients, metrics = self.gradients(values, columns_BL)
         return _scalar_with_gradients(values, gradients), metrics
 
 
 ChunkLoss = Callable[[Values, ChunkInputs], tuple[Tensor, Partials]]
-"""A function of the values and the inputs of a chunk. It returns a scalar to back-propagate, and metrics."""
+"""(values, inputs) of a chunk -> (a scalar to back-propagate, metrics)."""
 
 
 class ChunkedHead:
-    """Applies the output projection of a model to at most `chunk_tokens` positions at a time. The model itself returns hidden states.
-
-    In a pipeline only the last stage can use a ChunkedHead, because only this stage has the output projection.
+    """Applies the output projection to at most `chunk_tokens` positions at a time; the model
+    returns hidden states.
     """
 
     def __init__(
@@ -87,11 +80,8 @@ class ChunkedHead:
         keep_head: bool = True,
         min_chunks: int = 1,
     ) -> None:
-        """head: computes the values of a chunk from the outputs of the projection.
-
-        keep_head: FSDP gathers the weights of the last norm and of the output projection together. True: these weights
-        stay gathered between the norm and the projection.
-        min_chunks: the smallest number of chunks.
+        """keep_head: the last norm's and the output projection's weights, which FSDP gathers
+        together, stay gathered between the two.
         """
         model._skip_lm_head = True
         self.lm_head = model.lm_head
@@ -101,14 +91,14 @@ class ChunkedHead:
         self.head = head
 
     def forward(self, hidden_BLD: Tensor, batch: PackedBatch, *, with_entropy: bool = False) -> Values:
-        """The values of whole rows. The caller must turn gradients off."""
+        """The values of whole rows. The caller turns gradients off."""
         values, _, _ = self._run(hidden_BLD, batch, _no_loss, {}, with_entropy)
         return batch.gather(values)
 
     def evaluate(
         self, hidden_BLD: Tensor, batch: PackedBatch, loss: GuardedLoss | None, *, with_entropy: bool = False
     ) -> tuple[Values, Partials]:
-        """The values and, if a loss is given, the loss's metrics. The caller must turn gradients off."""
+        """The values and, with a loss, its metrics. The caller turns gradients off."""
         if loss is None:
             return self.forward(hidden_BLD, batch, with_entropy=with_entropy), {}
         return self.loss(hidden_BLD, batch, loss, with_entropy=with_entropy)[:2]
@@ -116,16 +106,12 @@ class ChunkedHead:
     def loss(
         self, hidden_BLD: Tensor, batch: PackedBatch, loss: GuardedLoss, *, with_entropy: bool = False
     ) -> tuple[Values, Partials, Tensor]:
-        """(values of whole rows, metrics, a scalar).
+        """(values of whole rows, metrics, a scalar whose `backward` continues from the hidden
+        states).
 
-        When this method returns, the gradient of the loss has been back-propagated to the hidden states. The scalar's
-        `backward` continues from the hidden states through the model. If torch's gradients are turned off, nothing is
-        back-propagated.
-
-        If the loss reads single positions, it gets one chunk after another. The gradient of each chunk is
-        back-propagated immediately. If the loss is `whole_sequence`, there are two passes. The first pass computes the
-        values of whole samples, and the loss computes its gradient with respect to these values. The second pass
-        computes the values again, chunk by chunk, and back-propagates this gradient.
+        The gradient has been back-propagated to the hidden states, unless gradients are off. A
+        `whole_sequence` loss needs two passes: values of whole samples for its gradient with
+        respect to them, then chunk by chunk again to back-propagate it.
         """
         with_entropy = with_entropy or "entropy" in loss.reads
         if loss.whole_sequence:
@@ -152,29 +138,28 @@ class ChunkedHead:
     def _run(
         self, hidden_BLD: Tensor, batch: PackedBatch, loss: ChunkLoss, inputs: ChunkInputs, with_entropy: bool
     ) -> tuple[Values, Partials, Tensor]:
-        """(values at the positions that this rank holds, metrics, the sum of the loss over the chunks)."""
+        """(values at this rank's positions, metrics, the sum of the loss over the chunks)."""
         chunks = _Chunks(head=self.head, loss=loss, with_entropy=with_entropy)
         num_chunks = self._num_chunks(*batch.tokens_BL.shape)
         wrapper = ChunkedLossWrapper(ChunkedLossWrapper.Config(num_chunks=num_chunks))
         wrapper.loss_fn = chunks
         wrapper.set_lm_head(self.lm_head)
-        # A column may have the name of one of the wrapper's own arguments, so the columns get a prefix.
+        # a column may be named like one of the wrapper's arguments
         named = {f"input_{name}": value for name, value in inputs.items()}
         if "target_ids" in batch.columns:
             named["top_k"] = batch.columns["target_ids"]
         total, _ = wrapper(hidden_BLD, batch.targets_BL, temperatures_BL=batch.temperatures_BL, **named)
         if self.keep_head and isinstance(self.lm_head, FSDPModule):
-            # Before it returns, the wrapper sets reshard_after_forward to True. In the next microbatch FSDP would then
-            # free the weights as soon as the last norm has run, and gather them again for the projection. So this code
-            # sets the option back to False.
+            # the wrapper has set it to True; FSDP would gather again between norm and projection
             self.lm_head.set_reshard_after_forward(False, recurse=False)
         return chunks.joined(), merge(chunks.metrics), total
 
     def _num_chunks(self, num_rows: int, row_length: int) -> int:
-        """The smallest possible number of chunks. It is at least min_chunks, and a chunk has at most chunk_tokens positions.
+        """The smallest number of chunks that divides row_length, is at least min_chunks and keeps
+        chunks at chunk_tokens.
 
-        Each row is split into as many equal parts as there are chunks, so the number divides row_length. A chunk
-        consists of one part of every row. If even row_length chunks are too few, the result is row_length.
+        A chunk has an equal part of every row. If even row_length chunks are too few, the result is
+        row_length.
         """
         at_least = max(self.min_chunks, -(-num_rows * row_length // self.chunk_tokens))
         return next(n for n in range(min(at_least, row_length), row_length + 1) if row_length % n == 0)
@@ -182,7 +167,7 @@ class ChunkedHead:
 
 @dataclass(kw_only=True)
 class _Chunks:
-    """The loss that ChunkedLossWrapper calls with the logits of each chunk. It keeps the values and metrics of all chunks."""
+    """The loss that ChunkedLossWrapper calls for each chunk. Keeps values and metrics."""
 
     head: Head
     loss: ChunkLoss
@@ -200,10 +185,10 @@ class _Chunks:
         top_k: Tensor | None = None,
         **inputs: Tensor,
     ) -> tuple[Tensor, Partials]:
-        """(a scalar to back-propagate, {}). The second value is empty, because the wrapper would merge metrics by rules of its own.
+        """(a scalar to back-propagate, {}): the wrapper would merge metrics by its own rules.
 
-        outputs: the outputs of the projection, [B, L, V], or [B, L, 1] in a value model. L is the length of the chunk. top_k: ids [B, L, K].
-        inputs: the ChunkInputs, whose names have the prefix `input_`.
+        outputs: [B, L, V], or [B, L, 1] in a value model, for chunks of length L. top_k: ids [B, L,
+        K].
         """
         values = self.head(outputs, targets_BL, temperatures_BL, with_entropy=self.with_entropy, top_k=top_k)
         self.values.append({name: value.detach() for name, value in values.items()})
@@ -212,7 +197,6 @@ class _Chunks:
         return total, {}
 
     def joined(self) -> Values:
-        """The values of all chunks, joined along the positions of a row."""
         joined: Values = {}
         for name in self.values[0]:
             joined[name] = torch.cat([values[name] for values in self.values], dim=1)
@@ -220,12 +204,12 @@ class _Chunks:
 
 
 def _no_loss(values: Values, inputs: ChunkInputs) -> tuple[Tensor, Partials]:
-    """A ChunkLoss for calls that need only the values. These calls compute no gradients, so the scalar is not used."""
+    """A ChunkLoss for calls without gradients."""
     return next(iter(values.values())).sum(), {}
 
 
 def _given_gradients(values: Values, gradients: ChunkInputs) -> tuple[Tensor, Partials]:
-    """A ChunkLoss whose gradients are known already. The inputs of the chunk are these gradients."""
+    """A ChunkLoss whose inputs are the gradients."""
     return _scalar_with_gradients(values, gradients), {}
 
 

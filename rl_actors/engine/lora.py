@@ -1,9 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): y = W x + (alpha / rank) B A x. A and B are trained, and W is frozen.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): y = W x + (alpha / rank) B A x: initial values,
+merging, export for peft.
 
-torchtitan's converter puts the adapters into the model. This module gives them reproducible initial values, merges them into the weights, and
-writes them as a directory for peft.
-
-In shapes, R is the rank of an adapter, and I and O are the numbers of inputs and outputs of a linear layer.
+R rank, I and O inputs and outputs of a linear layer.
 """
 
 import math
@@ -25,11 +23,11 @@ from rl_actors.engine.collectives import whole_tensors
 from rl_actors.engine.initial_weights import assign
 
 ToHF = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-"""Function that renames tensors from torchtitan's names to Hugging Face's names."""
+"""torchtitan's names -> Hugging Face's."""
 
 
 def convert(model_config: Qwen3Model.Config, config: LoRAConfig) -> Qwen3Model.Config:
-    """The model's config with adapters. All parameters but the adapters are frozen. If config.rank is 0, the model's config is returned unchanged."""
+    """The model's config with adapters as the only trained parameters, or unchanged for rank 0."""
     if not config.rank:
         return model_config
     converter = LoRAConverter.Config(
@@ -39,10 +37,9 @@ def convert(model_config: Qwen3Model.Config, config: LoRAConfig) -> Qwen3Model.C
 
 
 def require_found(model: nn.Module, config: LoRAConfig) -> None:
-    """Raises RuntimeError if the model has adapters and the trained parameters are not exactly the adapters that this module finds.
+    """Raises RuntimeError if the trained parameters are not the adapters that are found by name.
 
-    This module finds adapters by the names that torchtitan gives them. If torchtitan used other names, this module would find no adapters, and
-    a push would publish the frozen weights without the adapters.
+    If torchtitan renamed them, a push would publish the weights without them.
     """
     if not config.rank:
         return
@@ -56,10 +53,9 @@ def require_found(model: nn.Module, config: LoRAConfig) -> None:
 
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int) -> None:
-    """Draw A uniformly as peft does (kaiming, a = sqrt(5)), and set B to zero. The values are the same in every parallel layout."""
+    """A as in peft (kaiming uniform, a = sqrt(5)), B zero, the same in every layout."""
     for name, layer in _layers(model):
-        # Each layer has a random generator of its own, seeded with `seed` and the layer's name. So a pipeline stage that draws only for its own
-        # layers gets the same values as a process that draws for all layers.
+        # a generator for each layer, so that a pipeline stage draws what a whole model would
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         whole = torch.empty(layer.lora_a.weight.shape)
         nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
@@ -68,7 +64,7 @@ def initialise(model: nn.Module, seed: int) -> None:
 
 
 def merged(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`state` with W + (alpha / rank) B A instead of W, A and B. If the model has no adapters, the state is returned unchanged."""
+    """`state` with W + (alpha / rank) B A in the place of W, A and B."""
     state = dict(state)
     for name, layer in _layers(model):
         a_RI = state.pop(f"{name}.lora_a.weight")
@@ -82,14 +78,14 @@ def merged(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def checkpointed(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that a checkpoint holds: the adapters if there are any, otherwise the whole state of the model."""
+    """What a checkpoint holds: the adapters, or without adapters the whole state."""
     state = model.state_dict()
     names = {f"{name}.{part}.weight" for name, _ in _layers(model) for part in ("lora_a", "lora_b")}
     return {name: tensor for name, tensor in state.items() if name in names} if names else state
 
 
 def peft_state_dict(model: nn.Module, to_hf: ToHF) -> dict[str, Tensor]:
-    """The adapters under peft's names, sharded as in the model. to_hf: the method `to_hf` of torchtitan's state-dict adapter."""
+    """The adapters under peft's names, sharded as in the model."""
     state = model.state_dict()
     found: dict[str, Tensor] = {}
     for name, _ in _layers(model):
@@ -100,13 +96,13 @@ def peft_state_dict(model: nn.Module, to_hf: ToHF) -> dict[str, Tensor]:
 
 
 def gather(model: nn.Module, to_hf: ToHF) -> dict[str, Tensor]:
-    """The whole adapters under peft's names, on the CPU of rank 0. Other ranks get an empty dict. All ranks must call this together."""
+    """The whole adapters under peft's names on rank 0's CPU, {} elsewhere. All ranks call this."""
     gathered = whole_tensors(peft_state_dict(model, to_hf))
     return {name: whole.contiguous() for name, whole in gathered if whole is not None}
 
 
 def write(tensors: dict[str, Tensor], config: LoRAConfig, path: str, *, base: str) -> None:
-    """Write gathered adapters in the form that peft and vLLM load for the model in `base`. `path` appears only when it is complete."""
+    """Write gathered adapters for peft and vLLM, complete as soon as `path` is there."""
     target = Path(path)
     partial = Path(f"{path}.partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The protocol `Machine` lists the functions that both cpu.py and gpu.py have. `this_machine` chooses one of the two modules."""
+"""`Machine`, the protocol of the modules cpu.py and gpu.py, and `this_machine`, which chooses one."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -15,74 +15,68 @@ from rl_actors.engine.batch import AttentionMasks, PackedBatch
 
 
 class Machine(Protocol):
-    """The type of the modules cpu.py and gpu.py."""
-
     @property
     def HostCopy(self) -> type[metrics.HostCopy]:
-        """The class that copies device tensors to the host."""
+        """Copies device tensors to the host."""
 
     @property
     def Stopwatch(self) -> type[metrics.Stopwatch]:
-        """The class of stopwatches that measure the work of the device."""
+        """Measures the work of the device."""
 
     def device(self) -> torch.device:
-        """This rank's device. If the device is a GPU, the call makes it torch's current device."""
+        """This rank's device. A GPU becomes torch's current device."""
 
     def prepare(self, world_size: int) -> None:
-        """Configure the threads and the compilers of this process, which is one of world_size ranks."""
+        """Configure threads and compilers of this process."""
 
     def attention(self, kernel: str) -> FlexAttention.Config | VarlenAttention.Config:
         """torchtitan's config of the attention layers. kernel: TrainerConfig.attention."""
 
     def attention_masks(self, model: nn.Module, kernel: str, batch: PackedBatch) -> AttentionMasks:
-        """The masks to pass to the attention layers for a batch of whole rows."""
+        """What the attention layers need for a batch of whole rows."""
 
     def local_masks(self, masks: BlockMask) -> AttentionMasks:
-        """Turn flex attention's masks into the form that this machine's attention layers take.
-
-        masks: masks for the part of each row that a context-parallel rank holds.
+        """Flex attention's masks of a context-parallel rank, as this machine's attention takes
+        them.
         """
 
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """A copy of a host tensor on the GPU. On a CPU, the tensor itself."""
+        """A copy on the GPU; on a CPU the tensor itself."""
 
     def require_cpu_offload(self) -> None:
         """Raises ValueError if FSDP cannot keep its shards in pinned host memory."""
 
     def norms(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The 2-norm of each tensor, as a scalar tensor (shape [])."""
+        """The 2-norm of each tensor, of shape []."""
 
     def fuse(self, function: Callable) -> Callable:
-        """The given function of tensors. On a GPU it is compiled into few kernels. On a CPU it is not compiled, because
-        compiling would take more time than it saves.
-        """
+        """`function`, on a GPU compiled into few kernels."""
 
     def after_parallelize(self, model: nn.Module) -> None:
-        """Make FSDP use only reductions that the machine's collective library (gloo or NCCL) has."""
+        """Make FSDP use only reductions that gloo or NCCL has."""
 
     def has_float8(self) -> bool:
-        """True if the machine computes in float8. Otherwise float8 is emulated."""
+        """False: float8 is emulated."""
 
     def device_name(self) -> str: ...
 
     def memory_bytes(self) -> int:
-        """Bytes of memory in use: on a CPU the resident memory of the process, on a GPU the memory of the tensors."""
+        """On a CPU the resident memory of the process, on a GPU that of the tensors."""
 
     def host_buffer(self, num_bytes: int) -> Tensor:
-        """A uint8 tensor in host memory, for copies from and to the device. gpu.py pins this memory."""
+        """uint8, for copies from and to the device."""
 
     def wait(self) -> None:
         """Wait until the device has done all work, copies included."""
 
     def release_memory(self) -> None:
-        """Release the device memory that tensors no longer use, so that other processes can use it."""
+        """Release unused device memory for other processes."""
 
     def peak_memory_bytes(self) -> int:
-        """The largest value of memory_bytes so far."""
+        """The largest memory_bytes so far."""
 
 
 def this_machine() -> Machine:
-    """gpu.py if torch sees a GPU, otherwise cpu.py."""
     if torch.cuda.is_available():
         return gpu
     return cpu

@@ -1,9 +1,6 @@
 """The results of one microbatch, and their copy to the host.
 
-The copy begins after the microbatch's forward pass and before its backward pass. So a caller that reads the results does not wait for the
-backward pass.
-
-In names and shapes of tensors, B is the number of rows, L the length of a row, and N the number of positions of all samples together.
+B rows, L positions of a row, N positions of all samples.
 """
 
 from collections.abc import Mapping
@@ -15,12 +12,14 @@ from rl_actors.metrics import HostCopy, Partials, PartialsCopy
 
 
 class MicrobatchOutput:
-    """Values and metrics of one microbatch. The constructor begins their copy to the host."""
+    """Values and metrics of one microbatch. Their copy begins before the backward pass, so a reader
+    does not wait for it.
+    """
 
     def __init__(
         self, batch: PackedBatch, values: Mapping[str, Tensor], metrics: Partials, to_host: type[HostCopy]
     ) -> None:
-        """Begin the copies. values: by name, a tensor [B, L, ...] over all positions of the whole rows. to_host: the class that copies."""
+        """values: by name, [B, L, ...] over whole rows."""
         self.indices = [index for index, *_ in batch.spans]
         self.lengths = [end - start for _, _, start, end in batch.spans]
         self._index_N = batch.index_N
@@ -28,12 +27,9 @@ class MicrobatchOutput:
         self._metrics = PartialsCopy(metrics, to_host)
 
     def values(self) -> dict[str, Tensor]:
-        """The values at the positions of the samples, one sample after another, as float32 tensors [N, ...] on the host.
-
-        Waits until the values are copied.
-        """
+        """The values at the samples' positions, [N, ...] float32 on the host. Waits for the copy."""
         return {name: copy.wait()[self._index_N] for name, copy in self._values.items()}
 
     def metrics(self) -> Partials:
-        """The metrics as Partials whose entries are numbers and not tensors. Waits until the metrics are copied."""
+        """The metrics as numbers. Waits for the copy."""
         return self._metrics.wait()

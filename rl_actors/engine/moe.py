@@ -1,11 +1,7 @@
-"""Three corrections to torchtitan's mixture of experts.
+"""Corrects dtype, gradients and counters of torchtitan's mixture of experts.
 
-The class `Experts` computes in the dtype of its input. `wait_for_input` makes sure that gradients flow through the
-input of the experts. `RouterCounters` keeps padding out of the counters of tokens per expert.
-
-In shapes, B is the number of rows, L the length of a row, D the hidden size, F the inner width of an expert, E the
-number of experts and K the number of experts per token. R is the number of tokens that the experts of this rank get. A
-token counts once for each expert that gets it.
+B rows, L length of a row, D hidden size, F inner width of an expert, E experts, K experts per
+token, R tokens for the experts of this rank (once for each expert).
 """
 
 from dataclasses import dataclass
@@ -24,8 +20,7 @@ from rl_actors.engine.batch import PackedBatch
 class Experts(GroupedExperts):
     """Experts that compute in the dtype of their input.
 
-    torchtitan's experts always cast to bfloat16. Because of the rounding, two float32 runs that should give equal
-    results would differ by about 1e-2.
+    torchtitan's cast to bfloat16, so equal float32 runs would differ by about 1e-2.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -41,13 +36,9 @@ class Experts(GroupedExperts):
 
 
 def wait_for_input(model: nn.Module) -> None:
-    """Add hooks that make the experts wait until the all-gather of their input is done.
-
-    In a sequence-parallel model the ranks all-gather the positions of each row before the experts. With several rows
-    torch has to rearrange the gathered data, so torch waits for the all-gather. With one row torch need not rearrange
-    the data. The experts then get an AsyncCollectiveTensor, whose all-gather may still run. The experts run inside
-    torch's local_map, which unwraps an AsyncCollectiveTensor to a plain tensor. Autograd does not track this tensor. So
-    without the hooks no gradient would reach the layers before the experts.
+    """With one row under sequence parallelism the experts' input may be a pending
+    AsyncCollectiveTensor, which local_map unwraps to a tensor that autograd does not track. clone()
+    waits and keeps the graph.
     """
     for block in model.layers.values():
         if block.moe_enabled:
@@ -57,17 +48,14 @@ def wait_for_input(model: nn.Module) -> None:
 def _wait_for_all_gather(module: nn.Module, args: tuple) -> tuple:
     x_BLD, *others = args
     is_gathering = isinstance(x_BLD, DTensor) and isinstance(x_BLD.to_local(), AsyncCollectiveTensor)
-    # Any operation on the tensor waits for the all-gather.
     return (x_BLD.clone() if is_gathering else x_BLD, *others)
 
 
 class RouterCounters:
-    """Keeps padding out of torchtitan's counters of tokens per expert, and resets the counters at the end of a step.
+    """Keeps padding out of torchtitan's counters of tokens per expert, and resets them.
 
-    torchtitan computes the load-balancing bias from the counts. torchtitan also counts padding, and the amount of
-    padding depends on the packing. This class subtracts the padding, so that the bias does not depend on how the
-    samples are packed. torchtitan counts only in training mode. A call without a backward pass runs in eval mode, so
-    such a call does not change the counters. A dense model has no counters.
+    Otherwise the load-balancing bias would depend on the packing. torchtitan counts only in
+    training mode.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -77,36 +65,31 @@ class RouterCounters:
             moe.router.register_forward_hook(partial(self._subtract_padding, moe))
 
     def start_microbatch(self, batch: PackedBatch) -> None:
-        """Remember which positions of the batch are padding. Call this before each forward pass."""
+        """Call this before each forward pass."""
         self.is_padding_BL = batch.is_padding_BL
 
     def reset(self) -> None:
-        """Set all counters to zero. Call this at the end of a step, whether the weights were updated or not."""
+        """Set all counters to zero, also after a step without an update."""
         for moe in self.moes:
             moe.tokens_per_expert_E.zero_()
 
     def _subtract_padding(self, moe: MoE, router: nn.Module, args: tuple, output: tuple[Tensor, ...]) -> None:
-        """Forward hook of a router: lowers the counter of every expert that a padding position chose.
-
-        After this hook has run, torchtitan's MoE block adds all positions, including padding, to the counters. So the
-        padding cancels out.
-        """
+        """Lower the counter of every expert that padding chose. torchtitan then adds all positions."""
         if not moe.training:
             return
         expert_ids_BLK = output[1]
         is_padding_BL = self.is_padding_BL
         assert is_padding_BL is not None
         if isinstance(expert_ids_BLK, DTensor):
-            # If expert and tensor parallelism are used together, each rank routes and counts only some positions of
-            # each row. So each rank takes only its shard of the mask.
+            # with expert and tensor parallelism a rank routes and counts only some positions of a
+            # row
             mesh = expert_ids_BLK.device_mesh
             placements = expert_ids_BLK.placements
             is_padding_BL = _local(distribute_tensor(is_padding_BL, mesh, placements, src_data_rank=None))
         counts_E = _local(moe.tokens_per_expert_E)
         ids_BLK = _local(expert_ids_BLK)
         padding_BLK = is_padding_BL[..., None].expand_as(ids_BLK).to(counts_E.dtype)
-        # scatter_add_ gets all positions, and positions that are not padding add 0. To select only the padding, the
-        # host would have to wait for the device, because the host would need the number of padding positions.
+        # all positions, because the host would wait for the device to select only the padding
         counts_E.scatter_add_(0, ids_BLK.flatten(), -padding_BLK.flatten())
 
 

@@ -1,6 +1,5 @@
-"""`Optimizers` holds a model's optimizers, and `Hyperparameters` sets their learning rate, betas and weight decay before each step.
-
-`Optimizers` is torchtitan's container. It can also make an optimizer that the config names by its import path.
+"""`Optimizers`, torchtitan's container with optimizers by import path, and `Hyperparameters`, which
+sets their values before each step.
 """
 
 import pkgutil
@@ -20,18 +19,12 @@ from rl_actors.validation import HYPERPARAMETERS, supported_hyperparameters
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The model's parameters, with the names that they have without activation checkpointing.
-
-    Activation checkpointing inserts a segment into the names that torch gives. This function removes the segment.
-    """
+    """The parameters without the segment that activation checkpointing inserts into their names."""
     return ((canonical_fqn(name), parameter) for name, parameter in model.named_parameters())
 
 
 class _StepsShards:
-    """Makes Adam work on a rank's own shards as plain tensors. This saves the time of DTensor's dispatch.
-
-    Adam works element by element, so the result is the same.
-    """
+    """Makes Adam, which is elementwise, step local shards: DTensor's dispatch takes time."""
 
     def _init_group(self, group: dict[str, object], *lists: list[Tensor]) -> bool:
         has_complex: bool = super()._init_group(group, *lists)  # type: ignore[misc]
@@ -41,18 +34,15 @@ class _StepsShards:
 
 
 class Adam(_StepsShards, torch.optim.Adam):
-    """torch's Adam, which here works on a rank's shards. Its state consists of DTensors, like the state of torch's Adam."""
+    """torch's Adam on local shards. Its state is still of DTensors."""
 
 
 class AdamW(_StepsShards, torch.optim.AdamW):
-    """torch's AdamW, which here works on a rank's shards. Its state consists of DTensors, like the state of torch's AdamW."""
+    """torch's AdamW on local shards. Its state is still of DTensors."""
 
 
 class _CanonicalNames:
-    """Takes the place of the model in torchtitan's _build_param_groups. Its parameters have the names from `named_parameters` above.
-
-    _build_param_groups calls no method of the model except named_parameters().
-    """
+    """The model for torchtitan's _build_param_groups, which calls only named_parameters()."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -62,12 +52,7 @@ class _CanonicalNames:
 
 
 class Optimizers(OptimizersContainer):
-    """torchtitan's container of optimizers.
-
-    Adam and AdamW get torchtitan's arguments for their implementation (a loop, foreach or fused).
-
-    If the config names an optimizer by its import path, the optimizer gets only the arguments in the config.
-    """
+    """torchtitan's container, also for import paths, which get only the config's arguments."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
@@ -86,33 +71,30 @@ class Optimizers(OptimizersContainer):
     def _build_param_groups(
         model: nn.Module, configs: list[ParamGroupConfig], impl_kwargs: dict[str, object]
     ) -> tuple[dict[str, list[dict[str, object]]], dict[str, list[str]]]:
-        # torchtitan would search the patterns in torch's names of the parameters, which activation checkpointing changes.
+        # activation checkpointing changes the names in which torchtitan would search
         return OptimizersContainer._build_param_groups(_CanonicalNames(model), configs, impl_kwargs)
 
 
 class NoOptimizers:
-    """A container without optimizers, for a trainer that only infers."""
+    """For a trainer that only infers."""
 
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
 
     def zero_grad(self) -> None:
-        """Does nothing, because there are no gradients."""
+        """Does nothing."""
 
 
 class Hyperparameters:
-    """Builds a model's optimizer, and writes the values of an OptimParams into the optimizer's parameter groups before each step.
+    """Builds a model's optimizer, and writes OptimParams into its groups before each step.
 
-    The config gives each group a pattern, and multipliers of the learning rate and the weight decay. A parameter belongs
-    to the first group whose pattern its name matches. A last group holds the parameters that match no pattern,
-    and its multipliers are 1.
+    A parameter belongs to the first group whose pattern its name matches, else to a last one with
+    multipliers of 1.
     """
 
     def __init__(self, config: OptimizerConfig, model: nn.Module, trained: list[str]) -> None:
-        """trained: the names of all trained parameters of the whole model.
+        """trained: names of the whole model's trained parameters; `model` may be a pipeline stage.
 
-        `model` has only the parameters of this rank's pipeline stages, so a pattern may match no name in `model`.
-
-        Raises ValueError if a pattern matches none of the names in `trained` that remain after the earlier patterns.
+        Raises ValueError if a pattern matches no name that earlier patterns leave.
         """
         self.name = config.name
         names = [name for name, parameter in named_parameters(model) if parameter.requires_grad]
@@ -128,8 +110,7 @@ class Hyperparameters:
             names = [name for name in names if not re.search(pattern, name)]
             trained = [name for name in trained if not re.search(pattern, name)]
         self.multipliers = list(groups.values())
-        # Each optim_step sets its own learning rate, so lr is only a placeholder here. It is 0, so a step that still used
-        # the placeholder would change no parameter.
+        # a placeholder; 0, so that a step with it would change nothing
         self.optimizers = Optimizers.Config(
             param_groups=[ParamGroupConfig(pattern=pattern, optimizer_name=config.name) for pattern in groups],
             implementation=config.implementation,
@@ -142,11 +123,10 @@ class Hyperparameters:
 
     @property
     def supported(self) -> tuple[str, ...]:
-        """The fields of OptimParams that validation.HYPERPARAMETERS lists and that this optimizer has."""
+        """The fields of validation.HYPERPARAMETERS that this optimizer has."""
         return supported_hyperparameters(self.optimizer.param_groups[0])
 
     def set(self, params: OptimParams) -> None:
-        """Make the next step use these values."""
         keys = {"lr", *(HYPERPARAMETERS[name] for name in self.supported)}
         for group, (rate, decay) in zip(self.optimizer.param_groups, self.multipliers, strict=True):
             values = {

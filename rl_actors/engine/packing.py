@@ -1,7 +1,6 @@
-"""Plan one training call: put samples into rows by their lengths, and put rows into the microbatches of every rank.
+"""Plans one training call: puts samples into rows, and rows into the microbatches of every rank.
 
-A row of a microbatch holds one sample, or several samples one after another. This module uses neither devices nor tensors.
-B is the number of rows of a microbatch, L the length of a row, and T the number of positions of a sample.
+B rows of a microbatch, L length of a row, T positions of a sample. No devices, no tensors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from rl_actors.config import PackingPolicy
 from rl_actors.layouts import ROW_MULTIPLE, in_multiples
 
 BUCKETS_PER_OCTAVE = 4
-"""Largest number of row lengths between one power of two and the next. It is small, because every new shape must be compiled."""
+"""Most row lengths between two powers of two; few, because every new shape is compiled."""
 
 Row = tuple[int, ...]  # sample indices; an empty row is padding
 
@@ -28,7 +27,7 @@ Plan = list[list[Microbatch]]  # one list for each rank
 
 
 class PlanOptions(TypedDict, total=False):
-    """The arguments of `plan` that a pipeline needs."""
+    """What a pipeline needs."""
 
     uniform: bool
     min_microbatches: int
@@ -47,21 +46,18 @@ def plan(
     microbatch_multiple: int = 1,
     policy: PackingPolicy = "packed",
 ) -> Plan:
-    """The microbatches of every rank. All ranks get the same number of microbatches, and the n-th microbatch has the same shape on all ranks.
+    """The microbatches of every rank: equally many, the n-th of the same shape on all ranks.
 
-    lengths: number of positions of each sample. tokens_per_row: largest number of positions of a row, rounded down to a multiple of
-    row_multiple.
+    lengths: positions of each sample. tokens_per_row: of a row at most, rounded down to a multiple
+    of row_multiple. policy: a microbatch has at most
+    "packed": rows_per_microbatch rows, which samples share;
+    "token_budget": tokens_per_row * rows_per_microbatch positions, a sample in each row;
+    "fixed": rows_per_microbatch rows, a sample in each row.
+    uniform: all microbatches have one shape, as a pipeline needs. Their number is then a multiple
+    of microbatch_multiple and at least min_microbatches.
 
-    policy: one of these three.
-    "packed": samples share rows, and a microbatch has at most rows_per_microbatch rows.
-    "token_budget": a row has one sample, and a microbatch has at most tokens_per_row * rows_per_microbatch positions.
-    "fixed": a row has one sample, and a microbatch has at most rows_per_microbatch rows.
-
-    The n-th microbatches of all ranks get rows that are similar in length and in attention_cost. All these rows are padded to one length: the
-    length of the longest of them, which `bucket` rounds up. Rows without a sample, which are only padding, are added where rows are missing.
-
-    uniform: True gives all microbatches of the call the same number of rows and the same row length, as a pipeline needs. The number of
-    microbatches of a rank is then a multiple of microbatch_multiple and at least min_microbatches.
+    The n-th microbatches of all ranks get rows of similar length and attention_cost, padded to the
+    `bucket` of the longest. Rows of padding are added where rows are missing.
 
     plan([3, 2, 4], tokens_per_row=5, row_multiple=1, rows_per_microbatch=1, num_ranks=2)
         -> rank 0 has the row (2,), rank 1 the row (0, 1)
@@ -87,7 +83,6 @@ def plan(
 
 
 def _require_room(lengths: Sequence[int], capacity: int, tokens_per_row: int, row_multiple: int) -> None:
-    """Raises ValueError naming the first sample that is longer than a row."""
     for index, length in enumerate(lengths):
         if length > capacity:
             limit = f"tokens_per_row={tokens_per_row}"
@@ -97,16 +92,14 @@ def _require_room(lengths: Sequence[int], capacity: int, tokens_per_row: int, ro
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[Row]:
-    """Rows of at most `capacity` positions.
+    """Rows of at most `capacity`, each sample in the first row with room, longest samples first.
 
-    Samples are placed from the longest to the shortest, each into the first row with enough free space. Among samples of equal length the
-    earlier one is placed first. A segment tree over the rows' free space finds the row in O(log n) steps for n samples.
+    A segment tree over the rows' free space finds it in O(log n).
     """
     size = 1
     while size < len(lengths):
         size *= 2
-    # free[size + r] is the free space of row r. For n < size, free[n] is the larger of free[2 * n] and free[2 * n + 1]. So free[1] is the
-    # largest free space of all rows.
+    # free[size + r] is row r's; free[n] = max(free[2 n], free[2 n + 1]) for n < size
     free = [capacity] * (2 * size)
     rows: list[list[int]] = [[] for _ in lengths]
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -129,11 +122,7 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[Row]:
 
 
 def worst_fit_decreasing(lengths: Sequence[int], capacity: int, num_rows: int) -> list[Row] | None:
-    """At most num_rows rows that are filled about equally.
-
-    Samples are placed from the longest to the shortest, each into the row with the fewest positions so far. Returns None if a sample does
-    not fit into that row.
-    """
+    """At most num_rows rows, each sample in the emptiest, longest first. None if one does not fit."""
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     fills = [(0, row) for row in range(num_rows)]
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -146,9 +135,8 @@ def worst_fit_decreasing(lengths: Sequence[int], capacity: int, num_rows: int) -
 
 
 def bucket(length: int, multiple: int, capacity: int) -> int:
-    """The row length for `length` positions: one of a few multiples of `multiple`, so that few shapes are compiled.
-
-    A row length above `capacity` is replaced by `capacity`.
+    """The row length for `length` positions: one of a few multiples of `multiple`, at most
+    `capacity`.
 
     bucket(70, 64, 4096) -> 128, bucket(1100, 64, 4096) -> 1280, bucket(4000, 64, 4096) -> 4096
     """
@@ -160,18 +148,13 @@ def bucket(length: int, multiple: int, capacity: int) -> int:
 
 
 def attention_cost(lengths: Sequence[int], row: Row) -> int:
-    """A measure of the work of attention in a row: the sum of T² over the row's samples.
-
-    Rows of the same length differ only in this work. All other work is the same at every position, also at padding.
-    """
+    """The sum of T² over the row's samples; all other work is the same at every position."""
     return sum(lengths[index] ** 2 for index in row)
 
 
 def time_of(lengths: Sequence[int], ranks: Plan) -> tuple[int, int]:
-    """A key by which plans are compared: (positions of one rank, attention cost). A faster plan has a smaller key.
-
-    Positions of padding count. The attention cost is a sum over the microbatches. For each microbatch the cost of the slowest rank is added,
-    because the other ranks wait for this rank.
+    """(positions of a rank with padding, attention cost of each microbatch's slowest rank), smaller
+    for faster plans.
     """
     slowest = 0
     for batches in zip(*ranks, strict=True):
@@ -185,9 +168,8 @@ def _cost_of(lengths: Sequence[int], batch: Microbatch) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Dealer:
-    """Deals rows into the microbatches of all ranks. The fields are the arguments of one call of `plan`.
-
-    capacity: tokens_per_row, rounded down to a multiple of row_multiple.
+    """Deals rows into the microbatches of all ranks. capacity: tokens_per_row in multiples of
+    row_multiple.
     """
 
     lengths: Sequence[int]
@@ -201,15 +183,12 @@ class _Dealer:
     microbatch_multiple: int
 
     def deal_packed(self) -> Plan:
-        """Plan the rows of first_fit_decreasing. If the plan has rows that are only padding, plan again with the samples spread over these rows,
-        too, and return the faster plan.
-        """
+        """first_fit_decreasing, or samples spread over its rows of padding too, if faster."""
         rows = first_fit_decreasing(self.lengths, self.capacity)
         packed = self.deal(rows)
         num_rows = sum(len(batch.rows) for batch in packed[0]) * self.num_ranks
         if num_rows == len(rows):
             return packed
-        # Some rows are only padding. If the samples are spread over these rows, too, the rows may be shorter or cost less attention.
         spread_rows = worst_fit_decreasing(self.lengths, self.capacity, num_rows)
         if spread_rows is None:
             return packed
@@ -217,10 +196,7 @@ class _Dealer:
         return spread if time_of(self.lengths, spread) < time_of(self.lengths, packed) else packed
 
     def deal(self, rows: list[Row]) -> Plan:
-        """Put the rows into microbatches.
-
-        The n-th microbatches of all ranks get rows of similar length and attention cost, so that all ranks take about the same time for them.
-        """
+        """Put rows into microbatches, so that the n-th take about equally long on all ranks."""
         row_lengths = [self._row_length(row) for row in rows]
         costs = [attention_cost(self.lengths, row) for row in rows]
         order = sorted(range(len(rows)), key=lambda r: (-row_lengths[r], -costs[r]))
@@ -235,7 +211,9 @@ class _Dealer:
         return ranks
 
     def _shapes(self, row_lengths: list[int]) -> Iterator[tuple[int, int]]:
-        """(number of rows, row length) of each microbatch of one rank. row_lengths: the lengths of the rows of all ranks, longest first."""
+        """(number of rows, row length) of each microbatch of a rank. row_lengths: of all ranks,
+        longest first.
+        """
         if self.uniform:
             yield from self._equal_shapes(row_lengths)
             return
@@ -247,10 +225,9 @@ class _Dealer:
             start += num_rows * self.num_ranks
 
     def _equal_shapes(self, row_lengths: list[int]) -> list[tuple[int, int]]:
-        """(number of rows, row length) of each microbatch of one rank, if all must have the same shape.
+        """_shapes if all are the same: the fewest microbatches, of the fewest rows.
 
-        The number of microbatches is the smallest that is allowed. Each microbatch has as few rows as this number permits. The last
-        microbatches may be only padding.
+        The last may be padding.
         """
         longest = row_lengths[0]
         num_of_rank = _divide_up(len(row_lengths), self.num_ranks)
@@ -261,7 +238,6 @@ class _Dealer:
         return [(num_rows, longest)] * with_padding
 
     def _most_rows(self, row_length: int) -> int:
-        """The most rows of this length that a microbatch may have."""
         if self.policy == "token_budget":
             return self.capacity * self.rows_per_microbatch // row_length
         return self.rows_per_microbatch
@@ -271,10 +247,7 @@ class _Dealer:
 
 
 def _balance(taken: list[int], costs: list[int], num_ranks: int, num_rows: int) -> list[list[int]]:
-    """Deal rows to the ranks, the costliest row first. Returns the rows of every rank.
-
-    Each row goes to the rank with the least cost so far, among the ranks that have fewer than num_rows rows.
-    """
+    """Deal rows, the costliest first, each to the rank of least cost with fewer than num_rows rows."""
     members: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [(0, rank) for rank in range(num_ranks)]
     for row in sorted(taken, key=lambda r: -costs[r]):

@@ -1,6 +1,6 @@
-"""Runs the microbatches of a call through the stages of a pipeline. Other modules pack the samples into microbatches.
+"""Runs the microbatches of a call through the stages of a pipeline.
 
-Letters of shapes: B rows of a microbatch, L tokens in a row, D hidden size.
+B rows of a microbatch, L tokens in a row, D hidden size.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,15 +25,15 @@ from rl_actors.engine.pipeline_stages import Stage
 from rl_actors.losses import Loss
 
 SCHEDULES_KEPT = 4
-"""Largest number of schedules in the cache. A schedule is made for one number of microbatches and one shape, and either
-for calls with gradients or for calls without gradients."""
+"""Schedules in the cache, each for a number and shape of microbatches and with or without gradients
+"""
 
 
 @dataclass(kw_only=True)
 class PipelineCall:
-    """The call that runs now: the inputs of its microbatches on this rank, and the results of the last stage."""
+    """The running call: its inputs on this rank, and the results of the last stage."""
 
-    batch: Callable[[int], PackedBatch]  # takes the number of a microbatch, returns this rank's shard of the microbatch
+    batch: Callable[[int], PackedBatch]  # number of a microbatch -> this rank's shard
     loss: GuardedLoss | None
     with_entropy: bool
     training: bool
@@ -42,30 +42,27 @@ class PipelineCall:
 
 
 def plan_options(schedule_class: type, num_ranks: int) -> PlanOptions:
-    """The arguments of packing.plan that a pipeline of `num_ranks` ranks needs. schedule_class: torch's class of the schedule.
-
-    1F1B needs at least as many microbatches as ranks. For Interleaved1F1B the number of microbatches must be a multiple
-    of the number of ranks.
+    """What packing.plan needs: 1F1B at least as many microbatches as ranks, Interleaved1F1B a
+    multiple of them.
     """
     multiple = 1 if _is_single(schedule_class) else num_ranks
     return {"uniform": True, "min_microbatches": num_ranks, "microbatch_multiple": multiple}
 
 
 def _is_single(schedule_class: type) -> bool:
-    """True for schedules with one stage per rank."""
+    """One stage per rank."""
     return issubclass(schedule_class, PipelineScheduleSingle)
 
 
 class PipelineRunner:
-    """Sends all microbatches of a call through the stages in the order of torch's schedule. Only the last stage has metrics
-    and values, such as logprobs.
+    """Sends microbatches through the stages by torch's schedule. Only the last stage has metrics
+    and values.
 
-    A schedule of torch passes only tensors to the stages and to the loss. So the runner gives the schedule the number
-    of each microbatch as a tensor. By this number, the stages and the loss look up the inputs of the microbatch in the
-    PipelineCall.
+    A schedule passes only tensors, so it gets the number of each microbatch, by which stages and
+    loss find its inputs in the PipelineCall.
     """
 
-    _call: PipelineCall  # exists while a call runs
+    _call: PipelineCall  # while a call runs
 
     def __init__(self, built: BuiltModel, head: ChunkedHead, config: TrainerConfig) -> None:
         self.built = built
@@ -83,18 +80,14 @@ class PipelineRunner:
     def forward(
         self, batches: Iterable[PackedBatch], loss: Loss | None, *, with_entropy: bool
     ) -> list[MicrobatchOutput]:
-        """The values and, if a loss is given, the metrics of the loss. Computes no gradients. If the loss fails on one rank, all ranks raise the
-        error after the last microbatch.
-        """
+        """As SingleRunner.forward. If the loss fails on one rank, all ranks raise at the end."""
         steady = None if loss is None else GuardedLoss(loss)
         return self._run(batches, steady, with_entropy=with_entropy, training=False)
 
     def forward_backward(
         self, batches: Iterable[PackedBatch], loss: Loss, *, with_entropy: bool
     ) -> list[MicrobatchOutput]:
-        """Add the gradient of the loss, and return values and metrics. If the loss fails on one rank, all ranks raise the error after the
-        last microbatch.
-        """
+        """As SingleRunner.forward_backward."""
         return self._run(batches, GuardedLoss(loss), with_entropy=with_entropy, training=True)
 
     def _run(
@@ -105,18 +98,15 @@ class PipelineRunner:
         def shard(number: int) -> PackedBatch:
             return self.built.shard_rows(whole[number])
 
-        # A shard has attention masks, and a call should not hold the masks of all its microbatches at once. So a shard is made when the
-        # first stage of this rank runs the microbatch. If this rank has a second stage, that stage runs the same microbatch later: this
-        # rank's next num_ranks - 1 forward passes come in between. So num_ranks shards are in use at once. The cache keeps one more.
+        # Made at its first use, to hold few masks. A rank's next stage runs the microbatch
+        # num_ranks - 1 forward passes later, so num_ranks are in use; one more is kept.
         batch = lru_cache(self.num_ranks + 1)(shard)
         call = self._call = PipelineCall(batch=batch, loss=loss, with_entropy=with_entropy, training=training)
         numbers = [torch.tensor(number) for number in range(len(whole))]
         shape = batch(0).tokens_BL.shape
-        # `_find_inputs` replaces this placeholder by the tokens.
         no_tokens_BL = torch.zeros((), dtype=torch.int64, device=self.built.device).expand(shape)
         schedule, stages = self._schedule(shape, len(whole), training)
-        # The public schedule.step splits one tensor into microbatches. Our microbatches are made already, so we call _step_microbatches. The
-        # code around this call does what `step` would do before and after it.
+        # `step` would split a tensor, and our microbatches are made; we do the rest of it here
         for stage in stages:
             stage.has_backward = training
         try:
@@ -128,7 +118,7 @@ class PipelineRunner:
                     return_outputs=False,
                 )
         except BaseException:
-            # The schedule still holds the losses of the microbatches that were done before the error, so this schedule cannot be used again.
+            # the schedule still holds losses, so it cannot be used again
             self._schedule.cache_clear()
             raise
         finally:
@@ -141,8 +131,8 @@ class PipelineRunner:
     def _find_inputs(
         self, part: nn.Module, args: tuple[Tensor], kwargs: dict[str, Tensor]
     ) -> tuple[tuple[Tensor], ModelInputs]:
-        """A hook that runs before each stage's forward. It replaces the number of the microbatch by the microbatch's
-        positions and masks. On the first stage it also replaces the placeholder by the tokens.
+        """Hook before each stage's forward: the microbatch's positions, masks and, on the first
+        stage, tokens.
         """
         batch = self._call.batch(int(kwargs["number"]))
         self.built.routers.start_microbatch(batch)
@@ -150,13 +140,12 @@ class PipelineRunner:
         if not received.is_floating_point():
             return (batch.tokens_BL,), model_inputs(batch)
         if isinstance(received, DTensor) and received.requires_grad:
-            # The gradient of a received tensor may consist of partial sums on the tensor-parallel ranks. The stage that
-            # sent the tensor would use a partial sum as if it were the gradient. So this hook adds up the partial sums.
+            # The gradient may be partial sums over the tensor-parallel ranks, which the sending
+            # stage would take as whole.
             received.register_hook(lambda grad: grad.redistribute(placements=received.placements))
         return args, model_inputs(batch)
 
     def _loss(self, hidden_BLD: Tensor, number: Tensor) -> Tensor:
-        """The loss function, which the schedule calls for each microbatch on the last stage."""
         call = self._call
         batch = call.batch(int(number))
         try:
@@ -167,8 +156,7 @@ class PipelineRunner:
                 values, metrics = self.head.evaluate(hidden_BLD, batch, call.loss, with_entropy=call.with_entropy)
                 total = torch.zeros(())
         except Exception as error:
-            # The other stages wait for gradients. So this stage goes on and sends them zeros, and all ranks raise the error after the last
-            # microbatch.
+            # the other stages wait for gradients, so they get zeros, and all ranks raise at the end
             call.failure = error
             return hidden_BLD.sum() * 0
         call.outputs.append(MicrobatchOutput(batch, values, metrics, self.built.to_host))
@@ -177,7 +165,7 @@ class PipelineRunner:
     def _make_schedule(
         self, shape: torch.Size, count: int, training: bool
     ) -> tuple[PipelineScheduleSingle | PipelineScheduleMulti, list[Stage]]:
-        """A schedule for `count` microbatches of this shape. torch needs count and shape when it makes a schedule."""
+        """For `count` microbatches of this shape, which torch needs at the start."""
         stages = [Stage(stage, shape, self._hidden(shape)) for stage in self.built.stages]
         schedule = self.schedule_class(
             stages[0] if _is_single(self.schedule_class) else stages,
@@ -189,7 +177,7 @@ class PipelineRunner:
         return schedule, stages
 
     def _hidden(self, shape: torch.Size) -> Tensor:
-        """A tensor with the shape, dtype and placement of the hidden states that the stages send to each other."""
+        """Shape, dtype and placement of the hidden states between stages."""
         size = (*shape, self.config.model.hidden_size)
         dtype = TORCH_DTYPE_MAP[self.config.compute_dtype]
         mesh = self.built.parallel_dims.get_optional_mesh("tp")

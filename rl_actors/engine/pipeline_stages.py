@@ -1,8 +1,6 @@
-"""The stages of a pipeline. torchtitan splits the model into stages.
+"""The stages of a pipeline: torchtitan's, but they free a microbatch's tensors early.
 
-`Stage` frees the tensors of a microbatch earlier than torch's own stages do. pipeline.py runs the stages.
-
-In names of tensors, B is the number of rows of a microbatch, L the number of tokens of a row, and D the hidden size.
+B rows of a microbatch, L tokens of a row, D hidden size.
 """
 
 from collections.abc import Sequence
@@ -26,10 +24,9 @@ def split_into_stages(
     device: torch.device,
     **options: object,
 ) -> list[PipelineStage]:
-    """This rank's stages, first to last, with parallelized modules. options: the other arguments of torchtitan's pipeline_llm."""
-    # pipeline_llm makes the stages and a schedule. We take the stages out of this schedule, and never run the schedule.
-    # The schedule's constructor refuses some numbers of microbatches. All schedules of layouts.py accept twice the
-    # pipeline degree. local_batch_size is the number of microbatches, because pipeline_parallel_microbatch_size is 1.
+    """This rank's parallelized stages, in order. options: other arguments of pipeline_llm."""
+    # Only the stages of its schedule are used. Every schedule of layouts.py accepts twice the
+    # pipeline degree of microbatches, here local_batch_size.
     training = replace(training, local_batch_size=2 * parallelism.pipeline_parallel_degree)
     schedule, *_ = pipeline_llm(
         model,
@@ -44,7 +41,7 @@ def split_into_stages(
 
 
 class LocalModel(nn.Module):
-    """The modules of this rank's stages, under the names that they have in the whole model. A LocalModel has no forward method."""
+    """The modules of this rank's stages under the whole model's names, without a forward."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         super().__init__()
@@ -59,23 +56,19 @@ class LocalModel(nn.Module):
 
 
 class _Received(Protocol):
-    """torch's record of one tensor that a stage receives for one microbatch."""
+    """torch's record of a tensor that a stage receives."""
 
     buffer: Tensor | None
 
 
 class Stage(PipelineStage):
-    """A stage for microbatches of one shape.
+    """A stage for microbatches of one shape, which frees received and sent tensors when they are
+    used.
 
-    A stage receives and sends tensors for each microbatch. This class frees these tensors as soon as the stage no longer needs them.
-
-    A call of a schedule runs several microbatches. torch's own stage has receive buffers for each of these microbatches,
-    and keeps the buffers for later calls. In a call without gradients it also keeps the sent tensors, because torch's own
-    backward_one_chunk then does nothing. This class frees received and sent tensors in backward_one_chunk. torch's
-    schedules call backward_one_chunk once for each microbatch, even in a call without gradients.
-
-    The stage gives torch the shapes of the tensors between the stages. Otherwise torch would run one extra microbatch, loss included, to
-    infer the shapes.
+    torch's keeps receive buffers for all microbatches, also after the call, and without gradients
+    the sent tensors too. Schedules call backward_one_chunk for each microbatch even then, so it
+    frees them.
+    The shapes are given, because torch would run an extra microbatch, loss included, to infer them.
     """
 
     def __init__(self, stage: PipelineStage, shape: torch.Size, hidden_BLD: Tensor) -> None:
@@ -117,8 +110,8 @@ class Stage(PipelineStage):
     ) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
         if loss is not None:
-            # The schedule keeps the losses of all microbatches until the call ends. The autograd graph of a loss holds the gradient of the
-            # microbatch's hidden states. So the loss is detached from its graph, which frees this gradient.
+            # The schedule keeps the losses until the call ends; a loss's graph holds the gradient
+            # of the hidden states.
             loss.detach_()
         self.fwd_cache.pop(bwd_chunk_id, None)
         _release(self.args_recv_info[bwd_chunk_id])
@@ -130,11 +123,11 @@ class Stage(PipelineStage):
                 info.buffer = torch.empty_like(info.buffer, device=self.device)
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Does nothing. torch infers no shapes here, and torch's own method would drop the gradients that earlier calls accumulated."""
+        """Does nothing: no shapes are inferred, and torch's would drop accumulated gradients."""
 
 
 def _release(received: Sequence[_Received]) -> None:
-    """Free the memory of receive buffers, but keep their shapes and dtypes."""
+    """Free receive buffers, but keep their shapes and dtypes."""
     for info in received:
         if info.buffer is not None:
             info.buffer = torch.empty_like(info.buffer, device="meta")

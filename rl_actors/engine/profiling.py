@@ -34,7 +34,6 @@ class StepProfiler:
         self._trace.start()
 
     def step_done(self) -> None:
-        """Count one step. After the last step of the trace, write the file."""
         if self._trace is None:
             return
         self._steps_left -= 1

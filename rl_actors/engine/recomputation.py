@@ -1,7 +1,5 @@
-"""Activation checkpointing: some activations of a transformer block are not stored, and the backward pass recomputes them.
-
-A policy says which activations are stored. torchtitan has several policies. This module adds `KeepProducts`, which recomputes no matrix
-product.
+"""Policies of activation checkpointing: torchtitan's, and `KeepProducts`, which recomputes no
+matrix product.
 """
 
 from dataclasses import dataclass
@@ -15,10 +13,10 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 
 
 class KeepProducts(SelectiveAC):
-    """Stores the result of every matrix product, so that the backward pass recomputes no matrix product.
+    """Stores the result of every matrix product.
 
-    torchtitan's SelectiveAC recomputes every second matrix product, and all matrix products of experts. In float8 it must also cast the inputs
-    of these products again.
+    torchtitan's SelectiveAC recomputes every second one, all of the experts', and in float8 the
+    casts too.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -26,7 +24,7 @@ class KeepProducts(SelectiveAC):
         pass
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
-        # _grouped_mm, the matrix product of experts, is not among the operators of get_save_ops.
+        # _grouped_mm, of the experts, is not in get_save_ops
         kept = [*self.get_save_ops(), torch.ops.aten._grouped_mm.default]
         return checkpoint_wrapper(
             module, context_fn=partial(create_selective_checkpoint_contexts, kept), early_stop=False
@@ -34,7 +32,6 @@ class KeepProducts(SelectiveAC):
 
 
 def policy(name: str) -> ActivationCheckpointing.Config | None:
-    """torchtitan's config for a value of TrainerConfig.activation_checkpointing."""
     return {
         "none": None,
         "products": KeepProducts.Config(),

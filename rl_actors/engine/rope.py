@@ -1,9 +1,6 @@
-"""The rotary embedding of a model. This module reads no weights.
+"""The rotary embedding, with Hugging Face's pairs: dimension i of each half of a head.
 
-The embedding rotates pairs of a head's dimensions. As in Hugging Face's models, dimension i of the first half and dimension i of the
-second half form a pair.
-
-In shapes, P is the number of positions, and W is the width of a head.
+P positions, W width of a head.
 """
 
 from dataclasses import dataclass
@@ -16,26 +13,20 @@ from rl_actors.model_config import ModelConfig
 
 
 class Llama3RoPE(CosSinRoPE):
-    """CosSinRoPE with the scaled frequencies of Llama 3.
-
-    torchtitan has these frequencies only in ComplexRoPE, where neighbouring dimensions form a pair.
-    """
+    """CosSinRoPE with Llama 3's frequencies, which torchtitan has only for pairs of neighbours."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CosSinRoPE.Config):
         pass
 
     def _precompute_cache(self) -> Tensor:
-        """A tensor [P, 2 W]. The row of a position has the cosines of the angles of all W dimensions, and then the sines of these angles.
-        The two dimensions of a pair have the same angle.
-        """
-        # [P, W / 2]. The value of a pair is exp(i angle), where i is the imaginary unit.
+        """[P, 2 W]: the cosines of all W dimensions, then the sines."""
+        # [P, W / 2], exp(i angle) of each pair
         rotations = ComplexRoPE._precompute_cache(self)
         return torch.cat([rotations.real.repeat(1, 2), rotations.imag.repeat(1, 2)], dim=-1)
 
 
 def rope_config(model: ModelConfig) -> CosSinRoPE.Config:
-    """torchtitan's config of the model's rotary embedding."""
     plain = {"dim": model.head_dim, "max_seq_len": model.max_position_embeddings, "theta": model.rope_theta}
     if not model.rope_scaling:
         return CosSinRoPE.Config(**plain)

@@ -1,9 +1,4 @@
-"""Run the microbatches of a call one after another through the whole model, without a pipeline.
-
-packing.py plans the microbatches.
-
-In shapes, B is the number of rows, L the row length, and D the hidden size.
-"""
+"""Runs the microbatches of a call through the whole model, one after another, without a pipeline."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -24,25 +19,24 @@ from rl_actors.losses import Loss
 
 
 class SingleRunner:
-    """Runs one microbatch after another through the whole model."""
-
-    planned: PlanOptions = {}  # only a pipeline needs options for the plan
-    reports_metrics = True  # in a pipeline only the last stage has metrics
+    planned: PlanOptions = {}
+    reports_metrics = True
 
     def __init__(self, built: BuiltModel, head: ChunkedHead, config: TrainerConfig) -> None:
         self.built = built
         self.head = head
         self.reshard_policy = config.parallelism.fsdp_reshard_after_forward
         model = built.model
-        # The head (logprobs.py) decides how long the output projection stays gathered. If the embedding is tied, FSDP
-        # gathers it together with the output projection. So `gathered` has the embedding only if it is not tied.
+        # The head (logprobs.py) decides how long the output projection, and a tied embedding with
+        # it, stays gathered.
         outer = [] if config.ties_head else [model.tok_embeddings]
         self.gathered: list[FSDPModule] = [*outer, *model.layers.values()]
 
     def forward(
         self, batches: Iterable[PackedBatch], loss: Loss | None, *, with_entropy: bool
     ) -> list[MicrobatchOutput]:
-        """The values of each position, such as logprobs, and, if a loss is given, the loss's metrics. The caller must turn gradients off.
+        """The values of each position and, with a loss, its metrics. The caller turns gradients
+        off.
 
         If the loss fails on one rank, all ranks raise its error.
         """
@@ -62,7 +56,7 @@ class SingleRunner:
     def forward_backward(
         self, batches: Iterable[PackedBatch], loss: Loss, *, with_entropy: bool
     ) -> list[MicrobatchOutput]:
-        """Add the gradient of the loss to the model's gradients. Returns the values of each position, and the loss's metrics.
+        """Add the gradient of the loss. Returns values and metrics.
 
         If the loss fails on one rank, all ranks raise its error after the last microbatch.
         """
@@ -80,11 +74,8 @@ class SingleRunner:
     def _release_tied_gradient(self) -> None:
         """Free the second gradient of a tied embedding: 622 MB for Qwen3 0.6B.
 
-        The embedding and the last norm are in one group of FSDP, so FSDP reduces their gradients together, as one tensor.
-        FSDP reduces the gradient of a tied embedding twice. The first tensor has the gradient of the output projection.
-        The second tensor has the gradient of the embedding's lookup and the gradient of the norm. FSDP adds the lookup's
-        gradient to the first gradient. The norm's gradient stays a view of the second tensor, and would keep the whole
-        tensor in memory. So this method copies the norm's gradient.
+        FSDP reduces embedding and last norm as one tensor, and a tied embedding twice. The norm's
+        gradient stays a view of the second tensor and would keep it alive, so it is copied.
         """
         norm = self.built.model.norm.weight
         if norm.grad is None:
@@ -94,18 +85,14 @@ class SingleRunner:
             norm.grad = norm.grad.clone()
 
     def _keeps_gathered(self, *, several: bool) -> bool:
-        """True if `forward` keeps FSDP's gathered weights from one microbatch to the next. several: True for two or more microbatches."""
+        """True if `forward` keeps gathered weights. several: more than one microbatch."""
         return {"always": False, "never": True, "default": several}[self.reshard_policy]
 
     @contextmanager
     def _gathered(self, *, keep: bool) -> Iterator[None]:
-        """Context manager around the microbatches of a call.
+        """If `keep`, gathered parameters stay gathered in the body.
 
-        If `keep` is True, the parameters that FSDP gathers for the first microbatch stay gathered until the last
-        microbatch is done.
-
-        At the end these parameters are sharded again. The next optimizer step changes only the shards, so parameters
-        that stayed gathered would be out of date.
+        They are sharded again at the end, because the optimizer changes only the shards.
         """
         for module in self.gathered:
             module.set_reshard_after_forward(not keep)

@@ -1,16 +1,7 @@
-"""Tenants. A tenant is one of several runs that share the model of a trainer. The runs use the model one after the
-other.
+"""Tenants: runs with LoRA adapters of their own over one frozen model, one in use at a time.
 
-All tenants train LoRA adapters over the same frozen weights. These weights are called the base.
-
-Each tenant has its own adapters, gradients, optimizer state, policy_version, and state of its training step
-(call_order.py).
-
-At a switch of tenants each rank works only on its own shards, without messages to other ranks. So a switch works in
-every parallel layout.
-FSDP keeps views of the adapters' weights, so a switch copies new values into the memory of these weights. A switch
-does not copy gradients and optimizer state. It only takes the references to the old tenant's tensors out of the model and
-the optimizers, and puts references to the new tenant's tensors there.
+A switch works on a rank's own shards without messages, so in every layout. It copies weights, of
+which FSDP keeps views, and moves references to gradients and optimizer state.
 """
 
 from dataclasses import dataclass, field
@@ -30,30 +21,27 @@ from rl_actors.types import FIRST_TENANT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stash:
-    """Tensors and optimizer settings of a tenant that is not in use.
-
-    `weights` and `gradients` have the order of Tenants.trained. `states` and `groups` have the order of the optimizers.
+    """Tensors and optimizer settings of a tenant that is not in use, in the order of
+    Tenants.trained and of the optimizers.
     """
 
     weights: list[Tensor]  # this rank's shards
     gradients: list[Tensor | None]
-    states: list[dict[nn.Parameter, Any]]  # the `state` of each torch optimizer
-    groups: list[list[dict[str, Any]]]  # the settings of the parameter groups of each torch optimizer
+    states: list[dict[nn.Parameter, Any]]  # of each optimizer
+    groups: list[list[dict[str, Any]]]  # settings of each optimizer's parameter groups
 
 
 @dataclass(slots=True, kw_only=True)
 class Tenant:
-    """The state of one run that trains adapters over the base."""
-
     step: StepState = field(default_factory=StepState)
     policy_version: int = 0
-    steps_skipped: int = 0  # number of optim_steps whose gradient was not finite
-    # None while the tenant is in use, because the model and the optimizers then have its tensors.
+    steps_skipped: int = 0  # optim_steps whose gradient was not finite
+    # None while in use
     stash: Stash | None = None
 
 
 class Tenants:
-    """The tenants of a trainer. Exactly one tenant is in use. The first tenant, whose name is FIRST_TENANT, always exists."""
+    """The tenants of a trainer. The first, FIRST_TENANT, always exists."""
 
     def __init__(self, built: BuiltModel, memory: Offload) -> None:
         self.built = built
@@ -65,7 +53,7 @@ class Tenants:
         self._new_groups = self._group_settings()
 
     def find(self, name: str) -> Tenant:
-        """The tenant of this name. Raises ValueError for an unknown name."""
+        """Raises ValueError for an unknown name."""
         if name not in self.by_name:
             raise ValueError(
                 f"there is no tenant {name!r}; this trainer has {sorted(self.by_name)} ({FIRST_TENANT!r} is the first tenant)"
@@ -73,10 +61,7 @@ class Tenants:
         return self.by_name[name]
 
     def use(self, name: str) -> None:
-        """Put the tensors of a tenant into the model and the optimizers. Does nothing if this tenant is in use already.
-
-        Raises ValueError for an unknown name.
-        """
+        """Put a tenant's tensors into model and optimizers. Raises ValueError for an unknown name."""
         tenant = self.find(name)
         if tenant is self.in_use:
             return
@@ -96,10 +81,7 @@ class Tenants:
                 group.update(settings)
 
     def add(self, name: str, seed: int) -> None:
-        """Add a tenant, and put it in use.
-
-        The initial values of the tenant's adapters depend on `seed`. Raises ValueError for a name that exists already.
-        """
+        """Add a tenant and put it in use. Raises ValueError for a name that exists."""
         if name in self.by_name:
             raise ValueError(
                 f"there is a tenant {name!r} already; this trainer has {sorted(self.by_name)} ({FIRST_TENANT!r} is the first tenant)"
@@ -114,7 +96,7 @@ class Tenants:
         lora.initialise(self.built.model, seed)
 
     def drop(self, name: str) -> None:
-        """Delete a tenant, even in the middle of its step. If the tenant is in use, the first tenant is put in use instead.
+        """Delete a tenant, even in its step. The first replaces it in use.
 
         Raises ValueError for an unknown name and for the first tenant.
         """
@@ -130,12 +112,9 @@ class Tenants:
         return list(self.built.optimizers.optimizers)
 
     def _put_aside(self) -> None:
-        """Move the tensors of the tenant in use into a new stash.
-
-        The stash gets copies of the weights. The gradients and the optimizer states move into the stash without copies.
-        """
+        """Stash the tenant in use: copies of weights, references to the rest."""
         self.memory.onload()
-        this_machine().wait()  # FSDP reads weights and writes gradients on its own CUDA streams
+        this_machine().wait()  # FSDP's streams read weights and write gradients
         self.memory.drop_gathered_weights()
         weights = [local(parameter.detach()).clone() for parameter in self.trained]
         self.in_use.stash = Stash(
@@ -150,7 +129,7 @@ class Tenants:
             optimizer.state.clear()
 
     def _group_settings(self) -> list[list[dict[str, Any]]]:
-        """The settings of the parameter groups of each optimizer, without the parameters."""
+        """Settings of each optimizer's parameter groups, without the parameters."""
         found = []
         for optimizer in self._optimizers:
             settings = [dict(group) for group in optimizer.param_groups]

@@ -1,4 +1,4 @@
-"""The trainer on one rank: forward, backward, optimizer step, weights. This module does not depend on Monarch."""
+"""The trainer on one rank: forward, backward, optimizer step, weights. Without Monarch."""
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -37,13 +37,13 @@ from rl_actors.validation import require_optimizer, require_tenant, validate_opt
 
 
 class TrainEngine:
-    """The trainer on one rank of an SPMD program. Every rank makes the same calls with the same arguments in the same order."""
+    """One rank of an SPMD program. Every rank makes the same calls in the same order."""
 
     def __init__(self, config: TrainerConfig) -> None:
         """Build, shard and initialise the model.
 
-        Raises ValueError if the config is wrong, if config.hf_path holds tensors of another model, or if
-        config.tokenizer_path holds no tokenizer.
+        Raises ValueError for a wrong config, an hf_path of another model, or a tokenizer_path
+        without a tokenizer.
         """
         config.validate()
         if config.hf_path:
@@ -82,21 +82,14 @@ class TrainEngine:
         return self.tenants.in_use.policy_version
 
     def use(self, tenant: str) -> None:
-        """Make later calls work on this tenant. A tenant is a run that trains its own adapters on the shared base model.
-
-        A new trainer has one tenant, whose name is the empty string. tenants.py says more.
-
-        Raises ValueError for an unknown name.
-        """
+        """Later calls work on this tenant. Raises ValueError for an unknown name."""
         self.tenants.use(tenant)
 
     def new_tenant(self, name: str, seed: int = 0) -> None:
-        """Add a tenant on the same base model, and make later calls work on this tenant. The seed sets the initial values of its adapters.
+        """Add a tenant with policy_version 0 and put it in use. The seed is that of its adapters.
 
-        The new tenant has policy_version 0, no gradients and no optimizer state.
-
-        Calls for this tenant do not change other tenants. Raises ValueError if the trainer has no adapters, if the name
-        is taken, or if the model has experts and load_balance_coeff is not 0.
+        Raises ValueError without adapters, for a name that is taken, and for experts with
+        load_balance_coeff.
         """
         require_tenant(name, seed, self.config.lora.rank)
         if self.config.model.num_experts and self.config.load_balance_coeff:
@@ -107,11 +100,11 @@ class TrainEngine:
         self.tenants.add(name, seed)
 
     def drop_tenant(self, name: str) -> None:
-        """Delete a tenant, even in the middle of its step. Raises ValueError for an unknown name and for the first tenant."""
+        """Delete a tenant, even in its step. Raises ValueError for an unknown and the first tenant."""
         self.tenants.drop(name)
 
     def validate(self, samples: Sequence[Sample], loss: Loss | None) -> None:
-        """Check the samples and the loss. Raises the same ValueError on every rank, before any rank works on the samples."""
+        """Raises the same ValueError on every rank, before any works on the samples."""
         validate_samples(
             samples,
             loss,
@@ -124,30 +117,26 @@ class TrainEngine:
     def forward(
         self, samples: Sequence[Sample], loss: str | Loss | None = None, *, entropy: bool = False
     ) -> RankOutput:
-        """Logprobs of the targets, or the values of a value model, in float32. Accumulated gradients, weights and version do not change.
+        """Logprobs, or a value model's values, in float32. Changes nothing.
 
-        If a loss is given, the output also has the metrics that forward_backward would report. If the samples have the
-        column target_ids, which lists K token ids for each position, the output also has the logprobs of these ids. If
-        `entropy` is True, the output also has the entropy of the distribution over the vocabulary at each position.
+        With a loss also forward_backward's metrics, with a column target_ids their logprobs, with
+        `entropy` that of each position.
         """
         loss = None if loss is None else resolve(loss)
         self.step.require("forward")
         self.validate(samples, loss)
         self.memory.onload(["weights"])
-        # A loss reads all columns of the samples, and all samples have the same columns. `validate` has checked both. Without a loss only
-        # the column target_ids is needed.
+        # a loss reads all columns; `validate` has checked that all samples have them
         columns = samples[0].columns if loss is not None else {"target_ids"} & set(samples[0].columns)
         with torch.no_grad(), self._evaluation():
             return self._output(self.runner.forward(self._batches(samples, columns), loss, with_entropy=entropy))
 
     def forward_backward(self, samples: Sequence[Sample], loss: str | Loss, *, entropy: bool = False) -> RankOutput:
-        """Add d(sum of the loss)/d(parameters) to the gradients. Weights and version do not change.
+        """Add d(sum of the loss)/d(parameters) to the gradients, and open a step.
 
-        If no step is open, this call opens a step. optim_step or discard_gradients closes the step (call_order.py).
-
-        If the input is wrong, raises ValueError and changes nothing. After any other failure only discard_gradients is
-        possible. On a GPU this call returns before the last backward pass is done. If a kernel of this pass fails, the
-        next call raises the error.
+        Wrong input raises ValueError and changes nothing; after another failure only
+        discard_gradients is possible. A GPU's last backward pass may still run, and its failure is
+        raised by the next call.
         """
         require_optimizer("forward_backward", self.config.optimizer)
         loss = resolve(loss)
@@ -155,17 +144,14 @@ class TrainEngine:
         self.validate(samples, loss)
         self.memory.onload(["weights", "gradients"])
         with self._broken_on_failure():
-            # `validate` has checked that all samples have the same columns, and that the loss reads all of them.
             batches = self._batches(samples, samples[0].columns)
             outputs = self.runner.forward_backward(batches, loss, with_entropy=entropy)
         self.step.open()
         return self._output(outputs)
 
     def optim_step(self, params: OptimParams) -> OptimResult:
-        """Divide the gradients by params.grad_divisor, clip them, step the optimizer, and clear the gradients.
-
-        If the gradient norm is finite, policy_version grows by one. If not, the optimizer makes no step, and
-        policy_version does not change.
+        """Divide by params.grad_divisor, clip, step, clear. A finite norm advances policy_version
+        by one, another skips the step.
         """
         require_optimizer("optim_step", self.config.optimizer)
         self.step.require("optim_step")
@@ -178,10 +164,9 @@ class TrainEngine:
                 self.parameters_by_layout, self.pipeline_group, self.built.weights_device, this_machine().norms
             )
             norm = gradients.norm() / params.grad_divisor
-            # The copy to the host begins before the scaling, so that a GPU scales the gradients while the host waits for the norm.
+            # before the scaling, with which a GPU goes on while the host waits
             norm_copy = self.built.to_host(norm)
-            # FSDP adds the gradients of the ranks without dividing them, because its divide factor is 1. The division
-            # and the clipping are done here, in one pass over the gradients.
+            # FSDP sums (divide factor 1), so one pass over the gradients divides and clips here.
             clip = torch.ones_like(norm)
             if params.grad_clip_norm is not None:
                 clip = (params.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -208,10 +193,9 @@ class TrainEngine:
         )
 
     def discard_gradients(self) -> None:
-        """Drop the accumulated gradients and close the step, even if a failed call has left the gradients incomplete.
+        """Drop the gradients, also incomplete ones, and close the step.
 
-        Does nothing if no gradients are accumulated. Raises RuntimeError if a failed call may have changed weights
-        (the state "inconsistent" in call_order.py).
+        Raises RuntimeError if a failed call may have changed weights.
         """
         self.step.require("discard_gradients")
         self.own_time.take()
@@ -221,12 +205,9 @@ class TrainEngine:
     def save_checkpoint(self, path: str, *, optimizer: bool = True) -> "Future[None]":
         """Copy model, optimizer and version, and write them as a DCP directory while training goes on.
 
-        If `optimizer` is False, the directory has no optimizer state. The directory also gets the tokenizer's files, if
-        there are any. The future is done when the directory is complete on disk. A second save waits until the first is
-        done.
-
-        Raises ValueError if `path` holds something other than a checkpoint. Raises RuntimeError in an open step. If a
-        rank cannot write, the future raises RuntimeError with path and rank.
+        The future is done when it is complete on disk, with tokenizer files. Waits for an earlier
+        save. Raises ValueError if `path` holds something else, RuntimeError in an open step. If a
+        rank cannot write, the future raises RuntimeError.
         """
         self.step.require("save_checkpoint")
         if optimizer:
@@ -240,12 +221,11 @@ class TrainEngine:
         )
 
     def load_checkpoint(self, path: str, *, optimizer: bool = True) -> int:
-        """Read a directory that save_checkpoint wrote under any layout, and return its policy_version.
+        """Read a checkpoint of any layout, and return its policy_version.
 
-        If `optimizer` is False, only the weights are read, and the optimizer gets the state that it has in a new trainer.
-        Raises ValueError, and changes nothing, if `path` is not a checkpoint of this model, if other users can write
-        its files, or if `optimizer` is True and the checkpoint has no optimizer state. Raises RuntimeError in an open
-        step.
+        Without `optimizer` its state is reset. Raises ValueError, and changes nothing, if the
+        checkpoint is of another model, lacks optimizer state, or other users can write it;
+        RuntimeError in an open step.
         """
         self.step.require("load_checkpoint")
         if optimizer:
@@ -259,12 +239,10 @@ class TrainEngine:
         return self.policy_version
 
     def load_published(self, version: OpenVersion, number: int) -> int:
-        """Copy the weights of a published version into this model, set policy_version to `number`, and return it.
+        """Load a published version, and set policy_version to `number`.
 
-        Only a language model without an optimizer and without adapters can load a published version. No training step
-        changes the weights of such a model, so its weights stay equal to those of the version.
-
-        Raises ValueError, and changes nothing, for any other model, and if the version's tensors do not fit this model.
+        Raises ValueError, and changes nothing, unless this is a language model without optimizer
+        and adapters, whose weights stay the version's, and the tensors fit.
         """
         self.step.require("pull_model_state_dict")
         if self.config.optimizer is not None or self.config.lora.rank or self.config.head != "logprobs":
@@ -282,15 +260,10 @@ class TrainEngine:
         return number
 
     def hf_state_dict(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """The tensors that a push publishes, sharded over the ranks.
+        """What a push publishes, sharded: the adapters under peft's names, or merged weights.
 
-        If lora.sync is "adapter", these tensors are only the adapters, under peft's names, converted to `dtype`.
-        Otherwise they are the weights under their Hugging Face names, with adapters merged. If the head is tied to the
-        embeddings, only the embeddings are included.
-
-        Some of torchtitan's tensors are joined: each holds several of Hugging Face's tensors (hf_names.py). This method
-        copies the joined tensors and converts the copies to `dtype`. The other weights keep their own dtype, and the
-        push converts them.
+        dtype: of adapters and of copies of joined tensors (hf_names.py); the push converts the
+        rest.
         """
         self.config.require_hf("push_model_state_dict")
         self.memory.onload(["weights"])
@@ -299,10 +272,10 @@ class TrainEngine:
         return hf.state_dict(self.built, dtype)
 
     def export_hf(self, path: str, dtype: str = "float32") -> None:
-        """Write config.json, safetensors and, if there are any, tokenizer files. Adapters are merged into the weights.
+        """Write config.json, safetensors and tokenizer files, with adapters merged.
 
-        The trainer does not change. `path` never holds a partial export. Raises ValueError on every rank if `path`
-        exists and is not an empty directory, or if dtype is neither float32 nor bfloat16.
+        `path` appears only when it is complete. Raises ValueError on every rank if it is not free,
+        or for an unknown dtype.
         """
         self.step.require("export_hf")
         self.config.require_hf("export_hf")
@@ -312,10 +285,7 @@ class TrainEngine:
         hf.export(self.built, self.config.model, path, source=source, dtype=dtype)
 
     def export_lora(self, path: str) -> None:
-        """Write the adapters in the form that peft reads. `path` never holds a partial export.
-
-        Raises ValueError if the model has no adapters, or if `path` exists and is not an empty directory.
-        """
+        """Write the adapters for peft. Raises ValueError if there are none, or `path` is not free."""
         self.step.require("export_lora")
         if not self.config.lora.rank:
             raise ValueError("export_lora is not possible with lora.rank=0: there are no adapters; call export_hf")
@@ -324,37 +294,33 @@ class TrainEngine:
         hf.export_lora(self.built, self.config.lora, path, base=self.config.hf_path)
 
     def profile(self, directory: str, steps: int) -> None:
-        """Trace the next `steps` optimizer steps with torch.profiler, and write the trace to <directory>/rank-N.json.
+        """Trace the next `steps` optimizer steps into <directory>/rank-N.json.
 
-        Raises RuntimeError in an open step, because a trace holds whole steps. Also raises RuntimeError if an earlier
-        trace is not done.
+        Raises RuntimeError in an open step, or while another trace runs.
         """
         require_optimizer("profile", self.config.optimizer)
         self.step.require("profile")
         self.profiler.start(directory, steps)
 
     def offload(self, parts: Collection[Part] = PARTS) -> HostMove:
-        """Move the parts to host memory and free their memory on the device. Does nothing for a part that is on the host already.
+        """Move the parts to the host, pinned with a GPU. Later calls bring back what they need.
 
-        Every later call first brings back the parts that the call needs. forward, pushes, pulls and exports need the weights.
-        forward_backward needs the weights and the gradients. save_checkpoint needs the weights and, unless optimizer=False, the optimizer's
-        state. optim_step, load_checkpoint and a change of the tenant need all parts.
-
-        On a machine with a GPU the host memory is pinned. On a machine without a GPU the copy is in the same memory as
-        the original, so nothing is gained. Raises ValueError for an unknown part.
+        forward, pushes, pulls and exports need the weights, forward_backward the gradients too,
+        save_checkpoint weights and optimizer, the others all. On a CPU nothing is gained.
+        Raises ValueError for an unknown part.
         """
         require_parts("offload", parts)
         self.step.require("offload")
         return self.memory.offload(parts)
 
     def onload(self, parts: Collection[Part] = PARTS) -> HostMove:
-        """Move the parts back to the device, with the same bytes. Does nothing for a part that is there already."""
+        """Move the parts back, with the same bytes."""
         require_parts("onload", parts)
         self.step.require("onload")
         return self.memory.onload(parts)
 
     def info(self, tenant: str | None = None) -> TrainerInfo:
-        """A description of the trainer. Its version and state are those of `tenant`, or of the tenant in use if `tenant` is None."""
+        """The trainer, with the version and state of `tenant`. None: the one in use."""
         config = self.config
         asked = self.tenants.in_use if tenant is None else self.tenants.find(tenant)
         return TrainerInfo(
@@ -394,19 +360,18 @@ class TrainEngine:
             self.config.logprob_chunk_tokens,
             ValueHead() if self.config.head == "values" else LogprobHead(this_machine().fuse),
             keep_head=self.config.parallelism.fsdp_reshard_after_forward != "always",
-            # The head computes logprobs or values for one chunk of positions at a time. FSDP reduces the gradients of the last norm and of
-            # the head together, so these two gradients need the same dtype. In a pipeline the norm's gradient is float32. If there are two
-            # or more chunks, the head's gradient is accumulated in float32, too. So with a pipeline there are at least two chunks.
+            # FSDP reduces the last norm's and the head's gradients together, in one dtype. A
+            # pipeline's norm has a float32 gradient, and so has a head of two or more chunks.
             min_chunks=2 if stages else 1,
         )
 
     def _rank_and_size(self, dimension: str) -> tuple[int, int]:
-        """(this rank's index in a dimension of the layout, the dimension's size), or (0, 1) without this dimension."""
+        """(this rank's index, size) in a dimension of the layout, or (0, 1) without it."""
         mesh = self.built.parallel_dims.get_optional_mesh(dimension)
         return (mesh.get_local_rank(), mesh.size()) if mesh is not None else (0, 1)
 
     def _batches(self, samples: Sequence[Sample], columns: Iterable[str]) -> Iterator[PackedBatch]:
-        """This rank's microbatches. Each microbatch is made when the runner takes it from the iterator."""
+        """This rank's microbatches, each made when it is taken."""
         config = self.config
         ranks = plan(
             [len(sample) for sample in samples],
@@ -442,11 +407,7 @@ class TrainEngine:
 
     @contextmanager
     def _broken_on_failure(self, *, weights: bool = False) -> Iterator[None]:
-        """If the body raises an error, mark the step broken, because the body may have added only some of the gradients.
-
-        weights: True if the body changes weights. After an error some weights may then be new and others old, so the
-        state of the step is "inconsistent" instead of "broken" (call_order.py).
-        """
+        """A failure breaks the step, with `weights`, which may have changed, into "inconsistent"."""
         try:
             yield
         except BaseException:
@@ -455,7 +416,7 @@ class TrainEngine:
 
     @contextmanager
     def _evaluation(self) -> Iterator[None]:
-        """Run the body in eval mode. torchtitan counts the tokens of each expert only in training mode, so these counts do not change."""
+        """In eval mode torchtitan does not count the tokens of experts."""
         self.built.model.eval()
         try:
             yield

@@ -1,10 +1,7 @@
-"""Logprobs and entropy of one chunk of logits, with their gradients. The logits are whole, or are sharded over the vocabulary.
+"""Logprobs, entropy and their gradients, of logits whole or sharded over the vocabulary.
 
-A forward pass combines the shards by collectives. A backward pass needs no collectives, because each rank computes the gradient of its own
-shard. This module contains no model and no loss.
-
-Letters in shapes: B rows, L positions of a row, N = B * L positions, V token ids of this rank's part of the vocabulary, K token ids for each
-position.
+A backward pass needs no collectives: each rank computes its own shard's gradient.
+B rows, L positions of a row, N = B * L, V this rank's token ids, K ids of a position.
 """
 
 from collections.abc import Callable
@@ -23,16 +20,14 @@ from rl_actors.types import IGNORE_TARGET
 
 @dataclass(frozen=True, kw_only=True)
 class Logits:
-    """Logits of the output projection, and the temperatures that divide them."""
-
     raw_NV: Tensor
     temperatures_N: Tensor  # float32
     vocab_size: int
-    group: dist.ProcessGroup | None = None  # the ranks that hold the shards; None: this rank has the whole vocabulary
+    group: dist.ProcessGroup | None = None  # of the shards; None: this rank has the whole vocabulary
 
     @classmethod
     def of(cls, logits_BLV: Tensor, temperatures_BL: Tensor) -> "Logits":
-        """Make Logits from logits [B, L, V]. If tensor parallelism shards the vocabulary, each rank gets its own shard."""
+        """From [B, L, V]; with tensor parallelism this rank's shard."""
         local_BLV = logits_BLV
         group = None
         if isinstance(logits_BLV, DTensor):
@@ -48,23 +43,21 @@ class Logits:
 
     @cached_property
     def scaled_NV(self) -> Tensor:
-        """The logits divided by the temperature, in float32."""
         return _upcast(self.raw_NV) / self.temperatures_N[:, None]
 
     @property
     def first_id(self) -> int:
-        """The token id of this rank's first column. All shards have the same size, except the shards of the last ranks, which may be smaller."""
+        """Token id of this rank's first column. Only the last shards may be smaller."""
         if self.group is None:
             return 0
         return dist.get_rank(self.group) * -(-self.vocab_size // dist.get_world_size(self.group))
 
 
 class TargetLogprobs:
-    """log_softmax of the logits at the target of every position.
+    """log_softmax at the targets. fuse: Machine.fuse.
 
-    fuse: compiles a function into few kernels, if this makes the function faster on the machine. The compiled forward and backward
-    pass read the logits once each, and write no float32 tensor of size [N, V] to memory. The forward pass saves the logits in their own dtype.
-    The backward pass returns the gradient in this dtype.
+    Compiled, both passes read the logits once and write no float32 [N, V]. Logits are saved, and
+    the gradient returned, in their own dtype.
     """
 
     def __init__(self, fuse: Callable[[Callable], Callable]) -> None:
@@ -72,33 +65,30 @@ class TargetLogprobs:
         self.gradient = fuse(_gradient)
 
     def __call__(self, logits: Logits, targets_N: Tensor) -> Tensor:
-        """The logprobs, [N] float32. They are 0 where the target is IGNORE_TARGET."""
+        """[N] float32, 0 where the target is IGNORE_TARGET."""
         return _TargetLogprobs.apply(
             logits.raw_NV, logits.temperatures_N, targets_N, logits.first_id, logits.group, self
         )
 
 
 def entropy(logits: Logits, targets_N: Tensor) -> Tensor:
-    """The entropy -sum_v p_v log p_v, [N], where p_v is the probability of token id v. It is 0 where the target is IGNORE_TARGET."""
+    """-sum_v p_v log p_v, [N], 0 where the target is IGNORE_TARGET."""
     entropy_N = _Entropy.apply(logits.scaled_NV, logits.group)
     return torch.where(targets_N != IGNORE_TARGET, entropy_N, 0.0)
 
 
 def top_k_logprobs(logits: Logits, targets_N: Tensor, ids_NK: Tensor) -> Tensor:
-    """log_softmax at K token ids of every position, [N, K]. The values are 0 where the target is IGNORE_TARGET."""
+    """log_softmax at K ids of every position, [N, K], 0 where the target is IGNORE_TARGET."""
     logprobs_NK = _LogprobsAt.apply(logits.scaled_NV, ids_NK, logits.first_id, logits.group)
     return torch.where((targets_N != IGNORE_TARGET)[:, None], logprobs_NK, 0.0)
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """The logprob is log p_t = z_t - log sum_v exp z_v. Its gradient is d log p_t / d logits_v = ([v = t] - p_v) / T.
+    """log p_t = z_t - log sum_v exp z_v; d log p_t / d logits_v = ([v = t] - p_v) / T.
 
-    Here t is the target, T is the temperature, z = logits / T, p = softmax(z), and [v = t] is 1 if v = t and 0 otherwise.
-    Each rank computes log sum_v exp z_v over its own part of the vocabulary, and z_t if its part has t.
-    One maximum and two sums over the ranks combine these values.
-    If n_r is log sum_v exp z_v over the part of rank r, and m is the largest n_r, the value over the whole vocabulary is
-    m + log sum_r exp(n_r - m).
-    The second sum over the ranks gives z_t: the target is in the part of one rank, and all other ranks add 0.
+    t target, T temperature, z = logits / T, p = softmax(z), [v = t] is 1 if v = t, else 0.
+    With n_r = log sum_v exp z_v over rank r's part and m = max n_r, the whole is m + log sum_r
+    exp(n_r - m). A second sum over the ranks gives z_t, to which the others add 0.
     """
 
     @staticmethod
@@ -134,10 +124,10 @@ class _TargetLogprobs(torch.autograd.Function):
 
 
 def _normalize(raw_NV: Tensor, temperatures_N: Tensor, ids_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (log sum_v exp z_v, z at the ids), both of shape [N]. z is the logits divided by the temperature."""
+    """(log sum_v exp z_v, z at the ids), [N] both."""
     chosen_N = _upcast(raw_NV.gather(-1, ids_N[:, None]).squeeze(-1)) / temperatures_N
     scaled_NV = _upcast(raw_NV) / temperatures_N[:, None]
-    # With torch.logsumexp the compiled kernel would read the logits more than once. With this formula it reads them once.
+    # compiled, torch.logsumexp would read the logits more than once
     largest_N1 = scaled_NV.amax(-1, keepdim=True)
     normalizer_N1 = largest_N1 + scaled_NV.sub_(largest_N1).exp_().sum(-1, keepdim=True).log()
     return normalizer_N1.squeeze(-1), chosen_N
@@ -146,7 +136,7 @@ def _normalize(raw_NV: Tensor, temperatures_N: Tensor, ids_N: Tensor) -> tuple[T
 def _gradient(
     raw_NV: Tensor, temperatures_N: Tensor, ids_N: Tensor, is_local_N: Tensor, normalizer_N: Tensor, grad_N: Tensor
 ) -> Tensor:
-    """The gradient g / T * ([v = id] - p_v) in the dtype of the logits. g is grad_N. If another rank has the id, [v = id] is 0 for every v."""
+    """g / T * ([v = id] - p_v) in the logits' dtype, g = grad_N; 0 for [v = id] on other ranks."""
     scaled_NV = _upcast(raw_NV) / temperatures_N[:, None]
     grad_NV = scaled_NV.sub_(normalizer_N[:, None]).exp_()
     own_ids_N = torch.where(is_local_N, ids_N, -1)
@@ -155,12 +145,12 @@ def _gradient(
 
 
 def _upcast(values: Tensor) -> Tensor:
-    """The values in float32. Values in float64 stay in float64."""
+    """To float32; float64 stays."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 class _Entropy(torch.autograd.Function):
-    """The entropy H = -sum_v p_v log p_v. Its gradient is d H / d z_v = -p_v (log p_v + H). z is the logits divided by the temperature."""
+    """H = -sum_v p_v log p_v, with d H / d z_v = -p_v (log p_v + H)."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, logits_NV: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -176,9 +166,9 @@ class _Entropy(torch.autograd.Function):
 
 
 class _LogprobsAt(torch.autograd.Function):
-    """The logprobs log p_k = z_k - log sum_v exp z_v, for K token ids of each position. z is the logits divided by the temperature.
+    """log p_k = z_k - log sum_v exp z_v for K ids of each position.
 
-    If g_k is the gradient of log p_k, the gradient of z_v is (sum of g_k over all k whose token id is v) - p_v sum_k g_k.
+    With g_k the gradient of log p_k, that of z_v is (sum of g_k over k with id v) - p_v sum_k g_k.
     """
 
     @staticmethod
@@ -201,7 +191,7 @@ class _LogprobsAt(torch.autograd.Function):
 
 
 def _log_normalizer(logits_NV: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """log sum_v exp z_v over the shards of all ranks, [N, 1]."""
+    """log sum_v exp z_v over all ranks, [N, 1]."""
     if group is None:
         return logits_NV.logsumexp(-1, keepdim=True)
     largest_N1 = funcol.all_reduce(logits_NV.amax(-1, keepdim=True), reduceOp="max", group=group)
@@ -209,5 +199,4 @@ def _log_normalizer(logits_NV: Tensor, group: dist.ProcessGroup | None) -> Tenso
 
 
 def _sum(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum over the ranks of the group."""
     return values if group is None else funcol.all_reduce(values, reduceOp="sum", group=group)

@@ -1,8 +1,7 @@
-"""Makes vLLM fill every block of its KV cache with zeros before a request gets the block.
+"""Makes vLLM zero every block of its KV cache before a request gets it.
 
-Attention also reads the unused slots of a request's last block, and multiplies their values by 0. A NaN or an infinity
-that another request has left there would make the result NaN. By itself vLLM fills new blocks with zeros only for
-models with Mamba layers and for a KV cache of several dtypes.
+Attention multiplies unused slots by 0, so another request's NaN there would reach the result. vLLM
+does this by itself only for Mamba layers and caches of several dtypes.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,16 +11,15 @@ if TYPE_CHECKING:
 
 
 def zero_new_blocks() -> None:
-    """Call this in the processes of vLLM's core and of its workers, before the core makes its scheduler."""
+    """In the processes of core and workers, before the scheduler is made."""
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    KVCacheConfig.needs_kv_cache_zeroing = True  # a property of vLLM's, which the scheduler and the workers read
+    KVCacheConfig.needs_kv_cache_zeroing = True  # a property of vLLM's
 
 
 def scheduler(**arguments: Any) -> "Scheduler":
-    """The scheduler that vLLM makes by itself, for a core in a process of its own.
-
-    If a worker runs in another process, `zero_new_blocks` has not run in the core's process.
+    """vLLM's own scheduler, for a core in a process where a worker has not called
+    `zero_new_blocks`.
     """
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -1,8 +1,7 @@
-"""Runs vLLM's engine core on the thread that calls the engine, or in a process of its own. The core is the part of vLLM that schedules
-requests and runs the model. This module handles neither requests nor weights.
+"""Runs vLLM's engine core (scheduler and model) on the engine's thread, or in a process of its own.
 
-A core in its own process schedules and computes while the generator actor's process handles the outputs. On a GPU this is faster; see docs/generator.md.
-On a CPU this is not faster, because the two processes share the processors. On a CPU a start also takes 10 s longer.
+A process of its own overlaps with the handling of outputs: faster on a GPU (docs/generator.md). On
+a CPU they share the cores, and the start takes 10 s longer.
 """
 
 import atexit
@@ -32,32 +31,23 @@ if TYPE_CHECKING:
     from vllm import LLMEngine
 
 NEWS_TIMEOUT = 1.0
-"""Largest number of seconds that `has_died` waits for the thread of `watch` to notice the end of the core. A call to the core may fail before
-the thread notices the end."""
+"""Seconds that `has_died` waits for `watch` to notice, because a call may fail first."""
 DEATH_TIMEOUT = 10.0
-"""Largest number of seconds to wait for the core's end after a call to the core has failed. The exit code, which the error names, is known only
-after this end."""
+"""Seconds to wait for the exit code of a core that failed a call."""
 
 KILLED_AT_START = r"Failed core proc\(s\): \{(\}|'EngineCore\w*': -\d+)"
-"""Pattern of vLLM's error for a core that was killed before it was ready. If vLLM does not know the exit code yet, nothing is
-between the braces."""
+"""vLLM's error for a core killed at its start. The braces are empty for an unknown exit code."""
 
 SCHEDULER = "rl_actors.vllm.clean_blocks.scheduler"
-"""Makes vLLM's scheduler; see clean_blocks.py."""
 
 PARENT_VARIABLE = "RL_ACTORS_CORE_PARENT"
-"""Environment variable with which a process tells its pid to the processes that it starts. The core sets the variable, and so does every process
-that the core starts, directly or through another process. If the variable is not set when the program CHILD (see below)
-begins, CHILD is in the core's process."""
+"""A process's pid, for those that it starts. Not set when CHILD begins in the core's process."""
 
-# A program that runs first in the core's process and in each process that the core starts.
-# - vLLM's core and its workers do not notice if their parent is killed with kill -9 while they start. So the program makes the kernel end the
-#   process when its parent ends.
-# - Ctrl-C in a terminal would end the core in the middle of a step. So the program begins a session, to which the terminal sends no Ctrl-C.
-# - Environment variables such as RANK describe the actor's process group of torch.distributed. vLLM makes a group of its own, so the program
-#   removes these variables in the core's process.
-# - A new process does not inherit the executable that its parent has set with multiprocessing.set_executable. So the program puts a call of
-#   set_executable before the code that the process is to run. The code is the argument after "-c".
+# Runs first in the core's process and all that it starts.
+# - The kernel ends it with its parent: at their start vLLM's processes would not notice a kill -9.
+# - A session of its own, because Ctrl-C would end the core in the middle of a step.
+# - Without RANK and the like, which describe the actor's group; vLLM makes its own.
+# - set_executable is not inherited, so it is put before the code after "-c".
 CHILD = """
 import ctypes, os, signal, sys
 os.setsid()
@@ -81,33 +71,31 @@ class EngineDiedError(RuntimeError):
 
 
 class Core(Protocol):
-    """Protocol of InProcess and OwnProcess, which are the two ways to run vLLM's engine core."""
+    """How vLLM's engine core runs: InProcess or OwnProcess."""
 
-    recovers: bool  # True if the core can run the next step after an error in a step
+    recovers: bool  # a step may follow an error in a step
 
     def options(self, config: GeneratorConfig) -> dict[str, object]:
-        """Arguments of vLLM's engine that this way of running the core needs."""
+        """Arguments of vLLM's engine."""
 
     def starting(self) -> AbstractContextManager[None]:
-        """Context manager. The engine must be started inside it."""
+        """Around the start of the engine."""
 
     def watch(self, engine: "LLMEngine", on_death: Callable[[BaseException], None]) -> None:
-        """Start a thread that waits until a process of the core ends. The thread then calls `on_death` with an error that names the process."""
+        """Start a thread that calls `on_death`, naming the process, when one of the core ends."""
 
     def death(self, error: BaseException) -> BaseException:
-        """The error to raise after a call to the core has failed with `error`. If the core has ended, the returned error says how it ended."""
+        """What to raise after a call failed with `error`: if the core has ended, how."""
 
     def has_died(self) -> bool:
-        """True if the core has ended. Call it after an error of the core."""
+        """Whether the core has ended, after an error of it."""
 
     def updating(self, engine: "LLMEngine") -> AbstractContextManager[None]:
-        """Context manager for an update of the weights. No step runs inside the context."""
+        """Around an update of the weights. No step runs inside."""
 
 
 def core_of(config: GeneratorConfig) -> Core:
-    """The core that config.own_process selects. If own_process is None, the core has its own process on a GPU or with tensor parallelism.
-    Otherwise the core runs on the engine's thread.
-    """
+    """By config.own_process. None: a process of its own on a GPU or with tensor parallelism."""
     own = config.own_process
     if own is None:
         own = torch.cuda.is_available() or config.tensor_parallel > 1
@@ -115,7 +103,7 @@ def core_of(config: GeneratorConfig) -> Core:
 
 
 class InProcess:
-    """The core computes inside the method `step` of the engine, on the thread that calls `step`."""
+    """The core computes inside the engine's `step`, on its thread."""
 
     recovers = True
 
@@ -134,14 +122,14 @@ class InProcess:
         return error
 
     def has_died(self) -> bool:
-        return False  # the core would end with this process
+        return False
 
     def updating(self, engine: "LLMEngine") -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
 
 class OwnProcess:
-    """The core computes in a child process, which vLLM starts. With tensor parallelism the child starts a further process for each rank."""
+    """The core is a child process, with tensor parallelism with a child for each rank."""
 
     recovers = False
 
@@ -149,11 +137,11 @@ class OwnProcess:
         several = config.tensor_parallel > 1
         chosen: dict[str, object] = {
             "tensor_parallel_size": config.tensor_parallel,
-            "distributed_executor_backend": "mp" if several else "uni",  # one rank computes in the core's process
+            "distributed_executor_backend": "mp" if several else "uni",  # one rank: in the core's process
             "scheduler_cls": SCHEDULER,
         }
         if torch.cuda.is_available():
-            # With True, vLLM raises an error if it cannot schedule asynchronously. By default it would only log this.
+            # by default vLLM would only log that it cannot
             chosen["async_scheduling"] = True
         return chosen
 
@@ -164,14 +152,13 @@ class OwnProcess:
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-        # "spawn", because a fork would copy locks that threads of this process hold.
+        # a fork would copy locks that threads hold
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-        # multiprocessing's resource tracker must outlive the core. If the tracker did not run already, the core would start it, and the tracker
-        # would end with the core.
+        # it must outlive the core, which would otherwise start it
         resource_tracker.ensure_running()
         python = os.fsdecode(spawn.get_executable() or sys.executable)
         with tempfile.TemporaryDirectory(prefix="rl_actors_core_") as directory:
-            # The folder of the sockets to the core. After the start the sockets are connected, so the folder can be deleted.
+            # of the sockets, connected after the start
             os.environ["VLLM_RPC_BASE_PATH"] = directory
             multiprocessing.set_executable(_executable(Path(directory), python))
             try:
@@ -186,13 +173,12 @@ class OwnProcess:
 
     def watch(self, engine: "LLMEngine", on_death: Callable[[BaseException], None]) -> None:
         [core] = engine.engine_core.resources.engine_manager.processes
-        # Handles of the ranks' processes. Unlike a pid, which the system may later give to another process, a handle stays with its process.
-        # remove_shared_names returns the pid of each rank's process.
+        # Handles, because a pid may be given to another process. remove_shared_names returns pids.
         ranks: dict[int, str] = {}
         for rank, pid in enumerate(engine.collective_rpc("remove_shared_names")):
             if pid != core.pid:
                 ranks[os.pidfd_open(pid)] = f"vLLM's worker of rank {rank} (pid {pid})"
-        # At the end of this process vLLM would wait until the core ends. So this process kills the core first.
+        # at exit vLLM would wait for the core
         atexit.register(core.kill)
 
         def wait() -> None:
@@ -201,7 +187,7 @@ class OwnProcess:
             core.kill()
             for handle in ranks:
                 with contextlib.suppress(ProcessLookupError):
-                    # The rank may wait in a collective for a rank that has ended. Without this signal it would wait for ever.
+                    # it may wait in a collective for a rank that has ended
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
             how = f"{names[0]} ended" if names and core.sentinel not in ended else describe(core)
             self._death = RuntimeError(how)
@@ -220,8 +206,8 @@ class OwnProcess:
 
     @contextlib.contextmanager
     def updating(self, engine: "LLMEngine") -> Iterator[None]:
-        # Under asynchronous scheduling a step is under way whenever requests run. The tokens of the step get the version that the core has
-        # when the step ends. So the core must be idle before the version changes.
+        # With asynchronous scheduling a step is always under way, and its tokens get the version at
+        # its end.
         engine.sleep(level=0, mode="keep")
         try:
             yield
@@ -230,7 +216,7 @@ class OwnProcess:
 
 
 def _executable(directory: Path, python: str) -> str:
-    """Write a program that runs CHILD and then becomes `python`. Returns its path, because multiprocessing takes a path, not a command."""
+    """Write a program that runs CHILD and then `python`: multiprocessing takes no command."""
     child = directory / "child.py"
     program = directory / "python"
     child.write_text(CHILD.format(parent=os.getpid(), python=python, program=str(program), variable=PARENT_VARIABLE))
@@ -240,10 +226,7 @@ def _executable(directory: Path, python: str) -> str:
 
 
 def a_child_is_stopped() -> bool:
-    """True if a child of this process, or a child of a child, is stopped, as after a SIGSTOP.
-
-    While a core starts, nothing else shows that the core makes no progress.
-    """
+    """True if a descendant is stopped, as by SIGSTOP: nothing else shows it while a core starts."""
     import psutil
 
     for child in psutil.Process().children(recursive=True):
@@ -254,8 +237,8 @@ def a_child_is_stopped() -> bool:
 
 
 def describe(process: BaseProcess) -> str:
-    """A text that says how the core's process ended: "vLLM's engine core (pid 123) was killed by signal 9"."""
-    # A thread of vLLM also waits for the process. If that thread gets the exit code first, `exitcode` is set only a moment after the end.
+    """Such as "vLLM's engine core (pid 123) was killed by signal 9"."""
+    # if a thread of vLLM gets the exit code first, it is set only a moment later
     deadline = time.monotonic() + DEATH_TIMEOUT
     while process.exitcode is None and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -265,9 +248,9 @@ def describe(process: BaseProcess) -> str:
 
 
 def wake_callers(engine: "LLMEngine", error: BaseException) -> None:
-    """Make every call to a dead core raise an error. Without this, vLLM's synchronous client would wait for ever for the answer."""
+    """Raise in every call to a dead core: vLLM's synchronous client would wait for ever."""
     client = engine.engine_core
-    client.resources.engine_dead = True  # from now on every new call raises
+    client.resources.engine_dead = True  # for new calls
     for future in list(client.utility_results.values()):
         if not future.done():
             future.set_exception(error)

@@ -1,7 +1,4 @@
-"""Support for vLLM on a CPU: its options, the setup of its process, and a context manager for a reload of weights.
-
-gpu.py has functions of the same names for a GPU.
-"""
+"""vLLM on a CPU: options, setup of the process, reloads; `Machine` in start.py has the docs."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,29 +13,28 @@ if TYPE_CHECKING:
 
 ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # torch.compile is off. It would compile vLLM's helper kernels at their first use, which takes twelve seconds.
+    # torch.compile would take twelve seconds for helper kernels
     "TORCH_COMPILE_DISABLE": "1",
-    # oneDNN builds a kernel for each layer and each number of input rows, and keeps it. A kernel takes about 0.4 MiB.
-    # oneDNN keeps up to 1,024 kernels by default, so the memory of the process would grow over many thousand requests.
+    # oneDNN keeps a kernel (0.4 MiB) for each layer and number of rows, by default 1,024, so memory
+    # would grow for thousands of requests.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
 }
 KV_CACHE_BYTES = 256 << 20
 BATCHED_TOKENS = 4096
-"""Largest number of tokens in one step of vLLM, unless max_model_len or max_num_seqs is larger. In a larger step vLLM would
-process more tokens of new prompts, and running requests would wait longer for their next token."""
+"""Of one step, unless max_model_len or max_num_seqs is larger. More would delay running requests.
+"""
 
 ADAPTERS = "rl_actors.vllm.cpu_adapters.GroupedAdapters"
-"""Class that applies LoRA adapters. It replaces vLLM's PunicaWrapperCPU."""
+"""Replaces vLLM's PunicaWrapperCPU."""
 
 HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Widths of an attention head for which vLLM 0.32 has a kernel on a CPU."""
+"""Widths of a head with a kernel on a CPU in vLLM 0.32."""
 
 SPARSE_MODEL_TYPE = "qwen3_moe"
-"""model_type in the config.json of a mixture of experts."""
 
 
 def require_possible(config: GeneratorConfig) -> None:
-    """Raises ValueError naming the value and the reason if vLLM 0.32 cannot run this config on a CPU."""
+    """Raises ValueError if vLLM 0.32 cannot run this config on a CPU."""
     model = ModelConfig.from_hf(config.hf_path) if config.hf_path else config.model
     if config.has_adapters and model.num_experts:
         raise ValueError(
@@ -56,10 +52,8 @@ def require_possible(config: GeneratorConfig) -> None:
 
 
 def options(config: GeneratorConfig) -> dict[str, object]:
-    """vLLM's arguments.
-
-    This function also sets up the process. Call it on the thread that will run the engine, because afterwards only the
-    calling thread computes with several threads.
+    """vLLM's arguments. Sets up the process; only the calling thread, the engine's, then computes
+    with several threads.
     """
     from vllm.platforms import current_platform
 
@@ -67,7 +61,7 @@ def options(config: GeneratorConfig) -> dict[str, object]:
     type(current_platform).simple_compile_backend = "eager"
     return {
         "kv_cache_memory_bytes": config.kv_cache_bytes or KV_CACHE_BYTES,
-        # vLLM 0.32 fails in a step that splits the prompt of a seeded request: "CPU Generator does not use offset".
+        # vLLM 0.32 fails in a split prompt of a seeded request: "CPU Generator does not use offset"
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(config.max_model_len, config.max_num_seqs, BATCHED_TOKENS),
         "enforce_eager": True,
@@ -75,10 +69,7 @@ def options(config: GeneratorConfig) -> dict[str, object]:
 
 
 def prepare_worker() -> None:
-    """Make vLLM's worker in this process apply adapters with cpu_adapters.py.
-
-    Must be called before the worker loads the model.
-    """
+    """Make this process's worker use cpu_adapters.py. Before it loads the model."""
     from vllm.platforms import current_platform
 
     type(current_platform).get_punica_wrapper = staticmethod(lambda: ADAPTERS)
@@ -86,22 +77,17 @@ def prepare_worker() -> None:
 
 @contextlib.contextmanager
 def reloading(model: "nn.Module") -> Iterator[None]:
-    """Context manager for a reload of all weights.
-
-    vLLM's CPU kernels compute with packed weights, which means that the weights are in the kernel's own memory layout.
-    The context manager makes vLLM pack the new weights, too.
-    """
+    """Makes a reload pack the weights again into the layouts of the CPU kernels."""
     _forget_packed_experts(model)
     yield
     _repack_tied_head(model)
 
 
 def _forget_packed_experts(model: "nn.Module") -> None:
-    """Drop the kernels of the experts, so that a reload builds them again.
+    """Drop the experts' kernels: vLLM packs weights only when it builds one.
 
-    vLLM packs expert weights only when it builds the kernel. If the old kernel stayed, a reload would write unpacked
-    weights into the memory from which the kernel reads packed weights. Or the reload would fail, because packed weights
-    are padded.
+    Otherwise a reload would write unpacked weights where packed ones are read, or fail, because
+    those are padded.
     """
     if model.config.model_type != SPARSE_MODEL_TYPE:
         return
@@ -113,6 +99,6 @@ def _forget_packed_experts(model: "nn.Module") -> None:
 
 
 def _repack_tied_head(model: "nn.Module") -> None:
-    """Pack the weights of a tied head again, because a reload leaves the old weights in the head's kernel."""
+    """A reload leaves the old weights in a tied head's kernel."""
     if model.config.tie_word_embeddings:
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)

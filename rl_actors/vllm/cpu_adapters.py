@@ -1,12 +1,8 @@
-"""Applies LoRA adapters on a CPU. vLLM's worker imports this module by name.
+"""Applies LoRA adapters on a CPU. vLLM's worker imports it by name.
 
-A row of a batch is one position. vLLM keeps the loaded adapters in numbered places. This module replaces vLLM 0.32's
-own code for a CPU, which has two faults. If any row of a batch has an adapter, vLLM's code applies the adapter in the
-last place to the rows without an adapter, which should stay unchanged. vLLM's code also copies an adapter once for
-every row.
-
-In shapes, T is the number of rows, S the number of places, R the rank, and I and O are the numbers of inputs and
-outputs of a layer. The 1 in S1RI and S1OR is a dimension of size 1.
+vLLM 0.32's code applies the last adapter to rows without one, if any row of a batch has one, and
+copies an adapter for every row. T rows (positions), S slots of adapters, R rank, I and O inputs and
+outputs of a layer.
 """
 
 from typing import Any
@@ -16,14 +12,12 @@ from torch import Tensor
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 Group = tuple[int, Tensor | slice]
-"""(place of an adapter, indices of the rows that use it). The indices are slice(None) if all rows use the adapter."""
+"""(slot of an adapter, its rows); slice(None): all rows."""
 
 
 class GroupedAdapters(PunicaWrapperCPU):
-    """Applies each adapter to the rows that use it."""
-
-    tokens: list[Group] = []  # groups of the rows of the layers' inputs
-    samples: list[Group] = []  # groups of the rows of the logits
+    tokens: list[Group] = []  # of the layers' inputs
+    samples: list[Group] = []  # of the logits
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
         super().update_metadata(*args, **kwargs)
@@ -40,10 +34,7 @@ class GroupedAdapters(PunicaWrapperCPU):
         output_slices: tuple[int, ...],
         **_: Any,
     ) -> None:
-        """Add the adapters' outputs to the outputs of a layer.
-
-        A layer's output can consist of several slices: query, key and value, or gate and up. An adapter has matrices A and B for each slice.
-        """
+        """Add to a layer's output. Each slice (query, key, value; gate, up) has an A and a B."""
         y_TO = y.view(-1, y.shape[-1])
         x_TI = x.view(-1, x.shape[-1])
         for slot, rows in self.tokens:
@@ -56,7 +47,7 @@ class GroupedAdapters(PunicaWrapperCPU):
     def add_lora_logits(
         self, y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float, **_: Any
     ) -> None:
-        """Add the adapters' outputs to the logits [T, V] of the sampled positions. V is the size of the vocabulary."""
+        """Add to the logits [T, V] of the sampled positions."""
         y_TV = y.view(-1, y.shape[-1])
         x_TI = x.view(-1, x.shape[-1])
         width = lora_b_stacked.shape[2]
@@ -65,14 +56,12 @@ class GroupedAdapters(PunicaWrapperCPU):
 
 
 def product(x_TI: Tensor, a_RI: Tensor, b_OR: Tensor) -> Tensor:
-    """The product x A^T B^T of shape [T, O]."""
+    """x A^T B^T, [T, O]."""
     return (x_TI.to(a_RI.dtype) @ a_RI.T) @ b_OR.T
 
 
 def groups(places: Tensor) -> list[Group]:
-    """For each adapter, its place and the rows that use it.
-
-    `places` has the place of each row's adapter, or -1 for a row without an adapter.
+    """Each adapter's slot and rows. places: of each row, -1 without an adapter.
 
     groups([1, -1, 1]) -> [(1, [0, 2])]
     """

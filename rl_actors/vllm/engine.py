@@ -1,4 +1,4 @@
-"""Runs vLLM's engine on a thread of its own. Callers wait on futures. This module does not use actors."""
+"""Runs vLLM's engine on a thread of its own. Callers wait on futures. No actors."""
 
 import logging
 import queue
@@ -31,61 +31,53 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Work for the engine's thread."""
-
     run: Callable[[], None]
-    fail: Callable[[BaseException], None]  # called instead of `run` if the engine has failed for good
+    fail: Callable[[BaseException], None]  # in its place, if the engine has failed for good
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deferred(Generic[T]):
-    """Work that starts only when no request is running, such as putting the engine to sleep."""
+    """Work that starts when no request runs, such as sleep."""
 
     run: Callable[[], T]
-    done: "Future[T]"  # gets the result or the error of `run`
+    done: "Future[T]"
 
 
 class EngineThread:
-    """An LLMEngine, and the only thread that may use it.
+    """An LLMEngine, and the only thread that may use it, also at its start.
 
-    This thread also starts the engine. If another thread started it, there would be two pools of worker threads, because OpenMP makes a
-    pool for each thread that computes. If two pools share the cores, their workers sleep between kernels, which slows every step.
+    OpenMP makes a pool of threads for each thread that computes, and two pools would slow every
+    step.
     """
 
     engine: "LLMEngine"
 
     def __init__(self, config: GeneratorConfig, weights: WholeWeights | OneAdapter) -> None:
-        """Wait until the engine has started. Raises the error of the start.
-
-        weights: says whether a pull replaces all weights of the model or only an adapter.
-        """
+        """Wait for the engine's start, and raise its error. weights: what a pull replaces."""
         self.config = config
         self.weights = weights
         self.core = core_of(config)
         self.version = NO_VERSION
-        self.num_weights = 0  # how often the weights were replaced
-        self.broken = ""  # why the model has no usable weights; empty if it holds all weights of one version
-        # Requests that have not finished, by id. `Any` is here because their calls have results of different types.
+        self.num_weights = 0  # how often they were replaced
+        self.broken = ""  # why there are no usable weights; "": they are those of one version
+        # Unfinished, by id; their results differ in type.
         self.requests: dict[str, Request[Any]] = {}
         self.asleep = 0  # level of vLLM's sleep mode; 0: awake
-        self.waiting: list[Deferred[Any]] = []  # work that begins when no request runs
-        self.held: list[EngineCall[Any]] = []  # calls that start after the work in `waiting`
+        self.waiting: list[Deferred[Any]] = []
+        self.held: list[EngineCall[Any]] = []  # for after `waiting`
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self.num_started = 0  # number of requests started; gives the next id
-        self.adapters: dict[str, LoRARequest] = {}  # the adapters that load_adapter has loaded, by name
-        self.num_loaded = 0  # number of adapters loaded so far; gives the next id
-        self.is_idle = False  # True while the thread waits for a command and no request runs
-        self.num_done = 0  # number of pieces of work that the thread has done; see _serve
-        self.death = ""  # why the engine has failed for good; empty if it works
+        self.num_started = 0  # gives the next id
+        self.adapters: dict[str, LoRARequest] = {}  # of load_adapter, by name
+        self.num_loaded = 0  # gives the next id
+        self.is_idle = False  # waits for a command, and no request runs
+        self.num_done = 0  # pieces of work, see _serve
+        self.death = ""  # why the engine has failed for good
         started: Future[None] = Future()
         threading.Thread(target=self._run, args=(started,), name="vllm", daemon=True).start()
         started.result()
 
     def heartbeat(self) -> Heartbeat:
-        """Whether the thread is idle, and how much work it has done.
-
-        Raises EngineDiedError if the engine has failed for good.
-        """
+        """Raises EngineDiedError if the engine has failed for good."""
         if self.death:
             raise EngineDiedError(self.death)
         return Heartbeat(is_idle=self.is_idle, num_done=self.num_done)
@@ -105,46 +97,39 @@ class EngineThread:
         *,
         name: str = "generate",
     ) -> EngineCall[T]:
-        """Give all requests of a call to the engine, between two of its steps. vLLM decides in which steps they run.
+        """Give all requests of a call to the engine.
 
-        The returned EngineCall gives the results of the requests, or the first error.
-
-        make_params, read: as in EngineCall. adapter: name of the loaded adapter with which the requests run. None: the
-        adapter of the last pull if pulls bring adapters, or no adapter if pulls bring whole weights. name: the call's
-        name in error texts.
+        make_params, read, name: as in EngineCall. adapter: of load_adapter; None: that of the
+        pulls, if they bring one.
         """
         call = EngineCall(prompts, make_params, read, adapter, name)
         self.commands.put(Command(partial(self._add_requests, call), call.fail))
         return call
 
     def abort(self, call: EngineCall[T]) -> None:
-        """End the unfinished requests of a call. The call then fails. Does nothing if all requests have finished."""
+        """End a call's unfinished requests, if any. The call then fails."""
         aborted = RuntimeError("the call was aborted")
         self.commands.put(Command(partial(self._abort_call, call, aborted), call.fail))
 
     def update(self, source: Source, version: int, *, in_flight: bool = True) -> "Future[Transfer]":
-        """Replace the weights by those of the source, between two steps of the engine. If pulls bring only an adapter,
-        replace the adapter.
+        """Replace the weights, or the adapter, by the source's of `version`, between two steps.
 
-        version: policy_version of the new weights.
-        in_flight: True: running requests go on with the new weights. False: the update waits until the running requests
-        have ended, and new requests wait until the update has ended.
+        in_flight: running requests go on with them. False: they end first, and new ones wait.
         """
         load = partial(self._load_or_end, source, version)
         return self.submit(load) if in_flight else self._submit_drained(load)
 
     def load_adapter(self, name: str, directory: str) -> "Future[None]":
-        """Load an adapter from a directory in peft's format. Requests can then use the adapter by its name.
+        """Load an adapter in peft's format. Does nothing if it is loaded from there, raises
+        ValueError if from elsewhere.
 
-        If an adapter of this name is loaded already: does nothing if it came from this directory, otherwise raises
-        ValueError.
-        The directory must exist until the adapter is unloaded. vLLM may drop the adapter from memory to load other
-        adapters, and read the directory again later.
+        The directory must stay until it is unloaded, because vLLM may drop the adapter and read it
+        again.
         """
         return self.submit(partial(self._load_adapter, name, directory))
 
     def unload_adapter(self, name: str) -> "Future[None]":
-        """Forget an adapter. Does nothing if it is not loaded. Raises ValueError if requests use it."""
+        """Forget an adapter, if loaded. Raises ValueError if requests use it."""
         return self.submit(partial(self._unload_adapter, name))
 
     def _load_adapter(self, name: str, directory: str) -> None:
@@ -156,8 +141,7 @@ class EngineThread:
             return
         if self.asleep:
             raise asleep("load_adapter")
-        # vLLM uses the adapter's name in the keys of its prefix cache. If a later adapter had the name of an earlier
-        # one, its requests would get cached KV blocks of the earlier adapter. So each load gets a new name.
+        # vLLM's prefix cache is keyed by name, so another adapter must not get it
         self.num_loaded += 1
         request = LoRARequest(f"{name}#{self.num_loaded}", self.num_loaded, directory)
         self.engine.add_lora(request)
@@ -179,21 +163,17 @@ class EngineThread:
         return self.adapters[call.adapter]
 
     def sleep(self, level: int) -> "Future[DeviceMemory]":
-        """Release the GPU memory of the weights and of the KV cache when the running requests have ended.
-
-        Later calls raise errors until `wake` is called. level: see sleeping.py.
+        """Release the GPU memory of weights and cache after the running requests. Calls then fail
+        until `wake`. level: sleeping.py.
         """
         return self._submit_drained(partial(self._fall_asleep, level))
 
     def wake(self) -> "Future[DeviceMemory]":
-        """Allocate the memory again that `sleep` has released."""
+        """Allocate again what `sleep` has released."""
         return self.submit(self._wake_up)
 
     def _submit_drained(self, function: Callable[[], T]) -> "Future[T]":
-        """Run a function on the engine's thread when the running requests have ended.
-
-        Calls that come in the meantime start after the function.
-        """
+        """Run a function when the running requests have ended. Later calls start after it."""
         deferred = Deferred(run=function, done=_running_future())
         self.commands.put(Command(partial(self.waiting.append, deferred), deferred.done.set_exception))
         return deferred.done
@@ -228,9 +208,9 @@ class EngineThread:
         begin = time.perf_counter()
         if self.asleep:
             raise asleep("pull_model_state_dict")
-        # If the version cannot be opened, the weights stay as they are.
+        # a version that does not open changes nothing
         with opened(self.engine, source) as version, self.core.updating(self.engine):
-            self._set_version(NO_VERSION)  # it stays NO_VERSION if the load fails
+            self._set_version(NO_VERSION)  # kept if the load fails
             try:
                 load_seconds = self.weights.load(self.engine, source)
             except Exception as error:
@@ -239,8 +219,7 @@ class EngineThread:
                 raise
             self.broken = ""
             if self.config.recompute_running:
-                # The cached keys and values come from the old weights. vLLM drops them, and computes them again for
-                # running requests.
+                # computed from the old weights
                 self.engine.reset_prefix_cache(reset_running_requests=True)
             self._set_version(wanted)
         return Transfer(
@@ -253,7 +232,7 @@ class EngineThread:
         )
 
     def _break(self, why: str) -> None:
-        """Fail the running requests now, and later requests until a pull succeeds."""
+        """Fail running requests now, and later ones until a pull succeeds."""
         self.broken = why
         for call in {id(request.call): request.call for request in self.requests.values()}.values():
             self._abort_call(call, self._no_weights())
@@ -262,7 +241,7 @@ class EngineThread:
         return RuntimeError(f"the generator has no usable weights: {self.broken}; call pull_model_state_dict first")
 
     def _set_version(self, version: int) -> None:
-        """Set the version of the weights. vLLM marks the tokens of later steps with this version."""
+        """vLLM marks the tokens of later steps with this version."""
         self.version = version
         self.num_weights += 1
         self.engine.set_weight_version(str(version))
@@ -291,9 +270,8 @@ class EngineThread:
 
         request_id = str(self.num_started)
         self.num_started += 1
-        # cache_salt is part of the hash by which vLLM's prefix cache finds a block. So a request finds only cached blocks
-        # of requests that began with the same weights. The version would not be enough: after the load of a checkpoint a
-        # trainer publishes other weights under a number that it has used before.
+        # So prefix-cached blocks are of the same weights; a version may return after
+        # load_checkpoint.
         prompt = tokens_input(list(request.call.prompts[request.prompt]), cache_salt=str(self.num_weights))
         self.engine.add_request(request_id, prompt, params, lora_request=adapter)
         self.requests[request_id] = request
@@ -327,10 +305,9 @@ class EngineThread:
             self._refuse_everything(f"vLLM's engine has failed: {error!r}" if self.core.recovers else str(error))
 
     def _refuse_everything(self, why: str) -> None:
-        """Give all waiting and later callers an error.
+        """Fail all callers, for ever.
 
-        This method never returns. It refuses all later commands, and it keeps the engine's thread alive. If the thread
-        ended, Linux would kill the vLLM processes that the thread has started. CHILD in core.py asks Linux for this.
+        Linux would kill the processes that this thread has started if it ended (CHILD in core.py).
         """
         self.death = f"{why}; spawn the generator again"
         for call in [*self.held, *(request.call for request in self.requests.values())]:
@@ -341,7 +318,7 @@ class EngineThread:
             self.commands.get().fail(EngineDiedError(self.death))
 
     def _on_death(self, error: BaseException) -> None:
-        """Make the engine's thread raise the error and refuse all work. Any thread may call this method."""
+        """Make the engine's thread raise the error. For any thread."""
 
         def end() -> None:
             raise error
@@ -349,11 +326,7 @@ class EngineThread:
         self.commands.put(Command(end, lambda _: None))
 
     def _serve(self) -> None:
-        """Do one piece of work.
-
-        If no request runs, do the deferred work. If there is none, wait for a command and run it.
-        If requests run, run a waiting command. If no command waits, run a step of the engine.
-        """
+        """Deferred work if no request runs, else a waiting command, else a step. Waits if idle."""
         if self.waiting and not self.requests:
             self._end_drain()
         elif not self.requests or not self.commands.empty():
@@ -366,7 +339,7 @@ class EngineThread:
         self.num_done += 1
 
     def _end_drain(self) -> None:
-        """Do the deferred work, and then start the held calls. Called when no request runs."""
+        """The deferred work, then the held calls. No request runs."""
         waiting = self.waiting
         self.waiting = []
         calls = self.held
@@ -382,14 +355,14 @@ class EngineThread:
         except Exception as error:
             if not self.core.recovers:
                 raise self.core.death(error) from None
-            # After an error vLLM makes no progress until its running requests are aborted.
+            # until its requests are aborted vLLM makes no progress
             failed = [request.call for request in self.requests.values()]
             self._abort(list(self.requests))
             for call in failed:
                 call.fail(error)
             return
         for output in outputs:
-            # A request is missing if an earlier output of this step has made its call fail.
+            # missing if an earlier output failed its call
             if output.finished and (request := self.requests.pop(output.request_id, None)):
                 try:
                     request.call.put(request, output)
@@ -397,7 +370,6 @@ class EngineThread:
                     self._abort_call(request.call, error)
 
     def _run_into(self, future: "Future[T]", function: Callable[[], T]) -> None:
-        """Put the result or the error of the function into the future."""
         try:
             future.set_result(function())
         except Exception as error:
@@ -406,7 +378,7 @@ class EngineThread:
             future.set_exception(error)
 
     def _named(self, error: Exception) -> Exception:
-        """The error, or an EngineDiedError if vLLM's core has died and has caused the error."""
+        """The error, or an EngineDiedError if the core's death has caused it."""
         if isinstance(error, ValueError | TypeError | EngineDiedError) or not self.core.has_died():
             return error
         return EngineDiedError(f"{self.core.death(error)}; spawn the generator again")
@@ -418,10 +390,7 @@ class EngineThread:
 
 
 def _running_future() -> "Future[T]":
-    """A future in the state "running".
-
-    A caller cannot cancel such a future, so the engine's thread can always set its result.
-    """
+    """A future that its caller cannot cancel."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
     return future

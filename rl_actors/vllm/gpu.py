@@ -1,4 +1,4 @@
-"""vLLM's options on a GPU, such as CUDA graphs, and the limits of its GPU kernels. This module and cpu.py implement `Machine` in start.py."""
+"""vLLM on a GPU: options, CUDA graphs, limits of kernels; `Machine` in start.py has the docs."""
 
 import contextlib
 from typing import TYPE_CHECKING
@@ -11,17 +11,16 @@ from rl_actors.processes import threads
 if TYPE_CHECKING:
     from torch import nn
 
-# FlashInfer's sampler is off, because its first use compiles it for minutes and needs nvcc.
+# compiles for minutes at its first use, and needs nvcc
 ENV = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 BATCHED_TOKENS = 8192
-"""Largest number of tokens in one step of vLLM, unless max_num_seqs is larger. In a larger step vLLM would process more tokens
-of new prompts, and running requests would wait longer for their next token."""
+"""Of one step, unless max_num_seqs is larger. More would delay running requests."""
 BATCH_INVARIANT_CAPABILITY = (9, 0)
-"""Lowest compute capability of a GPU on which vLLM's batch-invariant kernels run."""
+"""Lowest compute capability for vLLM's batch-invariant kernels."""
 
 
 def require_possible(config: GeneratorConfig) -> None:
-    """Raises ValueError naming the value and the reason if vLLM 0.32 cannot run this config on this GPU."""
+    """Raises ValueError if vLLM 0.32 cannot run this config on this GPU."""
     if config.has_adapters and config.dtype == "float32":
         other = 'lora.sync="merged"' if config.lora.syncs_adapter else "generator.max_adapters=0"
         raise ValueError(
@@ -38,11 +37,9 @@ def require_possible(config: GeneratorConfig) -> None:
 
 
 def options(config: GeneratorConfig) -> dict[str, object]:
-    """vLLM's arguments. Decoding runs in CUDA graphs, unless config.enforce_eager is True.
+    """vLLM's arguments: CUDA graphs for decoding, no compilation, which would take minutes.
 
-    The model is not compiled, because that would take minutes.
-    The function also limits the number of processor cores that torch uses for operations of the calling thread. So call it on the thread that
-    will run the engine.
+    Limits the calling thread's cores in torch, so call it on the engine's.
     """
     from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 
@@ -63,20 +60,19 @@ def options(config: GeneratorConfig) -> dict[str, object]:
 
 
 def batched_tokens(config: GeneratorConfig) -> int:
-    """Largest number of tokens in one step of vLLM.
+    """Of one step at most: vLLM's core may fail above max_num_seqs * max_model_len.
 
-    The number is at most max_num_seqs * max_model_len. vLLM warns of a larger number, which can also make its engine core fail. An example
-    on an H200: with max_num_seqs=4, max_model_len=130 and the number 8,192, the core ended at its start with "illegal memory access".
+    On an H200 8,192 with max_num_seqs=4, max_model_len=130 ended it with "illegal memory access".
     """
     return min(max(config.max_num_seqs, BATCHED_TOKENS), config.max_num_seqs * config.max_model_len)
 
 
 def prepare_worker() -> None:
-    """Does nothing: vLLM's own kernels apply adapters on a GPU."""
+    """Does nothing: vLLM's kernels apply adapters."""
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of sequences for which a CUDA graph is captured. A batch of another size is padded to the next larger number.
+    """Batch sizes with a CUDA graph. Others are padded to the next.
 
     graph_sizes(200) -> [1, 2, 4, …, 32, 64, 128, 192, 200]
     """
@@ -86,5 +82,5 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 def reloading(model: "nn.Module") -> contextlib.AbstractContextManager[None]:
-    """Context manager for a reload of all weights. It does nothing, because on a GPU vLLM's own reload is enough."""
+    """Does nothing: vLLM's reload is enough."""
     return contextlib.nullcontext()

@@ -1,12 +1,8 @@
-"""Copies a version of the weights straight into the parameters of a running vLLM model. A version is the weights of one policy_version.
+"""Copies a version of the weights straight into the parameters of a running vLLM model.
 
-A plan says for each tensor of a version which slice of a parameter gets the tensor. The first pull makes the plan for all pulls. A plan is needed
-because vLLM keeps query, key and value in one parameter, and gate and up in another parameter. Under tensor parallelism a worker has only some
-rows or columns of a parameter, and reads only these from the version.
-
-A copy in place is possible if vLLM computes with the parameters in the form that the version has. This is so for a model if its type is in
-MODEL_TYPES, it is on a GPU, it is not quantized, and it has no LoRA layers. For all other models, and if
-make_plan fails, vLLM's own reload loads the weights.
+The first pull plans which slice each tensor fills: vLLM fuses query, key and value, and gate and
+up, and a tensor-parallel worker reads only its rows or columns. Where this is not possible, vLLM's
+reload loads the weights.
 """
 
 import math
@@ -25,22 +21,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A part of a tensor of the version, and the memory of the vLLM parameter that gets this part."""
+    """A part of a version's tensor, and the memory that gets it."""
 
-    start: tuple[int, ...]  # index of the part's first value in the whole tensor
+    start: tuple[int, ...]  # of the part in the whole tensor
     values: Tensor  # a view of a parameter
 
 
 Plan = Mapping[str, Target]
-"""Maps the name of a tensor of the version to its target."""
+"""By name of the version's tensor."""
 
 
 MODEL_TYPES = ("qwen3", "llama", "mistral")
-"""Values of `model_type` in config.json, for the dense models that make_plan handles."""
+"""model_type of the dense models that make_plan handles."""
 
 
 def is_possible(model: nn.Module, config: "VllmConfig") -> bool:
-    """True if load_in_place is possible for the model: its type is in MODEL_TYPES, it is on a GPU, it is not quantized, and it has no LoRA layers."""
+    """True if vLLM computes with parameters in the form of the version."""
     return (
         next(model.parameters()).is_cuda
         and config.model_config.hf_config.model_type in MODEL_TYPES
@@ -50,9 +46,9 @@ def is_possible(model: nn.Module, config: "VllmConfig") -> bool:
 
 
 def make_plan(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Plan:
-    """The targets of all tensors of a version.
+    """The targets of a version's tensors.
 
-    Raises ValueError if the model has no place for a tensor, or if the targets would not fill a parameter exactly.
+    Raises ValueError if a tensor has no place, or they do not fill every parameter exactly.
     """
     modules = dict(model.named_modules())
     plan = {name: _target(model, modules, name, shape) for name, shape in shapes.items()}
@@ -80,7 +76,7 @@ def load_in_place(plan: Plan, version: OpenVersion) -> None:
 
 
 def copy_pieces(target: Target, pieces: list[Piece]) -> None:
-    """Copy the values that the pieces and the target have in common."""
+    """Copy what the pieces and the target have in common."""
     for piece in pieces:
         into: list[slice] = []
         out_of: list[slice] = []
@@ -124,9 +120,8 @@ def _target(model: nn.Module, modules: Mapping[str, nn.Module], name: str, shape
 
 
 def _layer(model: nn.Module, modules: Mapping[str, nn.Module], name: str) -> tuple[nn.Module, int | None]:
-    """Find vLLM's layer for a module that has a Hugging Face name, such as model.layers.0.self_attn.q_proj.
-
-    Returns (layer, index). For a fused layer, such as qkv_proj, the index is the module's index in the layer. For other layers it is None.
+    """(vLLM's layer, index in a fused one or None) of a Hugging Face name such as
+    model.layers.0.self_attn.q_proj.
     """
     parent, _, leaf = name.rpartition(".")
     for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
@@ -138,15 +133,14 @@ def _layer(model: nn.Module, modules: Mapping[str, nn.Module], name: str) -> tup
 
 
 def _fused_rows(layer: nn.Module, part: int) -> tuple[int, int, int]:
-    """Find which rows of a version's tensor this worker holds. `part` is the index of the tensor in the fused layer.
-
-    Returns (first row in the worker's parameter, first row in the version's tensor, number of rows).
+    """(first row in this worker's parameter, first row in the version's tensor, number). part:
+    index in the fused layer.
     """
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 
     if isinstance(layer, QKVParallelLinear):
         sizes = [layer.num_heads * layer.head_size, *[layer.num_kv_heads * layer.head_size] * 2]
-        # If there are more workers than key-value heads, several workers have the same head.
+        # with more workers than key-value heads several have the same
         rank = layer.tp_rank if part == 0 else layer.tp_rank // layer.num_kv_head_replicas
     elif isinstance(layer, MergedColumnParallelLinear):
         sizes = [size // layer.tp_size for size in layer.output_sizes]
@@ -157,7 +151,7 @@ def _fused_rows(layer: nn.Module, part: int) -> tuple[int, int, int]:
 
 
 def _num_padded(layer: nn.Module, parameter: Tensor) -> int:
-    """The number of padding values in a parameter. vLLM pads the vocabulary. A version does not have this padding."""
+    """vLLM pads the vocabulary, a version does not."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     if not isinstance(layer, VocabParallelEmbedding):

@@ -1,7 +1,6 @@
-"""The part of a pull that runs in the generator's actor. weights.py has the part that runs in vLLM's workers.
+"""The actor's part of a pull; weights.py has the workers'.
 
-A pull loads one version of the trainer's weights into vLLM. It has two phases. First all workers open the version: they get access to its
-tensors, or receive the tensors over the network. This changes nothing in the model. Then all workers load the version into the model.
+All workers open the version (access or receive its tensors), then all load it into the model.
 """
 
 import contextlib
@@ -22,64 +21,62 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 ADAPTER_ID = 1
-"""The id that vLLM has for the adapter that every pull replaces. A generator that pulls an adapter has no other adapters."""
+"""vLLM's id for the adapter of the pulls."""
 TIMED_OUT = "RPC call to answer timed out."
-"""Text of vLLM's error when a worker does not answer. In the text, "answer" is the name of the worker's method that `_ask` calls. If
-vLLM's engine core has its own process, that process sends only the text of an error, not the error's type. So `_ask` recognizes the error by
-this text."""
+"""vLLM's error for a silent worker ("answer" is the method that `_ask` calls). A core in its own
+process sends no type.
+"""
 ANSWER_SECONDS = 10.0
-"""Seconds that a worker may take beyond the time limit of its work. A worker whose trainer hangs can then still answer with its own error."""
+"""Seconds beyond the work's limit, for a worker's own error about a hanging trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
     """A version that all workers have open."""
 
-    path: str  # the way by which the bytes come, such as "shared_memory" or "tcp"
-    reason: str  # why this path was chosen
+    path: str  # such as "shared_memory" or "tcp"
+    reason: str
     num_bytes: int
-    seconds: float  # seconds that the slowest worker took to open the version
+    seconds: float  # of the slowest worker
 
 
 class WholeWeights:
-    """The kind of pull that replaces every parameter of the model."""
+    """A pull replaces every parameter."""
 
-    request: "LoRARequest | None" = None  # the adapter of a request that names none: no adapter
+    request: "LoRARequest | None" = None  # of a request that names none
 
     def begin(self, engine: "LLMEngine") -> None:
-        """Does nothing. Until the first pull the engine computes with the weights that it was started with."""
+        """Does nothing: the engine starts with weights."""
 
     def load(self, engine: "LLMEngine", source: Source) -> float:
-        """Replace the weights by those of the open version. Returns the number of seconds that the slowest worker took.
-
-        If the load fails, the model may hold weights of two versions.
+        """Replace the weights. Returns the slowest worker's seconds. After a failure the model may
+        mix two versions.
         """
         return max(_ask(engine, source, "load", "load_version"))
 
 
 class OneAdapter:
-    """The kind of pull that replaces the adapter that every request uses. The model's own weights stay."""
+    """A pull replaces the adapter that every request uses."""
 
-    request: "LoRARequest | None" = None  # this adapter, for vLLM; None before `begin`
+    request: "LoRARequest | None" = None  # None before `begin`
 
     def __init__(self, config: GeneratorConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """shapes: name and shape of every tensor of the adapter."""
+        """shapes: of the adapter's tensors, by name."""
         self.config = config
         self.shapes = shapes
 
     def begin(self, engine: "LLMEngine") -> None:
-        """Load an adapter of zeros. The first pull replaces this adapter. So requests that began before the first pull continue with
-        the pulled adapter."""
+        """Load an adapter of zeros, which the first pull replaces under running requests."""
         from vllm.lora.request import LoRARequest
 
         source = LoadedTensors({name: torch.zeros(shape) for name, shape in self.shapes.items()})
         with opened(engine, source):
             self.load(engine, source)
-        # vLLM finds the adapter by its number. It reads the path, here "in memory", only if it has no adapter of this number.
+        # vLLM finds it by number, and does not read the path
         self.request = LoRARequest("adapter", ADAPTER_ID, "in memory")
 
     def load(self, engine: "LLMEngine", source: Source) -> float:
-        """Replace the adapter by the tensors of the open version. Returns the number of seconds that the slowest worker took."""
+        """Replace the adapter. Returns the slowest worker's seconds."""
         lora = self.config.lora
         return max(
             _ask(engine, source, "load", "load_adapter", ADAPTER_ID, lora.rank, lora.alpha, adapters.modules(lora))
@@ -87,21 +84,20 @@ class OneAdapter:
 
 
 def apply_to_prompts(engine: "LLMEngine") -> None:
-    """Let all workers apply adapters of the output projection to the logprobs of prompts, too. vLLM itself applies them
-    only to the logprobs of sampled tokens."""
+    """Apply adapters of the output projection to logprobs of prompts too, which vLLM does not."""
     engine.collective_rpc("apply_to_prompts")
 
 
 class SilentWorkerError(TimeoutError):
-    """A worker did not answer in time. The engine cannot be used again, because it would take the late answer for the answer to its next call."""
+    """A worker did not answer. The engine would take its late answer for the next call's."""
 
 
 @contextlib.contextmanager
 def opened(engine: "LLMEngine", source: Source) -> Iterator[Opened]:
-    """Open the version in all workers for as long as the context lasts. The model does not change."""
+    """The version open in all workers. The model does not change."""
     silent = False
     try:
-        # vLLM sends bytes to a worker in another process, but refuses objects of classes that it does not know. So the source is pickled here.
+        # vLLM sends bytes to other processes, but no classes that it does not know
         answers = _ask(engine, source, "read", "open_version", pickle.dumps(source))
         path, reason, num_bytes, _ = answers[0]
         yield Opened(path=path, reason=reason, num_bytes=num_bytes, seconds=max(answer[-1] for answer in answers))
@@ -114,8 +110,9 @@ def opened(engine: "LLMEngine", source: Source) -> Iterator[Opened]:
 
 
 def _ask(engine: "LLMEngine", source: Source, phase: str, method: str, *arguments: object) -> list[Any]:
-    """Call a method of WeightsExtension in all workers, and return their results. If the method fails in workers, raises the error
-    of the first of these workers. Raises SilentWorkerError naming the phase if a worker does not answer."""
+    """The results of a WeightsExtension method in all workers. Raises the first failed worker's
+    error, SilentWorkerError without an answer.
+    """
     timeout = source.timeout + ANSWER_SECONDS
     try:
         answers = engine.collective_rpc("answer", timeout=timeout, args=(method, *arguments))

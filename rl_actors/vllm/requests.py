@@ -1,7 +1,4 @@
-"""Turns calls of generate and compute_logprobs into requests to vLLM, and collects the results of each prompt.
-
-Other modules pass the requests to vLLM's engine.
-"""
+"""Turns generate and compute_logprobs into requests to vLLM, and collects the results."""
 
 import math
 import threading
@@ -24,16 +21,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NO_VERSION = -1
-"""policy_version of a generator without complete weights from a trainer: before the first pull, after a pull that failed while it replaced
-the weights, and after a sleep of level 2."""
+"""policy_version without complete weights of a trainer: before the first pull, after a failed one,
+after sleep(2).
+"""
 
 
 class EngineCall(Generic[T]):
-    """One call of generate or compute_logprobs. Its requests finish in any order. A prompt has finished when all its
-    requests have finished.
-
-    The engine's thread puts results in, and any other thread takes them out.
-    """
+    """One call, whose requests finish in any order. The engine's thread puts results in."""
 
     def __init__(
         self,
@@ -43,10 +37,10 @@ class EngineCall(Generic[T]):
         adapter: str | None = None,
         name: str = "generate",
     ) -> None:
-        """make_params: function that takes the index of a prompt and returns the parameters of the prompt's requests.
+        """make_params: index of a prompt -> parameters of its requests. read: vLLM's output ->
+        result.
 
-        read: function that turns vLLM's output of a request into the result of the request. adapter: name of the loaded
-        adapter with which the requests run. name: the call's name in error texts.
+        adapter: of load_adapter. name: for error texts.
         """
         self.prompts = prompts
         self.make_params = make_params
@@ -55,20 +49,20 @@ class EngineCall(Generic[T]):
         self.name = name
         # Unfinished prompt -> sample_index -> result.
         self._results: dict[int, dict[int, T]] = {index: {} for index in range(len(prompts))}
-        self._finished: list[tuple[int, list[T]]] = []  # finished prompts that no `take` has returned
+        self._finished: list[tuple[int, list[T]]] = []  # not taken yet
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
         self._waiter: tuple[int, Future[list[tuple[int, list[T]]]]] | None = None
 
     def take(self, at_least: int) -> "Future[list[tuple[int, list[T]]]]":
-        """A future whose result is a list of pairs (index of a prompt, results of the prompt).
+        """A future of the (index, results) of prompts that finished since the last `take`, in that
+        order.
 
-        The list has the finished prompts that no earlier `take` has returned, in the order in which they finished.
-        The future is done when the list has at least `at_least` prompts, when no unfinished prompt is left, or when the call has failed.
-        If the future of an earlier `take` is not done yet, a later `take` completes it with an empty list.
+        Done with `at_least` prompts, when none is left, or when the call has failed. A later `take`
+        completes it with an empty list.
         """
         future: Future[list[tuple[int, list[T]]]] = Future()
-        future.set_running_or_notify_cancel()  # a running future cannot be cancelled, so setting its result cannot fail
+        future.set_running_or_notify_cancel()  # not cancellable, so set_result cannot fail
         with self._lock:
             if self._waiter is not None:
                 self._waiter[1].set_result([])
@@ -77,15 +71,12 @@ class EngineCall(Generic[T]):
         return future
 
     def is_over(self) -> bool:
-        """True if the call has failed, or if all its results have been taken."""
+        """Failed, or all results taken."""
         with self._lock:
             return self._failure is not None or not (self._results or self._finished)
 
     def put(self, request: "Request[T]", output: "RequestOutput") -> None:
-        """Add the result of a finished request. output: vLLM's output of this request.
-
-        Raises NonFiniteError naming call, adapter and prompt if the output has a logprob that is not finite.
-        """
+        """Add a request's result. Raises NonFiniteError for a logprob that is not finite."""
         try:
             result = self.read(output)
         except NonFiniteError as error:
@@ -104,17 +95,15 @@ class EngineCall(Generic[T]):
                 self._answer()
 
     def fail(self, error: BaseException) -> None:
-        """End the call with an error. Does nothing if all prompts have finished, or if the call has failed already."""
+        """End the call, unless it has finished or failed."""
         with self._lock:
             if self._results and self._failure is None:
                 self._failure = error
                 self._answer()
 
     def _answer(self) -> None:
-        """Complete the future of the last `take` if one of the conditions in the docstring of `take` holds.
-
-        If the call has failed, the future gets the error, and the finished prompts that no `take` has returned are
-        lost.
+        """Complete the last `take` if it is due. A failure loses finished prompts that were not
+        taken.
         """
         if self._waiter is None:
             return
@@ -131,19 +120,18 @@ class EngineCall(Generic[T]):
 
 @dataclass(slots=True, kw_only=True)
 class Request(Generic[T]):
-    """One request to vLLM. It is answered with one completion or with the logprobs of one sequence."""
+    """One completion, or the logprobs of one sequence."""
 
     call: EngineCall[T]
-    prompt: int  # index of the prompt in the call
-    sample_index: int  # among the requests of the prompt
-    num_of_prompt: int  # number of requests of the prompt
+    prompt: int  # its index
+    sample_index: int  # among those of the prompt
+    num_of_prompt: int  # requests of the prompt
 
 
 def vllm_params(params: SamplingParams, prompt: int, model_stops: Sequence[int] = ()) -> list["VLLMParams"]:
-    """The parameters of the vLLM requests for one prompt. Each completion is a request of its own, so that it has its own
-    seed and its own policy versions.
+    """A request for each completion, with its own seed and policy versions.
 
-    prompt: the number of the prompt, which is p in SamplingParams.seed. model_stops: the end tokens of the model.
+    prompt: p in SamplingParams.seed. model_stops: the model's stop tokens.
     """
     from vllm import SamplingParams as VLLMParams
     from vllm.sampling_params import RequestOutputKind
@@ -158,19 +146,19 @@ def vllm_params(params: SamplingParams, prompt: int, model_stops: Sequence[int] 
             top_k=params.top_k,
             stop_token_ids=list(stops),
             seed=None if params.seed is None else hashed_seed(params.seed, prompt, completion),
-            ignore_eos=True,  # vLLM would take end tokens of its own from generation_config.json; `stops` has them
-            logprobs=params.top_logprobs,  # in addition to the logprob of the sampled token
+            ignore_eos=True,  # `stops` has what vLLM would take from generation_config.json
+            logprobs=params.top_logprobs,  # besides the sampled token's
             prompt_logprobs=params.prompt_top_logprobs or None,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,  # vLLM need not copy this object, because no other request has it
+            skip_clone=True,  # no other request has this object
         )
         requests.append(request)
     return requests
 
 
 def read_completion(params: SamplingParams, output: "RequestOutput") -> Completion:
-    """The completion of a finished request, with the policy version of every token."""
+    """With the policy version of every token."""
     completion = output.outputs[0]
     tokens = list(completion.token_ids)
     logprobs = [by_token[token].logprob for token, by_token in zip(tokens, completion.logprobs, strict=True)]
@@ -189,11 +177,7 @@ def read_completion(params: SamplingParams, output: "RequestOutput") -> Completi
 
 
 def read_top(positions: Sequence[Mapping[int, "Logprob"]], count: int) -> TopLogprobs | None:
-    """The `count` likeliest tokens at each position, or None if count is 0.
-
-    For each position vLLM returns the likeliest tokens, and also the token of the sequence. This function drops the
-    token of the sequence if it is not among the likeliest.
-    """
+    """The `count` likeliest tokens at each position, without the sequence's own that vLLM adds."""
     if not count:
         return None
     ids = []
@@ -213,7 +197,7 @@ def _rank(pair: "tuple[int, Logprob]") -> int:
 
 
 def read_prompt_logprobs(output: "RequestOutput") -> Tensor:
-    """Logprobs of the T tokens of the prompt, [T - 1] float32. The first token has no logprob."""
+    """[T - 1] float32: the first of T tokens has none."""
     tokens = output.prompt_token_ids[1:]
     logprobs = [by_token[token].logprob for token, by_token in zip(tokens, output.prompt_logprobs[1:], strict=True)]
     _require_finite("the sequence after its first token", tokens, logprobs)

@@ -1,8 +1,7 @@
-"""vLLM's sleep mode: an engine without requests frees the GPU memory of its weights and its cache, and allocates this memory again later.
+"""vLLM's sleep mode: an idle engine frees the GPU memory of weights and cache until `wake`.
 
-Level 1 copies the weights to host memory and back. Level 2 drops the weights. After such a sleep the generator must pull a trainer's weights
-before it can generate. Both levels drop the cached keys and values. vLLM's own allocator keeps the addresses of this memory, so CUDA graphs
-stay valid. vLLM has no sleep mode on a CPU. A generator on a CPU releases no memory, but allows and refuses the same calls as on a GPU.
+Level 1 keeps the weights on the host, level 2 drops them, so a pull must follow. vLLM's allocator
+keeps addresses, so CUDA graphs stay valid. On a CPU nothing is released; refusals are the same.
 """
 
 from typing import TYPE_CHECKING
@@ -18,14 +17,12 @@ LEVELS = (1, 2)
 
 
 def options(config: GeneratorConfig) -> dict[str, object]:
-    """Arguments of vLLM's engine for the sleep mode. Empty if config.sleep_mode is False, and on a CPU, where vLLM
-    would refuse them.
-    """
+    """vLLM's arguments, none on a CPU, which refuses them."""
     return {"enable_sleep_mode": True} if config.sleep_mode and torch.cuda.is_available() else {}
 
 
 def require_possible(config: GeneratorConfig, level: int, *, has_transport: bool) -> None:
-    """Raises ValueError naming the value and the reason if the generator cannot sleep at this level."""
+    """Raises ValueError if the generator cannot sleep at this level."""
     if level not in LEVELS:
         raise ValueError(f"sleep: level={level!r}; it must be 1 or 2")
     if not config.sleep_mode:
@@ -41,7 +38,7 @@ def require_possible(config: GeneratorConfig, level: int, *, has_transport: bool
 
 
 def fall_asleep(engine: "LLMEngine", level: int) -> int:
-    """Release the memory of weights and cache. Returns the number of released bytes, summed over all ranks (0 on a CPU)."""
+    """Release weights and cache. Returns the bytes of all ranks (0 on a CPU)."""
     engine.reset_prefix_cache()
     num_bytes = _releasable_bytes(engine)
     if torch.cuda.is_available():
@@ -50,14 +47,13 @@ def fall_asleep(engine: "LLMEngine", level: int) -> int:
 
 
 def wake_up(engine: "LLMEngine") -> int:
-    """Allocate the memory again. Returns the number of allocated bytes, summed over all ranks (0 on a CPU)."""
+    """Allocate them again. Returns the bytes of all ranks (0 on a CPU)."""
     if torch.cuda.is_available():
         engine.wake_up()
     return _releasable_bytes(engine)
 
 
 def asleep(call: str) -> RuntimeError:
-    """The error with which a sleeping generator refuses a call. call: name of the call."""
     return RuntimeError(f"{call} is not possible while the generator sleeps: call wake first")
 
 

@@ -1,4 +1,4 @@
-"""Starts vLLM's engine with the options that a config and this machine need."""
+"""Starts vLLM's engine with the options of a config and this machine."""
 
 import contextlib
 import os
@@ -23,62 +23,53 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 ENGINE_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-BATCH_INVARIANT_ENV = {"VLLM_BATCH_INVARIANT": "1"}  # vLLM reads this variable when vLLM's modules are imported
+BATCH_INVARIANT_ENV = {"VLLM_BATCH_INVARIANT": "1"}  # read when vLLM is imported
 ADAPTERS_ON_HOST = 4
-"""Largest number of adapters in host memory, divided by the largest number of adapters in one step. vLLM reads all
-other adapters from their directories when requests need them."""
+"""Adapters in host memory for each of a step. vLLM reads others from their directories."""
 
 WORKER_EXTENSION = "rl_actors.vllm.weights.WeightsExtension"
-"""Class whose methods vLLM adds to its workers. A pull of weights calls these methods, so the worker process reads the
-weights directly."""
+"""Adds its methods to vLLM's workers, which so read weights directly."""
 
 
 class Machine(Protocol):
-    """Protocol of the modules cpu.py and gpu.py."""
+    """The protocol of the modules cpu.py and gpu.py."""
 
-    ENV: dict[str, str]  # environment variables for vLLM's process
+    ENV: dict[str, str]  # environment of vLLM's process
 
     def require_possible(self, config: GeneratorConfig) -> None:
-        """Raises ValueError naming the value and the reason if vLLM cannot run this config on the machine."""
+        """Raises ValueError if vLLM cannot run this config on the machine."""
 
     def options(self, config: GeneratorConfig) -> dict[str, object]:
-        """vLLM's arguments for the machine. Also sets up the process."""
+        """vLLM's arguments. Also sets up the process."""
 
     def prepare_worker(self) -> None:
-        """Prepare the process of a vLLM worker, before it loads the model."""
+        """Prepare a worker's process, before it loads the model."""
 
     def reloading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Context manager for a reload of all weights."""
+        """Around a reload of all weights."""
 
 
 def this_machine() -> Machine:
-    """vllm/gpu.py if torch sees a GPU, otherwise vllm/cpu.py."""
     if torch.cuda.is_available():
         return gpu
     return cpu
 
 
 def require_machine(config: GeneratorConfig) -> None:
-    """Raises ValueError naming the value and the reason if this machine has no GPU and vLLM cannot run the config on a CPU.
+    """Raises ValueError if there is no GPU and vLLM cannot run the config on a CPU.
 
-    This function does not check the limits of a GPU, because reading them initializes CUDA and so takes memory of the
-    GPU. The generator's process checks them.
+    A GPU's limits are checked in the generator's process, because reading them takes memory of the
+    GPU.
     """
     if not torch.cuda.is_available():
         cpu.require_possible(config)
 
 
 def start_vllm(config: GeneratorConfig, core: Core | None = None) -> "LLMEngine":
-    """Start an LLMEngine. It has the weights of config.hf_path. If hf_path is empty, it has random weights until the
-    first pull.
+    """Start an LLMEngine, with random weights without hf_path. core: None: by the config.
 
-    core: says in which process vLLM's engine core (scheduler and model) runs. None: the config decides.
-
-    vLLM's own max_model_len is config.max_model_len + 1, because vLLM samples a token after every prompt, even if the
-    caller wants only the logprobs of the prompt. Without the extra token, vLLM would refuse to compute the logprobs of
-    a sequence of config.max_model_len tokens.
-
-    Raises ValueError for a config that vLLM cannot run on this machine.
+    vLLM's max_model_len is one more, because it samples a token even where only a prompt's logprobs
+    are wanted. Raises ValueError for a config that vLLM cannot run here.
     """
     core = core or core_of(config)
     with _arguments(config, core) as arguments:
@@ -88,9 +79,7 @@ def start_vllm(config: GeneratorConfig, core: Core | None = None) -> "LLMEngine"
 
 
 def start_async_vllm(config: GeneratorConfig) -> "AsyncLLM":
-    """Start an AsyncLLM with the arguments of `start_vllm`. Its engine core always runs in a process of its own.
-    Benchmarks compare the generator with an AsyncLLM.
-    """
+    """An AsyncLLM like `start_vllm`, in a process of its own, for benchmarks."""
     with _arguments(config, OwnProcess()) as arguments:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -100,7 +89,7 @@ def start_async_vllm(config: GeneratorConfig) -> "AsyncLLM":
 
 @contextlib.contextmanager
 def _arguments(config: GeneratorConfig, core: Core) -> Iterator[dict[str, Any]]:
-    """Context manager that gives vLLM's arguments and sets up the process. The engine must be started inside it."""
+    """vLLM's arguments, around the start of the engine. Sets up the process."""
     machine = this_machine()
     machine.require_possible(config)
     os.environ.update(ENGINE_ENV | machine.ENV)
@@ -108,7 +97,7 @@ def _arguments(config: GeneratorConfig, core: Core) -> Iterator[dict[str, Any]]:
         os.environ.update(BATCH_INVARIANT_ENV)
     with model_directory(config) as directory, core.starting():
         with collector.importing():
-            # Python collects no garbage while this import loads all modules of an engine.
+            # no garbage collection during this import
             import vllm.v1.engine.llm_engine  # noqa: F401
         options = machine.options(config) | core.options(config) | sleeping.options(config)
         yield _engine_arguments(replace(config, max_model_len=config.max_model_len + 1), directory, options)
@@ -116,9 +105,7 @@ def _arguments(config: GeneratorConfig, core: Core) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def model_directory(config: GeneratorConfig) -> Iterator[str]:
-    """Context manager that gives a directory with the model's config.json: config.hf_path, or a temporary directory
-    without weights if hf_path is empty.
-    """
+    """config.hf_path, or a temporary directory with only config.json."""
     if config.hf_path:
         yield config.hf_path
         return
@@ -128,16 +115,14 @@ def model_directory(config: GeneratorConfig) -> Iterator[str]:
 
 
 def _engine_arguments(config: GeneratorConfig, directory: str, options: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of vLLM's engine. options: the arguments for the machine, for the core and for sleeping."""
+    """options: for machine, core and sleeping."""
     if config.lora.syncs_adapter:
         options |= adapter_options(adapters.modules(config.lora), num_adapters=1, rank=config.lora.rank)
     elif config.max_adapters:
         served = adapters.served(ModelConfig.from_hf(directory))
         options |= adapter_options(served, num_adapters=config.max_adapters, rank=config.max_adapter_rank)
     if config.max_model_len > ModelConfig.from_hf(directory).max_position_embeddings:
-        # `_arguments` has added one token to max_model_len, and the model has no position for this token. Without the
-        # override vLLM would refuse the limit. The override is safe, because the model never computes at this position:
-        # the token there is sampled last, so it is never an input.
+        # the token that `_arguments` added has no position; safe, because it is never an input
         options["hf_overrides"] = {"max_position_embeddings": config.max_model_len}
     return dict(
         model=directory,
@@ -146,10 +131,9 @@ def _engine_arguments(config: GeneratorConfig, directory: str, options: dict[str
         dtype=config.dtype,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
-        # The logprobs are log_softmax(logits / temperature) after top-p and top-k. This is the distribution that vLLM
-        # samples from.
+        # log_softmax(logits / temperature) after top-p and top-k, from which vLLM samples
         logprobs_mode="processed_logprobs",
-        seed=hashed_seed(config.seed) % 2**32,  # NumPy takes no larger seed
+        seed=hashed_seed(config.seed) % 2**32,  # NumPy's limit
         disable_log_stats=True,
         worker_extension_cls=WORKER_EXTENSION,
         **options,
@@ -157,10 +141,7 @@ def _engine_arguments(config: GeneratorConfig, directory: str, options: dict[str
 
 
 def adapter_options(modules: list[str], *, num_adapters: int, rank: int) -> dict[str, object]:
-    """vLLM's arguments for LoRA adapters on these modules.
-
-    num_adapters: largest number of adapters in one step. rank: largest LoRA rank.
-    """
+    """num_adapters: of one step. rank: the largest."""
     from vllm.config.lora import MaxLoRARanks
 
     return {

@@ -1,10 +1,7 @@
-"""The code of this project that runs in vLLM's workers. Most of it serves a pull, which loads new weights.
+"""What runs in vLLM's workers: the methods of WeightsExtension, most of them for a pull.
 
-vLLM adds the methods of WeightsExtension to its worker class. They run in the worker's process, which is not always
-the generator actor's process. In a pull the worker first opens a version, which is the weights of one policy_version.
-A Source says where the tensors of the version are. Then the worker loads the tensors one at a time. The model changes
-only during the load. During a pull a worker returns its error instead of raising it, so that the generator actor gets
-an answer from every worker.
+A worker opens a version by its Source, then loads its tensors one by one, which alone changes the
+model. Errors are returned, so that every worker answers.
 """
 
 import contextlib
@@ -35,23 +32,21 @@ logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 NO_WEIGHTS_TO_LOAD = {
-    "RotaryEmbedding: Failed to load weights",  # a table of cosines and sines, which no checkpoint holds
-    # This layer can only be a tied head, which shares the weights of the embedding. If the head is not tied and a
-    # version lacks the head's weights, the pull refuses the version before the reload.
+    "RotaryEmbedding: Failed to load weights",  # a table, in no checkpoint
+    # a tied head; a version without an untied one is refused before
     "ParallelLMHead: Failed to load weights",
 }
-"""Warnings that vLLM logs during a reload, and that this module drops. The layers that the warnings name never have weights
-of their own to load."""
+"""Warnings of vLLM's reload about layers without weights of their own."""
 
 
 class WeightsExtension:
-    """Methods that vLLM adds to its worker. vLLM's `collective_rpc` calls a method by its name in every worker."""
+    """Methods that vLLM adds to its worker, called by name through `collective_rpc`."""
 
     opened: contextlib.ExitStack | None = None
     version: OpenVersion | None = None
     plan: Plan | None = None
 
-    if TYPE_CHECKING:  # members of vLLM's worker
+    if TYPE_CHECKING:  # of vLLM's worker
         vllm_config: VllmConfig
         model_runner: GPUModelRunner
 
@@ -59,11 +54,10 @@ class WeightsExtension:
         def reload_weights(self, *, weights_iterator: Iterator[tuple[str, Tensor]]) -> None: ...
 
     def remove_shared_names(self) -> int:
-        """Remove the names of the memory that vLLM's ranks share on a CPU. Returns the pid of this process.
+        """Remove the files in /dev/shm of the memory that ranks share on a CPU. Returns this pid.
 
-        The names are files in /dev/shm. vLLM itself would not remove the names if its process were killed. When this
-        method runs, all ranks have opened the memory, so no process needs the names. The kernel frees the memory when
-        the processes end.
+        All have opened it by now, and vLLM would leave them after a kill. The kernel frees the
+        memory.
         """
         if ident := os.environ.get("VLLM_DIST_IDENT"):
             for segment in SHARED_MEMORY.glob(f"{ident}-*-cpushm_*"):
@@ -71,7 +65,7 @@ class WeightsExtension:
         return os.getpid()
 
     def releasable_bytes(self) -> int:
-        """Bytes of device memory that vLLM's sleep mode can release: all bytes of vLLM's own allocator. 0 on a CPU."""
+        """All of vLLM's own allocator; 0 on a CPU."""
         if not torch.cuda.is_available():
             return 0
         from vllm.device_allocator import get_mem_allocator_instance
@@ -79,10 +73,7 @@ class WeightsExtension:
         return get_mem_allocator_instance().get_current_usage()
 
     def answer(self, method: str, *arguments: object) -> tuple[object, bytes]:
-        """Call another method of this class.
-
-        Returns (result of the method, b""). If the method fails, returns (None, the pickled error).
-        """
+        """(result of the method, b""), or (None, the pickled error)."""
         try:
             return getattr(self, method)(*arguments), b""
         except Exception as error:
@@ -90,10 +81,9 @@ class WeightsExtension:
             return None, cloudpickle.dumps(sendable(error))
 
     def open_version(self, payload: bytes) -> tuple[str, str, int, float]:
-        """Open the version that a pickled Source describes, and keep it open. The model does not change.
+        """Open a pickled Source's version. The model does not change.
 
-        Returns the path that the bytes take (such as "tcp"), the reason for this path, the number of bytes of the version
-        and the seconds that the call took.
+        Returns (path, such as "tcp", its reason, bytes, seconds).
         """
         begin = time.perf_counter()
         source: Source = pickle.loads(payload)
@@ -104,7 +94,6 @@ class WeightsExtension:
         return version.path, version.reason, version.num_bytes, time.perf_counter() - begin
 
     def close_version(self) -> None:
-        """Close the open version, if there is one."""
         if self.opened is not None:
             self.opened.close()
         self.opened = self.version = None
@@ -115,10 +104,7 @@ class WeightsExtension:
         return self.version
 
     def load_version(self) -> float:
-        """Replace all weights by those of the open version. Returns the number of seconds that the load took.
-
-        If the load fails, the model may hold weights of two versions.
-        """
+        """Replace all weights. Returns the seconds. After a failure the model may mix two versions."""
         begin = time.perf_counter()
         version = self._open_version()
         model = self.get_model()
@@ -130,10 +116,7 @@ class WeightsExtension:
         return time.perf_counter() - begin
 
     def _plan_for(self, version: OpenVersion, model: nn.Module) -> Plan:
-        """The plan: for each tensor of a version, the slice of a parameter into which the tensor is copied.
-
-        The plan is empty if vLLM's own reload must load the weights. The first pull makes the plan for all pulls.
-        """
+        """The plan of all pulls, made by the first. Empty: vLLM's reload must load."""
         if self.plan is None:
             self.plan = {}
             if is_possible(model, self.vllm_config):
@@ -155,10 +138,9 @@ class WeightsExtension:
                 raise
 
     def apply_to_prompts(self) -> None:
-        """Make vLLM apply adapters of the output projection to the logits of prompts, too.
+        """Apply adapters of the output projection to prompts.
 
-        vLLM itself applies these adapters only at the positions after which it samples. Without this method vLLM would
-        fail, or compute wrong logprobs of prompts.
+        vLLM does so only where it samples, and would fail or compute wrong logprobs of prompts.
         """
         from vllm.lora.layers import LogitsProcessorWithLoRA
 
@@ -169,10 +151,9 @@ class WeightsExtension:
             runner._get_prompt_logprobs_dict = PromptLogprobs(head, runner._get_prompt_logprobs_dict)
 
     def load_adapter(self, adapter_id: int, rank: int, alpha: float, modules: list[str]) -> float:
-        """Replace the adapter by the tensors of the open version. Returns the number of seconds that the load took.
+        """Replace the adapter by the open version's tensors. Returns the seconds.
 
-        vLLM's own call reads an adapter from a directory. This method makes vLLM's adapter object from tensors.
-        modules: names of the layers that the adapter changes.
+        vLLM's own call reads a directory. modules: the layers that it changes.
         """
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
@@ -183,7 +164,7 @@ class WeightsExtension:
         mapper = getattr(self.get_model(), "hf_to_vllm_mapper", None)
         adapter = LoRAModel.from_lora_tensors(
             adapter_id,
-            # The adapter needs copies, because the tensors of a version may be views that are valid only while the version is open.
+            # views may be valid only while the version is open
             {name: tensor.to(dtype, copy=True) for name, tensor in self._open_version().tensors()},
             PEFTHelper(r=rank, lora_alpha=alpha, target_modules=modules),
             device="cpu",
@@ -199,23 +180,21 @@ class WeightsExtension:
 
 
 class PromptLogprobs:
-    """Runs vLLM's computation of prompt logprobs. Applies a request's adapter to every row (position) of the prompt.
+    """vLLM's computation of prompt logprobs, with a request's adapter at every row.
 
-    In shapes, T is the number of positions, D the hidden size and V the size of the vocabulary.
+    T positions, D hidden size, V vocabulary.
     """
 
     def __init__(self, head: Any, compute: Callable[[Tensor, dict[str, int]], Any]) -> None:
-        """head: vLLM's output projection with adapters. compute: vLLM's own computation of prompt logprobs."""
+        """head: the output projection with adapters. compute: vLLM's own."""
         self.head = head
         self.compute = compute
         self.hidden_TD = torch.empty(0)
 
     def __call__(self, hidden_TD: Tensor, num_scheduled_tokens: dict[str, int]) -> Any:
-        """Run vLLM's computation.
+        """Compute with this object as the head's punica_wrapper, for `add_lora_logits`.
 
-        The head applies adapters by calling its punica_wrapper. During the computation this object replaces the
-        punica_wrapper, so that the head calls `add_lora_logits` below.
-        hidden_TD: the last hidden states of all positions of the engine's step.
+        hidden_TD: the last hidden states of the step.
         """
         self.hidden_TD = hidden_TD
         self.punica = self.head.punica_wrapper
@@ -227,11 +206,10 @@ class PromptLogprobs:
             self.hidden_TD = torch.empty(0)
 
     def add_lora_logits(self, logits_TV: Tensor, x_TD: Tensor, a_S1RD: Tensor, b_S1VR: Tensor, scale: float) -> Tensor:
-        """Add the adapter's term to the logits of one prompt, if the prompt's request has an adapter.
+        """Add an adapter's term to the logits of one request's prompt.
 
-        S is the number of adapters that one step of the engine may use, and R is the largest allowed LoRA rank.
-        x_TD: a view of rows of `hidden_TD`. All rows belong to one request.
-        a_S1RD, b_S1VR: the matrices A and B of the S adapters.
+        x_TD: rows of `hidden_TD`. a_S1RD, b_S1VR: A and B of a step's S adapters, R the largest
+        rank.
         """
         row = (x_TD.storage_offset() - self.hidden_TD.storage_offset()) // self.hidden_TD.stride(0)
         slot = int(self.punica.token_lora_indices[row])
@@ -243,18 +221,18 @@ class PromptLogprobs:
 
 
 def cast_tensors(version: OpenVersion, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a version in this dtype, one at a time."""
+    """The tensors in this dtype, one at a time."""
     for name, tensor in version.tensors():
         yield name, tensor.to(dtype)
-        del tensor  # so that its memory is free before the next tensor is assembled
+        del tensor  # free before the next is assembled
 
 
 def _end_reload(model: nn.Module, config: "ModelConfig") -> None:
-    """End a failed reload, so that another reload is possible. The model may then hold weights of two versions."""
+    """End a failed reload, so that another can begin."""
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
 
     logger = logging.getLogger(RELOAD_LOGGER)
-    logger.addFilter(_drop)  # vLLM would warn about every layer without new weights
+    logger.addFilter(_drop)  # vLLM would warn about every layer
     try:
         finalize_layerwise_reload(model, config)
     finally:
@@ -267,7 +245,7 @@ def _drop(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def quiet_about_layers_without_weights() -> Iterator[None]:
-    """Drop the warnings in NO_WEIGHTS_TO_LOAD, which vLLM would log at every pull."""
+    """Drop the warnings in NO_WEIGHTS_TO_LOAD, logged at every pull."""
     logger = logging.getLogger(RELOAD_LOGGER)
     logger.addFilter(_is_of_a_layer_with_weights)
     try:
@@ -280,6 +258,6 @@ def _is_of_a_layer_with_weights(record: logging.LogRecord) -> bool:
     return record.getMessage() not in NO_WEIGHTS_TO_LOAD
 
 
-# vLLM imports this module in every worker before the worker loads the model.
+# vLLM imports this module before a worker loads the model
 this_machine().prepare_worker()
 clean_blocks.zero_new_blocks()
