@@ -45,7 +45,7 @@ class Problem:
 @runtime_checkable
 class Environment(Protocol):
     def problem(self, index: int) -> Problem:
-        """Training problem `index`, never a held-out one; a function of the seed and `index` alone."""
+        """Training problem `index`, never a held-out one; depends on the seed and `index` alone."""
 
     def held_out(self) -> list[Problem]:
         """At most `num_held_out` problems with distinct keys."""

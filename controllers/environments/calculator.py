@@ -1,4 +1,4 @@
-"""A task with a tool: the policy multiplies two numbers, and can ask a calculator for the product."""
+"""A task with a tool: the policy multiplies two numbers, and can ask a calculator."""
 
 import ast
 import operator

@@ -214,7 +214,7 @@ def _without_null(value: object) -> object:
 
 
 def _require_calls(where: str, calls: object) -> None:
-    """Raises ValueError unless these are OpenAI's tool calls, with or without the level "function"."""
+    """Raises ValueError unless these are OpenAI's tool calls, the level "function" optional."""
     for call in calls if isinstance(calls, list) else [None]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):

@@ -46,7 +46,7 @@ def require_answer(entry: Entry, config: EnvironmentConfig) -> None:
 
 
 def to_problem(entry: Entry, config: EnvironmentConfig) -> Problem:
-    """Raises ValueError if config.prompt is not a template, or uses a field that the entry lacks."""
+    """Raises ValueError if config.prompt is no template, or uses a field that the entry lacks."""
     fields = {**entry.metadata, "question": entry.question}
     try:
         prompt = config.prompt.format(**fields)

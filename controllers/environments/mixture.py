@@ -106,7 +106,7 @@ class MixedEnvironment:
         return self._of(name, self._part_problem(name, block * count + order[:position].count(name)))
 
     def _part_problem(self, name: str, index: int) -> Problem:
-        """Draws another index if the key is excluded, which a user's own part does not do itself."""
+        """Draws another index if the key is excluded, which a user's own part may not do."""
         draws = Random(f"{self.seed}/{name}/{index}")
         tried = index
         for _ in range(DRAWS_PER_PROBLEM):

@@ -62,7 +62,7 @@ for each program."""
 @dataclass(kw_only=True)
 class SandboxConfig:
     cpu_seconds: int = 5
-    """CPU seconds of the program and its tests together. Wall-clock time may be four times as long."""
+    """CPU seconds of the program with its tests; the wall-clock limit is four times as long."""
     memory_mib: int = 1024
     """Largest address space of the process, in MiB."""
 
@@ -132,7 +132,7 @@ def program_of(completion: str, tests: str) -> str:
 
 
 def _used(tests: str) -> set[str]:
-    """The names, imports and attributes that the tests use and do not define; none if not Python."""
+    """The names, imports and attributes that the tests use but do not define."""
     tree = _parsed(tests)
     if tree is None:
         return set()

@@ -21,7 +21,7 @@ TOTAL = "reward"
 """The component that is the reward; without it, the sum of all."""
 
 LONGEST_PAUSE = 30.0
-"""Seconds. Retries of an `async` function wait 1, 2, 4, … up to this, for a server that restarts."""
+"""Retries of an `async` function wait 1, 2, 4, … s, at most this, for a server that restarts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class Scorer:
         )
 
     def start(self) -> None:
-        """Start the pool. Raises ValueError, naming the functions, if a process cannot import them."""
+        """Start the pool. Raises ValueError, naming functions that a process cannot import."""
         if self.pool is not None:
             self.pool.start()
 

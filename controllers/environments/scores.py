@@ -67,7 +67,7 @@ def _values(text: str, *, is_gold: bool = False) -> list:
 
 
 def _candidates(text: str) -> list[str]:
-    """What follows "is" or a colon in the last line, and the whole text, without marks of Markdown."""
+    """What follows "is" or a colon in the last line, and the whole text, without Markdown."""
     whole = text.strip()
     last_line = (whole.splitlines() or [""])[-1]
     *_, rest = found = LEAD_IN.split(last_line)
