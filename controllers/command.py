@@ -84,9 +84,7 @@ def program_of(name: str) -> Callable[[], None]:
 
 
 def started_as(module: str) -> str:
-    """ "rl-actors export", "python -m controllers.program.export", or "python my_loop.py" for a
-    script.
-    """
+    """ "rl-actors export", "python -m controllers.program.export" or "python my_loop.py"."""
     first = sys.argv[0]
     if module.endswith(".py"):
         return f"python {module}"
@@ -101,9 +99,7 @@ def usage() -> str:
 
 
 def require_own_packages() -> None:
-    """Raises ImportError, naming both folders, if `controllers` or `configs` are not those beside
-    rl_actors.
-    """
+    """Raises ImportError, naming both, for a `controllers` or `configs` not beside rl_actors."""
     own = Path(rl_actors.__file__).parents[1]
     for name in ("controllers", "configs"):
         spec = find_spec(name)

@@ -37,9 +37,7 @@ def from_json(cls: type[Config], text: str) -> Config:
 
 
 def from_values(cls: type[Config], values: object) -> Config:
-    """Without conversions: neither "3" nor true is an integer. Raises ValueError, a line per wrong
-    field.
-    """
+    """Neither "3" nor true is an integer. Raises ValueError with a line for each wrong field."""
     # the config is a plain dataclass, so its settings for pydantic stand on a model around it
     around = create_model("ConfigFile", __config__=ConfigDict(extra="forbid", strict=True), config=(cls, ...))
     try:
@@ -51,9 +49,7 @@ def from_values(cls: type[Config], values: object) -> Config:
 
 
 def read(cls: type[Config], file: Path) -> Config:
-    """From .json, .yaml, .yml or .toml. Raises ValueError, naming the file, the field and the
-    fault.
-    """
+    """From .json, .yaml, .yml or .toml. Raises ValueError, naming the file, field and fault."""
     try:
         values = _LOADERS[file.suffix](file.read_text(encoding="utf-8"))
         return from_values(cls, values)
@@ -80,9 +76,7 @@ def is_file_name(name: str) -> bool:
 
 
 def leaves_of(config: "DataclassInstance") -> dict[str, object]:
-    """By dotted name: {"steps": 72, "trainer.compute_dtype": "float32"}. A list or an empty dict is
-    one value.
-    """
+    """{"steps": 72, "trainer.compute_dtype": "float32"}. A list or an empty dict is a value."""
     return dict(leaves(json.loads(to_json(config))))
 
 

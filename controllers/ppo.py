@@ -78,9 +78,7 @@ class PPOConfig(GRPOConfig):
 
 
 async def train(run: Run[PPOConfig]) -> None:
-    """Take the supervised steps, then critic.warmup_steps PPO steps of the critic alone, then
-    config.steps of both.
-    """
+    """Supervised steps, critic.warmup_steps PPO steps of the critic, config.steps of both."""
     config = run.config
     if config.evaluate_first and not run.state:  # a resumed run has a state
         await sync(run)
@@ -173,8 +171,7 @@ async def train_policy(
 
 
 def minibatches(config: PPOConfig, samples: Sequence[Sample], step: int) -> Iterator[list[Sample]]:
-    """epochs_per_step shuffled passes over the samples, each in at most updates_per_step
-    minibatches.
+    """epochs_per_step shuffled passes over the samples, of at most updates_per_step minibatches.
 
     The order depends on seed and step alone: the same for policy and critic, and in a resumed run.
     """
@@ -198,8 +195,7 @@ async def with_rewards(
 async def token_rewards(
     config: PPOConfig, batch: RolloutBatch, samples: Sequence[Sample], reference: Reference | None, kl: KL
 ) -> tuple[list[Tensor], dict[str, float]]:
-    """(rewards, metrics). The rewards are [T] float64 for each sample of T positions, 0 in the
-    prompt.
+    """(rewards, metrics). Rewards are [T] float64 by sample of T positions, 0 in the prompt.
 
     A turn's reward is at its last token, and the length penalty at the completion's last. With
     reference_kl_in="reward", kl.coefficient * KL is subtracted at every sampled token.

@@ -1,5 +1,4 @@
-"""Advantages and returns from rewards and values: generalised advantage estimation (arXiv
-1506.02438).
+"""Generalised advantage estimation (arXiv 1506.02438) from rewards and values.
 
 The state after an action is the state before the next one: other positions are skipped without
 discount. N sequences, T_n positions of sequence n, T the largest T_n.
@@ -29,8 +28,7 @@ class GAEConfig:
     2504.05118, α = 0.05). 0: actor_lambda."""
 
     bootstrap: bool = True
-    """Give the last state of a sequence that a limit cut off the critic's value (arXiv 1712.00378).
-    False: 0."""
+    """The last state of a cut-off sequence has the critic's value (arXiv 1712.00378). False: 0."""
     whiten: bool = True
     """Normalize the advantages to mean 0 and standard deviation 1 over all actions of a step."""
 
@@ -86,9 +84,7 @@ def estimate(
 def _advantages(
     values_NT: Tensor, rewards_NT: Tensor, action_NT: Tensor, last_N: Tensor, gamma: float, lambda_N: Tensor
 ) -> Tensor:
-    """From the last position to the first; what is no action leaves next_value_N and
-    next_advantage_N.
-    """
+    """From the last position to the first; what is no action changes neither `next` value."""
     found_NT = torch.zeros_like(values_NT)
     next_value_N = last_N
     next_advantage_N = torch.zeros_like(last_N)

@@ -1,5 +1,4 @@
-"""A KL penalty on rewards, with a coefficient that keeps the divergence from the reference near a
-target.
+"""A KL penalty on rewards, whose coefficient keeps the divergence near a target.
 
 T_n positions of sequence n; the suffix _T marks [T_n].
 """
@@ -63,8 +62,7 @@ def penalised_rewards(
     is_action: Sequence[Tensor],
     kl: KL,
 ) -> list[Tensor]:
-    """[T_n] by sample: rewards - kl.coefficient * kl_t at actions, 0 elsewhere. What is no action
-    may be NaN.
+    """[T_n] by sample: rewards - kl.coefficient * kl_t at actions, else 0, even for NaN.
 
     Two actions, rewards 0, 1, logprobs -0.5, -1, ref_logprobs -1, -1, k1, coefficient 0.1 -> -0.05,
     1.

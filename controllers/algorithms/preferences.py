@@ -55,9 +55,7 @@ class DPO:
     beta: float = 0.1
 
     def __call__(self, samples: list[Sample], logprobs: list[Tensor]) -> tuple[Tensor, Partials]:
-        """(sum over the pairs, metrics). logprobs: [T] by sample. Raises ValueError for an odd
-        number of samples.
-        """
+        """(sum over pairs, metrics). logprobs: [T] by sample. Raises ValueError if odd in number."""
         if len(samples) % 2:
             raise ValueError(
                 f"{len(samples)} samples cannot form pairs; each chosen sample must be followed by its rejected sample"

@@ -52,8 +52,7 @@ class Reference(FrozenPolicy):
     temperature: float  # of the completions
 
     async def penalise(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups with rewards R = r - kl.coefficient * sum_t kl_t, where r includes the length
-        penalty.
+        """Rewards R = r - kl.coefficient * sum_t kl_t, where r includes the length penalty.
 
         kl_t is by the logprobs of generator and reference: one penalty per completion, as in RLOO
         (arXiv 2402.14740), TRL's RLOOTrainer and verl's use_kl_in_reward. It is divided by the

@@ -1,6 +1,4 @@
-"""Tasks: problems, and the reward of a completion or episodes. Imports neither tokenizer nor
-actors.
-"""
+"""Tasks: problems, and rewards of completions or episodes. Imports neither tokenizer nor actors."""
 
 from controllers.environments.base import Environment, Message, Problem, RewardError
 from controllers.environments.build import build_environment

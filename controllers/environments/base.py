@@ -59,9 +59,7 @@ class RewardError(ValueError):
 
 
 def as_reward(value: object) -> float:
-    """A number, or a scalar of numpy or torch, as a float. Raises ValueError for all else, and if
-    not finite.
-    """
+    """A number, or a scalar of numpy or torch, as a float. Raises ValueError if not finite."""
     try:
         # item() gives Python's own type; a text or a complex number is none
         plain = value.item() if hasattr(value, "item") else value

@@ -38,9 +38,7 @@ def build_environment(config: EnvironmentConfig, *, trains: bool = True) -> AnyE
 
 
 def _of_function(config: EnvironmentConfig, *, trains: bool) -> AnyEnvironment:
-    """What the function config.task returns. Raises ValueError if it fails, or for wrong methods or
-    problems.
-    """
+    """What config.task returns. Raises ValueError if it fails, or for wrong methods or problems."""
     arguments = {"seed": config.seed, "num_held_out": config.num_held_out, **config.options}
     environment = called("task", config.task, **arguments)
     if not isinstance(environment, Environment | EpisodeEnvironment):

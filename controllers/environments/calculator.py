@@ -57,9 +57,7 @@ def _value(node: ast.expr) -> int:
 
 
 class Calculation:
-    """The completion "c12*34" gets "=408?", or "=?" if refused; any other ends the episode as the
-    answer.
-    """
+    """The completion "c12*34" gets "=408?", or "=?" if refused; any other is the answer."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -77,8 +75,7 @@ class Calculation:
 
 
 class Products:
-    """Products of two-digit numbers, such as "47*83?". The reward is 1 for the right answer, else
-    0.
+    """Products of two-digit numbers, such as "47*83?". The reward of the right answer is 1.
 
     num_held_out counts a*b and b*a as one.
     """

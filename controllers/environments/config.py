@@ -142,9 +142,7 @@ class EnvironmentConfig:
         return sorted(task for task in tasks if is_data_file(task) or ("/" in task and Path(task).is_dir()))
 
     def validate(self) -> None:
-        """Raises ValueError for what is wrong without a look at the data; `build_environment` looks
-        there.
-        """
+        """Raises ValueError for what is wrong whatever the data; `build_environment` reads them."""
         if self.num_held_out < 1:
             raise ValueError(f"num_held_out={self.num_held_out}; it must be at least 1")
         if not isinstance(self.options, dict):

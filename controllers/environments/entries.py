@@ -1,6 +1,4 @@
-"""Makes problems from the entries of a task's data, and chooses the function that scores
-completions.
-"""
+"""Makes problems from entries of data, and chooses the function that scores completions."""
 
 import inspect
 import re
@@ -74,8 +72,7 @@ def fits(problem: Problem, config: EnvironmentConfig) -> bool:
 
 
 def key_of(prompt: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    """What identifies a problem: the prompt, or the conversation without its answer, whitespace
-    normalized.
+    """Identifies a problem: the prompt, or the conversation without its answer.
 
     key_of("12 +  3 = ", []) -> "12 + 3 ="
     """

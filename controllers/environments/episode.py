@@ -31,14 +31,10 @@ class Episode(Protocol):
 
 @runtime_checkable
 class EpisodeEnvironment(Protocol):
-    """With keeps_special_tokens = True, `Episode.step` gets special tokens, such as [TOOL_CALLS],
-    as text.
-    """
+    """With keeps_special_tokens = True, `Episode.step` gets them, such as [TOOL_CALLS], as text."""
 
     def problem(self, index: int) -> Problem:
-        """As in Environment. The prompt should be what `reset` returns: its length is checked
-        before a run.
-        """
+        """As in Environment. The prompt should be the text of `reset`, for a check of lengths."""
 
     def held_out(self) -> list[Problem]:
         """As in Environment."""

@@ -149,9 +149,7 @@ def _rows_of(source: str, table: "Table") -> Iterator[Row]:
 
 
 def _column_values(column: "ChunkedArray") -> list[object]:
-    """Small floats by their shortest digits, integers with gaps as integers, objects without fields
-    of other rows.
-    """
+    """Short decimals of float32, integers with gaps, objects without fields of other rows."""
     from pyarrow import types
 
     values = [_as_written(value, column.type) for value in column.to_pylist()]
@@ -164,9 +162,7 @@ def _column_values(column: "ChunkedArray") -> list[object]:
 
 
 def _as_written(value: object, kind: "DataType") -> object:
-    """float32's 0.1 would become 0.10000000149011612, and an object gets null for the fields of
-    other rows.
-    """
+    """float32 turns 0.1 into 0.10000000149011612, and an object gets the fields of other rows."""
     from pyarrow import types
 
     if value is None:
@@ -250,9 +246,7 @@ def _decoded(data: "Dataset | IterableDataset") -> Iterator[Mapping[str, object]
 
 
 def _has_media(feature: object) -> bool:
-    """True for features that `datasets` decodes from a file's bytes, such as images, also inside
-    others.
-    """
+    """True for features decoded from a file's bytes, such as images, also inside others."""
     from datasets import Json
 
     if isinstance(feature, Mapping | list):

@@ -1,6 +1,4 @@
-"""A guessing game over several turns: the policy looks for a secret digit by hints of larger or
-smaller.
-"""
+"""A guessing game of several turns: find a secret digit by hints of larger or smaller."""
 
 from random import Random
 
@@ -11,8 +9,7 @@ DIGITS = 10
 
 
 class Game:
-    """Each turn guesses a digit. "+": the secret is larger, "-": smaller, "=": found, "?": not one
-    digit.
+    """A game. "+": the secret is larger than the guess, "-": smaller, "=": found, "?": no digit.
 
     The prompt is also "?". The game ends with "=" or after the last guess.
     """

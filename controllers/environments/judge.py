@@ -56,9 +56,7 @@ class Judge:
     clients: "list[AsyncOpenAI]" = field(default_factory=list)  # made by the first call
 
     async def __call__(self, problem: Problem, completion: str) -> float:
-        """Raises errors of openai, and ValueError if the judge gave no score, or one above
-        best_score.
-        """
+        """Raises openai's errors, and ValueError without a score, or one above best_score."""
         from openai import AsyncOpenAI
 
         if not self.clients:

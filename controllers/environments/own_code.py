@@ -45,8 +45,7 @@ def require_takes(name: str, function: object, *parameters: str) -> None:
 
 
 def require_problems(name: str, environment: object, *, trains: bool) -> None:
-    """Raises ValueError if held-out problems or problem(0) break the protocol, or two held-out keys
-    are equal.
+    """Raises ValueError if held-out problems or problem(0) break the protocol, or keys repeat.
 
     trains=False: validation only, which needs no training problems.
     """

@@ -45,9 +45,7 @@ class RewardPool:
     """
 
     def __init__(self, environments: Mapping[str, Environment], *, num_workers: int) -> None:
-        """environments: by name, for error texts. Raises ValueError for a function that cannot be
-        pickled.
-        """
+        """environments: by name, for errors. Raises ValueError for what cannot be pickled."""
         self._numbers: dict[int, int] = {}  # {id(environment): index of its function}
         self._environments = list(environments.values())  # keeps their ids taken
         functions: list[Callable] = []

@@ -1,5 +1,4 @@
-"""A process that calls reward functions for a RewardPool, without torch and Monarch, for a quick
-start.
+"""A process that calls reward functions for a RewardPool, without torch and Monarch.
 
 Pickles over one connection: the list of functions is answered by None or the text of an error, then
 each (index of a function, arguments) by (True, reward) or (False, text of the exception).

@@ -82,9 +82,7 @@ class Sandbox:
     config: SandboxConfig
 
     async def __call__(self, problem: Problem, completion: str) -> float:
-        """1.0 if the program and then the tests (the problem's answer) run without an error, else
-        0.0.
-        """
+        """1.0 if the program and then the tests (the problem's answer) run without error."""
         with tempfile.TemporaryDirectory() as folder:
             program = Path(folder) / "program.py"
             tests = Path(folder) / "tests.py"
@@ -116,8 +114,7 @@ class Sandbox:
 
 
 def program_of(completion: str, tests: str) -> str:
-    """The longest block of Python that defines a name of the tests; else the last block; else the
-    completion.
+    """The longest block that defines a name of the tests; else the last; else the completion.
 
     Assignments count only if no block has such a function or class, as they use the solution.
     """
@@ -150,9 +147,7 @@ def _used(tests: str) -> set[str]:
 
 
 def _blocks(text: str) -> list[str]:
-    """The text before the first fence, and the blocks of Python. The last may lack its closing
-    fence.
-    """
+    """The text before the first fence, and the blocks of Python. The last may lack its fence."""
     blocks = []
     first = FENCE.search(text)
     if first is not None:

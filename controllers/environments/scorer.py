@@ -82,8 +82,7 @@ class Scorer:
         return 0 if self.pool is None else self.pool.num_replaced
 
     async def score(self, environment: Environment, problem: Problem, texts: Sequence[str]) -> Rewards:
-        """Rewards by one call of `rewards(problem, completions)` if there is one, else a `reward`
-        each.
+        """Rewards by one call of `rewards(problem, completions)`, or by `reward` one by one.
 
         Raises RewardError, naming prompt and completion, for a reward that is not finite, after the
         last failed retry, or if `rewards` does not give one for each completion.
@@ -110,9 +109,7 @@ class Scorer:
         )
 
     async def try_on_answer(self, environment: Environment, problem: Problem) -> str:
-        """A line with the reward of a problem's own answer. Raises ValueError, naming the function,
-        if it fails.
-        """
+        """A line with the reward of the problem's answer. Raises ValueError, naming the function."""
         name = name_of(reward_function(_owner(environment, problem)))
         tried = f"the reward {name} of the answer {problem.answer!r} of the held-out problem {problem.prompt!r}"
         try:

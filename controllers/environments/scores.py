@@ -31,8 +31,7 @@ def math_verify(answer: str, completion: str) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def gold_values(answer: str) -> tuple:
-    """The values of a right answer: LaTeX, with or without delimiters, an expression or a name; or
-    ().
+    """The values of a right answer: LaTeX, delimited or not, an expression or a name; or ().
 
     gold_values(r"2\\sqrt{3}") -> (2*sqrt(3), "2\\sqrt{3}")
     """
@@ -43,9 +42,7 @@ def gold_values(answer: str) -> tuple:
 
 
 def _name(text: str) -> str | None:
-    """A text of nothing but words, lower case; None for others. The first word has two letters or
-    more.
-    """
+    """A text of words alone, in lower case, else None. The first has two letters or more."""
     found = NAME.fullmatch(text.strip())
     return (found[1] or found[2]).lower() if found else None
 

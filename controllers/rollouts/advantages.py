@@ -7,8 +7,7 @@ from torch import Tensor
 
 
 def grpo(rewards_GN: Tensor, eps: float = 1e-6) -> Tensor:
-    """GRPO (arXiv 2402.03300): (reward - group mean) / (group std + eps), std with N - 1 degrees of
-    freedom.
+    """GRPO (arXiv 2402.03300): (reward - group mean) / (group std + eps), std by N - 1.
 
     grpo([[1, 0]]) -> [[0.7071, -0.7071]]
     """

@@ -92,9 +92,7 @@ class ChatTemplate:
     stop_token_ids: tuple[int, ...]
 
     def require_usable(self) -> None:
-        """Raises ValueError without a template, or if it does not read the enable_thinking that is
-        set.
-        """
+        """Raises ValueError without a template, or for `thinking` that it does not read."""
         text = self._text()
         if self.config.thinking is not None and "enable_thinking" not in text:
             raise ValueError(
@@ -198,8 +196,7 @@ class ChatTemplate:
         return weights
 
     def _require_shown(self, conversation: list[Message], tools: Tools, *, first: int = 0) -> None:
-        """Raises ValueError for a text, a tool call or tools that the template drops, from message
-        `first` on.
+        """Raises ValueError for a text, tool call or tools from `first` on that are dropped.
 
         Placeholders for all texts must be in the rendered text. The template may have changed one
         that is not, so then the rendered conversation must depend on it.
@@ -255,8 +252,7 @@ class ChatTemplate:
         return [Message(role="system", content=self.config.system), *conversation]
 
     def _with_shown_calls(self, message: Message) -> Message:
-        """With tool calls and no text: the first content of "" and None beside which the calls are
-        shown.
+        """For tool calls without text, the content "" or None, whichever first shows the calls.
 
         DeepSeek's templates drop the calls beside "", others print None.
         """

@@ -167,9 +167,7 @@ class _Playing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Player:
-    """Plays episodes; one whose environment raises or times out starts again, up to
-    scorer.max_retries times.
-    """
+    """Plays episodes, again if the environment fails, up to scorer.max_retries times."""
 
     tokenizer: Tokenizer
     limits: EpisodeLimits
@@ -327,9 +325,7 @@ Waiting = tuple[list[int], int, "asyncio.Future[Completion]"]
 
 
 class TurnSender:
-    """Requests turns of many episodes; those of the same moment share one call. Leaving cancels
-    running calls.
-    """
+    """Requests turns of many episodes; those of one moment share a call. Leaving cancels calls."""
 
     def __init__(
         self,

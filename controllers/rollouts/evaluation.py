@@ -114,9 +114,7 @@ def _require_no_limits(config: EnvironmentConfig) -> None:
 
 
 def build_sets(environment: AnyEnvironment, sets: Mapping[str, EnvironmentConfig], *, seed: int) -> list[EvaluationSet]:
-    """The run's own set, then every named set, with `seed` added to its seed. Raises ValueError,
-    naming the set.
-    """
+    """The run's own set, then the named ones, seeds plus `seed`. Raises ValueError, naming it."""
     built = [EvaluationSet(name="", environment=environment, problems=environment.held_out())]
     for name, config in sets.items():
         try:
@@ -151,9 +149,7 @@ class Evaluator:
     scorer: Scorer = field(default_factory=Scorer)
 
     async def __call__(self) -> Scores:
-        """Raises RewardError for a reward that is not finite or failed, EpisodeError for a failed
-        episode.
-        """
+        """Raises RewardError for a reward that is not finite or failed; EpisodeError."""
         metrics: dict[str, float] = {}
         samples: list[Record] = []
         for one in self.sets:

@@ -66,9 +66,7 @@ class RolloutConfig:
     """Penalty on the reward of a completion of full length."""
 
     def rule(self) -> Callable[[Tensor], Tensor]:
-        """The function from rewards [G, N] to advantages [G, N]. Raises ValueError for an unknown
-        name.
-        """
+        """Rewards [G, N] -> advantages [G, N]. Raises ValueError for an unknown name."""
         if self.advantage in ADVANTAGES:
             return ADVANTAGES[self.advantage]
         if ":" not in self.advantage:

@@ -140,9 +140,7 @@ class RolloutQueue:
         return batch
 
     def update(self) -> AbstractAsyncContextManager[None]:
-        """Around a weight sync; without in_flight_updates it waits until no request runs, and holds
-        back new ones.
-        """
+        """Around a weight sync: without in_flight_updates, while no request runs."""
         return self.rollouts.generating.paused(wait=not self.config.in_flight_updates)
 
     async def _wait_for_groups(self) -> list[Place]:

@@ -173,9 +173,7 @@ class Tokenizer:
 
 
 def load_tokenizer(directory: str | Path, chat: ChatConfig | None = None) -> Tokenizer:
-    """Raises ValueError without a tokenizer or an end token, or if the template lacks the options
-    of `chat`.
-    """
+    """Raises ValueError without tokenizer or end token, or if the template lacks an option."""
     hf = texts.load_hf(directory)
     stops = stop_token_ids(directory, hf)
     if not stops:
