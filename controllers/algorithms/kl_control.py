@@ -40,8 +40,8 @@ class KLControlConfig:
         """coefficient * (1 + gain * e), e = divergence / target - 1 within max_error; unchanged
         without a target.
 
-        divergence: mean of this step, per token. Target 0.01, gain 0.1, max_error 0.2, coefficient
-        1: 0.02 -> 1.02, 0.009 -> 0.99. Raises ValueError for NaN with a target.
+        divergence: mean of this step, per token. Raises ValueError for NaN with a target.
+        Target 0.01, gain 0.1, max_error 0.2, coefficient 1: 0.02 -> 1.02, 0.009 -> 0.99.
         """
         if self.target is None:
             return coefficient
@@ -64,8 +64,7 @@ def penalised_rewards(
 ) -> list[Tensor]:
     """[T_n] by sample: rewards - kl.coefficient * kl_t at actions, else 0, even for NaN.
 
-    Two actions, rewards 0, 1, logprobs -0.5, -1, ref_logprobs -1, -1, k1, coefficient 0.1 -> -0.05,
-    1.
+    rewards 0, 1, logprobs -0.5, -1, ref_logprobs -1, -1, k1, coefficient 0.1 -> -0.05, 1
     """
     estimates = token_divergences(logprobs, ref_logprobs, is_action, kl)
     penalised = []

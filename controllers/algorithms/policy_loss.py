@@ -124,9 +124,10 @@ class CorrectionConfig:
 def grad_divisor(aggregation: Aggregation, samples: Sequence[Sample], max_tokens: int) -> float:
     """What the summed gradient of these samples is divided by.
 
-    token_mean: trained tokens (DAPO, arXiv 2503.14476). sequence_mean: samples, each already
-    divided by its trained tokens (GRPO, arXiv 2402.03300). sequence_sum: samples (RLOO, arXiv
-    2402.14740). constant: samples * max_tokens (Dr. GRPO, arXiv 2503.20783).
+    token_mean: trained tokens (DAPO, arXiv 2503.14476).
+    sequence_mean: samples, each already divided by its trained tokens (GRPO, arXiv 2402.03300).
+    sequence_sum: samples (RLOO, arXiv 2402.14740).
+    constant: samples * max_tokens (Dr. GRPO, arXiv 2503.20783).
     """
     if aggregation == "token_mean":
         return num_loss_tokens(samples)

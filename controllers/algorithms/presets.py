@@ -1,7 +1,7 @@
 """Presets of a GRPO config by algorithm: `--algorithm dapo` sets the values of the DAPO paper.
 
-Other flags override a preset. It sets loss and ratio bounds, aggregation, advantages, reference KL,
-dynamic sampling and the penalty on long completions, and leaves all else.
+A preset sets loss and ratio bounds, aggregation, advantages, reference KL, dynamic sampling and the
+penalty on long completions. Other flags override it.
 """
 
 from collections.abc import Mapping

@@ -42,7 +42,7 @@ class EnvironmentConfig:
     mixture: Annotated[list[dict[str, object]], _json_field(list)] = field(default_factory=list)
     """Several tasks: a JSON list of objects with "task" and optionally "name", "weight" (default
     1; training problems are in proportion) and other fields of this config. Omitted fields have
-    this config's values; num_held_out is divided by weight."""
+    this config's values; num_held_out is shared by weight."""
     prompt_column: str = "prompt"
     """Column of the prompt in a file or a data set."""
     answer_column: str = "answer"

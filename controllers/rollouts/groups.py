@@ -94,8 +94,7 @@ class RolloutConfig:
     def overlong(self, num_tokens: int, max_tokens: int) -> float:
         """The penalty on a completion's reward; overlong_buffer must be above 0.
 
-        overlong_buffer=4, overlong_penalty=1, max_tokens=20 -> 0 up to 16 tokens, 0.25 at 17, 1 at
-        20
+        overlong_buffer=4, overlong_penalty=1, max_tokens=20 -> 0 at 16 tokens, 0.25 at 17, 1 at 20
         """
         excess = num_tokens - (max_tokens - self.overlong_buffer)
         return self.overlong_penalty * max(0, excess) / self.overlong_buffer
