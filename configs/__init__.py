@@ -1,6 +1,4 @@
-"""Configs by name. Each config is made by a function. Some of these functions call the function of another config and
-edit the result.
-"""
+"""Configs by name; each function makes one, maybe from another config."""
 
 from configs import qwen3
 from configs.blank import blank, blank_sft
@@ -30,7 +28,7 @@ CONFIGS = {
     "controllers.dpo": {"tiny": tiny_dpo},
     "controllers.sft": {"tiny": tiny_sft, "blank": blank_sft, "qwen3": qwen3.qwen3_sft},
 }
-"""Module of a training loop -> name of a config -> function that makes the config."""
+"""Module of a training loop -> name -> function."""
 
 SERVERS = {"tiny_chat": tiny_chat, "qwen3": qwen3.qwen3_server}
-"""Name of a config of `python -m controllers.tinker_server` -> function that makes the config."""
+"""Name of a config of controllers.tinker_server -> function."""

@@ -1,7 +1,4 @@
-"""Configs without a task. The user names a task with --task.
-
-A Qwen3 of a million parameters learns the task from random weights, on two cores.
-"""
+"""Configs without a task, which --task names, for a Qwen3 of a million parameters on two cores."""
 
 from configs.tiny import sft_phase, tiny_model
 from controllers.algorithms.schedules import ScheduleConfig
@@ -15,10 +12,7 @@ NUM_SFT_STEPS = 300
 
 
 def blank() -> GRPOConfig:
-    """Supervised steps on the answers, and then GRPO.
-
-    The supervised steps end when the mean probability of a right answer is above 0.5, or after NUM_SFT_STEPS steps.
-    """
+    """At most NUM_SFT_STEPS supervised steps, until answers have probability 0.5, then GRPO."""
     return GRPOConfig(
         environment=_no_task(),
         trainer=_trainer(),
@@ -35,7 +29,7 @@ def blank() -> GRPOConfig:
 
 
 def blank_sft() -> SFTConfig:
-    """Supervised training only. The run never stops before its last step."""
+    """Supervised training, without an early stop."""
     return SFTConfig(
         environment=_no_task(),
         trainer=_trainer(),
@@ -52,9 +46,8 @@ def _no_task() -> EnvironmentConfig:
 
 
 def _model() -> ModelConfig:
-    # A run replaces vocab_size by the number of characters in the run's alphabet plus the number of special tokens.
-    # rope_theta, the base of the rotary embedding, is small because the texts have only some tens of tokens. With a
-    # base of 10,000 most angles of the embedding would hardly change over so few tokens.
+    # A run sets vocab_size from its alphabet. rope_theta is small, because over some tens of tokens
+    # most angles would hardly change with 10,000.
     return tiny_model(vocab_size=128, max_position_embeddings=256, rope_theta=100.0)
 
 

@@ -1,11 +1,8 @@
-"""Configs of GRPO, supervised training and a Tinker server, with models of Qwen3's shapes. They are for H200 GPUs, which have 139 GiB of memory.
+"""Configs of GRPO, SFT and a Tinker server for models of Qwen3's shapes, on H200 GPUs (139 GiB).
 
-A run of a config with a size in its name, such as `qwen3_4b`, needs no download by default, because its weights are
-random. Its task is two-digit addition, as in the config `tiny`. `--trainer.hf-path DIR` reads the weights from a
-Hugging Face directory.
-`python -m benchmarks random_weights 4b DIR` makes such a directory with random weights. A real run needs a task of your
-own, `--trainer.hf-path DIR`, and `--alphabet ""`, which selects the tokenizer of DIR. The configs without a size in
-their names, such as `qwen3`, take a model of any size.
+With a size in its name, such as `qwen3_4b`, a config has random weights and two-digit addition, and
+downloads nothing. `--trainer.hf-path DIR` reads weights, `--alphabet ""` takes DIR's tokenizer, and
+`python -m benchmarks random_weights 4b DIR` makes a DIR of random weights. Others take any size.
 """
 
 from dataclasses import replace
@@ -45,9 +42,9 @@ class _Own(TypedDict):
 
 
 def qwen3() -> GRPOConfig:
-    """GRPO with a model of your own. `--trainer.hf-path` takes a directory or a Hugging Face id, whose config.json gives the model's size.
+    """GRPO with your own model, of the size in `--trainer.hf-path` (directory or id).
 
-    Trainer and generator share one GPU. If there is no GPU, both run on the CPU.
+    One GPU, or the CPU.
     """
     return GRPOConfig(
         **_own(),
@@ -58,19 +55,15 @@ def qwen3() -> GRPOConfig:
 
 
 def qwen3_sft() -> SFTConfig:
-    """Supervised training of a model of your own, on the answers of problems or on the assistant's messages in
-    conversations.
-    """
+    """SFT of your own model, on answers or on the assistant's messages."""
     schedule = ScheduleConfig(kind="linear_warmup_linear", learning_rate=1e-5, warmup_steps=10)
     return SFTConfig(**_own(), steps=200, sft=SFTPhaseConfig(batch_size=64, schedule=schedule))
 
 
 def qwen3_server() -> ServeConfig:
-    """A Tinker server of a model of your own.
+    """A Tinker server of your own model, on one GPU or the CPU.
 
-    `--serve-as NAME=DIRECTORY` names the model and its Hugging Face directory, which must have a tokenizer.
-
-    Trainers and generator share one GPU. If there is no GPU, all of them run on the CPU.
+    `--serve-as NAME=DIRECTORY` names the model and its Hugging Face directory with a tokenizer.
     """
     own = _own()
     return ServeConfig(name="qwen3", trainer=own["trainer"], generator=own["generator"])
@@ -87,46 +80,41 @@ def _own() -> _Own:
 
 
 def qwen3_0_6b() -> GRPOConfig:
-    """Two GPUs: the trainer on the first, the generator on the second. The trainer recomputes no activations.
-
-    `--plan` estimates 68 GiB for the trainer.
-    """
+    """Two GPUs: trainer (`--plan`: 68 GiB), generator. No activation checkpointing."""
     config = _apart("0_6b", tokens_per_row=32_768)
     config.trainer.activation_checkpointing = "none"
     return config
 
 
 def qwen3_0_6b_one_gpu() -> GRPOConfig:
-    """One GPU. vLLM takes 0.4 of the GPU's memory."""
+    """One GPU, 0.4 of its memory for vLLM."""
     return _shared("0_6b", tokens_per_row=16_384, share=0.4)
 
 
 def qwen3_1_7b() -> GRPOConfig:
-    """Two GPUs: the trainer on the first, the generator on the second."""
+    """Two GPUs: trainer, generator."""
     return _apart("1_7b", tokens_per_row=32_768)
 
 
 def qwen3_1_7b_one_gpu() -> GRPOConfig:
-    """One GPU. vLLM takes 0.35 of the GPU's memory."""
+    """One GPU, 0.35 of its memory for vLLM."""
     return _shared("1_7b", tokens_per_row=16_384, share=0.35)
 
 
 def qwen3_4b() -> GRPOConfig:
-    """Two GPUs: the trainer on the first, the generator on the second."""
+    """Two GPUs: trainer, generator."""
     return _apart("4b", tokens_per_row=16_384)
 
 
 def qwen3_4b_one_gpu() -> GRPOConfig:
-    """One GPU. vLLM takes 0.3 of the GPU's memory. Weights, gradients and Adam's moments take 60 GiB in float32."""
+    """One GPU, 0.3 of it for vLLM. Weights, gradients and Adam take 60 GiB in float32."""
     return _shared("4b", tokens_per_row=8192, share=0.3)
 
 
 def qwen3_8b() -> GRPOConfig:
-    """Two GPUs: the trainer uses both, and the generator shares the first GPU with the trainer. vLLM takes 0.25 of the
-    first GPU's memory.
+    """Two GPUs, sharded; the generator shares the first, with 0.25 of its memory for vLLM.
 
-    Weights, gradients and Adam's moments take 122 GiB. If they were all on one GPU, too little of its memory would be left for
-    activations and vLLM. These flags run the generator on a third GPU, and let the trainer have longer rows:
+    Weights, gradients and Adam's moments take 122 GiB. With a third GPU for the generator:
     `--generator.gpu 2 --generator.gpu-memory-utilization 0.85 --trainer.tokens-per-row 16384`.
     """
     config = _shared("8b", tokens_per_row=8192, share=0.25)
@@ -135,26 +123,22 @@ def qwen3_8b() -> GRPOConfig:
 
 
 def qwen3_8b_one_gpu() -> GRPOConfig:
-    """One GPU. vLLM sleeps while the trainer works, and takes 0.65 of the GPU's memory while it generates.
+    """One GPU, colocated: vLLM sleeps while the trainer works, and then takes 0.65 of the memory.
 
-    While vLLM generates, Adam's moments (61 GiB) are in the host's memory. The trainer's weights (31 GiB in float32) stay on the GPU.
-    The host also holds two pushed versions of the weights (31 GiB together, in bfloat16).
-    A checkpoint copies weights and moments (92 GiB) to the host before it is written. If the host has too little memory
-    for this copy, use `--checkpoint-every 0`.
+    Meanwhile Adam's moments (61 GiB) are on the host, and the weights (31 GiB in float32) stay on
+    the GPU. The host also has two pushed versions (31 GiB in bfloat16), and at a checkpoint a copy
+    of weights and moments (92 GiB); without room for it use `--checkpoint-every 0`.
     """
     config = _shared("8b", tokens_per_row=8192, share=0.65)
     config.trainer.logprob_chunk_tokens = 4096
     config.colocation = ColocationConfig(enabled=True)
     config.generator.sleep_mode = True
-    config.weights.path = "shared_memory"  # on the GPU the pushed versions would take memory from trainer and vLLM
+    config.weights.path = "shared_memory"  # on the GPU, pushed versions take memory
     return config
 
 
 def trainer(model: str, *, tokens_per_row: int) -> TrainerConfig:
-    """Fast settings for a Hopper GPU: bfloat16 with master weights in float32, compiled blocks, logits in chunks, FlashAttention 4.
-
-    The backward pass recomputes some activations (activation_checkpointing="selective").
-    """
+    """Fast settings for a Hopper GPU: mixed precision, compiled blocks, FlashAttention 4."""
     config = TrainerConfig(
         model=replace(MODELS[model]),
         attention="flash4",
@@ -162,7 +146,7 @@ def trainer(model: str, *, tokens_per_row: int) -> TrainerConfig:
         activation_checkpointing="selective",
         max_sequence_length=4096,
         tokens_per_row=tokens_per_row,
-        logprob_chunk_tokens=8192,  # 2.5 GB of logits in bfloat16, and 2.5 GB for their gradient
+        logprob_chunk_tokens=8192,  # 2.5 GB of logits in bfloat16, as much for the gradient
         setup_timeout=600.0,
     )
     config.compile.enable = True
@@ -171,7 +155,7 @@ def trainer(model: str, *, tokens_per_row: int) -> TrainerConfig:
 
 def _apart(model: str, *, tokens_per_row: int) -> GRPOConfig:
     config = _run(model, tokens_per_row, _generator(gpu=1, share=0.85))
-    config.rollouts.max_staleness = 1  # the generator completes the next step's problems while the trainer works
+    config.rollouts.max_staleness = 1  # generates the next step's completions meanwhile
     return config
 
 

@@ -1,9 +1,9 @@
-"""Configs of PPO with models of Qwen3's shapes, for two H200 GPUs, which have 139 GiB of memory each.
+"""Configs of PPO for models of Qwen3's shapes, on two H200 GPUs (139 GiB each).
 
-The policy and the reference run on the first GPU, and the critic and the generator run on the second. Policy and
-critic train at the same time. Meanwhile the generator samples the completions of the next step. Weights and task are
-the same as in qwen3.py. The learning rates are verl's. qwen3_0_6b_ppo ran for six steps with random weights on two
-H100 GPUs. qwen3_4b_ppo has not been run on a GPU. Neither config has been run with pretrained weights.
+GPU 0 has policy and reference, GPU 1 critic and generator, which samples the next step's
+completions while both train. Weights and task as in qwen3.py, learning rates as in verl.
+qwen3_0_6b_ppo ran six steps with random weights on two H100 GPUs; qwen3_4b_ppo has not been run on
+a GPU, and neither config with pretrained weights.
 """
 
 from dataclasses import fields, replace
@@ -20,8 +20,10 @@ UPDATES_PER_STEP = 4
 
 
 def qwen3_0_6b_ppo() -> PPOConfig:
-    """PPO at 0.6B. `--plan` estimates 58 GiB for policy and reference on the first GPU, and 35 GiB for the critic on the
-    second. On the second GPU vLLM also takes half of the GPU's memory. No activations are recomputed.
+    """`--plan` estimates 58 GiB for policy and reference, and 35 GiB for the critic; vLLM takes
+    half of GPU 1.
+
+    No activations are recomputed.
     """
     base = qwen3.qwen3_0_6b()
     base.trainer.tokens_per_row = 16_384
@@ -29,9 +31,7 @@ def qwen3_0_6b_ppo() -> PPOConfig:
 
 
 def qwen3_4b_ppo() -> PPOConfig:
-    """PPO at 4B. `--plan` estimates 107 GiB for policy and reference on the first GPU, and 78 GiB for the critic on the
-    second. On the second GPU vLLM also takes 0.3 of the GPU's memory.
-    """
+    """`--plan`: 107 GiB for policy and reference, 78 GiB for the critic; 0.3 of GPU 1 for vLLM."""
     base = qwen3.qwen3_4b()
     base.trainer.tokens_per_row = 8192
     base.trainer.logprob_chunk_tokens = 4096
@@ -39,14 +39,14 @@ def qwen3_4b_ppo() -> PPOConfig:
 
 
 def _ppo(base: GRPOConfig, *, generator_share: float) -> PPOConfig:
-    """PPO with as many completions a step as `base`, but only one completion of each problem. The first ten steps train only the critic."""
+    """As many completions a step as `base`, one for each problem. Ten steps warm the critic up."""
     given = {each.name: getattr(base, each.name) for each in fields(base)}
     given["rollouts"] = RolloutConfig(
         groups_per_step=base.rollouts.groups_per_step * base.rollouts.group_size,
         group_size=1,
         dynamic_sampling_rounds=0,
         advantage="gae",
-        max_staleness=UPDATES_PER_STEP,  # in updates: rollouts may be generated one step ahead of training
+        max_staleness=UPDATES_PER_STEP,  # one step ahead, in updates
     )
     given["generator"] = replace(base.generator, gpu=1, gpu_memory_utilization=generator_share)
     given["updates_per_step"] = UPDATES_PER_STEP

@@ -1,6 +1,6 @@
-"""A Qwen3 of 13 million parameters learns three-digit addition from random weights, on one GPU, in minutes.
+"""A Qwen3 of 13 million parameters learns three-digit addition on one GPU, in minutes.
 
-Trainer and generator share the GPU. The config also runs on a CPU, but that takes hours.
+It also runs on a CPU, in hours.
 """
 
 from configs.tiny import addition, sft_phase
@@ -11,7 +11,7 @@ from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
 
 
 def small() -> GRPOConfig:
-    """Supervised steps until about a third of the sampled answers are right, and then GRPO."""
+    """Supervised steps until a third of the sampled answers are right, then GRPO."""
     trainer = TrainerConfig(
         model=ModelConfig(
             vocab_size=16,
@@ -22,14 +22,13 @@ def small() -> GRPOConfig:
             num_key_value_heads=8,
             head_dim=64,
             max_position_embeddings=128,
-            # The base of the rotary embedding is small, as in configs/tiny.py, because a text has at most twelve tokens.
+            # rope_theta is small, as in configs/tiny.py: a text has at most twelve tokens
             rope_theta=10.0,
             tie_word_embeddings=False,
         ),
         compute_dtype="bfloat16",
         max_sequence_length=64,
-        # A microbatch is one row, so only the length of the row varies. torch then compiles twice: for the first length, and then once for
-        # all other lengths.
+        # a microbatch of one row varies only in length, so torch compiles just twice
         tokens_per_row=4096,
         logprob_chunk_tokens=1 << 13,
         setup_timeout=600.0,
@@ -44,8 +43,8 @@ def small() -> GRPOConfig:
         generator=generator,
         steps=100,
         updates_per_step=2,
-        # When this model is wrong, it is surer of its answer than the model of configs/tiny.py is. So a higher
-        # temperature is needed to sample a right answer now and then.
+        # this model is surer of its wrong answers than tiny.py's, so it explores only at a higher
+        # temperature
         rollouts=RolloutConfig(groups_per_step=128, group_size=8, temperature=1.5),
         schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=1.5e-4, warmup_steps=2, min_ratio=0.1),
         sft=sft_phase(stop_at=0.35, learning_rate=6e-4, batch_size=256),

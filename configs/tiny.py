@@ -1,7 +1,4 @@
-"""The default configs of GRPO, SFT and DPO.
-
-A Qwen3 of a million parameters learns two-digit addition from random weights, on two cores.
-"""
+"""The default configs of GRPO, SFT and DPO: a Qwen3 of a million parameters adds on two cores."""
 
 from typing import TypedDict
 
@@ -15,7 +12,7 @@ from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
 
 
 class Task(TypedDict):
-    """Fields of a run that say what it learns."""
+    """What a run learns."""
 
     alphabet: str
     max_tokens: int
@@ -28,13 +25,13 @@ class _Parts(Task):
 
 
 def tiny() -> GRPOConfig:
-    """Supervised steps until about a fifth of the sampled answers are right, and then GRPO."""
+    """Supervised steps until a fifth of the sampled answers are right, then GRPO."""
     return GRPOConfig(
         **_parts(),
         steps=72,
         updates_per_step=3,
         epochs_per_step=2,
-        # The temperature is above 1, so that a problem whose likeliest answer is wrong gets a right answer now and then.
+        # above 1, so that a problem with a likely wrong answer gets a right one now and then
         rollouts=RolloutConfig(groups_per_step=192, group_size=4, dynamic_sampling_rounds=1, temperature=1.3),
         schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=4e-4, warmup_steps=2, min_ratio=0.1),
         sft=sft_phase(stop_at=0.2),
@@ -43,12 +40,12 @@ def tiny() -> GRPOConfig:
 
 
 def tiny_sft() -> SFTConfig:
-    """Supervised training only. The run never stops before its last step."""
+    """Supervised training, without an early stop."""
     return SFTConfig(**_parts(), steps=400, sft=sft_phase(stop_at=1.0))
 
 
 def tiny_dpo() -> DPOConfig:
-    """DPO from random weights, on pairs of the right and a wrong sum of two terms. No answer is sampled."""
+    """DPO from random weights, on pairs of a right and a wrong sum."""
     pairs = EnvironmentConfig(
         task="controllers.environments.pairs:additions",
         answer_column="chosen",
@@ -69,9 +66,8 @@ def sft_phase(stop_at: float, learning_rate: float = 1e-3, batch_size: int = 128
 
 
 def _parts() -> _Parts:
-    """Fields that the tiny configs share. The 14 characters of the alphabet and two special tokens make a vocabulary of 16."""
-    # rope_theta, the base of the rotary embedding, is small. If it were 10,000, most angles of the embedding would hardly change over a text
-    # of nine tokens.
+    """Shared fields. 14 characters and two special tokens make a vocabulary of 16."""
+    # rope_theta is small, because over nine tokens most angles would hardly change with 10,000
     model = tiny_model(vocab_size=16, max_position_embeddings=128, rope_theta=10.0)
     return {
         **addition(digits=2),
@@ -104,27 +100,25 @@ def tiny_model(*, vocab_size: int, max_position_embeddings: int, rope_theta: flo
         head_dim=32,
         max_position_embeddings=max_position_embeddings,
         rope_theta=rope_theta,
-        tie_word_embeddings=False,  # if the head is tied, the digits 0 and 9 are learned long after the others
+        tie_word_embeddings=False,  # tied, it learns 0 and 9 long after the others
     )
 
 
 def addition(digits: int) -> Task:
-    """The fields of a run that learns to add two terms of `digits` digits each."""
+    """A run that learns to add two terms of `digits` digits."""
     options = {"min_terms": 2, "max_terms": 2, "min_digits": digits, "max_digits": digits, "operators": ["+"]}
     options |= {"allow_parentheses": False, "allow_negation": False}
     term = r"\d" * digits
     return {
         "alphabet": "0123456789+-=.",
-        # A sum has at most digits + 1 digits. Sampling stops after a sum of this length. After a shorter sum the model has to sample the
-        # token that ends the text.
+        # the longest sum; after a shorter one the model has to sample the stop token
         "max_tokens": digits + 1,
         "environment": EnvironmentConfig(
             task="basic_arithmetic",
             options=options,
             prompt="{expression}=",
             remove_whitespace=True,
-            # basic_arithmetic draws terms from 0 to 10**digits, so some terms have fewer or more digits. prompt_pattern
-            # leaves out the problems with such terms.
+            # basic_arithmetic also draws terms of fewer or more digits, from 0 to 10**digits
             prompt_pattern=rf"{term}\+{term}=",
         ),
     }

@@ -1,7 +1,4 @@
-"""The default model of the Tinker server: a Qwen3 of a million parameters.
-
-Its tokens are bytes and the special tokens of Qwen3's conversations.
-"""
+"""The default model of the Tinker server: a Qwen3 of a million parameters, over bytes."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +20,7 @@ ROW_LENGTH = 2048
 
 
 def tiny_chat() -> ServeConfig:
-    """The config of a Tinker server on two CPU cores. Its model starts with random weights."""
+    """A Tinker server on two CPU cores, with random weights."""
     return ServeConfig(
         name="tiny_chat",
         write_base=write_tiny_chat,
@@ -37,9 +34,8 @@ def tiny_chat() -> ServeConfig:
             max_model_len=ROW_LENGTH,
             max_num_seqs=256,
             max_adapters=8,
-            # On two cores the trainer, the server and its client work at the same time. If vLLM had two threads, they and the trainer's
-            # threads would wait for each other, and sampling during training would take several times as long as with one thread.
-            # `python -m benchmarks serve_overhead together` measures sampling during training.
+            # One thread for vLLM: with two, sampling during training takes several times as long on
+            # two cores (`python -m benchmarks serve_overhead together`).
             num_threads=1,
             gpu_memory_utilization=0.3,
             enforce_eager=True,
@@ -48,7 +44,7 @@ def tiny_chat() -> ServeConfig:
 
 
 def write_tiny_chat(directory: Path) -> None:
-    """Write a Qwen3 and its tokenizer. The weights are random, but the same at each call."""
+    """Write a Qwen3, with the same random weights at each call, and its tokenizer."""
     from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
 
     partial = directory.with_name(f"{directory.name}.partial")
@@ -75,7 +71,7 @@ def write_tiny_chat(directory: Path) -> None:
 
 
 def write_chat_tokenizer(directory: Path) -> "PreTrainedTokenizerFast":
-    """Write a tokenizer into the directory, and return the tokenizer. Its tokens are bytes and SPECIAL_TOKENS."""
+    """Write and return a tokenizer of bytes and SPECIAL_TOKENS."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,7 +1,4 @@
-"""Two configs that train the tiny model on two CPU cores: a guessing game, and multiplication with a calculator.
-
-In both tasks a problem takes several turns. A turn is one completion, to which the environment replies.
-"""
+"""Configs of tasks of several turns for the tiny model: a guessing game, and a calculator."""
 
 from dataclasses import replace
 
@@ -14,7 +11,7 @@ from controllers.rollouts.groups import RolloutConfig
 
 
 def tiny_game() -> GRPOConfig:
-    """A model with random weights learns to find a secret digit with at most four guesses of one token each."""
+    """A random model learns to find a secret digit in four guesses of one token each."""
     return replace(
         tiny(),
         alphabet="0123456789?+-=",
@@ -32,10 +29,7 @@ def tiny_game() -> GRPOConfig:
 
 
 def tiny_tool() -> GRPOConfig:
-    """The model learns to ask a calculator for products of two-digit numbers.
-
-    Supervised steps first teach the format of a turn. GRPO then follows.
-    """
+    """Supervised steps teach the format of a turn, then GRPO to ask a calculator for products."""
     return replace(
         tiny(),
         alphabet="0123456789*c=?",

@@ -1,7 +1,4 @@
-"""PPO with the tiny model and a value model of the same shape.
-
-The tasks are two-digit addition and the two tasks of tiny_game.py.
-"""
+"""PPO with the tiny model and a value model of its shape, on addition and tiny_game.py's tasks."""
 
 import dataclasses
 from dataclasses import replace
@@ -17,20 +14,17 @@ from controllers.rollouts.groups import RolloutConfig
 
 
 def tiny_ppo_game() -> PPOConfig:
-    """PPO on the guessing game of tiny_game, from random weights.
-
-    Each group has only one episode. The critic gives one value for each turn, because a turn is one token.
-    """
+    """PPO on the guessing game, from random weights; a turn is one token, so it has one value."""
     return _with_critic(tiny_game())
 
 
 def tiny_ppo_tool() -> PPOConfig:
-    """PPO on tiny_tool's products of two-digit numbers, with a calculator."""
+    """PPO on tiny_tool's products, with a calculator."""
     return _with_critic(tiny_tool())
 
 
 def _with_critic(config: GRPOConfig) -> PPOConfig:
-    """`config` with PPO instead of GRPO. A step has as many episodes as with `config`, but in groups of one episode."""
+    """PPO in place of GRPO, with as many episodes a step, in groups of one."""
     fields = {each.name: getattr(config, each.name) for each in dataclasses.fields(GRPOConfig)}
     count = config.rollouts.groups_per_step * config.rollouts.group_size
     fields["rollouts"] = replace(
@@ -41,11 +35,11 @@ def _with_critic(config: GRPOConfig) -> PPOConfig:
 
 
 def tiny_ppo() -> PPOConfig:
-    """Supervised steps until about a fifth of the sampled answers are right, and then PPO."""
+    """Supervised steps until a fifth of the sampled answers are right, then PPO."""
     base = tiny()
     return PPOConfig(
         alphabet=base.alphabet,
-        max_tokens=base.max_tokens + 1,  # one more token, so that a stop token fits after the longest right answer
+        max_tokens=base.max_tokens + 1,  # room for a stop token after the longest answer
         environment=base.environment,
         trainer=base.trainer,
         generator=base.generator,
@@ -55,7 +49,7 @@ def tiny_ppo() -> PPOConfig:
         rollouts=RolloutConfig(
             groups_per_step=768, group_size=1, dynamic_sampling_rounds=0, advantage="gae", temperature=1.3
         ),
-        gae=GAEConfig(bootstrap=False),  # an answer that is cut off is wrong, so its last state has the value 0
+        gae=GAEConfig(bootstrap=False),  # an answer that is cut off is wrong
         schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=4e-4, warmup_steps=2, min_ratio=0.1),
         critic=CriticConfig(schedule=ScheduleConfig(learning_rate=1e-3, warmup_steps=2), warmup_steps=2),
         sft=sft_phase(stop_at=0.2),

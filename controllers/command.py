@@ -1,4 +1,4 @@
-"""The command `rl-actors`. It starts a program of this package by name, and passes the other arguments on to the program.
+"""The command `rl-actors`, which starts a program of this package by name.
 
 rl-actors grpo --config tiny
 """
@@ -22,7 +22,7 @@ LOOPS = {
     "sft": "train on the answers of problems",
     "dpo": "train on pairs of a chosen and a rejected answer",
 }
-"""Controllers, each with a line for the help. launch.start_loop starts a controller."""
+"""Loops, each with a line for the help."""
 
 PROGRAMS = {
     "service": (
@@ -37,14 +37,13 @@ PROGRAMS = {
         "print a file of requirements: a lock for pip, or overrides or excludes for uv",
     ),
 }
-"""Other programs by name. Each has the pair (module or module:function, line for the help). If only a module is given,
-the program is the module's function `main`."""
+"""name -> (module or module:function, line for the help). Without a function: `main`."""
 
 COMMAND = "rl-actors"
 
 
 def main() -> None:
-    """Start the program that the first argument names. Exits with status 2 and a one-line error if the name is unknown or the import fails."""
+    """Exits with status 2 and a one-line error for an unknown name or a failed import."""
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
@@ -59,8 +58,8 @@ def main() -> None:
         print(f"{COMMAND}: error: there is no command {name}; did you mean {' or '.join(near)}?", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"{COMMAND} {name}", *arguments[1:]]
-    # The module of `--task my_task:MyTask` may lie in the current folder, so Python must search the current folder. Python
-    # searches it last, so a package `configs` in the current folder cannot hide this project's package `configs`.
+    # For `--task my_task:MyTask` in the current folder; last, so that a package `configs` there
+    # hides nothing.
     sys.path.append(os.getcwd())
     try:
         require_own_packages()
@@ -76,17 +75,16 @@ def main() -> None:
 
 
 def program_of(name: str) -> Callable[[], None]:
-    """The function that starts a program. Raises ModuleNotFoundError if a package that the program needs is not installed."""
+    """The function that starts a program. Raises ModuleNotFoundError for a missing package."""
     if name in LOOPS:
-        import_module("configs")  # this imports all controllers
+        import_module("configs")  # imports all loops
         return partial(import_module("controllers.program.launch").start_loop, f"controllers.{name}")
     module, _, function = PROGRAMS[name][0].partition(":")
     return getattr(import_module(module), function or "main")
 
 
 def started_as(module: str) -> str:
-    """The words that started this program: "rl-actors export", "python -m controllers.program.export" for the module controllers.program.export, or
-    "python my_loop.py" for a script."""
+    """ "rl-actors export", "python -m controllers.program.export" or "python my_loop.py"."""
     first = sys.argv[0]
     if module.endswith(".py"):
         return f"python {module}"
@@ -101,10 +99,7 @@ def usage() -> str:
 
 
 def require_own_packages() -> None:
-    """Raise ImportError if Python finds a package `controllers` or `configs` that is not beside rl_actors.
-
-    The error names the folder of this package and the folder of the package beside rl_actors.
-    """
+    """Raises ImportError, naming both, for a `controllers` or `configs` not beside rl_actors."""
     own = Path(rl_actors.__file__).parents[1]
     for name in ("controllers", "configs"):
         spec = find_spec(name)
@@ -116,10 +111,11 @@ def require_own_packages() -> None:
 
 
 def requirements() -> None:
-    """Print a file of requirements. cpu and cuda are the locks: every package with its version, for pip install --no-deps -r.
+    """Print a file of requirements: the locks cpu and cuda, for pip install --no-deps -r, or a file
+    for uv.
 
-    The other files are for uv's options --overrides and --excludes. With these files uv can install the extras of
-    rl-actors together with packages of your own.
+    uv's --overrides and --excludes take the others, to install the extras of rl-actors beside
+    packages of your own.
     """
     folder = files("rl_actors") / "requirements"
     parser = argparse.ArgumentParser(prog=f"{COMMAND} requirements", description=requirements.__doc__)

@@ -1,7 +1,6 @@
-"""Reads and writes configs as files of JSON, YAML and TOML. pydantic checks the values. cli.py has the command line.
+"""Configs as files of JSON, YAML and TOML, checked by pydantic.
 
-A file holds the fields of the config's dataclasses under their names. A missing field takes its default. TOML has no null, so a TOML file
-leaves out every field that is None.
+A missing field takes its default. TOML has no null, so a TOML file leaves out fields that are None.
 """
 
 import dataclasses
@@ -29,7 +28,7 @@ def to_json(config: "DataclassInstance") -> str:
 
 
 def from_json(cls: type[Config], text: str) -> Config:
-    """The config in a JSON text. A missing field takes its default. Raises ValueError naming a field that is unknown or of a wrong type."""
+    """Raises ValueError, naming a field that is unknown or of a wrong type."""
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
@@ -38,15 +37,11 @@ def from_json(cls: type[Config], text: str) -> Config:
 
 
 def from_values(cls: type[Config], values: object) -> Config:
-    """A config from the values of a file. A value must have the field's type: neither "3" nor true is taken for an integer.
-
-    Raises ValueError with a line for each wrong field.
-    """
-    # A config is a plain dataclass without settings for pydantic. A pydantic model, whose only field is the config, has the settings.
-    # The settings forbid unknown fields and conversions of types. pydantic applies them to the fields of the config, too.
+    """Neither "3" nor true is an integer. Raises ValueError with a line for each wrong field."""
+    # the config is a plain dataclass, so its settings for pydantic stand on a model around it
     around = create_model("ConfigFile", __config__=ConfigDict(extra="forbid", strict=True), config=(cls, ...))
     try:
-        # The values go through JSON, because pydantic's strict mode accepts a list for a tuple, or a string for a path, only in JSON.
+        # strict mode takes a list for a tuple, or a string for a path, only in JSON
         text = json.dumps({"config": values}, default=_refuse)
         return around.model_validate_json(text).config  # type: ignore[attr-defined]
     except ValidationError as error:
@@ -54,24 +49,24 @@ def from_values(cls: type[Config], values: object) -> Config:
 
 
 def read(cls: type[Config], file: Path) -> Config:
-    """The config in a file whose name ends in .json, .yaml, .yml or .toml. Raises ValueError, naming the file, the field and the fault."""
+    """From .json, .yaml, .yml or .toml. Raises ValueError, naming the file, field and fault."""
     try:
         values = _LOADERS[file.suffix](file.read_text(encoding="utf-8"))
         return from_values(cls, values)
-    # tomllib's and json's errors are ValueErrors. A YAML key that is a mapping or a date gives a TypeError.
+    # tomllib and json raise ValueErrors; a YAML key that is a mapping or a date gives a TypeError
     except (ValueError, TypeError, yaml.YAMLError, OSError) as error:
         raise ValueError(f"{file}: {error}") from None
 
 
 def write(config: "DataclassInstance", file: Path) -> None:
-    """Write the config as JSON or YAML, by the ending of the file's name."""
+    """As JSON or YAML, by the ending."""
     dump = _dump_json if file.suffix == ".json" else _dump_yaml
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(dump(json.loads(to_json(config))), encoding="utf-8")
 
 
 def require_format(flag: str, file: Path) -> None:
-    """Raises ValueError naming the flag if `write` does not know the ending of the file's name."""
+    """Raises ValueError, naming the flag, for an ending that `write` does not know."""
     if file.suffix not in WRITTEN:
         raise ValueError(f"{flag} {file} does not end in one of {', '.join(WRITTEN)}")
 
@@ -81,7 +76,7 @@ def is_file_name(name: str) -> bool:
 
 
 def leaves_of(config: "DataclassInstance") -> dict[str, object]:
-    """The values of the config by dotted name, such as {"steps": 72, "trainer.compute_dtype": "float32"}. A list or an empty dict is one value."""
+    """{"steps": 72, "trainer.compute_dtype": "float32"}. A list or an empty dict is a value."""
     return dict(leaves(json.loads(to_json(config))))
 
 
@@ -94,7 +89,7 @@ def leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
 
 
 class _StrictYaml(yaml.SafeLoader):
-    """YAML with two changes: a repeated key is an error instead of a silent replacement, and `1e-3` is a number instead of a text."""
+    """YAML in which a repeated key is an error, and 1e-3 a number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         seen = set()
@@ -108,8 +103,7 @@ class _StrictYaml(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# In YAML 1.1 a number with an exponent needs a dot, as in 1.0e-3. Learning rates are usually written without a dot, as
-# in 1e-3, which YAML 1.1 takes for a text. With this pattern `_StrictYaml` takes 1e-3 for a number.
+# YAML 1.1 takes 1e-3 for a text, because it has no dot
 _EXPONENT = re.compile(r"^[-+]?[0-9]+[eE][-+]?[0-9]+$")
 _StrictYaml.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 
@@ -136,7 +130,7 @@ WRITTEN = (".json", ".yaml", ".yml")
 
 
 def _refuse(value: object) -> str:
-    """The error for the values of YAML and TOML that JSON does not have: dates, times, bytes and sets."""
+    """Refuses dates, times, bytes and sets, which JSON lacks."""
     raise ValueError(f"{value!r} is a {type(value).__name__}, which no field takes")
 
 
@@ -147,8 +141,8 @@ def _path_to_str(value: object) -> str:
 
 
 def _message(cls: Any, error: "ErrorDetails") -> str:
-    """One line for an error of pydantic, with the dotted name of the field."""
-    path = error["loc"][1:]  # without the first part, `config`, which is the field of the pydantic model in from_values
+    """One line, with the dotted name of the field."""
+    path = error["loc"][1:]  # without `config` of the model in from_values
     name = ""
     for part in path:
         name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
@@ -161,12 +155,12 @@ def _message(cls: Any, error: "ErrorDetails") -> str:
 
 
 def _field_names(cls: Any, path: tuple[str | int, ...]) -> list[str]:
-    """The field names of the dataclass at the end of a path. Empty if the path leads through a list.
+    """The fields of the dataclass at the end of a path; [] if it leads through a list.
 
-    path: names of fields, and keys of dicts, from `cls` to the dataclass.
+    path: names of fields, and keys of dicts.
     """
     for part in path:
-        if get_origin(cls) is dict:  # the part is a key
+        if get_origin(cls) is dict:  # a key
             cls = get_args(cls)[1]
             continue
         kind = get_type_hints(cls).get(str(part))

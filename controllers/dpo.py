@@ -1,6 +1,4 @@
-"""The training loop and the command line of direct preference optimization (DPO).
-
-DPO trains on pairs of a chosen and a rejected answer.
+"""Direct preference optimization (DPO): the training loop and its command line.
 
 python -m controllers.dpo --config tiny --data pairs.jsonl
 """
@@ -30,13 +28,12 @@ def _no_pairs() -> EnvironmentConfig:
 @dataclass(kw_only=True)
 class DPOConfig(RunConfig):
     environment: EnvironmentConfig = field(default_factory=_no_pairs)
-    """The pairs. answer_column names the column of the chosen answers, and rejected_column the column of the rejected answers."""
+    """Pairs, with the columns answer_column (chosen) and rejected_column."""
     beta: float = 0.1
-    """The reward of a completion is beta times log(p_policy / p_reference), where p is a model's probability of the
-    completion. The reference is the policy that the run began with. A larger beta keeps the policy nearer to the
-    reference."""
+    """A completion's reward is beta * log(p_policy / p_reference), the reference being the policy
+    at the start. Larger: nearer to the reference."""
     pairs_per_step: int = 64
-    """Number of pairs in one optimizer step."""
+    """Pairs in one optimizer step."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate of each step."""
 
@@ -87,7 +84,7 @@ class DPOConfig(RunConfig):
 
 
 async def train(run: Run[DPOConfig]) -> None:
-    """Take all remaining steps of the run. The config says how often the run validates, and how often it writes a checkpoint."""
+    """Take all remaining steps of the run."""
     config = run.config
     loss = DPO(beta=run.config.beta)
     run.log.display.total_steps = config.steps
@@ -96,7 +93,7 @@ async def train(run: Run[DPOConfig]) -> None:
     held_out = await _held_out(run, reference)
     if config.evaluate_first and not run.state:  # a resumed run has a state
         await run.log_step(0, await _validate(run, 0, loss, held_out), phase="start")
-    cursor = run.state.get("cursor", 0)  # index of the next problem
+    cursor = run.state.get("cursor", 0)  # of the next problem
     for step in range(run.state.get("step", 0) + 1, config.steps + 1):
         indices, cursor = run.problems.take(cursor, config.pairs_per_step)
         problems = [run.environment.problem(index) for index in indices]
@@ -110,7 +107,7 @@ async def train(run: Run[DPOConfig]) -> None:
 
 
 async def train_step(run: Run[DPOConfig], loss: DPO, samples: list[Sample], learning_rate: float) -> dict[str, float]:
-    """Take one optimizer step on the mean loss of the pairs. Returns the metrics of the step."""
+    """One optimizer step on the mean loss of the pairs; returns its metrics."""
     num_pairs = len(samples) // 2
     params = run.config.optimizer.params(learning_rate=learning_rate, grad_divisor=num_pairs)
     backward = partial(run.trainer.forward_backward_custom, loss=loss)
@@ -133,10 +130,7 @@ def _samples(run: Run[DPOConfig], problems: list[Problem]) -> list[Sample]:
 
 
 async def _held_out(run: Run[DPOConfig], reference: FrozenPolicy) -> dict[str, list[Sample]]:
-    """The pairs of every validation set, as {prefix of the set's metrics: samples}.
-
-    The reference never changes. So its logprobs of these samples are computed only once, in this function.
-    """
+    """{prefix of the set's metrics: pairs}, with the reference's logprobs, which never change."""
     found = {}
     for one in run.evaluation_sets:
         found[one.metric("dpo/")] = await reference.with_logprobs(_samples(run, one.problems))
@@ -144,7 +138,7 @@ async def _held_out(run: Run[DPOConfig], reference: FrozenPolicy) -> dict[str, l
 
 
 async def _validate(run: Run[DPOConfig], step: int, loss: DPO, held_out: dict[str, list[Sample]]) -> dict[str, float]:
-    """Compute and print the loss and the metrics of the held-out pairs with the trainer's current weights."""
+    """Loss and metrics of the held-out pairs, also printed."""
     values: dict[str, float] = {}
     with run.timer("validate"):
         for prefix, samples in held_out.items():
@@ -161,7 +155,7 @@ async def _validate(run: Run[DPOConfig], step: int, loss: DPO, held_out: dict[st
 
 
 def _means(partials: metrics.Partials, num_pairs: int) -> dict[str, float]:
-    """The metrics of DPO, and the mean loss over the pairs."""
+    """The metrics, and the mean loss over the pairs."""
     found = metrics.finish(partials)
     values = {name.removesuffix(":mean"): value for name, value in found.items() if name.endswith(":mean")}
     return {"loss": found["loss:sum"] / num_pairs, **values}

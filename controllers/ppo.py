@@ -41,7 +41,7 @@ def _rollouts() -> RolloutConfig:
 class PPOConfig(GRPOConfig):
     rollouts: RolloutConfig = field(default_factory=_rollouts)
     gae: GAEConfig = field(default_factory=GAEConfig)
-    """How advantages and returns are computed from rewards and values."""
+    """Advantages and returns from rewards and values."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The value model and its training."""
 
@@ -58,8 +58,7 @@ class PPOConfig(GRPOConfig):
         }
 
     def validate(self) -> None:
-        # This check comes before super().validate(). The other advantage rules need groups of more than one completion, but
-        # PPO's default is one. So super().validate() would report the size of the groups and not the rule.
+        # before super(), which would report the group size of 1 and not the rule
         if self.rollouts.advantage != "gae":
             raise ValueError(
                 f"rollouts.advantage={self.rollouts.advantage!r}; PPO needs 'gae'. A preset of --algorithm sets another "
@@ -79,11 +78,7 @@ class PPOConfig(GRPOConfig):
 
 
 async def train(run: Run[PPOConfig]) -> None:
-    """Take the supervised steps, if there are any, and then the PPO steps.
-
-    The first critic.warmup_steps PPO steps train only the critic. The config.steps PPO steps after them train critic
-    and policy.
-    """
+    """Supervised steps, critic.warmup_steps PPO steps of the critic, config.steps of both."""
     config = run.config
     if config.evaluate_first and not run.state:  # a resumed run has a state
         await sync(run)
@@ -111,7 +106,7 @@ async def train(run: Run[PPOConfig]) -> None:
             values = batch.metrics()
             loss = config.make_loss(kl)
             await run.colocation.to_trainer()
-            # Critic, trainer and reference have processes of their own. They can therefore work at the same time.
+            # in processes of their own, so they work at the same time
             states, (samples, rewards, measured) = await asyncio.gather(
                 critic.values(batch.samples), with_rewards(run, batch, loss, reference, kl)
             )
@@ -132,7 +127,7 @@ async def train(run: Run[PPOConfig]) -> None:
                 values |= await run.validate(step)
             await run.log_step(step, values, phase="ppo")
             run.log.rollouts(step, batch.to_record())
-            # The checkpoint follows the step's record. A comment in `train` of grpo.py gives the reason for this order.
+            # after the step's record, as in grpo.py
             state = {"step": step, **rollouts.state(), "sft_steps": sft_steps, "kl_coefficient": kl.coefficient}
             await run.end_step(state, phase_step=ppo_step, is_last=is_last)
 
@@ -148,7 +143,7 @@ async def train_both(
     policy_rate: float | None,
     step: int,
 ) -> dict[str, float]:
-    """Train critic and policy. If policy_rate is None, train only the critic. Returns the metrics of both."""
+    """Metrics of both. policy_rate=None trains only the critic."""
     fit = critic.fit(minibatches(run.config, estimated.for_critic, step), critic_rate)
     if policy_rate is None:
         return await fit
@@ -167,7 +162,7 @@ async def train_policy(
     learning_rate: float,
     step: int,
 ) -> dict[str, float]:
-    """Take the policy's optimizer steps on this batch. Returns the metrics of these steps."""
+    """The policy's optimizer steps on this batch; returns their metrics."""
     config = run.config
     parts = minibatches(config, estimated.for_policy, step)
     updates = await train_step(run, parts, loss, learning_rate)
@@ -176,11 +171,9 @@ async def train_policy(
 
 
 def minibatches(config: PPOConfig, samples: Sequence[Sample], step: int) -> Iterator[list[Sample]]:
-    """The minibatches of a step, one for each optimizer step. The step makes epochs_per_step passes over the samples.
-    Each pass shuffles all samples and divides them into at most updates_per_step minibatches.
+    """epochs_per_step shuffled passes over the samples, of at most updates_per_step minibatches.
 
-    The order depends only on the run's seed and the step. So policy and critic get the same minibatches, and a resumed
-    run repeats them.
+    The order depends on seed and step alone: the same for policy and critic, and in a resumed run.
     """
     draw = Random(f"{config.seed} {step}")
     part_size = math.ceil(len(samples) / config.updates_per_step)
@@ -193,9 +186,7 @@ def minibatches(config: PPOConfig, samples: Sequence[Sample], step: int) -> Iter
 async def with_rewards(
     run: Run[PPOConfig], batch: RolloutBatch, loss: Loss, reference: Reference | None, kl: KL
 ) -> tuple[Sequence[Sample], list[Tensor], dict[str, float]]:
-    """(samples, rewards, metrics). The samples of the batch get the columns that the policy's loss reads. The rewards are
-    those of `token_rewards`.
-    """
+    """(samples with the columns that the loss reads, `token_rewards`, metrics)."""
     samples = await with_columns_of_loss(run, batch.samples, loss, reference)
     rewards, measured = await token_rewards(run.config, batch, samples, reference, kl)
     return samples, rewards, measured
@@ -204,14 +195,10 @@ async def with_rewards(
 async def token_rewards(
     config: PPOConfig, batch: RolloutBatch, samples: Sequence[Sample], reference: Reference | None, kl: KL
 ) -> tuple[list[Tensor], dict[str, float]]:
-    """(rewards, metrics). The rewards of a sample with T positions are a float64 tensor [T], with one reward for every
-    position. They are 0 at the positions of the prompt.
+    """(rewards, metrics). Rewards are [T] float64 by sample of T positions, 0 in the prompt.
 
-    A completion's reward is at the completion's last token. In a task of several turns, the completion of a sample has
-    the tokens of all turns and of the replies between them, and a turn's reward is at the turn's last token. The
-    penalty on a long completion is subtracted at the completion's last token. If reference_kl_in is "reward", another
-    penalty is subtracted from each sampled token's reward. This penalty is kl.coefficient times the token's estimated
-    KL divergence from the reference.
+    A turn's reward is at its last token, and the length penalty at the completion's last. With
+    reference_kl_in="reward", kl.coefficient * KL is subtracted at every sampled token.
     """
     of_completions = [row for group in batch.groups for row in group.rewards_per_token]
     rows = []
@@ -229,7 +216,7 @@ async def token_rewards(
 
 
 def is_cut_off(batch: RolloutBatch) -> list[bool]:
-    """For each completion of the batch: True if a limit of tokens or turns has ended the completion."""
+    """By completion: ended by a limit of tokens or turns."""
     return [is_truncated for group in batch.groups for is_truncated in group.truncated]
 
 

@@ -25,16 +25,14 @@ from rl_actors import CrossEntropy, Sample, num_loss_tokens
 @dataclass(kw_only=True)
 class SFTPhaseConfig:
     batch_size: int = 128
-    """Number of problems in one step."""
+    """Problems in one step."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate of the supervised steps."""
     stop_at_answer_probability: float = 1.0
-    """Each step measures the probability that a sampled completion is the answer, averaged over the step's problems. The supervised
-    phase stops when the mean of this probability over the last stop_window steps exceeds this value. With 1 the phase takes all its
-    steps."""
+    """End the phase once the probability of sampling the answer, averaged over problems and the
+    last stop_window steps, exceeds this. 1: never."""
     stop_window: int = 5
-    """Number of latest steps over which the answer's probability is averaged. Each step measures the probability on the step's problems
-    before it trains on them."""
+    """Steps of that average. A step measures before it trains."""
 
     def validate(self) -> None:
         if self.batch_size < 1 or self.stop_window < 1:
@@ -65,24 +63,23 @@ class SFTConfig(RunConfig):
 
 
 class SFTPhase:
-    """Takes supervised steps on the training problems in order. A resumed run continues from the state that `state()` returned."""
+    """Supervised steps on the training problems in order; `state()` is what a resume needs."""
 
     def __init__(self, run: Run[Any], config: SFTPhaseConfig, *, total_steps: int) -> None:
         self.run = run
         self.config = config
         self.schedule = config.schedule.build(total_steps)
-        self.cursor: int = run.state.get("cursor", 0)  # index of the next problem
+        self.cursor: int = run.state.get("cursor", 0)  # of the next problem
         self.recent: deque[float] = deque(run.state.get("recent", ()), maxlen=config.stop_window)
 
     def state(self) -> State:
         return {"cursor": self.cursor, "recent": list(self.recent)}
 
     def should_stop(self) -> bool:
-        """True if the answer's mean probability over the last stop_window steps exceeds stop_at_answer_probability."""
         return fmean(self.recent) > self.config.stop_at_answer_probability
 
     async def train_step(self, step: int) -> dict[str, float]:
-        """Take one optimizer step on the next problems. Returns the metrics of the step."""
+        """One optimizer step on the next problems; returns its metrics."""
         run = self.run
         samples = await self._next_samples()
         learning_rate = self.schedule(step)
@@ -116,19 +113,16 @@ class SFTPhase:
 
 
 def answer_probability(samples: list[Sample], logprobs: list[torch.Tensor]) -> float:
-    """The probability that sampling at temperature 1 gives the answer: exp(sum of the answer's logprobs), averaged over samples.
+    """exp(sum of the answer's logprobs) at temperature 1, averaged over samples.
 
-    logprobs: for each sample a tensor with the logprob of every token.
+    logprobs: by sample, of every token.
     """
     pairs = zip(samples, logprobs, strict=True)
     return fmean(float((row * sample.columns["loss_weights"]).sum().exp()) for sample, row in pairs)
 
 
 async def train(run: Run[SFTConfig]) -> None:
-    """Take the supervised steps of the run: config.steps steps, or fewer if `SFTPhase.should_stop` returns True after a step.
-
-    Validates and writes checkpoints as often as the config says.
-    """
+    """Take config.steps supervised steps, or fewer if `SFTPhase.should_stop`."""
     config = run.config
     run.log.display.total_steps = config.steps
     phase = SFTPhase(run, config.sft, total_steps=config.steps)
@@ -140,16 +134,15 @@ async def train(run: Run[SFTConfig]) -> None:
         if is_last or step % config.evaluate_every == 0:
             metrics |= await _validate(run, step)
         await run.log_step(step, metrics, phase="sft")
-        # The step's record is written first, and then the checkpoint. If the run is killed between the two, the resumed
-        # run repeats the step and writes the record again. In the other order the resumed run would never write the
-        # record.
+        # a run killed between record and checkpoint repeats the step; in the other order it lacks
+        # the record
         await run.end_step({"step": step, **phase.state()}, phase_step=step, is_last=is_last)
         if is_last:
             return
 
 
 async def _validate(run: Run[SFTConfig], step: int) -> dict[str, float]:
-    """Give the trainer's weights to the generator, and score the weights on the held-out problems. Returns the metrics."""
+    """Push the weights to the generator and score them; returns the metrics."""
     with run.timer("sync"):
         await run.colocation.to_trainer()
         version = await run.trainer.push_model_state_dict()

@@ -1,4 +1,4 @@
-"""Fakes for tests: environments, generators and trainers. No fake has a neural network."""
+"""Fakes for tests: environments, generators and trainers. None has a neural network."""
 
 import asyncio
 import math
@@ -32,7 +32,7 @@ from rl_actors.seeds import hashed_seed
 
 
 class ConstantReward:
-    """An environment of additions. Every completion gets the same reward."""
+    """Additions with the same reward for every completion."""
 
     def __init__(self, reward: float, num_held_out: int):
         self.value, self.num_held_out = reward, num_held_out
@@ -49,14 +49,16 @@ class ConstantReward:
 
 
 class ParityReward(ConstantReward):
-    """An environment of additions. The reward is 1 if the sum of the completion's character codes is odd, as for about half of all completions."""
+    """Additions. The reward is 1 if the character codes of the completion add up to an odd number,
+    as for about half.
+    """
 
     def reward(self, problem: Problem, completion: str) -> float:
         return float(sum(map(ord, completion)) % 2)
 
 
 class Conversations(ConstantReward):
-    """An environment whose problems all have the same conversation: a user's message, an assistant's message, and a second user's message."""
+    """Problems with the same conversation of three messages."""
 
     def __init__(self, num_held_out: int):
         super().__init__(0.0, num_held_out)
@@ -79,7 +81,7 @@ class Conversations(ConstantReward):
         return Problem(prompt=str(number), answer="it!", key=str(number), messages=messages)
 
 
-# The next three functions make environments. Tests name them in --environment.task, such as tests.fakes:parity_reward.
+# for --environment.task, as in tests.fakes:parity_reward
 
 
 def conversations(*, seed: int, num_held_out: int) -> Conversations:
@@ -95,7 +97,7 @@ def constant_reward(*, seed: int, num_held_out: int, reward: float) -> ConstantR
 
 
 def trainer_info(**values: object) -> TrainerInfo:
-    """The TrainerInfo of one rank on a CPU, with a memory peak of 1 GiB. values: fields with other values."""
+    """One rank on a CPU, with a memory peak of 1 GiB, except for `values`."""
     fields = {
         "policy_version": 0,
         "steps_skipped": 0,
@@ -123,10 +125,7 @@ def trainer_info(**values: object) -> TrainerInfo:
 
 
 class AnswersEach:
-    """A mixin that adds `generate_each` to a fake that has `generate`. All prompts finish at the same time.
-
-    The fake never dies. So `returns`, the list of recoveries after a death, is empty, and `on_news` never calls `tell`.
-    """
+    """Adds `generate_each` to a fake with `generate`. All prompts finish at once; it never dies."""
 
     returns = ()
 
@@ -135,20 +134,17 @@ class AnswersEach:
     async def generate_each(
         self, prompts: list[list[int]], params: SamplingParams, indices: Sequence[int] | None = None
     ) -> AsyncIterator[tuple[int, list[Completion]]]:
-        if indices is not None:  # `generate` takes no indices, so they go into the seed of the call
+        if indices is not None:  # `generate` takes no indices, so they go into the seed
             params = replace(params, seed=hashed_seed(params.seed, *indices))
         for pair in enumerate(await self.generate(prompts, params)):
             yield pair
 
 
 class ReplayingGenerator(AnswersEach):
-    """A generator whose `generate` returns recorded answers of a real generator, one for each call. The weights do not matter.
-
-    `recording` has the answers that have not been returned yet. Tests set it.
-    """
+    """Returns a real generator's recorded answers, one per call. Tests set `recording`."""
 
     recording: list[Any]
-    last_pull = None  # a pull of this generator moves no bytes
+    last_pull = None  # a pull moves no bytes
 
     @classmethod
     def spawn(cls, config, **_):
@@ -168,7 +164,7 @@ class ReplayingGenerator(AnswersEach):
 
 
 class ActorOfNothing:
-    """A mixin with the calls that start, close and watch an actor, for fakes without a process."""
+    """Calls that start, close and watch an actor, for fakes without a process."""
 
     @classmethod
     def spawn(cls, config, **_):
@@ -179,29 +175,28 @@ class ActorOfNothing:
     async def close(self) -> None: ...
 
     async def death(self, silent_after: float) -> None:
-        """Returns None at once, which stands for no death."""
+        """Returns None at once: no death."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A call of optim_step, with all samples that forward_backward got since the previous optim_step."""
+    """A call of optim_step, with the samples of forward_backward since the last."""
 
     params: OptimParams
     samples: list[Sample]
 
 
 class NearTrainer(ActorOfNothing):
-    """A trainer without a model, which computes real losses from made-up logprobs.
+    """A trainer without a model: real losses from made-up logprobs.
 
-    Each logprob is the generator's logprob (column old_logprobs) plus `difference`. In a sample without old_logprobs, each logprob is -1 plus
-    `difference`.
+    A logprob is the generator's (old_logprobs), or without that column -1, plus `difference`.
     """
 
     difference = 0.25
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
-        self.samples: list[Sample] = []  # that forward_backward got since the last optim_step
+        self.samples: list[Sample] = []  # since the last optim_step
 
     async def forward_backward(self, samples: Sequence[Sample], loss) -> ForwardBackwardOutput:
         self.samples += samples
@@ -240,12 +235,9 @@ class Generation:
 
 
 class RandomGenerator(AnswersEach, ActorOfNothing):
-    """A generator without a model.
+    """A generator without a model: tokens from 2 to 11, seeded by call, prompt and index."""
 
-    Token ids are drawn from 2 to 11. The seed of a draw consists of the call's seed, the prompt and the index of the completion.
-    """
-
-    last_pull = None  # a pull of this generator moves no bytes
+    last_pull = None  # a pull moves no bytes
 
     def __init__(self) -> None:
         self.version = -1
@@ -282,24 +274,23 @@ class RandomGenerator(AnswersEach, ActorOfNothing):
 
 
 class UnigramTrainer:
-    """A trainer of a model with one number for each token id. The model ignores the text: at every position the logprobs of all ids are
-    log_softmax(numbers). Gradients and optimizer steps are real.
+    """A model of one number per token id: logprobs are log_softmax(numbers) at every position.
 
-    A tenant is one of several runs in one trainer. Here a tenant is another object of this class, and adds its calls to `trainer.calls`.
+    Gradients and optimizer steps are real. A tenant is another object, and adds to `trainer.calls`.
     """
 
     def __init__(self, config: TrainerConfig, *, trainer: "UnigramTrainer | None" = None, name: str = "") -> None:
-        """trainer, name: only for a tenant: the trainer to which the tenant belongs, and the name of the tenant."""
+        """trainer, name: of a tenant."""
         self.config, self.name = config, name
         self.numbers = torch.zeros(config.model.vocab_size, requires_grad=True)
         self.optimizer = torch.optim.AdamW([self.numbers], lr=0.0)
         self.trainer = trainer or self
         self.tenants: dict[str, UnigramTrainer] = {}
-        self.seeds: dict[str, int] = {}  # seeds of all tenants by name, also of closed tenants
+        self.seeds: dict[str, int] = {}  # of all tenants by name, also closed ones
         self.calls: list[str] = []
         self.version = 0
         self.is_closed = self.is_dead = False
-        self.gate = asyncio.Event()  # forward_backward waits until this event is set
+        self.gate = asyncio.Event()  # forward_backward waits for it
         self.gate.set()
         if trainer is not None:
             self.calls, self.gate = trainer.calls, trainer.gate
@@ -320,7 +311,7 @@ class UnigramTrainer:
         return self.tenants[name]
 
     def _begin(self, call: str) -> None:
-        """Add a call to `calls`. Raises ActorDiedError if the trainer is dead."""
+        """Add to `calls`. Raises ActorDiedError if the trainer is dead."""
         if self.trainer.is_dead:
             raise ActorDiedError("trainer: the process of rank 0 ended", "trainer")
         self.calls.append(f"{self.name} {call}".strip())
@@ -407,16 +398,15 @@ class UnigramTrainer:
         torch.save(self.numbers.detach(), Path(path) / "numbers.pt")
 
     async def export_lora(self, path: str) -> None:
-        """Write the numbers as adapters, in a directory that looks like a directory of peft."""
+        """Write the numbers as adapters, in a directory like peft's."""
         await self.export_hf(path)
         (Path(path) / adapters.CONFIG_FILE).write_text("{}")
 
 
 class UnigramGenerator:
-    """A generator that samples from the UnigramTrainer's model.
+    """Samples from the UnigramTrainer's model.
 
-    Each version of the weights is a directory in `folder`. A directory without numbers.pt stands for the untrained model, whose numbers are
-    all 0.
+    A version is a directory in `folder`; without numbers.pt it is the untrained model of zeros.
     """
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
@@ -424,10 +414,10 @@ class UnigramGenerator:
         self.numbers = torch.zeros(vocab_size)
         self.version = -1
         self.pulls: list[int] = []
-        self.adapters: dict[str, torch.Tensor] = {}  # the numbers of each loaded adapter, by name
-        self.loads: list[str] = []  # the adapter name of each load_adapter call, in order
+        self.adapters: dict[str, torch.Tensor] = {}  # by name of the adapter
+        self.loads: list[str] = []  # adapter of each load_adapter call
         self.calls: list[list[list[int]]] = []  # prompts of each call of generate_each
-        self.gate = asyncio.Event()  # generate_each waits until this event is set
+        self.gate = asyncio.Event()  # generate_each waits for it
         self.gate.set()
 
     async def ready(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Independent references for the trainer: transformers' Qwen3 and a plain PyTorch loop. Nothing here uses the engine."""
+"""Independent references for the trainer: transformers' Qwen3 and a plain PyTorch loop."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,15 +26,13 @@ BASE = ModelConfig(
 
 
 def save_qwen3(directory: Path, *, tied: bool) -> str:
-    """Save a random Qwen3 with large weights. With the usual standard deviation of 0.02 all logprobs would be near -log(VOCAB_SIZE), which
-    would hide errors.
-    """
+    """A random Qwen3 with large weights: at std 0.02 logprobs are near -log(VOCAB_SIZE)."""
     model_config = replace(BASE, num_hidden_layers=3, tie_word_embeddings=tied)
     return save_random(directory, model_config, seed=int(tied))
 
 
 def save_random(directory: Path, model_config: ModelConfig, *, seed: int = 0) -> str:
-    """Save a model with random weights. model_config may have any dimensions, and experts."""
+    """Random weights, of any dimensions and with experts."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**model_config.to_hf()))
@@ -57,9 +55,7 @@ def load_qwen3(path: str):
 
 
 def random_samples(lengths: Sequence[int], *, seed: int = 0, temperature: float = 1.0, **columns) -> list[Sample]:
-    """Samples of random tokens with a random split into prompt and completion. columns: for each column a function of (generator, length of
-    the completion) that returns the column's values.
-    """
+    """Random tokens, split at random. columns: (generator, length of the completion) -> values."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for length in lengths:
@@ -71,7 +67,7 @@ def random_samples(lengths: Sequence[int], *, seed: int = 0, temperature: float 
 
 
 def ppo_samples(lengths: Sequence[int], *, seed: int = 0) -> list[Sample]:
-    """Samples with old_logprobs, advantages of both signs, and loss_weights between 0.5 and 1.5."""
+    """With old_logprobs, advantages of both signs, and loss_weights between 0.5 and 1.5."""
     return random_samples(
         lengths,
         seed=seed,
@@ -82,13 +78,13 @@ def ppo_samples(lengths: Sequence[int], *, seed: int = 0) -> list[Sample]:
 
 
 def reference_logprobs(model, sample: Sample) -> Tensor:
-    """Logprobs [T] of the T targets of one sample: log softmax(logits / temperature). The model gets only this sample."""
+    """[T] of one sample: log softmax(logits / temperature)."""
     logits = model(input_ids=sample.tokens[None]).logits[0] / sample.temperature
     return logits.log_softmax(-1).gather(-1, sample.targets[:, None])[:, 0]
 
 
 def reference_training(model, batches: Sequence[Sequence[Sample]], params: OptimParams) -> list[tuple[float, float]]:
-    """(loss, grad_norm) of every step of a plain PyTorch loop with cross entropy, clipping and AdamW."""
+    """(loss, grad_norm) by step of plain PyTorch: cross entropy, clipping and AdamW."""
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=params.learning_rate,

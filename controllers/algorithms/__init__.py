@@ -1,1 +1,1 @@
-"""What a training step computes: the presets of the policy losses, the critic, the reference, preferences and schedules."""
+"""What a training step computes: presets, losses, critic, reference, preferences, schedules."""

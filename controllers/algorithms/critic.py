@@ -1,6 +1,6 @@
-"""The critic of a PPO run: a value model in its own processes. It computes values and is trained on returns. ppo.py trains the policy.
+"""The critic of a PPO run: a value model in its own processes, trained on returns.
 
-In shapes, T is the number of positions of a sample.
+T positions of a sample.
 """
 
 import asyncio
@@ -25,27 +25,19 @@ from controllers.run.update import chunks, update
 from rl_actors import Sample, TrainerClient, ValueLoss, metrics, num_loss_tokens
 from rl_actors.losses import explained_variance
 
-"""Name of the critic's folder in a checkpoint of the run."""
-
 
 @dataclass(kw_only=True)
 class CriticConfig:
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(learning_rate=1e-5))
-    """Learning rate of the critic at each step. Steps are counted from the end of the supervised steps.
-
-    The default 1e-5 is verl's default for a critic. It is ten times verl's rate for a policy.
-    """
+    """Learning rate of the critic, by step after the supervised steps. The default is verl's for a
+    critic, ten times its rate for a policy."""
     gpu: int | None = None
-    """Index of the first GPU that the critic uses. None: the critic uses the trainer's GPUs.
-
-    On a CPU this field has no effect.
-    """
+    """First GPU of the critic. None: the trainer's GPUs. No effect on a CPU."""
     clip: float | None = 0.5
-    """Limit on the change of a value since the start of a PPO step. A change beyond the limit does not lower the loss.
-
-    verl and OpenRLHF use 0.5. None: no limit."""
+    """Largest change of a value within a PPO step that lowers the loss; verl and OpenRLHF use 0.5.
+    None: no limit."""
     warmup_steps: int = 0
-    """Number of PPO steps that train only the critic. These are the first PPO steps (VC-PPO, arXiv 2503.01491)."""
+    """First PPO steps that train only the critic (VC-PPO, arXiv 2503.01491)."""
 
     def validate(self) -> None:
         self.schedule.validate()
@@ -61,10 +53,10 @@ class CriticConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageSamples:
-    """The samples of a step, with the columns that are computed from the critic's values."""
+    """The samples of a step, with columns from the critic's values."""
 
-    for_policy: list[Sample]  # all columns of the given samples, and advantages
-    for_critic: list[Sample]  # only loss_weights (0 or 1), returns and, if CriticConfig.clip is set, old_values
+    for_policy: list[Sample]  # all given columns, and advantages
+    for_critic: list[Sample]  # loss_weights (0 or 1), returns and, if `clip` is set, old_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +74,11 @@ class Critic:
         rewards: Sequence[Tensor],
         is_cut_off: Sequence[bool],
     ) -> AdvantageSamples:
-        """The samples with their advantages and returns, which are computed from rewards and values.
+        """Advantages and returns from rewards and values. Actions have a loss weight other than 0.
 
-        An action is a position whose loss weight is not 0.
-        values_of_states: the result of `values`.
-        rewards: [T] for each sample, the reward of each action. The numbers at other positions are not read.
-        is_cut_off: for each sample, True if a limit, not the policy or the environment, has ended it. If gae.bootstrap
-        is True, the last state of such a sample has the critic's value. All other last states have the value 0.
+        values_of_states: from `values`. rewards: [T] by sample, read at actions only. is_cut_off:
+        ended by a limit; with gae.bootstrap its last state has the critic's value, all other last
+        states have 0.
         """
         values = [row[:-1] for row in values_of_states]
         is_action = [sample.columns["loss_weights"] != 0 for sample in samples]
@@ -109,7 +99,7 @@ class Critic:
         return AdvantageSamples(for_policy=for_policy, for_critic=for_critic)
 
     async def values(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """[T + 1] for each sample: the value of the state before each target, and then the value of the state after the last target."""
+        """[T + 1] by sample: the value before each target, and after the last."""
         rows: list[Tensor] = []
         with_last_states = [_with_last_state(sample) for sample in samples]
         with self.timer("values"):
@@ -120,7 +110,7 @@ class Critic:
         return rows
 
     async def fit(self, parts: Iterable[Sequence[Sample]], learning_rate: float) -> dict[str, float]:
-        """Take one optimizer step on each minibatch in `parts`. Returns the metrics over all minibatches."""
+        """One optimizer step on each minibatch. Returns the metrics over all."""
         loss = self.config.loss()
         backward = partial(self.trainer.forward_backward, loss=loss)
         size = self.run_config.samples_per_forward_backward
@@ -145,19 +135,15 @@ class Critic:
 
 
 def _with_last_state(sample: Sample) -> Sample:
-    """The sample with one more position, whose input is the last target.
-
-    The target of the new position does not matter, because only the position's value is used.
-    """
+    """One more position, with the last target as input; its own target is not used."""
     tokens = torch.cat([sample.tokens, sample.targets[-1:]])
     return replace(sample, tokens=tokens, targets=torch.cat([sample.targets, sample.targets[-1:]]), columns={})
 
 
 async def start_critic(run: Run[Any], config: CriticConfig, gae: GAEConfig, *, has_begun: bool) -> Critic:
-    """Start the critic with the policy's current weights, and with a value head whose weights are zero.
+    """Start the critic from the policy's weights, with zeros in the value head.
 
-    has_begun: True if the run is resumed and has already trained the critic. In this case the critic gets its weights
-    and optimizer state from the newest checkpoint.
+    has_begun: the run is resumed and has trained the critic, whose newest checkpoint is loaded.
     """
     async with run.colocation.borrowed():
         with run.log.setup("starting critic"):
@@ -173,11 +159,11 @@ async def start_critic(run: Run[Any], config: CriticConfig, gae: GAEConfig, *, h
 async def _load(run: Run[Any], trainer: TrainerClient, *, has_begun: bool) -> None:
     if has_begun:
         newest = checkpoints.newest(run.folder.checkpoints)
-        assert newest is not None  # has_begun is read from the state in this checkpoint
+        assert newest is not None  # the state in it says has_begun
         await trainer.load_checkpoint(str(newest / CRITIC_FOLDER))
         return
     path = str(run.folder.path / "policy_before_critic")
     saved = await run.trainer.save_checkpoint(path, optimizer=False)
     await saved.wait()
     await trainer.load_checkpoint(path, optimizer=False)
-    await asyncio.to_thread(shutil.rmtree, path)  # the folder is as large as the model and is not read again
+    await asyncio.to_thread(shutil.rmtree, path)  # as large as the model, and not read again

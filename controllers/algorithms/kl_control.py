@@ -1,10 +1,6 @@
-"""Keeps the policy near a reference model by a penalty on the KL divergence between them.
+"""A KL penalty on rewards, whose coefficient keeps the divergence near a target.
 
-`penalised_rewards` subtracts a penalty from the reward of every action. An action is a position whose token the policy sampled.
-KLControlConfig changes the coefficient of the penalty from step to step, so that the divergence stays near a target. reference.py starts
-the reference model. `rl_actors.KL` computes estimates of the divergence, and can add them to a loss.
-
-In shapes, T_n is the number of positions of sequence n. The suffix _T marks a tensor of the shape [T_n].
+T_n positions of sequence n; the suffix _T marks [T_n].
 """
 
 import math
@@ -19,18 +15,17 @@ from rl_actors import KL
 
 @dataclass(kw_only=True)
 class KLControlConfig:
-    """Rule by which the coefficient of the KL divergence changes from step to step (arXiv 1909.08593, section 2.2)."""
+    """How the KL coefficient changes from step to step (arXiv 1909.08593, section 2.2)."""
 
     target: float | None = None
-    """Desired mean KL divergence per token, in nats. None: the coefficient never changes."""
+    """Desired mean KL per token, in nats. None: a constant coefficient."""
     gain: float = 0.1
-    """Strength of the control. After each step the coefficient is multiplied by 1 + gain * error. The error is divergence / target - 1,
-    limited by max_error. 0.1 is the paper's value."""
+    """After each step the coefficient is multiplied by 1 + gain * (KL / target - 1). 0.1 as in the
+    paper."""
     max_error: float = 0.2
-    """The error is clamped to [-max_error, max_error] before it is multiplied by gain. 0.2 is the paper's value."""
+    """Limit of |KL / target - 1|. 0.2 as in the paper."""
 
     def validate(self) -> None:
-        """Raises ValueError naming the value and the limit."""
         for name in ("target", "gain", "max_error"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -42,14 +37,11 @@ class KLControlConfig:
             )
 
     def next_coefficient(self, coefficient: float, divergence: float) -> float:
-        """The coefficient of the next step. divergence: the mean KL divergence of a token in this step.
+        """coefficient * (1 + gain * e), e = divergence / target - 1 within max_error; unchanged
+        without a target.
 
-        The result is coefficient * (1 + gain * e), where e is divergence / target - 1, clamped to [-max_error, max_error]. Without a target the
-        coefficient does not change.
-
-        Example: target 0.01, gain 0.1, max_error 0.2, coefficient 1. A divergence of 0.02 gives 1.02, and a divergence of 0.009 gives 0.99.
-
-        Raises ValueError if there is a target and the divergence is NaN.
+        divergence: mean of this step, per token. Raises ValueError for NaN with a target.
+        Target 0.01, gain 0.1, max_error 0.2, coefficient 1: 0.02 -> 1.02, 0.009 -> 0.99.
         """
         if self.target is None:
             return coefficient
@@ -70,12 +62,9 @@ def penalised_rewards(
     is_action: Sequence[Tensor],
     kl: KL,
 ) -> list[Tensor]:
-    """For each sequence a tensor [T_n]: rewards - kl.coefficient * kl_t at the actions, and 0 at other positions.
+    """[T_n] by sample: rewards - kl.coefficient * kl_t at actions, else 0, even for NaN.
 
-    kl_t is the estimate of the divergence at position t. It is computed from the token's logprob under the policy that sampled the token,
-    and from its logprob under the reference. Values at positions that are not actions have no effect, so these values may be NaN.
-
-    Example: two actions, rewards 0 and 1, logprobs -0.5 and -1, ref_logprobs -1 and -1, estimator k1, coefficient 0.1 -> -0.05 and 1.
+    rewards 0, 1, logprobs -0.5, -1, ref_logprobs -1, -1, k1, coefficient 0.1 -> -0.05, 1
     """
     estimates = token_divergences(logprobs, ref_logprobs, is_action, kl)
     penalised = []
@@ -87,7 +76,7 @@ def penalised_rewards(
 def mean_divergence(
     logprobs: Sequence[Tensor], ref_logprobs: Sequence[Tensor], is_action: Sequence[Tensor], kl: KL
 ) -> float:
-    """The mean of the estimates of `kl` over the actions of all sequences, without the coefficient. Raises ValueError if there is no action."""
+    """Mean of `kl` over all actions, without coefficient. Raises ValueError if there is none."""
     num_actions = sum(int(action_T.bool().sum()) for action_T in is_action)
     if not num_actions:
         raise ValueError(f"{len(is_action)} sequences have no action, so they have no mean KL divergence")
@@ -98,7 +87,7 @@ def mean_divergence(
 def token_divergences(
     logprobs: Sequence[Tensor], ref_logprobs: Sequence[Tensor], is_action: Sequence[Tensor], kl: KL
 ) -> list[Tensor]:
-    """For each sequence a tensor [T_n]: the estimate of `kl` at the actions, without the coefficient, and 0 at other positions."""
+    """[T_n] by sample: `kl` at actions, without the coefficient, and 0 elsewhere."""
     found = []
     for policy_T, reference_T, action_T in zip(logprobs, ref_logprobs, is_action, strict=True):
         found.append(torch.where(action_T.bool(), kl(policy_T, reference_T), 0.0))

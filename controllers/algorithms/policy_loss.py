@@ -1,7 +1,4 @@
-"""Config fields that choose the policy loss and its options, the correction and the aggregation.
-
-The correction accounts for the difference between the generator's and the trainer's probabilities. The aggregation says how the losses of
-tokens are combined. rl_actors.losses computes the losses. An example of the flags:
+"""Config fields of the policy loss, the correction for off-policy tokens, and the aggregation.
 
 `--loss cispo --loss.ratio-high 4 --correction icepop --aggregation sequence_mean`
 """
@@ -40,7 +37,7 @@ POLICY_LOSSES: dict[str, type[PolicyLoss]] = {
 }
 CORRECTIONS: dict[str, type[Correction]] = {"tis": TruncatedImportanceSampling, "icepop": IcePop}
 SHARED_OPTIONS = ("kl", "entropy_coefficient", "correction", "sequence_mean")
-"""Fields that every policy loss has. LossConfig leaves them out, because other fields of the config set them."""
+"""Fields of every policy loss that other fields of the config set."""
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 
@@ -48,21 +45,22 @@ Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 @dataclass(kw_only=True)
 class LossConfig:
     name: Annotated[str, tyro.conf.arg(name="")] = "ppo"
-    """ppo, cispo, gspo, importance_sampling, reinforce, dro, or module:name. docs/algorithms.md has the formulas and papers. module:name is a
-    subclass of PolicyLoss, or a loss as trainer.forward_backward takes it: a function of logprobs [B, L] and columns, which returns a sum
-    and metrics."""
+    """ppo, cispo, gspo, importance_sampling, reinforce, dro (formulas in docs/algorithms.md), or
+    module:name: a subclass of PolicyLoss, or a function of logprobs [B, L] and columns that returns
+    a sum and metrics."""
     ratio_low: float | None = None
-    """For ppo, cispo and gspo: lower bound of the ratio of a token's current to its old probability. For gspo the ratio is the geometric mean
-    over a sample. None: 0.8 for ppo, 0 for cispo, 1 - 3e-4 for gspo."""
+    """For ppo, cispo, gspo: lower bound of the ratio of current to old probability; gspo's is the
+    geometric mean over a sample. None: 0.8, 0, 1 - 3e-4."""
     ratio_high: float | None = None
-    """For ppo, cispo and gspo: upper bound of the ratio that ratio_low describes. None: 1.28 for ppo, 4 for cispo, 1 + 4e-4 for gspo."""
+    """For ppo, cispo, gspo: upper bound of that ratio. None: 1.28, 4, 1 + 4e-4."""
     dual_clip: float | None = None
-    """For ppo and gspo: lower bound of a token's objective if its advantage A is negative. The bound is dual_clip * A. None: no bound."""
+    """For ppo and gspo: a token's objective is at least dual_clip * A if the advantage A is
+    negative. None: no bound."""
     beta: float | None = None
-    """For dro: beta / 2 is the weight of the squared difference between a token's current and old logprob. None: beta is 0.05."""
+    """For dro: beta / 2 weights the squared difference of current and old logprob. None: 0.05."""
 
     def build(self, *, kl: KL | None, entropy_bonus: float, correction: Correction | None, sequence_mean: bool) -> Loss:
-        """The loss. Raises ValueError if the user has set an option that the loss does not have, or if a value is out of its limits."""
+        """Raises ValueError for an option that the loss does not have, or out of its limits."""
         cls = self._loss()
         if not (isinstance(cls, type) and issubclass(cls, PolicyLoss)):
             shared = {
@@ -82,7 +80,7 @@ class LossConfig:
         )
 
     def _loss(self) -> Callable:
-        """The class or function of this name. Raises ValueError for an unknown name."""
+        """The class or function. Raises ValueError for an unknown name."""
         if self.name in POLICY_LOSSES:
             return POLICY_LOSSES[self.name]
         if ":" not in self.name:
@@ -94,28 +92,29 @@ class LossConfig:
 @dataclass(kw_only=True)
 class CorrectionConfig:
     name: Annotated[Literal["none", "tis", "icepop"] | None, tyro.conf.arg(name="")] = None
-    """Correction for the difference between the generator's and the trainer's probability of a token. q is p_trainer / p_generator. tis,
-    truncated importance sampling: the objective is multiplied by min(q, cap). icepop: tokens with q outside [low, high] are dropped. none:
-    no correction. If no name is given: tis if rollouts.max_staleness is above 0, otherwise no correction."""
+    """Correction by q = p_trainer / p_generator. tis (truncated importance sampling) multiplies the
+    objective by min(q, cap); icepop drops tokens with q outside [low, high]. Default: tis if
+    rollouts.max_staleness is above 0, else none."""
     cap: float | None = None
     """For tis: the largest factor. None: 2."""
     low: float | None = None
-    """For icepop: the smallest q of a token that is kept. None: 0.5."""
+    """For icepop: smallest kept q. None: 0.5."""
     high: float | None = None
-    """For icepop: the largest q of a token that is kept. None: 5."""
+    """For icepop: largest kept q. None: 5."""
     reweights: bool | None = None
-    """For icepop. True: the objective of a kept token is multiplied by q. None: False."""
+    """For icepop: multiply the objective of kept tokens by q. None: False."""
     level: Level | None = None
-    """Which q the correction uses. token: each token has its own q. sequence: all tokens of a sample have the geometric mean of q over the
-    sample's trained tokens. None: token."""
+    """token: each token has its q. sequence: all have the geometric mean over the sample's trained
+    tokens. None: token."""
 
     def chosen(self, *, is_stale: bool) -> str:
-        """The name of the correction. is_stale: True if a step may train on completions that older weights generated."""
+        """is_stale: a step may train on completions of older weights."""
         return self.name or ("tis" if is_stale else "none")
 
     def build(self, *, is_stale: bool) -> Correction | None:
-        """The correction, or None if there is none. Raises ValueError if the user has set an option that the correction does not have, or if a
-        value is out of its limits."""
+        """None for "none". Raises ValueError for an option that the correction does not have, or
+        out of its limits.
+        """
         name = self.chosen(is_stale=is_stale)
         cls = CORRECTIONS.get(name)
         options = _options("correction", name, self, cls, ())
@@ -123,13 +122,12 @@ class CorrectionConfig:
 
 
 def grad_divisor(aggregation: Aggregation, samples: Sequence[Sample], max_tokens: int) -> float:
-    """The number by which the summed gradient of these samples is divided.
+    """What the summed gradient of these samples is divided by.
 
-    token_mean: the number of trained tokens, so that every token counts the same (DAPO, arXiv 2503.14476).
-    sequence_mean: the number of samples. The loss has already divided each sample's sum by the number of the sample's trained tokens (GRPO, arXiv
-    2402.03300).
-    sequence_sum: the number of samples (RLOO, arXiv 2402.14740).
-    constant: the number of samples times max_tokens. This divisor does not depend on the lengths of completions (Dr. GRPO, arXiv 2503.20783).
+    token_mean: trained tokens (DAPO, arXiv 2503.14476).
+    sequence_mean: samples, each already divided by its trained tokens (GRPO, arXiv 2402.03300).
+    sequence_sum: samples (RLOO, arXiv 2402.14740).
+    constant: samples * max_tokens (Dr. GRPO, arXiv 2503.20783).
     """
     if aggregation == "token_mean":
         return num_loss_tokens(samples)
@@ -141,10 +139,9 @@ def grad_divisor(aggregation: Aggregation, samples: Sequence[Sample], max_tokens
 def _options(
     flag: str, chosen: str, config: LossConfig | CorrectionConfig, cls: type | None, shared: Sequence[str]
 ) -> dict:
-    """The options that the user has set, by name. Raises ValueError if `cls` lacks one of these options. The error lists the options of `cls`.
+    """The options that the user has set. Raises ValueError for one that `cls` does not have.
 
-    flag: "loss" or "correction", for the error. chosen: the name of `cls` on the command line. cls: None for the correction "none".
-    shared: fields of `cls` that are not options of this flag.
+    flag, chosen: for the error. cls: None for "none". shared: fields of `cls` that are no options.
     """
     known = [] if cls is None else [each.name for each in fields(cls) if each.name not in shared]
     given = {each.name: getattr(config, each.name) for each in fields(config) if each.name != "name"}

@@ -1,7 +1,6 @@
 """Preference pairs as samples, and the loss of direct preference optimization (DPO).
 
-A pair is two samples that follow each other in a list: first the chosen answer, then the rejected answer.
-T is the number of positions of one sample, P the number of pairs.
+In a list, each chosen sample is followed by its rejected one. T positions of a sample, P pairs.
 """
 
 from collections.abc import Iterable
@@ -18,10 +17,9 @@ from rl_actors.metrics import Partials
 
 
 def pair(problem: Problem, rejected_column: str) -> list[Problem]:
-    """Two problems: the given problem, and a copy of it with the rejected answer.
+    """The problem, and a copy whose answer is metadata[rejected_column].
 
-    The rejected answer is the entry `rejected_column` of the problem's metadata.
-    Raises ValueError, naming the prompt, if the problem has no such entry.
+    Raises ValueError, naming the prompt, if there is none.
     """
     if rejected_column not in problem.metadata:
         raise ValueError(
@@ -31,7 +29,7 @@ def pair(problem: Problem, rejected_column: str) -> list[Problem]:
 
 
 def to_samples(problems: Iterable[Problem], tokenizer: Tokenizer, rejected_column: str) -> list[Sample]:
-    """Two samples of every problem: first the chosen answer, then the rejected answer."""
+    """Chosen and rejected sample of every problem."""
     samples = []
     for problem in problems:
         samples += [tokenizer.to_sample(each) for each in pair(problem, rejected_column)]
@@ -40,28 +38,24 @@ def to_samples(problems: Iterable[Problem], tokenizer: Tokenizer, rejected_colum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DPO:
-    """Direct preference optimization, Rafailov et al., arXiv 2305.18290, eq. 7: the sum over pairs of -log sigmoid(margin).
+    """DPO (Rafailov et al., arXiv 2305.18290, eq. 7): the sum over pairs of -log sigmoid(margin).
 
-    log pi is the sum of a completion's logprobs under the policy, and log ref their sum under the reference. The reward
-    of a completion is beta * (log pi - log ref). The margin of a pair is the reward of the chosen completion minus the
-    reward of the rejected one. The gradient is -beta * sigmoid(-margin) at each logprob of the chosen completion, and
-    beta * sigmoid(-margin) at each logprob of the rejected one.
+    The reward of a completion is beta * sum(logprobs - ref_logprobs), weighted by loss_weights (1
+    at its tokens, else 0); the margin is the chosen reward minus the rejected. The gradient at each
+    logprob is -beta * sigmoid(-margin) for the chosen, +beta * sigmoid(-margin) for the rejected
+    completion.
 
-    Samples need the columns loss_weights and ref_logprobs. The loss weight is 1 at each token of a completion, and 0
-    elsewhere. With other loss weights, both sums and the gradients are weighted.
+    Columns: loss_weights, ref_logprobs. For forward_backward_custom, which sees both samples of a
+    pair.
 
-    The two samples of a pair may be in different microbatches or on different ranks. So this loss is for
-    TrainerClient.forward_backward_custom, which calls the loss with all samples at once.
-
-    Example: one pair, one token in each completion, and beta 0.5. log pi - log ref is 2 for the chosen completion and 0
-    for the rejected one. Then the margin is 1, the loss is log(1 + exp(-1)) = 0.3133, and the gradients are -0.1345 and
-    0.1345.
+    One pair, one token each, beta 0.5, log ratios 2 and 0 -> margin 1, loss log(1 + exp(-1)) =
+    0.3133, gradients -0.1345 and 0.1345.
     """
 
     beta: float = 0.1
 
     def __call__(self, samples: list[Sample], logprobs: list[Tensor]) -> tuple[Tensor, Partials]:
-        """(the sum of the loss over the pairs, the metrics). logprobs: [T] for each sample. Raises ValueError for an odd number of samples."""
+        """(sum over pairs, metrics). logprobs: [T] by sample. Raises ValueError if odd in number."""
         if len(samples) % 2:
             raise ValueError(
                 f"{len(samples)} samples cannot form pairs; each chosen sample must be followed by its rejected sample"

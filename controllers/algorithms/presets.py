@@ -1,12 +1,7 @@
-"""Presets of a GRPO config. Each preset has the name of an algorithm. `--algorithm dapo` sets config fields to the
-values of the DAPO paper.
+"""Presets of a GRPO config by algorithm: `--algorithm dapo` sets the values of the DAPO paper.
 
-The controller applies the other flags of the command line after the preset, so these flags override the values of the
-preset.
-
-A preset sets the loss and its ratio bounds, the aggregation, the rule for advantages, the weight of the KL divergence from the reference,
-rollouts.dynamic_sampling_rounds and the penalty on long completions. A preset leaves all other fields as they are, such as the correction for the
-difference between generator and trainer, loss.dual_clip, loss.beta, the entropy bonus and the learning rate.
+A preset sets loss and ratio bounds, aggregation, advantages, reference KL, dynamic sampling and the
+penalty on long completions. Other flags override it.
 """
 
 from collections.abc import Mapping
@@ -23,10 +18,7 @@ def _objective(
     advantage: str = "grpo",
     reference_kl: float = 0.0,
 ) -> dict[str, object]:
-    """Values of fields that every preset sets.
-
-    A loss without ratio bounds gets None for both bounds, so the bounds that the config had before are removed.
-    """
+    """Fields that every preset sets. None removes the ratio bounds that the config had."""
     return {
         "loss.name": loss,
         "loss.ratio_low": ratio_low,
@@ -49,7 +41,7 @@ def _grpo(config: RunConfig) -> Mapping[str, object]:
 def _dapo(config: RunConfig) -> Mapping[str, object]:
     return _objective(ratio_low=0.8, ratio_high=1.28, aggregation="token_mean") | {
         "rollouts.dynamic_sampling_rounds": 3,
-        "rollouts.overlong_buffer": config.max_tokens // 5,  # as in the paper: 4,096 of 20,480 tokens
+        "rollouts.overlong_buffer": config.max_tokens // 5,  # 4,096 of the paper's 20,480
         "rollouts.overlong_penalty": 1.0,
     }
 

@@ -1,7 +1,6 @@
-"""Learning rates as functions of the step. They have no state, so a resumed run gets the same rates as an uninterrupted run.
+"""Learning rates as functions of the step, without state, so a resumed run gets the same.
 
-The first step is step 1. The full rate is `learning_rate`. In a linear warm-up of W steps, step n has the rate n / W *
-learning_rate. So the rate of the first step is above 0, and step W has the full rate.
+The first step is 1. In a linear warm-up of W steps, step n has n / W of the full rate.
 """
 
 import math
@@ -13,12 +12,14 @@ Kind = Literal["constant", "linear_warmup_cosine", "linear_warmup_linear"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """A function of the step: `schedule(step)` is the learning rate of this step.
+    """`schedule(step)` is the learning rate of this step.
 
-    With a kind other than "constant" the first step after the warm-up has the full rate, and then the rate falls. At step total_steps + 1,
-    and at all later steps, the rate is min_ratio times the full rate. Two examples of the rates from step 1 on:
+    The first step after the warm-up still has the full rate, step total_steps + 1 min_ratio of it.
+
     Schedule(kind="constant", learning_rate=1.0, warmup_steps=2, total_steps=9) -> 0.5, 1.0, 1.0, …
-    Schedule(kind="linear_warmup_linear", learning_rate=1.0, warmup_steps=0, total_steps=4) -> 1.0, 0.75, 0.5, 0.25, 0.0, 0.0, …
+
+    Schedule(kind="linear_warmup_linear", learning_rate=1.0, total_steps=4) -> 1.0, 0.75, 0.5, 0.25,
+    0.0, 0.0, …
     """
 
     kind: Kind
@@ -37,8 +38,8 @@ class Schedule:
         return min(1.0, step / self.warmup_steps) if self.warmup_steps else 1.0
 
     def _decay(self, step: int) -> float:
-        """A factor from 1 to 0. It is 1 up to and including the first step after the warm-up. It then falls, and is 0 after step total_steps."""
-        done = max(0, step - 1 - self.warmup_steps)  # number of steps of the decay before this step
+        """1 up to the first step after the warm-up, 0 after total_steps."""
+        done = max(0, step - 1 - self.warmup_steps)  # steps of decay before this one
         progress = min(1.0, done / max(1, self.total_steps - self.warmup_steps))
         if self.kind == "linear_warmup_cosine":
             return (1 + math.cos(math.pi * progress)) / 2
@@ -48,15 +49,15 @@ class Schedule:
 @dataclass(kw_only=True)
 class ScheduleConfig:
     kind: Kind = "constant"
-    """Course of the learning rate after the linear warm-up. The rate is constant, or falls along half a cosine, or falls along a straight line."""
+    """Shape after the linear warm-up: constant, half a cosine, or a line."""
     learning_rate: float = 1e-6
     """The highest learning rate."""
     warmup_steps: int = 0
     """Steps of the linear warm-up."""
     total_steps: int | None = None
-    """Number of the last step of the decay. None: the number of steps of the run."""
+    """Last step of the decay. None: the run's steps."""
     min_ratio: float = 0.0
-    """The learning rate after the decay, as a share of the highest rate. The kind "constant" has no decay."""
+    """Rate after the decay, as a share of the highest; none with "constant"."""
 
     def validate(self) -> None:
         if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
@@ -69,7 +70,7 @@ class ScheduleConfig:
             raise ValueError(f"total_steps={self.total_steps} must exceed warmup_steps={self.warmup_steps}")
 
     def build(self, total_steps: int) -> Schedule:
-        """The schedule of a run of `total_steps` steps. Raises ValueError if a field is out of range."""
+        """total_steps: of the run. Raises ValueError if a field is out of range."""
         self.validate()
         return Schedule(
             kind=self.kind,

@@ -1,7 +1,4 @@
-"""Tasks. A task gives problems. It also gives the reward of a completion, or episodes that answer the policy's turns.
-
-This package imports neither the tokenizer nor the actors.
-"""
+"""Tasks: problems, and rewards of completions or episodes. Imports neither tokenizer nor actors."""
 
 from controllers.environments.base import Environment, Message, Problem, RewardError
 from controllers.environments.build import build_environment

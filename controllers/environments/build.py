@@ -1,7 +1,4 @@
-"""Builds the environment that a config describes.
-
-An environment gives the problems of a task, and scores completions or plays episodes.
-"""
+"""Builds the environment that a config describes."""
 
 from controllers.environments.base import Environment
 from controllers.environments.config import EnvironmentConfig
@@ -13,9 +10,9 @@ from controllers.environments.own_code import called, require_problems, require_
 
 
 def build_environment(config: EnvironmentConfig, *, trains: bool = True) -> AnyEnvironment:
-    """The environment of a task. Raises ValueError for an unknown task or option, a bad row of the data, or too few problems.
+    """Raises ValueError for an unknown task or option, a bad row, or too few problems.
 
-    trains=False: the environment gives no training problems, so all problems of a file or a data set may be held out.
+    trains=False: validation only, so all problems of a file or a data set may be held out.
     """
     config.validate()
     if config.mixture:
@@ -41,10 +38,7 @@ def build_environment(config: EnvironmentConfig, *, trains: bool = True) -> AnyE
 
 
 def _of_function(config: EnvironmentConfig, *, trains: bool) -> AnyEnvironment:
-    """The environment that the user's function config.task returns.
-
-    Raises ValueError if the function fails, or if the environment has wrong methods or wrong problems.
-    """
+    """What config.task returns. Raises ValueError if it fails, or for wrong methods or problems."""
     arguments = {"seed": config.seed, "num_held_out": config.num_held_out, **config.options}
     environment = called("task", config.task, **arguments)
     if not isinstance(environment, Environment | EpisodeEnvironment):

@@ -1,4 +1,4 @@
-"""A task with a tool: the policy multiplies two numbers, and can ask a calculator for the product."""
+"""A task with a tool: the policy multiplies two numbers, and can ask a calculator."""
 
 import ast
 import operator
@@ -22,15 +22,14 @@ OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 class CalculatorError(ValueError):
-    """Raised when the calculator refuses an expression."""
+    """The calculator refuses an expression."""
 
 
 def calculate(expression: str) -> int:
-    """The value of an expression of whole numbers, + - * // % and parentheses. For example, calculate("12*34") is 408.
+    """calculate("12*34") -> 408. Takes integers, + - * // % and parentheses.
 
-    Names, calls, powers and all other Python syntax are refused, so no expression runs code. An expression has at most LONGEST_EXPRESSION
-    characters, and every intermediate number has an absolute value of at most LARGEST_NUMBER. So no expression takes long. Raises
-    CalculatorError for an expression that is refused.
+    Raises CalculatorError for other syntax, for more than LONGEST_EXPRESSION characters, and for a
+    number beyond LARGEST_NUMBER, so nothing runs code or takes long.
     """
     if len(expression) > LONGEST_EXPRESSION:
         raise CalculatorError(
@@ -58,11 +57,7 @@ def _value(node: ast.expr) -> int:
 
 
 class Calculation:
-    """The episode of one problem. If a completion begins with "c", the calculator gets the rest of the completion. Any other completion is the
-    answer to the problem and ends the episode.
-
-    The calculator replies "=408?" if the value is 408, and "=?" if it refuses the expression.
-    """
+    """The completion "c12*34" gets "=408?", or "=?" if refused; any other is the answer."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -80,10 +75,9 @@ class Calculation:
 
 
 class Products:
-    """An environment whose problems are products of two two-digit numbers, such as "47*83?". The right answer gets the reward 1, any other
-    answer 0.
+    """Products of two-digit numbers, such as "47*83?". The reward of the right answer is 1.
 
-    num_held_out: number of products that are held out for validation. a*b and b*a count as one product.
+    num_held_out counts a*b and b*a as one.
     """
 
     def __init__(self, *, seed: int, num_held_out: int) -> None:
@@ -91,7 +85,7 @@ class Products:
         factors = range(10, 100)
         self._all = [_product(a, b) for a in factors for b in factors]
 
-        # a*b and b*a have the same key. So a run never trains on a*b and validates on b*a.
+        # a*b and b*a share a key, so no run trains on a*b and validates on b*a
         kept = sorted({problem.key for problem in self._all}, key=lambda key: fraction(key, seed))
         if not 1 <= num_held_out <= len(kept) // 2:
             raise ValueError(
@@ -111,11 +105,10 @@ class Products:
         return Calculation(problem)
 
     def demonstration(self, problem: Problem) -> Sequence[str]:
-        """The policy's completions in one episode, for the supervised phase before RL.
+        """The turns of the policy in one episode.
 
-        One third of the demonstrations ask the calculator and then repeat its answer. The other demonstrations have only one completion: a
-        guess from 1000 to 1999. So the demonstrations show the form of a completion, but not that asking the calculator is better. After the
-        supervised phase a greedy policy guesses. The rewards then teach it to ask.
+        One third ask the calculator and repeat its answer, the others guess a number from 1000 to
+        1999. So SFT shows the form of a completion, and only RL shows that asking pays.
         """
         draw = Random(f"{self.seed}/{problem.prompt}")
         if draw.randrange(3):

@@ -16,12 +16,12 @@ from rl_actors.field_types import require_field_types
 
 REWARDS = ("exact_match", "math_verify", "regex", "task", "judge", "python")
 LIMITS_OF_RUN = ("reward_workers", "reward_timeout", "reward_retries", "reward_concurrency")
-"""Fields that apply to all rewards of a run. Only the field `environment` of a run's config can set them. The tasks of a mixture and the
-environments in the field `validation` cannot."""
+"""Fields of the whole run: only `environment` sets them, no part of a mixture and no entry of
+`validation`."""
 
 
 def _json_field(kind: type) -> PrimitiveConstructorSpec:
-    """The rule by which tyro, the command-line parser, reads a flag whose value is JSON of type `kind`."""
+    """How tyro reads a flag whose value is JSON of type `kind`."""
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar="JSON",
@@ -34,84 +34,74 @@ def _json_field(kind: type) -> PrimitiveConstructorSpec:
 @dataclass(kw_only=True)
 class EnvironmentConfig:
     task: str = "basic_arithmetic"
-    """The source of the problems: a reasoning-gym task; a .jsonl, .json, .csv, .tsv or .parquet file; a Hugging Face
-    data set; or a function as module:function. A data set is given by a directory or by an id. Both must contain a slash. If
-    `mixture` is set, `task` is not used."""
+    """A reasoning-gym task; a .jsonl, .json, .csv, .tsv or .parquet file; a Hugging Face data set
+    (directory or id, with a slash); or module:function. Unused with `mixture`."""
     options: Annotated[dict[str, object], _json_field(dict)] = field(default_factory=dict)
-    """Arguments of the reasoning-gym task, of the user's function, or of `datasets.load_dataset` for a Hugging Face
-    data set. The flag takes one JSON object, which replaces all default options."""
+    """Arguments of the reasoning-gym task, of your function or of `datasets.load_dataset`. The JSON
+    object replaces all default options."""
     mixture: Annotated[list[dict[str, object]], _json_field(list)] = field(default_factory=list)
-    """Several tasks instead of one task. The flag takes a JSON list with one object for each task. An object has "task"
-    and other fields of this config. A field that an object leaves out has this config's value. The field num_held_out
-    is an exception: an object that leaves it out gets a part of this config's value, in proportion to its weight. An
-    object may also have a "name", and a "weight" (default 1). The number of a task's training problems is proportional
-    to its weight."""
+    """Several tasks: a JSON list of objects with "task" and optionally "name", "weight" (default
+    1; training problems are in proportion) and other fields of this config. Omitted fields have
+    this config's values; num_held_out is shared by weight."""
     prompt_column: str = "prompt"
     """Column of the prompt in a file or a data set."""
     answer_column: str = "answer"
     """Column of the answer in a file or a data set."""
     rejected_column: str = ""
-    """Column of an answer that is worse than the answer in answer_column, in a file or a data set. controllers.dpo
-    trains on pairs of these two answers."""
+    """Column of the rejected answer of a preference pair, for controllers.dpo; answer_column has
+    the chosen one."""
     messages_column: str = "messages"
-    """Column of a conversation in a file or a data set: a list of {"role": …, "content": …}, of which all fields reach
-    the template; "weight" says how much a turn of the assistant is trained. This column is used if a
-    row of the data has no prompt column. The model's chat template then makes the prompt from the conversation. If the
-    row has no answer column either, and the last message has the role assistant, this message is the answer."""
+    """Column of a conversation, used by rows without a prompt column: a list of {"role": …,
+    "content": …} for the chat template. "weight" of an assistant's turn scales its loss. Without an
+    answer column, the assistant's last message is the answer."""
     tools_column: str = "tools"
-    """Column of the tools that the chat template shows beside the conversation: a list of descriptions, or its JSON."""
+    """Column of the tools for the chat template: a list of descriptions, or its JSON."""
     split: str = "train"
     """Split of a Hugging Face data set."""
     held_out_task: str = ""
-    """Another file or data set, from which at most num_held_out held-out problems are taken. A held-out problem is not
-    trained on, even if the data of `task` also has it. Empty: the held-out problems are taken from the data of
-    `task`."""
+    """File or data set that gives at most num_held_out held-out problems, which are never trained
+    on. Empty: `task`."""
     held_out_split: str = ""
-    """Split of held_out_task from which the held-out problems are taken. If held_out_task is empty, this is a split of
-    `task`. Empty: the split that `split` names."""
+    """Split of held_out_task, or of `task` if that is empty. Empty: `split`."""
     prompt: str = "{question}"
-    """Template of the prompt, e.g. "{expression}=". `{question}` stands for the prompt in the data. The template may
-    also use the keys of the problem's metadata. If the task is a file or a data set, these keys are the other
-    columns."""
+    """Template of the prompt, e.g. "{expression}=". {question} is the prompt in the data; other
+    keys are those of the problem's metadata, or the other columns."""
     remove_whitespace: bool = False
-    """Remove all whitespace from the prompt ("12 + 34=" becomes "12+34="). A character tokenizer then needs fewer tokens."""
+    """Remove all whitespace from the prompt, so that a character tokenizer needs fewer tokens."""
     prompt_pattern: str = ""
-    """Regular expression that the whole prompt must match, e.g. "\\d\\d\\+\\d\\d=". A problem whose prompt does not match is left out. Empty: no
-    problem is left out."""
+    """Regular expression that the whole prompt must match, e.g. "\\d\\d\\+\\d\\d="; other problems
+    are left out."""
     reward: str = "exact_match"
-    """Rule that scores a completion. exact_match compares completion and answer without surrounding whitespace.
-    math_verify compares their mathematical values. regex compares the last match of reward_pattern in the completion
-    with the last match in the answer. task uses the score of the reasoning-gym task. judge asks another model. python
-    runs the program in the completion, and then the tests in the answer. module:function calls your function(answer,
-    completion), which returns a number. A task that is module:function has its own reward and does not use
-    this field."""
+    """exact_match ignores surrounding whitespace. math_verify compares mathematical values, regex
+    the last matches of reward_pattern. task is the reasoning-gym score. judge asks a model. python
+    runs the completion's program, then the tests in the answer. module:function is your
+    function(answer, completion) -> number. Unused if `task` is module:function."""
     reward_pattern: str = ""
-    """For the reward regex: a regular expression. The reward compares the first group of a match. If the pattern has no
-    group, the reward compares the whole match. If the answer has no match, its whole text is compared."""
+    """For the reward regex, which compares the first group of a match, or the whole match if there
+    is no group. An answer without a match is compared whole."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
-    """For the reward judge: the model that judges, and its prompt."""
+    """For the reward judge."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
-    """For the reward python: limits of the program."""
+    """For the reward python."""
     reward_workers: int = 0
-    """Number of processes that call the reward functions. Slow functions then run at the same time in several
-    processes, and the controller goes on meanwhile. 0: the controller calls the functions itself. The controller always
-    calls `async` functions itself."""
+    """Processes that call reward functions in parallel. 0: the controller calls them itself, as it
+    always does with `async` functions."""
     reward_timeout: float = 60.0
-    """Seconds in which a reward function must return. A function that takes longer is called again. The limit holds for
-    `async` functions and, if reward_workers is above 0, for all other functions, too."""
+    """Seconds for a call of an `async` function, and of any function if reward_workers is above 0;
+    then it is retried."""
     reward_retries: int = 2
-    """How often a reward function is called again if it fails or takes too long. If the last call fails, too, the run
-    ends. If reward_workers is 0, only `async` functions are called again."""
+    """Retries of a call that failed or timed out, before the run ends. Only `async` functions if
+    reward_workers is 0."""
     reward_concurrency: int = 64
-    """Largest number of calls of `async` reward functions that run at the same time."""
+    """Concurrent calls of `async` reward functions."""
     num_held_out: int = 512
-    """Number of distinct problems that are used for validation and never for training. If held_out_task or
-    held_out_split is set, there may be fewer. A named validation set from a file or a data set may also have fewer."""
+    """Distinct problems for validation, never trained on. May be fewer with held_out_task,
+    held_out_split, or a named validation set from data."""
     seed: int = 0
-    """Seed of the problems, of their order, and of the choice of the held-out problems."""
+    """Seed of the problems, their order and the choice of the held-out problems."""
     held_out_seed: int | None = None
-    """Seed of the choice of the held-out problems alone. None: `seed`; a run that starts from an export of another run
-    takes that run's."""
+    """Seed of the choice of the held-out problems alone. None: `seed`, or that of the run whose
+    export this run starts from."""
 
     @property
     def seed_of_held_out(self) -> int:
@@ -119,11 +109,11 @@ class EnvironmentConfig:
 
     @property
     def has_own_held_out(self) -> bool:
-        """True if the held-out problems come from another file, data set or split than the training problems."""
+        """True if the held-out problems come from another file, data set or split."""
         return bool(self.held_out_task or self.held_out_split)
 
     def of_held_out(self) -> "EnvironmentConfig":
-        """The config whose `task` and `split` are those of the held-out problems."""
+        """The config with the task and split of the held-out problems."""
         return replace(self, task=self.held_out_task or self.task, split=self.held_out_split or self.split)
 
     @property
@@ -140,7 +130,7 @@ class EnvironmentConfig:
 
     @property
     def source(self) -> str:
-        """The task with its options and its prompt pattern, for error texts."""
+        """Names the task in error texts."""
         text = f"task={self.task!r} with options={self.options}"
         return text + (f" and prompt_pattern={self.prompt_pattern!r}" if self.prompt_pattern else "")
 
@@ -152,10 +142,7 @@ class EnvironmentConfig:
         return sorted(task for task in tasks if is_data_file(task) or ("/" in task and Path(task).is_dir()))
 
     def validate(self) -> None:
-        """Raises ValueError for a wrong value that can be found without reading the data of the task.
-
-        `build_environment` reads the data and finds all other wrong values.
-        """
+        """Raises ValueError for what is wrong whatever the data; `build_environment` reads them."""
         if self.num_held_out < 1:
             raise ValueError(f"num_held_out={self.num_held_out}; it must be at least 1")
         if not isinstance(self.options, dict):
@@ -204,8 +191,8 @@ class EnvironmentConfig:
             raise ValueError(f"reward_workers={self.reward_workers}; it must be at least 0")
         self.sandbox.validate()
         if self.reward == "python" and self.sandbox.seconds >= self.reward_timeout:
-            # A program that sleeps is killed only after sandbox.seconds. With a shorter reward_timeout its reward would
-            # time out in every attempt, and the run would end.
+            # a sleeping program is killed only after sandbox.seconds: a shorter timeout would fail
+            # every attempt
             raise ValueError(
                 f"reward_timeout={self.reward_timeout:g}; it must be above {self.sandbox.seconds}, the wall-clock seconds that "
                 f"a program may take ({CLOCK_FACTOR} times sandbox.cpu_seconds={self.sandbox.cpu_seconds})"

@@ -1,4 +1,4 @@
-"""Problems from a file or from a Hugging Face data set. All problems are read at the start."""
+"""Problems from a file or a Hugging Face data set, all read at the start."""
 
 import functools
 import json
@@ -16,18 +16,17 @@ from controllers.environments.held_out import digest_of, hold_out
 
 
 class DataEnvironment:
-    """A task whose problems come from a file or a data set. Every epoch gives the training problems in another order."""
+    """A task from a file or a data set. Every epoch has its own order."""
 
     def __init__(self, config: EnvironmentConfig, rows: Iterable[Row] | None = None, *, trains: bool = True):
-        """rows: the rows of the task. None: they are read from the file or the data set of the config.
-        trains: False if no problem is trained on, so that all problems may be held out.
+        """rows: None reads those of the config. trains=False: all problems may be held out.
 
-        Raises ValueError for a bad row, naming its place, and for too few problems, naming the source of the problems.
+        Raises ValueError for a bad row, naming its place, and for too few problems, naming their
+        source.
         """
         self.config = config
         self.reward = text_score(config)
-        # The held-out problems come from `source`. If the training problems have another source, or if trains is False,
-        # all problems of `source` may be held out. Otherwise at most half of them may be held out.
+        # all may be held out if training has another source, or if nothing is trained; else half
         source = config.of_held_out()
         if trains and config.has_own_held_out:
             rows = read_rows(config) if rows is None else rows
@@ -46,7 +45,7 @@ class DataEnvironment:
         keys = {problem.key for problem in self._held_out}
         self._training = [problem for problem in problems if problem.key not in keys]
         self.trains = trains
-        # Rows that leave training because a held-out problem or an earlier run has their key.
+        # rows with the key of a held-out problem, of this run or an earlier one
         self.num_excluded = 0
         if trains:
             self.num_excluded = len(problems) - len(self._training)
@@ -54,7 +53,7 @@ class DataEnvironment:
             self._require_training()
 
     def exclude(self, digests: frozenset[str]) -> None:
-        """Train on no problem whose key has one of these digests. Raises ValueError if no problem is left."""
+        """Train on no problem whose digest_of(key) is given. Raises ValueError if none is left."""
         left = [problem for problem in self._training if digest_of(problem.key) not in digests]
         self.num_excluded += len(self._training) - len(left)
         self._training = left
@@ -74,7 +73,7 @@ class DataEnvironment:
 
     @property
     def training_problems(self) -> list[Problem]:
-        """All training problems, in the order of the file."""
+        """In the order of the file."""
         return self._training
 
     def held_out(self) -> list[Problem]:
@@ -97,18 +96,17 @@ def _shuffled(length: int, seed: str) -> list[int]:
 
 
 def read_rows(config: EnvironmentConfig) -> Iterator[Row]:
-    """The rows of the file or the data set of a config."""
     return read_file(config.task) if config.is_file else read_dataset(config.task, config.split, config.options)
 
 
 def read_entries(config: EnvironmentConfig, rows: Iterable[Row]) -> Iterator[Entry]:
-    """An Entry for each row: the question, the answer, the messages and the other columns.
+    """An Entry for each row.
 
-    Raises ValueError, naming the row, if a column is missing, if a question or an answer is neither text nor a number,
-    or if a conversation is not a list of messages. Also raises ValueError if a question or an answer has another type
-    than in earlier rows, or if the chosen and the rejected answer of a row are equal.
+    Raises ValueError, naming the row, for a missing column; a question or an answer that is neither
+    text nor a number, or of another type than in earlier rows; a conversation that is not a list of
+    messages; equal chosen and rejected answers.
     """
-    kinds: dict[str, tuple[type, str]] = {}  # for each column: the type of its values, and the place of its first row
+    kinds: dict[str, tuple[type, str]] = {}  # by column: type, and place of the first row
     used = (config.prompt_column, config.answer_column, config.messages_column)
     for where, row in rows:
         messages: list[Message] = []
@@ -137,8 +135,7 @@ def read_entries(config: EnvironmentConfig, rows: Iterable[Row]) -> Iterator[Ent
 def _require_pair(
     config: EnvironmentConfig, where: str, row: Mapping[str, object], kinds: dict[str, tuple[type, str]]
 ) -> None:
-    # A pair is a prompt with a chosen and a rejected answer. Its prompt cannot be a conversation, so the next line
-    # requires the prompt column.
+    # the prompt of a pair cannot be a conversation
     _column(config.prompt_column, where, row)
     chosen = config.answer_column
     rejected = config.rejected_column
@@ -153,10 +150,9 @@ def _require_pair(
 def _conversation(
     config: EnvironmentConfig, where: str, row: Mapping[str, object]
 ) -> tuple[list[Message], object, object]:
-    """The messages of a row, the question and the answer.
+    """Messages, question (the last message that is not the assistant's) and answer.
 
-    The question is the content of the last message that is not the assistant's. The answer is the value of the answer
-    column. If the row has no such column, the answer is the content of the last message, which must be the assistant's.
+    The answer is the answer column, or without it the last message, which must be the assistant's.
     """
     messages = _messages(config.messages_column, where, row)
     asked = [message for message in messages if message["role"] != "assistant"]
@@ -186,7 +182,7 @@ def _require_kind(column: str, value: object, where: str, kinds: dict[str, tuple
 
 
 def _messages(column: str, where: str, row: Mapping[str, object]) -> list[Message]:
-    """The conversation with all its fields. Fields of a message that are null are left out."""
+    """The conversation with all its fields but those that are null."""
     given = _column(column, where, row)
     if not isinstance(given, list) or not given:
         raise ValueError(f"{where}: column {column!r} holds {str(given)[:80]!r}, not a list of messages")
@@ -213,12 +209,12 @@ def _messages(column: str, where: str, row: Mapping[str, object]) -> list[Messag
 
 
 def _without_null(value: object) -> object:
-    """An object without its fields that are null. Other values as they are."""
+    """An object without its null fields; other values as they are."""
     return {name: field for name, field in value.items() if field is not None} if isinstance(value, dict) else value
 
 
 def _require_calls(where: str, calls: object) -> None:
-    """Raise ValueError, naming the row, if these are not tool calls as in OpenAI's protocol, with or without the level "function"."""
+    """Raises ValueError unless these are OpenAI's tool calls, the level "function" optional."""
     for call in calls if isinstance(calls, list) else [None]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):

@@ -1,4 +1,4 @@
-"""Makes problems from the entries of a task's data, and chooses the function that scores completions."""
+"""Makes problems from entries of data, and chooses the function that scores completions."""
 
 import inspect
 import re
@@ -16,7 +16,7 @@ from controllers.environments.own_code import imported, require_takes
 from controllers.environments.sandbox import Sandbox
 
 Score = Callable[[Problem, str], Reward | Awaitable[Reward]]
-"""Function of (problem, completion) that returns the reward, or an awaitable of the reward."""
+"""(problem, completion) -> reward, or an awaitable of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Entry:
 
 
 def require_answer(entry: Entry, config: EnvironmentConfig) -> None:
-    """Raise ValueError, naming the place, if no completion can earn the reward of the entry's answer."""
+    """Raises ValueError, naming the place, if no completion can earn the reward."""
     if config.reward == "math_verify" and not scores.gold_values(entry.answer):
         raise ValueError(
             f"{entry.place}: the answer {entry.answer[:80]!r} has no value that the reward math_verify can compare"
@@ -44,7 +44,7 @@ def require_answer(entry: Entry, config: EnvironmentConfig) -> None:
 
 
 def to_problem(entry: Entry, config: EnvironmentConfig) -> Problem:
-    """The problem of an entry. Raises ValueError if config.prompt is not a template, or uses a field that the entry does not have."""
+    """Raises ValueError if config.prompt is no template, or uses a field that the entry lacks."""
     fields = {**entry.metadata, "question": entry.question}
     try:
         prompt = config.prompt.format(**fields)
@@ -67,12 +67,12 @@ def to_problem(entry: Entry, config: EnvironmentConfig) -> Problem:
 
 
 def fits(problem: Problem, config: EnvironmentConfig) -> bool:
-    """True if the whole prompt matches config.prompt_pattern, or if there is no pattern."""
+    """True if the whole prompt matches config.prompt_pattern, or without a pattern."""
     return not config.prompt_pattern or re.fullmatch(config.prompt_pattern, problem.prompt) is not None
 
 
 def key_of(prompt: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    """The text that identifies a problem: its prompt, or its conversation without the answer, normalized for white space.
+    """Identifies a problem: the prompt, or the conversation without its answer.
 
     key_of("12 +  3 = ", []) -> "12 + 3 ="
     """
@@ -86,9 +86,10 @@ def key_of(prompt: str, messages: Sequence[Message], tools: Sequence[Mapping[str
 
 
 def text_score(config: EnvironmentConfig) -> Score:
-    """The function that scores completions as config.reward says. Only generated.py handles the value "task".
+    """The function for config.reward, other than "task" (generated.py).
 
-    Raises ValueError if the user's function cannot be imported, or does not take (answer, completion).
+    Raises ValueError if the user's function cannot be imported, or does not take (answer,
+    completion).
     """
     if config.reward == "judge":
         return Judge(config=config.judge)
@@ -108,7 +109,7 @@ def text_score(config: EnvironmentConfig) -> Score:
 
 @dataclass(frozen=True, slots=True)
 class TextScore:
-    """Scores a completion with a function of (answer, completion)."""
+    """Scores with a function of (answer, completion)."""
 
     compare: Callable[[str, str], Reward]
 
@@ -118,7 +119,7 @@ class TextScore:
 
 @dataclass(frozen=True, slots=True)
 class LaterTextScore:
-    """Scores a completion with an `async` function of (answer, completion)."""
+    """Scores with an `async` function of (answer, completion)."""
 
     compare: Callable[[str, str], Awaitable[Reward]]
 

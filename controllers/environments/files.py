@@ -1,4 +1,4 @@
-"""Reads the rows of data files and of Hugging Face data sets. Columns of CSV and TSV are text, and no value is guessed."""
+"""Reads the rows of data files and of Hugging Face data sets. Columns of CSV and TSV stay text."""
 
 import csv
 import gzip
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from pyarrow import ChunkedArray, DataType, Table
 
 Row = tuple[str, Mapping[str, object]]
-"""A row of the data, as (place, {column: value}). The place is a text for error messages, such as "tasks.jsonl:3"."""
+"""(place, {column: value}). The place is for error texts, such as "tasks.jsonl:3"."""
 
 TEXT_FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 FORMATS = (*TEXT_FORMATS, ".parquet", *(f"{each}.gz" for each in TEXT_FORMATS))
-"""Endings of the files that can be read, in lower case."""
+"""Endings of readable files, in lower case."""
 FORMATS_TEXT = ".jsonl, .ndjson, .json, .csv, .tsv (each also with .gz) and .parquet"
 
 
@@ -35,7 +35,7 @@ def is_data_file(path: str) -> bool:
 
 
 def read_file(path: str) -> Iterator[Row]:
-    """The rows of a file in one of FORMATS. Raises ValueError naming the file and, if it is known, the row."""
+    """Raises ValueError naming the file and, if known, the row."""
     ending = Path(path.lower().removesuffix(".gz")).suffix
     readers = {".json": _read_json, ".csv": _read_csv, ".tsv": _read_csv, ".parquet": _read_parquet}
     has_rows = False
@@ -54,7 +54,7 @@ def read_file(path: str) -> Iterator[Row]:
 
 
 def digest(task: str) -> str:
-    """A hash of the contents of a data file, or of the data files in a directory. "" if `task` is neither."""
+    """A hash of a data file, or of the data files in a directory; else ""."""
     if Path(task).is_dir():
         endings = (*FORMATS, ".arrow")
         files = sorted(path for path in Path(task).rglob("*") if path.is_file() and path.name.lower().endswith(endings))
@@ -71,11 +71,11 @@ def _read_text(path: str) -> str:
     data = Path(path).read_bytes()
     if path.lower().endswith(".gz"):
         data = gzip.decompress(data)
-    return data.decode("utf-8-sig")  # utf-8-sig drops a byte order mark
+    return data.decode("utf-8-sig")  # drops a byte order mark
 
 
 def _read_jsonl(path: str) -> Iterator[Row]:
-    # splitlines would also split at U+2028, which a JSON string may hold.
+    # splitlines would also split at U+2028, which a JSON string may hold
     text = _read_text(path).rstrip()
     for number, line in enumerate(text.split("\n") if text else [], 1):
         place = f"{path}:{number}"
@@ -149,8 +149,7 @@ def _rows_of(source: str, table: "Table") -> Iterator[Row]:
 
 
 def _column_values(column: "ChunkedArray") -> list[object]:
-    """The values of a column as its writer meant them: small floats by their shortest digits, nullable integers as such, and objects
-    without the fields that only other rows have."""
+    """Short decimals of float32, integers with gaps, objects without fields of other rows."""
     from pyarrow import types
 
     values = [_as_written(value, column.type) for value in column.to_pylist()]
@@ -163,7 +162,7 @@ def _column_values(column: "ChunkedArray") -> list[object]:
 
 
 def _as_written(value: object, kind: "DataType") -> object:
-    """A value of an Arrow type. 0.1 of float32 would become 0.10000000149011612, and an object gets null for each field of other rows."""
+    """float32 turns 0.1 into 0.10000000149011612, and an object gets the fields of other rows."""
     from pyarrow import types
 
     if value is None:
@@ -199,18 +198,16 @@ def _has_surrogate(value: object) -> bool:
 
 
 def read_dataset(task: str, split: str, options: Mapping[str, object]) -> Iterator[Row]:
-    """The rows of a Hugging Face data set. task: a directory, or the id of a data set in the cache or on the Hub.
+    """The rows of a Hugging Face data set, without columns of media. task: a directory, or an id.
 
-    Columns that hold images, audio or other media are left out.
-    Raises ValueError, naming the data set, if it cannot be loaded or decoded. If it cannot be loaded and task is an id,
-    the error has the command that fetches the data set.
+    Raises ValueError, naming the data set, if it cannot be loaded or decoded.
     """
     from datasets import load_dataset
 
     named = f"task={task!r}, split={split!r}"
     try:
         data = load_dataset(task, split=split, **{**_text_columns(task, split, options), **options})
-    except Exception as error:  # load_dataset raises errors of different classes for local and for remote data
+    except Exception as error:  # of many classes
         remedy = "" if os.path.isdir(task) else f"; to fetch it: hf download --repo-type dataset {task}"
         reason = str(error).split("\n")[0]
         raise ValueError(f"{named}: {reason}{remedy}") from None
@@ -220,7 +217,7 @@ def read_dataset(task: str, split: str, options: Mapping[str, object]) -> Iterat
             number, row = next(rows)
         except StopIteration:
             return
-        except Exception as error:  # each format of files has its own errors
+        except Exception as error:  # each format has its own errors
             raise ValueError(f"{named} cannot be decoded: {type(error).__name__}: {error}") from error
         place = f"{task}, row {number}"
         _require_text(place, row)
@@ -228,7 +225,7 @@ def read_dataset(task: str, split: str, options: Mapping[str, object]) -> Iterat
 
 
 def _decoded(data: "Dataset | IterableDataset") -> Iterator[Mapping[str, object]]:
-    """The rows as `datasets` decodes them, but for columns of floats, and of objects and lists that Arrow holds as such."""
+    """The rows as `datasets` decodes them, but floats, objects and lists as in Arrow."""
     from datasets import Dataset
     from pyarrow import types
 
@@ -249,7 +246,7 @@ def _decoded(data: "Dataset | IterableDataset") -> Iterator[Mapping[str, object]
 
 
 def _has_media(feature: object) -> bool:
-    """True for a feature that `datasets` decodes from the bytes of a file, such as an image, and for one that contains such a feature."""
+    """True for features decoded from a file's bytes, such as images, also inside others."""
     from datasets import Json
 
     if isinstance(feature, Mapping | list):
@@ -259,7 +256,7 @@ def _has_media(feature: object) -> bool:
 
 
 def _without_none(value: object, feature: object) -> object:
-    """Arrow gives every object all fields of its column, with null in those that it lacks. A Json feature holds the object as it is."""
+    """Drops the nulls that Arrow adds for fields of other rows. A Json feature keeps its object."""
     from datasets import Json
 
     if isinstance(feature, Json):
@@ -274,7 +271,7 @@ def _without_none(value: object, feature: object) -> object:
 
 
 def _text_columns(task: str, split: str, options: Mapping[str, object]) -> dict[str, object]:
-    """For a data set of CSV files: options that keep every value as text. {} for other data sets."""
+    """Options that keep every value of CSV files as text; {} for other data sets."""
     from datasets import Features, Value, load_dataset, load_dataset_builder
     from datasets.packaged_modules.csv.csv import CsvConfig
 

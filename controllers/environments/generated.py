@@ -1,4 +1,4 @@
-"""An environment whose problems are drawn at random from a task of reasoning-gym."""
+"""Problems drawn at random from a task of reasoning-gym."""
 
 import difflib
 from dataclasses import dataclass
@@ -14,22 +14,15 @@ if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
 HELD_OUT_SHARE = 1 / 8
-"""The held-out problems are taken from this share of a task's problem keys: the keys with the lowest hashes.
+"""Share of the keys, those with the lowest hashes, of which problems are held out.
 
-If fewer than `num_held_out` such keys are found, keys with higher hashes are held out, too. ValueError is raised
-if `num_held_out` is more than half of all found keys.
-"""
+With fewer than `num_held_out` found, higher hashes count, too, up to half of the found keys."""
 
 DRAWS_PER_PROBLEM = 1000
-"""Largest number of draws for one training problem.
-
-If training can use none of these draws, the run ends with an error.
-"""
+"""Draws for one training problem before ValueError."""
 
 
 class GeneratedEnvironment:
-    """Problems that are drawn at random from a reasoning-gym task."""
-
     def __init__(self, config: EnvironmentConfig, dataset: "ProceduralDataset"):
         self.config = config
         self.dataset = dataset
@@ -46,7 +39,7 @@ class GeneratedEnvironment:
         self._excluded: frozenset[str] = frozenset()
 
     def exclude(self, digests: frozenset[str]) -> None:
-        """Give no training problem whose key has one of these digests (digests_of)."""
+        """Give no training problem with one of these digests (digests_of)."""
         self._excluded |= digests
 
     def _read(self, position: int) -> Problem:
@@ -55,8 +48,8 @@ class GeneratedEnvironment:
         return to_problem(entry, self.config)
 
     def problem(self, index: int) -> Problem:
-        # Entry i of reasoning-gym's seed s equals entry i + 1 of seed s - 1. If entries were taken in order, two
-        # datasets with neighboring seeds would give nearly the same problems. So entries are drawn at random.
+        # entry i of seed s is entry i + 1 of seed s - 1: in order, neighboring seeds would give the
+        # same problems
         draws = Random(f"{self.config.seed}/{index}")
         for _ in range(DRAWS_PER_PROBLEM):
             problem = self._read(draws.randrange(len(self.dataset)))
@@ -78,7 +71,7 @@ class GeneratedEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class TaskScore:
-    """The score that the reasoning-gym task gives to a completion."""
+    """The score of the reasoning-gym task."""
 
     dataset: "ProceduralDataset"
 
@@ -88,10 +81,7 @@ class TaskScore:
 
 
 def reasoning_gym(config: EnvironmentConfig) -> GeneratedEnvironment:
-    """The environment of a reasoning-gym task.
-
-    Raises ValueError for an unknown task, for options that the task refuses, and for a num_held_out that is too large.
-    """
+    """Raises ValueError for an unknown task, wrong options, or a num_held_out that is too large."""
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if config.task not in DATASETS:

@@ -1,5 +1,4 @@
-"""A guessing game over several turns: the policy looks for a secret digit. After each guess a hint says whether the secret is larger or
-smaller."""
+"""A guessing game of several turns: find a secret digit by hints of larger or smaller."""
 
 from random import Random
 
@@ -10,11 +9,9 @@ DIGITS = 10
 
 
 class Game:
-    """One game. In each turn the policy guesses one digit and gets a reply.
+    """A game. "+": the secret is larger than the guess, "-": smaller, "=": found, "?": no digit.
 
-    The reply "+" means that the secret is larger than the guess, and "-" that the secret is smaller. "=" means that the
-    guess is the secret. "?" means that the completion is not a single digit. The prompt of a game is also "?". A game
-    ends with "=", or after the last guess.
+    The prompt is also "?". The game ends with "=" or after the last guess.
     """
 
     def __init__(self, secret: int, num_guesses: int) -> None:
@@ -27,7 +24,7 @@ class Game:
     def step(self, completion: str) -> Reply:
         self.num_left -= 1
         if not completion.isdecimal() or len(completion) > 1:
-            return Reply(observation="?", is_over=self.num_left == 0)  # the turn still counts as a guess
+            return Reply(observation="?", is_over=self.num_left == 0)  # counts as a guess
         guess = int(completion)
         if guess == self.secret:
             return Reply(observation="=", reward=1.0, is_over=True)
@@ -35,11 +32,10 @@ class Game:
 
 
 class GuessingGame:
-    """The task: games in which the ten secrets are equally frequent. The reward is 1 if the policy finds the secret
-    within `num_guesses` guesses, and else 0.
+    """Ten equally frequent secrets. The reward is 1 if found within `num_guesses` guesses, else 0.
 
-    There are only ten distinct games, so none is kept out of training. The "held-out" problems are the games whose secret
-    is below num_held_out. Training has these games, too.
+    Not held out from training: the "held-out" problems are the games with a secret below
+    num_held_out.
     """
 
     def __init__(self, *, seed: int, num_held_out: int, num_guesses: int = 4) -> None:

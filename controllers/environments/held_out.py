@@ -1,7 +1,4 @@
-"""Chooses the held-out problems: the problems whose keys have the lowest hashes.
-
-Problems whose keys have higher hashes may be trained on.
-"""
+"""Chooses the held-out problems: those whose keys have the lowest hashes."""
 
 import json
 import re
@@ -17,14 +14,14 @@ from rl_actors.json_files import read_object
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """What a run held out, so that later runs from its weights hold out the same problems and train on none of them."""
+    """What a run held out; later runs from its weights hold out the same."""
 
     seed: int
     digests: frozenset[str]  # digest_of of every key
 
     @classmethod
     def read(cls, file: Path) -> "HeldOut | None":
-        """None if there is no such file. Raises ValueError, naming the file, if it is damaged."""
+        """None without such a file. Raises ValueError, naming the file, if it is damaged."""
         if not file.is_file():
             return None
         values = read_object(file)
@@ -37,17 +34,17 @@ class HeldOut:
 
 
 def fraction(key: str, seed: int) -> float:
-    """A hash of key and seed, as a number in [0, 1). It is the same on every machine and in every process."""
+    """A hash in [0, 1), the same in every process."""
     return int.from_bytes(blake2b(f"{seed}/{key}".encode(), digest_size=6).digest(), "big") / 2**48
 
 
 def digest_of(key: str) -> str:
-    """A short hash of a key, under which a run remembers its held-out problems."""
+    """The short hash under which a run remembers a held-out key."""
     return blake2b(key.encode(), digest_size=8).hexdigest()
 
 
 def operands_or_key(problem: Problem) -> str:
-    """The sorted operands of plain arithmetic, else the key: if "12 + 34" is held out, "34 + 12" is not trained either."""
+    """The sorted operands of plain arithmetic, else the key: "34 + 12" goes with "12 + 34"."""
     expression = str(problem.metadata.get("expression", ""))
     if not re.fullmatch(r"[\d\s.+\-*/()]+", expression):
         return problem.key
@@ -55,7 +52,7 @@ def operands_or_key(problem: Problem) -> str:
 
 
 def digests_of(problems: Iterable[Problem]) -> frozenset[str]:
-    """What other environments must not train on: the digests of the problems' keys and of their operands."""
+    """Digests of keys and operands, for `exclude`."""
     return frozenset(digest_of(name) for problem in problems for name in (problem.key, operands_or_key(problem)))
 
 
@@ -71,13 +68,9 @@ def hold_out(
 ) -> tuple[list[Problem], float]:
     """The held-out problems, and the highest hash of their keys.
 
-    Reads problems until `number` keys with hashes below `share` are found, or until all problems are read. With share=0
-    all problems are read. Of the keys read, the `number` keys with the lowest hashes are then held out. If several
-    problems have the same key, only the first one counts. Raises ValueError, naming the source, if `number` is more than
-    half of the keys read.
-
-    If may_be_all is True, `number` has no limit, and ValueError is raised only if the source has no problem. If
-    `number` is larger than the number of keys, all keys are held out. key_of: makes the key from a problem.
+    Reads until `number` keys have hashes below `share` (0: reads all), and takes the `number`
+    lowest. Of problems with one key the first counts. Raises ValueError, naming the source, if
+    `number` is more than half of the keys read; with may_be_all only if there is no problem.
     """
     found: dict[str, tuple[float, Problem]] = {}
     num_low = 0

@@ -1,4 +1,4 @@
-"""A reward that another model, the judge, gives. The judge runs on an OpenAI-compatible server."""
+"""A reward by another model, the judge, on an OpenAI-compatible server."""
 
 import os
 import re
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 @dataclass(kw_only=True)
 class JudgeConfig:
     url: str = ""
-    """Address of the server up to /v1, e.g. http://localhost:8000/v1. The environment variable OPENAI_API_KEY has the server's API key."""
+    """Server up to /v1, e.g. http://localhost:8000/v1. OPENAI_API_KEY has its key."""
     model: str = ""
     """The judge's name on the server."""
     prompt: str = (
         "Question: {question}\nRight answer: {answer}\nAnswer of a student: {completion}\n\n"
         'How good is the answer of the student? End with a line "score: N", with N from 0 to 10.'
     )
-    """Template of the request to the judge. It may use {question}, {answer} (the right answer) and {completion} (the text to score). The
-    question is metadata["question"] of the problem. If this entry is missing, the question is the problem's prompt."""
+    """Request to the judge, with {question} (metadata["question"], else the prompt), {answer} (the
+    right one) and {completion}."""
     pattern: str = r"score:\s*(\d+(?:\.\d+)?)"
-    """Regular expression that finds the score in the judge's answer. The first group of the last match is the score."""
+    """Regular expression of the score: the first group of the last match in the judge's answer."""
     best_score: float = 10.0
-    """Score whose reward is 1. The reward is the score divided by best_score."""
+    """Score whose reward is 1; scores are divided by it."""
 
     def validate(self) -> None:
         if not re.match(r"https?://", self.url) or not self.model:
@@ -53,15 +53,14 @@ class JudgeConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
     config: JudgeConfig
-    clients: "list[AsyncOpenAI]" = field(default_factory=list)  # the first call adds the only client
+    clients: "list[AsyncOpenAI]" = field(default_factory=list)  # made by the first call
 
     async def __call__(self, problem: Problem, completion: str) -> float:
-        """The reward of a completion. Raises errors of the package openai. Raises ValueError if the judge's answer has no score, or a score
-        above best_score."""
+        """Raises openai's errors, and ValueError without a score, or one above best_score."""
         from openai import AsyncOpenAI
 
         if not self.clients:
-            key = os.environ.get("OPENAI_API_KEY", "none")  # a local server such as vLLM's needs no key
+            key = os.environ.get("OPENAI_API_KEY", "none")  # a local server needs no key
             self.clients.append(AsyncOpenAI(base_url=self.config.url, api_key=key, max_retries=0))
         question = str(problem.metadata.get("question", problem.prompt))
         request = self.config.prompt.format(question=question, answer=problem.answer, completion=completion)

@@ -1,5 +1,4 @@
-"""An environment that mixes the problems of several environments. The weight of an environment says how frequent its problems are in
-training."""
+"""An environment that mixes the problems of several environments by weight."""
 
 from collections import Counter
 from collections.abc import Awaitable, Sequence
@@ -13,10 +12,10 @@ from controllers.environments.config import LIMITS_OF_RUN, EnvironmentConfig
 from controllers.environments.held_out import digest_of, digests_of
 
 DRAWS_PER_PROBLEM = 1000
-"""Largest number of problems of a part that are looked at for one training problem."""
+"""Problems of a part that are tried for one training problem."""
 
 BLOCK = 100
-"""Training problems come in blocks of this many consecutive indices. An environment has the same number of problems in every block."""
+"""In each block of this many indices, a part has the same number of problems."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,15 +23,14 @@ class Part:
     """One of the environments of a mixture."""
 
     name: str
-    weight: float  # share of the training problems; the weights of all parts add up to 1
+    weight: float  # share of the training problems; all add up to 1
     config: EnvironmentConfig
 
 
 def read_parts(config: EnvironmentConfig) -> list[Part]:
-    """The parts of a mixture. Raises ValueError, naming the part, if a part is wrong.
+    """The parts, with unset fields from `config`. Raises ValueError, naming the part.
 
-    A field that a part does not set gets its value from `config`. num_held_out is an exception: if a part does not set this field, the part gets its
-    share of config.num_held_out, by weight, but at least 1.
+    num_held_out is divided by weight, at least 1 each.
     """
     if len(config.mixture) > BLOCK:
         raise ValueError(
@@ -81,7 +79,7 @@ class Excluding(Protocol):
 
 
 class MixedEnvironment:
-    """Problems of several environments. Each problem has the name of its environment as `source`."""
+    """Problems of several environments; `source` is the name of a problem's own."""
 
     def __init__(self, parts: Sequence[Part], environments: Sequence[Environment], seed: int):
         self.names = [part.name for part in parts]
@@ -89,11 +87,11 @@ class MixedEnvironment:
         self.seed = seed
         self.counts = _counts([part.weight for part in parts])
         self._excluded: frozenset[str] = frozenset()
-        # A problem that one part holds out is trained by no part.
+        # what one part holds out no part trains on
         self.exclude(digests_of(self.held_out()))
 
     def exclude(self, digests: frozenset[str]) -> None:
-        """Give no training problem whose key has one of these digests (digest_of)."""
+        """Give no training problem with one of these digests (digest_of)."""
         self._excluded |= digests
         for environment in self.environments.values():
             if isinstance(environment, Excluding):
@@ -108,7 +106,7 @@ class MixedEnvironment:
         return self._of(name, self._part_problem(name, block * count + order[:position].count(name)))
 
     def _part_problem(self, name: str, index: int) -> Problem:
-        """The part's problem of this index, or of the next drawn index if its key is excluded, as in a user's own part."""
+        """Draws another index if the key is excluded, which a user's own part may not do."""
         draws = Random(f"{self.seed}/{name}/{index}")
         tried = index
         for _ in range(DRAWS_PER_PROBLEM):
@@ -129,7 +127,7 @@ class MixedEnvironment:
 
 
 def _counts(weights: Sequence[float]) -> list[int]:
-    """For each environment the number of its problems in a block: weight * BLOCK, rounded, but at least 1. The numbers add up to BLOCK."""
+    """Problems of each part in a block: weight * BLOCK, rounded, at least 1, BLOCK in all."""
     counts = [max(1, int(weight * BLOCK)) for weight in weights]
     remainders = [weight * BLOCK - count for weight, count in zip(weights, counts, strict=True)]
     while sum(counts) != BLOCK:

@@ -1,7 +1,4 @@
-"""Finds the user's own functions and tasks by names such as module:function, and checks them before a run.
-
-If the user's code raises an exception, the error names the file and the line.
-"""
+"""Imports the user's functions and tasks by module:function, and checks them before a run."""
 
 import importlib
 import inspect
@@ -12,14 +9,11 @@ from controllers.environments.base import Problem
 
 
 def imported(field_name: str, name: str) -> Callable:
-    """The function or class with this name, such as "module:function".
-
-    Raises ValueError, naming the config field, if the import fails or if the imported object cannot be called.
-    """
+    """ "module:function" -> the function. Raises ValueError, naming the config field."""
     module, _, function = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), function)
-    except Exception as error:  # the import of the user's module may raise any exception
+    except Exception as error:  # the user's module may raise anything
         raise ValueError(f"{field_name}={name!r} cannot be imported: {described(error)}") from error
     if not callable(found):
         raise ValueError(f"{field_name}={name!r} is {type(found).__name__} {found!r}, not a function or a class")
@@ -27,22 +21,22 @@ def imported(field_name: str, name: str) -> Callable:
 
 
 def called(field_name: str, name: str, **arguments: object) -> object:
-    """The result of the function with this name. Raises ValueError, naming the config field, if the function raises an exception."""
+    """The result of the function. Raises ValueError, naming the config field, if it raises."""
     function = imported(field_name, name)
     try:
         return function(**arguments)
-    except Exception as error:  # the user's function may raise any exception
+    except Exception as error:  # the user's function may raise anything
         given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         raise ValueError(f"{field_name}={name!r} called with {given}: {described(error)}") from error
 
 
 def require_takes(name: str, function: object, *parameters: str) -> None:
-    """Raises ValueError if `function` cannot be called with one argument for each of these parameters."""
+    """Raises ValueError unless `function` can be called with these arguments."""
     if not callable(function):
         raise ValueError(f"{name} is {type(function).__name__} {function!r}, not a function")
     try:
         signature = inspect.signature(function)
-    except ValueError:  # inspect finds no signature of some functions that are written in C
+    except ValueError:  # some functions in C have no signature
         return
     try:
         signature.bind(*parameters)
@@ -51,10 +45,9 @@ def require_takes(name: str, function: object, *parameters: str) -> None:
 
 
 def require_problems(name: str, environment: object, *, trains: bool) -> None:
-    """Raises ValueError if the held-out problems or the first training problem do not fit the protocol `Environment`.
+    """Raises ValueError if held-out problems or problem(0) break the protocol, or keys repeat.
 
-    Also raises ValueError if two held-out problems have the same key.
-    trains: False if the environment is used only for validation. It then needs no training problems.
+    trains=False: validation only, which needs no training problems.
     """
     held_out = _asked(name, environment, "held_out")
     if not isinstance(held_out, list) or not held_out:
@@ -70,9 +63,9 @@ def require_problems(name: str, environment: object, *, trains: bool) -> None:
 
 
 def described(error: BaseException) -> str:
-    """The type and the text of an error, with file and line: described(KeyError("x")) -> "KeyError: 'x' (my_task.py:12)".
+    """described(KeyError("x")) -> "KeyError: 'x' (my_task.py:12)".
 
-    The file and line are those of the innermost frame outside this module and the import system.
+    The place is the innermost frame outside this module and the import system.
     """
     hidden = (__file__, importlib.__file__)
     frames = [
@@ -87,7 +80,7 @@ def described(error: BaseException) -> str:
 def _asked(name: str, environment: object, method: str, *arguments: int) -> object:
     try:
         return getattr(environment, method)(*arguments)
-    except Exception as error:  # the user's method may raise any exception
+    except Exception as error:  # the user's method may raise anything
         given = ", ".join(map(str, arguments))
         raise ValueError(f"{name}: {method}({given}) raised {described(error)}") from error
 

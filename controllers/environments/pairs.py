@@ -1,4 +1,4 @@
-"""Preference pairs that need no file. A pair is a right and a wrong answer to an addition."""
+"""Preference pairs that need no file: a right and a wrong sum."""
 
 from collections.abc import Iterator
 from random import Random
@@ -6,15 +6,13 @@ from random import Random
 from controllers.environments.config import EnvironmentConfig
 from controllers.environments.data import DataEnvironment, Row
 
-# the smallest and the largest term
+# smallest and largest term
 FIRST = 10
 LAST = 99
 
 
 def additions(*, seed: int, num_held_out: int) -> DataEnvironment:
-    """All additions of two two-digit terms. The chosen answer is the right sum. The rejected answer is a wrong sum: the sum
-    of two random terms. The random terms are unrelated to the prompt, so in most pairs even the first digits of the two
-    answers differ."""
+    """All sums of two-digit terms. The rejected answer is the sum of two random terms."""
     config = EnvironmentConfig(
         task="additions", answer_column="chosen", rejected_column="rejected", seed=seed, num_held_out=num_held_out
     )

@@ -1,7 +1,6 @@
-"""A pool of processes for slow reward functions. The event loop goes on while the processes work, and several rewards are computed at once.
+"""A pool of processes for slow reward functions, beside the event loop.
 
-The process pools of the standard library are not used, for two reasons. They cannot end a single process whose call
-hangs. And their processes import the program's main module, which takes seconds.
+The standard library's pools cannot end one process whose call hangs, and import the main module.
 """
 
 import asyncio
@@ -30,7 +29,7 @@ START_TIMEOUT = 120.0
 """Seconds in which a new process must import the reward functions."""
 
 END_TIMEOUT = 5.0
-"""Seconds to wait for the exit status of a process that has closed its connection."""
+"""Seconds to wait for the exit status of a process that closed its connection."""
 
 logger = logging.getLogger(__name__)
 
@@ -40,19 +39,15 @@ class RewardFailed(RuntimeError):
 
 
 class RewardPool:
-    """Processes that call the reward functions of environments. The pool has as many threads as processes. A thread
-    sends a request to a free process and waits for the answer.
+    """Processes that call reward functions; one thread each sends a request and waits.
 
-    The pool replaces a process that does not answer in time, or that ends. `close` ends all processes. They also end if
-    the process that made the pool ends.
+    A process that times out or ends is replaced. All end by `close`, or with their parent.
     """
 
     def __init__(self, environments: Mapping[str, Environment], *, num_workers: int) -> None:
-        """environments: the environments by name. Error texts show these names. Raises ValueError for a reward function
-        that cannot be pickled.
-        """
-        self._numbers: dict[int, int] = {}  # {id of an environment: index of its reward function}
-        self._environments = list(environments.values())  # keeps them alive, so that no other object gets the same id
+        """environments: by name, for errors. Raises ValueError for what cannot be pickled."""
+        self._numbers: dict[int, int] = {}  # {id(environment): index of its function}
+        self._environments = list(environments.values())  # keeps their ids taken
         functions: list[Callable] = []
         for name, environment in environments.items():
             function = reward_function(environment)
@@ -66,7 +61,7 @@ class RewardPool:
         self._workers = [_Worker() for _ in range(num_workers if functions else 0)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(max(1, num_workers), thread_name_prefix="reward")
-        self._lock = threading.Lock()  # held while a process starts, so that `close` sees every process
+        self._lock = threading.Lock()  # held while a process starts, so that `close` sees it
         self._is_closed = False
         self.num_replaced = 0
 
@@ -78,10 +73,10 @@ class RewardPool:
         self.close()
 
     def start(self) -> None:
-        """Start the processes. Raises ValueError, naming the functions, if a process cannot import them."""
+        """Raises ValueError, naming the functions, if a process cannot import them."""
         try:
-            # Linux kills a process of the pool when the thread that started the process ends (pool_worker.py). The
-            # threads of the pool live as long as the pool. So these threads start the processes.
+            # PR_SET_PDEATHSIG kills a process when the thread that started it ends, so the pool's
+            # own threads do
             for _ in self._threads.map(self._start, self._workers):
                 pass
         except BaseException:
@@ -91,7 +86,7 @@ class RewardPool:
             self._idle.put(worker)
 
     def close(self) -> None:
-        """End all processes, and the programs that rewards have started in them. A second call does nothing."""
+        """End all processes and what rewards started in them. May be called twice."""
         with self._lock:
             self._is_closed = True
             for worker in self._workers:
@@ -101,14 +96,14 @@ class RewardPool:
             worker.disconnect()
 
     def calls(self, environment: Environment) -> bool:
-        """True if the pool computes the rewards of this environment. The pool does not call `async` functions."""
+        """False for `async` functions."""
         return id(environment) in self._numbers
 
     async def ask(self, environment: Environment, *arguments: object, timeout: float) -> object:
-        """The answer of an environment's reward function. timeout: seconds, counted from the moment when a process is free.
+        """The answer of a reward function. timeout: seconds, from when a process is free.
 
-        Raises TimeoutError after this time. Raises RewardFailed if the function raised an exception or ended its process.
-        Raises ValueError if the process that replaces a hanging or ended process cannot load the functions.
+        Raises TimeoutError; RewardFailed if the function raised or its process ended; ValueError if
+        the replacement of a process cannot load the functions.
         """
         request = pickle.dumps((self._numbers[id(environment)], arguments))
         loop = asyncio.get_running_loop()
@@ -128,7 +123,7 @@ class RewardPool:
         return answer
 
     def _replace(self, worker: "_Worker", reason: Exception) -> None:
-        """Kill the worker's process, and start a new one. Does nothing if the pool is closed."""
+        """Restart the worker's process, unless the pool is closed."""
         with self._lock:
             if self._is_closed:
                 return
@@ -139,7 +134,7 @@ class RewardPool:
         self._start(worker)
 
     def _start(self, worker: "_Worker") -> None:
-        """Start the worker's process, and send the reward functions to it. Does nothing if the pool is closed."""
+        """Start a process with the reward functions, unless the pool is closed."""
         with self._lock:
             if self._is_closed:
                 return
@@ -153,7 +148,7 @@ class RewardPool:
         if error is None:
             return
         with self._lock:
-            # The process may still send its answer. The next `ask` would take that answer for the answer to its own request.
+            # a late answer would be taken for that of the next `ask`
             worker.kill()
             worker.disconnect()
         if not self._is_closed:
@@ -161,7 +156,7 @@ class RewardPool:
 
 
 class _Worker:
-    """One process of a pool, and the connection to it. Only one thread at a time uses a worker."""
+    """One process and its connection, used by one thread at a time."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -181,15 +176,15 @@ class _Worker:
                 env={"OMP_NUM_THREADS": "1", **os.environ},  # several processes share the cores
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C then reaches only the controller, which ends the new process later
+                start_new_session=True,  # Ctrl-C reaches only the controller
             )
         self._connection = ours
 
     def ask(self, request: bytes, timeout: float):
-        """Send a message to the process, and return the answer.
+        """Send a message and return the answer.
 
-        Raises TimeoutError if there is no answer within `timeout` seconds, and RewardFailed if the process has ended or does
-        not exist.
+        Raises TimeoutError after `timeout` seconds, RewardFailed if the process ended or does not
+        exist.
         """
         connection = self._connection
         if connection is None:
@@ -212,7 +207,7 @@ class _Worker:
         return f"ended with {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
 
     def kill(self) -> None:
-        """End the process and the other processes of its process group."""
+        """End the process group."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -225,26 +220,26 @@ class _Worker:
 
 
 def reward_function(environment: Environment) -> Callable:
-    """The environment's method that scores a whole group, or else the method that scores one completion."""
+    """The method that scores a whole group, else the one that scores a completion."""
     return getattr(environment, "rewards", None) or environment.reward
 
 
 def is_async(function: Callable) -> bool:
-    """True for an `async` function, and for an object whose `__call__` is `async`."""
+    """Also for an object whose `__call__` is `async`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _require_picklable(name: str, function: Callable, num_workers: int) -> None:
     try:
         cloudpickle.dumps(function)
-    except Exception as error:  # the class of the error depends on the object
+    except Exception as error:  # of many classes
         raise ValueError(
             f"{name}: reward_workers={num_workers}, but the reward {name_of(function)} cannot be sent to a process: {error}"
         ) from None
 
 
 def name_of(function: Callable) -> str:
-    """The name of a reward function for errors: name_of(NextNumber(…).reward) is "next_number:NextNumber"."""
+    """name_of(NextNumber(…).reward) -> "next_number:NextNumber"."""
     named = getattr(function, "compare", getattr(function, "__self__", function))
     named = named if hasattr(named, "__qualname__") else type(named)
     return f"{named.__module__}:{named.__qualname__}"

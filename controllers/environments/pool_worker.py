@@ -1,8 +1,7 @@
-"""A process that calls reward functions for a RewardPool. It imports neither torch nor Monarch, so it starts in a fraction of a second.
+"""A process that calls reward functions for a RewardPool, without torch and Monarch.
 
-The pool and this process exchange pickles over one connection. The first message is the list of reward functions. The
-answer to it is None, or the text of an error. Every further message is a pair (index of a function in the list,
-arguments of the call). The answer to it is (True, reward) or (False, text of the exception).
+Pickles over one connection: the list of functions is answered by None or the text of an error, then
+each (index of a function, arguments) by (True, reward) or (False, text of the exception).
 """
 
 import asyncio
@@ -27,20 +26,19 @@ sys.path[:] = sys.argv[2:]
 from controllers.environments.pool_worker import main
 main(int(sys.argv[1]))
 """
-"""Program of a new process. Its arguments are the number of the connection's file descriptor, and then the entries of
-sys.path of the process that starts it."""
+"""Arguments: file descriptor of the connection, entries of sys.path."""
 
 
 def main(handle: int) -> None:
-    """Answer messages until the pool closes the connection. handle: file descriptor of the connection."""
+    """Answer until the pool closes the connection. handle: its file descriptor."""
     _prepare()
-    os.set_inheritable(handle, False)  # otherwise a program that a reward starts would keep the connection open
+    os.set_inheritable(handle, False)  # else programs of rewards keep the connection open
     connection = Connection(handle)
     try:
         functions: Sequence[Callable] = pickle.loads(connection.recv_bytes())
     except EOFError:
         return
-    except Exception as error:  # whatever the user's modules raise when they are imported
+    except Exception as error:  # the user's modules may raise anything
         connection.send_bytes(pickle.dumps(described(error)))
         return
     connection.send_bytes(pickle.dumps(None))
@@ -53,13 +51,11 @@ def main(handle: int) -> None:
 
 
 def _prepare() -> None:
-    faulthandler.enable()  # if a reward crashes the process, Python prints the line that crashed
-    # prctl makes Linux kill this process when its parent thread ends. So this process also ends if the pool's
-    # process is killed while a reward hangs.
+    faulthandler.enable()  # prints the line that crashed
+    # ends this process with its parent thread, also while a reward hangs
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # A scheduler may send SIGTERM or SIGINT to all processes of a job. This process ignores both signals, because the
-    # run still needs rewards. The pool ends this process later. The code below sets a handler that does nothing,
-    # instead of SIG_IGN. Programs that a reward starts would inherit SIG_IGN, and the signals could not end them.
+    # A scheduler may signal all processes of a job, but the run still needs rewards. SIG_IGN would
+    # be inherited by programs that a reward starts.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
 

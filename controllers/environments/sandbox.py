@@ -1,7 +1,7 @@
-"""A reward for Python code. The reward is 1 if the program in a completion passes the problem's tests, and 0 if not.
+"""A reward for Python code: 1 if the program in a completion passes the problem's tests, else 0.
 
-The program runs in a process with limits on time, memory and file size. If the system allows it, the process has no
-network. The limits keep mistakes from harming the run. They do not protect against code that is meant to do harm.
+Limits time, memory and file size, and has no network where the system allows it. Guards against
+mistakes, not against malice.
 """
 
 import ast
@@ -20,21 +20,18 @@ from pathlib import Path
 from controllers.environments.base import Problem
 
 FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([^\s`]*)[^\n`]*$", re.MULTILINE)
-"""A line that opens or closes a block of code. Group 1: the fence. Group 2: the language."""
+"""A fence of a block of code. Group 1: the fence, group 2: the language."""
 LANGUAGES = ("", "python", "python3", "py", "py3")
 CALLABLE = re.compile(r"^(?:async\s+def|def|class)\s+(\w+)", re.MULTILINE)
 ASSIGNED = re.compile(r"^(\w+)\s*(?::[^=\n]+)?=(?!=)", re.MULTILINE)
 """Names that a program defines at its top level."""
 MAX_FILE_BYTES = 1 << 20
 CLOCK_FACTOR = 4
-"""Wall-clock seconds that a program may take, for each CPU second that the program may use."""
+"""Wall-clock seconds per CPU second."""
 
-# This code runs in the new process before the program. `unshare` gives the process a network namespace of its own,
-# which has no network. If the system does not let a process make a namespace, the program runs with the network.
-# `prctl` makes the process end when its parent ends, even if the parent is killed. A new user namespace would undo
-# `prctl`. Therefore `prctl` comes after `unshare`. A program can end itself before its tests, with `exit()` for
-# example, and its exit status may be 0. Therefore passed tests give a secret exit status (`passed`), which is removed
-# from sys.argv before the program runs.
+# Runs before the program. `unshare` takes away the network, if the system allows it. `prctl` ends
+# the process with its parent; it comes after `unshare`, because a new user namespace undoes it.
+# Passed tests give a secret exit status, because a program may exit with 0 before its tests.
 LIMITED = """
 import ctypes, os, resource, signal, sys, types
 CLONE_NEWUSER, CLONE_NEWNET, PR_SET_PDEATHSIG = 0x10000000, 0x40000000, 1
@@ -58,20 +55,20 @@ for path, name in ((program, "program"), (tests, "__main__")):
 sys.exit(passed)
 """
 PASSED_STATUSES = [*range(100, 120), *range(121, 256)]
-"""Exit statuses that an error in Python does not give. (Python exits with 120 if the last output cannot be written.) For each program one
-of these statuses is drawn at random. The process exits with this status if the program's tests have passed."""
+"""Exit statuses that no Python error gives (120: the last output cannot be written). One is drawn
+for each program."""
 
 
 @dataclass(kw_only=True)
 class SandboxConfig:
     cpu_seconds: int = 5
-    """Seconds of CPU time that the program and its tests may use together. Their limit of wall-clock time is four times this number."""
+    """CPU seconds of the program with its tests; the wall-clock limit is four times as long."""
     memory_mib: int = 1024
     """Largest address space of the process, in MiB."""
 
     @property
     def seconds(self) -> int:
-        """Wall-clock seconds after which a program is killed."""
+        """Wall-clock limit of a program."""
         return CLOCK_FACTOR * self.cpu_seconds
 
     def validate(self) -> None:
@@ -85,10 +82,7 @@ class Sandbox:
     config: SandboxConfig
 
     async def __call__(self, problem: Problem, completion: str) -> float:
-        """1.0 if the program and then the tests run to their end without an error, else 0.0.
-
-        The problem's answer is the code of the tests, such as assert statements.
-        """
+        """1.0 if the program and then the tests (the problem's answer) run without error."""
         with tempfile.TemporaryDirectory() as folder:
             program = Path(folder) / "program.py"
             tests = Path(folder) / "tests.py"
@@ -114,15 +108,15 @@ class Sandbox:
             return False
         finally:
             with contextlib.suppress(ProcessLookupError):
-                # The process group has the program and the processes that it started.
+                # with the processes that the program started
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
 
 
 def program_of(completion: str, tests: str) -> str:
-    """The completion's longest block of Python that defines a name of the tests; else its last block; else the completion.
+    """The longest block that defines a name of the tests; else the last; else the completion.
 
-    A block that only assigns such a name counts only if no block has a function or a class of such a name: it uses the solution.
+    Assignments count only if no block has such a function or class, as they use the solution.
     """
     text = completion.replace("\r\n", "\n").replace("\r", "\n")
     blocks = _blocks(text)
@@ -135,7 +129,7 @@ def program_of(completion: str, tests: str) -> str:
 
 
 def _used(tests: str) -> set[str]:
-    """The names that the tests use and do not define themselves, imported names and attributes included; none if they are not Python."""
+    """The names, imports and attributes that the tests use but do not define."""
     tree = _parsed(tests)
     if tree is None:
         return set()
@@ -153,12 +147,12 @@ def _used(tests: str) -> set[str]:
 
 
 def _blocks(text: str) -> list[str]:
-    """What stands before the first fence, and the blocks of Python. The last block may lack its closing fence."""
+    """The text before the first fence, and the blocks of Python. The last may lack its fence."""
     blocks = []
     first = FENCE.search(text)
     if first is not None:
         before = text[: first.start()]
-        if _parsed(before) is not None:  # prose may look like a definition, as "add: total = a + b" does
+        if _parsed(before) is not None:  # prose may look like one: "add: total = a + b"
             blocks.append(before)
     opening = first
     while opening is not None:
@@ -178,7 +172,7 @@ def _blocks(text: str) -> list[str]:
 
 
 def _parsed(text: str) -> ast.Module | None:
-    """None if the text is not Python. A long row of operators takes the parser too much memory, which it says with a MemoryError."""
+    """None if not Python. A long row of operators gives MemoryError."""
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

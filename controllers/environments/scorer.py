@@ -1,9 +1,4 @@
-"""Calls reward functions to score completions.
-
-A reward function scores one completion, or all completions of a problem. Its answer is a reward, or a list of rewards.
-The function returns the answer, or an awaitable of the answer. A reward is a number, or a mapping from names of
-components to numbers.
-"""
+"""Calls reward functions: one completion or all of a problem, plain or `async`."""
 
 import asyncio
 import contextlib
@@ -23,11 +18,10 @@ from controllers.environments.pool import RewardPool, name_of, reward_function
 from controllers.environments.together import together
 
 TOTAL = "reward"
-"""Name of the component that is taken as the reward. If no component has this name, the reward is the sum of all components."""
+"""The component that is the reward; without it, the sum of all."""
 
 LONGEST_PAUSE = 30.0
-"""Longest pause, in seconds, before an `async` reward function is called again. The first pause is one second, and each later pause is
-twice as long as the pause before it. A reward server that restarts or is overloaded can recover in these pauses."""
+"""Retries of an `async` function wait 1, 2, 4, … s, at most this, for a server that restarts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,30 +29,27 @@ class Rewards:
     """Rewards of the completions of one problem."""
 
     totals: list[float]
-    # By name; None where the completion's reward lacks the component. Empty if the rewards are plain numbers.
+    # By name; None where a completion lacks the component. Empty for plain numbers.
     components: dict[str, list[float | None]]
     num_retries: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scorer:
-    """Calls the reward functions of environments.
-
-    An awaited answer has a time limit. If the await fails or takes too long, the scorer calls the function again.
-    """
+    """Calls reward functions; an awaited answer has a time limit and retries."""
 
     timeout: float = 60.0  # seconds
     max_retries: int = 2
-    # This semaphore limits the number of answers that are awaited at the same time. It does not count answers of the pool.
+    # concurrent awaited answers, without those of the pool
     slots: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, 64))
-    pool: RewardPool | None = None  # processes that call reward functions; `start` and `close` start and end them
+    pool: RewardPool | None = None
 
     @staticmethod
     def of(config: EnvironmentConfig, environments: Mapping[str, AnyEnvironment] | None = None) -> "Scorer":
-        """A scorer with the limits of a config. If reward_workers is above 0, a pool calls the reward functions that are not `async`.
+        """A scorer with the limits of a config, and with a pool if reward_workers is above 0.
 
-        environments: the environments by name. Error texts show these names. If reward_workers is above 0, raises ValueError for a
-        reward function that cannot be sent to a process, and for an environment with episodes.
+        environments: by name, for error texts. With a pool, raises ValueError for a reward function
+        that cannot be sent to a process, and for episodes.
         """
         with_reward: dict[str, Environment] = {}
         for name, environment in (environments or {}).items():
@@ -77,32 +68,29 @@ class Scorer:
         )
 
     def start(self) -> None:
-        """Start the processes of the pool. Raises ValueError, naming the functions, if a process cannot import them."""
+        """Start the pool. Raises ValueError, naming functions that a process cannot import."""
         if self.pool is not None:
             self.pool.start()
 
     def close(self) -> None:
-        """End the processes of the pool."""
         if self.pool is not None:
             self.pool.close()
 
     @property
     def num_replaced(self) -> int:
-        """Number of the pool's processes that were replaced because they ended or did not answer in time."""
+        """Processes of the pool that ended or timed out."""
         return 0 if self.pool is None else self.pool.num_replaced
 
     async def score(self, environment: Environment, problem: Problem, texts: Sequence[str]) -> Rewards:
-        """The rewards of the completions of a problem.
+        """Rewards by one call of `rewards(problem, completions)`, or by `reward` one by one.
 
-        If an environment has a method `rewards(problem, completions)`, it is called once for all completions. Otherwise `reward` is called
-        for each completion. Both methods may be `async`. A reward is a number or a mapping from names of components to numbers.
-        Raises RewardError, naming prompt and completion, for a reward that is not a finite number, and for a reward whose last retry failed.
-        Also raises RewardError if `rewards` does not give one reward for each completion.
+        Raises RewardError, naming prompt and completion, for a reward that is not finite, after the
+        last failed retry, or if `rewards` does not give one for each completion.
         """
         owner = _owner(environment, problem)
         if getattr(owner, "rewards", None) is not None:
             answers, num_retries = await self._ask(owner, problem, list(texts))
-            if hasattr(answers, "tolist"):  # an array of numpy or a tensor
+            if hasattr(answers, "tolist"):  # numpy or torch
                 answers = answers.tolist()
             if not isinstance(answers, Sequence) or isinstance(answers, str | bytes) or len(answers) != len(texts):
                 raise RewardError(
@@ -121,26 +109,26 @@ class Scorer:
         )
 
     async def try_on_answer(self, environment: Environment, problem: Problem) -> str:
-        """Score the answer of a problem. Returns a line with the reward. Raises ValueError, naming the reward function, if it fails."""
+        """A line with the reward of the problem's answer. Raises ValueError, naming the function."""
         name = name_of(reward_function(_owner(environment, problem)))
         tried = f"the reward {name} of the answer {problem.answer!r} of the held-out problem {problem.prompt!r}"
         try:
             [total] = (await self.score(environment, problem, [problem.answer])).totals
         except RewardError as error:
             raise ValueError(f"{tried} failed: {error}") from error
-        except Exception as error:  # the user's function may raise any exception
+        except Exception as error:  # the user's function may raise anything
             raise ValueError(f"{tried} failed: {described(error)}") from error
         return f"{tried} is {total:g}"
 
     async def _ask(self, environment: Environment, problem: Problem, completion: str | list[str]) -> tuple[object, int]:
-        """The answer, and the number of retries. Only awaited answers are retried, so a plain function in this process is called once."""
+        """The answer and the number of retries. Only awaited answers are retried."""
         limits: Callable[[], contextlib.AbstractAsyncContextManager[None]] = self.limits
         ask: Callable[[], object] = partial(reward_function(environment), problem, completion)
         pauses = True
         if self.pool is not None and self.pool.calls(environment):
             ask = partial(self.pool.ask, environment, problem, completion, timeout=self.timeout)
-            limits = contextlib.nullcontext  # the pool measures the time itself, from the moment when a process is free
-            # A retry needs no pause, because the pool has replaced a process that ended or did not answer.
+            limits = contextlib.nullcontext  # the pool counts from when a process is free
+            # no pause: the pool has replaced the process
             pauses = False
         for attempt in range(self.max_retries + 1):
             if attempt and pauses:
@@ -148,8 +136,7 @@ class Scorer:
             try:
                 answer = ask()
             except Exception as error:
-                # Only a function that is not `async` can raise here. The scorer takes the error for a bug, so it does
-                # not retry.
+                # raised by a plain function: a bug, so no retry
                 error.add_note(
                     f"The reward function raised this for completion {completion!r} of prompt {problem.prompt!r}."
                 )
@@ -166,18 +153,18 @@ class Scorer:
 
     @contextlib.asynccontextmanager
     async def limits(self) -> AsyncIterator[None]:
-        """Context manager in which an answer is awaited. Waits for a free slot. After `timeout` more seconds it cancels its body and raises TimeoutError."""
+        """Awaits a slot, then cancels its body after `timeout` seconds with TimeoutError."""
         async with self.slots, asyncio.timeout(self.timeout):
             yield
 
 
 def _owner(environment: Environment, problem: Problem) -> Environment:
-    """The environment itself, or the part of a mixture that the problem comes from."""
+    """The part of a mixture that the problem comes from, or the environment itself."""
     return environment.environments[problem.source] if isinstance(environment, MixedEnvironment) else environment
 
 
 def _without_mixtures(environments: Mapping[str, Environment]) -> dict[str, Environment]:
-    """The environments, with each mixture replaced by the environments that it mixes. The keys are the names that error texts show."""
+    """The environments, mixtures replaced by their parts; the keys are for error texts."""
     single: dict[str, Environment] = {}
     for name, environment in environments.items():
         parts = environment.environments if isinstance(environment, MixedEnvironment) else {}
@@ -186,10 +173,7 @@ def _without_mixtures(environments: Mapping[str, Environment]) -> dict[str, Envi
 
 
 def _parts(answer: Any, problem: Problem, text: str) -> dict[str, float]:
-    """The components of a reward, and their total under the name TOTAL.
-
-    Raises RewardError for a reward that is not a finite number, because it would spoil the advantages of its group.
-    """
+    """The components and their TOTAL. Raises RewardError for a reward that is not finite."""
     found = dict(answer) if isinstance(answer, Mapping) else {TOTAL: answer}
     try:
         parts = {str(name): as_reward(value) for name, value in found.items()}

@@ -1,11 +1,11 @@
-"""Functions that score a completion by comparing it with the right answer. They use no model."""
+"""Functions that compare a completion with the right answer. They use no model."""
 
 import functools
 import re
 import threading
 
 DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
-"""A text with one of these says itself where its mathematics is."""
+"""Marks where a text's mathematics is."""
 LATEX = re.compile(r"\\[A-Za-z]|\^|_\{")
 COMMANDS = re.compile(r"\\(?:begin|end)\{[^{}]*\}|\\text\{[^{}]*\}|\\[A-Za-z]+")
 WORDS = re.compile(r"[^\W\d_]{2,}")
@@ -20,7 +20,7 @@ def exact_match(answer: str, completion: str) -> float:
 
 
 def math_verify(answer: str, completion: str) -> float:
-    """1.0 when both texts have the same mathematical value, such as "0.5" and "$\\frac{1}{2}$"; else 0.0."""
+    """1.0 for the same mathematical value, such as "0.5" and "$\\frac{1}{2}$"; else 0.0."""
     from math_verify import verify
 
     name = _name(answer)
@@ -31,26 +31,27 @@ def math_verify(answer: str, completion: str) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def gold_values(answer: str) -> tuple:
-    """The values of a right answer: LaTeX with or without delimiters, an expression or a name. () if it has none.
+    """The values of a right answer: LaTeX, delimited or not, an expression or a name; or ().
 
     gold_values(r"2\\sqrt{3}") -> (2*sqrt(3), "2\\sqrt{3}")
     """
     name = _name(answer)
-    # Without \text, LaTeX reads a name as a product of letters, and an anagram has the same value.
+    # without \text, LaTeX reads a name as a product of letters, equal to its anagrams
     values = _values(answer, is_gold=True) if name is None else _parse(rf"$\text{{{name}}}$")
     return tuple(values) if any(not isinstance(value, str) for value in values) else ()
 
 
 def _name(text: str) -> str | None:
-    """The words of a text that is nothing but words, of which the first has two letters or more; lower case."""
+    """A text of words alone, in lower case, else None. The first has two letters or more."""
     found = NAME.fullmatch(text.strip())
     return (found[1] or found[2]).lower() if found else None
 
 
 def _values(text: str, *, is_gold: bool = False) -> list:
-    """What math_verify parses from a text. LaTeX without delimiters is read as LaTeX, whole.
+    """What math_verify parses. LaTeX without delimiters is read as LaTeX, whole.
 
-    A completion without LaTeX may also be a row of equations, such as "16-7=9, 9*2=18", so its last number counts, too.
+    Without LaTeX a completion may be equations, such as "16-7=9, 9*2=18", so its last number
+    counts, too.
     """
     values: list = []
     if not DELIMITED.search(text):
@@ -63,7 +64,7 @@ def _values(text: str, *, is_gold: bool = False) -> list:
 
 
 def _candidates(text: str) -> list[str]:
-    """What follows "is" or a colon in the last line, if anything does, and the whole text; both without marks of Markdown."""
+    """What follows "is" or a colon in the last line, and the whole text, without Markdown."""
     whole = text.strip()
     last_line = (whole.splitlines() or [""])[-1]
     *_, rest = found = LEAD_IN.split(last_line)
@@ -72,7 +73,7 @@ def _candidates(text: str) -> list[str]:
 
 
 def _is_bare_math(text: str) -> bool:
-    """True for one line without words: the names of LaTeX's commands, and what stands in \\text, are none."""
+    """True for one line whose only words are LaTeX's commands and those in \\text."""
     return bool(text) and "\n" not in text and not WORDS.search(COMMANDS.sub(" ", text))
 
 
@@ -83,15 +84,15 @@ def _parse(text: str) -> list:
 
 
 def _timeout() -> int | None:
-    # The package implements its timeout with SIGALRM, and Python lets only the main thread handle signals.
+    # math_verify's timeout uses SIGALRM, which only the main thread can handle
     return 5 if threading.current_thread() is threading.main_thread() else None
 
 
 def last_match(pattern: str, answer: str, completion: str) -> float:
-    """1.0 when the last match of the pattern in the completion equals the last match in the answer; else 0.0.
+    """1.0 if the last matches in completion and answer are equal, else 0.0.
 
-    If the answer has no match, the whole answer is used instead. If the pattern has groups, the first group that took
-    part in the match is compared. Thousands separators do not count: "2,125" equals "2125".
+    An answer without a match counts whole. The first group that took part is compared, without
+    thousands separators: "2,125" equals "2125".
     last_match(r"#### (-?\\d+)", "72", "so 70 + 2\\n#### 72") -> 1.0
     """
     found = _last_found(pattern, completion)

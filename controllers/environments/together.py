@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 async def together(work: Iterable[Coroutine[object, None, T]]) -> list[T]:
-    """The results of all coroutines, in order. The first error cancels the other coroutines and is raised."""
+    """The results in order. The first error cancels the others and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in work]

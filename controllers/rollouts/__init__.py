@@ -1,1 +1,1 @@
-"""From problems to groups of completions with rewards and advantages: chat templates, episodes, the queue, evaluation."""
+"""From problems to groups of completions with rewards and advantages."""

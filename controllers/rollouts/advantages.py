@@ -1,7 +1,4 @@
-"""Pure functions that compute advantages [G, N] from rewards [G, N]: G groups, each with N completions of one prompt.
-
-Rewards may be float64; advantages are float32. The functions use neither tokens nor losses. Other modules choose the groups that a step trains on.
-"""
+"""Advantages [G, N] in float32 from rewards [G, N]: G groups of N completions of one prompt."""
 
 from collections.abc import Callable
 
@@ -10,7 +7,7 @@ from torch import Tensor
 
 
 def grpo(rewards_GN: Tensor, eps: float = 1e-6) -> Tensor:
-    """GRPO (arXiv 2402.03300): (reward - group mean) / (group std + eps). The std has N - 1 degrees of freedom.
+    """GRPO (arXiv 2402.03300): (reward - group mean) / (group std + eps), std by N - 1.
 
     grpo([[1, 0]]) -> [[0.7071, -0.7071]]
     """
@@ -19,7 +16,8 @@ def grpo(rewards_GN: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def dr_grpo(rewards_GN: Tensor) -> Tensor:
-    """Dr. GRPO (arXiv 2503.20783): reward - group mean. GRPO also divides by the std, which gives very easy and very hard prompts more weight.
+    """Dr. GRPO (arXiv 2503.20783): reward - group mean, without GRPO's extra weight for very easy
+    and very hard prompts.
 
     dr_grpo([[1, 0, 0, 1]]) -> [[0.5, -0.5, -0.5, 0.5]]
     """
@@ -32,15 +30,12 @@ def rloo(rewards_GN: Tensor) -> Tensor:
     rloo([[1, 0, 0]]) -> [[1, -0.5, -0.5]]
     """
     num_completions = rewards_GN.shape[-1]
-    # r - (sum - r) / (N - 1) equals N / (N - 1) * (r - sum / N).
+    # r - (sum - r) / (N - 1) equals N / (N - 1) * (r - sum / N)
     return _as_float32(_centered(rewards_GN) * num_completions / (num_completions - 1))
 
 
 def reinforce_plus_plus(rewards_GN: Tensor, eps: float = 1e-6) -> Tensor:
-    """REINFORCE++ with baseline (arXiv 2501.03262): reward - group mean. These differences are then normalized over the whole batch.
-
-    A group whose rewards are further apart gets larger advantages. `grpo` gives all groups advantages of about the same size.
-    """
+    """REINFORCE++ with baseline (arXiv 2501.03262): reward - group mean, normalized by batch."""
     centered_GN = _centered(rewards_GN)
     return _as_float32((centered_GN - centered_GN.mean()) / (centered_GN.std() + eps))
 
@@ -53,7 +48,7 @@ def _as_float32(advantages_GN: Tensor) -> Tensor:
 
 
 def _centered(rewards_GN: Tensor) -> Tensor:
-    """reward - group mean, in float64: float32 would lose the differences of large rewards."""
+    """reward - group mean, in float64, because float32 loses differences of large rewards."""
     if rewards_GN.ndim != 2 or rewards_GN.shape[0] < 1 or rewards_GN.shape[1] < 2:
         raise ValueError(f"rewards have shape {tuple(rewards_GN.shape)}; expected [G, N] with G >= 1 and N >= 2")
     if not torch.isfinite(rewards_GN).all():

@@ -1,4 +1,4 @@
-"""Converts conversations to tokens by the model's own chat template. This module does not depend on problems, actors or losses."""
+"""Conversations to tokens by the model's own chat template."""
 
 import json
 import re
@@ -15,48 +15,45 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tools = Sequence[Mapping[str, Any]]
-"""Descriptions of tools, which some templates show."""
+"""Descriptions of tools for the template."""
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
-"""Beginning of the Jinja tag {% generation %}. Some templates put this tag before the assistant's text, and {% endgeneration %} after it. For
-such a template transformers can return a mask of the assistant's tokens."""
+"""Jinja tag before the assistant's text, from which transformers makes a mask of the assistant's
+tokens."""
 
 FORMER_TURN = "former turn of the assistant"
-"""Text that stands for the assistant's former turn in `continuation`, which needs only the tokens after that turn."""
+"""Stands for the former turn in `continuation`, which needs only the tokens after it."""
 
 THINK_TAG = re.compile(r"(</?think>)")
 
 PLACEHOLDER = "QZ{}ZQ"
-"""Takes the place of a text to find out whether the template shows the text; formatted with an index."""
+"""Stands for a text, to find out whether the template shows it; formatted with an index."""
 
 
 @dataclass(kw_only=True)
 class ChatConfig:
-    """Says whether and how the model's chat template is used."""
+    """Whether and how the model's chat template is used."""
 
     enabled: bool = False
-    """True: each prompt is a user's message and goes through the template. A problem that has messages goes through the template in any case."""
+    """Format each prompt as a user's message. Problems with messages always use the template."""
     system: str = ""
-    """System message that is put before each conversation that has no system message. Empty: no system message is added."""
+    """System message for conversations without one. Empty: none."""
     thinking: bool | None = None
-    """Value of enable_thinking, which some templates read, such as Qwen3's. None: the template's default."""
+    """enable_thinking of templates such as Qwen3's. None: the template's default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns:
-    """The tokens of a conversation, up to the last token that is trained."""
+    """The tokens of a conversation, up to the last trained one."""
 
     tokens: list[int]
-    # For each token the weight of its message if it is the assistant's, else 0. If the template has no GENERATION_MARK, the stop token after
-    # a turn of the assistant counts as the assistant's.
+    # by token, of its message if the assistant's, else 0; without GENERATION_MARK the stop token
+    # counts
     weights: list[float]
 
 
 class _Spelled:
-    """Texts of a conversation that spell special tokens. In a rendered conversation a mark stands for each of them.
-
-    The marks have a random part, so no text of a user can contain one.
-    """
+    """Texts that spell special tokens, each replaced by a mark with a random part."""
 
     def __init__(self, special_tokens: Sequence[str]) -> None:
         self.texts: list[str] = []
@@ -69,16 +66,16 @@ class _Spelled:
         return f"\ue000{self.nonce}.{len(self.texts) - 1}\ue001"
 
     def marked(self, value: Any) -> Any:
-        """The value, a message or a tool, with a mark for each such text."""
+        """A message or a tool with a mark for each such text."""
         return _with_texts(value, lambda text: self.pattern.sub(self._mark, text))
 
     def split(self, text: str) -> list[str]:
-        """A rendered text as pieces: at even places what stands between the marks, at odd places the index of a text."""
+        """Pieces of a rendered text: at odd places the index of a text, else what is between."""
         return re.split(f"\ue000{self.nonce}\\.(\\d+)\ue001", text)
 
 
 def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """The value with every text in it changed, but not the names of fields."""
+    """The value with every text changed, but not the names of fields."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -88,14 +85,14 @@ def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTemplate:
-    """The chat template of a tokenizer, with a run's ChatConfig. Every method raises ValueError if the template fails."""
+    """A tokenizer's chat template with a ChatConfig. Every method raises ValueError if it fails."""
 
     hf: "PreTrainedTokenizerBase"
     config: ChatConfig
     stop_token_ids: tuple[int, ...]
 
     def require_usable(self) -> None:
-        """Raise ValueError if there is no template, or if `thinking` is set and the template does not read enable_thinking."""
+        """Raises ValueError without a template, or for `thinking` that it does not read."""
         text = self._text()
         if self.config.thinking is not None and "enable_thinking" not in text:
             raise ValueError(
@@ -103,10 +100,7 @@ class ChatTemplate:
             )
 
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
-        """The tokens of the conversation and of the beginning of the assistant's next turn.
-
-        If the conversation ends with a turn of the assistant, this turn is left out.
-        """
+        """The conversation, without a last turn of the assistant, and the generation prompt."""
         conversation = self._prepared(messages)
         if conversation[-1]["role"] == "assistant":
             conversation = conversation[:-1]
@@ -114,10 +108,9 @@ class ChatTemplate:
         return self._tokens(conversation, tools, starts_turn=True)
 
     def continuation(self, messages: Sequence[Message], *, has_ended: bool) -> list[int]:
-        """The tokens after the assistant's former turn: the tokens of `messages` and of the beginning of the assistant's next turn.
+        """The tokens between the assistant's former turn and its next one.
 
-        has_ended: True if the tokens of the former turn already end with a stop token. If False, the returned tokens begin with the stop
-        token that ends the former turn.
+        has_ended: whether the former turn has its stop token; if not, the tokens begin with it.
         """
         former = [Message(role="user", content="?"), Message(role="assistant", content=FORMER_TURN)]
         self._require_shown([*former, *messages], (), first=len(former))
@@ -134,12 +127,11 @@ class ChatTemplate:
         return tokens[ends[0] + has_ended :]
 
     def turns(self, messages: Sequence[Message], tools: Tools = ()) -> Turns:
-        """The tokens of the conversation for training. The tokens of every turn of the assistant are trained.
+        """The tokens of a conversation, with weights for every turn of the assistant.
 
-        If the template has a GENERATION_MARK, the marks say which tokens are the assistant's. Otherwise a turn begins after the tokens that
-        the template puts before an answer (its generation prompt), and ends with the next stop token.
-        Raises ValueError if there is no turn to train on. Without a GENERATION_MARK also raises ValueError if a turn has no stop token, or if
-        the tokens before a turn are not the beginning of the whole conversation's tokens.
+        Without GENERATION_MARK a turn is what follows the generation prompt, up to the next stop
+        token. Raises ValueError without a turn to train on, without a stop token, or if the tokens
+        before a turn are no prefix of the whole conversation's.
         """
         conversation = self._prepared(messages)
         if GENERATION_MARK.search(self._text()):
@@ -154,7 +146,7 @@ class ChatTemplate:
         return Turns(tokens=tokens[: last + 1], weights=weights[: last + 1])
 
     def _marked(self, conversation: list[Message], tools: Tools) -> tuple[list[int], list[float]]:
-        """(tokens, weights), for a template that has a GENERATION_MARK."""
+        """(tokens, weights) with GENERATION_MARK."""
         spelled = self._spelled()
         spelled.marked([*conversation, *tools])
         if spelled.texts:
@@ -182,7 +174,7 @@ class ChatTemplate:
         return answer["input_ids"], weights
 
     def _found(self, conversation: list[Message], tools: Tools, tokens: list[int]) -> list[float]:
-        """The weights, for a template without a GENERATION_MARK. Finds each turn of the assistant in the tokens of the conversation."""
+        """The weights without GENERATION_MARK, by finding each turn in the tokens."""
         weights = [0.0] * len(tokens)
         for index, message in enumerate(conversation):
             if message["role"] != "assistant":
@@ -204,10 +196,10 @@ class ChatTemplate:
         return weights
 
     def _require_shown(self, conversation: list[Message], tools: Tools, *, first: int = 0) -> None:
-        """Raise ValueError for a text, a tool call or tools that the template drops. Messages before `first` are not checked.
+        """Raises ValueError for a text, tool call or tools from `first` on that are dropped.
 
-        All texts are replaced by placeholders, and those that the template shows must be in its text. A placeholder that is not there
-        as it is may have been changed by the template, so then the text of the whole conversation must depend on it.
+        Placeholders for all texts must be in the rendered text. The template may have changed one
+        that is not, so then the rendered conversation must depend on it.
         """
         asked = max((i for i, message in enumerate(conversation) if message["role"] == "user"), default=-1)
         holders: list[tuple[int, str, Message]] = []
@@ -232,7 +224,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template of {self.hf.name_or_path} drops the tools: {str(tools)[:200]}")
 
     def _try_render(self, conversation: list[Message], tools: Tools) -> str:
-        """The text of the conversation; "" if the template does not take it."""
+        """ "" if the template does not take the conversation."""
         try:
             return self._render(conversation, tools)
         except ValueError:
@@ -242,7 +234,7 @@ class ChatTemplate:
         return _Spelled([str(token) for token in self.hf.added_tokens_decoder.values() if token.special])
 
     def _encode_rendered(self, text: str, spelled: _Spelled) -> list[int]:
-        """The tokens of a rendered conversation. The text behind a mark never becomes a special token."""
+        """The text behind a mark never becomes a special token."""
         tokens: list[int] = []
         for place, piece in enumerate(spelled.split(text)):
             if place % 2:
@@ -253,16 +245,16 @@ class ChatTemplate:
         return tokens
 
     def _prepared(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages with the system message of the config, and with the content that the template takes beside tool calls."""
+        """The messages with the config's system message, and the content that tool calls need."""
         conversation = [self._with_shown_calls(message) for message in messages]
         if not self.config.system or any(message["role"] == "system" for message in messages):
             return conversation
         return [Message(role="system", content=self.config.system), *conversation]
 
     def _with_shown_calls(self, message: Message) -> Message:
-        """The message; if it has tool calls and no text, with the content "" or None, the first beside which the template shows the calls.
+        """For tool calls without text, the content "" or None, whichever first shows the calls.
 
-        The templates of DeepSeek drop the calls beside "". Others print None as text.
+        DeepSeek's templates drop the calls beside "", others print None.
         """
         if not message.get("tool_calls") or text_of(message).strip():
             return message
@@ -314,14 +306,14 @@ class ChatTemplate:
 
 
 def _replaceable(message: Message, *, is_last: bool) -> Iterator[Callable[[Message, str], Message]]:
-    """For each part of a message that the template must show: a function that puts a text in its place.
+    """By part that the template must show, a function that puts a text in its place.
 
-    is_last: True after the last question. Many templates drop the thinking of earlier turns, which the model does not see again.
+    is_last: after the last question. Many templates drop the thinking of earlier turns.
     """
     content = message["content"]
     for part, given in enumerate(content if isinstance(content, list) else [content or ""]):
         text = given if isinstance(given, str) else given.get("text")
-        # A template may drop the thinking inside a text, so each piece of the last turn's text counts.
+        # a template may drop only the thinking
         pieces = THINK_TAG.split(str(text or "")) if is_last else [str(text or "")]
         for piece in range(0, len(pieces), 2):
             if pieces[piece].strip():
@@ -361,6 +353,6 @@ def _with_call(message: Message, text: str, *, index: int, part: str) -> Message
 
 
 def _shown(conversation: Sequence[Message]) -> str:
-    """The conversation on one line, cut after 200 characters."""
+    """On one line, cut after 200 characters."""
     text = " ".join(f"{message['role']}: {text_of(message)!r}" for message in conversation)
     return text if len(text) <= 200 else text[:200] + "…"

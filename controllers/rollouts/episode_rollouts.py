@@ -1,7 +1,4 @@
-"""Rollouts of a task with episodes of several turns. The episodes of a problem form a group.
-
-The queue of rollouts and the training loops treat these groups like groups of single completions.
-"""
+"""Rollouts of episodes of several turns; the episodes of a problem form a group."""
 
 import asyncio
 from collections.abc import Sequence
@@ -25,10 +22,10 @@ from rl_actors import Completion, GeneratorClient
 
 
 class EpisodeRollouts(Rollouts):
-    """Plays group_size episodes of every problem, all at the same time.
+    """Plays group_size episodes of every problem at once.
 
-    The sampling seed of a turn depends only on the config, the problem's index, the episode's place in its group, and the
-    turn's index. So it does not depend on the order in which episodes finish.
+    Seeds depend on the config, the problem, the place in the group and the turn, not on the order
+    of finishing.
     """
 
     def __init__(
@@ -59,10 +56,7 @@ class EpisodeRollouts(Rollouts):
         self.player = player
 
     async def _complete_all(self, indices: Sequence[int], tasks: asyncio.TaskGroup, keep: Deliver) -> None:
-        """Play the episodes of these problems. `keep` is called with k and the group of the problem with index indices[k].
-
-        `tasks` is not used here. The base class uses it for tasks that compute rewards, but an episode that has ended already has its rewards.
-        """
+        """Play the episodes of these problems, which score themselves without `tasks`."""
 
         async def play(place: int, index: int) -> None:
             keep(place, await self._play(index, sender))
@@ -97,15 +91,12 @@ class EpisodeRollouts(Rollouts):
 
 @dataclass(frozen=True, kw_only=True)
 class _Policy(Sampled):
-    """The policy of one episode.
-
-    An error of the generator becomes a GenerationError. The queue of rollouts then requests the group again.
-    """
+    """The generator's errors become GenerationError, which the queue retries."""
 
     async def __call__(self, tokens: list[int], turn: int) -> Completion:
         try:
             return await super().__call__(tokens, turn)
         except (ValueError, TypeError):
-            raise  # the generator has refused the input, and would refuse it again
+            raise  # refused inputs would be refused again
         except Exception as error:
             raise GenerationError(error) from error

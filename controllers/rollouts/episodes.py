@@ -1,10 +1,6 @@
-"""Plays episodes, in which an environment and a policy alternate. Other modules form groups of episodes and compute advantages.
+"""Plays episodes: environment and policy alternate.
 
-An episode begins with the environment's first observation. A turn is one completion that the policy samples. After a turn the environment
-replies with a reward and the next observation.
-
-Every turn and every observation appends tokens to the episode. A turn appends the sampled tokens themselves. Its text is never encoded,
-because encoding could give tokens that the policy did not sample.
+A turn appends the sampled tokens themselves, since encoding its text could give others.
 """
 
 import asyncio
@@ -38,11 +34,10 @@ T = TypeVar("T")
 @dataclass(kw_only=True)
 class EpisodeConfig:
     max_turns: int = 8
-    """Largest number of turns of an episode. An episode that is not over after max_turns turns is cut off."""
+    """Turns of an episode; a longer one is cut off."""
     max_tokens: int = 0
-    """Largest number of tokens of an episode: its first observation, all turns and all replies. 0: the largest number that
-    trainer and generator both accept. A turn has its own limit, the run's field max_tokens. A turn begins only if the
-    episode has room for that many more tokens."""
+    """Tokens of an episode, with its first observation and all replies. A turn begins only with
+    room for the run's max_tokens. 0: as many as trainer and generator accept."""
 
     def validate(self) -> None:
         if self.max_turns < 1 or self.max_tokens < 0:
@@ -58,32 +53,30 @@ class EpisodeLimits:
 
 
 class Policy(Protocol):
-    """An async function that samples the policy's turns in one episode."""
+    """Samples the policy's turns in one episode."""
 
     async def __call__(self, tokens: list[int], turn: int) -> Completion:
-        """A completion of these tokens. turn: index of the turn in the episode; 0 for the first turn."""
+        """turn: its index in the episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TranscriptLine:
-    """A message of the environment or of the policy."""
-
     role: str  # "environment" or "policy"
     text: str
-    reward: float | None = None  # of a turn of the policy; None for a message of the environment
+    reward: float | None = None  # None for the environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedEpisode:
-    prompt: list[int]  # tokens of the environment's first observation
-    # All tokens after the prompt, up to the last token that the policy sampled. A token of an observation has the logprob 0, and the same
-    # policy version as the last sampled token before it. finish_reason is "length" if the episode was cut off.
+    prompt: list[int]  # the first observation
+    # All later tokens, up to the last sampled one. Observations have logprob 0 and the version of
+    # the token before. finish_reason is "length" if cut off.
     completion: Completion
-    is_action: list[bool]  # of each token of the completion: True if the policy sampled it
-    # For each token of the completion: a turn's reward at the turn's last token, 0 at all other tokens.
+    is_action: list[bool]  # by token of the completion: sampled by the policy
+    # a turn's reward at its last token, else 0
     rewards_per_token: list[float]
     lines: list[TranscriptLine]
-    num_retries: int = 0  # failed attempts at the problem before this episode
+    num_retries: int = 0  # before this episode
 
     @property
     def reward(self) -> float:
@@ -95,15 +88,15 @@ class PlayedEpisode:
 
     @property
     def text(self) -> str:
-        """The messages of the policy and of the environment after the first observation, joined by newlines."""
+        """All messages after the first observation, joined by newlines."""
         return "\n".join(line.text for line in self.lines[1:])
 
     def to_record(self) -> list[Record]:
-        """The lines as records for rollouts.jsonl."""
+        """For rollouts.jsonl."""
         return [{"role": line.role, "text": line.text, "reward": line.reward} for line in self.lines]
 
     def to_sample(self, *, advantage: float, temperature: float) -> Sample:
-        """A sample that trains on the tokens that the policy sampled. The advantage is 0 at all other tokens."""
+        """Trains on the sampled tokens; the advantage is 0 elsewhere."""
         weights = self._weights()
         return Sample.from_tokens(
             self.prompt,
@@ -115,7 +108,7 @@ class PlayedEpisode:
         )
 
     def to_supervised_sample(self) -> Sample:
-        """A sample for supervised training on the tokens of the policy's turns."""
+        """For SFT on the policy's turns."""
         return Sample.from_tokens(self.prompt, self.completion.tokens, loss_weights=self._weights())
 
     def _weights(self) -> list[float]:
@@ -123,7 +116,7 @@ class PlayedEpisode:
 
 
 class _Failed(Exception):
-    """A method of an environment or of an episode raised an exception or did not answer in time."""
+    """A method of an environment or an episode raised, or timed out."""
 
 
 class _Playing:
@@ -155,7 +148,7 @@ class _Playing:
         self.lines.append(TranscriptLine(role="environment", text=text))
 
     def finish(self, last: str, *, is_cut_off: bool, num_retries: int) -> PlayedEpisode:
-        """The finished episode. last: text of the observation in the last reply; "" if there is no text."""
+        """last: text of the last reply's observation, or ""."""
         completion = Completion(
             tokens=self.tokens,
             logprobs=self.logprobs,
@@ -174,11 +167,7 @@ class _Playing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Player:
-    """Plays episodes.
-
-    If a method of the environment or of the episode raises an exception or does not answer in time, a new episode of the same problem
-    begins, at most scorer.max_retries times.
-    """
+    """Plays episodes, again if the environment fails, up to scorer.max_retries times."""
 
     tokenizer: Tokenizer
     limits: EpisodeLimits
@@ -187,8 +176,8 @@ class Player:
     async def play(self, environment: EpisodeEnvironment, problem: Problem, policy: Policy) -> PlayedEpisode:
         """Play one episode of the problem.
 
-        Raises EpisodeError if a method of the episode returns a value that the protocol `Episode` does not allow, if the first observation
-        is empty or leaves no room for a turn, or if the last attempt fails. An exception of the policy is raised as it is.
+        Raises EpisodeError if the episode breaks its protocol, if its first observation is empty or
+        leaves no room for a turn, or after the last attempt; the policy's exceptions as they are.
         """
         for num_retries in range(self.scorer.max_retries + 1):
             try:
@@ -199,9 +188,9 @@ class Player:
         raise EpisodeError(f"the episode of {problem.prompt!r} failed {times} times, the last time in {failure}")
 
     async def demonstrate(self, environment: EpisodeEnvironment, problem: Problem) -> Sample:
-        """A sample that trains on the turns of the environment's demonstration. The tokenizer's end token is added to each turn.
+        """A sample that trains on the turns of a demonstration, each with the end token.
 
-        Raises ValueError if the environment has no demonstrations, or if the episode is not over after the demonstration's last turn.
+        Raises ValueError without demonstrations, or if the episode is not over after the last turn.
         """
         require_demonstrations(environment)
         shown_turns = cast(Demonstrating, environment).demonstration(problem)
@@ -236,17 +225,14 @@ class Player:
             if turn + 1 == limits.max_turns or length + limits.max_tokens_per_turn > limits.max_tokens:
                 break
             playing.add_observation(tokens, text)
-        # The tokens of the last reply are left out, because no turn follows this reply.
+        # without the tokens of the last reply, as no turn follows
         last = shown(_checked_observation(reply.observation, where, num_tokens=len(self.tokenizer)), self.tokenizer)
         return playing.finish(last, is_cut_off=not reply.is_over, num_retries=num_retries)
 
     async def _ask(self, what: str, ask: Callable[[], T | Awaitable[T]]) -> T:
-        """Call `ask`, a method of an environment or of an episode, and return its answer.
+        """The answer of a method, under the scorer's time limit if it is asynchronous.
 
-        If the method is asynchronous, the scorer's time limit applies.
-
-        Raises _Failed if the method raises an exception or exceeds the time limit. what: the text by which the error names this call, such as
-        "reset" or "turn 3".
+        Raises _Failed, naming `what` ("reset", "turn 3"), if it raises or times out.
         """
         try:
             answer = ask()
@@ -258,13 +244,13 @@ class Player:
             async with self.scorer.limits():
                 try:
                     return await answer
-                except Exception as error:  # this may be a TimeoutError of the environment's own
+                except Exception as error:  # maybe a TimeoutError of its own
                     raise _Failed(f"{what}: {error!r}") from error
         except TimeoutError:
             raise _Failed(f"{what}: no answer within {self.scorer.timeout:g} s") from None
 
     def _read(self, observation: object, where: str, after: int | None = None) -> tuple[list[int], str]:
-        """The tokens and the text of an observation. after: the last token of the turn before the observation."""
+        """Tokens and text of an observation. after: the last token of the turn before it."""
         checked = _checked_observation(observation, where, num_tokens=len(self.tokenizer))
         try:
             return self.tokenizer.encode_observation(checked, after=after), shown(checked, self.tokenizer)
@@ -308,7 +294,7 @@ def shown(observation: Observation, tokenizer: Tokenizer) -> str:
 
 
 def require_demonstrations(environment: AnyEnvironment) -> None:
-    """Raises ValueError if the environment has episodes but no demonstrations. A supervised phase would train on the demonstrations."""
+    """Raises ValueError if the environment has episodes but no demonstrations for SFT."""
     if isinstance(environment, EpisodeEnvironment) and not isinstance(environment, Demonstrating):
         raise ValueError(
             f"{type(environment).__name__} has no method `demonstration`, so a run cannot have supervised steps; use --sft-steps 0"
@@ -316,7 +302,7 @@ def require_demonstrations(environment: AnyEnvironment) -> None:
 
 
 class Scripted:
-    """A policy whose turns are fixed texts, such as those of a demonstration."""
+    """A policy of fixed texts, such as a demonstration's."""
 
     def __init__(self, texts: Sequence[str], player: Player) -> None:
         self.texts = list(texts)
@@ -329,20 +315,17 @@ class Scripted:
             )
         tokenizer = self.player.tokenizer
         said = [*tokenizer.encode(self.texts[turn]), tokenizer.end_token_id]
-        said = said[: self.player.limits.max_tokens_per_turn]  # the generator cuts a sampled turn off at the same limit
+        said = said[: self.player.limits.max_tokens_per_turn]  # as the generator does
         zeros = [0] * len(said)
         return Completion(tokens=said, logprobs=[0.0] * len(said), policy_versions=zeros, finish_reason="stop")
 
 
 Waiting = tuple[list[int], int, "asyncio.Future[Completion]"]
-"""A requested turn: (tokens of the episode so far, number from which the turn's seed is computed, future of the turn)."""
+"""(tokens of the episode so far, seed index, future of the turn)."""
 
 
 class TurnSender:
-    """Requests the turns of many episodes from the generator. Turns that are requested at the same moment share one call.
-
-    Use a TurnSender in an `async with` block. When the block ends, the calls that are still under way are cancelled.
-    """
+    """Requests turns of many episodes; those of one moment share a call. Leaving cancels calls."""
 
     def __init__(
         self,
@@ -350,7 +333,7 @@ class TurnSender:
         params: SamplingParams,
         call: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
-        """params: sampling parameters of every turn. call: returns a new context manager, in which one call of the generator runs."""
+        """call: a new context manager around each call of the generator."""
         self.generator = generator
         self.params = params
         self.call = call
@@ -366,10 +349,7 @@ class TurnSender:
         await asyncio.gather(*self._calls, return_exceptions=True)
 
     async def complete(self, tokens: list[int], number: int) -> Completion:
-        """A completion of the tokens. It does not depend on the other turns that share the call.
-
-        number: the number from which the completion's seed is computed.
-        """
+        """A completion by the seed of `number`, whatever else shares the call."""
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append((tokens, number, answer))
         if len(self._waiting) == 1:
@@ -379,7 +359,7 @@ class TurnSender:
         return await answer
 
     async def _send(self) -> None:
-        await asyncio.sleep(0)  # first lets the other episodes add their turns to this call
+        await asyncio.sleep(0)  # lets other episodes join
         async with self.call():
             turns = self._waiting
             self._waiting = []
@@ -388,7 +368,7 @@ class TurnSender:
             answers = [answer for _, _, answer in turns]
             try:
                 async for place, completions in self.generator.generate_each(prompts, self.params, numbers):
-                    if not answers[place].done():  # the episode may have been cancelled meanwhile
+                    if not answers[place].done():  # may be cancelled meanwhile
                         answers[place].set_result(completions[0])
             except Exception as error:
                 for answer in answers:
@@ -398,10 +378,10 @@ class TurnSender:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """The policy of one episode. The generator samples its turns."""
+    """The policy of one episode, sampled by the generator."""
 
     sender: TurnSender
-    # The first turn's seed is computed from this number, the next turn's seed from the next number, and so on.
+    # seed index of the first turn; each later turn adds one
     first_number: int
 
     async def __call__(self, tokens: list[int], turn: int) -> Completion:

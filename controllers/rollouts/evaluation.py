@@ -1,7 +1,4 @@
-"""Validation measures greedy accuracy and pass@k on sets of held-out problems. It also returns some of the greedy completions.
-
-The accuracy is the mean reward of greedy completions. For pass@k a completion passes if its reward is at least `PassAtKConfig.threshold`.
-"""
+"""Evaluation of held-out problems: mean greedy reward, and pass@k."""
 
 import json
 import math
@@ -30,7 +27,7 @@ from rl_actors import GeneratorClient, SamplingParams
 from rl_actors.seeds import hashed_seed
 
 SAMPLES_KEPT = 8
-"""Largest number of problems of a set whose completions are written to validation.jsonl. They are the same problems at every validation."""
+"""Problems of a set whose completions validation.jsonl has, the same every time."""
 
 Sets = dict[str, EnvironmentConfig]
 
@@ -41,19 +38,19 @@ SETS_AS_JSON = PrimitiveConstructorSpec(
     is_instance=lambda value: isinstance(value, dict),
     str_from_instance=lambda value: [json.dumps({name: asdict(config) for name, config in value.items()})],
 )
-"""The rule by which tyro, the command-line parser, reads and shows the named validation sets: as one JSON object."""
+"""How tyro reads and shows the named sets: as one JSON object."""
 
 
 @dataclass(kw_only=True)
 class PassAtKConfig:
     num_samples: int = 0
-    """Number of completions of each held-out problem. pass@k is estimated from them. 0: pass@k is not measured."""
+    """Completions of each held-out problem, for pass@k. 0: no pass@k."""
     k: tuple[int, ...] = (1, 4)
-    """The values of k. Each k gives a metric eval/pass@k."""
+    """Each k gives a metric eval/pass@k."""
     temperature: float = 1.0
-    """Sampling temperature of the completions for pass@k."""
+    """Sampling temperature for pass@k."""
     threshold: float = 1.0
-    """A completion passes if its reward is at least this number."""
+    """A completion passes with at least this reward."""
 
     def validate(self) -> None:
         if self.num_samples < 0:
@@ -72,7 +69,7 @@ class PassAtKConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSet:
-    """Held-out problems of an environment. The set of the run's own task has the name ""."""
+    """Held-out problems of an environment; "" names the run's own."""
 
     name: str
     environment: AnyEnvironment
@@ -85,14 +82,14 @@ class EvaluationSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Result of one validation."""
+    """Result of one evaluation."""
 
     metrics: dict[str, float]
-    samples: list[Record]  # lines of validation.jsonl, without the step
+    samples: list[Record]  # of validation.jsonl, without the step
 
 
 def check_sets(sets: Mapping[str, EnvironmentConfig]) -> None:
-    """Raises ValueError if a set's name cannot be part of a metric's name, or if the set's config is wrong. The error names the set."""
+    """Raises ValueError, naming the set, for a wrong config or a name that no metric can have."""
     for name, config in sets.items():
         if not re.fullmatch(r"[\w.-]+", name):
             raise ValueError(
@@ -106,7 +103,7 @@ def check_sets(sets: Mapping[str, EnvironmentConfig]) -> None:
 
 
 def _require_no_limits(config: EnvironmentConfig) -> None:
-    """Raises ValueError if a set changes a field of LIMITS_OF_RUN, because these fields apply to the whole run."""
+    """Raises ValueError for a field of LIMITS_OF_RUN, which the whole run shares."""
     default = EnvironmentConfig()
     for name in LIMITS_OF_RUN:
         if getattr(config, name) != getattr(default, name):
@@ -117,10 +114,7 @@ def _require_no_limits(config: EnvironmentConfig) -> None:
 
 
 def build_sets(environment: AnyEnvironment, sets: Mapping[str, EnvironmentConfig], *, seed: int) -> list[EvaluationSet]:
-    """The validation set of the run's own environment, and then every named set. `seed` is added to the seeds of the named sets.
-
-    Raises ValueError with the set's name if an environment cannot be built.
-    """
+    """The run's own set, then the named ones, seeds plus `seed`. Raises ValueError, naming it."""
     built = [EvaluationSet(name="", environment=environment, problems=environment.held_out())]
     for name, config in sets.items():
         try:
@@ -132,10 +126,9 @@ def build_sets(environment: AnyEnvironment, sets: Mapping[str, EnvironmentConfig
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Probability that at least one of k completions passes, estimated from num_samples completions of which num_passed passed.
+    """Unbiased P(any of k completions passes) = 1 - C(n - c, k) / C(n, k), where c of n passed.
 
-    The estimate is unbiased: 1 - C(n - c, k) / C(n, k), where n = num_samples and c = num_passed (Chen et al., "Evaluating large language
-    models trained on code", arXiv 2107.03374, eq. 1). pass_at_k(4, 1, 2) -> 0.5
+    Chen et al., arXiv 2107.03374, eq. 1. pass_at_k(4, 1, 2) -> 0.5
     """
     if not 1 <= k <= num_samples:
         raise ValueError(f"k={k}; it must be in [1, {num_samples}], because there are {num_samples} completions")
@@ -152,13 +145,11 @@ class Evaluator:
     max_tokens: int
     seed: int
     pass_at_k: PassAtKConfig
-    player: Player  # for tasks that take several turns
+    player: Player  # for tasks of several turns
     scorer: Scorer = field(default_factory=Scorer)
 
     async def __call__(self) -> Scores:
-        """The scores on all sets. Raises RewardError if a reward is not a finite number or its last retry fails, and EpisodeError if an episode
-        fails.
-        """
+        """Raises RewardError for a reward that is not finite or failed; EpisodeError."""
         metrics: dict[str, float] = {}
         samples: list[Record] = []
         for one in self.sets:
@@ -174,7 +165,7 @@ class Evaluator:
         return Scores(metrics=metrics, samples=samples)
 
     async def _answers(self, one: EvaluationSet, params: SamplingParams) -> tuple[list[list[str]], list[list[float]]]:
-        """(texts, rewards). Entry i of each list has the texts, or the rewards, of all completions of problem i."""
+        """(texts, rewards), by problem and completion."""
         environment = one.environment
         if isinstance(environment, EpisodeEnvironment):
             return await self._played(environment, one.problems, params)
@@ -187,7 +178,7 @@ class Evaluator:
     async def _played(
         self, environment: EpisodeEnvironment, problems: Sequence[Problem], params: SamplingParams
     ) -> tuple[list[list[str]], list[list[float]]]:
-        """(texts, rewards) of params.n episodes of every problem. Entry i of each list has the texts, or the rewards, of problem i."""
+        """(texts, rewards) of params.n episodes of every problem."""
         async with TurnSender(self.generator, replace(params, n=1)) as sender:
             games = []
             for place in range(len(problems) * params.n):
@@ -199,13 +190,13 @@ class Evaluator:
         return texts, [[episode.reward for episode in episodes] for episodes in by_problem]
 
     async def _passed(self, one: EvaluationSet) -> list[int]:
-        """For each problem, the number of completions that pass. Each problem has pass_at_k.num_samples completions."""
+        """By problem, the number of completions that pass."""
         params = SamplingParams(
             n=self.pass_at_k.num_samples,
             max_tokens=self.max_tokens,
             temperature=self.pass_at_k.temperature,
             stop_token_ids=self.tokenizer.stop_token_ids,
-            seed=hashed_seed(self.seed, "validation", one.name),  # the same at every validation
+            seed=hashed_seed(self.seed, "validation", one.name),  # the same at every evaluation
         )
         _, rewards = await self._answers(one, params)
         return [sum(reward >= self.pass_at_k.threshold for reward in row) for row in rewards]
@@ -213,7 +204,7 @@ class Evaluator:
     def _shown(
         self, one: EvaluationSet, texts: list[list[str]], rewards: list[list[float]], passed: list[int]
     ) -> list[Record]:
-        """Lines of validation.jsonl for evenly spaced problems of the set, with their greedy completions."""
+        """Lines of validation.jsonl for evenly spaced problems, with their greedy completions."""
         stride = max(1, len(one.problems) // SAMPLES_KEPT)
         shown: list[Record] = []
         for index in range(0, len(one.problems), stride)[:SAMPLES_KEPT]:

@@ -1,8 +1,4 @@
-"""Makes the samples that a training step trains on.
-
-The generator samples completions of problems, reward functions score the completions, and advantages are computed from the rewards. A group
-is one problem with its N completions.
-"""
+"""Groups: completions of one problem, their rewards and advantages, and the samples to train on."""
 
 import asyncio
 import contextlib
@@ -26,7 +22,7 @@ from rl_actors import Completion, GeneratorClient, Sample, SamplingParams
 from rl_actors.seeds import hashed_seed
 
 Take = Callable[[int, int], tuple[list[int], int]]
-"""Function of (cursor, count): the indices of the next `count` training problems from `cursor` on, and the next cursor."""
+"""(cursor, count) -> indices of the next `count` training problems, and the next cursor."""
 
 
 def consecutive(cursor: int, count: int) -> tuple[list[int], int]:
@@ -37,41 +33,40 @@ def consecutive(cursor: int, count: int) -> tuple[list[int], int]:
 @dataclass(kw_only=True)
 class RolloutConfig:
     groups_per_step: int = 64
-    """Number of groups that a step trains on. A group is one problem with its completions. A step trains on fewer groups if groups whose
-    rewards are all equal remain after the last refill (see dynamic_sampling_rounds)."""
+    """Groups that a step trains on; fewer if filtered groups remain after the last refill
+    (dynamic_sampling_rounds)."""
     group_size: int = 16
-    """Number of completions of each problem."""
+    """Completions of each problem."""
     temperature: float = 1.0
-    """Sampling temperature. The trainer computes its logprobs at the same temperature."""
+    """Sampling temperature, also of the trainer's logprobs."""
     top_p: float = 1.0
-    """Share of the probability mass from which tokens are sampled. With a value below 1 the trainer's logprobs cannot match the generator's:
-    the trainer normalizes its probabilities over all tokens, and the generator only over the tokens of this share."""
+    """Nucleus sampling. Below 1 the trainer's logprobs cannot match the generator's, because the
+    trainer normalizes over all tokens."""
     advantage: str = "grpo"
-    """Rule that makes advantages from the rewards of a group: grpo, dr_grpo, rloo, reinforce_plus_plus, gae, or module:function, which
-    takes rewards [G, N] and returns advantages [G, N]. PPO needs the rule gae, and only PPO takes it. With gae the
-    values of a value model also go into the advantages, every group is trained on, and a group may have only one completion."""
+    """grpo, dr_grpo, rloo, reinforce_plus_plus, gae, or module:function from rewards [G, N] to
+    advantages [G, N]. gae is for PPO alone: it uses a value model, trains on every group, and takes
+    groups of one."""
     dynamic_sampling_rounds: int = 1
-    """Largest number of refills. A refill replaces the groups whose rewards are all equal with groups of new problems. The limit
-    applies to each set of problems that are started together. If max_staleness is 0, such a set is all problems of a step."""
+    """Refills of filtered groups by new problems (DAPO's dynamic sampling), for each set of
+    problems that are started together. With max_staleness=0 that is a step."""
     max_staleness: int = 0
-    """Largest age of a group on which a step trains. The age is the trainer's version minus the version that sampled the group's oldest token.
-    The version counts optimizer steps, and a step of the loop may have several. The generator runs ahead of the trainer as far as this age
-    allows. 0: generation, training and weight sync come one after the other."""
+    """Largest staleness of a trained group, in optimizer steps: the trainer's version minus that of
+    the oldest token. The generator runs ahead as far as this allows. 0: generation, training and
+    weight sync take turns."""
     in_flight_updates: bool = True
-    """True: running requests continue with the new weights when the generator gets them, and each token is recorded with the version that sampled
-    it. False: the generator gets new weights only when no request is running."""
+    """Weight syncs do not stop running requests, and each token is recorded with its version.
+    False: a sync waits until no request runs."""
     max_retries: int = 2
-    """Largest number of times that a problem's completions are requested again after the generator has failed. If the last attempt also fails,
-    the run ends with the generator's error."""
+    """Retries of a problem's completions after a generator failure, before the run ends."""
     overlong_buffer: int = 0
-    """A penalty on the reward grows over the last overlong_buffer tokens before the limit max_tokens. The penalty is 0 for a completion of up to
-    max_tokens - overlong_buffer tokens, and overlong_penalty at max_tokens (DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13). In a
-    task with episodes, the limit is episodes.max_tokens, and all tokens of an episode count, also its prompt. 0: no penalty."""
+    """The penalty grows over this many tokens before max_tokens (DAPO's soft overlong punishment,
+    arXiv 2503.14476, eq. 13), or before episodes.max_tokens, counting all tokens of an episode. 0:
+    none."""
     overlong_penalty: float = 1.0
-    """Penalty on the reward of a completion that is as long as its limit allows. Has no effect if overlong_buffer is 0."""
+    """Penalty on the reward of a completion of full length."""
 
     def rule(self) -> Callable[[Tensor], Tensor]:
-        """The function that makes advantages [G, N] from rewards [G, N]. Raises ValueError for an unknown name."""
+        """Rewards [G, N] -> advantages [G, N]. Raises ValueError for an unknown name."""
         if self.advantage in ADVANTAGES:
             return ADVANTAGES[self.advantage]
         if ":" not in self.advantage:
@@ -97,9 +92,9 @@ class RolloutConfig:
             raise ValueError(f"rollouts.top_p={self.top_p}; it must be in (0, 1]")
 
     def overlong(self, num_tokens: int, max_tokens: int) -> float:
-        """The penalty on the reward of a completion of num_tokens tokens. overlong_buffer must be above 0.
+        """The penalty on a completion's reward; overlong_buffer must be above 0.
 
-        Example: if overlong_buffer=4, overlong_penalty=1 and max_tokens=20, the penalty is 0 up to 16 tokens, 0.25 at 17 and 1 at 20.
+        overlong_buffer=4, overlong_penalty=1, max_tokens=20 -> 0 at 16 tokens, 0.25 at 17, 1 at 20
         """
         excess = num_tokens - (max_tokens - self.overlong_buffer)
         return self.overlong_penalty * max(0, excess) / self.overlong_buffer
@@ -107,50 +102,47 @@ class RolloutConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A problem, its prompt's tokens, and N completions with their texts and rewards."""
+    """A problem and its N completions, with texts and rewards."""
 
     problem: Problem
     prompt: list[int]
     completions: list[Completion]
     texts: list[str]
     task_rewards: list[float]
-    rewards: list[float]  # task_rewards minus all penalties. Advantages are computed from these rewards.
-    overlong_penalties: list[float] = field(default_factory=list)  # empty if overlong_buffer is 0
-    # Components of the task_rewards, by name; None where a reward lacks the component.
+    rewards: list[float]  # task_rewards minus all penalties
+    overlong_penalties: list[float] = field(default_factory=list)  # empty without overlong_buffer
+    # of task_rewards, by name; None where a reward lacks one
     components: dict[str, list[float | None]] = field(default_factory=dict)
-    prompt_text: str = ""  # decoded from `prompt`
-    num_retries: int = 0  # times that a reward function was called again, or an episode was played again
-    drop_if_equal: bool = True  # False: the group is trained on even if all its rewards are equal
-    # KL divergence of the policy from the reference model on each completion, summed over the tokens. Empty if no KL penalty is
-    # subtracted from the rewards.
+    prompt_text: str = ""  # decoded `prompt`
+    num_retries: int = 0  # of a reward function or an episode
+    drop_if_equal: bool = True  # False: trained on even if all rewards are equal
+    # KL from the reference by completion, summed over its tokens; empty without a KL penalty
     divergences: list[float] = field(default_factory=list)
-    # The episode of each completion. The completion of an episode has the tokens of all the policy's turns, and of the environment's
-    # replies between these turns. The list is empty if the task has no episodes.
+    # of each completion, whose tokens include the replies between turns; empty without episodes
     episodes: list[PlayedEpisode] = field(default_factory=list)
 
     @property
     def is_action(self) -> list[list[bool]]:
-        """For each completion and each of its tokens: True if the policy sampled the token."""
+        """By completion and token: sampled by the policy."""
         if self.episodes:
             return [episode.is_action for episode in self.episodes]
         return [[True] * len(completion.tokens) for completion in self.completions]
 
     @property
     def lengths(self) -> list[int]:
-        """For each completion: the number of tokens that the policy sampled."""
+        """By completion: number of sampled tokens."""
         return [sum(row) for row in self.is_action]
 
     @property
     def truncated(self) -> list[bool]:
-        """For each completion: True if a limit of tokens or turns has ended the completion."""
+        """By completion: ended by a limit of tokens or turns."""
         return [completion.finish_reason == "length" for completion in self.completions]
 
     @property
     def rewards_per_token(self) -> list[list[float]]:
-        """For each completion and each of its tokens: the token's part of `rewards`.
+        """By completion and token: its part of `rewards`, at the last token of each turn.
 
-        Without episodes, the whole reward is at the last token of the completion. With episodes, a turn's reward is at the turn's last token, and
-        the penalties are at the last token of the completion.
+        Penalties are at the completion's last token.
         """
         rows = []
         for place, completion in enumerate(self.completions):
@@ -164,7 +156,7 @@ class Group:
         return rows
 
     def to_samples(self, advantages: Sequence[float], temperature: float) -> list[Sample]:
-        """One sample for each completion. Only the tokens that the policy sampled are trained on."""
+        """One sample for each completion, trained on its sampled tokens."""
         if self.episodes:
             pairs = zip(self.episodes, advantages, strict=True)
             return [episode.to_sample(advantage=advantage, temperature=temperature) for episode, advantage in pairs]
@@ -175,38 +167,32 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy_version that generated a token of the group."""
         return min(min(completion.policy_versions) for completion in self.completions)
 
     def is_trainable(self) -> bool:
-        """True if the group can be trained on.
-
-        A group whose rewards are all equal can be trained on only with the rule gae. Every other rule gives all completions of such a group the
-        advantage 0.
-        """
+        """False for a filtered group, whose advantages are all 0; with gae always True."""
         return not self.drop_if_equal or not are_equal(self.rewards)
 
 
 Penalty = Callable[[Sequence[Group]], Awaitable[list[Group]]]
-"""Function from groups to the same groups, with a penalty subtracted from each reward."""
+"""Subtracts a penalty from each reward of the groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBatch:
-    """The samples that one step trains on, and all groups that were generated for the step."""
+    """The samples of one step, and all groups that were generated for it."""
 
-    samples: list[Sample]  # the completions of the groups that have a signal
-    groups: list[Group]  # all groups, also those that have no signal
-    advantages: list[list[float]]  # one list for each group, one number for each completion
-    num_refills: int  # one refill may replace several groups
-    num_retries: int  # times that a group's completions were requested again
-    version: int  # the trainer's policy_version when the step begins
+    samples: list[Sample]  # of trainable groups
+    groups: list[Group]  # filtered ones, too
+    advantages: list[list[float]]  # by group and completion
+    num_refills: int  # one may replace several groups
+    num_retries: int  # of groups, at the generator
+    version: int  # policy_version at the beginning of the step
 
     @classmethod
     def of(
         cls, groups: Sequence[Group], config: RolloutConfig, *, num_refills: int, num_retries: int, version: int
     ) -> "RolloutBatch":
-        """The batch of these groups, with their samples and advantages."""
         advantages = group_advantages(groups, config)
         return cls(
             samples=to_samples(groups, advantages, config.temperature),
@@ -219,11 +205,10 @@ class RolloutBatch:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy_version that generated a token of the batch."""
         return min(group.oldest_version for group in self.groups)
 
     def ages(self) -> list[int]:
-        """The age of each group that is trained on: the version when the step begins, minus the version that sampled the group's oldest token."""
+        """The staleness of each trained group."""
         return [self.version - group.oldest_version for group in self.groups if group.is_trainable()]
 
     def metrics(self) -> dict[str, float]:
@@ -264,7 +249,7 @@ class RolloutBatch:
         return values
 
     def _age_metrics(self) -> dict[str, float]:
-        """The number of retries, the mean and the largest age, and the number of groups of each age."""
+        """Retries, mean and largest age, and the groups of each age."""
         ages = self.ages()
         values: dict[str, float] = {"groups/retries": self.num_retries}
         if ages:
@@ -274,7 +259,7 @@ class RolloutBatch:
         return values
 
     def to_record(self) -> list[Record]:
-        """The records of all groups for rollouts.jsonl."""
+        """Records of all groups for rollouts.jsonl."""
         shown: list[Record] = []
         for group, advantages in zip(self.groups, self.advantages, strict=True):
             record: Record = {"conversations": [each.to_record() for each in group.episodes]} if group.episodes else {}
@@ -295,7 +280,7 @@ class RolloutBatch:
 
 
 class GenerationError(Exception):
-    """The generator could not complete some problems. `reason` is the generator's error."""
+    """The generator could not complete some problems. `reason` is its error."""
 
     def __init__(self, reason: Exception) -> None:
         super().__init__(repr(reason))
@@ -303,7 +288,7 @@ class GenerationError(Exception):
 
 
 class Generating:
-    """Counts the calls to the generator that are running, and can keep new calls from beginning."""
+    """Counts the running calls to the generator, and can hold back new ones."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
@@ -314,7 +299,6 @@ class Generating:
 
     @contextlib.asynccontextmanager
     async def call(self) -> AsyncIterator[None]:
-        """Context manager for one call."""
         await self._may_begin.wait()
         self._num_running += 1
         try:
@@ -326,10 +310,7 @@ class Generating:
 
     @contextlib.asynccontextmanager
     async def paused(self, *, wait: bool) -> AsyncIterator[None]:
-        """Context manager. If `wait` is True, the body begins when no call is running, and new calls begin only after the body.
-
-        If `wait` is False, the context manager does nothing.
-        """
+        """If `wait`, the body runs while no call does."""
         if not wait:
             yield
             return
@@ -344,12 +325,11 @@ class Generating:
 
 
 Deliver = Callable[[int, Group], None]
-"""Function of (position, group) that takes a finished group. The position is the place of the group's problem in
-`indices`, the list that `Rollouts.complete` got."""
+"""Takes a finished group, with its position in the `indices` of `Rollouts.complete`."""
 
 
 class Rollouts:
-    """Generates completions of the environment's problems and scores them. The sampling seeds depend only on the run's seed and a problem's index."""
+    """Generates and scores completions. Seeds depend on the run's seed and the problem alone."""
 
     def __init__(
         self,
@@ -377,11 +357,9 @@ class Rollouts:
         self.generating = Generating(timeline or Timeline())
 
     async def complete(self, indices: Sequence[int], deliver: Deliver) -> None:
-        """Give `deliver` the groups of the problems with these indices, in the order in which the groups finish.
+        """Deliver the groups as they finish, or all at the end if there is a `penalty`.
 
-        If these rollouts have a `penalty` function, `deliver` gets all groups at the end instead. If the generator fails, `deliver` first
-        gets the groups that have finished, and then this method raises GenerationError. If a reward function fails, this method raises the
-        function's error.
+        Raises GenerationError after delivering what has finished, or a reward function's error.
         """
         finished: dict[int, Group] = {}
         keep = deliver if self.penalty is None else finished.__setitem__
@@ -395,7 +373,7 @@ class Rollouts:
                 raise first from None
             failure = first
         if self.penalty is not None and finished:
-            # One call for all groups, because the reference model computes the logprobs of many completions at once.
+            # the reference model batches the completions of all groups
             places = sorted(finished)
             groups = await self.penalty([finished[place] for place in places])
             for place, group in zip(places, groups, strict=True):
@@ -404,9 +382,7 @@ class Rollouts:
             raise failure
 
     async def _complete_all(self, indices: Sequence[int], tasks: asyncio.TaskGroup, keep: Deliver) -> None:
-        """Complete the problems in one call to the generator. For each group, a task in `tasks` computes the rewards and gives the group to
-        `keep`.
-        """
+        """One call to the generator; a task for each group scores it and gives it to `keep`."""
         problems = [self.environment.problem(index) for index in indices]
         prompts = [self.tokenizer.encode_prompt(problem) for problem in problems]
         params = self.sampling_params(n=self.config.group_size)
@@ -419,7 +395,7 @@ class Rollouts:
                 async for place, completions in self.generator.generate_each(prompts, params, indices):
                     tasks.create_task(score(place, completions))
         except (ValueError, TypeError):
-            raise  # the generator refuses the input, so a retry would be refused, too
+            raise  # refused inputs would be refused again
         except Exception as error:
             raise GenerationError(error) from error
 
@@ -436,10 +412,7 @@ class Rollouts:
     def penalised(
         self, totals: list[float], lengths: Sequence[int], max_tokens: int
     ) -> tuple[list[float], list[float]]:
-        """Two lists: the rewards `totals` minus the penalties on long completions, and these penalties.
-
-        If overlong_buffer is 0, the second list is empty.
-        """
+        """The rewards after penalties on length, and the penalties, [] without overlong_buffer."""
         if not self.config.overlong_buffer:
             return totals, []
         overlong = [self.config.overlong(length, max_tokens) for length in lengths]
@@ -466,10 +439,7 @@ class Rollouts:
 
 
 def group_advantages(groups: Sequence[Group], config: RolloutConfig) -> list[list[float]]:
-    """The advantages of the completions by the rule config.advantage, one list for each group.
-
-    If the rule is gae, this function returns the rewards instead. PPO later computes the advantages from the rewards and the values.
-    """
+    """Advantages by group and completion. With gae the rewards, from which PPO makes them later."""
     if config.advantage == "gae":
         return [group.rewards for group in groups]
     rewards_GN = torch.tensor([group.rewards for group in groups], dtype=torch.float64)
@@ -477,7 +447,7 @@ def group_advantages(groups: Sequence[Group], config: RolloutConfig) -> list[lis
 
 
 def advantages_of(config: RolloutConfig, rewards_GN: Tensor) -> Tensor:
-    """The advantages of the config's rule. Raises ValueError, naming the rule, if they have another shape or are not finite."""
+    """By the config's rule. Raises ValueError, naming it, for another shape or if not finite."""
     found = config.rule()(rewards_GN)
     if not isinstance(found, Tensor) or found.shape != rewards_GN.shape or not torch.isfinite(found).all():
         shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
@@ -489,7 +459,7 @@ def advantages_of(config: RolloutConfig, rewards_GN: Tensor) -> Tensor:
 
 
 def to_samples(groups: Sequence[Group], advantages: Sequence[Sequence[float]], temperature: float) -> list[Sample]:
-    """Samples, one for each completion of the groups that have a signal."""
+    """One sample for each completion of the trainable groups."""
     samples: list[Sample] = []
     for group, of_group in zip(groups, advantages, strict=True):
         if group.is_trainable():

@@ -1,8 +1,6 @@
-"""The tokenizer of a run. A config with an alphabet gets a character-level tokenizer. Any other config gets the tokenizer of its model's
-Hugging Face directory.
+"""The tokenizer of a run: the model's own, or one of characters for a config with an alphabet.
 
-In a character-level tokenizer each character is one token. <pad> is token 0, <eos> is token 1, and the characters of the alphabet follow in
-the order of the alphabet.
+Tokens of characters: <pad> is 0, <eos> is 1, then the alphabet in its order.
 """
 
 import json
@@ -25,9 +23,9 @@ NUM_SPECIAL_TOKENS = 2
 
 
 def build_character_tokenizer(directory: str | Path, alphabet: str) -> None:
-    """Write tokenizer.json and tokenizer_config.json, which transformers and vLLM load.
+    """Write tokenizer.json and tokenizer_config.json for transformers and vLLM.
 
-    build_character_tokenizer(path, "01+") -> "0": 2, "1": 3, "+": 4. Raises ValueError if the alphabet is empty or repeats a character.
+    (path, "01+") -> "0": 2, "1": 3, "+": 4. Raises ValueError for an empty or repeating alphabet.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -39,7 +37,7 @@ def build_character_tokenizer(directory: str | Path, alphabet: str) -> None:
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, *alphabet])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    # This decoder joins the tokens directly. Otherwise decoding would put a space between two tokens.
+    # joins tokens without spaces
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, EOS)])
     config = {
@@ -55,10 +53,7 @@ def build_character_tokenizer(directory: str | Path, alphabet: str) -> None:
 
 
 def alphabet_of(all_texts: Iterable[str]) -> str:
-    """The characters of the texts in ascending order.
-
-    If a text has a digit, the result has all digits. If a text has an ASCII letter, the result has all letters of the same case. The reason is
-    that other texts of the task may have these characters.
+    """The characters of the texts, ascending, with all digits or letters of a case if one occurs.
 
     alphabet_of(["a+1"]) -> "+0123456789abcdefghijklmnopqrstuvwxyz"
     """
@@ -71,13 +66,12 @@ def alphabet_of(all_texts: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenizer:
-    """The tokenizer of a run. It turns problems into tokens, and tokens into text."""
+    """Turns problems into tokens, and tokens into text."""
 
     hf: "PreTrainedTokenizerBase"
     chat: ChatTemplate
-    # Tokens that end a completion; see rl_actors.stop_tokens.
     stop_token_ids: tuple[int, ...]
-    # What the tokenizer itself puts before a text, such as BOS. A chat template writes its own.
+    # what the tokenizer puts before a text, such as BOS; chat templates write their own
     prefix_token_ids: tuple[int, ...] = ()
 
     def __len__(self) -> int:
@@ -85,42 +79,37 @@ class Tokenizer:
 
     @property
     def end_token_id(self) -> int:
-        """The token that ends a trained answer: the tokenizer's own end token if it is a stop token, or else the first stop token."""
+        """The tokenizer's end token if it is a stop token, else the first stop token."""
         own = self.hf.eos_token_id
         return own if own in self.stop_token_ids else self.stop_token_ids[0]
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text; see rl_actors.texts."""
+        """See rl_actors.texts."""
         return texts.encode(self.hf, text)
 
     def encode_beginning(self, text: str) -> list[int]:
-        """`encode`, after the tokens that the tokenizer puts before a text."""
+        """`encode`, after prefix_token_ids."""
         return [*self.prefix_token_ids, *self.encode(text)]
 
     def encode_prompt(self, problem: Problem) -> list[int]:
-        """The tokens of the problem's prompt. If the problem has messages, the chat template formats them.
-
-        If the problem has only a text, the chat template formats the text if chat.enabled is set. Otherwise the text is encoded as it is.
-        """
+        """By the chat template for messages or with chat.enabled, else the text as it is."""
         messages = self._messages(problem)
         return self.chat.prompt(messages, problem.tools) if messages else self.encode_beginning(problem.prompt)
 
     def encode_prompts(self, problems: Sequence[Problem]) -> list[list[int]]:
-        """`encode_prompt` of many problems. Texts without messages are encoded together, which is faster."""
+        """`encode_prompt` of many problems, faster for texts without messages."""
         if self.hf.init_kwargs.get("character_level") or any(self._messages(problem) for problem in problems):
             return [self.encode_prompt(problem) for problem in problems]
         return [[*self.prefix_token_ids, *row] for row in self._encode_all([each.prompt for each in problems])]
 
     def sample_lengths(self, problems: Sequence[Problem]) -> list[int]:
-        """`len(to_sample(problem))` of many problems."""
         if self.hf.init_kwargs.get("character_level") or any(self._messages(problem) for problem in problems):
             return [len(self.to_sample(problem)) for problem in problems]
         pairs = zip(self.encode_prompts(problems), self._encode_all([each.answer for each in problems]), strict=True)
-        # The end token adds one token, and the shift of the targets takes one away.
+        # plus the end token, minus the shift of the targets
         return [len(prompt) + len(answer) for prompt, answer in pairs]
 
     def _encode_all(self, all_texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of many texts."""
         if not all_texts:
             return []
         for text in all_texts:
@@ -129,10 +118,10 @@ class Tokenizer:
         return self.hf(list(all_texts), **options)["input_ids"]
 
     def encode_observation(self, observation: Observation, *, after: int | None = None) -> list[int]:
-        """The tokens of an observation, which the policy reads before its next turn. A list of token ids is returned as it is.
+        """The tokens of an observation; token ids as they are.
 
-        after: the last token of the policy's previous turn; None before the first turn. After a turn, the chat template formats the messages
-        as the continuation of a conversation in which the assistant spoke last.
+        after: last token of the policy's previous turn, which messages continue; None before the
+        first.
         """
         messages = observation
         if isinstance(observation, str):
@@ -147,10 +136,9 @@ class Tokenizer:
         return self.chat.continuation(messages, has_ended=after in self.stop_token_ids)
 
     def to_sample(self, problem: Problem) -> Sample:
-        """A sample that trains the answer and the token that ends the answer.
+        """Trains the answer and its end token; in a conversation all turns of the assistant.
 
-        If the problem is a conversation, the sample trains all turns of the assistant. If the last turn of the conversation is not a turn of
-        the assistant, the problem's answer is added as the assistant's last turn.
+        A conversation without a last turn of the assistant gets the answer as one.
         """
         messages = self._messages(problem)
         if not messages:
@@ -163,16 +151,16 @@ class Tokenizer:
         return Sample.from_tokens(turns.tokens[:first], turns.tokens[first:], loss_weights=turns.weights[first:])
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of a completion, without special tokens."""
+        """Without special tokens."""
         return self.hf.decode(list(tokens), skip_special_tokens=True)
 
     def decode_turn(self, tokens: Sequence[int]) -> str:
-        """The text of a turn with its special tokens, but without the stop token at its end."""
+        """With special tokens, but without a stop token at the end."""
         ends = bool(tokens) and tokens[-1] in self.stop_token_ids
         return self.hf.decode(list(tokens[: len(tokens) - ends]), skip_special_tokens=False)
 
     def decode_prompt(self, tokens: Sequence[int]) -> str:
-        """The text of a prompt as the policy reads it, special tokens included, but for the tokenizer's own prefix."""
+        """With special tokens, as the policy reads it, but without prefix_token_ids."""
         start = (
             len(self.prefix_token_ids) if tuple(tokens[: len(self.prefix_token_ids)]) == self.prefix_token_ids else 0
         )
@@ -185,11 +173,7 @@ class Tokenizer:
 
 
 def load_tokenizer(directory: str | Path, chat: ChatConfig | None = None) -> Tokenizer:
-    """The tokenizer of a local Hugging Face directory.
-
-    Raises ValueError if the directory holds no tokenizer, if none of its files names an end token, or if the chat template does not support
-    the options of `chat`.
-    """
+    """Raises ValueError without tokenizer or end token, or if the template lacks an option."""
     hf = texts.load_hf(directory)
     stops = stop_token_ids(directory, hf)
     if not stops:
