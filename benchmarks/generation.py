@@ -297,10 +297,16 @@ def main() -> None:
     )
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--engines-per-gpu", type=int, help="of the client; without it as GeneratorConfig chooses")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     config = config_of(arguments.model, max(arguments.requests))
-    config = replace(config, tensor_parallel=arguments.tensor_parallel, replicas=arguments.replicas)
+    config = replace(
+        config,
+        tensor_parallel=arguments.tensor_parallel,
+        replicas=arguments.replicas,
+        engines_per_gpu=arguments.engines_per_gpu,
+    )
     if arguments.replicas > 1:
         beside_one_replica(arguments, config)
     else:

@@ -2,18 +2,27 @@
 
 import contextlib
 import math
+import os
 import pkgutil
 import re
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
+import torch
 import tyro
 from torchtitan.config import CompileConfig, ParallelismConfig
 
-from rl_actors import hub, layouts, validation
+from rl_actors import hub, layouts, memory_estimate, validation
 from rl_actors.field_types import require_field_types
 from rl_actors.model_config import ModelConfig
 from rl_actors.stop_tokens import stop_token_ids
+
+SHARED_GPU_PARAMETERS = 3_000_000_000
+"""Largest model for which two engines share a GPU by default."""
+SHARED_GPU_SEQUENCES = 128
+"""Least max_num_seqs for two engines on a GPU."""
+SHARED_GPU_CORES = 8
+"""Least cores of the host for two engines on a GPU."""
 
 MAX_VLLM_RANK = 512
 """Largest rank of an adapter in vLLM 0.32."""
@@ -418,6 +427,10 @@ class GeneratorConfig:
     """Engines with the same weights, each with a process and GPUs of its own, from `gpu` on."""
     tensor_parallel: int = 1
     """vLLM's ranks that share every layer, on consecutive GPUs."""
+    engines_per_gpu: int | None = None
+    """Engines of each replica on its GPUs; while one waits for the host, another computes. Each has
+    an equal share of max_num_seqs and gpu_memory_utilization. None: see `engines`.
+    """
     sleep_mode: bool = False
     """Makes `sleep` possible, which releases the memory of weights and cache (on a CPU nothing)."""
     recompute_running: bool = True
@@ -442,6 +455,32 @@ class GeneratorConfig:
         first = self.gpu or 0
         num_replicas = math.ceil(self.replicas / num_hosts)
         return range(first, first + num_replicas * self.tensor_parallel)
+
+    @property
+    def num_engines(self) -> int:
+        return self.replicas * self.engines()[0]
+
+    def engines(self) -> tuple[int, str]:
+        """(Engines of each replica, why): engines_per_gpu, or by this machine and the model.
+
+        Two are faster where a step waits for the host: with a small model and many sequences.
+        """
+        if self.engines_per_gpu is not None:
+            return self.engines_per_gpu, f"generator.engines_per_gpu={self.engines_per_gpu}"
+        if not torch.cuda.is_available():
+            return 1, "engines on a CPU would share its cores"
+        model = ModelConfig.from_hf(self.hf_path) if self.hf_path else self.model
+        size = memory_estimate.num_parameters(TrainerConfig(model=model))
+        cores = len(os.sched_getaffinity(0))
+        if self.tensor_parallel > 1:
+            return 1, f"generator.tensor_parallel={self.tensor_parallel}"
+        if size > SHARED_GPU_PARAMETERS:
+            return 1, f"{size / 1e9:.1f} billion parameters keep the GPU busy"
+        if self.max_num_seqs < SHARED_GPU_SEQUENCES:
+            return 1, f"generator.max_num_seqs={self.max_num_seqs} is below {SHARED_GPU_SEQUENCES}"
+        if cores < SHARED_GPU_CORES:
+            return 1, f"{cores} cores are below {SHARED_GPU_CORES}"
+        return 2, f"{size / 1e9:.1f} billion parameters, {self.max_num_seqs} sequences, {cores} cores"
 
     @property
     def has_adapters(self) -> bool:
@@ -482,6 +521,7 @@ class GeneratorConfig:
             "kv_cache_bytes",
             "replicas",
             "tensor_parallel",
+            "engines_per_gpu",
             "num_threads",
             "setup_timeout",
             "call_timeout",

@@ -80,6 +80,13 @@ def memory(config: TrainerConfig) -> Memory:
     )
 
 
+def num_parameters(config: TrainerConfig) -> int:
+    """Of the whole model, with its adapters."""
+    blocks = [weight for layer in range(config.model.num_hidden_layers) for weight in block_weights(config, layer)]
+    before, after = outer_weights(config)
+    return sum(weight.count * math.prod(weight.shape) for weight in [*before, *blocks, *after])
+
+
 def block_weights(config: TrainerConfig, layer: int) -> list[Weight]:
     model = config.model
     lora = config.lora

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from configs.qwen3 import qwen3_0_6b, qwen3_0_6b_one_gpu, qwen3_8b
+from configs.qwen3 import MODELS, qwen3_0_6b, qwen3_0_6b_one_gpu, qwen3_8b
 from controllers.program.launch import start_loop
 from controllers.run.actors import shares_gpu
 from rl_actors import (
@@ -25,7 +25,7 @@ from rl_actors import (
     validation,
 )
 from rl_actors.clients import base
-from rl_actors.clients.generator import config_of_replica
+from rl_actors.clients.generator import config_of_engine
 from rl_actors.clients.one_generator import process_environment
 from rl_actors.processes import threads
 from rl_actors.seeds import hashed_seed
@@ -79,7 +79,7 @@ def test_replicas_and_tensor_parallel_ranks_have_gpus_of_their_own(monkeypatch):
     on_gpus(monkeypatch, 6, "2,3,4,5,6,7")
     config = GeneratorConfig(gpu=1, replicas=2, tensor_parallel=2, seed=5)
     validation.require_gpu(config)
-    replicas = [config_of_replica(config, index) for index in range(2)]
+    replicas = [config_of_engine(config, index) for index in range(2)]
     visible = [process_environment(replica)["CUDA_VISIBLE_DEVICES"] for replica in replicas]
     assert visible == ["3,4,2,5,6,7", "5,6,2,3,4,7"]  # the two GPUs of each replica first
     assert [(replica.replicas, replica.seed) for replica in replicas] == [
@@ -91,20 +91,53 @@ def test_replicas_and_tensor_parallel_ranks_have_gpus_of_their_own(monkeypatch):
             GeneratorClient.spawn(too_many)
 
 
+def test_engines_of_a_replica_share_its_gpus_and_divide_sequences_and_memory(monkeypatch):
+    on_gpus(monkeypatch, 4, "0,1,2,3")
+    config = GeneratorConfig(replicas=2, engines_per_gpu=2, max_num_seqs=255, gpu_memory_utilization=0.8)
+    validation.require_gpu(config)
+    engines = [config_of_engine(config, index) for index in range(config.num_engines)]
+    assert [engine.gpu for engine in engines] == [0, 0, 1, 1]
+    assert {(engine.replicas, engine.max_num_seqs, engine.gpu_memory_utilization) for engine in engines} == {
+        (1, 128, 0.4)
+    }
+    assert len({engine.seed for engine in engines}) == 4
+    assert [config_of_engine(config, index, num_hosts=2).gpu for index in range(4)] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "fields, number, why",
+    [
+        ({}, 2, "0.6 billion parameters, 256 sequences, 16 cores"),
+        ({"max_num_seqs": 64}, 1, "generator.max_num_seqs=64 is below 128"),
+        ({"tensor_parallel": 2}, 1, "generator.tensor_parallel=2"),
+        ({"model": MODELS["8b"]}, 1, "8.2 billion parameters keep the GPU busy"),
+        ({"engines_per_gpu": 3}, 3, "generator.engines_per_gpu=3"),
+    ],
+)
+def test_the_number_of_engines_on_a_gpu_is_chosen_with_a_reason(monkeypatch, fields, number, why):
+    on_gpus(monkeypatch, 4, "0,1,2,3")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    assert GeneratorConfig(**fields).engines() == (number, why)
+
+
+def test_on_a_cpu_a_replica_is_one_engine():
+    assert GeneratorConfig().engines() == (1, "engines on a CPU would share its cores")
+
+
 def test_replicas_on_different_hosts_may_have_the_same_gpu_index(monkeypatch):
     on_gpus(monkeypatch, 4, "0,1,2,3")
     config = GeneratorConfig(replicas=5, tensor_parallel=2)
-    assert [config_of_replica(config, index, num_hosts=3).gpu for index in range(5)] == [0, 0, 0, 2, 2]
+    assert [config_of_engine(config, index, num_hosts=3).gpu for index in range(5)] == [0, 0, 0, 2, 2]
     validation.require_gpu(config, num_hosts=3)
     with pytest.raises(ValueError, match=r"takes 6 GPUs of each of 2 hosts, from generator.gpu=0 on, but .* sees 4"):
         validation.require_gpu(config, num_hosts=2)
 
 
 def test_a_replica_on_a_machine_without_gpus_has_no_gpu():
-    assert config_of_replica(GeneratorConfig(replicas=2), 1).gpu is None
+    assert config_of_engine(GeneratorConfig(replicas=2), 1).gpu is None
 
 
-@pytest.mark.parametrize("field", ["replicas", "tensor_parallel"])
+@pytest.mark.parametrize("field", ["replicas", "tensor_parallel", "engines_per_gpu"])
 def test_zero_replicas_or_tensor_parallel_ranks_are_refused(field):
     with pytest.raises(ValueError, match=f"generator.{field}=0; it must be positive"):
         GeneratorClient.spawn(GeneratorConfig(**{field: 0}))

@@ -114,6 +114,7 @@ def demands(config: "RunConfig", *, trains: bool = True) -> list[Demand]:
 def _demands_of_gpus(config: "RunConfig", models: dict[str, TrainerConfig], phases: "list[_Phase]") -> list[Demand]:
     gpus_of_models = {name: model.gpus() for name, model in models.items()}
     gpus_of_generators = _gpus_of_generators(config)
+    engines, _ = config.generator.engines()
     found = []
     for gpu in range(torch.cuda.device_count()):
         if not any(gpu in gpus for gpus in (*gpus_of_models.values(), *gpus_of_generators.values())):
@@ -126,7 +127,7 @@ def _demands_of_gpus(config: "RunConfig", models: dict[str, TrainerConfig], phas
                     taken[f"{name}-{gpu - gpus.start}"] = phase.held[name]
             for name, gpus in gpus_of_generators.items():
                 if gpu in gpus and not phase.sleeps:
-                    taken[name] = round(config.generator.gpu_memory_utilization * capacity)
+                    taken[name] = round(config.generator.gpu_memory_utilization * capacity / engines)
             found.append(Demand(place=f"GPU {gpu}", phase=phase.name, capacity=capacity, taken=taken))
     return found
 
@@ -237,18 +238,24 @@ def _gpus_of_generators(config: "RunConfig") -> dict[str, range]:
         return {}
     all_gpus = config.generator.gpus()
     each = config.generator.tensor_parallel
-    return {
-        f"generator-{index}": all_gpus[index * each : (index + 1) * each] for index in range(config.generator.replicas)
-    }
+    engines, _ = config.generator.engines()
+    gpus = {}
+    for index in range(config.generator.num_engines):
+        first = index // engines * each
+        gpus[f"generator-{index}"] = all_gpus[first : first + each]
+    return gpus
 
 
 def _generator(config: "RunConfig") -> list[str]:
     lines = []
-    for replica, (name, gpus) in enumerate(_gpus_of_generators(config).items()):
+    engines, why = config.generator.engines()
+    for index, (name, gpus) in enumerate(_gpus_of_generators(config).items()):
         on_this_machine = " and ".join(dict.fromkeys(_device(gpu) for gpu in gpus))
-        devices = config.hosts.place_of_generator(replica) or on_this_machine
+        devices = config.hosts.place_of_generator(index // engines) or on_this_machine
         ranks = f", {len(gpus)} ranks" if len(gpus) > 1 else ""
         lines.append(f"  {name:<12} {devices}, vLLM in {config.generator.dtype}{ranks}")
+    if lines and torch.cuda.is_available():
+        lines.append(f"  engines on a GPU: {engines} ({why})")
     return lines
 
 

@@ -4,6 +4,7 @@ Most methods return a Call: `await` it, or call its `.result()`. fleet.py sends 
 generators.
 """
 
+import math
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -86,8 +87,9 @@ class GeneratorClient(Client):
         # Name of an adapter -> the Call of its load_adapter, which may still run or may have
         # failed.
         self._loads: dict[str, Call[None]] = {}
-        num_generators = 1 if config is None else config.replicas
+        num_generators = 1 if config is None else config.num_engines
         num_hosts = 1 if hosts is None else len(hosts)
+        engines = 1 if config is None else config.engines()[0]
         spawns: dict[str, Callable[[], OneGenerator]] = {}
         for index in range(num_generators):
             own_name = name if num_generators == 1 else f"{name}-{index}"
@@ -95,12 +97,12 @@ class GeneratorClient(Client):
                 self._spawn_one,
                 mesh,
                 name=own_name,
-                config=None if config is None else config_of_replica(config, index, num_hosts),
+                config=None if config is None else config_of_engine(config, index, num_hosts),
                 transport=transport,
                 call_timeout=call_timeout,
                 setup_timeout=setup_timeout,
                 logs=self._logs,
-                hosts=_host_of(index, hosts),
+                hosts=_host_of(index // engines, hosts),
             )
         # The fleet must not refer to this client, which could then not be garbage-collected.
         self._fleet = Fleet(
@@ -529,15 +531,25 @@ def check_config(config: GeneratorConfig, num_hosts: int = 1) -> None:
     require_machine(config)
 
 
-def config_of_replica(config: GeneratorConfig, index: int, num_hosts: int = 1) -> GeneratorConfig:
-    """The config of one replica: GPUs after those of the replica before it on the same host, and a
-    seed of its own.
+def config_of_engine(config: GeneratorConfig, index: int, num_hosts: int = 1) -> GeneratorConfig:
+    """The config of one engine of one replica, with a seed of its own: GPUs after those of the replica before it on the same
+    host, shared by the engines of a replica.
 
     Replica i runs on host i % num_hosts.
     """
-    if config.replicas == 1:
+    if config.num_engines == 1:
         return config
+    engines = config.engines()[0]
     gpu = config.gpu
     if torch.cuda.is_available():
-        gpu = (config.gpu or 0) + index // num_hosts * config.tensor_parallel
-    return replace(config, replicas=1, gpu=gpu, seed=hashed_seed(config.seed, index))
+        gpu = (config.gpu or 0) + index // engines // num_hosts * config.tensor_parallel
+    return replace(
+        config,
+        replicas=1,
+        engines_per_gpu=engines,
+        max_num_seqs=math.ceil(config.max_num_seqs / engines),
+        gpu_memory_utilization=config.gpu_memory_utilization / engines,
+        kv_cache_bytes=config.kv_cache_bytes and config.kv_cache_bytes // engines,
+        gpu=gpu,
+        seed=hashed_seed(config.seed, index),
+    )

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_actors.config import GeneratorConfig
+from rl_actors import memory_estimate
+from rl_actors.config import GeneratorConfig, TrainerConfig
 from rl_actors.processes import threads
 
 if TYPE_CHECKING:
@@ -13,6 +14,12 @@ if TYPE_CHECKING:
 
 # compiles for minutes at its first use, and needs nvcc
 ENV = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+GIB = 1 << 30
+BYTES = {"float32": 4, "bfloat16": 2}
+LOGITS_BYTES = 14
+"""For each logit of a step: in the model's dtype, and three copies in float32 while it samples."""
+OVERHEAD_BYTES = 2 * GIB
+"""CUDA context, kernels' workspaces and CUDA graphs of an engine."""
 BATCHED_TOKENS = 8192
 """Of one step, unless max_num_seqs is larger. More would delay running requests."""
 BATCH_INVARIANT_CAPABILITY = (9, 0)
@@ -46,7 +53,7 @@ def options(config: GeneratorConfig) -> dict[str, object]:
     threads.prepare_gpu_process()
     chosen: dict[str, object] = {
         "gpu_memory_utilization": config.gpu_memory_utilization,
-        "kv_cache_memory_bytes": config.kv_cache_bytes,
+        "kv_cache_memory_bytes": kv_cache_bytes(config),
         "max_num_batched_tokens": batched_tokens(config),
         "enforce_eager": config.enforce_eager,
     }
@@ -57,6 +64,30 @@ def options(config: GeneratorConfig) -> dict[str, object]:
             cudagraph_capture_sizes=graph_sizes(config.max_num_seqs),
         )
     return chosen
+
+
+def kv_cache_bytes(config: GeneratorConfig) -> int | None:
+    """For vLLM; None: it measures what is left of its share.
+
+    Engines that share a GPU cannot measure, because they start at the same time. Raises ValueError if nothing is left.
+    """
+    if config.kv_cache_bytes is not None or config.engines_per_gpu in (None, 1):
+        return config.kv_cache_bytes
+    from vllm.platforms import current_platform
+
+    model = config.model
+    share = round(config.gpu_memory_utilization * current_platform.get_device_total_memory())
+    num_parameters = memory_estimate.num_parameters(TrainerConfig(model=model))
+    weights = num_parameters * BYTES[config.dtype] // config.tensor_parallel
+    logits = LOGITS_BYTES * config.max_num_seqs * model.vocab_size
+    hidden = 4 * batched_tokens(config) * (2 * model.intermediate_size + 8 * model.hidden_size)
+    left = share - weights - logits - hidden - OVERHEAD_BYTES
+    if left <= 0:
+        raise ValueError(
+            f"generator.engines_per_gpu={config.engines_per_gpu}: an engine's share of the GPU is {share / GIB:.1f} GiB, of which "
+            f"weights and activations take {(share - left) / GIB:.1f}; raise generator.gpu_memory_utilization, or lower engines_per_gpu"
+        )
+    return left
 
 
 def batched_tokens(config: GeneratorConfig) -> int:

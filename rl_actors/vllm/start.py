@@ -99,6 +99,7 @@ def _arguments(config: GeneratorConfig, core: Core) -> Iterator[dict[str, Any]]:
         with collector.importing():
             # no garbage collection during this import
             import vllm.v1.engine.llm_engine  # noqa: F401
+        config = replace(config, model=ModelConfig.from_hf(directory))
         options = machine.options(config) | core.options(config) | sleeping.options(config)
         yield _engine_arguments(replace(config, max_model_len=config.max_model_len + 1), directory, options)
 
