@@ -4,6 +4,7 @@ A word is a token, "w17" the token 17, so that every trainer sees the same token
 """
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from benchmarks.harness import random_weights
 from controllers.environments import Problem
 from rl_actors import ModelConfig
 
-FIRST_TOKEN = 2  # w0 pads, w1 ends a text
+FIRST_TOKEN = 2
+PAD = "<pad>"
+END = "<end>"
 NUM_HELD_OUT = 8
 
 
@@ -21,10 +24,11 @@ def write_model(model: ModelConfig, directory: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     random_weights.write(model, directory)
-    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(model.vocab_size)}, unk_token="w0"))
+    vocabulary = [PAD, END, *(f"w{index}" for index in range(FIRST_TOKEN, model.vocab_size))]
+    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(vocabulary)}, unk_token=PAD))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token=PAD, eos_token=END)
     tokenizer.save_pretrained(directory)
 
 
@@ -34,7 +38,7 @@ def prompt(index: int, num_words: int, vocab_size: int) -> str:
 
 
 def parity(completion: str) -> float:
-    return float(sum(int(word) for word in completion.replace("w", " ").split()) % 2)
+    return float(sum(int(word) for word in re.findall(r"\d+", completion)) % 2)
 
 
 class Parity:

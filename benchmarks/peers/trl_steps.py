@@ -6,6 +6,7 @@ The fields of the argument are those of `Settings`.
 
 import json
 import random
+import re
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -68,7 +69,7 @@ def config_of(settings: Settings, output: str) -> Any:
 
 
 def parity(completions: list[str], **_: Any) -> list[float]:
-    return [float(sum(int(word) for word in text.replace("w", " ").split()) % 2) for text in completions]
+    return [float(sum(int(word) for word in re.findall(r"\d+", text)) % 2) for text in completions]
 
 
 def main() -> None:
