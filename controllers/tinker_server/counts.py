@@ -2,7 +2,10 @@
 times the bytes of an empty one.
 """
 
-from controllers.tinker_server.codec import MESSAGES
+from functools import cache
+from typing import Any
+
+from controllers.tinker_server import tinker_pb2
 
 MAX_FIELDS = 1 << 18
 """Most fields of a request, with nested messages. A datum with four inputs has about 30."""
@@ -12,40 +15,22 @@ FEW_BYTES = 2 * MAX_FIELDS
 """Fewer bytes cannot have too many fields, of at least two bytes each."""
 
 
-def _nested_fields() -> dict[str, dict[int, str]]:
-    """{message: {field number: the message in it}}; "map X" for entries of a map of X, and
-    "packed".
-    """
-    found: dict[str, dict[int, str]] = {}
-    for name, lines in MESSAGES.items():
-        found[name] = {}
-        for line in lines:
-            number, *words = line.split()
-            is_repeated = words[0] == "repeated"
-            is_map = words[0] == "map"
-            kind = words[1] if words[0] in ("repeated", "optional", "map") else words[0]
-            if is_map:
-                found[name][int(number)] = f"map {kind}"
-                found[f"map {kind}"] = {2: kind} if kind in MESSAGES else {}
-            elif kind in MESSAGES:
-                found[name][int(number)] = kind
-            elif is_repeated and kind == "int64":
-                found[name][int(number)] = "packed"
-    return found
+@cache
+def _nested_fields(message: Any) -> dict[int, Any]:
+    """{field number: the descriptor of the message in it, or "packed"} of a message's descriptor."""
+    nested = {field.number: field.message_type for field in message.fields if field.message_type is not None}
+    return nested | {field.number: "packed" for field in message.fields if field.is_packed}
 
 
-NESTED = _nested_fields()
-
-
-def require_few_fields(body: bytes, message: str) -> None:
-    """Raises ValueError if `body` has more than MAX_FIELDS fields or is not a message."""
+def require_few_fields(body: bytes) -> None:
+    """Raises ValueError if `body` has more than MAX_FIELDS fields or is no ForwardBackwardRequest."""
     if len(body) < FEW_BYTES:
         return
     num_fields = 0
-    pending = [(0, len(body), message)]
+    pending = [(0, len(body), tinker_pb2.ForwardBackwardRequest.DESCRIPTOR)]
     while pending:
-        at, end, name = pending.pop()
-        nested = NESTED[name]
+        at, end, message = pending.pop()
+        nested = _nested_fields(message)
         while at < end:
             num_fields += 1
             if num_fields > MAX_FIELDS:
@@ -68,9 +53,9 @@ def require_few_fields(body: bytes, message: str) -> None:
                     pending.append((at, min(at + length, end), kind))
                 at += length
             else:
-                raise ValueError(f"the body is not a {message}: wire type {wire_type}")
+                raise ValueError(f"the body is not a ForwardBackwardRequest: wire type {wire_type}")
         if at > end:
-            raise ValueError(f"the body is not a {message}: a field ends after its message")
+            raise ValueError("the body is not a ForwardBackwardRequest: a field ends after its message")
 
 
 def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 from fakes import UnigramGenerator, UnigramTrainer
 
-from controllers.tinker_server import codec
+from controllers.tinker_server import tinker_pb2
 from controllers.tinker_server.config import ServeConfig
 from controllers.tinker_server.requests import SamplingLimits
 from controllers.tinker_server.routes import make_app
@@ -137,7 +137,7 @@ class Api:
     async def output(self, promise: Mapping):
         response = await self.fetch(promise)
         assert response.headers["content-type"] == "application/x-protobuf", response.text
-        message = codec.CLASSES["ForwardBackwardOutput"].FromString(response.content)
+        message = tinker_pb2.ForwardBackwardOutput.FromString(response.content)
         rows = []
         for record in message.loss_fn_outputs:
             tensor = record.fields["logprobs"]
@@ -173,7 +173,7 @@ class Api:
     async def sample(self, sampler: str, seq: int, prompt: Sequence[int] = (1, 2), **more):
         response = await self.fetch(await self.send_sample(sampler, seq, prompt, **more))
         assert response.headers["content-type"] == "application/x-protobuf", response.text
-        return codec.CLASSES["SampleResponse"].FromString(response.content)
+        return tinker_pb2.SampleResponse.FromString(response.content)
 
 
 def forward_backward_body(model: str, seq: int, data: list, loss: str, *, config=None, forward_only=False) -> bytes:
@@ -181,7 +181,7 @@ def forward_backward_body(model: str, seq: int, data: list, loss: str, *, config
 
     data: a pair (tokens, inputs) for each datum. inputs: {name of an input of the loss: array}.
     """
-    message = codec.CLASSES["ForwardBackwardRequest"](model_id=model, seq_id=seq, loss_fn=loss)
+    message = tinker_pb2.ForwardBackwardRequest(model_id=model, seq_id=seq, loss_fn=loss)
     message.forward_only = forward_only
     for name, value in (config or {}).items():
         if isinstance(value, str):
