@@ -18,9 +18,7 @@ from controllers.tinker_server.messages import MAX_NAME
 DTYPES: dict[int, np.dtype] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 """Enum DType -> numpy dtype. The SDK never sends bfloat16."""
 MAX_CELLS = 1 << 24
-"""Most cells of all tensors of a request. Sparse tensors are made dense, so a few bytes could
-otherwise take all memory.
-"""
+"""Most cells of all tensors of a request: a few bytes of a sparse one could take all memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +51,7 @@ def read_loss_config(message: Any) -> dict[str, float | str]:
 
 
 def read_data(message: Any) -> list[Datum]:
-    """The datums of a ForwardBackwardRequest. Raises ValueError naming the index of a datum that
-    cannot be read, or, before any expansion, for more than MAX_CELLS cells.
-    """
+    """Raises ValueError naming a wrong datum's index, or, before any expansion, for too many cells."""
     num_cells = sum(
         math.prod(max(size, 0) for size in tensor.shape)
         for datum in message.data
@@ -135,9 +131,7 @@ def shaped(values: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
 
 
 def rows_of_csr(num_values: int, crow: np.ndarray, col: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
-    """[num_values]: the row of each CSR value. Raises ValueError if the indices do not fit the
-    shape.
-    """
+    """[num_values]: the row of each CSR value. Raises ValueError for indices outside the shape."""
     num_rows, num_columns = shape
     steps = np.diff(crow)
     fits = len(crow) == num_rows + 1 and crow[0] == 0 and crow[-1] == num_values == len(col) and (steps >= 0).all()
@@ -153,10 +147,7 @@ def _numbers(data: bytes, dtype: np.dtype, name: str) -> np.ndarray:
 
 
 def write_forward_backward(logprobs: Iterable[np.ndarray], metrics: Mapping[str, float]) -> bytes:
-    """A ForwardBackwardOutput as bytes. logprobs: [T] or [T, K] per datum.
-
-    Consecutive datums of the same K, or of none, share an ArrayRecord.
-    """
+    """A ForwardBackwardOutput. logprobs: [T] or [T, K] per datum; neighbours of one K share a record."""
     message = tinker_pb2.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
     for trailing_shape, group in groupby(logprobs, key=lambda row: row.shape[1:]):
         rows = list(group)

@@ -1,6 +1,4 @@
-"""Counts the fields of a protobuf message before it is parsed, because a parsed field takes many
-times the bytes of an empty one.
-"""
+"""Counts the fields of a request before it is parsed: a field takes many times its bytes."""
 
 from functools import cache
 from typing import Any

@@ -1,8 +1,6 @@
-"""Tinker's losses by name, each a sum over tokens, with the formulas of Tinker's documentation
-(stable_reinforce is our own).
+"""Tinker's losses by name, each a sum over tokens, with the formulas of Tinker's documentation.
 
 Unlike the losses of rl_actors.losses they read no loss weights, and have a clip bound per position.
-
 lp: the trainer's logprob of a target; q: the client's, input `logprobs`; A: advantage; r = exp(lp -
 q); clip(x): x limited to [clip_low, clip_high]. B rows, L positions.
 """
@@ -92,8 +90,7 @@ class CISPO(TinkerPPO):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GSPO(TinkerPPO):
-    """-sum min(s A, clip(s) A) with s = exp(m + lp - stop_gradient(lp)) (GSPO-token, arXiv
-    2507.18071, section 4.3).
+    """-sum min(s A, clip(s) A), s = exp(m + lp - stop_gradient(lp)) (arXiv 2507.18071, section 4.3)
 
     m: mean of lp - q over a datum, weighted by sequence_ratio_mask, without gradient.
     """
@@ -130,10 +127,9 @@ class DRO:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StableReinforce:
-    """-sum stop_gradient(c) A lp + kl_coeff / 2 sum m (lp - q)^2, with m = 1 at sampled tokens,
-    else 0.
+    """-sum stop_gradient(c) A lp + kl_coeff / 2 sum is_sampled (lp - q)^2
 
-    c is min(r, 2) for r in [1/8, 8], else 0. Tinker has not published its formula, so the numbers differ.
+    c: min(r, 2) for r in [1/8, 8], else 0. Our own formula: Tinker has not published its own.
     """
 
     kl_coeff: float = 0.0
@@ -180,8 +176,8 @@ KINDS = {
 }
 
 
-def kind_of(name: str) -> LossKind:
-    """Raises ValueError for "custom" and unknown names."""
+def make_loss(name: str, config: Mapping[str, float | str]) -> Loss:
+    """The loss with the options of loss_fn_config. Raises ValueError for a wrong name or option."""
     if name == "custom":
         raise ValueError(
             "the loss custom is not supported: the server runs only the losses that it knows; "
@@ -189,14 +185,7 @@ def kind_of(name: str) -> LossKind:
         )
     if name not in KINDS:
         raise ValueError(f"unknown loss {name!r}; known are {', '.join(sorted(KINDS))}")
-    return KINDS[name]
-
-
-def make_loss(name: str, config: Mapping[str, float | str]) -> Loss:
-    """The loss with the options of loss_fn_config. Raises ValueError for an unknown loss, option or
-    value.
-    """
-    kind = kind_of(name)
+    kind = KINDS[name]
     options: dict[str, float] = {}
     for entry, value in config.items():
         if entry not in kind.options:

@@ -1,7 +1,6 @@
-"""Checks sampling requests against the limits of the generator and its model, and samples the
-answers. Uses no HTTP.
+"""Checks sampling requests against the limits of generator and model, and samples the answers.
 
-N tokens of the prompt.
+Uses no HTTP. N tokens of the prompt.
 """
 
 from bisect import bisect_left
@@ -31,9 +30,7 @@ class StopStrings:
     tokenizer: Any  # of transformers
 
     def cut(self, completion: Completion) -> tuple[int, bool]:
-        """(tokens to keep, up to the one that completes the first stop string; whether a stop
-        string or stop token ended it).
-        """
+        """(tokens up to the one that completes a stop string; whether a stop ended it)."""
         tokens = completion.tokens
         if not self._is_in(tokens):
             return len(tokens), completion.finish_reason == "stop"
@@ -53,7 +50,7 @@ class Wanted:
     params: SamplingParams
     stop_strings: StopStrings | None
     targets: Targets | None  # tokens to score at given prompt positions
-    body: messages.Sample
+    body: messages.SampleRequest
 
     def require_small_answer(self, max_bytes: int) -> None:
         """Raises ValueError if the answer could have more than max_bytes."""
@@ -69,9 +66,7 @@ class Wanted:
             )
 
     async def run(self, weights: Weights) -> tuple[bytes, int]:
-        """(bytes of the SampleResponse, number of sampled tokens, with those cut after a stop
-        string).
-        """
+        """(bytes of the SampleResponse, number of sampled tokens, with those cut off)."""
         completions = await weights.sample(self.prompt, self.params)
         response = tinker_pb2.SampleResponse(
             prompt_logprobs=await self._scores(weights) if self.body.prompt_logprobs else None,
@@ -97,9 +92,7 @@ class Wanted:
         return scores.tobytes()
 
     async def _topk_of_prompt(self, weights: Weights) -> Any:
-        """TopkLogprobs of each prompt position at temperature 1; no tokens at the first and those
-        not asked for.
-        """
+        """TopkLogprobs at temperature 1; no tokens at the first and the unwanted positions."""
         params = SamplingParams(max_tokens=1, ignore_stop=True, prompt_top_logprobs=self.body.topk_prompt_logprobs)
         [completion] = await weights.sample(self.prompt, params)
         top = completion.prompt_top
@@ -147,7 +140,7 @@ class SamplingLimits:
     end_token_ids: tuple[int, ...]  # end a completion if the request has no `stop`
     tokenizer: Any  # of transformers
 
-    def read(self, body: messages.Sample) -> Wanted:
+    def read(self, body: messages.SampleRequest) -> Wanted:
         """Raises ValueError or TypeError naming field, value and limit."""
         if body.prompt_alt_tokens_k:
             raise ValueError("prompt_alt_tokens_k is not supported by this server")
@@ -169,7 +162,7 @@ class SamplingLimits:
             )
         return Wanted(prompt=prompt, params=params, stop_strings=stop_strings, targets=targets, body=body)
 
-    def _params(self, body: messages.Sample, num_prompt: int) -> tuple[SamplingParams, StopStrings | None]:
+    def _params(self, body: messages.SampleRequest, num_prompt: int) -> tuple[SamplingParams, StopStrings | None]:
         given = body.sampling_params
         room = self.max_model_len - num_prompt
         stop = [given.stop] if isinstance(given.stop, str) else given.stop

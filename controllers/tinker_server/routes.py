@@ -261,7 +261,7 @@ async def get_sampler(sampler_id: str, server: Serving, owner: Owner) -> dict[st
 
 
 @router.post("/asample", response_model=None)
-async def asample(body: messages.Sample, server: Serving, owner: Owner) -> dict[str, Any] | Response:
+async def asample(body: messages.SampleRequest, server: Serving, owner: Owner) -> dict[str, Any] | Response:
     if server.futures.num_waiting >= server.config.max_waiting:
         detail = f"{server.config.max_waiting} requests (max_waiting) already wait for their answers"
         return JSONResponse({"detail": detail}, status_code=429, headers={"Retry-After": "1"})

@@ -1,8 +1,6 @@
-"""Converts the Datums of a client's request to Samples for a trainer, and the trainer's output to
-the client's answer.
+"""Converts the Datums of a request to Samples for a trainer, and the trainer's output to the answer.
 
-Both have token i and target i at position i, so nothing is shifted. K targets of a position, with
-weights, under cross_entropy.
+Both have target i at position i, so nothing is shifted. K targets of a position (cross_entropy).
 """
 
 import itertools
@@ -17,7 +15,7 @@ import torch
 from controllers.tinker_server import codec
 from controllers.tinker_server.codec import Datum
 from controllers.tinker_server.counts import require_few_fields
-from controllers.tinker_server.losses import OUR_NAMES, LossKind, StableReinforce, TinkerPPO, kind_of, make_loss
+from controllers.tinker_server.losses import KINDS, OUR_NAMES, StableReinforce, TinkerPPO, make_loss
 from rl_actors import metrics
 from rl_actors.clients.limits import TrainerLimits
 from rl_actors.losses import CrossEntropy, Loss
@@ -28,8 +26,7 @@ from rl_actors.types import ForwardBackwardOutput, Sample
 class Batch:
     """Samples and loss of a forward or forward_backward request.
 
-    A group is one call of the trainer, which pads its samples to the same K. It has only datums of
-    at least half the largest K, so none grows much.
+    A group is a call of the trainer, which pads to one K, so it has only datums of at least K / 2.
     """
 
     groups: list[list[Sample]]
@@ -53,9 +50,7 @@ class Batch:
         return total
 
     def merged(self, outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
-        """The groups' outputs as one, in the order of the request. Means are weighted by the
-        groups' positions.
-        """
+        """One output in the order of the request. Means are weighted by the groups' positions."""
         if len(outputs) == 1:
             return outputs[0]
         logprobs = [row for output in outputs for row in output.logprobs]
@@ -103,14 +98,13 @@ def read_call(body: bytes, limits: TrainerLimits) -> TrainingCall:
 
 
 def read_batch(message: Any, limits: TrainerLimits) -> Batch:
-    """Samples and loss of a ForwardBackwardRequest. Raises ValueError naming the datum and the input."""
-    kind = kind_of(message.loss_fn)
+    """Of a ForwardBackwardRequest. Raises ValueError naming the datum and the input."""
     loss = make_loss(message.loss_fn, codec.read_loss_config(message))
     data = codec.read_data(message)
     if not data:
         raise ValueError("the request has no datums")
     for index, datum in enumerate(data):
-        _require_inputs(f"datum {index}", message.loss_fn, kind, datum)
+        _require_inputs(f"datum {index}", message.loss_fn, datum)
     dimensions = {datum.inputs["target_tokens"].ndim for datum in data}
     if len(dimensions) > 1:
         raise ValueError(
@@ -157,7 +151,8 @@ def _check_groups(batch: Batch, limits: TrainerLimits) -> None:
         limits.check_samples(group, batch.loss)
 
 
-def _require_inputs(where: str, name: str, kind: LossKind, datum: Datum) -> None:
+def _require_inputs(where: str, name: str, datum: Datum) -> None:
+    kind = KINDS[name]
     missing = kind.required - datum.inputs.keys()
     if missing:
         raise ValueError(f"{where} has no loss_fn_inputs[{min(missing)!r}], which the loss {name} reads")
@@ -180,8 +175,8 @@ def _require_inputs(where: str, name: str, kind: LossKind, datum: Datum) -> None
 
 def _with_one_target(datum: Datum, loss: Loss) -> Sample:
     inputs = dict(datum.inputs)
-    targets = torch.from_numpy(inputs.pop("target_tokens").astype(np.int64))
-    columns = {OUR_NAMES.get(name, name): _floats(values) for name, values in inputs.items()}
+    targets = torch.tensor(inputs.pop("target_tokens"), dtype=torch.int64)
+    columns = {OUR_NAMES.get(name, name): torch.tensor(values).float() for name, values in inputs.items()}
     num_positions = len(datum.tokens)
     if isinstance(loss, CrossEntropy):
         columns.setdefault("loss_weights", torch.ones(num_positions))
@@ -191,7 +186,7 @@ def _with_one_target(datum: Datum, loss: Loss) -> Sample:
     if isinstance(loss, StableReinforce):
         if datum.is_sampled is None:
             raise ValueError("stable_reinforce needs loss_fn_input_spans, which say which tokens were sampled")
-        columns["is_sampled"] = _floats(datum.is_sampled)
+        columns["is_sampled"] = torch.tensor(datum.is_sampled).float()
     return Sample(tokens=torch.from_numpy(datum.tokens), targets=targets, columns=columns)
 
 
@@ -200,18 +195,13 @@ def _with_many_targets(datum: Datum, width: int) -> Sample:
     targets = datum.inputs["target_tokens"]
     weights = datum.inputs.get("weights", np.ones(targets.shape, np.float32))
     padding = ((0, 0), (0, width - targets.shape[1]))
-    ids = torch.from_numpy(np.pad(targets, padding).astype(np.int64, copy=False))
+    ids = torch.tensor(np.pad(targets, padding), dtype=torch.int64)
     columns = {
         "loss_weights": torch.ones(len(datum.tokens)),
         "target_ids": ids,
-        "target_weights": _floats(np.pad(weights, padding)),
+        "target_weights": torch.tensor(np.pad(weights, padding)).float(),
     }
     return Sample(tokens=torch.from_numpy(datum.tokens), targets=ids[:, 0].clone(), columns=columns)
-
-
-def _floats(values: np.ndarray) -> torch.Tensor:
-    # copied, because a request's arrays are read-only views
-    return torch.from_numpy(values.astype(np.float32, copy=not values.flags.writeable))
 
 
 def write_output(batch: Batch, output: ForwardBackwardOutput) -> bytes:

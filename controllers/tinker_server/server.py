@@ -588,7 +588,7 @@ class Server:
             raise NotFoundError(f"there is no sampler {sampler_id}")
         return sampler
 
-    def sample(self, owner: str, body: messages.Sample) -> Promise:
+    def sample(self, owner: str, body: messages.SampleRequest) -> Promise:
         """Raises ValueError without a sampling session, which SDK 0.38 always names."""
         if body.sampling_session_id is None or body.seq_id is None:
             raise ValueError("asample needs sampling_session_id and seq_id")
@@ -618,7 +618,7 @@ class Server:
             return self.futures.submit(key, "sample", fail, extra, owner=owner)
         return self.futures.submit(key, "sample", work, extra, owner=owner, num_bytes=body.num_bytes)
 
-    def _fault_of_sizes(self, body: messages.Sample) -> str:
+    def _fault_of_sizes(self, body: messages.SampleRequest) -> str:
         """Why the body is larger than any request can be, else ""."""
         num_tokens = sum(len(chunk.tokens or ()) for chunk in body.prompt.chunks)
         longest = self.sampling.max_model_len

@@ -1,8 +1,6 @@
-"""The field target_prompt_logprobs of a sampling request: row i of a matrix lists token ids to
-score at position i + 1 of the prompt.
+"""target_prompt_logprobs of a sampling request: row i lists tokens to score at prompt position i + 1.
 
-N tokens of the prompt, a matrix of N - 1 rows and K columns, C given cells: all (N - 1) K if dense,
-else those listed.
+N tokens of the prompt, a matrix [N - 1, K], C given cells: all if dense, else those listed.
 """
 
 import asyncio
@@ -18,9 +16,7 @@ from controllers.tinker_server.sampling import Weights
 NOTHING = -1
 """A cell that asks for no token."""
 MAX_SCORED = 1024
-"""Most additional passes of one request. One pass scores the prompt's own tokens; every other
-distinct (row, token) costs one up to its position.
-"""
+"""Most distinct (row, token) of a request besides the prompt's own; each costs a pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

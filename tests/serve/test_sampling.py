@@ -472,7 +472,7 @@ def test_two_requests_with_neighbouring_seeds_share_no_seed_of_a_completion():
             "sampling_params": {"seed": seed, "max_tokens": 4},
             "num_samples": 8,
         }
-        params = limits.read(messages.Sample.model_validate(body)).params
+        params = limits.read(messages.SampleRequest.model_validate(body)).params
         return [request.seed for request in vllm_params(params, prompt=0)]
 
     found = [seed for given in range(20) for seed in seeds(given)]
