@@ -26,7 +26,7 @@ class Targets:
     rows: np.ndarray  # [C]
     tokens: np.ndarray  # [C]; NOTHING: no token
     foreign: list[tuple[int, int]]  # the distinct pairs (row, token) whose token is not the prompt's own
-    shape: tuple[int, int]  # (N - 1, K)
+    shape: tuple[int, ...]  # (N - 1, K)
     # CSR row pointers and column indices; None: dense
     sparse: tuple[np.ndarray, np.ndarray] | None
 
