@@ -256,6 +256,16 @@ def test_no_datum_is_padded_to_more_than_twice_its_targets():
     assert batch.num_positions == 4103 and batch.num_datums == 7
 
 
+def test_a_datum_without_clip_bounds_has_those_of_loss_fn_config():
+    inputs = {"target_tokens": [2, 3], "logprobs": [-1.0, -1.0], "advantages": [1.0, 0.0]}
+    data = [([1, 2], inputs), ([1, 2], inputs | {"clip_low_threshold": [0.25, 0.5]})]
+    body = forward_backward_body("m", 1, data, "ppo", config={"clip_high_threshold": 1.5})
+    batch = samples.read_call(body, LIMITS).batch
+    bounds = [[each.columns[name].tolist() for name in ("clip_low", "clip_high")] for each in batch.groups[0]]
+    assert bounds == [[pytest.approx([0.8, 0.8]), [1.5, 1.5]], [[0.25, 0.5], [1.5, 1.5]]]
+    LIMITS.check_samples(batch.groups[0], batch.loss)
+
+
 def test_a_negative_size_does_not_hide_the_cells_of_other_tensors():
     message = message_with_targets((1, 1 << 24), (1, 1 << 24))
     message.data[1].loss_fn_inputs["weights"].shape.extend([-1, 1 << 25])

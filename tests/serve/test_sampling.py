@@ -9,7 +9,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from controllers.tinker_server import codec, messages, sampling, tinker_pb2
+from controllers.tinker_server import messages, requests, sampling, tinker_pb2
 from controllers.tinker_server.requests import SamplingLimits
 from rl_actors.vllm.requests import vllm_params
 
@@ -453,7 +453,9 @@ def test_a_request_gets_the_likeliest_tokens_of_the_prompt_and_of_the_samples(ap
         assert (prompt.length, prompt.k, samples.length, samples.k) == (3, 2, 4, 3)
         logprobs = np.frombuffer(prompt.logprobs, "<f4").reshape(3, 2)
         assert (
-            (logprobs[:2] == codec.NO_LOGPROB).all() and logprobs[2, 0] == pytest.approx(own) and own > logprobs[2, 1]
+            (logprobs[:2] == requests.NO_LOGPROB).all()
+            and logprobs[2, 0] == pytest.approx(own)
+            and own > logprobs[2, 1]
         )
         assert np.frombuffer(prompt.token_ids, "<i4").reshape(3, 2)[2, 0] == 3
         assert np.frombuffer(samples.token_ids, "<i4").reshape(4, 3)[:, 0].tolist() == [3] * 4
