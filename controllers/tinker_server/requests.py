@@ -23,32 +23,13 @@ NO_LOGPROB = -99999.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopStrings:
-    """Strings that end a completion."""
-
-    strings: tuple[str, ...]
-    tokenizer: Any  # of transformers
-
-    def cut(self, completion: Completion) -> tuple[int, bool]:
-        """(tokens up to the one that completes a stop string; whether a stop ended it)."""
-        tokens = completion.tokens
-        if not self._is_in(tokens):
-            return len(tokens), completion.finish_reason == "stop"
-        shorter = range(1, len(tokens))
-        return 1 + bisect_left(shorter, True, key=lambda count: self._is_in(tokens[:count])), True
-
-    def _is_in(self, tokens: Sequence[int]) -> bool:
-        text = self.tokenizer.decode(tokens)
-        return any(string in text for string in self.strings)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """A checked sampling request."""
 
     prompt: list[int]
     params: SamplingParams
-    stop_strings: StopStrings | None
+    stop_strings: tuple[str, ...]  # end a completion
+    tokenizer: Any  # of transformers
     targets: Targets | None  # tokens to score at given prompt positions
     body: messages.SampleRequest
 
@@ -80,7 +61,7 @@ class Wanted:
 
         # stop strings are looked for in every completion's text, which takes long
         num_tokens = sum(len(completion.tokens) for completion in completions)
-        return await beside(num_tokens * (8 if self.stop_strings is None else 1024), write), num_tokens
+        return await beside(num_tokens * (1024 if self.stop_strings else 8), write), num_tokens
 
     async def _scores(self, weights: Weights) -> bytes:
         """[N] prompt logprobs at temperature 1; NaN for the first token and those not asked for."""
@@ -104,19 +85,26 @@ class Wanted:
         return _topk(np.pad(top.token_ids.numpy(), first_row), logprobs)
 
     def _sequence(self, completion: Completion) -> Any:
-        count = len(completion.tokens)
+        tokens = completion.tokens
+        count = len(tokens)
         is_stopped = completion.finish_reason == "stop"
-        if self.stop_strings is not None:
-            count, is_stopped = self.stop_strings.cut(completion)
+        if self._has_stop(tokens):
+            # up to the token that completes the first stop string
+            count = 1 + bisect_left(range(1, count), True, key=lambda number: self._has_stop(tokens[:number]))
+            is_stopped = True
         topk = None
         if completion.top is not None:
             topk = _topk(completion.top.token_ids[:count].numpy(), completion.top.logprobs[:count].numpy())
         return tinker_pb2.SampledSequence(
             stop_reason=0 if is_stopped else 1,
-            tokens=np.asarray(completion.tokens[:count], "<i4").tobytes(),
+            tokens=np.asarray(tokens[:count], "<i4").tobytes(),
             logprobs=np.asarray(completion.logprobs[:count], "<f4").tobytes(),
             topk_sampled_logprobs=topk,
         )
+
+    def _has_stop(self, tokens: Sequence[int]) -> bool:
+        text = self.tokenizer.decode(tokens) if self.stop_strings else ""
+        return any(string in text for string in self.stop_strings)
 
 
 def _topk(token_ids: np.ndarray, logprobs: np.ndarray) -> Any:
@@ -160,9 +148,16 @@ class SamplingLimits:
             raise ValueError(
                 f"prompt_logprobs_last_n={last_n}; it needs prompt_logprobs, and it must be 1 to {len(prompt) - 1}"
             )
-        return Wanted(prompt=prompt, params=params, stop_strings=stop_strings, targets=targets, body=body)
+        return Wanted(
+            prompt=prompt,
+            params=params,
+            stop_strings=stop_strings,
+            tokenizer=self.tokenizer,
+            targets=targets,
+            body=body,
+        )
 
-    def _params(self, body: messages.SampleRequest, num_prompt: int) -> tuple[SamplingParams, StopStrings | None]:
+    def _params(self, body: messages.SampleRequest, num_prompt: int) -> tuple[SamplingParams, tuple[str, ...]]:
         given = body.sampling_params
         room = self.max_model_len - num_prompt
         stop = [given.stop] if isinstance(given.stop, str) else given.stop
@@ -189,7 +184,7 @@ class SamplingLimits:
             ignore_stop=True,  # vLLM then ignores the end tokens of the model's config
             top_logprobs=body.topk_sample_logprobs,
         )
-        return params, StopStrings(strings=strings, tokenizer=self.tokenizer) if strings else None
+        return params, strings
 
 
 def prompt_tokens(prompt: messages.Prompt) -> list[int]:
