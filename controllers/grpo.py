@@ -16,12 +16,11 @@ from controllers.algorithms.reference import Reference, require_reference, start
 from controllers.algorithms.schedules import ScheduleConfig
 from controllers.observe.run_folder import RunFolder
 from controllers.program.launch import start_loop
-from controllers.rollouts.groups import RolloutBatch, RolloutConfig
-from controllers.rollouts.queue import RolloutQueue
-from controllers.run.config import Algorithm, RunConfig
+from controllers.rollouts.groups import Group, Penalty, RolloutBatch, RolloutConfig
+from controllers.run.config import Algorithm, RunConfig, require_at_least
 from controllers.run.run import Run
 from controllers.run.survival import ReplayingQueue
-from controllers.run.update import Update, chunks, update
+from controllers.run.update import Update, chunks, forward, sync, update
 from controllers.sft import SFTPhase, SFTPhaseConfig
 from rl_actors import KL, Sample, metrics
 from rl_actors.losses import Loss, columns_of
@@ -108,23 +107,18 @@ class GRPOConfig(RunConfig):
                 "of the KL divergence, so it must be above 0"
             )
         self.make_loss()
-        if self.updates_per_step < 1:
-            raise ValueError(f"updates_per_step={self.updates_per_step}; it must be at least 1")
-        if self.epochs_per_step < 1:
-            raise ValueError(f"epochs_per_step={self.epochs_per_step}; it must be at least 1")
+        require_at_least(self, 1, "updates_per_step", "epochs_per_step")
+        require_at_least(self, 0, "sft_steps")
         if 0 < self.rollouts.max_staleness < self.versions_per_step:
             raise ValueError(
-                f"rollouts.max_staleness={self.rollouts.max_staleness}, but a step advances the version by up to "
-                f"updates_per_step * epochs_per_step = {self.versions_per_step}, so no rollouts could run ahead; use 0 or at least "
-                f"{self.versions_per_step}"
+                f"rollouts.max_staleness={self.rollouts.max_staleness}, but a step advances the version by up to updates_per_step * "
+                f"epochs_per_step = {self.versions_per_step}, so no rollouts could run ahead; use 0 or at least {self.versions_per_step}"
             )
         if self.colocation.enabled and self.rollouts.max_staleness:
             raise ValueError(
                 f"colocation.enabled=True with rollouts.max_staleness={self.rollouts.max_staleness}: the generator sleeps while the trainer "
                 "works, so no rollouts can run ahead; use 0"
             )
-        if self.sft_steps < 0:
-            raise ValueError(f"sft_steps={self.sft_steps}; it must be at least 0")
 
     def validate_resumed(self, folder: RunFolder) -> None:
         super().validate_resumed(folder)
@@ -172,16 +166,23 @@ async def train(run: Run[GRPOConfig]) -> None:
     reference = None
     if config.reference_kl:
         reference = await start_reference(run, has_begun=steps_done > sft_steps, sft_steps=sft_steps)
+    kl = first_kl(run)
+
+    async def penalise(groups: Sequence[Group]) -> list[Group]:
+        assert reference is not None
+        return await reference.penalise(groups, kl, config.rollouts.temperature)  # the running step's kl
+
+    penalty = penalise if reference and config.reference_kl_in == "reward" else None
     schedule = config.schedule.build(config.steps)
     version = await sync(run)
-    async with make_queue(run, cursor, reference, steps_done=steps_done) as rollouts:
+    async with make_queue(run, cursor, penalty, steps_done=steps_done) as rollouts:
         for step in range(steps_done + 1, last_step + 1):
             with run.timer("generate"):
                 batch = await rollouts.next_batch(version)
             values = batch.metrics()
             # none if the rewards of every group are equal
             if batch.samples:
-                loss = config.make_loss(reference.kl if reference else None)
+                loss = config.make_loss(kl)
                 samples = await with_columns_of_loss(run, batch.samples, loss, reference)
                 learning_rate = schedule(step - sft_steps)
                 async with run.training():
@@ -191,7 +192,10 @@ async def train(run: Run[GRPOConfig]) -> None:
                 values |= step_metrics(config, batch, updates) | {"learning_rate": learning_rate}
                 values |= run.trained_metrics(samples, num_epochs=config.epochs_per_step)
             if reference is not None:
-                update_kl_coefficient(config, reference, values)
+                values["kl/coefficient"] = kl.coefficient
+                # missing if the divergence is part of the loss and the step did not train
+                if "kl/reference" in values:
+                    kl = config.kl_control.next_kl(kl, values["kl/reference"])
             grpo_step = step - sft_steps
             is_last = step == last_step
             if is_last or grpo_step % config.evaluate_every == 0:
@@ -199,30 +203,27 @@ async def train(run: Run[GRPOConfig]) -> None:
             await run.log_step(step, values, phase="grpo", skipped=not batch.samples)
             run.log.rollouts(step, batch.to_record())
             # before the checkpoint: a run killed in between repeats the step and writes its record again
-            state = {"step": step, **rollouts.state(), "sft_steps": sft_steps}
-            if reference is not None:
-                state["kl_coefficient"] = reference.kl.coefficient
+            state = {"step": step, **rollouts.state(), "sft_steps": sft_steps, "kl_coefficient": kl.coefficient}
             await run.end_step(state, phase_step=grpo_step, is_last=is_last)
 
 
-def update_kl_coefficient(config: GRPOConfig, reference: Reference, values: dict[str, float]) -> None:
-    """Set the next step's KL coefficient; add this step's to its metrics."""
-    values["kl/coefficient"] = reference.kl.coefficient
-    if "kl/reference" in values:  # missing if the divergence is part of the loss and the step did not train
-        reference.kl = config.kl_control.next_kl(reference.kl, values["kl/reference"])
+def first_kl(run: Run[ConfigOfLoop]) -> KL:
+    """With the checkpoint's coefficient in a resumed run."""
+    kl = run.config.kl()
+    return replace(kl, coefficient=run.state.get("kl_coefficient") or kl.coefficient)
 
 
-def make_queue(run: Run[ConfigOfLoop], cursor: int, reference: Reference | None, *, steps_done: int) -> ReplayingQueue:
+def make_queue(run: Run[ConfigOfLoop], cursor: int, penalty: Penalty | None, *, steps_done: int) -> ReplayingQueue:
     """The queue of rollouts, which goes on at the checkpoint. Repeated steps get the batches that
     the run still has."""
-    config = run.config
-    rollouts = run.rollouts(
-        config.rollouts,
-        penalty=reference.penalise if reference and config.reference_kl_in == "reward" else None,
+    return ReplayingQueue(
+        run.rollouts(run.config.rollouts, penalty=penalty),
+        run.supervision,
+        steps_done=steps_done,
+        versions_per_step=run.config.versions_per_step,
+        cursor=cursor,
+        pending=run.state.get("pending", ()),
     )
-    pending = run.state.get("pending", ())
-    queue = RolloutQueue(rollouts, versions_per_step=config.versions_per_step, cursor=cursor, pending=pending)
-    return ReplayingQueue(queue, run.supervision, steps_done=steps_done)
 
 
 def minibatches(config: GRPOConfig, samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:
@@ -239,12 +240,9 @@ async def train_step(
     """One optimizer step on each part, its gradient divided by `config.grad_divisor(part)`."""
     config = run.config
     backward = partial(run.trainer.forward_backward, loss=loss)
-    updates = []
-    for part in parts:
-        params = config.optimizer.params(learning_rate=learning_rate, grad_divisor=config.grad_divisor(part))
-        size = config.samples_per_forward_backward
-        updates.append(await update(run.trainer, part, params, backward, samples_per_call=size))
-    return updates
+    return [
+        await update(config, run.trainer, part, backward, learning_rate, config.grad_divisor(part)) for part in parts
+    ]
 
 
 async def with_columns_of_loss(
@@ -273,23 +271,13 @@ def with_only(sample: Sample, names: Set[str]) -> Sample:
 async def with_trainer_logprobs(run: Run[ConfigOfLoop], samples: Sequence[Sample]) -> list[Sample]:
     """Copies with the trainer's current logprobs in old_logprobs, and the generator's in
     generator_logprobs."""
+    outputs = await forward(run.trainer, samples, run.config.samples_per_forward_backward)
+    rows = [row for output in outputs for row in output.logprobs]
     extended = []
-    for chunk in chunks(samples, run.config.samples_per_forward_backward):
-        output = await run.trainer.forward(chunk)
-        for sample, row in zip(chunk, output.logprobs, strict=True):
-            logprobs = {"generator_logprobs": sample.columns["old_logprobs"], "old_logprobs": row}
-            extended.append(replace(sample, columns={**sample.columns, **logprobs}))
+    for sample, row in zip(samples, rows, strict=True):
+        logprobs = {"generator_logprobs": sample.columns["old_logprobs"], "old_logprobs": row}
+        extended.append(replace(sample, columns={**sample.columns, **logprobs}))
     return extended
-
-
-async def sync(run: Run[ConfigOfLoop]) -> int:
-    """Publish the trainer's weights and load them into the generator. Returns their version."""
-    with run.timer("sync"):
-        await run.colocation.to_trainer()
-        version = await run.trainer.push_model_state_dict()
-        await run.colocation.to_generator()
-        await run.generator.pull_model_state_dict(version)
-    return version
 
 
 async def train_sft_phase(run: Run[ConfigOfLoop]) -> tuple[int, int]:

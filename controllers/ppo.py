@@ -19,9 +19,9 @@ from controllers.algorithms.kl_control import mean_divergence, penalised_rewards
 from controllers.algorithms.reference import Reference, start_reference
 from controllers.grpo import (
     GRPOConfig,
+    first_kl,
     make_queue,
     step_metrics,
-    sync,
     train_sft_phase,
     train_step,
     with_columns_of_loss,
@@ -29,6 +29,7 @@ from controllers.grpo import (
 from controllers.program.launch import start_loop
 from controllers.rollouts.groups import RolloutBatch, RolloutConfig
 from controllers.run.run import Run
+from controllers.run.update import sync
 from rl_actors import KL, Sample, TrainerConfig
 from rl_actors.losses import Loss
 
@@ -45,11 +46,8 @@ class PPOConfig(GRPOConfig):
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The value model and its training."""
 
+    has_critic: ClassVar[bool] = True
     short_flags: ClassVar[dict[str, str]] = GRPOConfig.short_flags | {"--critic-lr": "--critic.schedule.learning-rate"}
-
-    @property
-    def has_critic(self) -> bool:
-        return True
 
     def models(self) -> dict[str, TrainerConfig]:
         return {
@@ -95,9 +93,9 @@ async def train(run: Run[PPOConfig]) -> None:
     critic = await start_critic(run, config.critic, config.gae, has_begun=has_begun)
     policy_schedule = config.schedule.build(config.steps)
     critic_schedule = config.critic.schedule.build(num_steps)
-    kl = replace(config.kl(), coefficient=run.state.get("kl_coefficient", config.reference_kl))
+    kl = first_kl(run)
     version = await sync(run)
-    async with make_queue(run, cursor, reference=None, steps_done=steps_done) as rollouts:
+    async with make_queue(run, cursor, None, steps_done=steps_done) as rollouts:
         for step in range(steps_done + 1, last_step + 1):
             ppo_step = step - sft_steps
             is_last = step == last_step

@@ -16,9 +16,9 @@ from controllers.environments import EpisodeEnvironment
 from controllers.environments.together import together
 from controllers.program.launch import start_loop
 from controllers.run.checkpoints import State
-from controllers.run.config import RunConfig
+from controllers.run.config import RunConfig, require_at_least
 from controllers.run.run import Run
-from controllers.run.update import update
+from controllers.run.update import sync, update
 from rl_actors import CrossEntropy, Sample, num_loss_tokens
 
 
@@ -35,8 +35,7 @@ class SFTPhaseConfig:
     """Steps of that average. A step measures before it trains."""
 
     def validate(self) -> None:
-        if self.batch_size < 1 or self.stop_window < 1:
-            raise ValueError(f"batch_size={self.batch_size}, stop_window={self.stop_window}; both must be at least 1")
+        require_at_least(self, 1, "batch_size", "stop_window")
         if not 0 < self.stop_at_answer_probability <= 1:
             raise ValueError(f"stop_at_answer_probability={self.stop_at_answer_probability}; it must be in (0, 1]")
         self.schedule.validate()
@@ -49,13 +48,11 @@ class SFTConfig(RunConfig):
 
     short_flags: ClassVar[dict[str, str]] = RunConfig.short_flags | {"--lr": "--sft.schedule.learning-rate"}
 
+    samples_problems: ClassVar[bool] = False
+
     @property
     def is_supervised(self) -> bool:
         return True
-
-    @property
-    def samples_problems(self) -> bool:
-        return False
 
     def validate(self) -> None:
         super().validate()
@@ -83,21 +80,18 @@ class SFTPhase:
         run = self.run
         samples = await self._next_samples()
         learning_rate = self.schedule(step)
-        params = run.config.optimizer.params(learning_rate=learning_rate, grad_divisor=num_loss_tokens(samples))
+        divisor = num_loss_tokens(samples)
         backward = partial(run.trainer.forward_backward, loss=CrossEntropy())
-        size = run.config.samples_per_forward_backward
         async with run.training():
-            taken = await update(run.trainer, samples, params, backward, samples_per_call=size)
-        outputs = taken.outputs
-        result = taken.result
-        logprobs = [row for output in outputs for row in output.logprobs]
+            taken = await update(run.config, run.trainer, samples, backward, learning_rate, divisor)
+        logprobs = [row for output in taken.outputs for row in output.logprobs]
         self.recent.append(answer_probability(samples, logprobs))
         return {
-            "policy_version": result.policy_version,
-            "loss": sum(output.metrics["loss:sum"] for output in outputs) / num_loss_tokens(samples),
+            "policy_version": taken.result.policy_version,
+            "loss": sum(output.metrics["loss:sum"] for output in taken.outputs) / divisor,
             "answer_probability": fmean(self.recent),
-            "grad_norm": result.grad_norm,
-            "updates_skipped": int(result.skipped),
+            "grad_norm": taken.result.grad_norm,
+            "updates_skipped": int(taken.result.skipped),
             "learning_rate": learning_rate,
             **run.trained_metrics(samples),
         }
@@ -127,28 +121,20 @@ async def train(run: Run[SFTConfig]) -> None:
     run.log.display.total_steps = config.steps
     phase = SFTPhase(run, config.sft, total_steps=config.steps)
     if config.evaluate_first and not run.state:  # a resumed run has a state
-        await run.log_step(0, await _validate(run, 0), phase="start")
+        await sync(run)
+        await run.log_step(0, await run.validate(0), phase="start")
     for step in range(run.state.get("step", 0) + 1, config.steps + 1):
         metrics = await phase.train_step(step)
         is_last = step == config.steps or phase.should_stop()
         if is_last or step % config.evaluate_every == 0:
-            metrics |= await _validate(run, step)
+            await sync(run)
+            metrics |= await run.validate(step)
         await run.log_step(step, metrics, phase="sft")
         # a run killed between record and checkpoint repeats the step; in the other order it lacks
         # the record
         await run.end_step({"step": step, **phase.state()}, phase_step=step, is_last=is_last)
         if is_last:
             return
-
-
-async def _validate(run: Run[SFTConfig], step: int) -> dict[str, float]:
-    """Push the weights to the generator and score them; returns the metrics."""
-    with run.timer("sync"):
-        await run.colocation.to_trainer()
-        version = await run.trainer.push_model_state_dict()
-        await run.colocation.to_generator()
-        await run.generator.pull_model_state_dict(version)
-    return await run.validate(step)
 
 
 if __name__ == "__main__":

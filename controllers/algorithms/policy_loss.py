@@ -65,16 +65,15 @@ class LossConfig:
         if not (isinstance(cls, type) and issubclass(cls, PolicyLoss)):
             shared = {
                 "reference_kl in the loss": kl,
-                "entropy_bonus": entropy_bonus or None,
+                "entropy_bonus": entropy_bonus,
                 "correction": correction,
-                "aggregation=sequence_mean": sequence_mean or None,
+                "aggregation=sequence_mean": sequence_mean,
             }
-            for name, value in shared.items():
-                if value is not None:
-                    raise ValueError(f"loss={self.name} is no PolicyLoss, so it has no {name}")
-            _options("loss", self.name, self, None, ())
+            if given := next((name for name, value in shared.items() if value), ""):
+                raise ValueError(f"loss={self.name} is no PolicyLoss, so it has no {given}")
+            _options("loss", self.name, self, None)
             return resolve(cls() if isinstance(cls, type) else cls)
-        options = _options("loss", self.name, self, cls, SHARED_OPTIONS)
+        options = _options("loss", self.name, self, cls)
         return cls(
             kl=kl, entropy_coefficient=entropy_bonus, correction=correction, sequence_mean=sequence_mean, **options
         )
@@ -112,12 +111,10 @@ class CorrectionConfig:
         return self.name or ("tis" if is_stale else "none")
 
     def build(self, *, is_stale: bool) -> Correction | None:
-        """None for "none". Raises ValueError for an option that the correction does not have, or
-        out of its limits.
-        """
+        """Raises ValueError for an option that the correction does not have, or out of its limits."""
         name = self.chosen(is_stale=is_stale)
         cls = CORRECTIONS.get(name)
-        options = _options("correction", name, self, cls, ())
+        options = _options("correction", name, self, cls)
         return None if cls is None else cls(**options)
 
 
@@ -136,18 +133,19 @@ def grad_divisor(aggregation: Aggregation, samples: Sequence[Sample], max_tokens
     return len(samples)
 
 
-def _options(
-    flag: str, chosen: str, config: LossConfig | CorrectionConfig, cls: type | None, shared: Sequence[str]
-) -> dict:
-    """The options that the user has set. Raises ValueError for one that `cls` does not have.
+def _options(flag: str, chosen: str, config: LossConfig | CorrectionConfig, cls: type | None) -> dict:
+    """The options that the user has set. Raises ValueError for one that `cls` (None: "none") lacks.
 
-    flag, chosen: for the error. cls: None for "none". shared: fields of `cls` that are no options.
+    flag, chosen: for the error.
     """
-    known = [] if cls is None else [each.name for each in fields(cls) if each.name not in shared]
-    given = {each.name: getattr(config, each.name) for each in fields(config) if each.name != "name"}
-    given = {name: value for name, value in given.items() if value is not None}
-    for name, value in given.items():
-        if name not in known:
-            has = f"its options are {', '.join(known)}" if known else "it has no options"
-            raise ValueError(f"{flag}.{name}={value}: {flag}={chosen} has no such option; {has}")
+    names = [] if cls is None else [option.name for option in fields(cls) if option.name not in SHARED_OPTIONS]
+    given = {}
+    for option in fields(config):
+        value = getattr(config, option.name)
+        if option.name == "name" or value is None:
+            continue
+        if option.name not in names:
+            has = f"its options are {', '.join(names)}" if names else "it has no options"
+            raise ValueError(f"{flag}.{option.name}={value}: {flag}={chosen} has no such option; {has}")
+        given[option.name] = value
     return given

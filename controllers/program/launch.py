@@ -287,7 +287,7 @@ def _run(
         except ValueError as error:
             print(f"error: {error}", file=terminal)
             return 2
-        interruption = Interruption(tell=functools.partial(print, file=terminal))
+        interruption = Interruption(on_event=functools.partial(print, file=terminal))
         if invocation.eval_only:
             work = _evaluate(invocation, folder, evaluation_sets, tokenizer, scorer, terminal)
         else:
@@ -349,7 +349,7 @@ async def _train(
             prints_lines=invocation.verbose,
             console=Console(file=terminal),
         ) as log:
-            interruption.tell = log.note  # a line printed in any other way would break the live panel
+            interruption.on_event = log.note  # a line printed in any other way would break the live panel
             log.note(f"run folder: {folder.path}")
             opening = open_run(
                 config,

@@ -32,15 +32,14 @@ class HostsConfig:
     0: a death on a host ends the run."""
 
     def names(self) -> list[str]:
-        """In the order of `addresses`; [] if the run uses only this machine. Raises ValueError for
-        wrong addresses."""
+        """[] if the run uses only this machine. Raises ValueError for wrong addresses."""
         if not self.addresses:
             return []
         job = self.started_by()
         return list(job.names) if job else [str(address) for address in hosts.parse(self._split())]
 
     def started_by(self) -> Job | None:
-        """The job that starts the workers, or None. Raises ValueError for wrong addresses."""
+        """The job that starts the workers, or None."""
         return jobs.parse(self._split()) if self.addresses else None
 
     def _split(self) -> list[str]:
@@ -57,8 +56,7 @@ class HostsConfig:
         return range(min(len(self.of_trainer()), count - 1), count)
 
     def validate(self, num_ranks: int) -> None:
-        """Raises ValueError naming the field. num_ranks: of the trainer; they must spread evenly
-        over its hosts."""
+        """num_ranks: of the trainer."""
         try:
             count = len(self.names())
         except ValueError as error:
@@ -66,18 +64,18 @@ class HostsConfig:
         if not 0 <= self.return_timeout < float("inf"):
             raise ValueError(f"hosts.return_timeout={self.return_timeout}; it must be finite and at least 0")
         job = self.started_by()
-        if job is None and self.job != JobConfig():
+        if job is not None:
+            self.job.validate(job)
+        elif self.job != JobConfig():
             raise ValueError(
-                f"hosts.addresses={self.addresses!r} starts no job, so hosts.job must keep its default values; only the jobs ssh://, "
-                "slurm:// and kubernetes:// have options"
+                f"hosts.addresses={self.addresses!r} starts no job, so hosts.job must keep its default values; "
+                "only the jobs ssh://, slurm:// and kubernetes:// have options"
             )
         if not count:
             if self.trainer or self.certificates:
                 given = f"hosts.trainer={self.trainer}, hosts.certificates={self.certificates!r}"
                 raise ValueError(f"{given}; these fields need hosts.addresses, which is empty")
             return
-        if job is not None:
-            self.job.validate(job)
         if not 0 <= self.trainer <= count:
             raise ValueError(f"hosts.trainer={self.trainer}, but hosts.addresses names {count} hosts")
         if num_ranks % len(self.of_trainer()):
@@ -93,10 +91,10 @@ class HostsConfig:
             )
 
     def connect(self, logs: Path | None = None) -> "Placement":
-        """Start the job, if there is one, and connect. Raises the errors of
-        rl_actors.processes.hosts.connect. logs: folder for the output of a Slurm job."""
+        """Start the job, if there is one, and connect; for errors see rl_actors.processes.hosts.connect.
+        logs: folder for the output of a Slurm job."""
         if not self.addresses:
-            return Placement(all=None, trainer=None, generators=None)
+            return Placement()
         connected = hosts.connect(self._split(), certificates=self.certificates, job=self.job, logs=logs)
         trainer = self.of_trainer()
         generators = self.of_generators()
@@ -107,21 +105,20 @@ class HostsConfig:
         )
 
     def wait_for_workers(self, pause: float = 1.0) -> list[str]:
-        """The workers that still do not listen after return_timeout seconds. [] at once for a job,
-        which `connect` starts again. pause: seconds between two attempts."""
+        """The workers that do not listen after return_timeout seconds. [] at once for a job, which
+        `connect` starts again. pause: seconds between two attempts."""
         workers = [] if self.started_by() else [address.numeric() for address in hosts.parse(self._split())]
         deadline = time.monotonic() + self.return_timeout
         while (missing := [str(worker) for worker in workers if hosts.refusal(worker)]) and time.monotonic() < deadline:
             time.sleep(pause)
         return missing
 
-    def place_of_rank(self, rank: int, num_ranks: int) -> str:
-        """The host of this rank of trainer, value model or reference; "" if the run uses only this
-        machine."""
+    def of_rank(self, rank: int, num_ranks: int) -> str:
+        """The host of this rank of trainer, critic or reference; "" if the run uses only this machine."""
         names = self.names()
         return names[rank // (num_ranks // len(self.of_trainer()))] if names else ""
 
-    def place_of_generator(self, replica: int) -> str:
+    def of_replica(self, replica: int) -> str:
         """The host of this replica of the generator; "" if the run uses only this machine."""
         names = self.names()
         own = self.of_generators()
@@ -130,12 +127,11 @@ class HostsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The connected hosts: all, the trainer's and the generators'. All None if the run uses only
-    this machine."""
+    """The connected hosts; None if the run uses only this machine."""
 
-    all: Hosts | None
-    trainer: Hosts | None
-    generators: Hosts | None
+    all: Hosts | None = None
+    trainer: Hosts | None = None
+    generators: Hosts | None = None
 
     def lost(self) -> list[str]:
         """The hosts whose workers are gone."""

@@ -8,13 +8,15 @@ import itertools
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from fakes import Generation, NearTrainer, ParityReward, RandomGenerator, Step
+from fakes import ActorOfNothing, Generation, NearTrainer, ParityReward, RandomGenerator, Step
 from rich.console import Console
 
 import rl_actors
 from configs.tiny import tiny
+from controllers.algorithms.kl_control import KLControlConfig
 from controllers.algorithms.schedules import ScheduleConfig
 from controllers.environments import EnvironmentConfig, Problem
 from controllers.grpo import GRPOConfig, train
@@ -240,3 +242,48 @@ def test_a_run_skips_problems_that_leave_no_room_and_counts_them(tmp_path, monke
     assert drawn == [index for index in range(12, 12 + 3 * len(drawn)) if index % 3 != 1][: len(drawn)]
     skipped = {record["step"]: record.get("problems/skipped", 0) for record in run.records}
     assert skipped[1] == 2 and sum(skipped.values()) == (drawn[-1] + 2) // 3
+
+
+class SavingTrainer(NearTrainer):
+    async def save_checkpoint(self, path: str, *, optimizer: bool = True):
+        return SimpleNamespace(wait=self.ready)
+
+
+class LowerReference(ActorOfNothing):
+    """Its logprobs are the generator's minus 0.5."""
+
+    async def load_checkpoint(self, path: str, *, optimizer: bool = True) -> None: ...
+
+    async def forward(self, samples):
+        return SimpleNamespace(logprobs=[sample.columns["old_logprobs"] - 0.5 for sample in samples])
+
+
+@pytest.mark.parametrize("kind", ["reward", "loss"])
+def test_each_step_takes_the_kl_coefficient_that_the_step_before_returned_also_after_a_resume(
+    tmp_path, monkeypatch, kind
+):
+    actors = {"TrainerClient": SavingTrainer, "GeneratorClient": RandomGenerator, "ReferenceClient": LowerReference}
+    for name, fake in actors.items():
+        monkeypatch.setattr(rl_actors, name, fake, raising=False)
+    config = replace(make_config(), validation={}, sft_steps=0, reference_kl=0.1, reference_kl_in=kind)
+    config.kl_control = KLControlConfig(target=0.01, gain=0.5)  # every divergence is far above: 1.1 times as much
+    build_character_tokenizer(tmp_path / "tokenizer", config.alphabet)
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    folder = RunFolder(tmp_path / "run")
+
+    async def take(steps: int, state: dict) -> dict:
+        log = MetricsLogger(folder, trackers=(), steps_done=state.get("step", 0), console=Console(file=io.StringIO()))
+        more = replace(config, steps=steps)
+        async with open_run(more, folder, ParityReward(0.0, 1), [], tokenizer, log=log, state=state) as run:
+            with log:
+                await train(run)
+            return run.supervision.last_state
+
+    asyncio.run(take(5, asyncio.run(take(3, {}))))
+    records = [record for record in read_jsonl(folder.metrics) if record["phase"] == "grpo"]
+    coefficients = [record["kl/coefficient"] for record in records]
+    assert coefficients == pytest.approx([0.1, 0.11, 0.121, 0.1331, 0.14641])
+    if kind == "reward":
+        for record in records:
+            expected = record["kl/coefficient"] * 0.5 * record["completion/length_mean"]
+            assert record["reward/kl_penalty"] == pytest.approx(expected)

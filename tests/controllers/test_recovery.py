@@ -38,8 +38,7 @@ from controllers.run.actors import Actors, StartAgainError
 from controllers.run.checkpoints import Checkpoints
 from controllers.run.hosts import HostsConfig
 from controllers.run.interruption import Interruption
-from controllers.run.run import Run
-from controllers.run.supervision import Supervision
+from controllers.run.run import Run, Supervision
 from controllers.run.survival import SurvivalConfig
 from rl_actors.clients.base import ActorDiedError
 from rl_actors.clients.restarts import HOUR, Restarts
@@ -129,7 +128,7 @@ class MortalActors(Actors):
         return ""
 
     def spawn_trainer(self):
-        def spawn():
+        def spawn(*_, **__):
             self.num_trainers += 1
             return self.make_trainer()
 

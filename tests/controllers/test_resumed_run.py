@@ -36,8 +36,7 @@ from controllers.run import checkpoints, interruption
 from controllers.run.checkpoints import Checkpoints
 from controllers.run.config import AdamConfig
 from controllers.run.interruption import Interruption
-from controllers.run.run import Run
-from controllers.run.supervision import Supervision
+from controllers.run.run import Run, Supervision
 from controllers.sft import SFTPhaseConfig
 from rl_actors import Completion, GeneratorConfig, ModelConfig, TrainerConfig
 from rl_actors.clients.conversion import merge_outputs
