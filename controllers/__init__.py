@@ -1,6 +1,4 @@
-"""Training loops, and a server for programs of the Tinker SDK. Also tasks, rewards, checkpoints, reports and command
-lines.
-"""
+"""Training loops and their tasks, rollouts, checkpoints and reports; a service; a server for the Tinker SDK."""
 
 import gc
 import sys

@@ -54,17 +54,13 @@ def main() -> None:
         near = difflib.get_close_matches(name, names) or names
         sys.exit(_error(f"there is no command {name}; did you mean {' or '.join(near)}?"))
     sys.argv = [f"{COMMAND} {name}", *arguments[1:]]
-    # For `--task my_task:MyTask` in the current folder; last, so that a package `configs` there
-    # hides nothing.
-    sys.path.append(os.getcwd())
+    sys.path.append(os.getcwd())  # for --task my_task:MyTask; last, so that a package `configs` there hides nothing
     try:
         require_own_packages()
         program = program_of(name)
-    except ModuleNotFoundError as error:
-        remedy = "the programs need the packages of the extra `loop`; docs/install.md says how to install them"
-        sys.exit(_error(f"{error}; {remedy}"))
     except ImportError as error:
-        sys.exit(_error(str(error)))
+        remedy = "; the programs need the packages of the extra `loop`; docs/install.md says how to install them"
+        sys.exit(_error(f"{error}{remedy if isinstance(error, ModuleNotFoundError) else ''}"))
     program()
 
 
@@ -110,8 +106,7 @@ def require_own_packages() -> None:
 
 
 def requirements() -> None:
-    """Print a file of requirements: the locks cpu and cuda, for pip install --no-deps -r, or a file for
-    uv's --overrides and --excludes, to install rl-actors beside packages of your own."""
+    """Print a lock (cpu, cuda) for pip install --no-deps -r, or a file for uv's --overrides or --excludes."""
     folder = files("rl_actors") / "requirements"
     parser = argparse.ArgumentParser(prog=f"{COMMAND} requirements", description=requirements.__doc__)
     parser.add_argument("file", choices=sorted(file.name.removesuffix(".txt") for file in folder.iterdir()))

@@ -1,4 +1,4 @@
-"""Configs as files of JSON, YAML and TOML, checked by pydantic.
+"""Configs as files of JSON, YAML and TOML, checked by pydantic, and a check of ranges.
 
 A missing field takes its default. TOML has no null, so a TOML file leaves out fields that are None.
 """
@@ -6,6 +6,7 @@ A missing field takes its default. TOML has no null, so a TOML file leaves out f
 import dataclasses
 import difflib
 import json
+import math
 import re
 import tomllib
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ Config = TypeVar("Config")
 
 
 def to_json(config: "DataclassInstance") -> str:
-    return json.dumps(asdict(config), indent=2, default=_path_to_str) + "\n"
+    return json.dumps(asdict(config), indent=2, default=str) + "\n"  # str: of a Path
 
 
 def from_json(cls: type[Config], text: str) -> Config:
@@ -74,6 +75,15 @@ def require_format(flag: str, file: Path) -> None:
         raise ValueError(f"{flag} {file} does not end in one of {', '.join(WRITTEN)}")
 
 
+def require_at_least(config: object, limit: int, *names: str, prefix: str = "") -> None:
+    """Raises ValueError naming the first of these fields that is below the limit or not finite."""
+    for name in names:
+        value = getattr(config, name)
+        if not limit <= value < math.inf:
+            finite = "" if isinstance(value, int) else "finite and "
+            raise ValueError(f"{prefix}{name}={value}; it must be {finite}at least {limit}")
+
+
 def is_file_name(name: str) -> bool:
     return Path(name).suffix in _LOADERS
 
@@ -118,12 +128,6 @@ WRITTEN = (".json", ".yaml", ".yml")
 
 def _refuse(value: object) -> str:
     raise ValueError(f"{value!r} is a {type(value).__name__}, which no field takes")
-
-
-def _path_to_str(value: object) -> str:
-    if isinstance(value, Path):
-        return str(value)
-    raise ValueError(f"the config has the value {value!r}, which has no JSON form")
 
 
 def _message(cls: Any, error: "ErrorDetails") -> str:

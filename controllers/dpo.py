@@ -11,27 +11,25 @@ from typing import ClassVar
 from controllers.algorithms.preferences import DPO, pair, to_samples
 from controllers.algorithms.reference import Reference, start_reference
 from controllers.algorithms.schedules import ScheduleConfig
+from controllers.config_file import require_at_least
 from controllers.environments import EnvironmentConfig, Problem
 from controllers.observe.run_folder import RunFolder
 from controllers.program.launch import start_loop
 from controllers.run import checkpoints
-from controllers.run.config import RunConfig, require_at_least
+from controllers.run.config import RunConfig
 from controllers.run.run import Run
 from controllers.run.update import chunks, update
 from rl_actors import Sample, metrics
 
-
-def _no_pairs() -> EnvironmentConfig:
-    return EnvironmentConfig(task="", answer_column="chosen", rejected_column="rejected")
+NO_PAIRS = partial(EnvironmentConfig, task="", answer_column="chosen", rejected_column="rejected")
 
 
 @dataclass(kw_only=True)
 class DPOConfig(RunConfig):
-    environment: EnvironmentConfig = field(default_factory=_no_pairs)
+    environment: EnvironmentConfig = field(default_factory=NO_PAIRS)
     """Pairs, with the columns answer_column (chosen) and rejected_column."""
     beta: float = 0.1
-    """A completion's reward is beta * log(p_policy / p_reference), the reference being the policy
-    at the start. Larger: nearer to the reference."""
+    """A completion's reward is beta * log(p_policy / p_reference). Larger: nearer to the reference."""
     pairs_per_step: int = 64
     """Pairs in one optimizer step."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -41,7 +39,6 @@ class DPOConfig(RunConfig):
         "--data": "--environment.task",
         "--lr": "--schedule.learning-rate",
     }
-
     has_generator: ClassVar[bool] = False
     samples_problems: ClassVar[bool] = False
 
@@ -76,8 +73,8 @@ class DPOConfig(RunConfig):
         has_begun = checkpoints.newest(folder.checkpoints) is not None
         if has_begun and not self.trainer.hf_path and not folder.reference.is_dir():
             raise ValueError(
-                f"{folder.reference} is missing, so this run cannot be resumed; it held the weights that the run began with, and DPO needs them as "
-                "the reference"
+                f"{folder.reference} is missing, so this run cannot be resumed; "
+                "it held the weights that the run began with, and DPO needs them as the reference"
             )
 
 

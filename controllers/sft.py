@@ -12,11 +12,12 @@ from typing import Any, ClassVar
 import torch
 
 from controllers.algorithms.schedules import ScheduleConfig
+from controllers.config_file import require_at_least
 from controllers.environments import EpisodeEnvironment
 from controllers.environments.together import together
 from controllers.program.launch import start_loop
 from controllers.run.checkpoints import State
-from controllers.run.config import RunConfig, require_at_least
+from controllers.run.config import RunConfig
 from controllers.run.run import Run
 from controllers.run.update import sync, update
 from rl_actors import CrossEntropy, Sample, num_loss_tokens
@@ -29,8 +30,7 @@ class SFTPhaseConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate of the supervised steps."""
     stop_at_answer_probability: float = 1.0
-    """End the phase once the probability of sampling the answer, averaged over problems and the
-    last stop_window steps, exceeds this. 1: never."""
+    """End the phase once the answer's mean probability over stop_window steps exceeds this. 1: never."""
     stop_window: int = 5
     """Steps of that average. A step measures before it trains."""
 
@@ -47,7 +47,6 @@ class SFTConfig(RunConfig):
     """The supervised steps."""
 
     short_flags: ClassVar[dict[str, str]] = RunConfig.short_flags | {"--lr": "--sft.schedule.learning-rate"}
-
     samples_problems: ClassVar[bool] = False
 
     @property
@@ -116,25 +115,36 @@ def answer_probability(samples: list[Sample], logprobs: list[torch.Tensor]) -> f
 
 
 async def train(run: Run[SFTConfig]) -> None:
-    """Take config.steps supervised steps, or fewer if `SFTPhase.should_stop`."""
     config = run.config
     run.log.display.total_steps = config.steps
-    phase = SFTPhase(run, config.sft, total_steps=config.steps)
-    if config.evaluate_first and not run.state:  # a resumed run has a state
+    await train_phase(run, config.sft, num_steps=config.steps, evaluate_every=config.evaluate_every)
+
+
+async def train_phase(
+    run: Run[Any], config: SFTPhaseConfig, *, num_steps: int, evaluate_every: int = 0
+) -> tuple[int, int]:
+    """Take the steps that are left, or fewer if `SFTPhase.should_stop`, and evaluate after the last.
+
+    evaluate_every: 0: only then. Returns (all steps, index of the next problem).
+    """
+    if run.config.evaluate_first and not run.state:  # a resumed run has a state
         await sync(run)
         await run.log_step(0, await run.validate(0), phase="start")
-    for step in range(run.state.get("step", 0) + 1, config.steps + 1):
+    phase = SFTPhase(run, config, total_steps=num_steps)
+    step = run.state.get("step", 0)
+    is_last = False
+    while step < num_steps and not is_last:
+        step += 1
         metrics = await phase.train_step(step)
-        is_last = step == config.steps or phase.should_stop()
-        if is_last or step % config.evaluate_every == 0:
+        is_last = step == num_steps or phase.should_stop()
+        if is_last or (evaluate_every and step % evaluate_every == 0):
             await sync(run)
             metrics |= await run.validate(step)
         await run.log_step(step, metrics, phase="sft")
-        # a run killed between record and checkpoint repeats the step; in the other order it lacks
-        # the record
-        await run.end_step({"step": step, **phase.state()}, phase_step=step, is_last=is_last)
-        if is_last:
-            return
+        # before the checkpoint: a run killed in between repeats the step and writes its record again
+        state = {"step": step, **phase.state()} | ({"sft_steps": step} if is_last else {})
+        await run.end_step(state, phase_step=step, is_last=is_last)
+    return step, phase.cursor
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""The critic of a PPO run: a value model in its own processes, trained on returns.
-
-T positions of a sample.
-"""
+"""The critic of a PPO run: a value model, trained on returns. T positions of a sample."""
 
 import asyncio
 import math
@@ -16,6 +13,7 @@ from torch import Tensor
 
 from controllers.algorithms.gae import GAEConfig, estimate, whiten
 from controllers.algorithms.schedules import ScheduleConfig
+from controllers.config_file import require_at_least
 from controllers.observe.logger import Timer
 from controllers.run import checkpoints
 from controllers.run.checkpoints import CRITIC_FOLDER
@@ -33,16 +31,14 @@ class CriticConfig:
     gpu: int | None = None
     """First GPU of the critic. None: the trainer's GPUs. No effect on a CPU."""
     clip: float | None = 0.5
-    """Largest change of a value within a PPO step that lowers the loss; verl and OpenRLHF use 0.5.
-    None: no limit."""
+    """Largest change of a value within a PPO step that lowers the loss. None: no limit."""
     warmup_steps: int = 0
     """First PPO steps that train only the critic (VC-PPO, arXiv 2503.01491)."""
 
     def validate(self) -> None:
         self.schedule.validate()
         self.loss()
-        if self.warmup_steps < 0:
-            raise ValueError(f"critic.warmup_steps={self.warmup_steps}; it must be at least 0")
+        require_at_least(self, 0, "warmup_steps", prefix="critic.")
 
     def loss(self) -> ValueLoss:
         if self.clip is not None and not 0 < self.clip < math.inf:
@@ -130,8 +126,7 @@ def _with_last_state(sample: Sample) -> Sample:
 
 
 async def start_critic(run: Run[Any], config: CriticConfig, gae: GAEConfig, *, has_begun: bool) -> Critic:
-    """Start the critic from the policy's weights, with zeros in the value head. has_begun: from its
-    newest checkpoint."""
+    """From the policy's weights, with zeros in the value head; if has_begun, from the newest checkpoint."""
     assert run.supervision.actors is not None
     async with run.colocation.borrowed():
         with run.log.setup("starting critic"):

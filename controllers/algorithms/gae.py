@@ -4,12 +4,13 @@ The state after an action is the state before the next one: other positions are 
 discount. N sequences, T_n positions of sequence n, T the largest T_n.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from controllers.config_file import require_at_least
 
 STD_EPS = 1e-8
 
@@ -19,14 +20,11 @@ class GAEConfig:
     gamma: float = 1.0
     """Discount per action. 1: none, usual for a single reward at the end."""
     actor_lambda: float = 0.95
-    """λ of the policy's advantages, as in VC-PPO (arXiv 2503.01491). 1: return minus value, unbiased.
-    Lower: less variance, but errors of the values bias."""
+    """λ of the policy's advantages (VC-PPO, arXiv 2503.01491). 1: unbiased. Lower: less variance."""
     critic_lambda: float = 1.0
     """λ of the critic's returns. 1: the discounted sum of rewards, unbiased (VC-PPO)."""
     length_adaptive: float = 0.0
-    """α of λ = 1 - 1 / (α * number of actions), at least 0, in place of actor_lambda (VAPO, arXiv
-    2504.05118, α = 0.05). 0: actor_lambda."""
-
+    """α of λ = max(0, 1 - 1 / (α * number of actions)) (VAPO, arXiv 2504.05118). 0: actor_lambda."""
     bootstrap: bool = True
     """The last state of a cut-off sequence has the critic's value (arXiv 1712.00378). False: 0."""
     whiten: bool = True
@@ -36,8 +34,7 @@ class GAEConfig:
         for name in ("gamma", "actor_lambda", "critic_lambda"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"gae.{name}={getattr(self, name)}; it must be in [0, 1]")
-        if not 0 <= self.length_adaptive < math.inf:
-            raise ValueError(f"gae.length_adaptive={self.length_adaptive}; it must be finite and at least 0")
+        require_at_least(self, 0, "length_adaptive", prefix="gae.")
 
     def actor_lambdas(self, num_actions: Tensor) -> Tensor:
         """λ of the advantages, [N] float64. num_actions: [N]."""

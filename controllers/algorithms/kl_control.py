@@ -62,10 +62,8 @@ def penalised_rewards(
     rewards 0, 1, logprobs -0.5, -1, ref_logprobs -1, -1, k1, coefficient 0.1 -> -0.05, 1
     """
     estimates = token_divergences(logprobs, ref_logprobs, is_action, kl)
-    penalised = []
-    for reward_T, estimate_T, action_T in zip(rewards, estimates, is_action, strict=True):
-        penalised.append(torch.where(action_T.bool(), reward_T - kl.coefficient * estimate_T, 0.0))
-    return penalised
+    rows = zip(rewards, estimates, is_action, strict=True)
+    return [torch.where(action_T.bool(), reward_T - kl.coefficient * kl_T, 0.0) for reward_T, kl_T, action_T in rows]
 
 
 def mean_divergence(

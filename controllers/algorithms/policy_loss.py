@@ -11,51 +11,30 @@ from typing import Annotated, Literal
 import tyro
 
 from controllers.environments import own_code
-from rl_actors import (
-    CISPO,
-    DRO,
-    GSPO,
-    KL,
-    PPO,
-    IcePop,
-    ImportanceSampling,
-    Reinforce,
-    Sample,
-    TruncatedImportanceSampling,
-    num_loss_tokens,
-)
-from rl_actors.losses import Loss, PolicyLoss, resolve
+from rl_actors import KL, IcePop, Sample, TruncatedImportanceSampling, num_loss_tokens
+from rl_actors.losses import LOSSES, Loss, PolicyLoss, resolve
 from rl_actors.losses.options import Correction, Level
 
 POLICY_LOSSES: dict[str, type[PolicyLoss]] = {
-    "ppo": PPO,
-    "cispo": CISPO,
-    "gspo": GSPO,
-    "importance_sampling": ImportanceSampling,
-    "reinforce": Reinforce,
-    "dro": DRO,
+    name: loss for name, loss in LOSSES.items() if issubclass(loss, PolicyLoss)
 }
 CORRECTIONS: dict[str, type[Correction]] = {"tis": TruncatedImportanceSampling, "icepop": IcePop}
 SHARED_OPTIONS = ("kl", "entropy_coefficient", "correction", "sequence_mean")
 """Fields of every policy loss that other fields of the config set."""
-
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 
 
 @dataclass(kw_only=True)
 class LossConfig:
     name: Annotated[str, tyro.conf.arg(name="")] = "ppo"
-    """ppo, cispo, gspo, importance_sampling, reinforce, dro (formulas in docs/algorithms.md), or
-    module:name: a subclass of PolicyLoss, or a function of logprobs [B, L] and columns that returns
-    a sum and metrics."""
+    """ppo, cispo, gspo, importance_sampling, reinforce, dro (docs/algorithms.md), or module:name: a
+    PolicyLoss subclass, or a function of logprobs [B, L] and columns that returns a sum and metrics."""
     ratio_low: float | None = None
-    """For ppo, cispo, gspo: lower bound of the ratio of current to old probability; gspo's is the
-    geometric mean over a sample. None: 0.8, 0, 1 - 3e-4."""
+    """Lower bound of ppo's, cispo's, gspo's ratio of current to old probability. None: 0.8, 0, 1 - 3e-4."""
     ratio_high: float | None = None
-    """For ppo, cispo, gspo: upper bound of that ratio. None: 1.28, 4, 1 + 4e-4."""
+    """Upper bound of that ratio. None: 1.28, 4, 1 + 4e-4."""
     dual_clip: float | None = None
-    """For ppo and gspo: a token's objective is at least dual_clip * A if the advantage A is
-    negative. None: no bound."""
+    """For ppo and gspo: least objective of a token is dual_clip * A for an advantage A < 0. None: none."""
     beta: float | None = None
     """For dro: beta / 2 weights the squared difference of current and old logprob. None: 0.05."""
 
@@ -91,9 +70,8 @@ class LossConfig:
 @dataclass(kw_only=True)
 class CorrectionConfig:
     name: Annotated[Literal["none", "tis", "icepop"] | None, tyro.conf.arg(name="")] = None
-    """Correction by q = p_trainer / p_generator. tis (truncated importance sampling) multiplies the
-    objective by min(q, cap); icepop drops tokens with q outside [low, high]. Default: tis if
-    rollouts.max_staleness is above 0, else none."""
+    """By q = p_trainer / p_generator. tis multiplies the objective by min(q, cap); icepop drops tokens
+    with q outside [low, high]. Default: tis if rollouts.max_staleness is above 0, else none."""
     cap: float | None = None
     """For tis: the largest factor. None: 2."""
     low: float | None = None
@@ -103,8 +81,7 @@ class CorrectionConfig:
     reweights: bool | None = None
     """For icepop: multiply the objective of kept tokens by q. None: False."""
     level: Level | None = None
-    """token: each token has its q. sequence: all have the geometric mean over the sample's trained
-    tokens. None: token."""
+    """sequence: q is the geometric mean over the sample's trained tokens. None: token."""
 
     def chosen(self, *, is_stale: bool) -> str:
         """is_stale: a step may train on completions of older weights."""

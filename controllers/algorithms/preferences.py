@@ -1,6 +1,6 @@
-"""Preference pairs as samples, and the loss of direct preference optimization (DPO).
+"""Preference pairs as samples, each chosen one before its rejected one, and the loss of DPO.
 
-In a list, each chosen sample is followed by its rejected one. T positions of a sample, P pairs.
+T positions of a sample, P pairs.
 """
 
 from collections.abc import Iterable

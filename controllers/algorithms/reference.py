@@ -39,11 +39,9 @@ class Reference:
         """Rewards R = r - kl.coefficient * sum_t kl_t, where r includes the length penalty.
 
         kl_t is by the logprobs of generator and reference: one penalty per completion, as in RLOO
-        (arXiv 2402.14740), TRL's RLOOTrainer and verl's use_kl_in_reward. It is divided by the
-        group's standard deviation if R is. Only with k1, whose sum is log(p_generator /
-        p_reference), is the expected policy gradient that of the KL divergence.
-
-        temperature: of the completions.
+        (arXiv 2402.14740). It is divided by the group's standard deviation if R is. Only with k1,
+        whose sum is log(p_generator / p_reference), is the expected policy gradient that of the KL
+        divergence. temperature: of the completions.
 
         Two completions of two tokens, rewards 1 and 0, k1, coefficient 0.1, differences of logprobs
         0.5 and 0 at each token -> R = 0.9 and 0.

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from controllers.config_file import require_at_least
+
 
 @dataclass(kw_only=True)
 class ScheduleConfig:
@@ -21,10 +23,7 @@ class ScheduleConfig:
     """Rate after the decay, as a share of the highest; none with "constant"."""
 
     def validate(self) -> None:
-        if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
-            raise ValueError(f"learning_rate={self.learning_rate}; it must be finite and at least 0")
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps={self.warmup_steps}; it must be at least 0")
+        require_at_least(self, 0, "learning_rate", "warmup_steps")
         if not 0 <= self.min_ratio <= 1:
             raise ValueError(f"min_ratio={self.min_ratio}; it must be between 0 and 1")
         if self.total_steps is not None and self.total_steps <= self.warmup_steps:

@@ -38,7 +38,6 @@ DEATH_TIMEOUT = 1.0  # seconds that a failed call waits for the report of a deat
 END_TIMEOUT = 60.0  # seconds in which cancelled work must end
 KILL_TIMEOUT = 30.0  # seconds in which killed processes must end
 BEYOND_LIMIT = "this is the first of {num_deaths} deaths in the last hour, but survival.max_restarts_per_hour={limit}; the last death: {last}"
-"""Note on the error that ends the run after several deaths."""
 
 Setup = Callable[[str], AbstractContextManager[None]]
 """Shows a phase of the start: with setup("starting trainer"): …"""
@@ -59,28 +58,21 @@ class StartAgainError(Exception):
     second time after one was lost."""
 
     def __init__(self, cause: str, lost: Sequence[str]) -> None:
-        """lost: the hosts whose workers have ended."""
         super().__init__(cause)
-        self.lost = tuple(lost)
+        self.lost = tuple(lost)  # the hosts whose workers have ended
 
 
 class Actors:
     """The transport, the trainers and the generator of a run.
 
     Roles: "trainer", "generator", "reference", "critic", "store" (the process with the index of the
-    published weights). A spawn method returns the role's client, which it spawns only if there is
-    none.
+    published weights). A spawn method returns the role's client, and spawns it if there is none.
     """
 
     def __init__(
-        self,
-        config: "RunConfig",
-        folder: RunFolder,
-        *,
-        on_event: Callable[[str], None] = logger.info,
-        verbose: bool,
+        self, config: "RunConfig", folder: RunFolder, *, on_event: Callable[[str], None] = logger.info, verbose: bool
     ) -> None:
-        """on_event: gets a line when a generator has died, is healthy again, or will not be started again."""
+        """on_event: see GeneratorClient.on_news."""
         self.config = config
         self.on_event = on_event
         self.logs = LogRoute(directory=folder.path.absolute() / "logs", tee=verbose)
@@ -133,7 +125,6 @@ class Actors:
         return generator
 
     def _client(self, role: str, spawn: Callable[..., AnyClient], **options: object) -> AnyClient:
-        """The role's client, spawned and watched if there is none."""
         if role not in self.clients:
             hosts = self.placement.generators if role == "generator" else self.placement.trainer
             client = spawn(self.configs[role], logs=self.logs, hosts=hosts, **options)
@@ -159,8 +150,7 @@ class Actors:
             self._died.set()
 
     async def until_death(self, work: Coroutine[object, None, T]) -> T:
-        """The result of the work. Raises Death, and cancels the work, if an actor dies; else the
-        work's own error."""
+        """The result of the work, or its error. If an actor dies, cancels the work and raises Death."""
         task = asyncio.ensure_future(work)
         dying = asyncio.ensure_future(self.first_death())
         try:
@@ -183,8 +173,7 @@ class Actors:
         return next(iter(self.deaths.values()))
 
     async def death_behind(self, error: Exception) -> Exception | None:
-        """The death that caused a call's error, or None. The error may be another actor's, such as
-        that of another rank, or of a generator that pulls."""
+        """The death that caused a call's error, or None. The error may be that of another actor."""
         if isinstance(error, ActorDiedError | ActorSilentError):
             names = {client.name: role for role, client in self.clients.items()}
             self.report(names.get(error.actor, "generator"), error)
@@ -199,8 +188,7 @@ class Actors:
         return next(iter(self.deaths.values()), None)
 
     async def _silent_on_hosts(self) -> str | None:
-        """The first role, except the generator, with a process that does not answer: Monarch may be
-        late to report a death on another host."""
+        """The first role with a process that does not answer: Monarch may report its death late."""
         if self.placement.all is None:
             return None
         for role, client in self.clients.items():
@@ -219,11 +207,8 @@ class Actors:
         return ""
 
     async def kill_for_restart(self, others: Collection[str] = ()) -> None:
-        """Kill what is left of dead actors, and the roles `others`; all if the store has died, or if
-        trainer and generator share GPUs, so that they must start one after the other.
-
-        With `--hosts`, kills nothing and raises StartAgainError.
-        """
+        """Kill what is left of dead actors, and the roles `others`; all roles if the store has died, or
+        if trainer and generator share GPUs. With `--hosts`, raises StartAgainError instead."""
         if self.placement.all is not None:
             lost = await asyncio.to_thread(self.placement.lost)
             cause = f"the worker of {', '.join(lost)} has ended" if lost else str(next(iter(self.deaths.values())))
@@ -266,16 +251,12 @@ class Actors:
         return config.has_generator and (config.colocation.enabled or shares_gpu(config))
 
     async def start(self, setup: Setup) -> tuple[TrainerClient, GeneratorClient]:
-        """Spawn trainer and generator if they are missing, and wait until all actors are ready.
-
-        On a shared GPU the generator waits for the trainer, because vLLM measures the free memory at
-        its start. Without a generator the second client is None, which the loop never uses.
-        """
-        generator = cast(GeneratorClient, None)
+        """Spawn trainer and generator if they are missing, and wait until all actors are ready."""
+        generator = cast(GeneratorClient, None)  # without a generator the loop never uses it
         names = "trainer"
         if self.config.has_generator:
             names = "trainer and generator"
-            if self._share_gpus():
+            if self._share_gpus():  # first the trainer, because vLLM measures the free memory at its start
                 with setup("starting trainer"):
                     await self.spawn_trainer().ready()
                     await self.spawn_trainer().offload(self.config.colocation.parts)
@@ -311,8 +292,7 @@ async def _end(task: asyncio.Task[T]) -> None:
 
 
 def shares_gpu(config: "RunConfig") -> bool:
-    """True if the generator shares a GPU with a rank, which then must not allocate while vLLM
-    measures."""
+    """True if the generator shares a GPU with a rank of the trainer."""
     return torch.cuda.is_available() and overlap(config.trainer.gpus(), config.generator.gpus())
 
 

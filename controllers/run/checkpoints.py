@@ -1,8 +1,7 @@
-"""Checkpoints of a run.
+"""Checkpoints of a run: checkpoints/step-N, after step N.
 
-After step N: the folder checkpoints/step-N with trainer/ (weights and optimizer), critic/ if there
-is a value model, checksums.json, and state.json (the loop's state), which is written last: a
-checkpoint that has it is complete.
+It has trainer/ (weights and optimizer), critic/ if there is one, checksums.json, and state.json (the
+loop's state), which is written last: a checkpoint that has it is complete.
 """
 
 import asyncio
@@ -31,8 +30,7 @@ CHECKSUMS = "checksums.json"
 CRITIC_FOLDER = "critic"  # of PPO's value model, in a checkpoint
 
 State = dict[str, Any]
-"""The loop's state as JSON: "step" (steps done), "cursor" (first problem not drawn), "random",
-"config", …"""
+"""The loop's state: "step" (steps done), "cursor" (first problem not drawn), "random", "config", …"""
 
 
 class Checkpoints:
@@ -47,10 +45,9 @@ class Checkpoints:
         self._writing: asyncio.Task[None] | None = None
 
     async def save(self, trainers: Mapping[str, "TrainerClient"], state: State) -> None:
-        """Begin to write step-N, N = state["step"]. Returns when the state is copied.
+        """Begin to write step-N, N = state["step"]; trainers: by the name of their folder.
 
-        trainers: by the name of their folder. First waits for the former checkpoint; raises its
-        RuntimeError or OSError.
+        Returns when the state is copied. Raises the former checkpoint's RuntimeError or OSError.
         """
         await self.finish()
         path = self.folder / f"step-{state['step']}"
@@ -66,8 +63,7 @@ class Checkpoints:
             await asyncio.shield(self._writing)  # shield: the writing goes on if the caller is cancelled
 
     async def abandon(self) -> None:
-        """Like `finish`, without the error: an actor has died, but the checkpoint may still become
-        complete."""
+        """`finish` without the error: an actor has died, but the checkpoint may become complete."""
         for task in (self._copying, self._writing):
             if task is not None:
                 await asyncio.wait((task,))
@@ -123,7 +119,6 @@ def complete(folder: Path) -> list[Path]:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint, or None if there is none."""
     return next(reversed(complete(folder)), None)
 
 
@@ -143,11 +138,8 @@ def remove_incomplete(folder: Path) -> None:
 
 
 def set_aside_damaged(folder: Path) -> list[str]:
-    """Rename complete checkpoints that are newer than the newest whole one, whose files have not
-    changed: step-9 -> damaged-step-9. Returns a line for each.
-
-    Raises ValueError, and renames none, if all are damaged.
-    """
+    """Rename damaged complete checkpoints that are newer than the newest whole one: step-9 ->
+    damaged-step-9. Returns a line for each. Raises ValueError, and renames none, if all are damaged."""
     damaged: dict[Path, str] = {}
     for checkpoint in reversed(complete(folder)):
         fault = _fault(checkpoint)
@@ -237,8 +229,7 @@ def _checksum(path: Path) -> dict[str, object]:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write atomically and to disk: a reader gets the old or the new content, also after a crash of
-    the machine. Raises OSError naming `path`.tmp."""
+    """A reader gets the old or the new content, also after a crash. Raises OSError naming `path`.tmp."""
     temporary = path.with_name(f"{path.name}.tmp")
     with naming(temporary):
         with temporary.open("w") as file:

@@ -23,11 +23,9 @@ U = TypeVar("U")
 @dataclass(kw_only=True)
 class ColocationConfig:
     enabled: bool = False
-    """Trainer and generator (and a critic) share GPUs, one after the other; vLLM sleeps while the
-    trainer works. Needs rollouts.max_staleness=0."""
+    """Trainer and generator (and a critic) share GPUs in turns. Needs rollouts.max_staleness=0."""
     offload: tuple[Part, ...] = ("optimizer",)
-    """Parts of the trainer in pinned host memory while the generator works: optimizer, weights,
-    gradients."""
+    """Optimizer, weights, gradients: offloaded to pinned host memory while the generator works."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -73,8 +71,7 @@ class Colocation:
         return first, second
 
     def borrowed(self) -> AbstractAsyncContextManager[None]:
-        """The trainer may work in this context during the generator's turn. Afterwards the
-        generator has its weights again."""
+        """The trainer may work in this context during the generator's turn."""
         return contextlib.nullcontext()
 
     def metrics(self, infos: Sequence[TrainerInfo]) -> Record:

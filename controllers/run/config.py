@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
+from controllers.config_file import require_at_least
 from controllers.environments import EnvironmentConfig, Problem
 from controllers.environments.files import digest
 from controllers.environments.held_out import HeldOut
@@ -49,13 +50,6 @@ class ReferenceConfig:
     """First GPU of the reference model. None: the trainer's GPUs."""
 
 
-def require_at_least(config: object, limit: int, *names: str) -> None:
-    """Raises ValueError naming the first of these fields that is below the limit."""
-    for name in names:
-        if getattr(config, name) < limit:
-            raise ValueError(f"{name}={getattr(config, name)}; it must be at least {limit}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
     paper: str
@@ -83,8 +77,7 @@ class RunConfig:
     steps: int = 100
     """Training steps, without supervised steps (sft_steps) and critic.warmup_steps."""
     seed: int = 0
-    """Seed of weights, problems and sampling; the seeds of trainer, generator and environments are
-    added."""
+    """Seed of weights, problems and sampling, added to the seeds of trainer, generator, environments."""
     max_tokens: int = 128
     """Longest completion in tokens."""
     alphabet: str = ""
@@ -123,16 +116,13 @@ class RunConfig:
     evaluate_first: bool = True
     """Evaluate before the first step, too."""
     validation: Annotated[dict[str, EnvironmentConfig], SETS_AS_JSON] = field(default_factory=dict)
-    """Further held-out sets by name, as one JSON object: {"hard": {"task": "hard.jsonl"}} gives
-    eval/hard/reward."""
+    """Further held-out sets by name, as JSON: {"hard": {"task": "hard.jsonl"}} gives eval/hard/reward."""
     gate: str = ""
-    """STEP:REWARD, such as 40:0.9: if the first evaluation at or after STEP is below REWARD, the
-    run ends with status 3. Empty: no gate."""
+    """STEP:REWARD: the run ends with status 3 if the first evaluation from STEP on is below REWARD."""
     pass_at_k: PassAtKConfig = field(default_factory=PassAtKConfig)
     """pass@k on every held-out set."""
     checkpoint_every: int = 25
-    """Steps between two checkpoints; the last step of a phase writes one, too. 0: none, so no
-    resume."""
+    """Steps between two checkpoints; a phase's last step writes one, too. 0: none, so no resume."""
     keep_checkpoints: int = 2
     """Number of newest checkpoints that are kept."""
     keep_checkpoint_every: int = 0
@@ -170,7 +160,6 @@ class RunConfig:
 
     @property
     def is_supervised(self) -> bool:
-        """True if the run trains on answers."""
         return False
 
     @property

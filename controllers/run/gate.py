@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Self
 
 from controllers.observe.run_folder import Record
@@ -15,14 +16,13 @@ class GateMissedError(Exception):
     """The held-out reward is below the gate, or no evaluation came at or after its step."""
 
 
+@dataclass
 class Gate:
-    """Only the first evaluation at or after `step` counts. A resumed run reads `is_passed` from its
-    metrics."""
+    """Only the first evaluation at or after `step` counts."""
 
-    def __init__(self, step: int, reward: float) -> None:
-        self.step = step
-        self.reward = reward
-        self.is_passed = False
+    step: int
+    reward: float
+    is_passed: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -37,7 +37,7 @@ class Gate:
         )
 
     def recall(self, records: Iterable[Record]) -> None:
-        """Pass the gate if any line of metrics.jsonl at or after its step reached the reward."""
+        """In a resumed run: passed if any line of metrics.jsonl at or after its step reached the reward."""
         for record in records:
             reward = record.get(METRIC)
             if record["step"] >= self.step and isinstance(reward, float) and reward >= self.reward:

@@ -4,32 +4,31 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from controllers.config_file import require_at_least
 from rl_actors.processes import hosts, jobs, tls
 from rl_actors.processes.hosts import Hosts
 from rl_actors.processes.jobs import Job, JobConfig
 
+ATTEMPT_PAUSE = 1.0  # seconds between two attempts to reach the lost workers
+
 
 @dataclass(kw_only=True)
 class HostsConfig:
-    """A worker on each host starts the run's processes. The user starts it (`make worker`), or a
-    Monarch job does."""
+    """A worker on each host (`make worker`, or a Monarch job) starts the run's processes."""
 
     addresses: str = ""
-    """Running workers, separated by commas, such as tcp://10.0.0.5:4444,tcp://10.0.0.6:4444, or a
-    job that starts them: ssh://gpu-1,ssh://gpu-2, slurm://4, kubernetes://4, or process://2 (two
-    on this machine, for a trial). Empty: only this machine. All hosts must share the disk of the
-    run folder."""
+    """Running workers, such as tcp://10.0.0.5:4444,tcp://10.0.0.6:4444, or a job that starts them:
+    ssh://gpu-1,ssh://gpu-2, slurm://4, kubernetes://4, or process://2 (two on this machine, for a
+    trial). Empty: only this machine. All hosts must share the disk of the run folder."""
     job: JobConfig = field(default_factory=JobConfig)
     trainer: int = 0
-    """The first N hosts are for trainer, value model and reference, whose ranks spread evenly over
-    them; the others are for generators, or the last host if none is left. 0: all hosts but one,
-    at least 1."""
+    """Trainer, critic and reference spread evenly over the first N hosts; the others, or the last if
+    none is left, are for generators. 0: all hosts but one, at least 1."""
     certificates: str = ""
     """Folder of the TLS certificates, under the same path on all hosts. Needed for tls://."""
     return_timeout: float = 600.0
-    """Seconds that a run waits for a worker that has ended. After a death on a host the run goes on
-    in a new controller process, which starts a job again, or needs the user to start the worker.
-    0: a death on a host ends the run."""
+    """Seconds that a run waits for a worker that has ended and the user must start again. 0: a death
+    on a host ends the run."""
 
     def names(self) -> list[str]:
         """[] if the run uses only this machine. Raises ValueError for wrong addresses."""
@@ -61,8 +60,7 @@ class HostsConfig:
             count = len(self.names())
         except ValueError as error:
             raise ValueError(f"hosts.addresses: {error}") from None
-        if not 0 <= self.return_timeout < float("inf"):
-            raise ValueError(f"hosts.return_timeout={self.return_timeout}; it must be finite and at least 0")
+        require_at_least(self, 0, "return_timeout", prefix="hosts.")
         job = self.started_by()
         if job is not None:
             self.job.validate(job)
@@ -91,8 +89,7 @@ class HostsConfig:
             )
 
     def connect(self, logs: Path | None = None) -> "Placement":
-        """Start the job, if there is one, and connect; for errors see rl_actors.processes.hosts.connect.
-        logs: folder for the output of a Slurm job."""
+        """Start the job, if there is one, and connect. logs: folder for the output of a Slurm job."""
         if not self.addresses:
             return Placement()
         connected = hosts.connect(self._split(), certificates=self.certificates, job=self.job, logs=logs)
@@ -104,22 +101,21 @@ class HostsConfig:
             generators=connected.part(generators.start, generators.stop),
         )
 
-    def wait_for_workers(self, pause: float = 1.0) -> list[str]:
-        """The workers that do not listen after return_timeout seconds. [] at once for a job, which
-        `connect` starts again. pause: seconds between two attempts."""
+    def wait_for_workers(self) -> list[str]:
+        """The workers that do not listen after return_timeout seconds; [] for a job, which `connect` starts."""
         workers = [] if self.started_by() else [address.numeric() for address in hosts.parse(self._split())]
         deadline = time.monotonic() + self.return_timeout
         while (missing := [str(worker) for worker in workers if hosts.refusal(worker)]) and time.monotonic() < deadline:
-            time.sleep(pause)
+            time.sleep(ATTEMPT_PAUSE)
         return missing
 
     def of_rank(self, rank: int, num_ranks: int) -> str:
-        """The host of this rank of trainer, critic or reference; "" if the run uses only this machine."""
+        """The host of this rank of trainer, critic or reference; "" for this machine."""
         names = self.names()
         return names[rank // (num_ranks // len(self.of_trainer()))] if names else ""
 
     def of_replica(self, replica: int) -> str:
-        """The host of this replica of the generator; "" if the run uses only this machine."""
+        """The host of this replica of the generator; "" for this machine."""
         names = self.names()
         own = self.of_generators()
         return names[own[replica % len(own)]] if names else ""

@@ -17,8 +17,8 @@ class Interrupted(BaseException):
 
 
 class Interruption:
-    """A first signal within `training` lets the step end and drops rollouts in the making; outside
-    it cancels the run's task, as every later signal does."""
+    """A first signal within `training` lets the step end and drops unfinished rollouts; every other
+    signal cancels the run's task."""
 
     def __init__(self, on_event: Callable[[str], None] = print) -> None:
         self.on_event = on_event
@@ -65,8 +65,7 @@ class Interruption:
             raise Interrupted(self.received.name)
 
     async def drop_if_asked(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await work that a signal may cancel, because a resumed run does it again. Then raises
-        Interrupted."""
+        """Await work that a signal may cancel, because a resumed run does it again."""
         self._droppable = asyncio.ensure_future(work)
         if self.received is not None:
             self._droppable.cancel()

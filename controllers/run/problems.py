@@ -1,8 +1,4 @@
-"""Which problems a run can take.
-
-Those of files, data sets and held-out sets are checked before the run; a run skips what it cannot
-take of an endless source.
-"""
+"""Which problems a run can take: checked before the run, but skipped if a source is endless."""
 
 import sys
 import time
@@ -46,8 +42,7 @@ def known_problems(environment: AnyEnvironment, sets: Sequence["EvaluationSet"])
 
 
 class Rule:
-    """The prompt is not empty and leaves room for a completion; what is trained on is short enough
-    with its answer."""
+    """A prompt is not empty and leaves room for a completion; with a trained answer it is short enough."""
 
     def __init__(
         self, config: "RunConfig", tokenizer: Tokenizer, environment: AnyEnvironment, *, is_sampled: bool
@@ -64,8 +59,7 @@ class Rule:
         self.longest_sample = longest if config.is_supervised and not self.may_be_empty else None
 
     def reasons(self, problems: Sequence[Problem]) -> list[str]:
-        """By problem why the run cannot take it, "" if it can. Raises ValueError if the tokenizer
-        refuses one."""
+        """By problem, "" if the run can take it. Raises ValueError if the tokenizer refuses one."""
         lengths = [len(tokens) for tokens in self.tokenizer.encode_prompts(problems)]
         reasons = [self._of_prompt(*pair) for pair in zip(problems, lengths, strict=True)]
         indices = [index for index, text in enumerate(reasons) if not text and self.longest_sample is not None]
@@ -141,8 +135,7 @@ def _require_all(problems: Sequence[Problem], rule: Rule) -> None:
 
 
 class TrainingProblems:
-    """The training problems by index, without those that the run cannot take. The text alone
-    decides, so a resumed run skips the same."""
+    """By index, without those that the run cannot take: the text decides, so a resumed run skips the same."""
 
     def __init__(self, config: "RunConfig", tokenizer: Tokenizer, environment: AnyEnvironment) -> None:
         self.config = config
@@ -189,7 +182,7 @@ class TrainingProblems:
         return rule.reason(problem)
 
     def report(self) -> tuple[dict[str, float], str]:
-        """(metrics since the last report, a line to print or "")."""
+        """(metrics since the last report, a line or "")."""
         metrics: dict[str, float] = {"problems/skipped": self.num_skipped} if self.num_skipped else {}
         is_news = self.first_skipped and not self._has_reported
         line = f"{self.first_skipped}; problems/skipped counts such problems" if is_news else ""

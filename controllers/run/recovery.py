@@ -54,10 +54,6 @@ async def _train(run: Run[Any], train: Train) -> None:
     await checkpoints.finish()
 
 
-async def _go_on(run: Run[Any], actors: Actors, train: Train) -> None:
-    await _train(await _restored(run, actors), train)
-
-
 async def _kill_and_pause(run: Run[Any], actors: Actors, death: Exception) -> None:
     pause = actors.restarts.pause_after(death)
     run.supervision.recoveries.begin(run.log.restart, death=death, step=run.log.last_step)
@@ -68,8 +64,8 @@ async def _kill_and_pause(run: Run[Any], actors: Actors, death: Exception) -> No
     await asyncio.sleep(pause)
 
 
-async def _restored(run: Run[Any], actors: Actors) -> Run[Any]:
-    """Replace the dead actors. Returns a run in the state of the newest complete checkpoint."""
+async def _go_on(run: Run[Any], actors: Actors, train: Train) -> None:
+    """Replace the dead actors, and train from the newest complete checkpoint."""
     supervision = run.supervision
     await supervision.checkpoints.abandon()
     supervision.interruption.raise_if_asked()
@@ -97,4 +93,4 @@ async def _restored(run: Run[Any], actors: Actors) -> Run[Any]:
     run.log.rewind(supervision.saved_step)
     run.timer.reset()
     supervision.interruption.raise_if_asked()
-    return replace(run, trainer=trainer, generator=generator, colocation=colocation, state=state)
+    await _train(replace(run, trainer=trainer, generator=generator, colocation=colocation, state=state), train)

@@ -1,5 +1,4 @@
-"""Continues a run by exec of a new process, because Monarch 0.7 cannot connect to hosts a second
-time after one was lost."""
+"""Continues a run with `--hosts` by exec of a new process, after a host was lost."""
 
 import os
 import sys

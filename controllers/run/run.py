@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import rl_actors
 from controllers.environments import AnyEnvironment, EpisodeEnvironment, Scorer
@@ -36,8 +36,7 @@ Config = TypeVar("Config", bound=RunConfig)
 
 @dataclass(kw_only=True)
 class Supervision:
-    """What keeps a run going and what ends it. A recovery makes a new Run, which gets the same
-    Supervision."""
+    """What keeps a run going and what ends it. One for the whole run; a recovery makes a new Run."""
 
     folder: RunFolder
     checkpoints: Checkpoints
@@ -49,8 +48,7 @@ class Supervision:
     slow_rank: SlowRank = field(default_factory=SlowRank)
     # other trainers whose state belongs to a checkpoint, by the name of their folder in it
     partners: dict[str, TrainerClient] = field(default_factory=dict)
-    # The loop's state after the newest finished step. Empty before the first step, and after a death
-    # until the next step has ended.
+    # after the newest finished step; empty before the first, and after a death until a step has ended
     last_state: State = field(default_factory=dict)
     saved_step: int = 0  # of the last checkpoint
     transfers: tuple[Transfer | None, Transfer | None] = (None, None)  # newest push and pull on record
@@ -58,7 +56,7 @@ class Supervision:
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Generic[Config]):
-    """What a training loop uses. After the death of an actor the loop is called again with a new Run."""
+    """What a training loop uses. After a death the loop is called again with a new Run."""
 
     config: Config
     environment: AnyEnvironment
@@ -71,8 +69,7 @@ class Run(Generic[Config]):
     scorer: Scorer = field(default_factory=Scorer)
     timer: Timer = field(default_factory=Timer)
     colocation: Colocation = field(default_factory=Colocation)
-    state: State = field(default_factory=dict)
-    """The loop's state in the checkpoint from which the run goes on. Empty in a new run."""
+    state: State = field(default_factory=dict)  # in the checkpoint from which the run goes on; {} in a new run
 
     @property
     def folder(self) -> RunFolder:
@@ -83,29 +80,12 @@ class Run(Generic[Config]):
         return TrainingProblems(self.config, self.tokenizer, self.environment)
 
     def rollouts(self, config: RolloutConfig, *, penalty: Penalty | None = None) -> Rollouts:
-        seed = self.config.seed
-        timeline = self.timer.timeline
-        take = self.problems.take
+        shared: dict[str, Any] = {"seed": self.config.seed, "take": self.problems.take}
+        shared |= {"penalty": penalty, "timeline": self.timer.timeline}
         if isinstance(self.environment, EpisodeEnvironment):
-            return EpisodeRollouts(
-                *(config, self.environment, self.generator, self.player()),
-                seed=seed,
-                penalty=penalty,
-                timeline=timeline,
-                take=take,
-            )
-        return Rollouts(
-            config,
-            self.environment,
-            self.tokenizer,
-            self.generator,
-            max_tokens=self.config.max_tokens,
-            seed=seed,
-            penalty=penalty,
-            scorer=self.scorer,
-            timeline=timeline,
-            take=take,
-        )
+            return EpisodeRollouts(config, self.environment, self.generator, self.player(), **shared)
+        shared |= {"scorer": self.scorer, "max_tokens": self.config.max_tokens}
+        return Rollouts(config, self.environment, self.tokenizer, self.generator, **shared)
 
     def player(self) -> Player:
         return Player(tokenizer=self.tokenizer, limits=self.config.episode_limits(), scorer=self.scorer)
@@ -152,9 +132,8 @@ class Run(Generic[Config]):
         of_ranks, slow_rank = supervision.slow_rank.step([info.own_seconds_per_token for info in infos])
         of_problems, skipped_problem = self.problems.report()
         values |= of_ranks | of_problems | self.colocation.metrics(infos)
-        values |= supervision.recoveries.end(self.log.restart, step)
-        if self.config.has_generator:
-            values |= supervision.recoveries.of_generators(self.log.restart, self.generator.returns, step)
+        returns = self.generator.returns if self.config.has_generator else ()
+        values |= supervision.recoveries.end(self.log.restart, step, returns)
         self.log.step(step, values, phase=phase, skipped=skipped)
         for news in filter(None, (slow_rank, skipped_problem)):
             self.log.note(news)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from controllers.config_file import require_at_least
 from controllers.observe.run_folder import Record
 from controllers.rollouts.groups import RolloutBatch, Rollouts
 from controllers.rollouts.queue import RolloutQueue
@@ -22,18 +23,14 @@ BYTES_PER_TOKEN = 200  # about: a batch holds a token twice, in a group and in t
 @dataclass(kw_only=True)
 class SurvivalConfig:
     max_restarts_per_hour: int = 10
-    """One more death in an hour ends the run with the hour's first error. 0: the first death ends
-    it."""
+    """One more death in an hour ends the run with the hour's first error. 0: the first does."""
     backoff: float = 1.0
-    """Seconds before the restart after an hour's second death; doubles with each further one, up to
-    a minute. The first restart comes at once."""
+    """Seconds before the restart after an hour's second death; doubles with each further one, up to 60."""
     silent_after: float = 30.0
-    """A process that does not answer a probe for this many seconds is killed, also during a call.
-    Monarch itself counts about thirty seconds during a call. A generator is also killed if one
-    step of its engine takes longer."""
+    """A process that does not answer a probe for this many seconds is killed, also during a call, and
+    a generator if one step of its engine takes longer."""
     recorded_gigabytes: float = 4.0
-    """GB of rollouts kept since the last checkpoint, on which a recovered run trains again. Beyond
-    it the oldest are dropped, and generated anew."""
+    """GB of rollouts kept since the last checkpoint, for a recovered run. Beyond it the oldest go."""
 
     def policy(self) -> RestartPolicy:
         """Of the run's restarts, and of each generator's."""
@@ -42,11 +39,8 @@ class SurvivalConfig:
         )
 
     def validate(self) -> None:
-        for name in ("max_restarts_per_hour", "backoff", "recorded_gigabytes"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"survival.{name}={getattr(self, name)}; it must be finite and at least 0")
-        if not 1 <= self.silent_after < float("inf"):
-            raise ValueError(f"survival.silent_after={self.silent_after}; it must be finite and at least 1 second")
+        require_at_least(self, 0, "max_restarts_per_hour", "backoff", "recorded_gigabytes", prefix="survival.")
+        require_at_least(self, 1, "silent_after", prefix="survival.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,11 +127,9 @@ class ReplayingQueue(RolloutQueue):
 
 
 def restart_line(restart: int | str, when: float, cause: object, *, after_step: int) -> Record:
-    """One line of restarts.jsonl.
+    """One line of restarts.jsonl, before a step has ended after the restart.
 
-    restart: the restart's number, the replaced generator's name, or "program". when: time.time() of
-    the death. after_step: the last step before it. The first step after it and the seconds until
-    its end are None until a step has ended.
+    restart: its number, the replaced generator's name, or "program". when: time.time() of the death.
     """
     return {
         "restart": restart,
@@ -155,31 +147,25 @@ class Recoveries:
     def __init__(self) -> None:
         self.num_restarts = 0
         self.num_returns = 0  # how often a generator that had died was replaced
-        self._returns: Sequence[GeneratorReturn] = ()  # the replacements that have a line in restarts.jsonl
-        self._line: Record | None = None  # line of a restart after which no step has ended yet
+        self._returns: Sequence[GeneratorReturn] = ()  # replacements that have a line in restarts.jsonl
+        self._line: Record | None = None  # of a restart after which no step has ended yet
         self._began = 0.0
 
     def begin(self, write: Callable[[Record], None], *, death: Exception, step: int) -> None:
-        """A restart begins after this step. Writes the line of the former one if no step has ended since."""
+        """A restart begins after this step. Writes the former's line if no step has ended since."""
         if self._line is not None:
             write(self._line)
         self.num_restarts += 1
         self._began = time.monotonic()
         self._line = restart_line(self.num_restarts, time.time(), death, after_step=step)
 
-    def end(self, write: Callable[[Record], None], step: int) -> dict[str, float]:
-        """Metrics of a step. The first after a restart also writes the restart's line."""
+    def end(self, write: Callable[[Record], None], step: int, returns: Sequence[GeneratorReturn]) -> dict[str, float]:
+        """Metrics of a step; also writes the lines of the restart and the replacements before it."""
         values: dict[str, float] = {"restarts": self.num_restarts} if self.num_restarts else {}
         if self._line is not None:
             values["time/recovery"] = time.monotonic() - self._began
             write(self._line | {"first_step": step, "seconds": values["time/recovery"]})
             self._line = None
-        return values
-
-    def of_generators(
-        self, write: Callable[[Record], None], returns: Sequence[GeneratorReturn], step: int
-    ) -> dict[str, float]:
-        """Metrics of a step, and a line for each new replacement. returns: all of this client."""
         # After a recovery a new client lists only its own replacements.
         num_written = len(self._returns) if tuple(returns[: len(self._returns)]) == tuple(self._returns) else 0
         self._returns = returns
@@ -187,4 +173,6 @@ class Recoveries:
             self.num_returns += 1
             line = restart_line(back.name, back.noticed, back.cause, after_step=step - 1)
             write(line | {"first_step": step, "seconds": time.time() - back.noticed})
-        return {"restarts/generator": self.num_returns} if self.num_returns else {}
+        if self.num_returns:
+            values["restarts/generator"] = self.num_returns
+        return values
