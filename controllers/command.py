@@ -106,7 +106,7 @@ def require_own_packages() -> None:
 
 
 def requirements() -> None:
-    """Print a lock (cpu, cuda) for pip install --no-deps -r, or a file for uv's --overrides or --excludes."""
+    """Print a lock for pip install --no-deps -r, or a file for uv's --overrides or --excludes."""
     folder = files("rl_actors") / "requirements"
     parser = argparse.ArgumentParser(prog=f"{COMMAND} requirements", description=requirements.__doc__)
     parser.add_argument("file", choices=sorted(file.name.removesuffix(".txt") for file in folder.iterdir()))

@@ -145,7 +145,7 @@ def _message(cls: Any, error: "ErrorDetails") -> str:
 
 
 def _field_names(cls: Any, path: tuple[str | int, ...]) -> list[str]:
-    """The fields of the dataclass at the end of a path of fields and keys; [] if it leads through a list."""
+    """Of the dataclass at the end of a path of fields and keys; [] if it leads through a list."""
     for part in path:
         if get_origin(cls) is dict:  # a key
             cls = get_args(cls)[1]

@@ -29,7 +29,7 @@ class DPOConfig(RunConfig):
     environment: EnvironmentConfig = field(default_factory=NO_PAIRS)
     """Pairs, with the columns answer_column (chosen) and rejected_column."""
     beta: float = 0.1
-    """A completion's reward is beta * log(p_policy / p_reference). Larger: nearer to the reference."""
+    """The reward is beta * log(p_policy / p_reference). Larger: nearer to the reference."""
     pairs_per_step: int = 64
     """Pairs in one optimizer step."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

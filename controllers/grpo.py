@@ -50,9 +50,9 @@ class GRPOConfig(RunConfig):
     reference_kl: float = 0.0
     """Weight of the KL divergence from the policy at the start, in a second model. 0: neither."""
     reference_kl_in: Literal["loss", "reward"] = "loss"
-    """reward: subtracted before advantages, in GRPO from a completion's reward, in PPO from a token's."""
+    """reward: subtracted from a completion's (in PPO a token's) reward before advantages."""
     reference_kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """k1: d = logprob - reference logprob, k2: d^2 / 2, k3: exp(-d) - 1 + d. None: k3 or, in a reward, k1."""
+    """k1: d = logprob - ref_logprob, k2: d^2 / 2, k3: exp(-d) - 1 + d. None: k3, in a reward k1."""
     kl_control: KLControlConfig = field(default_factory=KLControlConfig)
     """Changes the weight to keep the divergence near a target; it begins with reference_kl."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -128,7 +128,7 @@ class GRPOConfig(RunConfig):
         return KL(coefficient=coefficient or self.reference_kl, estimator=estimator)
 
     def make_loss(self, kl: KL | None = None) -> Loss:
-        """kl: of the loss, if it has one. Raises ValueError for an option that it lacks, or out of range."""
+        """kl: its KL term, if it has one. Raises ValueError for an option it lacks, or out of range."""
         return self.loss.build(
             kl=(kl or self.kl()) if self.reference_kl and self.reference_kl_in == "loss" else None,
             entropy_bonus=self.entropy_bonus,
@@ -157,7 +157,7 @@ async def train(run: Run[GRPOConfig]) -> None:
 
     async def penalise(groups: Sequence[Group]) -> list[Group]:
         assert reference is not None
-        return await reference.penalise(groups, kl, config.rollouts.temperature)  # the running step's kl
+        return await reference.penalise(groups, kl, config.rollouts.temperature)  # kl: the step's
 
     penalty = penalise if reference and config.reference_kl_in == "reward" else None
     schedule = config.schedule.build(config.steps)

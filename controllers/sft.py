@@ -30,7 +30,7 @@ class SFTPhaseConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate of the supervised steps."""
     stop_at_answer_probability: float = 1.0
-    """End the phase once the answer's mean probability over stop_window steps exceeds this. 1: never."""
+    """End the phase once the answer's mean probability over stop_window steps is higher. 1: never."""
     stop_window: int = 5
     """Steps of that average. A step measures before it trains."""
 
@@ -123,7 +123,7 @@ async def train(run: Run[SFTConfig]) -> None:
 async def train_phase(
     run: Run[Any], config: SFTPhaseConfig, *, num_steps: int, evaluate_every: int = 0
 ) -> tuple[int, int]:
-    """Take the steps that are left, or fewer if `SFTPhase.should_stop`, and evaluate after the last.
+    """Take the steps that are left, or up to `SFTPhase.should_stop`, and evaluate after the last.
 
     evaluate_every: 0: only then. Returns (all steps, index of the next problem).
     """

@@ -126,7 +126,7 @@ def _with_last_state(sample: Sample) -> Sample:
 
 
 async def start_critic(run: Run[Any], config: CriticConfig, gae: GAEConfig, *, has_begun: bool) -> Critic:
-    """From the policy's weights, with zeros in the value head; if has_begun, from the newest checkpoint."""
+    """Begins with the policy's weights and a value head of zeros; has_begun: at the checkpoint."""
     assert run.supervision.actors is not None
     async with run.colocation.borrowed():
         with run.log.setup("starting critic"):

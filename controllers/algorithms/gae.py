@@ -20,11 +20,11 @@ class GAEConfig:
     gamma: float = 1.0
     """Discount per action. 1: none, usual for a single reward at the end."""
     actor_lambda: float = 0.95
-    """λ of the policy's advantages (VC-PPO, arXiv 2503.01491). 1: unbiased. Lower: less variance."""
+    """λ of the advantages (VC-PPO, arXiv 2503.01491). 1: unbiased. Lower: less variance."""
     critic_lambda: float = 1.0
     """λ of the critic's returns. 1: the discounted sum of rewards, unbiased (VC-PPO)."""
     length_adaptive: float = 0.0
-    """α of λ = max(0, 1 - 1 / (α * number of actions)) (VAPO, arXiv 2504.05118). 0: actor_lambda."""
+    """α of λ = max(0, 1 - 1 / (α * actions)) (VAPO, arXiv 2504.05118). 0: actor_lambda."""
     bootstrap: bool = True
     """The last state of a cut-off sequence has the critic's value (arXiv 1712.00378). False: 0."""
     whiten: bool = True

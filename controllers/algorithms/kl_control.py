@@ -20,7 +20,7 @@ class KLControlConfig:
     target: float | None = None
     """Desired mean KL per token, in nats. None: a constant coefficient."""
     gain: float = 0.1
-    """After each step the coefficient is multiplied by 1 + gain * (KL / target - 1), as in the paper."""
+    """A step multiplies the coefficient by 1 + gain * (KL / target - 1)."""
     max_error: float = 0.2
     """Limit of |KL / target - 1|, as in the paper."""
 

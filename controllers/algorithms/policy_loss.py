@@ -28,13 +28,13 @@ Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 class LossConfig:
     name: Annotated[str, tyro.conf.arg(name="")] = "ppo"
     """ppo, cispo, gspo, importance_sampling, reinforce, dro (docs/algorithms.md), or module:name: a
-    PolicyLoss subclass, or a function of logprobs [B, L] and columns that returns a sum and metrics."""
+    subclass of PolicyLoss, or a function of logprobs [B, L] and columns -> a sum and metrics."""
     ratio_low: float | None = None
-    """Lower bound of ppo's, cispo's, gspo's ratio of current to old probability. None: 0.8, 0, 1 - 3e-4."""
+    """For ppo, cispo, gspo: lower bound of p_current / p_old. None: 0.8, 0, 1 - 3e-4."""
     ratio_high: float | None = None
-    """Upper bound of that ratio. None: 1.28, 4, 1 + 4e-4."""
+    """For ppo, cispo, gspo: upper bound of that ratio. None: 1.28, 4, 1 + 4e-4."""
     dual_clip: float | None = None
-    """For ppo and gspo: least objective of a token is dual_clip * A for an advantage A < 0. None: none."""
+    """For ppo, gspo: a token with an advantage A < 0 has at least dual_clip * A. None: no bound."""
     beta: float | None = None
     """For dro: beta / 2 weights the squared difference of current and old logprob. None: 0.05."""
 
@@ -70,8 +70,8 @@ class LossConfig:
 @dataclass(kw_only=True)
 class CorrectionConfig:
     name: Annotated[Literal["none", "tis", "icepop"] | None, tyro.conf.arg(name="")] = None
-    """By q = p_trainer / p_generator. tis multiplies the objective by min(q, cap); icepop drops tokens
-    with q outside [low, high]. Default: tis if rollouts.max_staleness is above 0, else none."""
+    """By q = p_trainer / p_generator: tis multiplies the objective by min(q, cap), icepop drops
+    tokens with q outside [low, high]. None: tis if rollouts.max_staleness is above 0."""
     cap: float | None = None
     """For tis: the largest factor. None: 2."""
     low: float | None = None
@@ -88,7 +88,7 @@ class CorrectionConfig:
         return self.name or ("tis" if is_stale else "none")
 
     def build(self, *, is_stale: bool) -> Correction | None:
-        """Raises ValueError for an option that the correction does not have, or out of its limits."""
+        """Raises ValueError for an option that the correction lacks, or out of its limits."""
         name = self.chosen(is_stale=is_stale)
         cls = CORRECTIONS.get(name)
         options = _options("correction", name, self, cls)

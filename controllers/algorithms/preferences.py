@@ -17,7 +17,7 @@ from rl_actors.metrics import Partials
 
 
 def pair(problem: Problem, rejected_column: str) -> list[Problem]:
-    """The problem, and a copy whose answer is metadata[rejected_column]. Raises ValueError without it."""
+    """The problem, and a copy with the answer metadata[rejected_column]. Raises ValueError without."""
     if rejected_column not in problem.metadata:
         raise ValueError(
             f"the problem with the prompt {problem.prompt[:80]!r} has no {rejected_column!r} in its metadata"
@@ -46,7 +46,7 @@ class DPO:
     beta: float = 0.1
 
     def __call__(self, samples: list[Sample], logprobs: list[Tensor]) -> tuple[Tensor, Partials]:
-        """(sum over pairs, metrics). logprobs: [T] by sample. Raises ValueError if odd in number."""
+        """(sum, metrics) over pairs. logprobs: [T] by sample. Raises ValueError if odd in number."""
         if len(samples) % 2:
             raise ValueError(
                 f"{len(samples)} samples cannot form pairs; each chosen sample must be followed by its rejected sample"

@@ -1,4 +1,4 @@
-"""Presets of a GRPO config by algorithm: `--algorithm dapo` sets the values of the DAPO paper. Other flags override it."""
+"""Presets of a GRPO config: `--algorithm dapo` sets the DAPO paper's values, before other flags."""
 
 from controllers.run.config import Algorithm
 

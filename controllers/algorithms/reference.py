@@ -86,7 +86,7 @@ async def start_reference(run: Run[Any], *, has_begun: bool, sft_steps: int = 0)
 
 
 def require_reference(config: Any, folder: RunFolder) -> None:
-    """Raises ValueError if the weights with which GRPO or PPO began are lost. config: a GRPOConfig."""
+    """Raises ValueError if the first weights of GRPO or PPO are lost. config: a GRPOConfig."""
     newest = checkpoints.newest(folder.checkpoints)
     state = checkpoints.read(newest) if newest else {}
     if "sft_steps" not in state or state["step"] <= state["sft_steps"]:

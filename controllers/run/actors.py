@@ -150,7 +150,7 @@ class Actors:
             self._died.set()
 
     async def until_death(self, work: Coroutine[object, None, T]) -> T:
-        """The result of the work, or its error. If an actor dies, cancels the work and raises Death."""
+        """The work's result or error. If an actor dies, cancels the work and raises Death."""
         task = asyncio.ensure_future(work)
         dying = asyncio.ensure_future(self.first_death())
         try:
@@ -207,8 +207,8 @@ class Actors:
         return ""
 
     async def kill_for_restart(self, others: Collection[str] = ()) -> None:
-        """Kill what is left of dead actors, and the roles `others`; all roles if the store has died, or
-        if trainer and generator share GPUs. With `--hosts`, raises StartAgainError instead."""
+        """Kill what is left of dead actors, and the roles `others`; all roles if the store has died
+        or trainer and generator share GPUs. With `--hosts`, raises StartAgainError instead."""
         if self.placement.all is not None:
             lost = await asyncio.to_thread(self.placement.lost)
             cause = f"the worker of {', '.join(lost)} has ended" if lost else str(next(iter(self.deaths.values())))
@@ -256,11 +256,11 @@ class Actors:
         names = "trainer"
         if self.config.has_generator:
             names = "trainer and generator"
-            if self._share_gpus():  # first the trainer, because vLLM measures the free memory at its start
+            if self._share_gpus():  # the trainer first, because vLLM measures the free memory
                 with setup("starting trainer"):
                     await self.spawn_trainer().ready()
                     await self.spawn_trainer().offload(self.config.colocation.parts)
-            generator = self.spawn_generator()  # before a trainer of its own GPU, because it takes longer to start
+            generator = self.spawn_generator()  # before other trainers, because it takes longer
         trainer = self.spawn_trainer()
         with setup(f"starting {names}"):
             await asyncio.gather(*(client.ready() for client in self.clients.values()))

@@ -30,11 +30,11 @@ CHECKSUMS = "checksums.json"
 CRITIC_FOLDER = "critic"  # of PPO's value model, in a checkpoint
 
 State = dict[str, Any]
-"""The loop's state: "step" (steps done), "cursor" (first problem not drawn), "random", "config", …"""
+"""The loop's: "step" (steps done), "cursor" (first problem not drawn), "random", "config", …"""
 
 
 class Checkpoints:
-    """Writes one checkpoint at a time while training continues. keep, keep_every: see `removable`."""
+    """Writes one checkpoint at a time while training continues, and keeps those of `removable`."""
 
     def __init__(self, folder: Path, *, keep: int, keep_every: int = 0) -> None:
         self.folder = folder
@@ -138,8 +138,8 @@ def remove_incomplete(folder: Path) -> None:
 
 
 def set_aside_damaged(folder: Path) -> list[str]:
-    """Rename damaged complete checkpoints that are newer than the newest whole one: step-9 ->
-    damaged-step-9. Returns a line for each. Raises ValueError, and renames none, if all are damaged."""
+    """Rename damaged checkpoints that are newer than the newest whole one: step-9 -> damaged-step-9.
+    Returns a line for each. Raises ValueError, and renames none, if all are damaged."""
     damaged: dict[Path, str] = {}
     for checkpoint in reversed(complete(folder)):
         fault = _fault(checkpoint)
@@ -229,7 +229,7 @@ def _checksum(path: Path) -> dict[str, object]:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """A reader gets the old or the new content, also after a crash. Raises OSError naming `path`.tmp."""
+    """Atomic, and safe from a crash of the machine. Raises OSError naming `path`.tmp."""
     temporary = path.with_name(f"{path.name}.tmp")
     with naming(temporary):
         with temporary.open("w") as file:
@@ -245,7 +245,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def seed_random(seed: int) -> None:
-    """Seed the global random states of Python, NumPy and torch, from which an environment may draw."""
+    """Seed Python, NumPy and torch, from whose global states an environment may draw."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

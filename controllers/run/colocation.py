@@ -89,7 +89,7 @@ class Colocated(Colocation):
         self.generator = generator
         self.timer = timer
         self.parts = config.parts
-        # Level 2 drops the weights, which the next pull brings. A pull of an adapter does not, so level 1 keeps them on the host.
+        # level 2 drops the weights, which the next pull brings, unless it brings an adapter
         assert generator.config is not None
         self.level: Literal[1, 2] = 1 if generator.config.lora.syncs_adapter else 2
         self.critic: TrainerClient | None = None  # the critic that shares the GPUs
@@ -149,7 +149,7 @@ class Colocated(Colocation):
         await self.to_trainer()
         yield
         await self.to_generator()
-        if version >= 0:  # the generator had weights of this version, and the trainer still offers the version
+        if version >= 0:  # the version that the generator had, which the trainer still offers
             with self.timer("sync"):
                 await self.generator.pull_model_state_dict(version)
 

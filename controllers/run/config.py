@@ -77,7 +77,7 @@ class RunConfig:
     steps: int = 100
     """Training steps, without supervised steps (sft_steps) and critic.warmup_steps."""
     seed: int = 0
-    """Seed of weights, problems and sampling, added to the seeds of trainer, generator, environments."""
+    """Of weights, problems and sampling; added to those of trainer, generator and environments."""
     max_tokens: int = 128
     """Longest completion in tokens."""
     alphabet: str = ""
@@ -116,9 +116,9 @@ class RunConfig:
     evaluate_first: bool = True
     """Evaluate before the first step, too."""
     validation: Annotated[dict[str, EnvironmentConfig], SETS_AS_JSON] = field(default_factory=dict)
-    """Further held-out sets by name, as JSON: {"hard": {"task": "hard.jsonl"}} gives eval/hard/reward."""
+    """Further held-out sets, as JSON: {"hard": {"task": "hard.jsonl"}} gives eval/hard/reward."""
     gate: str = ""
-    """STEP:REWARD: the run ends with status 3 if the first evaluation from STEP on is below REWARD."""
+    """STEP:REWARD: the run ends with status 3 if the first evaluation from STEP on is lower."""
     pass_at_k: PassAtKConfig = field(default_factory=PassAtKConfig)
     """pass@k on every held-out set."""
     checkpoint_every: int = 25

@@ -37,14 +37,14 @@ class Gate:
         )
 
     def recall(self, records: Iterable[Record]) -> None:
-        """In a resumed run: passed if any line of metrics.jsonl at or after its step reached the reward."""
+        """Of a resumed run: passed if any line of metrics.jsonl from the step on reached the reward."""
         for record in records:
             reward = record.get(METRIC)
             if record["step"] >= self.step and isinstance(reward, float) and reward >= self.reward:
                 self.is_passed = True
 
     def check(self, step: int, metrics: Mapping[str, object]) -> None:
-        """Raises GateMissedError if the metrics of a step have a held-out reward that is too low."""
+        """Raises GateMissedError if a step's held-out reward is too low."""
         reward = metrics.get(METRIC)
         if self.is_passed or step < self.step or not isinstance(reward, float):
             return

@@ -22,13 +22,12 @@ class HostsConfig:
     trial). Empty: only this machine. All hosts must share the disk of the run folder."""
     job: JobConfig = field(default_factory=JobConfig)
     trainer: int = 0
-    """Trainer, critic and reference spread evenly over the first N hosts; the others, or the last if
-    none is left, are for generators. 0: all hosts but one, at least 1."""
+    """Trainer, critic and reference spread evenly over the first N hosts; generators have the
+    others, or the last if none is left. 0: all hosts but one, at least 1."""
     certificates: str = ""
     """Folder of the TLS certificates, under the same path on all hosts. Needed for tls://."""
     return_timeout: float = 600.0
-    """Seconds that a run waits for a worker that has ended and the user must start again. 0: a death
-    on a host ends the run."""
+    """Seconds of waiting for a lost worker that the user must start again. 0: its loss ends the run."""
 
     def names(self) -> list[str]:
         """[] if the run uses only this machine. Raises ValueError for wrong addresses."""
@@ -89,7 +88,7 @@ class HostsConfig:
             )
 
     def connect(self, logs: Path | None = None) -> "Placement":
-        """Start the job, if there is one, and connect. logs: folder for the output of a Slurm job."""
+        """Start the job, if any, and connect. logs: folder for the output of a Slurm job."""
         if not self.addresses:
             return Placement()
         connected = hosts.connect(self._split(), certificates=self.certificates, job=self.job, logs=logs)
@@ -102,7 +101,7 @@ class HostsConfig:
         )
 
     def wait_for_workers(self) -> list[str]:
-        """The workers that do not listen after return_timeout seconds; [] for a job, which `connect` starts."""
+        """Those that are still lost after return_timeout seconds; [] for a job: `connect` starts it."""
         workers = [] if self.started_by() else [address.numeric() for address in hosts.parse(self._split())]
         deadline = time.monotonic() + self.return_timeout
         while (missing := [str(worker) for worker in workers if hosts.refusal(worker)]) and time.monotonic() < deadline:

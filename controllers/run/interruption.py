@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-REPEATED_WITHIN = 1.0  # seconds in which signals are ignored: `timeout` signals a process and then its group
+REPEATED_WITHIN = 1.0  # seconds without further signals: `timeout` signals a process, then its group
 
 
 class Interrupted(BaseException):
-    """A run ends without losing a trained step. A BaseException, so `except Exception` lets it pass."""
+    """The run ends and loses no trained step. A BaseException passes `except Exception`."""
 
 
 class Interruption:

@@ -42,7 +42,7 @@ def known_problems(environment: AnyEnvironment, sets: Sequence["EvaluationSet"])
 
 
 class Rule:
-    """A prompt is not empty and leaves room for a completion; with a trained answer it is short enough."""
+    """A prompt is not empty and leaves room for a completion, and for an answer to train on."""
 
     def __init__(
         self, config: "RunConfig", tokenizer: Tokenizer, environment: AnyEnvironment, *, is_sampled: bool
@@ -135,7 +135,7 @@ def _require_all(problems: Sequence[Problem], rule: Rule) -> None:
 
 
 class TrainingProblems:
-    """By index, without those that the run cannot take: the text decides, so a resumed run skips the same."""
+    """Without those that the run cannot take. Their text decides, so a resumed run skips the same."""
 
     def __init__(self, config: "RunConfig", tokenizer: Tokenizer, environment: AnyEnvironment) -> None:
         self.config = config

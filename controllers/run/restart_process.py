@@ -49,7 +49,7 @@ def num_programs(folder: RunFolder) -> int:
 
 
 def command(flags: Sequence[str]) -> list[str]:
-    """The command that started this process, with other flags. Raises ValueError if it has changed."""
+    """This process's, with other flags. Raises ValueError if its command line has changed."""
     given = sys.argv[1:]
     start = len(sys.orig_argv) - len(given)
     if sys.orig_argv[start:] != given:

@@ -36,7 +36,7 @@ Config = TypeVar("Config", bound=RunConfig)
 
 @dataclass(kw_only=True)
 class Supervision:
-    """What keeps a run going and what ends it. One for the whole run; a recovery makes a new Run."""
+    """What keeps a run going and what ends it. It stays when a recovery makes a new Run."""
 
     folder: RunFolder
     checkpoints: Checkpoints
@@ -91,7 +91,7 @@ class Run(Generic[Config]):
         return Player(tokenizer=self.tokenizer, limits=self.config.episode_limits(), scorer=self.scorer)
 
     async def validate(self, step: int) -> dict[str, float]:
-        """Score the generator's weights, write some completions to validation.jsonl, and return metrics."""
+        """Score the generator's weights, and write some completions to validation.jsonl."""
         evaluator = make_evaluator(self.config, self.evaluation_sets, self.generator, self.tokenizer, self.scorer)
         with self.timer("validate"):
             scores = await evaluator()
@@ -164,7 +164,7 @@ class Run(Generic[Config]):
             self.supervision.interruption.raise_if_asked()
 
     async def save(self) -> None:
-        """Begin to write a checkpoint of the last step, unless it has one or checkpoint_every is 0."""
+        """Begin to write the last step's checkpoint, unless it has one or checkpoint_every is 0."""
         supervision = self.supervision
         state = supervision.last_state
         if not self.config.checkpoint_every or not state or state["step"] == supervision.saved_step:

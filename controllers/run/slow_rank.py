@@ -14,7 +14,7 @@ class SlowRank:
         self._num_steps = 0  # in a row with the same candidate
 
     def step(self, seconds: Sequence[float | None]) -> tuple[dict[str, float], str]:
-        """(metrics, a line or ""). seconds: by rank, for one token without waits; None: not measured.
+        """(metrics, a line or ""). seconds: by rank, of a token without waits; None: unknown.
 
         >>> SlowRank().step([1.0, 1.0, 1.2, 2.1])
         ({'ranks/slowest': 3, 'ranks/slowest_ratio': 2.1}, '')

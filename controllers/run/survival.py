@@ -17,7 +17,7 @@ from rl_actors.types import GeneratorReturn
 if TYPE_CHECKING:
     from controllers.run.run import Supervision
 
-BYTES_PER_TOKEN = 200  # about: a batch holds a token twice, in a group and in the tensors of a sample
+BYTES_PER_TOKEN = 200  # about: a batch holds a token in a group and in the tensors of a sample
 
 
 @dataclass(kw_only=True)
@@ -25,12 +25,12 @@ class SurvivalConfig:
     max_restarts_per_hour: int = 10
     """One more death in an hour ends the run with the hour's first error. 0: the first does."""
     backoff: float = 1.0
-    """Seconds before the restart after an hour's second death; doubles with each further one, up to 60."""
+    """Seconds before the restart after an hour's second death; doubles with each, up to 60."""
     silent_after: float = 30.0
-    """A process that does not answer a probe for this many seconds is killed, also during a call, and
-    a generator if one step of its engine takes longer."""
+    """A process that answers no probe for this many seconds is killed, also during a call, and a
+    generator if one step of its engine takes longer."""
     recorded_gigabytes: float = 4.0
-    """GB of rollouts kept since the last checkpoint, for a recovered run. Beyond it the oldest go."""
+    """GB of rollouts kept since the last checkpoint, for a recovery. Beyond it the oldest go."""
 
     def policy(self) -> RestartPolicy:
         """Of the run's restarts, and of each generator's."""
@@ -160,7 +160,7 @@ class Recoveries:
         self._line = restart_line(self.num_restarts, time.time(), death, after_step=step)
 
     def end(self, write: Callable[[Record], None], step: int, returns: Sequence[GeneratorReturn]) -> dict[str, float]:
-        """Metrics of a step; also writes the lines of the restart and the replacements before it."""
+        """Metrics of a step; writes the lines of the restart and the replacements before it."""
         values: dict[str, float] = {"restarts": self.num_restarts} if self.num_restarts else {}
         if self._line is not None:
             values["time/recovery"] = time.monotonic() - self._began

@@ -1,4 +1,4 @@
-"""An update (forward_backward by chunks, which accumulates the gradient, then one optim_step), and the weight sync."""
+"""An update, which accumulates the gradient by chunks and takes a step, and the weight sync."""
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
