@@ -9,7 +9,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -121,8 +121,8 @@ _EXPONENT = re.compile(r"^[-+]?[0-9]+[eE][-+]?[0-9]+$")
 _StrictYaml.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 
 
-_load_yaml = partial(yaml.load, Loader=_StrictYaml)
-_LOADERS = {".json": json.loads, ".yaml": _load_yaml, ".yml": _load_yaml, ".toml": tomllib.loads}
+_LOADERS: dict[str, Callable[[str], object]] = {".json": json.loads, ".toml": tomllib.loads}
+_LOADERS |= dict.fromkeys((".yaml", ".yml"), partial(yaml.load, Loader=_StrictYaml))
 WRITTEN = (".json", ".yaml", ".yml")
 
 
