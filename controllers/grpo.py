@@ -93,6 +93,8 @@ class GRPOConfig(RunConfig):
             raise ValueError("rollouts.advantage='gae' needs a value model; python -m controllers.ppo has one")
         self.schedule.validate()
         self.sft.validate()
+        require_at_least(self, 1, "updates_per_step", "epochs_per_step")
+        require_at_least(self, 0, "sft_steps", "reference_kl")
         self.kl_control.validate()
         if self.kl_control.target is not None and not self.reference_kl:
             raise ValueError(
@@ -100,8 +102,6 @@ class GRPOConfig(RunConfig):
                 "of the KL divergence, so it must be above 0"
             )
         self.make_loss()
-        require_at_least(self, 1, "updates_per_step", "epochs_per_step")
-        require_at_least(self, 0, "sft_steps", "reference_kl")
         if 0 < self.rollouts.max_staleness < self.versions_per_step:
             raise ValueError(
                 f"rollouts.max_staleness={self.rollouts.max_staleness}, but a step advances the version by up to updates_per_step * "

@@ -54,8 +54,7 @@ class Death(Exception):
 
 
 class StartAgainError(Exception):
-    """A run with `--hosts` can go on only in a new process: Monarch 0.7 cannot connect to hosts a
-    second time after one was lost."""
+    """Monarch 0.7 cannot connect to hosts a second time, so a new process must go on with the run."""
 
     def __init__(self, cause: str, lost: Sequence[str]) -> None:
         super().__init__(cause)
@@ -277,8 +276,7 @@ class Actors:
         await asyncio.to_thread(self.placement.close)
 
     async def _close_transport(self) -> None:
-        transport = await self.transport
-        await transport.close()
+        await (await self.transport).close()
 
 
 async def _end(task: asyncio.Task[T]) -> None:

@@ -104,8 +104,8 @@ def _has_text(problem: Problem) -> bool:
 def require_fitting(
     config: "RunConfig", tokenizer: Tokenizer, environment: AnyEnvironment, sets: Sequence["EvaluationSet"]
 ) -> None:
-    """Raises ValueError, naming its file and line, for a known problem that the run cannot take, or
-    if none of the first problems of an endless source fits."""
+    """Raises ValueError, naming its file and line, for a problem that the run cannot take, or if
+    none of the first of an endless source fits."""
     for held_out in sets:
         rule = Rule(config, tokenizer, held_out.environment, is_sampled=config.has_generator)
         _require_all(held_out.problems, rule)
