@@ -56,7 +56,7 @@ CONFIGS = {make.__name__: make for make in (tiny_ppo, qwen3_0_6b_ppo, qwen3_4b_p
 DIGITS = "0123456789"
 WARM_UP = 2
 """Number of first steps that are not counted, because they compile and fill the queue of rollouts. The last step is not counted either,
-because it validates."""
+because it evaluates."""
 ACTORS = {
     "generate": "generator",
     "logprobs": "trainer",
@@ -199,7 +199,7 @@ async def measure(config: PPOConfig, folder: RunFolder, *, repeats: int) -> dict
     build_character_tokenizer(folder.path / "tokenizer", config.alphabet)
     tokenizer = load_tokenizer(folder.path / "tokenizer", config.chat)
     environment = build_environment(config.environment)
-    sets = build_sets(environment, config.validation, seed=config.seed)
+    sets = build_sets(environment, config.evaluation, seed=config.seed)
     timed, watch = Stopwatch(), Watch("utilization.gpu")
     with MetricsLogger(folder, total_steps=config.steps, trackers=(), prints_lines=True) as log:
         async with open_run(config, folder, environment, sets, tokenizer, log=log) as run:

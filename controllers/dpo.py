@@ -62,7 +62,7 @@ class DPOConfig(RunConfig):
         if self.samples_per_forward_backward % 2:
             size = self.samples_per_forward_backward
             raise ValueError(f"samples_per_forward_backward={size}; it must be even, because a pair is two samples")
-        for name, value in {"environment": self.environment, **self.validation}.items():
+        for name, value in {"environment": self.environment, **self.evaluation}.items():
             if value.rejected_column != self.environment.rejected_column or not value.rejected_column:
                 raise ValueError(
                     f"{name}.rejected_column={value.rejected_column!r}; it must be the same in all sets of problems, and not empty"
@@ -87,7 +87,7 @@ async def train(run: Run[DPOConfig]) -> None:
     schedule = config.schedule.build(config.steps)
     held_out = await _held_out(run, reference)
     if config.evaluate_first and not run.state:  # a resumed run has a state
-        await run.log_step(0, await _validate(run, 0, loss, held_out), phase="start")
+        await run.log_step(0, await _evaluate(run, 0, loss, held_out), phase="start")
     cursor = run.state.get("cursor", 0)  # of the next problem
     for step in range(run.state.get("step", 0) + 1, config.steps + 1):
         indices, cursor = run.problems.take(cursor, config.pairs_per_step)
@@ -96,7 +96,7 @@ async def train(run: Run[DPOConfig]) -> None:
         values = await train_step(run, loss, samples, schedule(step))
         is_last = step == config.steps
         if is_last or step % config.evaluate_every == 0:
-            values |= await _validate(run, step, loss, held_out)
+            values |= await _evaluate(run, step, loss, held_out)
         await run.log_step(step, values, phase="dpo")
         await run.end_step({"step": step, "cursor": cursor}, phase_step=step, is_last=is_last)
 
@@ -128,10 +128,10 @@ async def _held_out(run: Run[DPOConfig], reference: Reference) -> dict[str, list
     }
 
 
-async def _validate(run: Run[DPOConfig], step: int, loss: DPO, held_out: dict[str, list[Sample]]) -> dict[str, float]:
+async def _evaluate(run: Run[DPOConfig], step: int, loss: DPO, held_out: dict[str, list[Sample]]) -> dict[str, float]:
     """Loss and metrics of the held-out pairs, also printed."""
     values: dict[str, float] = {}
-    with run.timer("validate"):
+    with run.timer("evaluate"):
         for prefix, samples in held_out.items():
             partials = []
             for chunk in chunks(samples, run.config.samples_per_forward_backward):

@@ -186,7 +186,7 @@ async def train(run: Run[GRPOConfig]) -> None:
             grpo_step = step - sft_steps
             is_last = step == last_step
             if is_last or grpo_step % config.evaluate_every == 0:
-                values |= await run.validate(step)
+                values |= await run.evaluate(step)
             await run.log_step(step, values, phase="grpo", skipped=not batch.samples)
             run.log.rollouts(step, batch.to_record())
             # before the checkpoint, as in sft.py

@@ -115,7 +115,7 @@ async def train(run: Run[PPOConfig]) -> None:
                 version = await sync(run)
             values |= run.trained_metrics(samples, num_epochs=config.epochs_per_step)
             if is_last or ppo_step % config.evaluate_every == 0:
-                values |= await run.validate(step)
+                values |= await run.evaluate(step)
             await run.log_step(step, values, phase="ppo")
             run.log.rollouts(step, batch.to_record())
             state = {"step": step, **rollouts.state(), "sft_steps": sft_steps, "kl_coefficient": kl.coefficient}

@@ -129,7 +129,7 @@ async def train_phase(
     """
     if run.config.evaluate_first and not run.state:  # a resumed run has a state
         await sync(run)
-        await run.log_step(0, await run.validate(0), phase="start")
+        await run.log_step(0, await run.evaluate(0), phase="start")
     phase = SFTPhase(run, config, total_steps=num_steps)
     step = run.state.get("step", 0)
     is_last = False
@@ -139,7 +139,7 @@ async def train_phase(
         is_last = step == num_steps or phase.should_stop()
         if is_last or (evaluate_every and step % evaluate_every == 0):
             await sync(run)
-            metrics |= await run.validate(step)
+            metrics |= await run.evaluate(step)
         await run.log_step(step, metrics, phase="sft")
         # before the checkpoint: a run killed in between repeats the step and writes its record again
         state = {"step": step, **phase.state()} | ({"sft_steps": step} if is_last else {})

@@ -208,7 +208,7 @@ def _task(config: RunConfig) -> tuple[AnyEnvironment, list[EvaluationSet]]:
     for part in parts:
         if isinstance(part, DataEnvironment) and part.num_excluded:
             print(f"{part.config.task}: {part.num_excluded} rows have held-out prompts; not trained", file=sys.stderr)
-    return environment, build_sets(environment, config.validation, seed=config.seed)
+    return environment, build_sets(environment, config.evaluation, seed=config.seed)
 
 
 def _with_alphabet(
@@ -245,7 +245,7 @@ def _scorer(config: RunConfig, environment: AnyEnvironment, evaluation_sets: Seq
     """Raises ValueError if a reward function cannot be sent to reward workers, or if an environment
     of episodes has some."""
     environments: dict[str, AnyEnvironment] = {"environment": environment}
-    environments |= {f"validation.{each.name}": each.environment for each in evaluation_sets if each.name}
+    environments |= {f"evaluation.{each.name}": each.environment for each in evaluation_sets if each.name}
     return Scorer.of(config.environment, environments if config.has_generator else {})
 
 

@@ -115,7 +115,7 @@ class RunConfig:
     """Steps between two evaluations on held-out problems. One follows the last step."""
     evaluate_first: bool = True
     """Evaluate before the first step, too."""
-    validation: Annotated[dict[str, EnvironmentConfig], SETS_AS_JSON] = field(default_factory=dict)
+    evaluation: Annotated[dict[str, EnvironmentConfig], SETS_AS_JSON] = field(default_factory=dict)
     """Further held-out sets, as JSON: {"hard": {"task": "hard.jsonl"}} gives eval/hard/reward."""
     gate: str = ""
     """STEP:REWARD: the run ends with status 3 if the first evaluation from STEP on is lower."""
@@ -231,7 +231,7 @@ class RunConfig:
             has_generator=self.has_generator, trainer=self.trainer.gpus(), generator=self.generator.gpus()
         )
         self.environment.validate()
-        check_sets(self.validation)
+        check_sets(self.evaluation)
         self.pass_at_k.validate()
         if self.gate:
             Gate.parse(self.gate)
@@ -298,5 +298,5 @@ class RunConfig:
 
     def data_digests(self) -> dict[str, str]:
         """A hash of each file and directory of problems."""
-        environments = [self.environment, *self.validation.values()]
+        environments = [self.environment, *self.evaluation.values()]
         return {task: digest(task) for environment in environments for task in environment.data_files()}

@@ -58,5 +58,5 @@ class Gate:
         """Raises GateMissedError if the run has ended before an evaluation that counts."""
         if not self.is_passed:
             raise GateMissedError(
-                f"the run has ended without a validation at or after step {self.step}, but the gate needs one"
+                f"the run has ended without an evaluation at or after step {self.step}, but the gate needs one"
             )

@@ -90,12 +90,12 @@ class Run(Generic[Config]):
     def player(self) -> Player:
         return Player(tokenizer=self.tokenizer, limits=self.config.episode_limits(), scorer=self.scorer)
 
-    async def validate(self, step: int) -> dict[str, float]:
-        """Score the generator's weights, and write some completions to validation.jsonl."""
+    async def evaluate(self, step: int) -> dict[str, float]:
+        """Score the generator's weights, and write some completions to evaluation.jsonl."""
         evaluator = make_evaluator(self.config, self.evaluation_sets, self.generator, self.tokenizer, self.scorer)
-        with self.timer("validate"):
+        with self.timer("evaluate"):
             scores = await evaluator()
-        self.log.validation(step, scores.samples)
+        self.log.evaluation(step, scores.samples)
         return scores.metrics
 
     @contextlib.asynccontextmanager

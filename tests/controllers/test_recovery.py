@@ -227,7 +227,7 @@ def test_a_run_whose_trainer_dies_goes_on_and_writes_the_lines_of_an_undisturbed
     assert run.actors.num_trainers == 1 + len(deaths)
     assert without_restarts(folder) == lines(whole)
     assert read_jsonl(folder.rollouts) == read_jsonl(whole.rollouts)
-    assert read_jsonl(folder.validation) == read_jsonl(whole.validation)
+    assert read_jsonl(folder.evaluation) == read_jsonl(whole.evaluation)
     restarts = read_jsonl(folder.restarts)
     assert [line["restart"] for line in restarts] == list(range(1, 1 + len(deaths)))
     assert all("trainer: the process of rank 0" in line["cause"] for line in restarts)
