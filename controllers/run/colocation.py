@@ -1,7 +1,7 @@
 """Trainer and generator share the memory of the same GPUs, one after the other.
+
 While the trainer works, vLLM sleeps without weights and KV cache; while the generator works, the
-offloaded parts are in host memory. A critic on these GPUs works in the trainer's turn, before the
-policy is trained, and is in host memory otherwise.
+offloaded parts are in host memory. A critic there works before the policy in the trainer's turn.
 """
 
 import asyncio
@@ -48,8 +48,7 @@ def overlap(one: range, other: range) -> bool:
 
 
 class Colocation:
-    """What a loop calls when the work passes to another actor. In this class each keeps its memory,
-    and all may work at the same time."""
+    """What a loop calls when the work passes to another actor. Here all may work at the same time."""
 
     async def to_trainer(self) -> None:
         """Before the trainer works: a colocated generator goes to sleep."""

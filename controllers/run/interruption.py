@@ -17,8 +17,7 @@ class Interrupted(BaseException):
 
 
 class Interruption:
-    """A first signal within `training` lets the step end and drops unfinished rollouts; every other
-    signal cancels the run's task."""
+    """A first signal in `training` drops rollouts and lets the step end; others cancel the run's task."""
 
     def __init__(self, on_event: Callable[[str], None] = print) -> None:
         self.on_event = on_event
