@@ -12,7 +12,7 @@ from controllers.environments.own_code import called, require_problems, require_
 def build_environment(config: EnvironmentConfig, *, trains: bool = True) -> AnyEnvironment:
     """Raises ValueError for an unknown task or option, a bad row, or too few problems.
 
-    trains=False: validation only, so all problems of a file or a data set may be held out.
+    trains=False: evaluation only, so all problems of a file or a data set may be held out.
     """
     config.validate()
     if config.mixture:

@@ -85,7 +85,7 @@ class Products:
         factors = range(10, 100)
         self._all = [_product(a, b) for a in factors for b in factors]
 
-        # a*b and b*a share a key, so no run trains on a*b and validates on b*a
+        # a*b and b*a share a key, so no run trains on a*b and evaluates on b*a
         kept = sorted({problem.key for problem in self._all}, key=lambda key: fraction(key, seed))
         if not 1 <= num_held_out <= len(kept) // 2:
             raise ValueError(

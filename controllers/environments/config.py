@@ -17,7 +17,7 @@ from rl_actors.field_types import require_field_types
 REWARDS = ("exact_match", "math_verify", "regex", "task", "judge", "python")
 LIMITS_OF_RUN = ("reward_workers", "reward_timeout", "reward_retries", "reward_concurrency")
 """Fields of the whole run: only `environment` sets them, no part of a mixture and no entry of
-`validation`."""
+`evaluation`."""
 
 
 def _json_field(kind: type) -> PrimitiveConstructorSpec:
@@ -95,8 +95,8 @@ class EnvironmentConfig:
     reward_concurrency: int = 64
     """Concurrent calls of `async` reward functions."""
     num_held_out: int = 512
-    """Distinct problems for validation, never trained on. May be fewer with held_out_task,
-    held_out_split, or a named validation set from data."""
+    """Distinct problems for evaluation, never trained on. May be fewer with held_out_task,
+    held_out_split, or a named evaluation set from data."""
     seed: int = 0
     """Seed of the problems, their order and the choice of the held-out problems."""
     held_out_seed: int | None = None

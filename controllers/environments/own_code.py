@@ -47,7 +47,7 @@ def require_takes(name: str, function: object, *parameters: str) -> None:
 def require_problems(name: str, environment: object, *, trains: bool) -> None:
     """Raises ValueError if held-out problems or problem(0) break the protocol, or keys repeat.
 
-    trains=False: validation only, which needs no training problems.
+    trains=False: evaluation only, which needs no training problems.
     """
     held_out = _asked(name, environment, "held_out")
     if not isinstance(held_out, list) or not held_out:

@@ -33,11 +33,11 @@ def in_phase(records: Records, phase: str) -> Records:
 
 
 def trained(records: Records) -> Records:
-    """The records of training steps of any phase. Step 0, of the phase "start", only validates."""
+    """The records of training steps of any phase. Step 0, of the phase "start", only evaluates."""
     return [record for record in records if record.get("phase") != "start"]
 
 
-def validation_metrics(records: Records) -> list[str]:
+def evaluation_metrics(records: Records) -> list[str]:
     return list(dict.fromkeys(name for record in records for name in record if name.startswith("eval/")))
 
 

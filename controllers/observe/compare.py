@@ -13,7 +13,7 @@ from rich.table import Table
 
 from controllers.command import started_as
 from controllers.config_file import leaves
-from controllers.observe.charts import COLORS, draw, series, trained, validation_metrics
+from controllers.observe.charts import COLORS, draw, evaluation_metrics, series, trained
 from controllers.observe.metric_table import METRICS
 from controllers.observe.report import RunFiles, minutes_text, number, page, total
 from controllers.observe.run_folder import RunFolder
@@ -48,7 +48,7 @@ def summary(runs: dict[str, RunFiles]) -> list[Row]:
         ("outcome", [run.status for run in runs.values()]),
         ("steps", [f"{len(trained(run.records)):,}" for run in runs.values()]),
     ]
-    names = dict.fromkeys(name for run in runs.values() for name in validation_metrics(run.records))
+    names = dict.fromkeys(name for run in runs.values() for name in evaluation_metrics(run.records))
     for name in names:
         texts = []
         for run in runs.values():

@@ -124,7 +124,7 @@ class LineDisplay:
 class LiveDisplay(LineDisplay):
     """Shows a panel at the bottom of the terminal.
 
-    Each step with a validation accuracy also prints a line above the panel.
+    Each step with an evaluation accuracy also prints a line above the panel.
     """
 
     def __init__(self, console: Console, total_steps: int | None):

@@ -183,11 +183,11 @@ class MetricsLogger(AbstractContextManager):
         self._append(self.folder.rollouts, kept)
         self._log_table(step, "rollouts", [row for group in kept for row in completions_of(group)])
 
-    def validation(self, step: int, samples: Sequence[Record]) -> None:
-        """Write completions of held-out problems to validation.jsonl and to trackers."""
+    def evaluation(self, step: int, samples: Sequence[Record]) -> None:
+        """Write completions of held-out problems to evaluation.jsonl and to trackers."""
         kept = [{"step": step, **sample} for sample in samples]
-        self._append(self.folder.validation, kept)
-        self._log_table(step, "validation_samples", kept)
+        self._append(self.folder.evaluation, kept)
+        self._log_table(step, "evaluation_samples", kept)
 
     def timeline(self, step: int, timeline: StepTimeline) -> None:
         """Write the spans in which actors worked to timeline.jsonl."""

@@ -29,7 +29,7 @@ CLIPPED = "Clipped tokens"
 VALUES = "Values and returns"
 PAIRS = "Pairs with a positive margin"
 DIFFERENCE = "Logprob difference of trainer and generator"
-VALIDATION = "Validation"
+EVALUATION = "Evaluation"
 BUSY = "Share of the step in which an actor works"
 
 METRICS = {
@@ -38,10 +38,10 @@ METRICS = {
     "policy_version": Metric("policy version", "optimizer steps"),
     "reward/mean": Metric("reward", "reward", chart="Reward", format=".3f", spread="reward/std"),
     "reward/std": Metric("standard deviation", "reward"),
-    "eval/reward": Metric("held out", "reward", chart=VALIDATION, format=".3f", scale="from zero"),
-    "eval/pass@<k>": Metric("pass@<k>", "probability", chart=VALIDATION, scale="from zero"),
-    "eval/<name>/reward": Metric("<name>", "reward", chart=VALIDATION, scale="from zero"),
-    "eval/<name>/pass@<k>": Metric("<name>/pass@<k>", "probability", chart=VALIDATION, scale="from zero"),
+    "eval/reward": Metric("held out", "reward", chart=EVALUATION, format=".3f", scale="from zero"),
+    "eval/pass@<k>": Metric("pass@<k>", "probability", chart=EVALUATION, scale="from zero"),
+    "eval/<name>/reward": Metric("<name>", "reward", chart=EVALUATION, scale="from zero"),
+    "eval/<name>/pass@<k>": Metric("<name>/pass@<k>", "probability", chart=EVALUATION, scale="from zero"),
     "dpo/accuracy": Metric("pairs of the step", "share", chart=PAIRS, scale="from zero"),
     "eval/dpo/accuracy": Metric("held-out pairs", "share", chart=PAIRS, scale="from zero"),
     "eval/<name>/dpo/accuracy": Metric("<name>", "share", chart=PAIRS, scale="from zero"),
@@ -80,7 +80,7 @@ METRICS = {
     "time/step": Metric("whole step", "seconds", chart=STEP_TIME, scale="from zero"),
     "time/push": Metric("push", "seconds"),
     "time/pull": Metric("pull", "seconds"),
-    "time/validate": Metric("validate", "seconds"),
+    "time/evaluate": Metric("evaluate", "seconds"),
     "time/checkpoint": Metric("checkpoint", "seconds"),
     "time/values": Metric("values", "seconds"),
     "time/critic": Metric("critic", "seconds"),

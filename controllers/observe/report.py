@@ -59,7 +59,7 @@ class RunFiles:
     outcome: dict[str, object]
     start: dict[str, object]  # command and time of the run's start
     groups: Records  # lines of rollouts.jsonl that have completions
-    samples: Records  # lines of validation.jsonl
+    samples: Records  # lines of evaluation.jsonl
     timeline: Records  # lines of timeline.jsonl
     restarts: Records  # lines of restarts.jsonl
 
@@ -76,7 +76,7 @@ class RunFiles:
             outcome=_read_json(folder.outcome),
             start=_read_json(folder.start),
             groups=[line for line in read_jsonl(folder.rollouts) if "completions" in line],
-            samples=read_jsonl(folder.validation),
+            samples=read_jsonl(folder.evaluation),
             timeline=read_jsonl(folder.timeline),
             restarts=read_jsonl(folder.restarts),
         )
@@ -193,7 +193,7 @@ def shown_group(group: Record) -> dict[str, object]:
 
 
 def shown_samples(samples: Records) -> dict[str, object]:
-    """Held-out problems with their completions at the first and at the last validation. Empty if there was no validation."""
+    """Held-out problems with their completions at the first and at the last evaluation. Empty if there was no evaluation."""
     if not samples:
         return {}
     first = samples[0]["step"]

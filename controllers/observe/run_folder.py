@@ -21,7 +21,7 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.rollouts = self.path / "rollouts.jsonl"
         self.outcome = self.path / "outcome.json"
-        self.validation = self.path / "validation.jsonl"
+        self.evaluation = self.path / "evaluation.jsonl"
         self.timeline = self.path / "timeline.jsonl"
         self.restarts = self.path / "restarts.jsonl"
         self.report = self.path / "report.html"
@@ -35,7 +35,7 @@ class RunFolder:
     @property
     def step_files(self) -> tuple[Path, ...]:
         """The files in which every line belongs to a step."""
-        return self.metrics, self.rollouts, self.validation, self.timeline
+        return self.metrics, self.rollouts, self.evaluation, self.timeline
 
     @property
     def holds_run(self) -> bool:

@@ -17,7 +17,7 @@ WORKERS = {
     "release": ("trainer",),
     "wake": ("trainer", "generator"),
     "generating": ("generator",),
-    "validate": ("generator",),
+    "evaluate": ("generator",),
     "reference": ("reference",),
     "values": ("critic",),
     "critic": ("critic",),

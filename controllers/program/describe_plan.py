@@ -210,7 +210,7 @@ def _ranks(name: str, model: TrainerConfig, hosts: HostsConfig) -> list[str]:
         indices = [f"{kind} {index}" for kind, index in zip(order, place, strict=True) if layout[kind] > 1]
         if expert > 1:
             indices.append(f"expert_parallel {rank % expert}")
-        host = hosts.place_of_rank(rank, model.num_processes())
+        host = hosts.of_rank(rank, model.num_processes())
         line = f"  {f'{name}-{rank}':<12} {host or _device(model.gpus()[rank])}"
         lines.append(f"{line}: {', '.join(indices)}" if indices else line)
     left = model.num_processes() - len(lines)
@@ -246,7 +246,7 @@ def _generator(config: "RunConfig") -> list[str]:
     lines = []
     for replica, (name, gpus) in enumerate(_gpus_of_generators(config).items()):
         on_this_machine = " and ".join(dict.fromkeys(_device(gpu) for gpu in gpus))
-        devices = config.hosts.place_of_generator(replica) or on_this_machine
+        devices = config.hosts.of_replica(replica) or on_this_machine
         ranks = f", {len(gpus)} ranks" if len(gpus) > 1 else ""
         lines.append(f"  {name:<12} {devices}, vLLM in {config.generator.dtype}{ranks}")
     return lines

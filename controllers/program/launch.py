@@ -208,7 +208,7 @@ def _task(config: RunConfig) -> tuple[AnyEnvironment, list[EvaluationSet]]:
     for part in parts:
         if isinstance(part, DataEnvironment) and part.num_excluded:
             print(f"{part.config.task}: {part.num_excluded} rows have held-out prompts; not trained", file=sys.stderr)
-    return environment, build_sets(environment, config.validation, seed=config.seed)
+    return environment, build_sets(environment, config.evaluation, seed=config.seed)
 
 
 def _with_alphabet(
@@ -245,7 +245,7 @@ def _scorer(config: RunConfig, environment: AnyEnvironment, evaluation_sets: Seq
     """Raises ValueError if a reward function cannot be sent to reward workers, or if an environment
     of episodes has some."""
     environments: dict[str, AnyEnvironment] = {"environment": environment}
-    environments |= {f"validation.{each.name}": each.environment for each in evaluation_sets if each.name}
+    environments |= {f"evaluation.{each.name}": each.environment for each in evaluation_sets if each.name}
     return Scorer.of(config.environment, environments if config.has_generator else {})
 
 
@@ -287,7 +287,7 @@ def _run(
         except ValueError as error:
             print(f"error: {error}", file=terminal)
             return 2
-        interruption = Interruption(tell=functools.partial(print, file=terminal))
+        interruption = Interruption(on_event=functools.partial(print, file=terminal))
         if invocation.eval_only:
             work = _evaluate(invocation, folder, evaluation_sets, tokenizer, scorer, terminal)
         else:
@@ -349,7 +349,7 @@ async def _train(
             prints_lines=invocation.verbose,
             console=Console(file=terminal),
         ) as log:
-            interruption.tell = log.note  # a line printed in any other way would break the live panel
+            interruption.on_event = log.note  # a line printed in any other way would break the live panel
             log.note(f"run folder: {folder.path}")
             opening = open_run(
                 config,

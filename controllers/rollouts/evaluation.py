@@ -27,7 +27,7 @@ from rl_actors import GeneratorClient, SamplingParams
 from rl_actors.seeds import hashed_seed
 
 SAMPLES_KEPT = 8
-"""Problems of a set whose completions validation.jsonl has, the same every time."""
+"""Problems of a set whose completions evaluation.jsonl has, the same every time."""
 
 Sets = dict[str, EnvironmentConfig]
 
@@ -85,7 +85,7 @@ class Scores:
     """Result of one evaluation."""
 
     metrics: dict[str, float]
-    samples: list[Record]  # of validation.jsonl, without the step
+    samples: list[Record]  # of evaluation.jsonl, without the step
 
 
 def check_sets(sets: Mapping[str, EnvironmentConfig]) -> None:
@@ -93,13 +93,13 @@ def check_sets(sets: Mapping[str, EnvironmentConfig]) -> None:
     for name, config in sets.items():
         if not re.fullmatch(r"[\w.-]+", name):
             raise ValueError(
-                f"validation has a set named {name!r}; a name consists of letters, digits, '_', '-' and '.'"
+                f"evaluation has a set named {name!r}; a name consists of letters, digits, '_', '-' and '.'"
             )
         try:
             _require_no_limits(config)
             config.validate()
         except ValueError as error:
-            raise ValueError(f"validation.{name}: {error}") from None
+            raise ValueError(f"evaluation.{name}: {error}") from None
 
 
 def _require_no_limits(config: EnvironmentConfig) -> None:
@@ -120,7 +120,7 @@ def build_sets(environment: AnyEnvironment, sets: Mapping[str, EnvironmentConfig
         try:
             other = build_environment(replace(config, seed=seed + config.seed), trains=False)
         except ValueError as error:
-            raise ValueError(f"validation.{name}: {error}") from error
+            raise ValueError(f"evaluation.{name}: {error}") from error
         built.append(EvaluationSet(name=name, environment=other, problems=other.held_out()))
     return built
 
@@ -204,7 +204,7 @@ class Evaluator:
     def _shown(
         self, one: EvaluationSet, texts: list[list[str]], rewards: list[list[float]], passed: list[int]
     ) -> list[Record]:
-        """Lines of validation.jsonl for evenly spaced problems, with their greedy completions."""
+        """Lines of evaluation.jsonl for evenly spaced problems, with their greedy completions."""
         stride = max(1, len(one.problems) // SAMPLES_KEPT)
         shown: list[Record] = []
         for index in range(0, len(one.problems), stride)[:SAMPLES_KEPT]:

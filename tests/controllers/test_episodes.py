@@ -427,7 +427,7 @@ def test_a_group_of_episodes_has_summed_rewards_for_grpo_and_rewards_per_token_f
     ]
 
 
-def test_validation_plays_greedy_episodes_of_the_held_out_problems(characters):
+def test_evaluation_plays_greedy_episodes_of_the_held_out_problems(characters):
     def search(prompt: list[int], index: int) -> list[int]:
         """Guess by binary search, with the hints that the prompt has so far."""
         low, high = 0, 9
@@ -440,7 +440,7 @@ def test_validation_plays_greedy_episodes_of_the_held_out_problems(characters):
 
     generator, environment = TalkingGenerator(search), GuessingGame(seed=0, num_held_out=10)
     limits = EpisodeLimits(max_turns=4, max_tokens=64, max_tokens_per_turn=1)
-    validator = Evaluator(
+    evaluator = Evaluator(
         sets=[EvaluationSet(name="", environment=environment, problems=environment.held_out())],
         generator=generator,
         tokenizer=characters,
@@ -449,7 +449,7 @@ def test_validation_plays_greedy_episodes_of_the_held_out_problems(characters):
         pass_at_k=PassAtKConfig(num_samples=2, k=(1,)),
         player=Player(tokenizer=characters, limits=limits, scorer=Scorer()),
     )
-    scores = asyncio.run(validator())
+    scores = asyncio.run(evaluator())
     assert scores.metrics == {"eval/reward": 1.0, "eval/pass@1": 1.0}
     assert [sample["completion"] for sample in scores.samples[:2]] == ["4\n-\n1\n-\n0\n=", "4\n-\n1\n="]
     assert generator.params[0].temperature == 0 and generator.params[0].n == 1

@@ -118,7 +118,7 @@ def test_a_dry_run_calls_the_reward_of_every_set_and_says_what_an_answer_gets(co
     monkeypatch.syspath_prepend(str(tmp_path))
     flags = ["--config", "blank", "--task", "own_rewards:Groups", "--environment.num-held-out", 10]
     further = json.dumps({"sums": {"task": "basic_arithmetic", "num_held_out": 4}})
-    status, out, err = command_line(*flags, "--validation", further, "--max-tokens", 8, "--dry-run")
+    status, out, err = command_line(*flags, "--evaluation", further, "--max-tokens", 8, "--dry-run")
     assert status == 0 and json.loads(out)["environment"]["task"] == "own_rewards:Groups", err
     first, second = err.splitlines()
     assert first.endswith("own_rewards:Groups of the answer '1' of the held-out problem '0+1=' is 0.5")

@@ -125,7 +125,7 @@ class Clock:
         return self.now
 
 
-def test_a_terminal_shows_a_live_panel_and_keeps_the_lines_of_steps_with_a_validation(tmp_path):
+def test_a_terminal_shows_a_live_panel_and_keeps_the_lines_of_steps_with_an_evaluation(tmp_path):
     out, clock = io.StringIO(), Clock()
     console = Console(file=out, width=120, force_terminal=True, color_system=None, get_time=clock)
     with MetricsLogger(RunFolder(tmp_path), total_steps=4, console=console, trackers=()) as log:

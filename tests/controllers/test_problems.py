@@ -242,7 +242,7 @@ def test_a_long_check_says_how_far_it_is(tmp_path, monkeypatch, capsys):
 
 
 def test_conversations_without_any_text_are_empty():
-    rule = Rule.of(GRPOConfig(**FIELDS), None, Endless(), is_sampled=True)
+    rule = Rule(GRPOConfig(**FIELDS), None, Endless(), is_sampled=True)
     empty = Problem(prompt="", answer="", key="", messages=[{"role": "user", "content": ""}])
     assert rule._of_prompt(empty, 5) == "the prompt is empty"
     answered = replace(empty, messages=[{"role": "user", "content": "1+1="}, {"role": "tool", "content": ""}])
