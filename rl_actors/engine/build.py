@@ -34,10 +34,11 @@ from torchtitan.models.qwen3 import (
 from torchtitan.protocols.sharding import ShardingConfig
 
 from rl_actors.config import HeadName, ModelConfig, TrainerConfig
-from rl_actors.engine import deadlines, gpu, initial_weights, lora, recomputation
+from rl_actors.engine import deadlines, initial_weights, lora, recomputation
 from rl_actors.engine.batch import PackedBatch
 from rl_actors.engine.context_parallel import RowShards, WholeRows
-from rl_actors.engine.machine import Machine, this_machine
+from rl_actors.engine.cpu import Machine
+from rl_actors.engine.gpu import this_machine
 from rl_actors.engine.moe import Experts, RouterCounters, wait_for_input
 from rl_actors.engine.optimizer import Hyperparameters, NoOptimizers
 from rl_actors.engine.pipeline_stages import LocalModel, split_into_stages
@@ -216,7 +217,7 @@ def build(config: TrainerConfig) -> BuiltModel:
         device=device,
         weights_device=torch.device("cpu") if config.fsdp_cpu_offload else device,
         to_device=partial(machine.to_device, device=device),
-        to_host=machine.HostCopy,
+        to_host=machine.host_copy,
         shard_rows=_row_sharding(modules[0], parallel_dims, config, machine),
         forward_context=dist_utils.get_spmd_context(parallel_dims=parallel_dims, spmd_typechecking=False),
         hf_adapter=Qwen3StateDictAdapter(model_config, None),
@@ -236,7 +237,7 @@ def _join_ranks(config: TrainerConfig, machine: Machine) -> tuple[ParallelDims, 
     """Make the process groups. Returns (the meshes, this rank's device)."""
     # collective_timeout comes after the setup
     comm = CommConfig(trace_buf_size=0, init_timeout_seconds=math.ceil(config.setup_timeout))
-    world_size = dist_utils.init_distributed(comm, enable_cpu_backend=machine is gpu)
+    world_size = dist_utils.init_distributed(comm, enable_cpu_backend=torch.cuda.is_available())
     if config.num_processes() != world_size:
         layout = " x ".join(f"{name}={degree}" for name, degree in config.layout().items())
         raise ValueError(f"{layout} needs {config.num_processes()} processes but there are {world_size}")

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from rl_actors.engine.build import BuiltModel
+from rl_actors.engine.gpu import this_machine
 from rl_actors.engine.gradients import local
-from rl_actors.engine.machine import this_machine
 from rl_actors.parts import PARTS, HostMove, Part
 
 ALIGNMENT = 512  # bytes

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchtitan.models.common import TransformerBlock
 
 from rl_actors.config import TrainerConfig
-from rl_actors.engine.machine import Machine
+from rl_actors.engine.cpu import Machine
 
 NUM_MODULES = 4
 """Most measured modules of a rank, evenly spaced."""
@@ -36,7 +36,7 @@ class ComputeTimer:
     """Times the modules' forward passes in training mode."""
 
     def __init__(self, modules: Sequence[nn.Module], machine: Machine) -> None:
-        self._stopwatch = machine.Stopwatch()
+        self._stopwatch = machine.stopwatch()
         self._num_tokens = 0
         for module in modules:
             # inside FSDP's hooks, which gather and free the weights

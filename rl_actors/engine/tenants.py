@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from rl_actors.engine import lora
 from rl_actors.engine.build import BuiltModel
 from rl_actors.engine.call_order import StepState
+from rl_actors.engine.gpu import this_machine
 from rl_actors.engine.gradients import local
-from rl_actors.engine.machine import this_machine
 from rl_actors.engine.offload import Offload
 from rl_actors.types import FIRST_TENANT
 

@@ -14,10 +14,10 @@ from rl_actors.engine import checkpoint, deadlines, hf
 from rl_actors.engine.batch import PackedBatch, make_batch
 from rl_actors.engine.build import BuiltModel, build
 from rl_actors.engine.call_order import StepState
+from rl_actors.engine.gpu import this_machine
 from rl_actors.engine.gradients import Gradients, by_layout
 from rl_actors.engine.heads import LogprobHead, ValueHead
 from rl_actors.engine.logprobs import ChunkedHead
-from rl_actors.engine.machine import this_machine
 from rl_actors.engine.microbatch_output import MicrobatchOutput
 from rl_actors.engine.offload import Offload
 from rl_actors.engine.optimizer import named_parameters
