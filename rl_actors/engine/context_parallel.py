@@ -4,7 +4,7 @@ B rows, L length of a row, C positions of a row on this rank, N positions of all
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed._functional_collectives as funcol
@@ -14,16 +14,6 @@ from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.distributed.context_parallel import cp_shard
 
 from rl_actors.engine.batch import AttentionMasks, PackedBatch, RowPerSample
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WholeRows:
-    """Without context parallelism: adds the attention masks."""
-
-    masks: Callable[[PackedBatch], AttentionMasks]
-
-    def __call__(self, batch: PackedBatch) -> PackedBatch:
-        return replace(batch, attention_masks=self.masks(batch))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +32,8 @@ class RowShards:
     def __call__(self, batch: PackedBatch) -> "BatchShard":
         shape = batch.tokens_BL.shape
         index_BL = torch.arange(shape[1], device=batch.tokens_BL.device).expand(shape)
-        named = {
-            "tokens_BL": batch.tokens_BL,
-            "targets_BL": batch.targets_BL,
-            "positions_BL": batch.positions_BL,
-            "temperatures_BL": batch.temperatures_BL,
-            "is_padding_BL": batch.is_padding_BL,
-            "index_BC": index_BL,
-        }
+        names = ("tokens_BL", "targets_BL", "positions_BL", "temperatures_BL", "is_padding_BL")
+        named = {name: getattr(batch, name) for name in names} | {"index_BC": index_BL}
         shards, masks = cp_shard(
             self.mesh,
             (*named.values(), *batch.columns.values()),

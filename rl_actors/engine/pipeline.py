@@ -15,11 +15,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from rl_actors.config import TrainerConfig
-from rl_actors.engine.batch import ModelInputs, PackedBatch, model_inputs
+from rl_actors.engine.batch import MicrobatchOutput, PackedBatch
 from rl_actors.engine.build import BuiltModel
 from rl_actors.engine.collectives import raise_together
 from rl_actors.engine.logprobs import ChunkedHead, GuardedLoss
-from rl_actors.engine.microbatch_output import MicrobatchOutput
 from rl_actors.engine.packing import PlanOptions
 from rl_actors.engine.pipeline_stages import Stage
 from rl_actors.losses import Loss
@@ -130,7 +129,7 @@ class PipelineRunner:
 
     def _find_inputs(
         self, part: nn.Module, args: tuple[Tensor], kwargs: dict[str, Tensor]
-    ) -> tuple[tuple[Tensor], ModelInputs]:
+    ) -> tuple[tuple[Tensor], dict[str, object]]:
         """Hook before each stage's forward: the microbatch's positions, masks and, on the first
         stage, tokens.
         """
@@ -138,12 +137,12 @@ class PipelineRunner:
         self.built.routers.start_microbatch(batch)
         (received,) = args
         if not received.is_floating_point():
-            return (batch.tokens_BL,), model_inputs(batch)
+            return (batch.tokens_BL,), batch.model_inputs()
         if isinstance(received, DTensor) and received.requires_grad:
             # The gradient may be partial sums over the tensor-parallel ranks, which the sending
             # stage would take as whole.
             received.register_hook(lambda grad: grad.redistribute(placements=received.placements))
-        return args, model_inputs(batch)
+        return args, batch.model_inputs()
 
     def _loss(self, hidden_BLD: Tensor, number: Tensor) -> Tensor:
         call = self._call

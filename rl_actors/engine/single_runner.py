@@ -8,12 +8,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from rl_actors.config import TrainerConfig
-from rl_actors.engine.batch import PackedBatch, model_inputs
+from rl_actors.engine.batch import MicrobatchOutput, PackedBatch
 from rl_actors.engine.build import BuiltModel
 from rl_actors.engine.collectives import raise_together
 from rl_actors.engine.gradients import local
 from rl_actors.engine.logprobs import ChunkedHead, GuardedLoss
-from rl_actors.engine.microbatch_output import MicrobatchOutput
 from rl_actors.engine.packing import PlanOptions
 from rl_actors.losses import Loss
 
@@ -106,4 +105,4 @@ class SingleRunner:
     def _hidden(self, batch: PackedBatch) -> Tensor:
         self.built.routers.start_microbatch(batch)
         with self.built.forward_context():
-            return self.built.model(batch.tokens_BL, **model_inputs(batch))
+            return self.built.model(batch.tokens_BL, **batch.model_inputs())

@@ -11,7 +11,7 @@ from torch import Tensor
 from rl_actors import layouts
 from rl_actors.config import TrainerConfig
 from rl_actors.engine import checkpoint, deadlines, hf
-from rl_actors.engine.batch import PackedBatch, make_batch
+from rl_actors.engine.batch import MicrobatchOutput, PackedBatch, make_batch
 from rl_actors.engine.build import build
 from rl_actors.engine.call_order import StepState
 from rl_actors.engine.collectives import on_all_ranks
@@ -19,7 +19,6 @@ from rl_actors.engine.gpu import this_machine
 from rl_actors.engine.gradients import Gradients, by_layout
 from rl_actors.engine.heads import LogprobHead, ValueHead
 from rl_actors.engine.logprobs import ChunkedHead
-from rl_actors.engine.microbatch_output import MicrobatchOutput
 from rl_actors.engine.offload import Offload
 from rl_actors.engine.optimizer import named_parameters
 from rl_actors.engine.own_time import ComputeTimer, local_modules
