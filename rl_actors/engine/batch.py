@@ -64,9 +64,9 @@ class PackedBatch:
 
 
 class RowPerSample:
-    """Moves values from packed rows [B, L, ...] to rows of one sample [S, T, ...], and back.
+    """Packed rows [B, L, ...] <-> rows of one sample [S, T, ...], padded with zeros.
 
-    Padded with zeros. Without samples S is 1 and T is L, so that a loss still gets rows.
+    Without samples S is 1 and T is L, so that a loss still gets rows.
     """
 
     def __init__(self, batch: PackedBatch, shape: torch.Size) -> None:
@@ -140,9 +140,7 @@ def make_batch(
 ) -> PackedBatch:
     """Put the samples of a microbatch into rows. Position ids start at 0 in every sample.
 
-    Every padded token has the id 0, because counted ids could exceed the table of the rotary
-    embedding. So each is a document of its own, but for FlashAttention, where a row's padding is
-    one (flash4.py).
+    Every padded token has the id 0, because counted ids could exceed the rotary embedding's table.
     """
     pieces = _Pieces(samples, microbatch)
     is_padding_BL = pieces.spread(torch.tensor([sample is None for sample in pieces.samples]))

@@ -18,16 +18,12 @@ from rl_actors.engine.batch import AttentionMasks, PackedBatch, RowPerSample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowShards:
-    """A batch of whole rows -> this rank's BatchShard, with masks.
-
-    A load balancer equalizes the work in attention, so a part's positions may not be adjacent.
-    """
+    """A batch of whole rows -> this rank's BatchShard, with masks."""
 
     masks: Callable[[Tensor], BlockMask]  # positions_BL -> flex attention's masks
-    # this rank's shard of these masks -> what the attention layers take
-    local_masks: Callable[[BlockMask], AttentionMasks]
+    local_masks: Callable[[BlockMask], AttentionMasks]  # this rank's of them -> the attention layers'
     mesh: DeviceMesh
-    load_balancer: str | None  # torchtitan's name
+    load_balancer: str | None  # torchtitan's name; it may leave positions that are not adjacent
 
     def __call__(self, batch: PackedBatch) -> "BatchShard":
         shape = batch.tokens_BL.shape

@@ -29,7 +29,7 @@ class Place:
 
 
 class Offload:
-    """The parts of a trainer on the device or the host. Each call onloads the parts that it needs."""
+    """The parts of a trainer on the device or the host."""
 
     def __init__(self, built: BuiltModel) -> None:
         self.built = built
@@ -61,10 +61,7 @@ class Offload:
         return move
 
     def onload(self, parts: Collection[Part] = PARTS) -> HostMove:
-        """Bring the parts back to the device.
-
-        With too little memory raises torch's error; another call then brings back the rest.
-        """
+        """Bring the parts back. After torch's error for too little memory, call again for the rest."""
         if not any(part in self.away for part in parts):
             return HostMove()
         begin = time.perf_counter()

@@ -1,6 +1,4 @@
-"""`Optimizers`, torchtitan's container with optimizers by import path, and `Hyperparameters`, which
-sets their values before each step.
-"""
+"""A model's optimizer, also by import path, and its `Hyperparameters`, set before each step."""
 
 import pkgutil
 import re
@@ -24,7 +22,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 class _StepsShards:
-    """Makes Adam, which is elementwise, step local shards: DTensor's dispatch takes time."""
+    """Adam is elementwise, so it can step local shards: DTensor's dispatch takes time."""
 
     def _init_group(self, group: dict[str, object], *lists: list[Tensor]) -> bool:
         has_complex: bool = super()._init_group(group, *lists)  # type: ignore[misc]

@@ -1,8 +1,7 @@
 """Measures how long a rank computes without waiting for others, to show which rank is slow.
 
-Calls take equally long on all ranks, so only modules without a collective are measured: a few
-blocks, or their inner attention. Nothing is measured with context parallelism (attention has
-collectives) or compile.enable (a stopwatch cannot run in a compiled block).
+Not with context parallelism (attention has collectives) or compile.enable (a stopwatch cannot run
+in a compiled block).
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from rl_actors.config import TrainerConfig
 from rl_actors.engine.cpu import Machine
 
 NUM_MODULES = 4
-"""Most measured modules of a rank, evenly spaced."""
+"""At most, of a rank, evenly spaced."""
 
 
 def local_modules(model: nn.Module, config: TrainerConfig) -> list[nn.Module]:

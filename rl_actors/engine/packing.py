@@ -135,8 +135,7 @@ def worst_fit_decreasing(lengths: Sequence[int], capacity: int, num_rows: int) -
 
 
 def bucket(length: int, multiple: int, capacity: int) -> int:
-    """The row length for `length` positions: one of a few multiples of `multiple`, at most
-    `capacity`.
+    """The row length for `length` positions: one of a few multiples of `multiple`, up to `capacity`.
 
     bucket(70, 64, 4096) -> 128, bucket(1100, 64, 4096) -> 1280, bucket(4000, 64, 4096) -> 4096
     """
@@ -153,9 +152,7 @@ def attention_cost(lengths: Sequence[int], row: Row) -> int:
 
 
 def time_of(lengths: Sequence[int], ranks: Plan) -> tuple[int, int]:
-    """(positions of a rank with padding, attention cost of each microbatch's slowest rank), smaller
-    for faster plans.
-    """
+    """(a rank's positions with padding, the slowest ranks' attention cost), less for faster plans."""
     slowest = 0
     for batches in zip(*ranks, strict=True):
         slowest += max(_cost_of(lengths, batch) for batch in batches)
@@ -168,9 +165,7 @@ def _cost_of(lengths: Sequence[int], batch: Microbatch) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Dealer:
-    """Deals rows into the microbatches of all ranks. capacity: tokens_per_row in multiples of
-    row_multiple.
-    """
+    """Deals rows into the microbatches of all ranks. capacity: of a row."""
 
     lengths: Sequence[int]
     capacity: int
@@ -211,9 +206,7 @@ class _Dealer:
         return ranks
 
     def _shapes(self, row_lengths: list[int]) -> Iterator[tuple[int, int]]:
-        """(number of rows, row length) of each microbatch of a rank. row_lengths: of all ranks,
-        longest first.
-        """
+        """(rows, row length) of a rank's microbatches. row_lengths: of all ranks, longest first."""
         if self.uniform:
             yield from self._equal_shapes(row_lengths)
             return
@@ -225,10 +218,7 @@ class _Dealer:
             start += num_rows * self.num_ranks
 
     def _equal_shapes(self, row_lengths: list[int]) -> list[tuple[int, int]]:
-        """_shapes if all are the same: the fewest microbatches, of the fewest rows.
-
-        The last may be padding.
-        """
+        """_shapes if all are the same: the fewest microbatches, of the fewest rows."""
         longest = row_lengths[0]
         num_of_rank = _divide_up(len(row_lengths), self.num_ranks)
         needed = _divide_up(num_of_rank, self._most_rows(longest))

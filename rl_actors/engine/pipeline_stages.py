@@ -62,12 +62,9 @@ class _Received(Protocol):
 
 
 class Stage(PipelineStage):
-    """A stage for microbatches of one shape, which frees received and sent tensors when they are
-    used.
+    """A stage for microbatches of one shape, which frees received and sent tensors after their use.
 
-    torch's keeps receive buffers for all microbatches, also after the call, and without gradients
-    the sent tensors too. Schedules call backward_one_chunk for each microbatch even then, so it
-    frees them.
+    Schedules call backward_one_chunk also without gradients, so it frees them.
     The shapes are given, because torch would run an extra microbatch, loss included, to infer them.
     """
 

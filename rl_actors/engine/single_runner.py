@@ -26,19 +26,14 @@ class SingleRunner:
         self.head = head
         self.reshard_policy = config.parallelism.fsdp_reshard_after_forward
         model = built.model
-        # The head (logprobs.py) decides how long the output projection, and a tied embedding with
-        # it, stays gathered.
+        # the head (logprobs.py) decides it for the output projection and a tied embedding
         outer = [] if config.ties_head else [model.tok_embeddings]
         self.gathered: list[FSDPModule] = [*outer, *model.layers.values()]
 
     def forward(
         self, batches: Iterable[PackedBatch], loss: Loss | None, *, with_entropy: bool
     ) -> list[MicrobatchOutput]:
-        """The values of each position and, with a loss, its metrics. The caller turns gradients
-        off.
-
-        If the loss fails on one rank, all ranks raise its error.
-        """
+        """The values of each position and, with a loss, its metrics. The caller turns gradients off."""
         steady = None if loss is None else GuardedLoss(loss)
         remaining = iter(batches)
         first_two = list(islice(remaining, 2))
@@ -55,10 +50,7 @@ class SingleRunner:
     def forward_backward(
         self, batches: Iterable[PackedBatch], loss: Loss, *, with_entropy: bool
     ) -> list[MicrobatchOutput]:
-        """Add the gradient of the loss. Returns values and metrics.
-
-        If the loss fails on one rank, all ranks raise its error after the last microbatch.
-        """
+        """Add the gradient. If the loss fails on one rank, all ranks raise its error at the end."""
         steady = GuardedLoss(loss)
         outputs = []
         for batch in batches:
@@ -71,10 +63,8 @@ class SingleRunner:
         return outputs
 
     def _release_tied_gradient(self) -> None:
-        """Free the second gradient of a tied embedding: 622 MB for Qwen3 0.6B.
-
-        FSDP reduces embedding and last norm as one tensor, and a tied embedding twice. The norm's
-        gradient stays a view of the second tensor and would keep it alive, so it is copied.
+        """Free the second gradient of a tied embedding (622 MB for Qwen3 0.6B), of which the last
+        norm's gradient is a view, because FSDP reduces both as one tensor.
         """
         norm = self.built.model.norm.weight
         if norm.grad is None:
@@ -89,10 +79,7 @@ class SingleRunner:
 
     @contextmanager
     def _gathered(self, *, keep: bool) -> Iterator[None]:
-        """If `keep`, gathered parameters stay gathered in the body.
-
-        They are sharded again at the end, because the optimizer changes only the shards.
-        """
+        """If `keep`, gathered parameters stay gathered in the body."""
         for module in self.gathered:
             module.set_reshard_after_forward(not keep)
         try:
@@ -100,7 +87,7 @@ class SingleRunner:
         finally:
             for module in self.gathered:
                 module.set_reshard_after_forward(self.reshard_policy != "never")
-                module.reshard()
+                module.reshard()  # the optimizer changes only the shards
 
     def _hidden(self, batch: PackedBatch) -> Tensor:
         self.built.routers.start_microbatch(batch)

@@ -1,7 +1,7 @@
 """Tenants: runs with LoRA adapters of their own over one frozen model, one in use at a time.
 
-A switch works on a rank's own shards without messages, so in every layout. It copies weights, of
-which FSDP keeps views, and moves references to gradients and optimizer state.
+A switch copies weights, of which FSDP keeps views, and moves references to gradients and optimizer
+state, all without messages.
 """
 
 from dataclasses import dataclass, field
@@ -21,9 +21,7 @@ from rl_actors.types import FIRST_TENANT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stash:
-    """Tensors and optimizer settings of a tenant that is not in use, in the order of
-    Tenants.trained and of the optimizers.
-    """
+    """Of a tenant that is not in use, in the order of Tenants.trained and of the optimizers."""
 
     weights: list[Tensor]  # this rank's shards
     gradients: list[Tensor | None]
@@ -96,10 +94,7 @@ class Tenants:
         lora.initialise(self.built.model, seed)
 
     def drop(self, name: str) -> None:
-        """Delete a tenant, even in its step. The first replaces it in use.
-
-        Raises ValueError for an unknown name and for the first tenant.
-        """
+        """Delete a tenant, even in its step. The first replaces it in use."""
         tenant = self.find(name)
         if name == FIRST_TENANT:
             raise ValueError("the first tenant of a trainer cannot be dropped; it ends with the trainer")
