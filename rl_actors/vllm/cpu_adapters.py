@@ -1,8 +1,6 @@
-"""Applies LoRA adapters on a CPU. vLLM's worker imports it by name.
+"""Applies LoRA adapters on a CPU, where vLLM 0.32 applies the last one also to rows without one.
 
-vLLM 0.32's code applies the last adapter to rows without one, if any row of a batch has one, and
-copies an adapter for every row. T rows (positions), S slots of adapters, R rank, I and O inputs and
-outputs of a layer.
+T rows (positions), S slots of adapters, R rank, I and O inputs and outputs of a layer.
 """
 
 from typing import Any
