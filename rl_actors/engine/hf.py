@@ -16,7 +16,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.fsdp import FSDPModule
 from torchtitan.models.qwen3 import Qwen3StateDictAdapter
 
 from rl_actors import adapters
@@ -35,6 +34,7 @@ from rl_actors.engine.hf_names import (
     to_hf_names,
 )
 from rl_actors.engine.initial_weights import assign
+from rl_actors.engine.offload import drop_gathered_weights
 from rl_actors.engine.optimizer import named_parameters
 from rl_actors.finite import require_finite
 from rl_actors.stop_tokens import stop_token_ids
@@ -318,13 +318,8 @@ def _files(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's shards of the parameters.
-
-    model.state_dict() would gather query, key and value of every block on every rank.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    """This rank's shards. model.state_dict() would gather query, key and value of every block."""
+    drop_gathered_weights(model)
     return {name: parameter.detach() for name, parameter in named_parameters(model)}
 
 

@@ -4,6 +4,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -39,16 +40,6 @@ class AdamW(_StepsShards, torch.optim.AdamW):
     """torch's AdamW on local shards. Its state is still of DTensors."""
 
 
-class _CanonicalNames:
-    """The model for torchtitan's _build_param_groups, which calls only named_parameters()."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return named_parameters(self.model)
-
-
 class Optimizers(OptimizersContainer):
     """torchtitan's container, also for import paths, which get only the config's arguments."""
 
@@ -69,8 +60,9 @@ class Optimizers(OptimizersContainer):
     def _build_param_groups(
         model: nn.Module, configs: list[ParamGroupConfig], impl_kwargs: dict[str, object]
     ) -> tuple[dict[str, list[dict[str, object]]], dict[str, list[str]]]:
-        # activation checkpointing changes the names in which torchtitan would search
-        return OptimizersContainer._build_param_groups(_CanonicalNames(model), configs, impl_kwargs)
+        # it reads only the names, which activation checkpointing changes
+        canonical = SimpleNamespace(named_parameters=lambda: named_parameters(model))
+        return OptimizersContainer._build_param_groups(canonical, configs, impl_kwargs)
 
 
 class NoOptimizers:

@@ -38,7 +38,8 @@ class SingleRunner:
         remaining = iter(batches)
         first_two = list(islice(remaining, 2))
         outputs = []
-        with self._gathered(keep=self._keeps_gathered(several=len(first_two) > 1)):
+        keep = {"always": False, "never": True, "default": len(first_two) > 1}[self.reshard_policy]
+        with self._gathered(keep=keep):
             for batch in chain(first_two, remaining):
                 shard = self.built.shard_rows(batch)
                 found = self.head.evaluate(self._hidden(shard), shard, steady, with_entropy=with_entropy)
@@ -72,10 +73,6 @@ class SingleRunner:
         shard = local(norm.grad)
         if shard.untyped_storage().nbytes() > shard.nbytes:
             norm.grad = norm.grad.clone()
-
-    def _keeps_gathered(self, *, several: bool) -> bool:
-        """True if `forward` keeps gathered weights. several: more than one microbatch."""
-        return {"always": False, "never": True, "default": several}[self.reshard_policy]
 
     @contextmanager
     def _gathered(self, *, keep: bool) -> Iterator[None]:

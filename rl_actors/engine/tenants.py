@@ -15,7 +15,7 @@ from rl_actors.engine.build import BuiltModel
 from rl_actors.engine.call_order import StepState
 from rl_actors.engine.gpu import this_machine
 from rl_actors.engine.gradients import local
-from rl_actors.engine.offload import Offload
+from rl_actors.engine.offload import Offload, drop_gathered_weights
 from rl_actors.types import FIRST_TENANT
 
 
@@ -73,10 +73,9 @@ class Tenants:
             for parameter, weight, gradient in zip(self.trained, stash.weights, stash.gradients, strict=True):
                 local(parameter).copy_(weight)
                 parameter.grad = gradient
-        for optimizer, state, groups in zip(self._optimizers, stash.states, stash.groups, strict=True):
+        for optimizer, state in zip(self._optimizers, stash.states, strict=True):
             optimizer.state.update(state)
-            for group, settings in zip(optimizer.param_groups, groups, strict=True):
-                group.update(settings)
+        self._set_groups(stash.groups)
 
     def add(self, name: str, seed: int) -> None:
         """Add a tenant and put it in use. Raises ValueError for a name that exists."""
@@ -88,9 +87,7 @@ class Tenants:
         self.name_in_use = name
         self.in_use = Tenant()
         self.by_name[name] = self.in_use
-        for optimizer, groups in zip(self._optimizers, self._new_groups, strict=True):
-            for group, settings in zip(optimizer.param_groups, groups, strict=True):
-                group.update(settings)
+        self._set_groups(self._new_groups)
         lora.initialise(self.built.model, seed)
 
     def drop(self, name: str) -> None:
@@ -110,7 +107,7 @@ class Tenants:
         """Stash the tenant in use: copies of weights, references to the rest."""
         self.memory.onload()
         this_machine().wait()  # FSDP's streams read weights and write gradients
-        self.memory.drop_gathered_weights()
+        drop_gathered_weights(self.built.model)
         weights = [local(parameter.detach()).clone() for parameter in self.trained]
         self.in_use.stash = Stash(
             weights=weights,
@@ -125,10 +122,12 @@ class Tenants:
 
     def _group_settings(self) -> list[list[dict[str, Any]]]:
         """Settings of each optimizer's parameter groups, without the parameters."""
-        found = []
-        for optimizer in self._optimizers:
-            settings = [dict(group) for group in optimizer.param_groups]
-            for group in settings:
-                del group["params"]
-            found.append(settings)
-        return found
+        return [
+            [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+            for optimizer in self._optimizers
+        ]
+
+    def _set_groups(self, settings: list[list[dict[str, Any]]]) -> None:
+        for optimizer, settings_of_groups in zip(self._optimizers, settings, strict=True):
+            for group, values in zip(optimizer.param_groups, settings_of_groups, strict=True):
+                group.update(values)

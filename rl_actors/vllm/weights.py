@@ -92,21 +92,16 @@ class WeightsExtension:
             self.opened.close()
         self.opened = self.version = None
 
-    def _open_version(self) -> OpenVersion:
-        if self.version is None:
-            raise RuntimeError("no version is open")
-        return self.version
-
     def load_version(self) -> float:
         """Replace all weights. Returns the seconds. After a failure the model may mix two versions."""
         begin = time.perf_counter()
-        version = self._open_version()
+        assert self.version is not None
         model = self.get_model()
-        plan = self._plan_for(version, model)
+        plan = self._plan_for(self.version, model)
         if plan:
-            load_in_place(plan, version)
+            load_in_place(plan, self.version)
         else:
-            self._reload(version, model)
+            self._reload(self.version, model)
         return time.perf_counter() - begin
 
     def _plan_for(self, version: OpenVersion, model: nn.Module) -> Plan:
@@ -150,13 +145,14 @@ class WeightsExtension:
         from vllm.lora.peft_helper import PEFTHelper
 
         begin = time.perf_counter()
+        assert self.version is not None
         lora = self.model_runner.lora_manager
         dtype = lora.lora_config.lora_dtype
         mapper = getattr(self.get_model(), "hf_to_vllm_mapper", None)
         adapter = LoRAModel.from_lora_tensors(
             adapter_id,
             # views may be valid only while the version is open
-            {name: tensor.to(dtype, copy=True) for name, tensor in self._open_version().tensors()},
+            {name: tensor.to(dtype, copy=True) for name, tensor in self.version.tensors()},
             PEFTHelper(r=rank, lora_alpha=alpha, target_modules=modules),
             device="cpu",
             dtype=dtype,
