@@ -22,7 +22,7 @@ from rl_actors.engine.logprobs import ChunkedHead
 from rl_actors.engine.offload import Offload
 from rl_actors.engine.optimizer import named_parameters
 from rl_actors.engine.own_time import ComputeTimer, local_modules
-from rl_actors.engine.packing import plan
+from rl_actors.engine.packing import Planner
 from rl_actors.engine.pipeline import PipelineRunner
 from rl_actors.engine.profiling import StepProfiler
 from rl_actors.engine.single_runner import SingleRunner
@@ -327,8 +327,7 @@ class TrainEngine:
     def _batches(self, samples: Sequence[Sample], columns: Iterable[str]) -> Iterator[PackedBatch]:
         """This rank's microbatches, each made when it is taken."""
         config = self.config
-        ranks = plan(
-            [len(sample) for sample in samples],
+        planner = Planner(
             tokens_per_row=config.tokens_per_row,
             rows_per_microbatch=config.rows_per_microbatch,
             num_ranks=self.num_data_ranks,
@@ -336,7 +335,7 @@ class TrainEngine:
             policy=config.packing,
             **self.runner.planned,
         )
-        for microbatch in ranks[self.data_rank]:
+        for microbatch in planner.plan([len(sample) for sample in samples])[self.data_rank]:
             yield make_batch(samples, microbatch, columns, self.built.to_device)
 
     def _output(self, outputs: list[MicrobatchOutput]) -> RankOutput:

@@ -58,12 +58,12 @@ def product(x_TI: Tensor, a_RI: Tensor, b_OR: Tensor) -> Tensor:
     return (x_TI.to(a_RI.dtype) @ a_RI.T) @ b_OR.T
 
 
-def groups(places: Tensor) -> list[Group]:
-    """Each adapter's slot and rows. places: of each row, -1 without an adapter.
+def groups(slots: Tensor) -> list[Group]:
+    """Each adapter's slot and rows. slots: of each row, -1 without an adapter.
 
     groups([1, -1, 1]) -> [(1, [0, 2])]
     """
-    found = [int(place) for place in places.unique() if place >= 0]
-    if len(found) == 1 and bool((places == found[0]).all()):
-        return [(found[0], slice(None))]
-    return [(place, torch.nonzero(places == place).flatten()) for place in found]
+    used = [int(slot) for slot in slots.unique() if slot >= 0]
+    if len(used) == 1 and bool((slots == used[0]).all()):
+        return [(used[0], slice(None))]
+    return [(slot, torch.nonzero(slots == slot).flatten()) for slot in used]

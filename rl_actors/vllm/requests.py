@@ -172,17 +172,13 @@ def read_top(positions: Sequence[Mapping[int, "Logprob"]], count: int) -> TopLog
     ids = []
     logprobs = []
     for by_token in positions:
-        likeliest = sorted(by_token.items(), key=_rank)[:count]
+        likeliest = sorted(by_token.items(), key=lambda pair: pair[1].rank or 0)[:count]
         ids.append([token for token, _ in likeliest])
         logprobs.append([entry.logprob for _, entry in likeliest])
     return TopLogprobs(
         token_ids=torch.tensor(ids, dtype=torch.int64).reshape(len(ids), count),
         logprobs=torch.tensor(logprobs, dtype=torch.float32).reshape(len(ids), count),
     )
-
-
-def _rank(pair: "tuple[int, Logprob]") -> int:
-    return pair[1].rank or 0
 
 
 def read_prompt_logprobs(output: "RequestOutput") -> Tensor:
