@@ -1,8 +1,7 @@
 """Turns one planned microbatch into tensors of whole rows, and results into values of samples.
 
-Packed tensors have B rows of length L, tensors with one sample in each row S rows of length T. N
-positions of all samples, P pieces (a sample, or the padding at the end of a row), K ids of a
-position.
+Packed tensors have B rows of length L, tensors with one sample in each row S rows of length T.
+N positions of all samples, P pieces (a sample, or a row's padding), K ids of a position.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -32,10 +32,7 @@ from rl_actors.processes import threads  # noqa: E402
 
 
 class DenseAttention(FlexAttention):
-    """Attention by scaled_dot_product_attention with a dense mask.
-
-    On a CPU flex attention has no backward pass, and varlen attention no kernel.
-    """
+    """With a dense mask: on a CPU flex attention has no backward pass, varlen attention no kernel."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
@@ -126,9 +123,7 @@ class Machine:
         return function
 
     def after_parallelize(self, model: nn.Module) -> None:
-        """Make FSDP reduce by a plain sum, the same as PREMUL_SUM with torchtitan's divide factor of
-        1, which gloo lacks.
-        """
+        """Make FSDP reduce by a plain sum: gloo lacks PREMUL_SUM, here by torchtitan's factor 1."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)

@@ -230,9 +230,7 @@ def export_lora(built: BuiltModel, config: LoRAConfig, path: str, *, base: str) 
 
 
 def require_free(path: str, dtype: str, agree: Callable[[bool], bool] = bool) -> None:
-    """Raises ValueError for an unknown dtype or a `path` that is not free. agree: on_all_ranks, for
-    a rank.
-    """
+    """Raises ValueError for a `path` that is not free or an unknown dtype. agree: a rank's on_all_ranks."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}; it must be one of {', '.join(DTYPES)}")
     target = Path(path)

@@ -93,7 +93,7 @@ class EngineThread:
     def update(self, source: Source, version: int, *, in_flight: bool = True) -> "Future[Transfer]":
         """Replace the weights, or the adapter, by the source's of `version`, between two steps.
 
-        in_flight: running requests go on with them. False: they end first, and new ones wait.
+        in_flight: running requests go on. False: they end first, and new ones wait.
         """
         load = partial(self._load_or_end, source, version)
         return self.submit(load) if in_flight else self._submit_drained(load)

@@ -1,7 +1,4 @@
-"""The actor's part of a pull; weights.py has the workers'.
-
-All workers open the version (access or receive its tensors), then all load it into the model.
-"""
+"""The actor's part of a pull; in weights.py all workers open a version, then all load it."""
 
 import contextlib
 import pickle
