@@ -123,7 +123,7 @@ class Machine:
         return function
 
     def after_parallelize(self, model: nn.Module) -> None:
-        """Make FSDP reduce by a plain sum: gloo lacks PREMUL_SUM, here by torchtitan's factor 1."""
+        """Make FSDP reduce by a plain sum: gloo lacks PREMUL_SUM, the same with torchtitan's factor 1."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
