@@ -157,7 +157,7 @@ class Generator(Actor):
             return vllm_params(limited, seed_index, self.stop_token_ids)
 
         call = next(self.numbers)
-        self.calls[call] = self.engine.start(prompts, params_of, partial(read_completion, params), adapter)
+        self.calls[call] = self.engine.start(EngineCall(prompts, params_of, partial(read_completion, params), adapter))
         return call
 
     @concurrent_endpoint
@@ -194,7 +194,9 @@ class Generator(Actor):
 
         validate_sequences(sequences, max_model_len=self.config.max_model_len, vocab_size=self.vocab_size)
         params = VLLMParams(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
-        call = self.engine.start(sequences, lambda _: [params], read_prompt_logprobs, adapter, name="compute_logprobs")
+        call = self.engine.start(
+            EngineCall(sequences, lambda _: [params], read_prompt_logprobs, adapter, name="compute_logprobs")
+        )
         finished = await asyncio.wrap_future(call.take(len(sequences)))
         logprobs = {index: results[0] for index, results in finished}
         return [logprobs[index] for index in range(len(sequences))]

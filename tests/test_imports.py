@@ -172,7 +172,7 @@ TREE = {
     "controllers/grpo.py": "import rl_actors\nfrom rl_actors.losses import PPO\nfrom .rollouts import groups\n",
     "controllers/rollouts/groups.py": "from rl_actors.clients.trainer import TrainerClient\nimport rl_actors.types as types\n",
     "rl_actors/__init__.py": "from rl_actors.clients.trainer import TrainerClient\n",
-    "rl_actors/clients/trainer.py": "import monarch.actor\nfrom rl_actors.engine.packing import plan\n",
+    "rl_actors/clients/trainer.py": "import monarch.actor\nfrom rl_actors.engine.packing import Planner\n",
     "rl_actors/engine/packing.py": "import torchtitan.models.qwen3\nfrom rl_actors import types\nfrom ..losses import PPO\n",
     "rl_actors/vllm/engine.py": "from vllm import LLMEngine\nfrom rl_actors import types\n",
     "rl_actors/transports/store.py": "from monarch.actor import Actor\n",

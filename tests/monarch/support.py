@@ -449,7 +449,7 @@ class TestGenerator(Generator):
         def load() -> None:
             [reloading] = engine.apply_model(lambda model: this_machine().reloading(model))
             read = safetensors_weights_iterator(files, use_tqdm_on_load=False)
-            with reloading, weights.quiet_about_layers_without_weights():
+            with reloading, weights.filtered_warnings(weights.is_of_a_layer_with_weights):
                 engine.collective_rpc("reload_weights", kwargs={"weights_iterator": read})
 
         await asyncio.wrap_future(self.engine.submit(load))
