@@ -3,9 +3,10 @@
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.constructors import PrimitiveConstructorSpec
 
@@ -20,14 +21,16 @@ LIMITS_OF_RUN = ("reward_workers", "reward_timeout", "reward_retries", "reward_c
 `validation`."""
 
 
-def _json_field(kind: type) -> PrimitiveConstructorSpec:
+def json_field(
+    kind: type, load: Callable[[str], Any] = json.loads, dump: Callable[[Any], str] = json.dumps
+) -> PrimitiveConstructorSpec:
     """How tyro reads a flag whose value is JSON of type `kind`."""
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar="JSON",
-        instance_from_str=lambda args: json.loads(args[0]),
+        instance_from_str=lambda args: load(args[0]),
         is_instance=lambda value: isinstance(value, kind),
-        str_from_instance=lambda value: [json.dumps(value)],
+        str_from_instance=lambda value: [dump(value)],
     )
 
 
@@ -36,10 +39,10 @@ class EnvironmentConfig:
     task: str = "basic_arithmetic"
     """A reasoning-gym task; a .jsonl, .json, .csv, .tsv or .parquet file; a Hugging Face data set
     (directory or id, with a slash); or module:function. Unused with `mixture`."""
-    options: Annotated[dict[str, object], _json_field(dict)] = field(default_factory=dict)
+    options: Annotated[dict[str, object], json_field(dict)] = field(default_factory=dict)
     """Arguments of the reasoning-gym task, of your function or of `datasets.load_dataset`. The JSON
     object replaces all default options."""
-    mixture: Annotated[list[dict[str, object]], _json_field(list)] = field(default_factory=list)
+    mixture: Annotated[list[dict[str, object]], json_field(list)] = field(default_factory=list)
     """Several tasks: a JSON list of objects with "task" and optionally "name", "weight" (default
     1; training problems are in proportion) and other fields of this config. Omitted fields have
     this config's values; num_held_out is shared by weight."""

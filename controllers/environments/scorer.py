@@ -29,9 +29,9 @@ class Rewards:
     """Rewards of the completions of one problem."""
 
     totals: list[float]
-    # By name; None where a completion lacks the component. Empty for plain numbers.
-    components: dict[str, list[float | None]]
     num_retries: int
+    # By name; None where a completion lacks the component. Empty for plain numbers.
+    components: dict[str, list[float | None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,11 @@ A turn appends the sampled tokens themselves, since encoding its text could give
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol, Self, TypeVar, cast
+from typing import Self, TypeVar, cast
 
 from controllers.environments import (
     AnyEnvironment,
@@ -52,11 +52,8 @@ class EpisodeLimits:
     max_tokens_per_turn: int
 
 
-class Policy(Protocol):
-    """Samples the policy's turns in one episode."""
-
-    async def __call__(self, tokens: list[int], turn: int) -> Completion:
-        """turn: its index in the episode."""
+Policy = Callable[[list[int], int], Awaitable[Completion]]
+"""(tokens of the episode so far, index of the turn) -> the policy's turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +70,34 @@ class PlayedEpisode:
     # the token before. finish_reason is "length" if cut off.
     completion: Completion
     is_action: list[bool]  # by token of the completion: sampled by the policy
-    # a turn's reward at its last token, else 0
-    rewards_per_token: list[float]
+    rewards_per_token: list[float]  # a turn's reward at its last token, else 0
     lines: list[TranscriptLine]
     num_retries: int = 0  # before this episode
+
+    @classmethod
+    def begin(cls, prompt: list[int], text: str, *, num_retries: int) -> "PlayedEpisode":
+        empty = Completion(tokens=[], logprobs=[], policy_versions=[], finish_reason="stop")
+        lines = [TranscriptLine(role="environment", text=text)]
+        return cls(
+            prompt=prompt, completion=empty, is_action=[], rewards_per_token=[], lines=lines, num_retries=num_retries
+        )
+
+    def add_turn(self, turn: Completion, text: str, reward: float) -> None:
+        self._add(turn.tokens, turn.logprobs, turn.policy_versions, is_action=True)
+        self.rewards_per_token[-1] = reward
+        self.lines.append(TranscriptLine(role="policy", text=text, reward=reward))
+
+    def add_observation(self, tokens: list[int], text: str) -> None:
+        size = len(tokens)
+        self._add(tokens, [0.0] * size, self.completion.policy_versions[-1:] * size, is_action=False)
+        self.lines.append(TranscriptLine(role="environment", text=text))
+
+    def _add(self, tokens: list[int], logprobs: list[float], versions: list[int], *, is_action: bool) -> None:
+        self.completion.tokens.extend(tokens)
+        self.completion.logprobs.extend(logprobs)
+        self.completion.policy_versions.extend(versions)
+        self.is_action.extend([is_action] * len(tokens))
+        self.rewards_per_token.extend([0.0] * len(tokens))
 
     @property
     def reward(self) -> float:
@@ -119,52 +140,6 @@ class _Failed(Exception):
     """A method of an environment or an episode raised, or timed out."""
 
 
-class _Playing:
-    """An episode while it is played."""
-
-    def __init__(self, prompt: list[int], beginning: str) -> None:
-        self.prompt = prompt
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
-        self.is_action: list[bool] = []
-        self.rewards: list[float] = []
-        self.lines = [TranscriptLine(role="environment", text=beginning)]
-
-    def add_turn(self, completion: Completion, text: str, reward: float) -> None:
-        self.tokens += completion.tokens
-        self.logprobs += completion.logprobs
-        self.versions += completion.policy_versions
-        self.is_action += [True] * len(completion.tokens)
-        self.rewards += [0.0] * (len(completion.tokens) - 1) + [reward]
-        self.lines.append(TranscriptLine(role="policy", text=text, reward=reward))
-
-    def add_observation(self, tokens: list[int], text: str) -> None:
-        self.tokens += tokens
-        self.logprobs += [0.0] * len(tokens)
-        self.versions += [self.versions[-1]] * len(tokens)
-        self.is_action += [False] * len(tokens)
-        self.rewards += [0.0] * len(tokens)
-        self.lines.append(TranscriptLine(role="environment", text=text))
-
-    def finish(self, last: str, *, is_cut_off: bool, num_retries: int) -> PlayedEpisode:
-        """last: text of the last reply's observation, or ""."""
-        completion = Completion(
-            tokens=self.tokens,
-            logprobs=self.logprobs,
-            policy_versions=self.versions,
-            finish_reason="length" if is_cut_off else "stop",
-        )
-        return PlayedEpisode(
-            prompt=self.prompt,
-            completion=completion,
-            is_action=self.is_action,
-            rewards_per_token=self.rewards,
-            lines=[*self.lines, TranscriptLine(role="environment", text=last)] if last else self.lines,
-            num_retries=num_retries,
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Player:
     """Plays episodes, again if the environment fails, up to scorer.max_retries times."""
@@ -174,10 +149,8 @@ class Player:
     scorer: Scorer
 
     async def play(self, environment: EpisodeEnvironment, problem: Problem, policy: Policy) -> PlayedEpisode:
-        """Play one episode of the problem.
-
-        Raises EpisodeError if the episode breaks its protocol, if its first observation is empty or
-        leaves no room for a turn, or after the last attempt; the policy's exceptions as they are.
+        """Raises EpisodeError if the episode breaks its protocol, if its first observation is empty
+        or leaves no room for a turn, or after the last attempt; the policy's exceptions as they are.
         """
         for num_retries in range(self.scorer.max_retries + 1):
             try:
@@ -193,9 +166,17 @@ class Player:
         Raises ValueError without demonstrations, or if the episode is not over after the last turn.
         """
         require_demonstrations(environment)
-        shown_turns = cast(Demonstrating, environment).demonstration(problem)
-        episode = await self.play(environment, problem, Scripted(shown_turns, self))
-        return episode.to_supervised_sample()
+        said = list(cast(Demonstrating, environment).demonstration(problem))
+
+        async def policy(tokens: list[int], turn: int) -> Completion:
+            if turn >= len(said):
+                raise ValueError(f"the episode is not over after the {len(said)} turns of its demonstration: {said}")
+            whole = [*self.tokenizer.encode(said[turn]), self.tokenizer.end_token_id]
+            cut = whole[: self.limits.max_tokens_per_turn]  # as the generator does
+            zeros = [0] * len(cut)
+            return Completion(tokens=cut, logprobs=[0.0] * len(cut), policy_versions=zeros, finish_reason="stop")
+
+        return (await self.play(environment, problem, policy)).to_supervised_sample()
 
     async def _play(
         self, environment: EpisodeEnvironment, problem: Problem, policy: Policy, num_retries: int
@@ -204,7 +185,7 @@ class Player:
         beginning: Observation = await self._ask("reset", episode.reset)
         prompt, text = self._read(beginning, f"reset of {problem.prompt!r}")
         limits = self.limits
-        playing = _Playing(prompt, text)
+        played = PlayedEpisode.begin(prompt, text, num_retries=num_retries)
         keeps = getattr(environment, "keeps_special_tokens", False)
         decode = self.tokenizer.decode_turn if keeps else self.tokenizer.decode
         if not prompt or len(prompt) + limits.max_tokens_per_turn > limits.max_tokens:
@@ -213,21 +194,24 @@ class Player:
                 f"max_tokens={limits.max_tokens_per_turn} tokens in an episode of at most {limits.max_tokens}"
             )
         for turn in range(limits.max_turns):
-            completion = await policy(prompt + playing.tokens, turn)
+            completion = await policy(prompt + played.completion.tokens, turn)
             said = decode(completion.tokens)
             where = f"step after turn {turn + 1} of {problem.prompt!r}"
             reply = _checked(await self._ask(f"turn {turn + 1}", partial(episode.step, said)), where)
-            playing.add_turn(completion, said, float(reply.reward))
+            played.add_turn(completion, said, reply.reward)
             if reply.is_over:
                 break
             tokens, text = self._read(reply.observation, where, after=completion.tokens[-1])
-            length = len(prompt) + len(playing.tokens) + len(tokens)
+            length = len(prompt) + len(played.completion.tokens) + len(tokens)
             if turn + 1 == limits.max_turns or length + limits.max_tokens_per_turn > limits.max_tokens:
                 break
-            playing.add_observation(tokens, text)
+            played.add_observation(tokens, text)
         # without the tokens of the last reply, as no turn follows
         last = shown(_checked_observation(reply.observation, where, num_tokens=len(self.tokenizer)), self.tokenizer)
-        return playing.finish(last, is_cut_off=not reply.is_over, num_retries=num_retries)
+        if last:
+            played.lines.append(TranscriptLine(role="environment", text=last))
+        finish_reason = "stop" if reply.is_over else "length"
+        return replace(played, completion=replace(played.completion, finish_reason=finish_reason))
 
     async def _ask(self, what: str, ask: Callable[[], T | Awaitable[T]]) -> T:
         """The answer of a method, under the scorer's time limit if it is asynchronous.
@@ -301,44 +285,19 @@ def require_demonstrations(environment: AnyEnvironment) -> None:
         )
 
 
-class Scripted:
-    """A policy of fixed texts, such as a demonstration's."""
-
-    def __init__(self, texts: Sequence[str], player: Player) -> None:
-        self.texts = list(texts)
-        self.player = player
-
-    async def __call__(self, tokens: list[int], turn: int) -> Completion:
-        if turn >= len(self.texts):
-            raise ValueError(
-                f"the episode is not over after the {len(self.texts)} turns of its demonstration: {self.texts}"
-            )
-        tokenizer = self.player.tokenizer
-        said = [*tokenizer.encode(self.texts[turn]), tokenizer.end_token_id]
-        said = said[: self.player.limits.max_tokens_per_turn]  # as the generator does
-        zeros = [0] * len(said)
-        return Completion(tokens=said, logprobs=[0.0] * len(said), policy_versions=zeros, finish_reason="stop")
-
-
 Waiting = tuple[list[int], int, "asyncio.Future[Completion]"]
 """(tokens of the episode so far, seed index, future of the turn)."""
 
 
+@dataclass(eq=False)
 class TurnSender:
     """Requests turns of many episodes; those of one moment share a call. Leaving cancels calls."""
 
-    def __init__(
-        self,
-        generator: GeneratorClient,
-        params: SamplingParams,
-        call: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
-    ) -> None:
-        """call: a new context manager around each call of the generator."""
-        self.generator = generator
-        self.params = params
-        self.call = call
-        self._waiting: list[Waiting] = []
-        self._calls: set[asyncio.Task[None]] = set()
+    generator: GeneratorClient
+    params: SamplingParams
+    call: Callable[[], AbstractAsyncContextManager[None]] = nullcontext  # around each call
+    _waiting: list[Waiting] = field(default_factory=list)
+    _calls: "set[asyncio.Task[None]]" = field(default_factory=set)
 
     async def __aenter__(self) -> Self:
         return self
@@ -348,10 +307,11 @@ class TurnSender:
             call.cancel()
         await asyncio.gather(*self._calls, return_exceptions=True)
 
-    async def complete(self, tokens: list[int], number: int) -> Completion:
-        """A completion by the seed of `number`, whatever else shares the call."""
+    async def complete(self, first_number: int, tokens: list[int], turn: int) -> Completion:
+        """A turn by its own seed, whatever else shares the call. first_number: the seed index of
+        turn 0."""
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting.append((tokens, number, answer))
+        self._waiting.append((tokens, first_number + turn, answer))
         if len(self._waiting) == 1:
             call = asyncio.create_task(self._send())
             self._calls.add(call)
@@ -360,29 +320,17 @@ class TurnSender:
 
     async def _send(self) -> None:
         await asyncio.sleep(0)  # lets other episodes join
-        async with self.call():
-            turns = self._waiting
-            self._waiting = []
-            prompts = [tokens for tokens, _, _ in turns]
-            numbers = [number for _, number, _ in turns]
-            answers = [answer for _, _, answer in turns]
-            try:
+        turns: list[Waiting] = []
+        try:
+            async with self.call():
+                turns = self._waiting
+                self._waiting = []
+                prompts = [tokens for tokens, _, _ in turns]
+                numbers = [number for _, number, _ in turns]
                 async for place, completions in self.generator.generate_each(prompts, self.params, numbers):
-                    if not answers[place].done():  # may be cancelled meanwhile
-                        answers[place].set_result(completions[0])
-            except Exception as error:
-                for answer in answers:
-                    if not answer.done():
-                        answer.set_exception(error)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampled:
-    """The policy of one episode, sampled by the generator."""
-
-    sender: TurnSender
-    # seed index of the first turn; each later turn adds one
-    first_number: int
-
-    async def __call__(self, tokens: list[int], turn: int) -> Completion:
-        return await self.sender.complete(tokens, self.first_number + turn)
+                    if not turns[place][2].done():  # may be cancelled meanwhile
+                        turns[place][2].set_result(completions[0])
+        except Exception as error:
+            for _, _, answer in turns:
+                if not answer.done():
+                    answer.set_exception(error)

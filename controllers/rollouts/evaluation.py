@@ -5,9 +5,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from statistics import fmean
-
-from tyro.constructors import PrimitiveConstructorSpec
 
 from controllers import config_file
 from controllers.environments import (
@@ -18,10 +17,10 @@ from controllers.environments import (
     Scorer,
     build_environment,
 )
-from controllers.environments.config import LIMITS_OF_RUN
+from controllers.environments.config import LIMITS_OF_RUN, json_field
 from controllers.environments.together import together
 from controllers.observe.run_folder import Record
-from controllers.rollouts.episodes import Player, Sampled, TurnSender
+from controllers.rollouts.episodes import EpisodeLimits, Player, TurnSender
 from controllers.rollouts.tokenizer import Tokenizer
 from rl_actors import GeneratorClient, SamplingParams
 from rl_actors.seeds import hashed_seed
@@ -31,14 +30,11 @@ SAMPLES_KEPT = 8
 
 Sets = dict[str, EnvironmentConfig]
 
-SETS_AS_JSON = PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="JSON",
-    instance_from_str=lambda args: config_file.from_json(Sets, args[0]),
-    is_instance=lambda value: isinstance(value, dict),
-    str_from_instance=lambda value: [json.dumps({name: asdict(config) for name, config in value.items()})],
+SETS_AS_JSON = json_field(
+    dict,
+    load=partial(config_file.from_json, Sets),
+    dump=lambda sets: json.dumps({name: asdict(config) for name, config in sets.items()}),
 )
-"""How tyro reads and shows the named sets: as one JSON object."""
 
 
 @dataclass(kw_only=True)
@@ -90,27 +86,22 @@ class Scores:
 
 def check_sets(sets: Mapping[str, EnvironmentConfig]) -> None:
     """Raises ValueError, naming the set, for a wrong config or a name that no metric can have."""
+    default = EnvironmentConfig()
     for name, config in sets.items():
         if not re.fullmatch(r"[\w.-]+", name):
             raise ValueError(
                 f"validation has a set named {name!r}; a name consists of letters, digits, '_', '-' and '.'"
             )
+        own = [limit for limit in LIMITS_OF_RUN if getattr(config, limit) != getattr(default, limit)]
         try:
-            _require_no_limits(config)
+            if own:
+                raise ValueError(
+                    f"{own[0]}={getattr(config, own[0])}: a set cannot have its own {own[0]}; use environment.{own[0]}, "
+                    "which applies to all rewards of a run"
+                )
             config.validate()
         except ValueError as error:
             raise ValueError(f"validation.{name}: {error}") from None
-
-
-def _require_no_limits(config: EnvironmentConfig) -> None:
-    """Raises ValueError for a field of LIMITS_OF_RUN, which the whole run shares."""
-    default = EnvironmentConfig()
-    for name in LIMITS_OF_RUN:
-        if getattr(config, name) != getattr(default, name):
-            given = f"{name}={getattr(config, name)}"
-            raise ValueError(
-                f"{given}: a set cannot have its own {name}; use environment.{name}, which applies to all rewards of a run"
-            )
 
 
 def build_sets(environment: AnyEnvironment, sets: Mapping[str, EnvironmentConfig], *, seed: int) -> list[EvaluationSet]:
@@ -142,10 +133,9 @@ class Evaluator:
     sets: Sequence[EvaluationSet]
     generator: GeneratorClient
     tokenizer: Tokenizer
-    max_tokens: int
+    limits: EpisodeLimits
     seed: int
     pass_at_k: PassAtKConfig
-    player: Player  # for tasks of several turns
     scorer: Scorer = field(default_factory=Scorer)
 
     async def __call__(self) -> Scores:
@@ -153,19 +143,29 @@ class Evaluator:
         metrics: dict[str, float] = {}
         samples: list[Record] = []
         for one in self.sets:
-            greedy = SamplingParams(
-                max_tokens=self.max_tokens, temperature=0.0, stop_token_ids=self.tokenizer.stop_token_ids
-            )
-            texts, rewards = await self._answers(one, greedy)
+            texts, rewards = await self._answers(one, num_samples=1, temperature=0.0)
             metrics[one.metric("reward")] = fmean(row[0] for row in rewards)
-            passed = await self._passed(one) if self.pass_at_k.num_samples else []
-            for k in self.pass_at_k.k if passed else ():
-                metrics[one.metric(f"pass@{k}")] = fmean(pass_at_k(self.pass_at_k.num_samples, n, k) for n in passed)
+            passed: list[int] = []  # by problem, the number of completions
+            if num_samples := self.pass_at_k.num_samples:
+                _, sampled = await self._answers(one, num_samples, self.pass_at_k.temperature)
+                passed = [sum(reward >= self.pass_at_k.threshold for reward in row) for row in sampled]
+                for k in self.pass_at_k.k:
+                    metrics[one.metric(f"pass@{k}")] = fmean(pass_at_k(num_samples, number, k) for number in passed)
             samples += self._shown(one, texts, rewards, passed)
         return Scores(metrics=metrics, samples=samples)
 
-    async def _answers(self, one: EvaluationSet, params: SamplingParams) -> tuple[list[list[str]], list[list[float]]]:
+    async def _answers(
+        self, one: EvaluationSet, num_samples: int, temperature: float
+    ) -> tuple[list[list[str]], list[list[float]]]:
         """(texts, rewards), by problem and completion."""
+        params = SamplingParams(
+            n=num_samples,
+            max_tokens=self.limits.max_tokens_per_turn,
+            temperature=temperature,
+            stop_token_ids=self.tokenizer.stop_token_ids,
+            # the same at every evaluation
+            seed=hashed_seed(self.seed, "validation", one.name) if temperature else None,
+        )
         environment = one.environment
         if isinstance(environment, EpisodeEnvironment):
             return await self._played(environment, one.problems, params)
@@ -173,33 +173,22 @@ class Evaluator:
         answers = await self.generator.generate(prompts, params)
         texts = [[self.tokenizer.decode(completion.tokens) for completion in completions] for completions in answers]
         asked = [self.scorer.score(environment, *pair) for pair in zip(one.problems, texts, strict=True)]
-        return texts, [found.totals for found in await together(asked)]
+        return texts, [scored.totals for scored in await together(asked)]
 
     async def _played(
         self, environment: EpisodeEnvironment, problems: Sequence[Problem], params: SamplingParams
     ) -> tuple[list[list[str]], list[list[float]]]:
         """(texts, rewards) of params.n episodes of every problem."""
+        player = Player(tokenizer=self.tokenizer, limits=self.limits, scorer=self.scorer)
         async with TurnSender(self.generator, replace(params, n=1)) as sender:
             games = []
             for place in range(len(problems) * params.n):
-                policy = Sampled(sender=sender, first_number=place * self.player.limits.max_turns)
-                games.append(self.player.play(environment, problems[place // params.n], policy))
+                policy = partial(sender.complete, place * self.limits.max_turns)
+                games.append(player.play(environment, problems[place // params.n], policy))
             played = await together(games)
         by_problem = [played[start : start + params.n] for start in range(0, len(played), params.n)]
         texts = [[episode.text for episode in episodes] for episodes in by_problem]
         return texts, [[episode.reward for episode in episodes] for episodes in by_problem]
-
-    async def _passed(self, one: EvaluationSet) -> list[int]:
-        """By problem, the number of completions that pass."""
-        params = SamplingParams(
-            n=self.pass_at_k.num_samples,
-            max_tokens=self.max_tokens,
-            temperature=self.pass_at_k.temperature,
-            stop_token_ids=self.tokenizer.stop_token_ids,
-            seed=hashed_seed(self.seed, "validation", one.name),  # the same at every evaluation
-        )
-        _, rewards = await self._answers(one, params)
-        return [sum(reward >= self.pass_at_k.threshold for reward in row) for row in rewards]
 
     def _shown(
         self, one: EvaluationSet, texts: list[list[str]], rewards: list[list[float]], passed: list[int]

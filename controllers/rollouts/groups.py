@@ -1,22 +1,23 @@
-"""Groups: completions of one problem, their rewards and advantages, and the samples to train on."""
+"""Groups of completions or episodes of one problem, their advantages, and the samples to train on."""
 
 import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean, pstdev
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from controllers.environments import AnyEnvironment, Environment, Problem, Scorer, own_code
+from controllers.environments import AnyEnvironment, Environment, EpisodeEnvironment, Problem, Rewards, Scorer, own_code
 from controllers.environments.base import are_equal
+from controllers.environments.together import together
 from controllers.observe.run_folder import Record
 from controllers.observe.timeline import Timeline
 from controllers.rollouts.advantages import ADVANTAGES
-from controllers.rollouts.episodes import PlayedEpisode
+from controllers.rollouts.episodes import EpisodeLimits, PlayedEpisode, Player, TurnSender
 from controllers.rollouts.tokenizer import Tokenizer
 from rl_actors import Completion, GeneratorClient, Sample, SamplingParams
 from rl_actors.seeds import hashed_seed
@@ -162,7 +163,8 @@ class Group:
             return [episode.to_sample(advantage=advantage, temperature=temperature) for episode, advantage in pairs]
         samples = []
         for completion, advantage in zip(self.completions, advantages, strict=True):
-            samples.append(to_sample(self.prompt, completion, advantage, temperature))
+            columns = {"old_logprobs": completion.logprobs, "advantages": advantage}
+            samples.append(Sample.from_tokens(self.prompt, completion.tokens, temperature=temperature, **columns))
         return samples
 
     @property
@@ -193,9 +195,17 @@ class RolloutBatch:
     def of(
         cls, groups: Sequence[Group], config: RolloutConfig, *, num_refills: int, num_retries: int, version: int
     ) -> "RolloutBatch":
-        advantages = group_advantages(groups, config)
+        if config.advantage == "gae":
+            advantages = [group.rewards for group in groups]  # from which PPO makes them later
+        else:
+            rewards_GN = torch.tensor([group.rewards for group in groups], dtype=torch.float64)
+            advantages = advantages_of(config, rewards_GN).tolist()
+        samples: list[Sample] = []
+        for group, of_group in zip(groups, advantages, strict=True):
+            if group.is_trainable():
+                samples += group.to_samples(of_group, config.temperature)
         return cls(
-            samples=to_samples(groups, advantages, config.temperature),
+            samples=samples,
             groups=list(groups),
             advantages=advantages,
             num_refills=num_refills,
@@ -225,7 +235,11 @@ class RolloutBatch:
             "completion/length_max": max(lengths),
             "completion/truncated": fmean(is_cut for group in self.groups for is_cut in group.truncated),
         }
-        values |= self._age_metrics()
+        values |= {"groups/retries": self.num_retries}
+        if ages := self.ages():
+            values |= {"age/mean": fmean(ages), "age/max": max(ages)}
+        for age in sorted(set(ages)):
+            values[f"age/{age}"] = ages.count(age)
         for source in sorted({group.problem.source for group in self.groups} - {""}):
             of_source = [group.task_rewards for group in self.groups if group.problem.source == source]
             values[f"reward/{source}/mean"] = fmean(reward for rewards in of_source for reward in rewards)
@@ -246,16 +260,6 @@ class RolloutBatch:
             penalised = [reward for group in self.groups for reward in group.rewards]
             values["kl/reference"] = sum(divergences) / num_tokens
             values["reward/kl_penalty"] = fmean(rewards) - fmean(penalised) - values.get("reward/overlong_penalty", 0.0)
-        return values
-
-    def _age_metrics(self) -> dict[str, float]:
-        """Retries, mean and largest age, and the groups of each age."""
-        ages = self.ages()
-        values: dict[str, float] = {"groups/retries": self.num_retries}
-        if ages:
-            values |= {"age/mean": fmean(ages), "age/max": max(ages)}
-        for age in sorted(set(ages)):
-            values[f"age/{age}"] = ages.count(age)
         return values
 
     def to_record(self) -> list[Record]:
@@ -299,11 +303,16 @@ class Generating:
 
     @contextlib.asynccontextmanager
     async def call(self) -> AsyncIterator[None]:
+        """Around a call. The generator's error becomes a GenerationError."""
         await self._may_begin.wait()
         self._num_running += 1
         try:
             with self.timeline.span("generating"):
                 yield
+        except (ValueError, TypeError):
+            raise  # refused inputs would be refused again
+        except Exception as error:
+            raise GenerationError(error) from error
         finally:
             self._num_running -= 1
             self._changed.set()
@@ -328,33 +337,27 @@ Deliver = Callable[[int, Group], None]
 """Takes a finished group, with its position in the `indices` of `Rollouts.complete`."""
 
 
+@dataclass
 class Rollouts:
-    """Generates and scores completions. Seeds depend on the run's seed and the problem alone."""
+    """Samples and scores completions or episodes.
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        environment: AnyEnvironment,
-        tokenizer: Tokenizer,
-        generator: GeneratorClient,
-        *,
-        max_tokens: int,
-        seed: int,
-        penalty: Penalty | None = None,
-        scorer: Scorer | None = None,
-        timeline: Timeline | None = None,
-        take: Take = consecutive,
-    ) -> None:
-        self.config = config
-        self.environment = environment
-        self.tokenizer = tokenizer
-        self.generator = generator
-        self.max_tokens = max_tokens
-        self.seed = seed
-        self.penalty = penalty
-        self.take = take
-        self.scorer = scorer or Scorer()
-        self.generating = Generating(timeline or Timeline())
+    Seeds depend on the run's seed, the problem, the place in the group and the turn alone.
+    """
+
+    config: RolloutConfig
+    environment: AnyEnvironment
+    tokenizer: Tokenizer
+    generator: GeneratorClient
+    limits: EpisodeLimits
+    seed: int
+    penalty: Penalty | None = None
+    scorer: Scorer = field(default_factory=Scorer)
+    timeline: Timeline = field(default_factory=Timeline)
+    take: Take = consecutive
+
+    def __post_init__(self) -> None:
+        self.generating = Generating(self.timeline)
+        self.player = Player(tokenizer=self.tokenizer, limits=self.limits, scorer=self.scorer)
 
     async def complete(self, indices: Sequence[int], deliver: Deliver) -> None:
         """Deliver the groups as they finish, or all at the end if there is a `penalty`.
@@ -363,10 +366,11 @@ class Rollouts:
         """
         finished: dict[int, Group] = {}
         keep = deliver if self.penalty is None else finished.__setitem__
+        complete_all = self._play_all if isinstance(self.environment, EpisodeEnvironment) else self._sample_all
         failure: GenerationError | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
-                await self._complete_all(indices, tasks, keep)
+                await complete_all(self.environment, indices, tasks, keep)
         except ExceptionGroup as errors:
             first = errors.exceptions[0]
             if not isinstance(first, GenerationError):
@@ -381,69 +385,87 @@ class Rollouts:
         if failure is not None:
             raise failure
 
-    async def _complete_all(self, indices: Sequence[int], tasks: asyncio.TaskGroup, keep: Deliver) -> None:
-        """One call to the generator; a task for each group scores it and gives it to `keep`."""
-        problems = [self.environment.problem(index) for index in indices]
-        prompts = [self.tokenizer.encode_prompt(problem) for problem in problems]
-        params = self.sampling_params(n=self.config.group_size)
-
-        async def score(place: int, completions: list[Completion]) -> None:
-            keep(place, await self._scored(problems[place], prompts[place], completions))
-
-        try:
-            async with self.generating.call():
-                async for place, completions in self.generator.generate_each(prompts, params, indices):
-                    tasks.create_task(score(place, completions))
-        except (ValueError, TypeError):
-            raise  # refused inputs would be refused again
-        except Exception as error:
-            raise GenerationError(error) from error
-
-    def sampling_params(self, *, n: int) -> SamplingParams:
+    def _params(self, num_completions: int) -> SamplingParams:
         return SamplingParams(
-            n=n,
-            max_tokens=self.max_tokens,
+            n=num_completions,
+            max_tokens=self.limits.max_tokens_per_turn,
             temperature=self.config.temperature,
             top_p=self.config.top_p,
             stop_token_ids=self.tokenizer.stop_token_ids,
             seed=hashed_seed(self.seed, "rollouts"),
         )
 
-    def penalised(
-        self, totals: list[float], lengths: Sequence[int], max_tokens: int
-    ) -> tuple[list[float], list[float]]:
-        """The rewards after penalties on length, and the penalties, [] without overlong_buffer."""
-        if not self.config.overlong_buffer:
-            return totals, []
-        overlong = [self.config.overlong(length, max_tokens) for length in lengths]
-        return [reward - penalty for reward, penalty in zip(totals, overlong, strict=True)], overlong
+    async def _sample_all(
+        self, environment: Environment, indices: Sequence[int], tasks: asyncio.TaskGroup, keep: Deliver
+    ) -> None:
+        """One call to the generator; a task for each group scores it and gives it to `keep`."""
+        problems = [environment.problem(index) for index in indices]
+        prompts = [self.tokenizer.encode_prompt(problem) for problem in problems]
 
-    async def _scored(self, problem: Problem, prompt: list[int], completions: list[Completion]) -> Group:
-        texts = [self.tokenizer.decode(completion.tokens) for completion in completions]
-        found = await self.scorer.score(cast(Environment, self.environment), problem, texts)
-        lengths = [len(completion.tokens) for completion in completions]
-        rewards, overlong = self.penalised(found.totals, lengths, self.max_tokens)
+        async def score(place: int, completions: list[Completion]) -> None:
+            texts = [self.tokenizer.decode(completion.tokens) for completion in completions]
+            scored = await self.scorer.score(environment, problems[place], texts)
+            keep(place, self._group(problems[place], prompts[place], completions, texts, scored))
+
+        params = self._params(self.config.group_size)
+        async with self.generating.call():
+            async for place, completions in self.generator.generate_each(prompts, params, indices):
+                tasks.create_task(score(place, completions))
+
+    async def _play_all(
+        self, environment: EpisodeEnvironment, indices: Sequence[int], tasks: asyncio.TaskGroup, keep: Deliver
+    ) -> None:
+        """Play group_size episodes of every problem at once."""
+
+        async def play(place: int, index: int) -> None:
+            problem = environment.problem(index)
+            size = self.config.group_size
+            first_turns = [(index * size + number) * self.limits.max_turns for number in range(size)]
+            policies = [partial(sender.complete, first_turn) for first_turn in first_turns]
+            played = await together(self.player.play(environment, problem, policy) for policy in policies)
+            completions = [episode.completion for episode in played]
+            texts = [episode.text for episode in played]
+            num_retries = sum(episode.num_retries for episode in played)
+            scored = Rewards(totals=[episode.reward for episode in played], num_retries=num_retries)
+            keep(place, self._group(problem, played[0].prompt, completions, texts, scored, played))
+
+        async with TurnSender(self.generator, self._params(1), self.generating.call) as sender:
+            await together(play(place, index) for place, index in enumerate(indices))
+
+    def _group(
+        self,
+        problem: Problem,
+        prompt: list[int],
+        completions: list[Completion],
+        texts: list[str],
+        scored: Rewards,
+        episodes: Sequence[PlayedEpisode] = (),
+    ) -> Group:
+        """With the penalties on length."""
+        rewards = scored.totals
+        overlong: list[float] = []
+        if self.config.overlong_buffer:
+            lengths = [len(completion.tokens) for completion in completions]
+            max_tokens = self.limits.max_tokens_per_turn
+            if episodes:
+                lengths = [len(episode.prompt) + len(episode.completion.tokens) for episode in episodes]
+                max_tokens = self.limits.max_tokens
+            overlong = [self.config.overlong(length, max_tokens) for length in lengths]
+            rewards = [reward - penalty for reward, penalty in zip(rewards, overlong, strict=True)]
         return Group(
             problem=problem,
             prompt=prompt,
             prompt_text=self.tokenizer.decode_prompt(prompt),
             completions=completions,
             texts=texts,
-            task_rewards=found.totals,
+            task_rewards=scored.totals,
             rewards=rewards,
             overlong_penalties=overlong,
-            components=found.components,
-            num_retries=found.num_retries,
+            components=scored.components,
+            num_retries=scored.num_retries,
             drop_if_equal=self.config.advantage != "gae",
+            episodes=list(episodes),
         )
-
-
-def group_advantages(groups: Sequence[Group], config: RolloutConfig) -> list[list[float]]:
-    """Advantages by group and completion. With gae the rewards, from which PPO makes them later."""
-    if config.advantage == "gae":
-        return [group.rewards for group in groups]
-    rewards_GN = torch.tensor([group.rewards for group in groups], dtype=torch.float64)
-    return advantages_of(config, rewards_GN).tolist()
 
 
 def advantages_of(config: RolloutConfig, rewards_GN: Tensor) -> Tensor:
@@ -456,22 +478,3 @@ def advantages_of(config: RolloutConfig, rewards_GN: Tensor) -> Tensor:
             "tensor of finite numbers of the same shape"
         )
     return found
-
-
-def to_samples(groups: Sequence[Group], advantages: Sequence[Sequence[float]], temperature: float) -> list[Sample]:
-    """One sample for each completion of the trainable groups."""
-    samples: list[Sample] = []
-    for group, of_group in zip(groups, advantages, strict=True):
-        if group.is_trainable():
-            samples += group.to_samples(of_group, temperature)
-    return samples
-
-
-def to_sample(prompt: Sequence[int], completion: Completion, advantage: float, temperature: float) -> Sample:
-    return Sample.from_tokens(
-        prompt,
-        completion.tokens,
-        temperature=temperature,
-        old_logprobs=completion.logprobs,
-        advantages=advantage,
-    )

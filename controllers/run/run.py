@@ -8,10 +8,9 @@ from functools import cached_property
 from typing import Generic, TypeVar
 
 import rl_actors
-from controllers.environments import AnyEnvironment, EpisodeEnvironment, Scorer
+from controllers.environments import AnyEnvironment, Scorer
 from controllers.observe.logger import MetricsLogger, Timer, speed_metrics, transfers
 from controllers.observe.run_folder import Record, RunFolder
-from controllers.rollouts.episode_rollouts import EpisodeRollouts
 from controllers.rollouts.episodes import Player
 from controllers.rollouts.evaluation import EvaluationSet, Evaluator, Scores
 from controllers.rollouts.groups import Penalty, RolloutConfig, Rollouts
@@ -65,29 +64,17 @@ class Run(Generic[Config]):
         return TrainingProblems(self.config, self.tokenizer, self.environment)
 
     def rollouts(self, config: RolloutConfig, *, penalty: Penalty | None = None) -> Rollouts:
-        """EpisodeRollouts if the run's task has episodes, otherwise Rollouts."""
-        seed = self.config.seed
-        timeline = self.timer.timeline
-        take = self.problems.take
-        if isinstance(self.environment, EpisodeEnvironment):
-            return EpisodeRollouts(
-                *(config, self.environment, self.generator, self.player()),
-                seed=seed,
-                penalty=penalty,
-                timeline=timeline,
-                take=take,
-            )
         return Rollouts(
             config,
             self.environment,
             self.tokenizer,
             self.generator,
-            max_tokens=self.config.max_tokens,
-            seed=seed,
+            limits=self.config.episode_limits(),
+            seed=self.config.seed,
             penalty=penalty,
             scorer=self.scorer,
-            timeline=timeline,
-            take=take,
+            timeline=self.timer.timeline,
+            take=self.problems.take,
         )
 
     async def measure(self) -> Scores:
@@ -198,10 +185,9 @@ def make_evaluator(
         sets=sets,
         generator=generator,
         tokenizer=tokenizer,
-        max_tokens=config.max_tokens,
+        limits=config.episode_limits(),
         seed=config.seed,
         pass_at_k=config.pass_at_k,
-        player=Player(tokenizer=tokenizer, limits=config.episode_limits(), scorer=scorer),
         scorer=scorer,
     )
 
