@@ -13,7 +13,7 @@ import torch
 
 from controllers.algorithms.schedules import ScheduleConfig
 from controllers.environments import EpisodeEnvironment
-from controllers.environments.together import together
+from controllers.environments.scorer import together
 from controllers.program.launch import start_loop
 from controllers.run.checkpoints import State
 from controllers.run.config import RunConfig

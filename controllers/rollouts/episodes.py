@@ -1,12 +1,9 @@
-"""Plays episodes: environment and policy alternate.
-
-A turn appends the sampled tokens themselves, since encoding its text could give others.
-"""
+"""Plays episodes: environment and policy alternate. Sampled tokens are never encoded again."""
 
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +21,7 @@ from controllers.environments import (
     Scorer,
 )
 from controllers.environments.base import as_reward
+from controllers.environments.scorer import together
 from controllers.observe.run_folder import Record
 from controllers.rollouts.tokenizer import Tokenizer
 from rl_actors import Completion, GeneratorClient, Sample, SamplingParams
@@ -68,19 +66,13 @@ class PlayedEpisode:
     prompt: list[int]  # the first observation
     # All later tokens, up to the last sampled one. Observations have logprob 0 and the version of
     # the token before. finish_reason is "length" if cut off.
-    completion: Completion
-    is_action: list[bool]  # by token of the completion: sampled by the policy
-    rewards_per_token: list[float]  # a turn's reward at its last token, else 0
+    completion: Completion = field(
+        default_factory=lambda: Completion(tokens=[], logprobs=[], policy_versions=[], finish_reason="stop")
+    )
+    is_action: list[bool] = field(default_factory=list)  # by token of the completion: sampled by the policy
+    rewards_per_token: list[float] = field(default_factory=list)  # a turn's reward at its last token, else 0
     lines: list[TranscriptLine]
     num_retries: int = 0  # before this episode
-
-    @classmethod
-    def begin(cls, prompt: list[int], text: str, *, num_retries: int) -> "PlayedEpisode":
-        empty = Completion(tokens=[], logprobs=[], policy_versions=[], finish_reason="stop")
-        lines = [TranscriptLine(role="environment", text=text)]
-        return cls(
-            prompt=prompt, completion=empty, is_action=[], rewards_per_token=[], lines=lines, num_retries=num_retries
-        )
 
     def add_turn(self, turn: Completion, text: str, reward: float) -> None:
         self._add(turn.tokens, turn.logprobs, turn.policy_versions, is_action=True)
@@ -113,12 +105,11 @@ class PlayedEpisode:
         return "\n".join(line.text for line in self.lines[1:])
 
     def to_record(self) -> list[Record]:
-        """For rollouts.jsonl."""
         return [{"role": line.role, "text": line.text, "reward": line.reward} for line in self.lines]
 
     def to_sample(self, *, advantage: float, temperature: float) -> Sample:
-        """Trains on the sampled tokens; the advantage is 0 elsewhere."""
-        weights = self._weights()
+        """The advantage is 0 where the policy did not sample."""
+        weights = [float(is_action) for is_action in self.is_action]
         return Sample.from_tokens(
             self.prompt,
             self.completion.tokens,
@@ -127,13 +118,6 @@ class PlayedEpisode:
             old_logprobs=self.completion.logprobs,
             advantages=[advantage * weight for weight in weights],
         )
-
-    def to_supervised_sample(self) -> Sample:
-        """For SFT on the policy's turns."""
-        return Sample.from_tokens(self.prompt, self.completion.tokens, loss_weights=self._weights())
-
-    def _weights(self) -> list[float]:
-        return [float(is_action) for is_action in self.is_action]
 
 
 class _Failed(Exception):
@@ -150,8 +134,7 @@ class Player:
 
     async def play(self, environment: EpisodeEnvironment, problem: Problem, policy: Policy) -> PlayedEpisode:
         """Raises EpisodeError if the episode breaks its protocol, if its first observation is empty
-        or leaves no room for a turn, or after the last attempt; the policy's exceptions as they are.
-        """
+        or leaves no room for a turn, or after the last attempt; the policy's exceptions as they are."""
         for num_retries in range(self.scorer.max_retries + 1):
             try:
                 return await self._play(environment, problem, policy, num_retries)
@@ -160,11 +143,19 @@ class Player:
         times = self.scorer.max_retries + 1
         raise EpisodeError(f"the episode of {problem.prompt!r} failed {times} times, the last time in {failure}")
 
-    async def demonstrate(self, environment: EpisodeEnvironment, problem: Problem) -> Sample:
-        """A sample that trains on the turns of a demonstration, each with the end token.
+    async def play_all(
+        self, environment: EpisodeEnvironment, problems: Sequence[Problem], sender: "TurnSender", *, first_number: int
+    ) -> list[PlayedEpisode]:
+        """An episode for each problem, with the seeds of the episodes from first_number on."""
+        games = []
+        for number, problem in enumerate(problems, first_number):
+            policy = partial(sender.complete, number * self.limits.max_turns)
+            games.append(self.play(environment, problem, policy))
+        return await together(games)
 
-        Raises ValueError without demonstrations, or if the episode is not over after the last turn.
-        """
+    async def demonstrate(self, environment: EpisodeEnvironment, problem: Problem) -> Sample:
+        """Trains on a demonstration, whose turns get end tokens. Raises ValueError without one, or if
+        the episode is not over after its last turn."""
         require_demonstrations(environment)
         said = list(cast(Demonstrating, environment).demonstration(problem))
 
@@ -176,7 +167,9 @@ class Player:
             zeros = [0] * len(cut)
             return Completion(tokens=cut, logprobs=[0.0] * len(cut), policy_versions=zeros, finish_reason="stop")
 
-        return (await self.play(environment, problem, policy)).to_supervised_sample()
+        played = await self.play(environment, problem, policy)
+        weights = [float(is_action) for is_action in played.is_action]
+        return Sample.from_tokens(played.prompt, played.completion.tokens, loss_weights=weights)
 
     async def _play(
         self, environment: EpisodeEnvironment, problem: Problem, policy: Policy, num_retries: int
@@ -185,7 +178,8 @@ class Player:
         beginning: Observation = await self._ask("reset", episode.reset)
         prompt, text = self._read(beginning, f"reset of {problem.prompt!r}")
         limits = self.limits
-        played = PlayedEpisode.begin(prompt, text, num_retries=num_retries)
+        lines = [TranscriptLine(role="environment", text=text)]
+        played = PlayedEpisode(prompt=prompt, lines=lines, num_retries=num_retries)
         keeps = getattr(environment, "keeps_special_tokens", False)
         decode = self.tokenizer.decode_turn if keeps else self.tokenizer.decode
         if not prompt or len(prompt) + limits.max_tokens_per_turn > limits.max_tokens:
@@ -214,10 +208,7 @@ class Player:
         return replace(played, completion=replace(played.completion, finish_reason=finish_reason))
 
     async def _ask(self, what: str, ask: Callable[[], T | Awaitable[T]]) -> T:
-        """The answer of a method, under the scorer's time limit if it is asynchronous.
-
-        Raises _Failed, naming `what` ("reset", "turn 3"), if it raises or times out.
-        """
+        """Under the scorer's time limit if asynchronous. Raises _Failed, naming `what`, if it fails."""
         try:
             answer = ask()
         except Exception as error:
@@ -234,7 +225,7 @@ class Player:
             raise _Failed(f"{what}: no answer within {self.scorer.timeout:g} s") from None
 
     def _read(self, observation: object, where: str, after: int | None = None) -> tuple[list[int], str]:
-        """Tokens and text of an observation. after: the last token of the turn before it."""
+        """(tokens, text). after: the last token of the turn before the observation."""
         checked = _checked_observation(observation, where, num_tokens=len(self.tokenizer))
         try:
             return self.tokenizer.encode_observation(checked, after=after), shown(checked, self.tokenizer)
@@ -278,7 +269,6 @@ def shown(observation: Observation, tokenizer: Tokenizer) -> str:
 
 
 def require_demonstrations(environment: AnyEnvironment) -> None:
-    """Raises ValueError if the environment has episodes but no demonstrations for SFT."""
     if isinstance(environment, EpisodeEnvironment) and not isinstance(environment, Demonstrating):
         raise ValueError(
             f"{type(environment).__name__} has no method `demonstration`, so a run cannot have supervised steps; use --sft-steps 0"
@@ -308,8 +298,7 @@ class TurnSender:
         await asyncio.gather(*self._calls, return_exceptions=True)
 
     async def complete(self, first_number: int, tokens: list[int], turn: int) -> Completion:
-        """A turn by its own seed, whatever else shares the call. first_number: the seed index of
-        turn 0."""
+        """A turn by its own seed, whatever else shares the call; `first_number` is that of turn 0."""
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append((tokens, first_number + turn, answer))
         if len(self._waiting) == 1:

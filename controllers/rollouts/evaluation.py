@@ -18,16 +18,14 @@ from controllers.environments import (
     build_environment,
 )
 from controllers.environments.config import LIMITS_OF_RUN, json_field
-from controllers.environments.together import together
+from controllers.environments.scorer import together
 from controllers.observe.run_folder import Record
 from controllers.rollouts.episodes import EpisodeLimits, Player, TurnSender
 from controllers.rollouts.tokenizer import Tokenizer
 from rl_actors import GeneratorClient, SamplingParams
 from rl_actors.seeds import hashed_seed
 
-SAMPLES_KEPT = 8
-"""Problems of a set whose completions validation.jsonl has, the same every time."""
-
+SAMPLES_KEPT = 8  # problems of a set whose completions validation.jsonl has, the same every time
 Sets = dict[str, EnvironmentConfig]
 
 SETS_AS_JSON = json_field(
@@ -72,14 +70,11 @@ class EvaluationSet:
     problems: list[Problem]
 
     def metric(self, name: str) -> str:
-        """metric("reward") -> "eval/reward", or "eval/<name>/reward" """
         return f"eval/{self.name}/{name}" if self.name else f"eval/{name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Result of one evaluation."""
-
     metrics: dict[str, float]
     samples: list[Record]  # of validation.jsonl, without the step
 
@@ -117,10 +112,8 @@ def build_sets(environment: AnyEnvironment, sets: Mapping[str, EnvironmentConfig
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Unbiased P(any of k completions passes) = 1 - C(n - c, k) / C(n, k), where c of n passed.
-
-    Chen et al., arXiv 2107.03374, eq. 1. pass_at_k(4, 1, 2) -> 0.5
-    """
+    """P(any of k completions passes), unbiased: 1 - C(n - c, k) / C(n, k), where c of n passed (Chen et
+    al., arXiv 2107.03374, eq. 1). pass_at_k(4, 1, 2) -> 0.5"""
     if not 1 <= k <= num_samples:
         raise ValueError(f"k={k}; it must be in [1, {num_samples}], because there are {num_samples} completions")
     return 1 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
@@ -168,27 +161,18 @@ class Evaluator:
         )
         environment = one.environment
         if isinstance(environment, EpisodeEnvironment):
-            return await self._played(environment, one.problems, params)
+            player = Player(tokenizer=self.tokenizer, limits=self.limits, scorer=self.scorer)
+            repeated = [problem for problem in one.problems for _ in range(num_samples)]
+            async with TurnSender(self.generator, replace(params, n=1)) as sender:
+                played = await player.play_all(environment, repeated, sender, first_number=0)
+            by_problem = [played[start : start + num_samples] for start in range(0, len(played), num_samples)]
+            texts = [[episode.text for episode in episodes] for episodes in by_problem]
+            return texts, [[episode.reward for episode in episodes] for episodes in by_problem]
         prompts = [self.tokenizer.encode_prompt(problem) for problem in one.problems]
         answers = await self.generator.generate(prompts, params)
         texts = [[self.tokenizer.decode(completion.tokens) for completion in completions] for completions in answers]
         asked = [self.scorer.score(environment, *pair) for pair in zip(one.problems, texts, strict=True)]
         return texts, [scored.totals for scored in await together(asked)]
-
-    async def _played(
-        self, environment: EpisodeEnvironment, problems: Sequence[Problem], params: SamplingParams
-    ) -> tuple[list[list[str]], list[list[float]]]:
-        """(texts, rewards) of params.n episodes of every problem."""
-        player = Player(tokenizer=self.tokenizer, limits=self.limits, scorer=self.scorer)
-        async with TurnSender(self.generator, replace(params, n=1)) as sender:
-            games = []
-            for place in range(len(problems) * params.n):
-                policy = partial(sender.complete, place * self.limits.max_turns)
-                games.append(player.play(environment, problems[place // params.n], policy))
-            played = await together(games)
-        by_problem = [played[start : start + params.n] for start in range(0, len(played), params.n)]
-        texts = [[episode.text for episode in episodes] for episodes in by_problem]
-        return texts, [[episode.reward for episode in episodes] for episodes in by_problem]
 
     def _shown(
         self, one: EvaluationSet, texts: list[list[str]], rewards: list[list[float]], passed: list[int]
@@ -197,11 +181,10 @@ class Evaluator:
         stride = max(1, len(one.problems) // SAMPLES_KEPT)
         shown: list[Record] = []
         for index in range(0, len(one.problems), stride)[:SAMPLES_KEPT]:
-            problem = one.problems[index]
-            shown_prompt = problem.prompt
+            prompt = one.problems[index].prompt
             if not isinstance(one.environment, EpisodeEnvironment):
-                shown_prompt = self.tokenizer.decode_prompt(self.tokenizer.encode_prompt(problem))
-            line: Record = {"set": one.name, "prompt": shown_prompt, "answer": problem.answer}
+                prompt = self.tokenizer.decode_prompt(self.tokenizer.encode_prompt(one.problems[index]))
+            line: Record = {"set": one.name, "prompt": prompt, "answer": one.problems[index].answer}
             line |= {"completion": texts[index][0], "reward": rewards[index][0]}
             if passed:
                 line |= {"passed": passed[index], "samples": self.pass_at_k.num_samples}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from controllers.environments import AnyEnvironment, Environment, EpisodeEnvironment, Problem, Rewards, Scorer, own_code
 from controllers.environments.base import are_equal
-from controllers.environments.together import together
+from controllers.environments.scorer import together
 from controllers.observe.run_folder import Record
 from controllers.observe.timeline import Timeline
 from controllers.rollouts.advantages import ADVANTAGES
@@ -34,35 +34,30 @@ def consecutive(cursor: int, count: int) -> tuple[list[int], int]:
 @dataclass(kw_only=True)
 class RolloutConfig:
     groups_per_step: int = 64
-    """Groups that a step trains on; fewer if filtered groups remain after the last refill
-    (dynamic_sampling_rounds)."""
+    """Groups that a step trains on; fewer if filtered groups remain after the last refill."""
     group_size: int = 16
     """Completions of each problem."""
     temperature: float = 1.0
     """Sampling temperature, also of the trainer's logprobs."""
     top_p: float = 1.0
-    """Nucleus sampling. Below 1 the trainer's logprobs cannot match the generator's, because the
-    trainer normalizes over all tokens."""
+    """Nucleus sampling. Below 1 the trainer's logprobs, over all tokens, differ from the generator's."""
     advantage: str = "grpo"
     """grpo, dr_grpo, rloo, reinforce_plus_plus, gae, or module:function from rewards [G, N] to
-    advantages [G, N]. gae is for PPO alone: it uses a value model, trains on every group, and takes
-    groups of one."""
+    advantages [G, N]. gae is for PPO alone: it trains on every group, and takes groups of one."""
     dynamic_sampling_rounds: int = 1
     """Refills of filtered groups by new problems (DAPO's dynamic sampling), for each set of
-    problems that are started together. With max_staleness=0 that is a step."""
+    problems that are started together: with max_staleness=0 a step."""
     max_staleness: int = 0
-    """Largest staleness of a trained group, in optimizer steps: the trainer's version minus that of
-    the oldest token. The generator runs ahead as far as this allows. 0: generation, training and
-    weight sync take turns."""
+    """Largest staleness of a trained group: the trainer's version minus that of the oldest token.
+    The generator runs ahead so far. 0: generation, training and weight sync take turns."""
     in_flight_updates: bool = True
     """Weight syncs do not stop running requests, and each token is recorded with its version.
     False: a sync waits until no request runs."""
     max_retries: int = 2
     """Retries of a problem's completions after a generator failure, before the run ends."""
     overlong_buffer: int = 0
-    """The penalty grows over this many tokens before max_tokens (DAPO's soft overlong punishment,
-    arXiv 2503.14476, eq. 13), or before episodes.max_tokens, counting all tokens of an episode. 0:
-    none."""
+    """The penalty grows over this many tokens before max_tokens, or all of an episode before
+    episodes.max_tokens (DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13). 0: none."""
     overlong_penalty: float = 1.0
     """Penalty on the reward of a completion of full length."""
 
@@ -78,13 +73,11 @@ class RolloutConfig:
     def validate(self) -> None:
         if self.advantage != "gae":
             self.rule()
-        limits = {"groups_per_step": 1, "dynamic_sampling_rounds": 0, "max_staleness": 0, "max_retries": 0}
-        limits["group_size"] = 1 if self.advantage == "gae" else 2
+        limits = {"groups_per_step": 1, "group_size": 1 if self.advantage == "gae" else 2}
+        limits |= dict.fromkeys(("dynamic_sampling_rounds", "max_staleness", "max_retries", "overlong_buffer"), 0)
         for name, limit in limits.items():
             if getattr(self, name) < limit:
                 raise ValueError(f"rollouts.{name}={getattr(self, name)}; it must be at least {limit}")
-        if self.overlong_buffer < 0:
-            raise ValueError(f"rollouts.overlong_buffer={self.overlong_buffer}; it must be at least 0")
         if not 0 <= self.overlong_penalty < math.inf:
             raise ValueError(f"rollouts.overlong_penalty={self.overlong_penalty}; it must be finite and at least 0")
         if not 0.01 <= self.temperature <= 2:
@@ -93,10 +86,7 @@ class RolloutConfig:
             raise ValueError(f"rollouts.top_p={self.top_p}; it must be in (0, 1]")
 
     def overlong(self, num_tokens: int, max_tokens: int) -> float:
-        """The penalty on a completion's reward; overlong_buffer must be above 0.
-
-        overlong_buffer=4, overlong_penalty=1, max_tokens=20 -> 0 at 16 tokens, 0.25 at 17, 1 at 20
-        """
+        """overlong_buffer=4, penalty 1, max_tokens=20 -> 0.0 at 16 tokens, 0.25 at 17, 1.0 at 20"""
         excess = num_tokens - (max_tokens - self.overlong_buffer)
         return self.overlong_penalty * max(0, excess) / self.overlong_buffer
 
@@ -141,10 +131,7 @@ class Group:
 
     @property
     def rewards_per_token(self) -> list[list[float]]:
-        """By completion and token: its part of `rewards`, at the last token of each turn.
-
-        Penalties are at the completion's last token.
-        """
+        """By completion and token: `rewards` at the last token of each turn, penalties at the last."""
         rows = []
         for place, completion in enumerate(self.completions):
             row = [0.0] * len(completion.tokens)
@@ -157,15 +144,14 @@ class Group:
         return rows
 
     def to_samples(self, advantages: Sequence[float], temperature: float) -> list[Sample]:
-        """One sample for each completion, trained on its sampled tokens."""
         if self.episodes:
             pairs = zip(self.episodes, advantages, strict=True)
             return [episode.to_sample(advantage=advantage, temperature=temperature) for episode, advantage in pairs]
-        samples = []
-        for completion, advantage in zip(self.completions, advantages, strict=True):
-            columns = {"old_logprobs": completion.logprobs, "advantages": advantage}
-            samples.append(Sample.from_tokens(self.prompt, completion.tokens, temperature=temperature, **columns))
-        return samples
+        sample = partial(Sample.from_tokens, self.prompt, temperature=temperature)
+        return [
+            sample(completion.tokens, old_logprobs=completion.logprobs, advantages=advantage)
+            for completion, advantage in zip(self.completions, advantages, strict=True)
+        ]
 
     @property
     def oldest_version(self) -> int:
@@ -234,8 +220,8 @@ class RolloutBatch:
             "completion/length_mean": fmean(lengths),
             "completion/length_max": max(lengths),
             "completion/truncated": fmean(is_cut for group in self.groups for is_cut in group.truncated),
+            "groups/retries": self.num_retries,
         }
-        values |= {"groups/retries": self.num_retries}
         if ages := self.ages():
             values |= {"age/mean": fmean(ages), "age/max": max(ages)}
         for age in sorted(set(ages)):
@@ -263,32 +249,27 @@ class RolloutBatch:
         return values
 
     def to_record(self) -> list[Record]:
-        """Records of all groups for rollouts.jsonl."""
-        shown: list[Record] = []
+        """For rollouts.jsonl."""
+        records = []
         for group, advantages in zip(self.groups, self.advantages, strict=True):
-            record: Record = {"conversations": [each.to_record() for each in group.episodes]} if group.episodes else {}
-            shown.append(
-                record
-                | {
-                    "prompt": group.prompt_text or group.problem.prompt,
-                    "answer": group.problem.answer,
-                    "completions": group.texts,
-                    "rewards": group.task_rewards,
-                    "advantages": advantages,
-                    "lengths": group.lengths,
-                    "truncated": group.truncated,
-                    "is_trained": group.is_trainable(),
-                }
-            )
-        return shown
+            record: Record = {
+                "prompt": group.prompt_text or group.problem.prompt,
+                "answer": group.problem.answer,
+                "completions": group.texts,
+                "rewards": group.task_rewards,
+                "advantages": advantages,
+                "lengths": group.lengths,
+                "truncated": group.truncated,
+                "is_trained": group.is_trainable(),
+            }
+            if group.episodes:
+                record["conversations"] = [episode.to_record() for episode in group.episodes]
+            records.append(record)
+        return records
 
 
 class GenerationError(Exception):
-    """The generator could not complete some problems. `reason` is its error."""
-
-    def __init__(self, reason: Exception) -> None:
-        super().__init__(repr(reason))
-        self.reason = reason
+    """The generator could not complete some problems. The cause is its error."""
 
 
 class Generating:
@@ -296,15 +277,15 @@ class Generating:
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
-        self._may_begin = asyncio.Event()
-        self._changed = asyncio.Event()
-        self._may_begin.set()
+        self._is_open = asyncio.Event()
+        self._is_open.set()
+        self._has_ended = asyncio.Event()
         self._num_running = 0
 
     @contextlib.asynccontextmanager
     async def call(self) -> AsyncIterator[None]:
         """Around a call. The generator's error becomes a GenerationError."""
-        await self._may_begin.wait()
+        await self._is_open.wait()
         self._num_running += 1
         try:
             with self.timeline.span("generating"):
@@ -312,25 +293,22 @@ class Generating:
         except (ValueError, TypeError):
             raise  # refused inputs would be refused again
         except Exception as error:
-            raise GenerationError(error) from error
+            raise GenerationError from error
         finally:
             self._num_running -= 1
-            self._changed.set()
+            self._has_ended.set()
 
     @contextlib.asynccontextmanager
-    async def paused(self, *, wait: bool) -> AsyncIterator[None]:
-        """If `wait`, the body runs while no call does."""
-        if not wait:
-            yield
-            return
-        self._may_begin.clear()
+    async def paused(self) -> AsyncIterator[None]:
+        """The body runs while no call does."""
+        self._is_open.clear()
         try:
             while self._num_running:
-                self._changed.clear()
-                await self._changed.wait()
+                self._has_ended.clear()
+                await self._has_ended.wait()
             yield
         finally:
-            self._may_begin.set()
+            self._is_open.set()
 
 
 Deliver = Callable[[int, Group], None]
@@ -339,10 +317,7 @@ Deliver = Callable[[int, Group], None]
 
 @dataclass
 class Rollouts:
-    """Samples and scores completions or episodes.
-
-    Seeds depend on the run's seed, the problem, the place in the group and the turn alone.
-    """
+    """Seeds depend on the run's seed, the problem, the place in the group and the turn alone."""
 
     config: RolloutConfig
     environment: AnyEnvironment
@@ -357,13 +332,10 @@ class Rollouts:
 
     def __post_init__(self) -> None:
         self.generating = Generating(self.timeline)
-        self.player = Player(tokenizer=self.tokenizer, limits=self.limits, scorer=self.scorer)
 
     async def complete(self, indices: Sequence[int], deliver: Deliver) -> None:
-        """Deliver the groups as they finish, or all at the end if there is a `penalty`.
-
-        Raises GenerationError after delivering what has finished, or a reward function's error.
-        """
+        """Deliver the groups as they finish, with a `penalty` all at the end. Raises GenerationError
+        after delivering what has finished, or a reward function's error."""
         finished: dict[int, Group] = {}
         keep = deliver if self.penalty is None else finished.__setitem__
         complete_all = self._play_all if isinstance(self.environment, EpisodeEnvironment) else self._sample_all
@@ -420,15 +392,14 @@ class Rollouts:
         async def play(place: int, index: int) -> None:
             problem = environment.problem(index)
             size = self.config.group_size
-            first_turns = [(index * size + number) * self.limits.max_turns for number in range(size)]
-            policies = [partial(sender.complete, first_turn) for first_turn in first_turns]
-            played = await together(self.player.play(environment, problem, policy) for policy in policies)
+            played = await player.play_all(environment, [problem] * size, sender, first_number=index * size)
             completions = [episode.completion for episode in played]
             texts = [episode.text for episode in played]
             num_retries = sum(episode.num_retries for episode in played)
             scored = Rewards(totals=[episode.reward for episode in played], num_retries=num_retries)
             keep(place, self._group(problem, played[0].prompt, completions, texts, scored, played))
 
+        player = Player(tokenizer=self.tokenizer, limits=self.limits, scorer=self.scorer)
         async with TurnSender(self.generator, self._params(1), self.generating.call) as sender:
             await together(play(place, index) for place, index in enumerate(indices))
 
@@ -469,7 +440,7 @@ class Rollouts:
 
 
 def advantages_of(config: RolloutConfig, rewards_GN: Tensor) -> Tensor:
-    """By the config's rule. Raises ValueError, naming it, for another shape or if not finite."""
+    """By the config's rule. Raises ValueError for another shape or if not finite."""
     found = config.rule()(rewards_GN)
     if not isinstance(found, Tensor) or found.shape != rewards_GN.shape or not torch.isfinite(found).all():
         shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__

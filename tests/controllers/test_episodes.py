@@ -15,7 +15,7 @@ from controllers.environments import EpisodeError, Message, Problem, Reply, Scor
 from controllers.environments.calculator import CalculatorError, Products, calculate
 from controllers.environments.config import EnvironmentConfig
 from controllers.environments.guessing import GuessingGame
-from controllers.environments.together import together
+from controllers.environments.scorer import together
 from controllers.rollouts.chat import ChatConfig
 from controllers.rollouts.episodes import EpisodeLimits, PlayedEpisode, Player, TurnSender
 from controllers.rollouts.evaluation import EvaluationSet, Evaluator, PassAtKConfig

@@ -225,7 +225,7 @@ def test_the_rows_of_a_part_of_a_mixture_are_checked_and_its_endless_part_is_ski
     rows = rows_of(1100)
     rows[1050]["prompt"] = "1" * 25
     environment = build_environment(EnvironmentConfig(task=write(tmp_path, rows), num_held_out=8))
-    parts = [Part(name=name, weight=0.5, config=EnvironmentConfig()) for name in ("file", "endless")]
+    parts = [Part(name=name, weight=0.5) for name in ("file", "endless")]
     mixed = MixedEnvironment(parts, [environment, Endless()], seed=0)
     assert listed(mixed) == (environment.training_problems, False)
     with pytest.raises(ValueError, match="tasks.jsonl:1051: the prompt .* has 25 tokens"):
