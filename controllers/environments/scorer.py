@@ -117,7 +117,6 @@ class Scorer:
 
     async def _ask(self, environment: Environment, problem: Problem, completion: str | list[str]) -> tuple[object, int]:
         """The answer and the number of retries. Only awaited answers are retried."""
-        where = f"completion {completion!r} of prompt {problem.prompt!r}"
         ask: Callable[[], object] = partial(reward_function(environment), problem, completion)
         is_pooled = self.pool.calls(environment)
         if is_pooled:
@@ -128,7 +127,7 @@ class Scorer:
             try:
                 answer = ask()
             except Exception as error:
-                error.add_note(f"The reward function raised this for {where}.")
+                error.add_note(f"The reward function raised this for {_where(problem, completion)}.")
                 raise  # by a plain function: a bug, so no retry
             if not inspect.isawaitable(answer):
                 return answer, 0
@@ -138,6 +137,7 @@ class Scorer:
                     return await answer, attempt
             except Exception as error:
                 failure = f"no answer within {self.timeout:g} s" if isinstance(error, TimeoutError) else repr(error)
+        where = _where(problem, completion)
         raise RewardError(f"the reward of {where} failed {self.max_retries + 1} times, the last time with {failure}")
 
     @contextlib.asynccontextmanager
@@ -157,6 +157,10 @@ async def together(work: Iterable[Coroutine[object, None, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
+def _where(problem: Problem, completion: str | list[str]) -> str:
+    return f"completion {completion!r} of prompt {problem.prompt!r}"
+
+
 def _owner(environment: Environment, problem: Problem) -> Environment:
     """The part of a mixture that the problem comes from, or the environment itself."""
     return environment.environments[problem.source] if isinstance(environment, MixedEnvironment) else environment
@@ -172,6 +176,6 @@ def _parts(answer: Any, problem: Problem, text: str) -> dict[str, float]:
         if TOTAL not in parts:
             parts[TOTAL] = as_reward(math.fsum(parts.values()))  # fsum: 0.7 + 0.2 + 0.1 is 1.0
     except (ValueError, OverflowError):
-        where = f"completion {text!r} of prompt {problem.prompt!r}"
+        where = _where(problem, text)
         raise RewardError(f"the reward of {where} is {answer!r}; it must be a finite number") from None
     return parts

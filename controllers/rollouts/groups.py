@@ -269,7 +269,11 @@ class RolloutBatch:
 
 
 class GenerationError(Exception):
-    """The generator could not complete some problems. The cause is its error."""
+    """The generator could not complete some problems. `reason` is its error."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(repr(reason))
+        self.reason = reason
 
 
 class Generating:
@@ -293,7 +297,7 @@ class Generating:
         except (ValueError, TypeError):
             raise  # refused inputs would be refused again
         except Exception as error:
-            raise GenerationError from error
+            raise GenerationError(error) from error
         finally:
             self._num_running -= 1
             self._has_ended.set()
@@ -338,11 +342,13 @@ class Rollouts:
         after delivering what has finished, or a reward function's error."""
         finished: dict[int, Group] = {}
         keep = deliver if self.penalty is None else finished.__setitem__
-        complete_all = self._play_all if isinstance(self.environment, EpisodeEnvironment) else self._sample_all
         failure: GenerationError | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
-                await complete_all(self.environment, indices, tasks, keep)
+                if isinstance(self.environment, EpisodeEnvironment):
+                    await self._play_all(self.environment, indices, keep)
+                else:
+                    await self._sample_all(self.environment, indices, tasks, keep)
         except ExceptionGroup as errors:
             first = errors.exceptions[0]
             if not isinstance(first, GenerationError):
@@ -384,9 +390,7 @@ class Rollouts:
             async for place, completions in self.generator.generate_each(prompts, params, indices):
                 tasks.create_task(score(place, completions))
 
-    async def _play_all(
-        self, environment: EpisodeEnvironment, indices: Sequence[int], tasks: asyncio.TaskGroup, keep: Deliver
-    ) -> None:
+    async def _play_all(self, environment: EpisodeEnvironment, indices: Sequence[int], keep: Deliver) -> None:
         """Play group_size episodes of every problem at once."""
 
         async def play(place: int, index: int) -> None:

@@ -169,7 +169,7 @@ class RolloutQueue:
                 await self.rollouts.complete([place.index for place in places], deliver)
             except GenerationError as error:
                 if num_retries == self.config.max_retries:
-                    raise (error.__cause__ or error) from None
+                    raise error.reason from None
             places = [place for place in places if place.group is None]
             if not places:
                 return
