@@ -274,7 +274,7 @@ def _replaceable(message: Message, *, is_last: bool) -> Iterator[tuple[Path, Put
         text = given if isinstance(given, str) else str(given.get("text") or "")
         # a template may drop only the thinking
         pieces = THINK_TAG.split(text) if is_last else [text]
-        path = ("content", part) if isinstance(content, list) else ("content",)
+        path: Path = ("content", part) if isinstance(content, list) else ("content",)
         for piece in range(0, len(pieces), 2):
             if pieces[piece].strip():
                 yield path if isinstance(given, str) else (*path, "text"), partial(_piece, piece, is_last)
