@@ -14,7 +14,7 @@ import torch
 from controllers.algorithms.schedules import ScheduleConfig
 from controllers.config_file import require_at_least
 from controllers.environments import EpisodeEnvironment
-from controllers.environments.together import together
+from controllers.environments.scorer import together
 from controllers.program.launch import start_loop
 from controllers.run.checkpoints import State
 from controllers.run.config import RunConfig

@@ -155,7 +155,7 @@ def test_the_engine_and_what_it_imports_load_neither_monarch_nor_vllm():
 
 
 def test_the_processes_that_compute_rewards_load_neither_torch_nor_monarch():
-    state = loaded_after("import controllers.environments.pool_worker, controllers.environments")
+    state = loaded_after("import controllers.environments.pool")
     assert [name for name in state["modules"] if is_within(name, "torch", "monarch", "transformers")] == []
 
 

@@ -5,13 +5,12 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import rl_actors
-from controllers.environments import AnyEnvironment, EpisodeEnvironment, Scorer
+from controllers.environments import AnyEnvironment, Scorer
 from controllers.observe.logger import MetricsLogger, Timer, speed_metrics, transfers
 from controllers.observe.run_folder import Record, RunFolder
-from controllers.rollouts.episode_rollouts import EpisodeRollouts
 from controllers.rollouts.episodes import Player
 from controllers.rollouts.evaluation import EvaluationSet, Evaluator
 from controllers.rollouts.groups import Penalty, RolloutConfig, Rollouts
@@ -80,12 +79,18 @@ class Run(Generic[Config]):
         return TrainingProblems(self.config, self.tokenizer, self.environment)
 
     def rollouts(self, config: RolloutConfig, *, penalty: Penalty | None = None) -> Rollouts:
-        shared: dict[str, Any] = {"seed": self.config.seed, "take": self.problems.take}
-        shared |= {"penalty": penalty, "timeline": self.timer.timeline}
-        if isinstance(self.environment, EpisodeEnvironment):
-            return EpisodeRollouts(config, self.environment, self.generator, self.player(), **shared)
-        shared |= {"scorer": self.scorer, "max_tokens": self.config.max_tokens}
-        return Rollouts(config, self.environment, self.tokenizer, self.generator, **shared)
+        return Rollouts(
+            config,
+            self.environment,
+            self.tokenizer,
+            self.generator,
+            limits=self.config.episode_limits(),
+            seed=self.config.seed,
+            penalty=penalty,
+            scorer=self.scorer,
+            timeline=self.timer.timeline,
+            take=self.problems.take,
+        )
 
     def player(self) -> Player:
         return Player(tokenizer=self.tokenizer, limits=self.config.episode_limits(), scorer=self.scorer)
@@ -182,10 +187,9 @@ def make_evaluator(
         sets=sets,
         generator=generator,
         tokenizer=tokenizer,
-        max_tokens=config.max_tokens,
+        limits=config.episode_limits(),
         seed=config.seed,
         pass_at_k=config.pass_at_k,
-        player=Player(tokenizer=tokenizer, limits=config.episode_limits(), scorer=scorer),
         scorer=scorer,
     )
 

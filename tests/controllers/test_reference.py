@@ -23,7 +23,7 @@ from controllers.environments import Problem
 from controllers.observe.logger import Timer
 from controllers.observe.run_folder import RunFolder
 from controllers.program import launch
-from controllers.rollouts.groups import Group, RolloutBatch, RolloutConfig, group_advantages, to_samples
+from controllers.rollouts.groups import Group, RolloutBatch, RolloutConfig
 from rl_actors import KL, Completion
 from rl_actors.validation import validate_samples
 
@@ -130,7 +130,7 @@ def test_the_kl_penalty_on_rewards_equals_its_closed_form(groups, estimator):
 
 
 def samples_of(groups: list[Group], config: RolloutConfig):
-    return to_samples(groups, group_advantages(groups, config), config.temperature)
+    return RolloutBatch.of(groups, config, num_refills=0, num_retries=0, version=0).samples
 
 
 def test_advantages_and_the_choice_of_groups_use_the_penalised_rewards(groups):
