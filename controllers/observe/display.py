@@ -1,8 +1,4 @@
-"""Shows a run on the terminal as a live panel. With --verbose, or if the output is not a terminal, prints one line per step instead.
-
-This module computes no metrics. MetricsLogger (metrics.py) gives a display the record of every step. A record is the line of one step in
-metrics.jsonl.
-"""
+"""Shows a run as a live panel; with --verbose, or not on a terminal, as one line per step."""
 
 import sys
 from collections.abc import Iterator
@@ -39,13 +35,13 @@ COLUMNS = {
     "time/sync": 5,
     "policy_lag": 3,
 }
-"""Metric -> width of its column."""
+"""Metric -> width of its column in a printed line."""
 PANEL_COLUMNS = COLUMNS | {"busy/trainer": 4, "busy/generator": 4}
-"""Columns of the live panel, which has room for more than a printed line."""
+"""Columns of the live panel."""
 
 
 class LineDisplay:
-    """Prints one aligned line per step, and a header line every 20 lines and at the start of a phase."""
+    """Prints a line per step, and a header every 20 lines and at the start of a phase."""
 
     def __init__(self, console: Console, total_steps: int | None):
         self.console = console
@@ -89,9 +85,7 @@ class LineDisplay:
         self.row()
 
     def _start_phase(self, phase: str) -> None:
-        """Estimate the remaining time only from steps of the new phase, because steps of different phases take different
-        times.
-        """
+        """The steps of a phase alone estimate the remaining time."""
         began = self._task.start_time
         self.steps.remove_task(self._task.id)
         self.steps.add_task(phase, total=self.total_steps)
@@ -122,10 +116,7 @@ class LineDisplay:
 
 
 class LiveDisplay(LineDisplay):
-    """Shows a panel at the bottom of the terminal.
-
-    Each step with a validation accuracy also prints a line above the panel.
-    """
+    """A panel at the bottom of the terminal. A step with an evaluation also prints a line above it."""
 
     def __init__(self, console: Console, total_steps: int | None):
         super().__init__(console, total_steps)
@@ -169,5 +160,5 @@ def _text(record: Record, name: str) -> str:
 
 
 def _clock(seconds: float | None) -> str:
-    """Hours, minutes and seconds: 1:02:05 for 3725.2 seconds."""
+    """1:02:05 for 3725.2 seconds."""
     return "-" if seconds is None else str(timedelta(seconds=int(seconds)))
