@@ -1,23 +1,15 @@
 """Shows a run as a live panel; with --verbose, or not on a terminal, as one line per step."""
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+from rich import progress
 from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.text import Text
 
 from controllers.observe.metric_table import METRICS
@@ -47,15 +39,17 @@ class LineDisplay:
         self.console = console
         self.total_steps = total_steps
         self.record: Record = {"step": 0, "phase": ""}  # the record of the last step
-        self.setups = Progress(SpinnerColumn(), TextColumn("{task.description}: {task.elapsed:.0f} s"), console=console)
-        self.steps = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(32),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("elapsed,"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
+        self.setups = progress.Progress(
+            progress.SpinnerColumn(), progress.TextColumn("{task.description}: {task.elapsed:.0f} s"), console=console
+        )
+        self.steps = progress.Progress(
+            progress.TextColumn("[bold]{task.description}"),
+            progress.BarColumn(32),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("elapsed,"),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("left"),
             console=console,
             speed_estimate_period=3600,  # seconds; long, because a step may take minutes
         )
@@ -67,12 +61,12 @@ class LineDisplay:
     def setup(self, label: str) -> Iterator[None]:
         number = self.setups.add_task(label, total=None)
         self.setup_started(label)
+        start = time.perf_counter()
         try:
             yield
         finally:
-            [task] = [task for task in self.setups.tasks if task.id == number]
             self.setups.remove_task(number)
-            self.print(f"{label}: {task.elapsed or 0.0:.1f} s")
+            self.print(f"{label}: {time.perf_counter() - start:.1f} s")
 
     def setup_started(self, label: str) -> None:
         self.print(f"{label} ...")
@@ -92,14 +86,14 @@ class LineDisplay:
         self._task.start_time = began
 
     @property
-    def _task(self) -> Task:
+    def _task(self) -> progress.Task:
         return self.steps.tasks[0]
 
     def row(self) -> None:
         if self._num_rows % 20 == 0 or self.record["phase"] != self._phase:
             titles = "".join(f"  {METRICS[name].title:>{width}}" for name, width in COLUMNS.items())
             self.print(f"{'done':>7}  {'':4}{titles}  {'elapsed':>7}  {'left':>7}")
-        self._num_rows = self._num_rows + 1
+        self._num_rows += 1
         self._phase = self.record["phase"]
         values = "".join(f"  {_text(self.record, name):>{width}}" for name, width in COLUMNS.items())
         elapsed = _clock(self._task.elapsed)

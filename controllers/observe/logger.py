@@ -126,10 +126,6 @@ class MetricsLogger(AbstractContextManager):
         self._last_step = steps_done or -1
         self.folder.drop_after(self._last_step)
 
-    def restart(self, record: Record) -> None:
-        """Add a line about a restart to restarts.jsonl."""
-        self.folder.add_restart(record)
-
     def setup(self, label: str) -> AbstractContextManager[None]:
         return self.display.setup(label)
 

@@ -30,9 +30,10 @@ def number(value: float | None) -> str:
 
 @cache
 def _templates() -> Environment:
-    blocks = {"trim_blocks": True, "lstrip_blocks": True}
     loader = PackageLoader("controllers")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **blocks)
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters["number"] = number
     return environment
 
@@ -139,12 +140,12 @@ def shown_steps(groups: Records) -> list[int]:
     for group in groups:
         num_completions[group["step"]] += len(group["completions"])
     steps = sorted(num_completions)
+    shown = steps
     stride = 1
-    while True:
-        shown = steps[::-stride][::-1]
-        if len(shown) <= 1 or sum(num_completions[step] for step in shown) <= COMPLETIONS_SHOWN:
-            return shown
+    while len(shown) > 1 and sum(num_completions[step] for step in shown) > COMPLETIONS_SHOWN:
         stride += 1
+        shown = steps[::-stride][::-1]
+    return shown
 
 
 def shown_group(group: Record) -> dict[str, object]:
@@ -173,10 +174,8 @@ def shown_samples(samples: Records) -> dict[str, object]:
     first = samples[0]["step"]
     last = samples[-1]["step"]
     before = {(line["set"], line["prompt"]): line["completion"] for line in samples if line["step"] == first}
-    rows = []
-    for line in samples:
-        if line["step"] == last:
-            rows.append({**line, "before": before.get((line["set"], line["prompt"]), "")})
+    shown = [line for line in samples if line["step"] == last]
+    rows = [{**line, "before": before.get((line["set"], line["prompt"]), "")} for line in shown]
     return {
         "first": first,
         "last": last,
@@ -227,9 +226,8 @@ def write_report(run_folder: str | Path) -> Path:
 
 def _groups_remark(groups: Records, steps: Sequence[int]) -> str:
     num_steps = len({group["step"] for group in groups})
-    if len(steps) == num_steps:
-        return "These are all groups in rollouts.jsonl, which keeps a few groups of every step."
-    return f"These are the groups of {len(steps)} of the {num_steps} steps in rollouts.jsonl, which keeps a few groups of every step."
+    which = "all groups" if len(steps) == num_steps else f"the groups of {len(steps)} of the {num_steps} steps"
+    return f"These are {which} in rollouts.jsonl, which keeps a few groups of every step."
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ WORKERS = {
     "values": ("critic",),
     "critic": ("critic",),
 }
-"""In other phases the controller works or waits."""
+"""The actors that work in each phase; in others the controller works or waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,9 +141,9 @@ class Run(Generic[Config]):
         of_problems, of_skipped = self.problems.report()
         values |= of_ranks | of_problems
         values |= self.colocation.metrics(infos)
-        values |= supervision.recoveries.end(self.log.restart, step)
+        values |= supervision.recoveries.end(self.log.folder.add_restart, step)
         if self.config.has_generator:
-            values |= supervision.recoveries.of_generators(self.log.restart, self.generator.returns, step)
+            values |= supervision.recoveries.of_generators(self.log.folder.add_restart, self.generator.returns, step)
         self.log.step(step, values, phase=phase, skipped=skipped)
         for news in filter(None, (of_slow_rank, of_skipped)):
             self.log.note(news)
