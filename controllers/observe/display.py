@@ -1,7 +1,6 @@
 """Shows a run as a live panel; with --verbose, or not on a terminal, as one line per step."""
 
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -61,12 +60,12 @@ class LineDisplay:
     def setup(self, label: str) -> Iterator[None]:
         number = self.setups.add_task(label, total=None)
         self.setup_started(label)
-        start = time.perf_counter()
+        start = self.console.get_time()
         try:
             yield
         finally:
             self.setups.remove_task(number)
-            self.print(f"{label}: {time.perf_counter() - start:.1f} s")
+            self.print(f"{label}: {self.console.get_time() - start:.1f} s")
 
     def setup_started(self, label: str) -> None:
         self.print(f"{label} ...")
