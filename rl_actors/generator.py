@@ -22,7 +22,7 @@ from rl_actors.processes.errors import sends_errors
 from rl_actors.processes.output import LOG_VARIABLE, route_library_logs
 from rl_actors.processes.spawn import Probe, probe_here
 from rl_actors.stop_tokens import stop_token_ids
-from rl_actors.transports.base import Manifest, Transport, announce, find
+from rl_actors.transports.base import Manifest, Transport, announce, wait_for_manifest
 from rl_actors.types import (
     MAX_NAMES_REPORTED,
     Completion,
@@ -236,7 +236,7 @@ class Generator(Actor):
         validate_pull(version, timeout)
         if self.transport is None:
             raise RuntimeError("pull_model_state_dict: this generator was made without a transport")
-        manifest = await find(self.transport, version, timeout)
+        manifest = await wait_for_manifest(self.transport, version, timeout)
         if self.last_pull is not None and self.loaded_version_key == manifest.key:
             return replace(self.last_pull, num_bytes=0, seconds=0.0, phases={})
         check_manifest(manifest, self.expected)

@@ -24,7 +24,7 @@ from rl_actors.processes import collector
 from rl_actors.processes.errors import sends_errors
 from rl_actors.processes.output import route_library_logs
 from rl_actors.processes.spawn import Probe, probe_here
-from rl_actors.transports.base import Manifest, Transport, find
+from rl_actors.transports.base import Manifest, Transport, wait_for_manifest
 from rl_actors.transports.publisher import Publisher
 from rl_actors.types import (
     FIRST_TENANT,
@@ -285,7 +285,7 @@ class PolicyTrainer(Actor):
         found: Manifest | Exception | None = None
         if self.rank == 0:
             try:
-                found = await find(publisher.transport, version, PULL_TIMEOUT)
+                found = await wait_for_manifest(publisher.transport, version, PULL_TIMEOUT)
             except Exception as error:
                 found = error
         of_first = publisher.gather(found)[0]

@@ -59,7 +59,7 @@ from controllers.run.problems import known_problems, require_fitting
 from controllers.run.recovery import Train, train_to_end
 from controllers.run.run import Run, make_evaluator, open_generator, open_run
 from rl_actors import validation
-from rl_actors.processes.output import route_logs, route_process_output
+from rl_actors.processes.output import RoutedOutput, route_logs
 from rl_actors.vllm.start import require_machine
 
 SHUTDOWN_TIMEOUT = 15.0  # seconds
@@ -278,12 +278,12 @@ def _run(
     StartAgainError."""
     folder = RunFolder(invocation.eval_only or invocation.output_dir)
     log_file = folder.log("evaluation" if invocation.eval_only else "controller")
-    quiet = contextlib.nullcontext() if invocation.verbose else route_process_output(log_file)
+    quiet = contextlib.nullcontext() if invocation.verbose else RoutedOutput(log_file)
     with quiet as output, contextlib.closing(scorer):
         terminal = sys.stdout if output is None else output.terminal
         route_logs(log_file, label="controller", verbose=invocation.verbose)
         try:
-            scorer.start()  # after route_process_output, because the scorer's processes inherit this process's output
+            scorer.start()  # after RoutedOutput, because the scorer's processes inherit this process's output
         except ValueError as error:
             print(f"error: {error}", file=terminal)
             return 2

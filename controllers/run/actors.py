@@ -26,7 +26,7 @@ from rl_actors.clients.call import in_background
 from rl_actors.clients.restarts import Restarts
 from rl_actors.processes.output import LogRoute
 from rl_actors.transports.base import Transport
-from rl_actors.transports.default import default_transport
+from rl_actors.transports.index import default_transport
 
 if TYPE_CHECKING:
     from controllers.run.config import RunConfig

@@ -56,7 +56,7 @@ async def _train(run: Run[Any], train: Train) -> None:
 
 async def _kill_and_pause(run: Run[Any], actors: Actors, death: Exception) -> None:
     pause = actors.restarts.pause_after(death)
-    run.supervision.recoveries.begin(run.log.restart, death=death, step=run.log.last_step)
+    run.supervision.recoveries.begin(run.log.folder.add_restart, death=death, step=run.log.last_step)
     limit = run.config.survival.max_restarts_per_hour
     run.log.note(f"{death}; restart {actors.restarts.total} (at most {limit} an hour) in {pause:g} s")
     run.supervision.last_state = {}  # so that a signal during the recovery does not write a checkpoint

@@ -138,7 +138,7 @@ class Run(Generic[Config]):
         of_problems, skipped_problem = self.problems.report()
         values |= of_ranks | of_problems | self.colocation.metrics(infos)
         returns = self.generator.returns if self.config.has_generator else ()
-        values |= supervision.recoveries.end(self.log.restart, step, returns)
+        values |= supervision.recoveries.end(self.log.folder.add_restart, step, returns)
         self.log.step(step, values, phase=phase, skipped=skipped)
         for news in filter(None, (slow_rank, skipped_problem)):
             self.log.note(news)

@@ -20,7 +20,7 @@ from rl_actors.processes import gpus
 from rl_actors.processes.output import LogRoute
 from rl_actors.processes.spawn import ProcessMesh
 from rl_actors.transports.base import Transport
-from rl_actors.transports.default import default_transport
+from rl_actors.transports.index import default_transport
 from rl_actors.types import TrainerInfo
 from rl_actors.validation import require_config, require_gpus
 

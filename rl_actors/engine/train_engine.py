@@ -222,7 +222,7 @@ class TrainEngine:
                 "without an optimizer and without adapters can load published weights"
             )
         self.memory.onload(["weights"])
-        hf.require_same_shapes(self.config.model, version.shapes, f"version {number}", "this model")
+        hf.require_same_shapes(self.config.model, version.manifest.shapes, f"version {number}", "this model")
         with self._broken_on_failure(weights=True):
             hf.load_whole(self.built, version.tensors())
         self.step.close()

@@ -104,7 +104,7 @@ def _ask(engine: "LLMEngine", source: Source, phase: str, method: str, *argument
     except Exception as error:
         if TIMED_OUT not in str(error):
             raise
-        where = f"pull of {source.key}: {actor_name()}: {phase}"
+        where = f"pull of {source.manifest.key}: {actor_name()}: {phase}"
         raise SilentWorkerError(f"{where} was not done by every worker within {timeout:g} s") from None
     for rank, (_, failure) in enumerate(answers):
         if failure:

@@ -85,7 +85,7 @@ class WeightsExtension:
         with contextlib.ExitStack() as stack:
             self.version = version = stack.enter_context(source.open())
             self.opened = stack.pop_all()
-        return version.path, version.reason, version.num_bytes, time.perf_counter() - begin
+        return version.path, version.reason, version.manifest.num_bytes, time.perf_counter() - begin
 
     def close_version(self) -> None:
         if self.opened is not None:
@@ -110,7 +110,7 @@ class WeightsExtension:
             self.plan = {}
             if is_possible(model, self.vllm_config):
                 try:
-                    self.plan = make_plan(model, version.shapes)
+                    self.plan = make_plan(model, version.manifest.shapes)
                 except ValueError as error:
                     logger.warning(
                         "pulls use vLLM's own reload, which is slower than a direct copy of the weights: %s", error
