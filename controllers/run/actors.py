@@ -16,7 +16,7 @@ from controllers.run.colocation import overlap
 from rl_actors import GeneratorClient, GeneratorConfig, ReferenceClient, TrainerClient, ValueTrainerClient
 from rl_actors.clients.base import ActorDiedError, ActorSilentError
 from rl_actors.clients.call import in_background
-from rl_actors.clients.restarts import Restarts
+from rl_actors.clients.replicas import Restarts
 from rl_actors.processes.output import LogRoute
 from rl_actors.transports.base import Transport
 from rl_actors.transports.default import default_transport

@@ -19,8 +19,8 @@ from controllers.run import checksums
 from rl_actors.json_files import read_object
 
 if TYPE_CHECKING:
-    from rl_actors.clients.model_calls import SavedCheckpoint
     from rl_actors.clients.trainer import TrainerClient
+    from rl_actors.clients.training import SavedCheckpoint
 
 STATE = "state.json"
 CRITIC_FOLDER = "critic"  # of PPO's value model, in a checkpoint
