@@ -50,9 +50,7 @@ class Client:
     _started: Call[None]
 
     def __init__(self, name: str, *, is_owner: bool, logs: LogRoute | None, connection: "Connection | None" = None):
-        """is_owner: whether the client starts the actors, and so closes them.
-        connection: to a service, kept until `close` or garbage collection.
-        """
+        """is_owner: whether the client starts the actors, and so closes them."""
         self.name = name
         self._is_owner = is_owner
         self._logs = default_log_route() if is_owner and logs is None else logs
@@ -91,8 +89,8 @@ class Client:
         return self._started
 
     def is_alive(self, timeout: float = 5.0) -> Call[bool]:
-        """True if every process answers within `timeout` seconds, even while it runs a call. False before
-        the start (before the setup, if the caller spawned the processes) and after `close`.
+        """True if every process answers within `timeout` seconds, even while it runs a call. False
+        before the start (before the setup, if the caller spawned them) and after `close`.
         """
         return in_background(self._actors.is_alive(timeout), f"{self.name}: is_alive")
 
@@ -101,17 +99,14 @@ class Client:
         silent_after seconds, as after a SIGSTOP. Its result is an error that names the process.
 
         Generators: when all are dead and not started again; silent_after is at most
-        config.restarts.silent_after. None if the client is closed, has spawned no processes, or they
-        did not start.
+        config.restarts.silent_after. None if the client is closed, has spawned no processes, or
+        they did not start.
         """
         return in_background(self._actors.death(silent_after), f"{self.name}: watch of its processes")
 
     def seconds_silent(self) -> dict[str, float]:
         """Seconds since the last sign of life of each process that this client spawned:
-        {"trainer-0": 1.2}
-
-        A trainer is asked only while a call of `death` runs; without one the seconds count from the
-        start. A generator's signs are answers of an engine that is idle or has worked.
+        {"trainer-0": 1.2}. A trainer is asked only while a `death` runs.
         """
         return self._actors.seconds_silent()
 

@@ -1,5 +1,5 @@
-"""`Call`, a handle to the answer of a client's call. All clients of a process share a background thread
-with an event loop, so that they work in a REPL, a script, several calls of asyncio.run, and Jupyter.
+"""`Call`, a handle to the answer of a client's call. All clients of a process share a background
+thread with an event loop, so they work in a REPL, a script, calls of asyncio.run, and Jupyter.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Call(Generic[T]):
-    """A handle to an answer: `await` it, or wait with `.result()`. The call runs even if nobody waits.
+    """A handle to an answer: `await` it, or wait with `.result()`. Nobody needs to wait.
 
     A warning shows the error of a failed call for whose answer nobody has asked.
     """

@@ -97,7 +97,7 @@ class GenerateCall:
 
 
 class FinishedGroups:
-    """Iterator of (index of a prompt, its completions), for `async for` in any event loop and for `for`.
+    """Iterator of (index of a prompt, its completions), for `async for` and for `for`.
 
     Closing or dropping it aborts the open prompts: CPython drops the iterator of a loop that is
     left, unless something else refers to it.

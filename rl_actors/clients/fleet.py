@@ -1,5 +1,5 @@
-"""`Fleet`, the generators of a GeneratorClient: it divides calls among them, sends the open prompts of a
-dead one to the others, and gives all the same weights.
+"""`Fleet`, the generators of a GeneratorClient: it divides calls among them, sends the open prompts
+of a dead one to the others, and gives all the same weights.
 """
 
 import asyncio
@@ -134,7 +134,6 @@ class Fleet:
         return next((replica.cause for replica in self.replicas if not replica.was_ready), None)
 
     def state(self) -> str:
-        """What a client's repr says of generators that have started."""
         if (cause := self._end_cause()) is not None:
             return f"dead, {cause}; {IF_DEAD}"
         unhealthy = [f"{replica.name} is {replica.state}" for replica in self.replicas if replica.state != "healthy"]
@@ -288,7 +287,7 @@ class Fleet:
         n: int,
         send: Callable[[int, list[int]], Awaitable[list[int]]],
     ) -> None:
-        """Divide the prompts with these indices among the healthy generators, as soon as there is one.
+        """Divide the prompts with these indices among the healthy generators.
 
         send: given the index of a generator and the indices of its prompts; returns them if the
         generator has died, so that others get them, otherwise [].
@@ -337,9 +336,7 @@ class Fleet:
             self.last_pull = self.replicas[first].client.last_pull
 
     async def load_adapter(self, name: str, directory: str) -> None:
-        """Load an adapter into all healthy generators, or into none; others load it before they become
-        healthy. Raises ValueError if an adapter of this name is loaded already.
-        """
+        """Load an adapter into all healthy generators, or none; others load it before they are healthy."""
         if name in self._adapters:
             raise ValueError(f"an adapter of the name {name!r} is loaded already, from {self._adapters[name]}")
         self._adapters[name] = directory
@@ -381,10 +378,8 @@ class Fleet:
                 if not replica.was_ready or isinstance(error, ActorDiedError) or time.monotonic() > deadline:
                     raise
                 # if the trainer has died, too, the version is lost, and the fleet soon pulls another
-                version = self.target_version
-                logger.info(
-                    "%s could not load version %s and its adapters, and tries again: %r", replica.name, version, error
-                )
+                wanted = f"version {self.target_version} and its adapters"
+                logger.info("%s could not load %s, and tries again: %r", replica.name, wanted, error)
                 await asyncio.sleep(REFIT_PAUSE)
                 continue
             if number == self._num_changes:  # otherwise a pull or the load of an adapter has begun meanwhile, so repeat
@@ -399,8 +394,8 @@ class Fleet:
                 logger.warning("%s cannot load the adapter %r again: %s", replica.name, name, error)
 
     async def sleep(self, level: int) -> DeviceMemory:
-        """Put the healthy generators to sleep, when none is starting. Dead ones are started again after
-        `wake`, because a start needs memory of the device."""
+        """Put the healthy generators to sleep, when none is starting. Dead ones are started again
+        after `wake`, because a start needs memory of the device."""
         await self._until(lambda: all(replica.state in ("healthy", "dead", "retired") for replica in self.replicas))
         self.awake.clear()
         try:

@@ -75,9 +75,7 @@ class GeneratorClient(Client):
         hosts: "Hosts | None" = None,
         connection: "Connection | None" = None,
     ) -> None:
-        """mesh: a Generator mesh of one process, which the caller spawned and will stop. `spawn` and
-        `attach` give the arguments from `config` on.
-        """
+        """mesh: of one Generator that the caller spawned and will stop. From `config` on: by `spawn`, `attach`."""
         super().__init__(name, is_owner=mesh is None, logs=logs, connection=connection)
         self.config = config
         self._version: int | None = None
@@ -100,7 +98,7 @@ class GeneratorClient(Client):
                 call_timeout=call_timeout,
                 setup_timeout=setup_timeout,
                 logs=self._logs,
-                hosts=_host_of(index, hosts),
+                hosts=None if hosts is None else hosts.part(index % num_hosts, index % num_hosts + 1),
             )
         # The fleet must not refer to this client, which could then not be garbage-collected.
         self._fleet = Fleet(
@@ -156,10 +154,7 @@ class GeneratorClient(Client):
         timeout: float = ATTACH_TIMEOUT,
         call_timeout: float = GeneratorConfig.call_timeout,
     ) -> "GeneratorClient":
-        """A client of the generator that a running service owns; see TrainerClient.attach.
-
-        When this program ends, the service aborts its generate calls.
-        """
+        """A client of a service's generator; see TrainerClient.attach. Its end aborts its generate calls."""
         from rl_actors.clients import remote
 
         mesh, info = remote.attach(
@@ -192,16 +187,11 @@ class GeneratorClient(Client):
 
     @property
     def last_pull(self) -> Transfer | None:
-        """The slowest transfer of the last pull_model_state_dict, or that of first_version.
-
-        num_bytes is 0 if the generator had the version. None if no generator has pulled.
-        """
+        """The slowest transfer of the last pull, with num_bytes=0 if the version was there; None: no pull."""
         return self._fleet.last_pull
 
     def on_news(self, on_event: Callable[[str], None]) -> None:
-        """Call on_event(line), on the thread that all clients share, when a generator has died, is
-        healthy again, or is not started again.
-        """
+        """Call on_event(line), on the clients' thread, when a generator dies, is back or is not restarted."""
         self._fleet.on_event = on_event
 
     def info(self) -> Call[GeneratorInfo]:
@@ -211,10 +201,9 @@ class GeneratorClient(Client):
     def load_adapter(self, name: str, directory: str) -> Call[None]:
         """Load a LoRA adapter from a directory in peft's format, for calls that name it.
 
-        The directory must stay until `unload_adapter` has answered; on another host, the same path
-        is read there. Raises ValueError if the directory has no adapter, for a rank above
-        max_adapter_rank, for max_adapters=0, and for a name in use. The Call raises it for an
-        adapter that does not fit the model, and if this client is attached to a service.
+        The directory must stay until `unload_adapter` has answered; hosts read the same path.
+        Raises ValueError for no adapter, a rank above max_adapter_rank, max_adapters=0 and a name
+        in use. The Call raises it for an adapter that does not fit, and if attached to a service.
         """
         if not isinstance(name, str) or not name:
             raise ValueError(f"load_adapter: name={name!r}; it must be a string that is not empty")
@@ -262,10 +251,8 @@ class GeneratorClient(Client):
     ) -> Call[list[list[Completion]]]:
         """params.n completions of each prompt, in the order of the prompts.
 
-        A prompt is a list of token ids, or a text, which the generator's tokenizer encodes;
-        completions then have a `text`.
-        adapter: a name given to `load_adapter`. None: none, or with lora.sync="adapter" that of the
-        last pull.
+        prompts: token ids, or texts, whose completions have a `text`. adapter: a name given to
+        `load_adapter`. None: none, or with lora.sync="adapter" that of the last pull.
         """
         copies, chosen, codec = self._prepared(prompts, params, adapter)
 
@@ -319,12 +306,12 @@ class GeneratorClient(Client):
         *,
         adapter: str | None = None,
     ) -> FinishedGroups:
-        """Iterator that gives (index of a prompt, its params.n completions) when the prompt has finished.
+        """Iterator that gives (index, params.n completions) of each prompt that has finished.
 
         async for index, completions in generator.generate_each(prompts, params): …
 
-        All prompts start at once; leaving the loop early ends the open ones. A plain `for` works,
-        too. The completions are those of `generate` for the same seeds.
+        A plain `for` works, too. Leaving the loop early ends the open prompts. The completions are
+        those of `generate` for the same seeds.
         indices: for each prompt, p of SamplingParams.seed. None: its index. Others: see `generate`.
         """
         copies, chosen, codec = self._prepared(prompts, params, adapter)
@@ -350,8 +337,8 @@ class GeneratorClient(Client):
         return await self._fleet.generate(prompts, params, seed_indices, adapter)
 
     def compute_logprobs(self, sequences: Sequence[Sequence[int]], *, adapter: str | None = None) -> Call[list[Tensor]]:
-        """Logprob of every token after the first, at temperature 1: float32 [T - 1] for each sequence
-        of T <= max_model_len token ids. adapter: as in `generate`.
+        """Logprob of every token after the first, at temperature 1: float32 [T - 1] for each
+        sequence of T <= max_model_len token ids. adapter: as in `generate`.
         """
         if (index := _first_text(sequences)) is not None:
             raise TypeError(
@@ -387,9 +374,8 @@ class GeneratorClient(Client):
     def sleep(self, level: Literal[1, 2] = 1) -> Call[DeviceMemory]:
         """When the running requests have ended, release the device memory of weights and KV cache.
 
-        Until `wake`, the generator refuses to generate, to compute logprobs, to pull and to load
-        adapters. No memory is released on a CPU.
-        level: 1 keeps the weights in the host's memory. 2 drops them, so that `wake` needs a pull.
+        Until `wake`, other calls are refused. No memory is released on a CPU. level: 1 keeps the
+        weights in the host's memory. 2 drops them, so that a pull must follow `wake`.
         Raises ValueError for sleep_mode=False, and for level 2 if no pull can bring all weights.
         """
         if self.config is not None:
@@ -409,9 +395,7 @@ class GeneratorClient(Client):
         adapter: str | None = None,
         can_cancel: bool = False,
     ) -> Call[T]:
-        """Run `send` when all are ready and the adapter is loaded. Checks now if the limits are known,
-        else just before.
-        """
+        """Run `send` when all are ready. Checks now if the limits are known, else just before."""
         self._begin(what)
         if check is not None and self._limits is not None:
             check(self._limits)
@@ -455,13 +439,6 @@ def _print(line: str) -> None:
         print(line, file=sys.stderr)
 
 
-def _host_of(replica: int, hosts: "Hosts | None") -> "Hosts | None":
-    if hosts is None:
-        return None
-    host = replica % len(hosts)
-    return hosts.part(host, host + 1)
-
-
 def check_config(config: GeneratorConfig, num_hosts: int = 1) -> None:
     """Raises ValueError, or TypeError for no GeneratorConfig, if this machine cannot start one."""
     require_config("GeneratorClient.spawn", config, GeneratorConfig)
@@ -471,8 +448,8 @@ def check_config(config: GeneratorConfig, num_hosts: int = 1) -> None:
 
 
 def config_of_replica(config: GeneratorConfig, index: int, num_hosts: int = 1) -> GeneratorConfig:
-    """The config of replica i, on host i % num_hosts: GPUs after those of the replica before it on the
-    same host, and a seed of its own.
+    """The config of replica i, on host i % num_hosts: GPUs after those of the replica before it
+    there, and a seed of its own.
     """
     if config.replicas == 1:
         return config

@@ -1,5 +1,5 @@
-"""`ModelRanks`, the ranks of a model, which are PolicyTrainer actors, and `Session`, the only way to them:
-one call at a time, in order, on all ranks.
+"""`ModelRanks`, the PolicyTrainer actors of a model, and `Session`, the only way to them: one call at
+a time, in order, on all ranks.
 
 >>> session.call(PolicyTrainer.export_lora, "/tmp/adapter")            # doctest: +SKIP
 """
@@ -40,8 +40,7 @@ T = TypeVar("T")
 Check = Callable[[TrainerLimits], None]  # raises for a call that the ranks would refuse
 
 _turns: "weakref.WeakKeyDictionary[ProcMesh, asyncio.Lock]" = weakref.WeakKeyDictionary()
-"""One lock for each ProcMesh: models in the same processes take turns, or two ranks could start
-their collectives in different orders and wait for ever."""
+"""Models in the same processes take turns: else two ranks could start collectives in different orders."""
 
 
 class ModelRanks(Ranks):
@@ -76,6 +75,7 @@ class ModelRanks(Ranks):
         self.session_id = uuid.uuid4().hex[:12]
         self.number = 0  # of the last request that was sent
         self.turn: asyncio.Lock  # held by the running call; made on the background event loop
+        self.tenants: dict[str, Call[None]] = {}  # tenant that was not dropped -> the call that adds it
         self.versions: dict[str, int] = {}  # tenant -> its last reported policy_version
         # tenant -> why its calls are refused until it discards its gradients, which a timeout left unknown
         self.unanswered: dict[str, str] = {}
@@ -121,7 +121,7 @@ class ModelRanks(Ranks):
             if self._processes is None:
                 self._probes = await self.ask("probe", phase="setup", timeout=self.setup_timeout)
             if self._checkpoint:
-                session = Session(self, self.require_open)
+                session = Session(self, self.name, self.require_open)
                 version = await session.first(PolicyTrainer.load_checkpoint, os.path.abspath(self._checkpoint), False)
             self.versions[FIRST_TENANT] = version
 
@@ -163,22 +163,15 @@ class ModelRanks(Ranks):
         if self._owns_transport and self.transport is not None:
             await self.transport.close()
 
-    def forget(self, tenant: str) -> None:
-        self.unanswered.pop(tenant, None)
-        self.versions.pop(tenant, None)
-
 
 @dataclass(frozen=True, slots=True)
 class Session:
     """The calls of one tenant."""
 
     ranks: ModelRanks
+    name: str  # in error texts
     begin: Callable[[str], None]  # gets the name of each call before it is queued; raises after close
     tenant: str = FIRST_TENANT
-
-    @property
-    def name(self) -> str:
-        return self.ranks.name if self.tenant == FIRST_TENANT else f"{self.ranks.name}, tenant {self.tenant}"
 
     def call(self, verb: "Verb[P, T]", *args: P.args, **kwargs: P.kwargs) -> Call[T]:
         """Queue a call. Its answer is rank 0's."""

@@ -15,7 +15,7 @@ from rl_actors.config import GeneratorConfig
 from rl_actors.generator import Generator
 from rl_actors.processes import gpus
 from rl_actors.processes.output import LogRoute
-from rl_actors.processes.spawn import LONGEST_CHECK_PAUSE, collect
+from rl_actors.processes.spawn import LONGEST_CHECK_PAUSE, ProcessMesh, collect
 from rl_actors.types import DeviceMemory, GeneratorInfo, Heartbeat, SamplingParams, Transfer
 from rl_actors.validation import require_gpu
 from rl_actors.vllm.core import EngineDiedError
@@ -26,13 +26,11 @@ if TYPE_CHECKING:
 
     from rl_actors.processes.hosts import Hosts
 
-NEWS_TIMEOUT = 1.0  # seconds to wait, after a failed heartbeat, for the news that the process has ended
+NEWS_TIMEOUT = 1.0  # seconds after a failed heartbeat in which the news that the process has ended comes first
 
 
 class OneGenerator(Ranks):
-    """A Generator mesh with one process. A call raises ActorDiedError as soon as a process that this
-    object spawned has ended.
-    """
+    """A Generator mesh with one process. A call raises ActorDiedError when a spawned one has ended."""
 
     def __init__(
         self,
@@ -134,43 +132,35 @@ class OneGenerator(Ranks):
                 raise
             raise ActorDiedError(f"{self.name}: {error}", self.name) from error
 
-    async def death(self, silent_after: float) -> ActorDiedError | ActorSilentError | None:
-        """Dead is also a generator with requests whose engine does nothing for silent_after seconds."""
+    async def _silence(self, processes: ProcessMesh, seconds: float) -> ActorDiedError | ActorSilentError | None:
+        """Silent is also a generator with requests whose engine does nothing."""
         await self._spawned.wait()
-        if self._mesh is None or self._processes is None:
+        if self._mesh is None:
             return None
-        end = asyncio.ensure_future(self._processes.wait_any_exit())
-        beat: asyncio.Task[list[Heartbeat]] | None = None
         silence = Silence()
-        pause = min(silent_after / 20, LONGEST_CHECK_PAUSE)
+        pause = min(seconds / 20, LONGEST_CHECK_PAUSE)
+        beat: asyncio.Task[list[Heartbeat]] | None = None
         try:
-            while not self.is_closed:
+            while silence.seconds < seconds:
                 begin = time.monotonic()
                 beat = beat or asyncio.ensure_future(collect(self._mesh.heartbeat))
-                await asyncio.wait((end, beat), timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((beat,), timeout=pause)
                 answer: Heartbeat | None = None
-                if beat.done() and not end.done():
-                    # after a failed heartbeat, `end` may soon have the cause
-                    await asyncio.wait((end,), timeout=pause if beat.exception() is None else NEWS_TIMEOUT)
-                if end.done():
-                    return None if self.is_closed else self._died(end.result(), self._phase())
                 if beat.done():
                     if (error := beat.exception()) is not None:
+                        await asyncio.sleep(NEWS_TIMEOUT)
                         return ActorDiedError(f"{self.name}: {getattr(error, 'exception', error)}", self.name)
                     [answer] = beat.result()
                     beat = None
+                    await asyncio.sleep(pause)
                 # if the two waits took longer than twice the pause, this process was suspended or busy
                 silence.saw(answer, min(time.monotonic() - begin, 2 * pause))
                 if silence.seconds == 0:
-                    self._heard[0] = time.monotonic()
-                if silence.seconds >= silent_after:
-                    text = f"{self.name}: no sign of life for {silent_after:g} s {self._phase()}"
-                    return ActorSilentError(text, self.name)
-            return None
+                    self._note_sign(0)
         finally:
-            end.cancel()
             if beat is not None:
                 beat.cancel()
+        return ActorSilentError(f"{self.name}: no sign of life for {seconds:g} s {self._phase()}", self.name)
 
 
 class Silence:

@@ -82,7 +82,6 @@ class Ranks:
         return self._processes
 
     def state(self) -> str:
-        """What a client's repr says of ranks that have started."""
         if self._processes is not None:
             ended = [str(process) for process in self._processes.processes if process.has_ended()]
             if ended:
@@ -112,27 +111,24 @@ class Ranks:
         if processes is None:
             return None
         end = asyncio.ensure_future(processes.wait_any_exit())
-        silence: asyncio.Task[list[Process]] | None = None
-        silent: list[Process] = []
+        silence = asyncio.ensure_future(self._silence(processes, silent_after))
         try:
-            # silence counts after the setup: a process that imports its modules answers late
-            while not (end.done() or self.is_closed or self.started.done()):
-                await asyncio.wait((end,), timeout=POLL_SECONDS)
-            silence = asyncio.ensure_future(processes.first_silent(silent_after, self._note_sign))
-            while not (end.done() or self.is_closed or silence.done()):
-                await asyncio.wait((end, silence), timeout=LONGEST_CHECK_PAUSE, return_when=asyncio.FIRST_COMPLETED)
-            silent = [] if end.done() or self.is_closed else silence.result()
+            while not (end.done() or silence.done() or self.is_closed):
+                pause = LONGEST_CHECK_PAUSE if self.started.done() else POLL_SECONDS
+                await asyncio.wait((end, silence), timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+            if self.is_closed:
+                return None
+            return self._died(end.result(), self._phase()) if end.done() else silence.result()
         finally:
             end.cancel()
-            if silence is not None:
-                silence.cancel()
-        if self.is_closed:
-            return None
-        if silent:
-            names = ", ".join(map(str, silent))
-            text = f"{self.name}: {names} did not answer for {silent_after:g} s, {self._phase()}"
-            return ActorSilentError(text, self.name)
-        return self._died(end.result(), self._phase())
+            silence.cancel()
+
+    async def _silence(self, processes: ProcessMesh, seconds: float) -> ActorDiedError | ActorSilentError | None:
+        """Wait until a process has been silent for so long, and return the error."""
+        while not self.started.done():  # a process that imports its modules answers late
+            await asyncio.sleep(POLL_SECONDS)
+        names = ", ".join(map(str, await processes.first_silent(seconds, self._note_sign)))
+        return ActorSilentError(f"{self.name}: {names} did not answer for {seconds:g} s, {self._phase()}", self.name)
 
     def _phase(self) -> str:
         return f"during {self._phases[-1]}" if self._phases else "between two calls"

@@ -75,8 +75,8 @@ def decode(line: bytes) -> Message:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Notice within half a minute that the other machine is gone; with unacknowledged bytes, which Linux
-    repeats without keepalive probes (tcp_retries2), only after a quarter of an hour.
+    """Notice within half a minute that the other machine is gone; a quarter of an hour if bytes are
+    unacknowledged, because Linux then repeats them and sends no probes (tcp_retries2).
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):

@@ -1,4 +1,4 @@
-"""`Restarts`, which counts and limits restarts, and `Replica`, a generator of a Fleet and its replacements.
+"""`Restarts`, which limits restarts, and `Replica`, a generator of a Fleet and its replacements.
 
 starting ──► stale ──► healthy ──► dead ──► restarting ──► stale ──► healthy
                ▲          │         └─────► retired
@@ -49,8 +49,8 @@ class Restarts:
     _deaths: deque[tuple[float, Exception]] = field(default_factory=deque, init=False)  # of an hour: (clock, error)
 
     def pause_after(self, death: Exception, *, was_ready: bool = True) -> float:
-        """Count this death. Returns the seconds until the restart; after too many, raises the hour's
-        first error. was_ready: whether the actor has ever been ready.
+        """Count this death. Returns the seconds until the restart; after too many, raises the
+        hour's first error. was_ready: whether the actor has ever been ready.
         """
         now = self.clock()
         while self._deaths and self._deaths[0][0] <= now - HOUR:

@@ -1,7 +1,4 @@
-"""The clients of a trainer, of a value model such as PPO's critic, and of a model that only infers.
-
-Most methods return a Call: `await` it, or call its `.result()`.
-"""
+"""The clients of a trainer, of a value model such as PPO's critic, and of a model that only infers."""
 
 import os
 from collections.abc import Collection
@@ -56,9 +53,7 @@ class ModelClient(TrainingClient):
         hosts: "Hosts | None" = None,
         connection: "Connection | None" = None,
     ) -> None:
-        """mesh: of PolicyTrainers that the caller spawned and will stop. `spawn` and `attach` give the
-        arguments from `config` on.
-        """
+        """mesh: of PolicyTrainers that the caller spawned and will stop. From `config` on: by `spawn`, `attach`."""
         super().__init__(name or self.default_name, is_owner=mesh is None, logs=logs, connection=connection)
         self.config = config
         self._is_quiet = self._is_quiet or processes is not None
@@ -92,14 +87,13 @@ class ModelClient(TrainingClient):
     ) -> Self:
         """Build the model in new or in given processes. Returns at once; calls wait for the start.
 
-        transport: an open transport, which the caller closes, or the call that opens it. None: a
+        transport: open, to be closed by the caller, or the call that opens it. None: a
         TrainerClient opens and closes that of transports/default.py; other clients have none.
-        processes: a ProcMesh or another client. Clients of the same processes take turns; close the
-        other client last. None: new processes, which end with this client.
-        checkpoint: a directory of save_checkpoint. "": the weights of config.hf_path, or random ones.
+        processes: a ProcMesh, or another client, to be closed later; its models take turns with
+        this one. None: new processes, which end with this client.
+        checkpoint: a directory of save_checkpoint. "": the weights of hf_path, or random ones.
         hosts: from `rl_actors.processes.hosts.connect`, for an even spread. None: this host.
-        Raises ValueError for a config from which no model can be built, too few GPUs, processes
-        that cannot be spread evenly, a wrong number of `processes`, or no directory `checkpoint`.
+        Raises ValueError for a wrong config, checkpoint or number of `processes`, or too few GPUs.
         """
         require_config(f"{cls.__name__}.spawn", config, TrainerConfig)
         config = cls._own_config(config)
@@ -141,7 +135,7 @@ class ModelClient(TrainingClient):
         call_timeout: float = TrainerConfig.call_timeout,
         step_wait: float = STEP_WAIT,
     ) -> Self:
-        """A client of the model that a running service owns.
+        """A client of the model that a running service owns. Paths are paths on its machine.
 
         >>> trainer = TrainerClient.attach("tcp://127.0.0.1:4400")             # doctest: +SKIP
 
@@ -149,12 +143,10 @@ class ModelClient(TrainingClient):
         closes it. Meanwhile these calls of other clients wait: forward_backward, optim_step,
         discard_gradients, save_checkpoint, load_checkpoint and profile. After step_wait seconds (at
         most half of call_timeout) they are refused, with the name of the client that has the step.
-        The gradients of a client that leaves in its step are discarded. Paths are paths on the
-        service's machine.
-        certificates: folder of certificates for a tls:// address.
-        Raises TimeoutError after `timeout` seconds without an answer, ConnectionError if no service
-        listens or it refuses the certificates, and ValueError for a wrong address, a model that the
-        service does not have, or another version of rl_actors, torch, Monarch or Python.
+        The gradients of a client that leaves in its step are discarded.
+        certificates: folder of certificates for a tls:// address. Raises TimeoutError after
+        `timeout` seconds without an answer, ConnectionError if no service listens or it refuses the
+        certificates, and ValueError for a wrong address, model or version of a package.
         """
         from rl_actors.clients import remote
 
@@ -175,15 +167,12 @@ class ModelClient(TrainingClient):
         )
 
     def offload(self, parts: Collection[Part] = PARTS) -> Call[HostMove]:
-        """Move parts (weights, gradients, optimizer state) to the host, and free their device
-        memory. No gain on a CPU.
+        """Move parts (weights, gradients, optimizer state) from device memory to the host.
 
-        Host memory, pinned beside a GPU, is allocated once. A later call first brings back what it
-        needs: weights for `forward`, pushes, pulls and exports; also gradients for forward_backward;
-        also the optimizer state for save_checkpoint unless optimizer=False; all parts for
-        optim_step, load_checkpoint and another tenant.
-        Raises RuntimeError after a call that failed halfway, until discard_gradients or
-        load_checkpoint has repaired it.
+        A later call first brings back what it needs: weights for `forward`, pushes, pulls and
+        exports; also gradients for forward_backward; also the optimizer state for save_checkpoint
+        unless optimizer=False; all parts for optim_step, load_checkpoint and another tenant.
+        Raises RuntimeError after a call that failed halfway, until a repair. No gain on a CPU.
         """
         require_parts("offload", parts)
         return self.session.queue("offload", lambda: self._move(PolicyTrainer.offload, list(parts)))
@@ -221,43 +210,39 @@ class TrainerClient(ModelClient):
     default_name: ClassVar[str] = "trainer"
     opens_transport: ClassVar[bool] = True
 
-    def _drive(self, ranks: ModelRanks, started: Call[None]) -> None:
-        self._tenants: dict[str, TenantClient] = {}  # those that this client has added and not dropped
-        super()._drive(ranks, started)
-
     def new_tenant(self, name: str, *, seed: int = 0) -> TenantClient:
-        """Add another run on the same base model, with its own adapters, gradients, optimizer and
-        policy_version. Returns at once.
+        """Add another run on the same base model. Returns at once.
 
-        Its adapters have the rank and the layers of the trainer's, and are initialized with this
-        seed. Raises ValueError if the trainer has no adapters, if a tenant has the name, or if this
-        client is attached to a service.
+        Its adapters have the trainer's rank and layers. seed: of their first values.
+        Raises ValueError without adapters, for a name in use, and if attached to a service.
         """
         if self._connection is not None:
             raise ValueError(f"{self.name} is attached to a service, whose trainer can have only one tenant")
-        former = self._tenants.get(name)
-        if former is not None and not former.ready().failed():
+        former = self.ranks.tenants.get(name)
+        if former is not None and not former.failed():
             raise ValueError(f"{self.name} has a tenant {name!r} already")
         added = self.session.queue(
             "new_tenant",
             lambda: self.session.first(PolicyTrainer.new_tenant, name, seed),
             check=lambda limits: require_tenant(name, seed, limits.lora_rank),
         )
-        self._tenants[name] = TenantClient(self, name, added)
-        return self._tenants[name]
+        self.ranks.tenants[name] = added
+        return TenantClient(self, name, added)
 
     def drop_tenant(self, name: str) -> Call[None]:
         """Delete a tenant and all that it has. Raises ValueError if there is no such tenant."""
-        self._tenants.pop(name, None)
-        return self.session.queue("drop_tenant", lambda: self._drop_tenant(name), when_broken=True)
+        self.ranks.tenants.pop(name, None)
 
-    async def _drop_tenant(self, name: str) -> None:
-        await self.session.first(PolicyTrainer.drop_tenant, name)
-        self.ranks.forget(name)
+        async def drop() -> None:
+            await self.session.first(PolicyTrainer.drop_tenant, name)
+            self.ranks.unanswered.pop(name, None)
+            self.ranks.versions.pop(name, None)
+
+        return self.session.queue("drop_tenant", drop, when_broken=True)
 
     def profile(self, directory: str, *, steps: int = 1) -> Call[None]:
-        """Trace the next `steps` steps with torch.profiler. Rank N writes <directory>/rank-N.json
-        in the last optim_step. Raises RuntimeError within a step or another trace.
+        """Trace the next `steps` steps with torch.profiler. The last optim_step writes
+        <directory>/rank-N.json. Raises RuntimeError within a step or another trace.
         """
         where = os.path.abspath(directory)
         return self.session.queue(
@@ -275,9 +260,8 @@ class TrainerClient(ModelClient):
     ) -> GeneratorClient:
         """Spawn a generator with the trainer's model and current weights. Returns at once.
 
-        config: None: one for the trainer's model, if this client spawned it.
-        Raises ValueError for a value model, for one with an expert bias (load_balance_coeff), and
-        if this client is attached to a service.
+        config: None: one for the trainer's model, if this client spawned it. Raises ValueError for
+        a value model, for an expert bias (load_balance_coeff), and if attached to a service.
         """
         if self._connection is not None:
             raise ValueError(
@@ -286,10 +270,7 @@ class TrainerClient(ModelClient):
             )
         if self.config is not None:
             self.config.require_hf("spawn_generator")
-        if config is None:
-            if self.config is None:
-                raise ValueError("spawn_generator needs a GeneratorConfig: this client did not spawn its trainer")
-            config = GeneratorConfig.of(self.config)
+        config = config or GeneratorConfig.of(self._known_config("spawn_generator"))
         check_config(config)  # before the push
         if self.config is not None:
             own = GeneratorConfig.of(self.config)
@@ -318,8 +299,8 @@ class TrainerClient(ModelClient):
         """Spawn a value model, such as the critic of PPO. Returns at once.
 
         config: its field `head` becomes "values". None: that of this trainer, without adapters.
-        processes: see `spawn`; may be this client. checkpoint: also one of a policy of the same
-        dimensions, whose head then starts at zero. Raises ValueError as `spawn` does.
+        processes: as in `spawn`; may be this client. checkpoint: also of a policy of the same
+        dimensions, whose head then starts at zero.
         """
         own = config or replace(self._known_config("spawn_value_trainer"), lora=LoRAConfig())
         return ValueTrainerClient.spawn(own, processes=processes, checkpoint=checkpoint, name=name, logs=logs)
@@ -335,8 +316,8 @@ class TrainerClient(ModelClient):
     ) -> "ReferenceClient":
         """Spawn a model that only infers, such as a teacher with another config. Returns at once.
 
-        config: None: the config of this trainer. processes, checkpoint, errors: see `spawn`.
-        `refresh(version)` of the client loads weights that this trainer has pushed.
+        config: None: that of this trainer. processes, checkpoint: as in `spawn`. `refresh(version)`
+        of the client loads weights that this trainer has pushed.
         """
         own = config or self._known_config("spawn_reference")
         return ReferenceClient.spawn(
@@ -370,7 +351,6 @@ class ReferenceClient(ModelClient):
     """The client of a model without gradients and optimizer. It refuses to train.
 
     >>> reference = trainer.spawn_reference()                                  # doctest: +SKIP
-    >>> reference.forward(samples).result().logprobs                            # doctest: +SKIP
     >>> reference.refresh(trainer.push_model_state_dict().result()).result()    # doctest: +SKIP
     """
 
@@ -383,9 +363,9 @@ class ReferenceClient(ModelClient):
     def refresh(self, version: int) -> Call[int]:
         """Take the weights of one of the last two pushed versions, and return the version.
 
-        The values are rounded to the dtype of the push: the widest that a generator has announced,
-        or float32. Raises TimeoutError if it is not published within 60 s, ValueError if it holds
-        another model or only adapters, and RuntimeError if this client has no transport.
+        They are rounded to the push's dtype: the widest that a generator has announced, or float32.
+        Raises TimeoutError if it is not published within 60 s, ValueError for another model or
+        only adapters, and RuntimeError without a transport.
         """
         return self.session.queue("refresh", lambda: self.session.first(PolicyTrainer.pull_model_state_dict, version))
 

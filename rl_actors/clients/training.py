@@ -1,4 +1,4 @@
-"""`TrainingClient`, the calls of a training run, and `TenantClient`, the client of one tenant of a trainer.
+"""`TrainingClient`, the calls of a training run, and `TenantClient`, for one tenant of a trainer.
 
 A method checks its arguments in the caller's thread, and copies lists, which the caller may change.
 """
@@ -62,7 +62,7 @@ class TrainingClient(Client):
 
     @property
     def session(self) -> Session:
-        return Session(self.ranks, self._begin, self.tenant)
+        return Session(self.ranks, self.name, self._begin, self.tenant)
 
     @property
     def policy_version(self) -> int | None:
@@ -195,7 +195,7 @@ class TrainingClient(Client):
         self.session.repair()
 
     def save_checkpoint(self, path: str, *, optimizer: bool = True) -> Call[SavedCheckpoint]:
-        """Copy weights, policy_version and, with optimizer=True, the optimizer's state, and write them.
+        """Copy weights, policy_version and (optimizer=True) the optimizer's state, and write them.
 
         The answer comes when the state is copied; its `.wait()` waits until the directory appears,
         complete. If the writing fails and `.wait()` was not called, the next optim_step or
@@ -253,7 +253,7 @@ class TrainingClient(Client):
 
 
 class TenantClient(TrainingClient):
-    """A run made by `TrainerClient.new_tenant`, with its own adapters, gradients, optimizer, order of
+    """A run of `TrainerClient.new_tenant`, with its own adapters, gradients, optimizer, order of
     calls and policy_version. `is_alive`, `death` and `kill` are those of the trainer.
 
     >>> one, other = trainer.new_tenant("one", seed=1), trainer.new_tenant("other", seed=2)   # doctest: +SKIP
@@ -278,17 +278,12 @@ class TenantClient(TrainingClient):
             raise RuntimeError(f"{self.name}: {what} is not possible after close")
         super()._begin(what)
 
-    def kill(self) -> Call[None]:
-        """Kill the trainer's processes, with all tenants."""
-        return self.trainer.kill()
-
     def close(self) -> Call[None]:
         """Make the trainer forget the tenant, with its adapters, gradients and optimizer state."""
         if self._dropped is None:
-            closed = self.ranks.is_closed
-            self._dropped = in_background(_nothing(), self.name) if closed else self.trainer.drop_tenant(self.tenant)
+            # the tenant of a closed trainer has ended already
+            is_over = self.ranks.is_closed
+            self._dropped = (
+                in_background(asyncio.sleep(0), self.name) if is_over else self.trainer.drop_tenant(self.tenant)
+            )
         return self._dropped
-
-
-async def _nothing() -> None:
-    """Closes a tenant whose trainer's client is closed: it has ended already."""
