@@ -26,18 +26,16 @@ class ActorDiedError(RuntimeError):
     """A process of an actor has ended, or its vLLM engine has failed for good."""
 
     def __init__(self, text: str, actor: str) -> None:
-        """actor: the name of the actor's client."""
         super().__init__(text)
-        self.actor = actor
+        self.actor = actor  # the name of its client
 
 
 class ActorSilentError(TimeoutError):
     """An actor has not answered in time. Its processes may hang, or still run the call."""
 
     def __init__(self, text: str, actor: str) -> None:
-        """actor: the name of the actor's client."""
         super().__init__(text)
-        self.actor = actor
+        self.actor = actor  # the name of its client
 
 
 _open_clients: "weakref.WeakSet[Client]" = weakref.WeakSet()

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from rl_actors.clients.base import ATTACH_TIMEOUT, STEP_WAIT
@@ -178,7 +179,7 @@ class ModelClient(TrainingClient):
         return self.session.queue("offload", lambda: self._move(PolicyTrainer.offload, list(parts)))
 
     def onload(self, parts: Collection[Part] = PARTS) -> Call[HostMove]:
-        """Move the parts back to the devices, bit for bit. Does nothing for parts that are there."""
+        """Move the parts back to the devices, bit for bit."""
         require_parts("onload", parts)
         return self.session.queue("onload", lambda: self._move(PolicyTrainer.onload, list(parts)))
 
@@ -276,8 +277,7 @@ class TrainerClient(ModelClient):
             own = GeneratorConfig.of(self.config)
             stops = own.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
             config = replace(config, stop_token_ids=stops, tokenizer_path=config.tokenizer_path or own.tokenizer_path)
-        dtype = config.dtype
-        push = self.session.queue("push_model_state_dict", lambda: self._push_for(dtype))
+        push = self.session.queue("push_model_state_dict", partial(self._push_for, config.dtype))
         return GeneratorClient.spawn(config, transport=self.ranks.opened, name=name, logs=logs, first_version=push)
 
     async def _push_for(self, dtype: str) -> int:
