@@ -42,8 +42,8 @@ def merge_outputs(num_samples: int, outputs: Sequence[RankOutput]) -> ForwardBac
 
 
 def as_tensors(samples: Sequence[Sample]) -> list[Sample]:
-    """A new list, with CPU tensors of int64 or float32, which may share memory. Validation refuses what
-    cannot be converted.
+    """A new list, with CPU tensors of int64 or float32, which may share memory. Validation refuses
+    what cannot be converted.
     """
     if not isinstance(samples, Sequence):
         return samples  # type: ignore[unreachable]  # validation refuses it

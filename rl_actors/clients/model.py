@@ -1,5 +1,5 @@
-"""`ModelRanks`, the PolicyTrainer actors of a model, and `Session`, the only way to them: one call at
-a time, in order, on all ranks.
+"""`ModelRanks`, the PolicyTrainer actors of a model, and `Session`, the only way to them: one call
+at a time, in order, on all ranks.
 
 >>> session.call(PolicyTrainer.export_lora, "/tmp/adapter")            # doctest: +SKIP
 """
