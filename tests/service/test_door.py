@@ -119,7 +119,7 @@ def test_a_timeout_must_be_positive(served, timeout):
 def test_a_client_with_another_version_is_refused_before_anything_is_unpickled(served, monkeypatch, name):
     service, address = served
     others = door_module.own_versions() | {name: "0.0.1"}
-    monkeypatch.setattr(remote, "own_versions", lambda: others)
+    monkeypatch.setattr(remote, "versions", lambda: others)
     with pytest.raises(ValueError, match=f"the service has {name} .*, the client 0.0.1"):
         TrainerClient.attach(address, timeout=TIMEOUT)
     assert not service.clients
