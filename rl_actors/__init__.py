@@ -12,8 +12,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from rl_actors.clients.generator import GeneratorClient
-    from rl_actors.clients.tenant import TenantClient
     from rl_actors.clients.trainer import ReferenceClient, TrainerClient, ValueTrainerClient
+    from rl_actors.clients.training import TenantClient
     from rl_actors.config import GeneratorConfig, LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig, WeightsConfig
     from rl_actors.generator import Generator
     from rl_actors.hub import find_model
@@ -81,7 +81,7 @@ _LAZY = {
     "Reinforce": "rl_actors.losses",
     "Sample": "rl_actors.types",
     "SamplingParams": "rl_actors.types",
-    "TenantClient": "rl_actors.clients.tenant",
+    "TenantClient": "rl_actors.clients.training",
     "TopLogprobs": "rl_actors.types",
     "TorchStoreTransport": "rl_actors.transports.torchstore",
     "TrainerClient": "rl_actors.clients.trainer",

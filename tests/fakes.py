@@ -26,7 +26,7 @@ from rl_actors import (
 )
 from rl_actors.clients.base import ActorDiedError
 from rl_actors.clients.limits import TrainerLimits
-from rl_actors.clients.model_calls import SavedCheckpoint
+from rl_actors.clients.training import SavedCheckpoint
 from rl_actors.metrics import to_numbers
 from rl_actors.seeds import hashed_seed
 

@@ -1,6 +1,6 @@
 """The Router, which chooses a replica of the generator for each prompt."""
 
-from rl_actors.clients.routing import MAX_KNOWN, SLACK, Router
+from rl_actors.clients.fleet import MAX_KNOWN, SLACK, Router
 
 BOTH = [0, 1]
 

@@ -23,7 +23,7 @@ from rl_actors import (
 )
 from rl_actors.clients.base import ActorDiedError, ActorSilentError
 from rl_actors.clients.call import in_background
-from rl_actors.clients.restarts import Restarts
+from rl_actors.clients.replicas import Restarts
 from rl_actors.processes.output import LogRoute
 from rl_actors.transports.base import Transport
 from rl_actors.transports.index import default_transport

@@ -22,8 +22,8 @@ from controllers.observe.run_folder import naming
 from rl_actors.json_files import read_object
 
 if TYPE_CHECKING:
-    from rl_actors.clients.model_calls import SavedCheckpoint
     from rl_actors.clients.trainer import TrainerClient
+    from rl_actors.clients.training import SavedCheckpoint
 
 STATE = "state.json"
 CHECKSUMS = "checksums.json"

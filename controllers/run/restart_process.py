@@ -10,7 +10,7 @@ from controllers.observe.run_folder import RunFolder, read_jsonl
 from controllers.run.actors import StartAgainError
 from controllers.run.config import RunConfig
 from controllers.run.survival import restart_line
-from rl_actors.clients.restarts import HOUR
+from rl_actors.clients.replicas import HOUR
 
 PROGRAM = "program"  # `restart` in restarts.jsonl for a new process
 

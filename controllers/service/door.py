@@ -16,8 +16,8 @@ from pathlib import Path
 
 from controllers.service.open_step import AttachedClient
 from controllers.service.service import Service
-from rl_actors.clients.wire import MAX_LINE_BYTES, PROTOCOL, Message, decode, encode, keep_alive, mismatch
-from rl_actors.clients.wire import versions as own_versions
+from rl_actors.clients.remote import MAX_LINE_BYTES, PROTOCOL, Message, decode, encode, keep_alive, mismatch
+from rl_actors.clients.remote import versions as own_versions
 from rl_actors.processes.address import Address
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,8 @@ from controllers.service.open_step import CHANGING, AttachedClient, OpenStep
 from rl_actors.clients.base import Client
 from rl_actors.clients.completions import Group
 from rl_actors.clients.generator import GeneratorClient
-from rl_actors.clients.model import ModelClient
-from rl_actors.clients.model_calls import SavedCheckpoint
-from rl_actors.clients.trainer import TrainerClient
+from rl_actors.clients.trainer import ModelClient, TrainerClient
+from rl_actors.clients.training import SavedCheckpoint
 from rl_actors.policy_trainer import VERBS
 from rl_actors.types import SamplingParams, TrainerInfo
 

@@ -21,7 +21,7 @@ from controllers.tinker_server.samples import Batch
 from controllers.tinker_server.store import Run, Store
 from rl_actors import OptimParams, TrainerConfig
 from rl_actors.clients.base import ActorDiedError
-from rl_actors.clients.model_calls import SavedCheckpoint
+from rl_actors.clients.training import SavedCheckpoint
 from rl_actors.config import LoRAConfig
 from rl_actors.losses import Loss
 from rl_actors.types import ForwardBackwardOutput, OptimResult, Sample

@@ -41,7 +41,7 @@ from controllers.run.interruption import Interruption
 from controllers.run.run import Run, Supervision
 from controllers.run.survival import SurvivalConfig
 from rl_actors.clients.base import ActorDiedError
-from rl_actors.clients.restarts import HOUR, Restarts
+from rl_actors.clients.replicas import HOUR, Restarts
 from tests.fakes import ParityReward
 
 
