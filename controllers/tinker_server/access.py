@@ -18,8 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 ANYONE = "anyone"
 """The owner of everything on a server without API keys."""
-OPEN_PATHS = frozenset({"/healthz", "/api/v1/healthz"})
-"""Paths that need no key."""
+OPEN_PATHS = frozenset({"/healthz", "/api/v1/healthz"})  # need no key
 SIGNED = "/download/"
 """Begins every path of a download, which the signature in its URL protects instead of a key."""
 SAVES = frozenset({"save_weights", "save_weights_for_sampler", "save_weights_external", "copy_weights"})
@@ -32,9 +31,7 @@ LONGEST_WAIT = 60  # seconds, in Retry-After
 
 
 def read_keys(file: Path) -> dict[str, str]:
-    """{SHA-256 of a key: owner} from lines like "alice 9f86d0…", empty lines and # comments.
-    Raises ValueError naming a wrong line, or if the file has no key.
-    """
+    """{SHA-256 of a key: owner} from lines like "alice 9f86d0…". Raises ValueError for a wrong line."""
     owners: dict[str, str] = {}
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
         text = line.strip()
@@ -91,14 +88,11 @@ class Access:
         self,
         app: ASGIApp,
         *,
-        owners: Mapping[str, str] | None,
-        rate: float | None = None,
-        burst: float = 100.0,
+        owners: Mapping[str, str] | None,  # SHA-256 of a key -> owner; None: no keys, ANYONE owns every request
+        rate: float | None = None,  # requests for work per second and owner; None: no limit
+        burst: float = 100.0,  # requests for work at once, beyond the rate
         log: TextIO | None = None,
     ) -> None:
-        """owners: SHA-256 of a key -> owner. None: no keys, and ANYONE owns every request.
-        rate: requests for work per second and owner, beyond a `burst` at once. None: no limit.
-        """
         self.app = app
         self.owners = owners
         self.rate = rate
@@ -173,8 +167,7 @@ class Access:
         return None
 
     def _note(self, scope: Scope, owner: str | None, status: int, seconds: float) -> None:
-        route = scope.get("route")
-        name = getattr(route, "path", "other")
+        name = getattr(scope.get("route"), "path", "other")
         self.counts.requests[name, status] += 1
         self.counts.seconds[name] += seconds
         if self.log is not None:

@@ -42,9 +42,8 @@ class Caller:
         waiting = self.server.futures.waiting_bytes[self.owner]
         most = self.server.config.max_bytes_in_flight
         if waiting and waiting + num_bytes > most:
-            raise try_later(
-                f"data of {waiting} bytes already waits for its calls; at most max_bytes_in_flight={most} may wait"
-            )
+            detail = f"data of {waiting} bytes already waits for its calls; at most max_bytes_in_flight={most} may wait"
+            raise try_later(detail)
 
     def submit(self, what: str, body: Any, work: WorkOfRun, **options: Any) -> Json:
         """Accept a request to a run, and return the reply. options: of Futures.submit."""

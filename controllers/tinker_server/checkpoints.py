@@ -243,13 +243,9 @@ async def delete_checkpoint(checkpoint: Own, caller: Calling) -> None:
 
 
 @routes.post(f"{PATH}/publish", status_code=204)
-async def publish(checkpoint: Own, caller: Calling) -> None:
-    caller.server.store.update(Checkpoint, checkpoint.path, public=True)
-
-
 @routes.delete(f"{PATH}/publish", status_code=204)
-async def unpublish(checkpoint: Own, caller: Calling) -> None:
-    caller.server.store.update(Checkpoint, checkpoint.path, public=False)
+async def publish(checkpoint: Own, caller: Calling, request: Request) -> None:
+    caller.server.store.update(Checkpoint, checkpoint.path, public=request.method == "POST")
 
 
 @routes.put(f"{PATH}/ttl", status_code=204)

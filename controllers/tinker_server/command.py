@@ -25,11 +25,9 @@ from controllers.tinker_server.start import claimed, start_server
 API_KEY = "tml-local"
 """For clients of a server without keys: the SDK needs a key, and accepts this one."""
 HEADER_SECONDS = 30.0
-BODY_SECONDS = 300.0
-"""For a whole body: 32 MiB at 110 kB/s."""
+BODY_SECONDS = 300.0  # for a whole body: 32 MiB at 110 kB/s
 MAX_HEADER_BYTES = 64 << 10
-SHUTDOWN_SECONDS = 5
-"""For open connections to finish when the server stops."""
+SHUTDOWN_SECONDS = 5  # for open connections to finish when the server stops
 
 
 def main() -> None:
@@ -124,13 +122,9 @@ def read_address(text: str, *, has_keys: bool) -> tuple[str, int]:
         raise ValueError(f"--address: {error}") from None
     if not is_loopback(host):
         if not has_keys:
-            raise ValueError(
-                f"--address {text}: other machines can reach this address, so give --keys, or listen at 127.0.0.1"
-            )
-        print(
-            f"warning: at {text} keys and data travel unencrypted; use a private network or a TLS proxy",
-            file=sys.stderr,
-        )
+            raise ValueError(f"--address {text}: other machines can reach it, so give --keys, or listen at 127.0.0.1")
+        warning = f"warning: at {text} keys and data travel unencrypted; use a private network or a TLS proxy"
+        print(warning, file=sys.stderr)
     return host, port
 
 

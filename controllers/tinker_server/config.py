@@ -11,10 +11,7 @@ from rl_actors.model_config import ModelConfig
 
 @dataclass(kw_only=True)
 class ServeConfig:
-    """Runs train LoRA adapters or all weights; those with adapters of the same rank and layers share
-    a trainer. Samplers generate with a saved version of a run or the base model, all with one
-    generator.
-    """
+    """Runs with adapters of the same rank and layers share a trainer; all samplers share a generator."""
 
     name: str
     """Name by which clients ask for the base model."""
@@ -45,9 +42,7 @@ class ServeConfig:
     max_json_bytes: int = 8 << 20
     """Largest JSON request for samples. Python's objects take up to twenty times its bytes."""
     max_bytes_in_flight: int = 256 << 20
-    """Most bytes of an owner's bodies under way, and of its data that waits for an actor. Above:
-    503 or 429, and the SDK sends again.
-    """
+    """Of an owner's bodies under way, and of its data that waits. Above: 503 or 429, sent again."""
     max_answer_bytes: int = 128 << 20
     """Largest answer. Requests for samples that could exceed it are refused."""
     max_samples: int = 1024
@@ -82,11 +77,9 @@ class ServeConfig:
 
 
 def tokenizer_id(directory: str) -> str:
-    """The path from which the SDK loads the tokenizer. Raises ValueError if it has ':'.
-
-    The SDK cuts a path with exactly two slashes at the second, so /a/b becomes /a/./b.
-    """
+    """The path from which the SDK loads the tokenizer. Raises ValueError if it has ':'."""
     path = Path(directory).absolute()
     if ":" in str(path):
         raise ValueError(f"the base model is in {path}, but the SDK cuts the path of a tokenizer at ':'")
+    # the SDK cuts a path with exactly two slashes at the second, so /a/b becomes /a/./b
     return str(path) if str(path).count("/") != 2 else f"{path.parent}/./{path.name}"

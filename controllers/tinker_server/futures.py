@@ -114,9 +114,8 @@ class Futures:
         num_bytes: int = 0,
     ) -> Promise:
         """Start the work, or return the promise of this owner's earlier `what` with this key.
-
-        key: None: always starts. keeps_key: never run twice; once the promise is forgotten, a
-        repeated request gets an error. num_bytes: of the data that the work holds.
+        keeps_key: once the promise is forgotten, a repeated request gets an error. num_bytes: of
+        the data that the work holds.
         """
         key = None if key is None else (owner, what, key)
         self._sweep(owner)
@@ -186,10 +185,6 @@ class Futures:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(promise.is_done.wait(), hold)
         return promise
-
-    def fetched(self, promise: Promise) -> None:
-        """Keep the answer for only keep_fetched more seconds; the client may not have received it."""
-        promise.fetched = self.now()
 
     async def close(self) -> None:
         """Cancel all work, and wait until it has ended."""

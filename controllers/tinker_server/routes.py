@@ -29,8 +29,7 @@ PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
 """The status page's Content-Security-Policy: nothing is loaded from another host."""
-MAX_ERRORS = 16
-"""Most errors of a body that an answer names."""
+MAX_ERRORS = 16  # of a body, that an answer names
 
 routes = APIRouter(route_class=JsonRoute)
 pages = APIRouter()
@@ -110,7 +109,7 @@ async def retrieve_future(body: messages.RetrieveFuture, caller: Calling) -> Res
         return JSONResponse(not_ready, status_code=408)
     if body.allow_metadata_only and answer.num_bytes > INLINE_BYTES:
         return JSONResponse({"status": "complete_metadata", "response_payload_size": answer.num_bytes})
-    futures.fetched(promise)
+    promise.fetched = futures.now()  # kept for keep_fetched more seconds: the client may not have received it
     if answer.error is not None:
         return JSONResponse({"error": answer.error, "category": answer.category})
     if answer.proto is not None:

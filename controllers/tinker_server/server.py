@@ -18,14 +18,11 @@ from controllers.tinker_server.trainers import Spawn, Trainers
 from rl_actors import GeneratorClient
 from rl_actors.clients.limits import TrainerLimits
 
-POINTS = 300
-"""Most points of a curve on the status page; the oldest are dropped."""
-RATE_SECONDS = 5.0
-"""Seconds between two points of a rate."""
+POINTS = 300  # of a curve on the status page; the oldest are dropped
+RATE_SECONDS = 5.0  # between two points of a rate
 SILENT_SECONDS = 24 * 3600.0
 """After this long without heartbeat, unnamed sampler weights of a session's runs are deleted."""
-SWEEP_SECONDS = 60.0
-"""Seconds between two calls of Server.sweep."""
+SWEEP_SECONDS = 60.0  # between two calls of Server.sweep
 
 
 def _points() -> deque[float]:

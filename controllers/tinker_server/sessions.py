@@ -61,13 +61,8 @@ async def telemetry(request: Request) -> Json:
 @routes.get("/get_server_capabilities")
 async def get_server_capabilities(caller: Calling) -> Json:
     config = caller.server.config
-    model = {
-        "model_name": config.name,
-        "max_context_length": config.generator.max_model_len,
-        "trainable": True,
-        "sampleable": True,
-    }
-    return {"supported_models": [model]}
+    model = {"model_name": config.name, "max_context_length": config.generator.max_model_len}
+    return {"supported_models": [model | {"trainable": True, "sampleable": True}]}
 
 
 @routes.get("/sessions")

@@ -34,7 +34,6 @@ def numbers(server: Server) -> dict[str, tuple[str, float]]:
 
 
 def prometheus(server: Server, counts: Counts) -> str:
-    """The text that Prometheus reads."""
     families = [
         Family(name=f"rl_actors_serve_{name}", about=about, numbers={(): value})
         for name, (about, value) in numbers(server).items()

@@ -6,7 +6,7 @@ import json
 import re
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +15,8 @@ KIND_SEGMENTS = {"training": "weights", "sampler": "sampler_weights", "external"
 """Kind of a checkpoint -> second part of its path."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 JSON_COLUMNS = frozenset({"tags", "user_metadata", "lora"})
+for json_type in (dict, list):
+    sqlite3.register_adapter(json_type, json.dumps)
 BOOL_COLUMNS = frozenset({"public", "is_ephemeral", "is_dropped"})
 
 
@@ -22,7 +24,7 @@ BOOL_COLUMNS = frozenset({"public", "is_ephemeral", "is_dropped"})
 class Session:
     id: str
     owner: str
-    tags: Sequence[str] = ()
+    tags: list[str] = field(default_factory=list)
     user_metadata: Mapping[str, Any] | None = None
     sdk_version: str = ""
     project_id: str | None = None
@@ -95,13 +97,7 @@ class Version:
 
 Row = TypeVar("Row", Session, Run, Checkpoint, Sampler, Version)
 OwnRow = TypeVar("OwnRow", Session, Run, Checkpoint, Sampler)
-TABLES: dict[type, str] = {
-    Session: "sessions",
-    Run: "runs",
-    Checkpoint: "checkpoints",
-    Sampler: "samplers",
-    Version: "versions",
-}
+TABLES = {Session: "sessions", Run: "runs", Checkpoint: "checkpoints", Sampler: "samplers", Version: "versions"}
 """By the class of the rows, whose first field is the key."""
 
 
@@ -136,7 +132,7 @@ class Store:
     def put(self, row: Session | Run | Checkpoint | Sampler | Version) -> int:
         """Add a row, replacing one of the same key. Returns the number of a Version."""
         names = [each.name for each in fields(row)]
-        values = [_to_column(getattr(row, name)) for name in names]
+        values = [getattr(row, name) for name in names]
         values[0] = values[0] or None
         marks = ", ".join("?" * len(names))
         query = f"INSERT OR REPLACE INTO {TABLES[type(row)]} ({', '.join(names)}) VALUES ({marks})"
@@ -156,8 +152,7 @@ class Store:
 
     def update(self, kind: type[Row], key: str | int, /, **values: Any) -> None:
         names = ", ".join(f"{name} = ?" for name in values)
-        columns = [_to_column(each) for each in values.values()]
-        self.db.execute(f"UPDATE {TABLES[kind]} SET {names} WHERE {_key(kind)} = ?", [*columns, key])
+        self.db.execute(f"UPDATE {TABLES[kind]} SET {names} WHERE {_key(kind)} = ?", [*values.values(), key])
 
     def delete(self, kind: type[Row], key: str) -> None:
         self.db.execute(f"DELETE FROM {TABLES[kind]} WHERE {_key(kind)} = ?", (key,))
@@ -192,10 +187,6 @@ def _key(kind: type) -> str:
 
 def _condition(equal: Mapping[str, Any]) -> str:
     return " AND ".join(f"{name} IS ?" for name in equal) or "1"  # IS: also None
-
-
-def _to_column(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, Mapping | list | tuple) else value
 
 
 def _from_row(row: sqlite3.Row) -> dict[str, Any]:

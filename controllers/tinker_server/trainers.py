@@ -30,8 +30,6 @@ Spawn = Callable[[TrainerConfig], TrainerClient]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoadedTrainer:
-    """A trainer in memory, and its runs."""
-
     client: TrainerClient
     lora: LoRAConfig  # of all its runs' adapters; with rank 0 it has only one run
     runs: "dict[str, LoadedRun]" = field(default_factory=dict)
@@ -39,8 +37,6 @@ class LoadedTrainer:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoadedRun:
-    """A run in a trainer in memory."""
-
     run: Run
     home: LoadedTrainer
     client: TrainerClient | TenantClient  # the trainer's until the run is a tenant of it
@@ -151,37 +147,31 @@ class Trainers:
         async with self._placing:
             home = next((each for each in self.homes if lora.rank and each.lora == lora), None)
             if home is None:
-                await self._make_room()
+                while len(self.homes) >= self.config.max_trainers:
+                    full = f"max_trainers={self.config.max_trainers}: every trainer in memory has a run that"
+                    await self._evict_one([list(each.runs.values()) for each in self.homes], full, "--max-trainers")
                 home = LoadedTrainer(client=self._spawn(replace(self.config.trainer, lora=lora)), lora=lora)
                 self.homes.append(home)
             resident = home.runs[run.id] = LoadedRun(run=run, home=home, client=home.client)
             try:
                 while len(home.runs) > self.config.max_tenants:
                     full = f"max_tenants={self.config.max_tenants}: every run with adapters of the same rank and layers"
-                    [idle] = self._least_needed([[each] for each in home.runs.values()], full, "--max-tenants")
-                    await self._evict(idle)
+                    await self._evict_one([[each] for each in home.runs.values()], full, "--max-tenants")
             except BaseException:
                 await self._remove(resident)
                 raise
             return resident
 
-    async def _make_room(self) -> None:
-        """At max_trainers, park the runs of the least recently used trainer, which ends it."""
-        while len(self.homes) >= self.config.max_trainers:
-            full = f"max_trainers={self.config.max_trainers}: every trainer in memory has a run that"
-            runs = [list(home.runs.values()) for home in self.homes]
-            for resident in self._least_needed(runs, full, "--max-trainers"):
-                await self._evict(resident)
-
-    def _least_needed(self, groups: list[list[LoadedRun]], full: str, flag: str) -> list[LoadedRun]:
-        """The least recently used group whose runs may all go to disk. UserError: there is none."""
+    async def _evict_one(self, groups: list[list[LoadedRun]], full: str, flag: str) -> None:
+        """Of the groups whose runs may all go to disk, the least recently used. UserError: none may."""
         idle = [group for group in groups if all(map(self._may_go, group))]
         if not idle:
             raise UserError(
                 f"{full} is at work, or has gradients and waits for its optim_step; "
                 f"try again later, or start the server with a larger {flag}"
             )
-        return min(idle, key=lambda group: max(resident.used for resident in group))
+        for resident in min(idle, key=lambda group: max(resident.used for resident in group)):
+            await self._evict(resident)
 
     def _may_go(self, resident: LoadedRun) -> bool:
         """True if no request of the run is at work, and it has no gradients or no client."""
@@ -293,10 +283,8 @@ class Trainers:
             try:
                 await self._evict(resident, must_end=True)
             except Exception:
-                logger.exception(
-                    "the state of the training run %s could not be written to disk; its saved checkpoints are still there",
-                    resident.run.id,
-                )
+                text = "the state of the training run %s could not be written to disk; its saved checkpoints are still there"
+                logger.exception(text, resident.run.id)
         for home in list(self.homes):
             await self._forget(home)
 
