@@ -54,8 +54,8 @@ def _new_sampler(caller: Caller, body: messages.CreateSamplingSession) -> Sample
         raise UserError(
             f"{body.model_path} holds no weights for a sampler; give a path that save_weights_for_sampler returned"
         )
-    of_run = {"model_path": body.model_path, "run_id": run.id, "version": checkpoint.version}
-    return replace(sampler, base_model=run.base_model, **of_run)
+    sampler = replace(sampler, base_model=run.base_model, model_path=body.model_path)
+    return replace(sampler, run_id=run.id, version=checkpoint.version)
 
 
 @routes.get("/samplers/{sampler_id}")

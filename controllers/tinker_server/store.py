@@ -122,7 +122,7 @@ class Store:
         # NORMAL: a kill loses nothing, a power failure perhaps the last rows
         self.db.execute("PRAGMA synchronous=NORMAL")
         for kind, table in TABLES.items():
-            key, *others = [each.name for each in fields(kind)]
+            key, *others = _names(kind)
             key_type = "INTEGER" if kind is Version else "TEXT"
             columns = ", ".join([f"{key} {key_type} PRIMARY KEY", *others])
             self.db.execute(f"CREATE TABLE IF NOT EXISTS {table} ({columns})")
@@ -131,7 +131,7 @@ class Store:
 
     def put(self, row: Session | Run | Checkpoint | Sampler | Version) -> int:
         """Add a row, replacing one of the same key. Returns the number of a Version."""
-        names = [each.name for each in fields(row)]
+        names = _names(type(row))
         values = [getattr(row, name) for name in names]
         values[0] = values[0] or None
         marks = ", ".join("?" * len(names))
@@ -139,7 +139,8 @@ class Store:
         return self.db.execute(query, values).lastrowid or 0
 
     def get(self, kind: type[Row], key: str | int) -> Row | None:
-        return next(iter(self.find(kind, **{_key(kind): key})), None)
+        rows = self._rows(kind, f"WHERE {_key(kind)} = ?", key)
+        return rows[0] if rows else None
 
     def find(self, kind: type[Row], /, limit: int = -1, offset: int = 0, **equal: Any) -> list[Row]:
         """The rows whose fields have these values, newest first. limit -1: all."""
@@ -181,8 +182,12 @@ class Store:
         return [kind(**_from_row(row)) for row in rows]
 
 
+def _names(kind: type) -> list[str]:
+    return [each.name for each in fields(kind)]
+
+
 def _key(kind: type) -> str:
-    return fields(kind)[0].name
+    return _names(kind)[0]
 
 
 def _condition(equal: Mapping[str, Any]) -> str:
