@@ -106,9 +106,8 @@ class Access:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        # 499: cancelled before an answer begins
         begin = time.perf_counter()
-        status = 499
+        status = 499  # cancelled before an answer begins
 
         async def note_status(message: Message) -> None:
             nonlocal status

@@ -66,7 +66,6 @@ async def get_sampler(sampler_id: str, caller: Calling) -> Json:
 
 @routes.post("/asample")
 async def asample(body: messages.Sample, caller: Calling) -> Json:
-    """Needs a sampling session, which SDK 0.38 always names."""
     server = caller.server
     if server.futures.num_waiting >= server.config.max_waiting:
         raise try_later(f"{server.config.max_waiting} requests (max_waiting) already wait for their answers")

@@ -63,10 +63,9 @@ class LoadedRun:
 
 class Trainers:
     def __init__(self, config: ServeConfig, store: Store, folder: Path, spawn: Spawn) -> None:
-        """folder: of the states on disk."""
         self.config = config
         self.store = store
-        self.folder = folder
+        self.folder = folder  # of the states on disk
         self._spawn = spawn
         self.homes: list[LoadedTrainer] = []
         self._turns: dict[str, asyncio.Lock] = {}
