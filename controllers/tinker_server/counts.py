@@ -1,7 +1,6 @@
-"""Counts the fields of a request before it is parsed: a field takes many times its bytes."""
+"""Counts the fields of a protobuf message, which take many times their bytes once parsed."""
 
-from functools import cache
-from typing import Any
+from google.protobuf.descriptor import FieldDescriptor
 
 from controllers.tinker_server import tinker_pb2
 
@@ -13,13 +12,6 @@ FEW_BYTES = 2 * MAX_FIELDS
 """Fewer bytes cannot have too many fields, of at least two bytes each."""
 
 
-@cache
-def _nested_fields(message: Any) -> dict[int, Any]:
-    """{field number: the descriptor of the message in it, or "packed"} of a message's descriptor."""
-    nested = {field.number: field.message_type for field in message.fields if field.message_type is not None}
-    return nested | {field.number: "packed" for field in message.fields if field.is_packed}
-
-
 def require_few_fields(body: bytes) -> None:
     """Raises ValueError if `body` has more than MAX_FIELDS fields or is no ForwardBackwardRequest."""
     if len(body) < FEW_BYTES:
@@ -27,8 +19,7 @@ def require_few_fields(body: bytes) -> None:
     num_fields = 0
     pending = [(0, len(body), tinker_pb2.ForwardBackwardRequest.DESCRIPTOR)]
     while pending:
-        at, end, message = pending.pop()
-        nested = _nested_fields(message)
+        at, end, descriptor = pending.pop()
         while at < end:
             num_fields += 1
             if num_fields > MAX_FIELDS:
@@ -43,12 +34,11 @@ def require_few_fields(body: bytes) -> None:
                 at += 4
             elif wire_type == 2:
                 length, at = _varint(body, at, end)
-                kind = nested.get(tag >> 3)
-                if kind == "packed":
-                    if length > MAX_PACKED_BYTES:
-                        raise ValueError(f"a shape has {length} bytes; at most {MAX_PACKED_BYTES} are allowed")
-                elif kind is not None:
-                    pending.append((at, min(at + length, end), kind))
+                field = descriptor.fields_by_number.get(tag >> 3)
+                if field is not None and field.message_type is not None:
+                    pending.append((at, min(at + length, end), field.message_type))
+                elif field is not None and field.type == FieldDescriptor.TYPE_INT64 and length > MAX_PACKED_BYTES:
+                    raise ValueError(f"a shape has {length} bytes; at most {MAX_PACKED_BYTES} are allowed")
                 at += length
             else:
                 raise ValueError(f"the body is not a ForwardBackwardRequest: wire type {wire_type}")

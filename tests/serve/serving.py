@@ -5,7 +5,6 @@ Tests send requests in the form of this SDK, without a network.
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import httpx
@@ -16,10 +15,7 @@ from controllers.tinker_server import tinker_pb2
 from controllers.tinker_server.config import ServeConfig
 from controllers.tinker_server.requests import SamplingLimits
 from controllers.tinker_server.routes import make_app
-from controllers.tinker_server.sampling import VersionedGenerator
-from controllers.tinker_server.server import Server, is_abandoned
-from controllers.tinker_server.store import Store
-from controllers.tinker_server.trainers import Trainers
+from controllers.tinker_server.server import Server
 from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
 
 VOCABULARY = 16
@@ -53,23 +49,16 @@ class Api:
         )
         self.trainers: list[UnigramTrainer] = []
         self.generator = UnigramGenerator(folder / "samplers", VOCABULARY)
-        self.store = Store(folder / "state.sqlite")
         self.server = Server(
             self.config,
             folder,
-            store=self.store,
-            trainers=Trainers(
-                self.config,
-                self.store,
-                folder / "parked",
-                spawn=self._spawn,
-                is_abandoned=partial(is_abandoned, self.store),
-            ),
-            generator=VersionedGenerator(self.generator),
+            spawn=self._spawn,
+            generator=self.generator,
             sampling=SamplingLimits(
                 max_model_len=LONGEST, vocab_size=VOCABULARY, end_token_ids=(0,), tokenizer=Letters()
             ),
         )
+        self.store = self.server.store
         self.app = make_app(self.server)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://localhost/api/v1")
         self.num_samplers = 0
