@@ -16,11 +16,11 @@ from controllers import config_file
 from controllers.algorithms.schedules import ScheduleConfig
 from controllers.environments import EnvironmentConfig
 from controllers.program import cli
-from rl_actors.config import TrainerConfig
+from controllers.run import config as run_config
 
 
 @dataclass(kw_only=True)
-class RunConfig:
+class RunConfig(run_config.RunConfig):
     steps: int = 10
     """Optimizer steps of the run."""
     seed: int = 0
@@ -35,11 +35,8 @@ class RunConfig:
     """A path."""
     mode: Literal["fast", "slow"] = "fast"
     """A choice."""
-    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
-    presets: ClassVar[dict] = {}
     short_flags: ClassVar[dict[str, str]] = {"--lr": "--schedule.learning-rate"}
 
     def with_local_models(self) -> "RunConfig":
