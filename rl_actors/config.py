@@ -14,7 +14,7 @@ from torchtitan.config import CompileConfig, ParallelismConfig
 from rl_actors import hub, layouts, validation
 from rl_actors.field_types import NaturalInt, NonNegativeFloat, PositiveFloat, PositiveInt, require_field_types
 from rl_actors.model_config import ModelConfig
-from rl_actors.stop_tokens import stop_token_ids
+from rl_actors.texts import stop_token_ids
 
 MAX_VLLM_RANK = 512
 """Largest rank of an adapter in vLLM 0.32."""

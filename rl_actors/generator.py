@@ -21,7 +21,7 @@ from rl_actors.model_config import ModelConfig
 from rl_actors.processes.errors import sends_errors
 from rl_actors.processes.output import LOG_VARIABLE, route_library_logs
 from rl_actors.processes.spawn import Probe, probe_here
-from rl_actors.stop_tokens import stop_token_ids
+from rl_actors.texts import stop_token_ids
 from rl_actors.transports.base import Manifest, Transport, announce, find
 from rl_actors.types import (
     MAX_NAMES_REPORTED,
