@@ -29,23 +29,12 @@ ARCHITECTURES = {
 """By model_type in config.json."""
 
 MOE_FIELDS = frozenset(
-    {
-        "num_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "norm_topk_prob",
-        "decoder_sparse_step",
-        "mlp_only_layers",
-    }
+    ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    + ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
 )
 """Only in the config.json of a mixture of experts."""
 
-SUPPORTED_VALUES = {
-    "attention_bias": False,
-    "mlp_bias": False,
-    "hidden_act": "silu",
-    "use_sliding_window": False,
-}
+SUPPORTED_VALUES = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "use_sliding_window": False}
 """Entries of config.json with one supported value. They may be missing."""
 
 
@@ -125,13 +114,12 @@ class ModelConfig:
             if values.get(name, supported) != supported:
                 raise ValueError(f"{file} has {name}={values[name]!r}; supported is {supported!r}")
         for name, supported in ARCHITECTURES[model_type].required:
-            if name not in values or values[name] != supported:
-                found = (
-                    f"has {name}={values[name]!r}"
-                    if name in values
-                    else f"lacks {name}, so transformers uses its default"
+            if name not in values:
+                raise ValueError(
+                    f"{file} lacks {name}, so transformers uses its default; supported is only {name}={supported!r}"
                 )
-                raise ValueError(f"{file} {found}; supported is only {name}={supported!r}")
+            if values[name] != supported:
+                raise ValueError(f"{file} has {name}={values[name]!r}; supported is only {name}={supported!r}")
         values = _with_defaults(values) | _rope(file, values)
         values["architecture"] = model_type.removesuffix("_moe")
         names = set(cls.__dataclass_fields__)
@@ -203,21 +191,17 @@ class ModelConfig:
             if not 0 < value < math.inf or (name == ORIGINAL_LENGTH and value % 1):
                 must = "a positive, whole number" if name == ORIGINAL_LENGTH else "positive and finite"
                 raise ValueError(f"model.rope_scaling[{name!r}]={value}; it must be {must}")
-        heads = self.num_attention_heads
-        kv_heads = self.num_key_value_heads
-        if heads % kv_heads:
-            raise ValueError(
-                f"model.num_attention_heads={heads} is not divisible by model.num_key_value_heads={kv_heads}"
-            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            heads = f"model.num_attention_heads={self.num_attention_heads}"
+            raise ValueError(f"{heads} is not divisible by model.num_key_value_heads={self.num_key_value_heads}")
         if self.head_dim % 2:
             raise ValueError(
                 f"model.head_dim={self.head_dim}; it must be even: the rotary embedding rotates pairs of dimensions"
             )
-        experts = self.num_experts
         routed = self.num_experts_per_tok
-        if experts < 0 or (experts > 0 and routed > experts):
+        if self.num_experts and self.num_experts < routed:
             raise ValueError(
-                f"model.num_experts={experts}; it must be 0 or at least model.num_experts_per_tok={routed}"
+                f"model.num_experts={self.num_experts}; it must be 0 or at least model.num_experts_per_tok={routed}"
             )
 
 
