@@ -408,9 +408,7 @@ class GeneratorConfig:
     """Restarts of spawned generators. In a run `survival` sets them."""
 
     def gpus(self, num_hosts: int = 1) -> range:
-        """Indices of all replicas' GPUs, if there are GPUs; with several hosts of the one with the
-        most replicas.
-        """
+        """Indices of all replicas' GPUs, with several hosts of the one with the most replicas."""
         first = self.gpu or 0
         num_replicas = math.ceil(self.replicas / num_hosts)
         return range(first, first + num_replicas * self.tensor_parallel)
@@ -426,9 +424,8 @@ class GeneratorConfig:
 
     @classmethod
     def of(cls, trainer: TrainerConfig) -> "GeneratorConfig":
-        """A generator for the trainer's model and adapters, which are copied, and its stop tokens.
-
-        max_model_len is that of the trainer's longest samples, or the model's if that is smaller.
+        """A generator for the trainer's model and adapters, which are copied, its stop tokens, and its
+        longest samples.
         """
         # T positions are T + 1 tokens
         longest = min(trainer.max_sequence_length + 1, trainer.model.max_position_embeddings)

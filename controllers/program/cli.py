@@ -23,8 +23,7 @@ from controllers.program import help
 from controllers.run.config import RunConfig
 
 FIXED_ON_RESUME = ("seed", "environment", "chat", "alphabet", "sft_steps", "trainer.model", "trainer.hf_path")
-"""A resumed run cannot change these: weights might not fit, or held-out problems might have been
-trained on."""
+"""Otherwise weights might not fit, or held-out problems might have been trained on."""
 
 FIELDS_OF_TASK = (
     *("options", "split", "held_out_task", "held_out_split", "mixture"),
@@ -69,10 +68,9 @@ def parse(
     configs_by_controller: Mapping[str, Configs] | None = None,
     program: type[Invocation] = Invocation,
 ) -> Invocation:
-    """`prog`: how the user starts the program, whose flags are the fields of `program`.
-    `--config` names one of `configs` (default: the first) or a file; dotted flags edit its fields.
-    configs_by_controller: for an error that names the right loop.
-    Exits with status 2 and a message, or 0 after `--help`.
+    """`prog`: how the user starts the program. `--config` names one of `configs` (default: the first)
+    or a file; dotted flags edit its fields. configs_by_controller: for an error text. program: has
+    the other flags. Exits with status 2 and a message, or 0 after `--help`.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
@@ -226,7 +224,7 @@ def _require_same(before: Mapping[str, object], after: Mapping[str, object]) -> 
 def require_writable(flag: str, folder: Path) -> None:
     """Raise ValueError if the folder cannot be made or written to."""
     existing = folder
-    # If this user may not enter the parent folder, Path.exists would raise an error, but os.path.exists returns False.
+    # Path.exists would raise an error in a folder that this user may not enter
     while not os.path.exists(existing) and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir():

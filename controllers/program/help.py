@@ -31,7 +31,7 @@ ABOUT_FLAGS = (
 
 
 def asked(argv: Sequence[str]) -> str | None:
-    """The group that `--help GROUP` names; "" if no group is named, None if there is no --help."""
+    """The group that `--help GROUP` names, "" without one; None without --help."""
     for index, argument in enumerate(argv):
         if argument in ("-h", "--help"):
             named = argv[index + 1] if index + 1 < len(argv) else ""
@@ -40,10 +40,7 @@ def asked(argv: Sequence[str]) -> str | None:
 
 
 def show(prog: str, program: "Invocation", group: str, configs: Iterable[str]) -> NoReturn:
-    """Print the help, and exit with status 0. group: as `asked` returns it, or "all".
-
-    Raises ValueError if the config has no such group.
-    """
+    """Exits with status 0. group: as `asked` returns it. Raises ValueError for an unknown one."""
     if group == "all":
         tyro.cli(type(program), default=program, prog=prog, description=ABOUT_FLAGS, args=["--help"])
     elif group:
@@ -75,7 +72,7 @@ def _program_flags(program: "Invocation") -> list[str]:
 
 
 def _flags_of_group(config: "DataclassInstance", group: str) -> list[tuple[str, Any, Any]]:
-    """Fields for make_dataclass. Raises ValueError if the config has no such group."""
+    """Fields for make_dataclass."""
     name = group.removeprefix("--").replace("-", "_")
     if name == OWN_GROUP:
         return [_for_tyro(config, plain, plain) for plain in _plain_fields(config)]

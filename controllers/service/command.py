@@ -59,15 +59,11 @@ class ServiceInvocation(cli.Invocation):
     tls: str = ""
     """Folder of the certificates; --address must then begin with tls://."""
     insecure: cli.Switch = False
-    """Serve without TLS at an address that other machines can reach; everyone on these machines can
-    then run code as you.
-    """
+    """Serve without TLS where other machines can reach it; everyone there can then run code as you."""
     idle_timeout: float | None = None
     """End the service after this many seconds without a client. None: never."""
     metrics: str = "127.0.0.1:0"
-    """HOST:PORT at which Prometheus reads numbers, without a password; port 0: any free port. none:
-    no numbers are served.
-    """
+    """HOST:PORT at which Prometheus reads numbers, without a password; port 0: any; none: nowhere."""
     without_generator: cli.Switch = False
     """Do not start the generator."""
 
@@ -231,13 +227,10 @@ def _end(ending: Ending, status: int, reason: str) -> None:
 
 
 async def _start(actors: Actors, config: RunConfig, *, has_generator: bool) -> dict[str, Member]:
-    """Spawn the config's actors, by the names that clients ask for, and wait until they are ready.
-
-    On a shared GPU the trainer starts first, because vLLM measures the free memory at its start.
-    """
-    generator = None
+    """Spawn the config's actors, by the names that clients ask for, and wait until they are ready."""
+    generator = None  # on a shared GPU it starts last, because vLLM measures the free memory at its start
     if has_generator and not shares_gpu(config):
-        generator = actors.spawn_generator()  # first, because it takes longest
+        generator = actors.spawn_generator()  # else first, because it takes longest
     trainer = actors.spawn_trainer()
     critic = actors.spawn_critic() if config.has_critic else None
     members: dict[str, Member] = {"trainer": ModelMember(trainer, await trainer.info())}

@@ -95,7 +95,7 @@ class Listener:
             case "status":
                 await _send(writer, {"status": await self.service.describe() | {"versions": own_versions()}})
             case "logs":
-                lines = greeting.get("lines", 20)
+                lines = greeting.get("lines")
                 await _send(writer, {"logs": tails(self.logs, lines if isinstance(lines, int) else 20)})
             case "stop":
                 await _send(writer, {"stopping": True})

@@ -1,6 +1,4 @@
-"""The members of a service: the models and the generator that it owns, each with its own client,
-the only one that calls the actors.
-"""
+"""The members of a service: the models and the generator that it owns, each with its only client."""
 
 import asyncio
 import contextlib

@@ -1,6 +1,4 @@
-"""`Service` has the attached clients, and runs their calls on the actors. Sends nothing over a
-network.
-"""
+"""`Service` has the attached clients, and runs their calls on the actors."""
 
 import asyncio
 import itertools
