@@ -38,7 +38,7 @@ Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 @dataclass(frozen=True, kw_only=True)
 class Invocation:
-    """A command line, whose flags are the fields below and those of the config."""
+    """Train, or check, plan or evaluate a run."""
 
     config: Annotated[RunConfig, tyro.conf.arg(name="")]
     config_name: Annotated[str, tyro.conf.arg(name="config")]

@@ -55,7 +55,7 @@ def _overview(prog: str, program: "Invocation", configs: Iterable[str]) -> str:
     """One screen."""
     config = program.config
     docs = field_docs(type(program)) | {"config": f"Name of a config ({', '.join(configs)}), or a file."}
-    lines = [f"usage: {prog} [--FLAG VALUE …]", ""]
+    lines = [f"usage: {prog} [--FLAG VALUE …]", *textwrap.wrap(inspect.getdoc(type(program)) or "", WIDTH), ""]
     lines += [_line(_flag(name), docs[name]) for name in _program_flags(program)]
     shorts = ", ".join(f"{short} ({whole})" for short, whole in config.short_flags.items())
     lines += ["", *textwrap.wrap(f"Short flags: {shorts}", WIDTH, break_on_hyphens=False)]

@@ -52,7 +52,7 @@ Ending = asyncio.Future[tuple[int, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceInvocation(cli.Invocation):
-    """Start a service. `status`, `logs` or `stop`, and its address, ask or stop a running one."""
+    """Run a service. To ask or stop a running one: status, logs or stop, and its address."""
 
     address: str = DEFAULT_ADDRESS
     """tcp://HOST:PORT; port 0: any free port."""
