@@ -164,7 +164,8 @@ class GeneratorMember(Member):
             case "finished_groups":
                 return await self._fetch(client, *arguments)
             case "abort_generate":
-                return await self._abort(client, *arguments)
+                await self._abort(client, *arguments)
+                return None
             case "compute_logprobs":
                 sequences, adapter = arguments
                 return await self.client.compute_logprobs(sequences, adapter=adapter)

@@ -100,6 +100,7 @@ def test_flags_with_dashes_or_underscores_edit_the_chosen_config():
     lines = parse("--config=tiny_tp2", "--steps=3", "--trainer.model.hidden_size=64", "--output_dir", "o")
     expected = tiny_tp2()
     expected.steps, expected.trainer.model.hidden_size = 3, 64
+    expected = replace(expected)  # the generator's model follows the trainer's
     assert dashes == lines and dashes.config == expected
     assert dashes.output_dir == Path("o") and dashes.config_name == "tiny_tp2"
 
@@ -203,7 +204,7 @@ def test_help_all_names_every_field_with_meaning_and_default(capsys):
     text = capsys.readouterr().out
     assert exit.value.code == 0
     names = [name for name, _ in config_file.leaves(json.loads(config_file.to_json(replace(tiny(), scales={}))))]
-    for name in [n for n in names if not n.startswith("environment.options.")]:
+    for name in [n for n in names if not n.startswith(("environment.options.", "generator."))]:
         assert f"--{name.replace('_', '-')}" in text, name
     flat = " ".join(text.replace("│", " ").split())
     assert "--steps INT Optimizer steps of the run. (default: 10)" in flat
