@@ -676,41 +676,6 @@ def test_a_client_has_the_version_the_logs_and_the_number_of_restarts_of_its_gen
         assert [completion.tokens for [completion] in groups] == [[0], [0]]
 
 
-def test_a_client_whose_generators_are_all_dead_says_what_died_and_what_to_do(monkeypatch):
-    killed = []
-
-    class Dying:
-        is_owned, known = True, GeneratorInfo(policy_version=-1, max_model_len=8, vocab_size=9, logs="g")
-
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        async def ready(self) -> None: ...
-
-        async def death(self, silent_after: float) -> Exception:
-            await until(lambda: self.name in killed)
-            return ActorDiedError(f"{self.name}: the process of rank 0 ended", self.name)
-
-        async def kill(self) -> None: ...
-
-        async def close(self) -> None: ...
-
-    monkeypatch.setattr(GeneratorClient, "_spawn_one", staticmethod(lambda mesh, *, name, **_: Dying(name)))
-    config = GeneratorConfig(replicas=2, restarts=RestartPolicy(max_per_hour=0))
-    with GeneratorClient(None, config=config) as client:
-        client.ready().result(GUARD)
-        assert repr(client) == "<GeneratorClient generator: ready>"
-        killed.append("generator-1")
-        wait_until(lambda: repr(client) == "<GeneratorClient generator: generator-1 is retired>")
-        killed.append("generator-0")
-        wait_until(lambda: "dead" in repr(client))
-        dead = "dead, generator-0: the process of rank 0 ended; close this client and spawn another"
-        assert repr(client).startswith(f"<GeneratorClient generator: {dead}; GeneratorConfig.restarts says")
-        with pytest.raises(ActorDiedError, match="generator-0: the process of rank 0 ended") as raised:
-            client.generate([[1]]).result(GUARD)
-        assert any("close this client and spawn another" in note for note in raised.value.__notes__)
-
-
 def test_the_pauses_before_restarts_grow_and_too_many_deaths_raise_the_first_error():
     now = 0.0
     restarts = Restarts(RestartPolicy(max_per_hour=9, backoff=2.0), clock=lambda: now)
