@@ -732,7 +732,7 @@ def test_the_pauses_before_restarts_grow_and_too_many_deaths_raise_the_first_err
     ("field", "value"), [("max_per_hour", -1), ("backoff", -0.5), ("backoff", float("inf")), ("silent_after", 0.5)]
 )
 def test_the_error_for_a_restart_policy_with_a_value_out_of_range_names_the_field(field, value):
-    with pytest.raises(ValueError, match=rf"generator.restarts.{field}={value}; it must be finite and at least"):
+    with pytest.raises(ValueError, match=rf"generator.restarts.{field}={value}; it must be (finite and )?at least"):
         GeneratorClient.spawn(GeneratorConfig(restarts=RestartPolicy(**{field: value})))
 
 

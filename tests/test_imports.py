@@ -60,7 +60,6 @@ LEVELS = {
     "rl_actors.model_flops": 0,
     "rl_actors.parts": 0,
     "rl_actors.seeds": 0,
-    "rl_actors.stop_tokens": 0,
     "rl_actors.texts": 0,
     "rl_actors.trusted_files": 0,
     "rl_actors.types": 0,

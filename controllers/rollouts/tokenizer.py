@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, cast
 from controllers.environments import Message, Observation, Problem
 from controllers.rollouts.chat import ChatConfig, ChatTemplate
 from rl_actors import Sample, texts
-from rl_actors.stop_tokens import stop_token_ids
-from rl_actors.texts import EOS, PAD
+from rl_actors.texts import EOS, PAD, stop_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

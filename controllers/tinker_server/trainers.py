@@ -11,14 +11,13 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rl_actors.clients.tenant import TenantClient
-
 from controllers.tinker_server.config import ServeConfig
 from controllers.tinker_server.futures import UserError
 from controllers.tinker_server.samples import Batch
 from controllers.tinker_server.store import Checkpoint, Run, Session, Store
 from rl_actors import TrainerClient, TrainerConfig
 from rl_actors.clients.base import ActorDiedError
+from rl_actors.clients.training import TenantClient
 from rl_actors.config import LoRAConfig
 from rl_actors.types import ForwardBackwardOutput
 

@@ -37,7 +37,7 @@ from rl_actors.engine.initial_weights import assign
 from rl_actors.engine.offload import drop_gathered_weights
 from rl_actors.engine.optimizer import named_parameters
 from rl_actors.finite import require_finite
-from rl_actors.stop_tokens import stop_token_ids
+from rl_actors.texts import stop_token_ids
 from rl_actors.types import MAX_NAMES_REPORTED
 
 MAX_FILE_BYTES = 4 << 30

@@ -217,10 +217,10 @@ def test_the_error_names_a_config_json_that_holds_no_json_object(command_line, t
 
 def test_a_resumed_run_keeps_the_command_and_the_time_of_its_start(tmp_path):
     config = cli.parse("prog", CONFIGS["controllers.grpo"], ["--config", "tiny"]).config
-    environment, _ = launch._task(config)
+    _, task = launch._with_task(config)
     folder = RunFolder(tmp_path)
-    launch._prepare(folder, config, environment, "rl-actors grpo --config tiny")
+    launch._prepare(folder, config, task.environment, "rl-actors grpo --config tiny")
     start = json.loads(folder.start.read_text())
     assert start["command"] == "rl-actors grpo --config tiny" and datetime.fromisoformat(start["time"])
-    launch._prepare(folder, config, environment, "rl-actors grpo --resume run")
+    launch._prepare(folder, config, task.environment, "rl-actors grpo --resume run")
     assert json.loads(folder.start.read_text()) == start

@@ -61,8 +61,8 @@ def config(**degrees: int) -> GRPOConfig:
 
 def run(folder: RunFolder, made: GRPOConfig, *, resume: str | None = None) -> list[dict[str, Any]]:
     made.validate()
-    environment, evaluation_sets = launch._task(made)
-    task = (environment, evaluation_sets, launch._tokenizer(made, environment, evaluation_sets))
+    made, task = launch._with_task(made)
+    task = replace(task, scorer=Scorer())
     flags = dict.fromkeys(("dry_run", "plan", "verbose"), False)
     invocation = cli.Invocation(
         config=made,
@@ -73,7 +73,7 @@ def run(folder: RunFolder, made: GRPOConfig, *, resume: str | None = None) -> li
         save_config=None,
         **flags,
     )
-    work = launch._train(train, invocation, folder, *task, Scorer(), io.StringIO(), Interruption())
+    work = launch._train(train, invocation, folder, task, io.StringIO(), Interruption())
     asyncio.run(work)
     return [record for record in read_jsonl(folder.metrics) if record["phase"] == "grpo"]
 

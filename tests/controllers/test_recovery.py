@@ -187,7 +187,8 @@ def run(make_engine, monkeypatch):
         random.seed(0)
         sets = build_sets(task, {}, seed=0)
         run.output = io.StringIO()
-        work = launch._train(train, invocation, folder, task, sets, tokenizer, Scorer(), run.output, interruption)
+        given = launch.Task(environment=task, evaluation_sets=sets, tokenizer=tokenizer, scorer=Scorer())
+        work = launch._train(train, invocation, folder, given, run.output, interruption)
         return asyncio.run(launch._until_signal(work, interruption))
 
     return run

@@ -289,7 +289,8 @@ def run(make_engine, monkeypatch):
         tokenizer, task = load_tokenizer(folder.path / "tokenizer"), environment or NoisyReward(0.0, 20)
         random.seed(None if resume else 0)  # a new process has a random state of its own
         sets = build_sets(task, {}, seed=0)
-        work = launch._train(train, invocation, folder, task, sets, tokenizer, Scorer(), io.StringIO(), interruption)
+        given = launch.Task(environment=task, evaluation_sets=sets, tokenizer=tokenizer, scorer=Scorer())
+        work = launch._train(train, invocation, folder, given, io.StringIO(), interruption)
         return asyncio.run(launch._until_signal(work, interruption))
 
     return run
