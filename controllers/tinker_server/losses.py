@@ -55,8 +55,8 @@ def _clip(ratio_BL: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TinkerPPO:
-    """-sum min(r A, clip(r) A). The fields are the bounds of a datum that has none."""
+class Clipped:
+    """The bounds of a datum that has none."""
 
     clip_low: float = 0.8
     clip_high: float = 1.2
@@ -64,6 +64,11 @@ class TinkerPPO:
     def __post_init__(self) -> None:
         if self.clip_low > self.clip_high:
             raise ValueError(f"clip_low_threshold={self.clip_low} is above clip_high_threshold={self.clip_high}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinkerPPO(Clipped):
+    """-sum min(r A, clip(r) A)"""
 
     def __call__(
         self, logprobs_BL: Tensor, *, old_logprobs: Tensor, advantages: Tensor, clip_low: Tensor, clip_high: Tensor
@@ -73,7 +78,7 @@ class TinkerPPO:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CISPO(TinkerPPO):
+class CISPO(Clipped):
     """-sum stop_gradient(clip(r)) A lp"""
 
     clip_low: float = 0.0
@@ -89,7 +94,7 @@ class CISPO(TinkerPPO):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GSPO(TinkerPPO):
+class GSPO(Clipped):
     """-sum min(s A, clip(s) A), s = exp(m + lp - stop_gradient(lp)) (arXiv 2507.18071, section 4.3)
 
     m: mean of lp - q over a datum, weighted by sequence_ratio_mask, without gradient.

@@ -2,9 +2,7 @@
 
 import contextlib
 import random
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from fastapi import APIRouter, Request
 
@@ -181,7 +179,7 @@ async def training_run(run_id: str, caller: Calling) -> Json:
     return _shown(caller, caller.own(Run, run_id))
 
 
-def _shown(caller: Caller, run: Run) -> Mapping[str, Any]:
+def _shown(caller: Caller, run: Run) -> Json:
     """With its newest training and sampler checkpoints."""
     rank = run.lora["rank"]
     newest = {}

@@ -15,7 +15,7 @@ import torch
 from controllers.tinker_server import codec
 from controllers.tinker_server.codec import Datum
 from controllers.tinker_server.counts import require_few_fields
-from controllers.tinker_server.losses import KINDS, OUR_NAMES, StableReinforce, TinkerPPO, make_loss
+from controllers.tinker_server.losses import KINDS, OUR_NAMES, Clipped, StableReinforce, make_loss
 from rl_actors import metrics
 from rl_actors.clients.limits import TrainerLimits
 from rl_actors.losses import CrossEntropy, Loss
@@ -180,7 +180,7 @@ def _with_one_target(datum: Datum, loss: Loss) -> Sample:
     num_positions = len(datum.tokens)
     if isinstance(loss, CrossEntropy):
         columns.setdefault("loss_weights", torch.ones(num_positions))
-    if isinstance(loss, TinkerPPO):
+    if isinstance(loss, Clipped):
         columns.setdefault("clip_low", torch.full((num_positions,), loss.clip_low))
         columns.setdefault("clip_high", torch.full((num_positions,), loss.clip_high))
     if isinstance(loss, StableReinforce):
