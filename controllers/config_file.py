@@ -1,4 +1,4 @@
-"""Configs as files of JSON, YAML and TOML, checked by pydantic, and a check of ranges.
+"""Configs as files of JSON, YAML and TOML, checked by pydantic.
 
 A missing field takes its default. TOML has no null, so a TOML file leaves out fields that are None.
 """
@@ -6,7 +6,6 @@ A missing field takes its default. TOML has no null, so a TOML file leaves out f
 import dataclasses
 import difflib
 import json
-import math
 import re
 import tomllib
 from collections.abc import Callable, Iterator
@@ -73,15 +72,6 @@ def require_format(flag: str, file: Path) -> None:
     """Raises ValueError, naming the flag, for an ending that `write` does not know."""
     if file.suffix not in WRITTEN:
         raise ValueError(f"{flag} {file} does not end in one of {', '.join(WRITTEN)}")
-
-
-def require_at_least(config: object, limit: int, *names: str, prefix: str = "") -> None:
-    """Raises ValueError naming the first of these fields that is below the limit or not finite."""
-    for name in names:
-        value = getattr(config, name)
-        if not limit <= value < math.inf:
-            finite = "" if isinstance(value, int) else "finite and "
-            raise ValueError(f"{prefix}{name}={value}; it must be {finite}at least {limit}")
 
 
 def is_file_name(name: str) -> bool:

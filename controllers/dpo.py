@@ -3,7 +3,6 @@
 python -m controllers.dpo --config tiny --data pairs.jsonl
 """
 
-import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
@@ -11,7 +10,6 @@ from typing import ClassVar
 from controllers.algorithms.preferences import DPO, pair, to_samples
 from controllers.algorithms.reference import Reference, start_reference
 from controllers.algorithms.schedules import ScheduleConfig
-from controllers.config_file import require_at_least
 from controllers.environments import EnvironmentConfig, Problem
 from controllers.observe.run_folder import RunFolder
 from controllers.program.launch import start_loop
@@ -20,6 +18,7 @@ from controllers.run.config import RunConfig
 from controllers.run.run import Run
 from controllers.run.update import chunks, update
 from rl_actors import Sample, metrics
+from rl_actors.field_types import CountingInt, PositiveFloat
 
 NO_PAIRS = partial(EnvironmentConfig, task="", answer_column="chosen", rejected_column="rejected")
 
@@ -28,9 +27,9 @@ NO_PAIRS = partial(EnvironmentConfig, task="", answer_column="chosen", rejected_
 class DPOConfig(RunConfig):
     environment: EnvironmentConfig = field(default_factory=NO_PAIRS)
     """Pairs, with the columns answer_column (chosen) and rejected_column."""
-    beta: float = 0.1
+    beta: PositiveFloat = 0.1
     """The reward is beta * log(p_policy / p_reference). Larger: nearer to the reference."""
-    pairs_per_step: int = 64
+    pairs_per_step: CountingInt = 64
     """Pairs in one optimizer step."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate of each step."""
@@ -56,9 +55,6 @@ class DPOConfig(RunConfig):
     def validate(self) -> None:
         super().validate()
         self.schedule.validate()
-        if not 0 < self.beta < math.inf:
-            raise ValueError(f"beta={self.beta}; it must be above 0 and finite")
-        require_at_least(self, 1, "pairs_per_step")
         if self.samples_per_forward_backward % 2:
             size = self.samples_per_forward_backward
             raise ValueError(f"samples_per_forward_backward={size}; it must be even, because a pair is two samples")

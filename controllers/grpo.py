@@ -14,7 +14,6 @@ from controllers.algorithms.policy_loss import Aggregation, CorrectionConfig, Lo
 from controllers.algorithms.presets import ALGORITHMS
 from controllers.algorithms.reference import Reference, require_reference, start_reference
 from controllers.algorithms.schedules import ScheduleConfig
-from controllers.config_file import require_at_least
 from controllers.observe.run_folder import RunFolder
 from controllers.program.launch import start_loop
 from controllers.rollouts.groups import Group, Penalty, RolloutBatch, RolloutConfig
@@ -24,6 +23,7 @@ from controllers.run.survival import ReplayingQueue
 from controllers.run.update import Update, chunks, forward, sync, update
 from controllers.sft import SFTPhaseConfig, train_phase
 from rl_actors import KL, Sample, metrics
+from rl_actors.field_types import CountingInt, NaturalInt, NonNegativeFloat
 from rl_actors.losses import Loss, columns_of
 
 
@@ -31,9 +31,9 @@ from rl_actors.losses import Loss, columns_of
 class GRPOConfig(RunConfig):
     rollouts: RolloutConfig = field(default_factory=RolloutConfig)
     """Sampling of the training completions, and their advantages."""
-    updates_per_step: int = 1
+    updates_per_step: CountingInt = 1
     """Optimizer steps on one batch. From the second on, it is off-policy."""
-    epochs_per_step: int = 1
+    epochs_per_step: CountingInt = 1
     """Passes over a batch, each with up to updates_per_step optimizer steps."""
     algorithm: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"] | None = None
     """Preset of a paper, which other flags override. PPO also needs --advantage gae."""
@@ -47,7 +47,7 @@ class GRPOConfig(RunConfig):
     sum over tokens / (max_tokens * samples)."""
     entropy_bonus: float = 0.0
     """Weight of the policy's entropy in the objective."""
-    reference_kl: float = 0.0
+    reference_kl: NonNegativeFloat = 0.0
     """Weight of the KL divergence from the policy at the start, in a second model. 0: neither."""
     reference_kl_in: Literal["loss", "reward"] = "loss"
     """reward: subtracted from a completion's (in PPO a token's) reward before advantages."""
@@ -59,7 +59,7 @@ class GRPOConfig(RunConfig):
     """Learning rate of the policy; sft.schedule has that of supervised steps."""
     sft: SFTPhaseConfig = field(default_factory=SFTPhaseConfig)
     """Supervised steps before the first, for a policy with random weights."""
-    sft_steps: int = 0
+    sft_steps: NaturalInt = 0
     """Largest number of supervised steps; sft.stop_at_answer_probability may end them earlier."""
 
     presets: ClassVar[Mapping[str, Algorithm]] = ALGORITHMS
@@ -92,9 +92,7 @@ class GRPOConfig(RunConfig):
         if self.rollouts.advantage == "gae" and not self.has_critic:
             raise ValueError("rollouts.advantage='gae' needs a value model; python -m controllers.ppo has one")
         self.schedule.validate()
-        self.sft.validate()
-        require_at_least(self, 1, "updates_per_step", "epochs_per_step")
-        require_at_least(self, 0, "sft_steps", "reference_kl")
+        self.sft.schedule.validate()
         self.kl_control.validate()
         if self.kl_control.target is not None and not self.reference_kl:
             raise ValueError(

@@ -59,8 +59,7 @@ class PPOConfig(GRPOConfig):
                 "rule; add --advantage gae, which replaces the preset's rule"
             )
         super().validate()
-        self.gae.validate()
-        self.critic.validate()
+        self.critic.schedule.validate()
         if self.generator.max_model_len > self.trainer.max_sequence_length:
             raise ValueError(
                 f"generator.max_model_len={self.generator.max_model_len} exceeds "

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 
 from controllers.algorithms.schedules import ScheduleConfig
-from controllers.config_file import require_at_least
 from controllers.environments import EpisodeEnvironment
 from controllers.environments.scorer import together
 from controllers.program.launch import start_loop
@@ -21,24 +20,19 @@ from controllers.run.config import RunConfig
 from controllers.run.run import Run
 from controllers.run.update import sync, update
 from rl_actors import CrossEntropy, Sample, num_loss_tokens
+from rl_actors.field_types import CountingInt, PositiveShare
 
 
 @dataclass(kw_only=True)
 class SFTPhaseConfig:
-    batch_size: int = 128
+    batch_size: CountingInt = 128
     """Problems in one step."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate of the supervised steps."""
-    stop_at_answer_probability: float = 1.0
+    stop_at_answer_probability: PositiveShare = 1.0
     """End the phase once the answer's mean probability over stop_window steps is higher. 1: never."""
-    stop_window: int = 5
+    stop_window: CountingInt = 5
     """Steps of that average. A step measures before it trains."""
-
-    def validate(self) -> None:
-        require_at_least(self, 1, "batch_size", "stop_window")
-        if not 0 < self.stop_at_answer_probability <= 1:
-            raise ValueError(f"stop_at_answer_probability={self.stop_at_answer_probability}; it must be in (0, 1]")
-        self.schedule.validate()
 
 
 @dataclass(kw_only=True)
@@ -55,7 +49,7 @@ class SFTConfig(RunConfig):
 
     def validate(self) -> None:
         super().validate()
-        self.sft.validate()
+        self.sft.schedule.validate()
 
 
 class SFTPhase:

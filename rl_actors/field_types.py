@@ -15,9 +15,13 @@ import tyro
 from annotated_types import Interval
 
 PositiveInt = Annotated[int, Interval(gt=0), tyro.conf.arg(metavar="INT>0")]
+CountingInt = Annotated[int, Interval(ge=1), tyro.conf.arg(metavar="INT>=1")]
 NaturalInt = Annotated[int, Interval(ge=0), tyro.conf.arg(metavar="INT>=0")]
 PositiveFloat = Annotated[float, Interval(gt=0), tyro.conf.arg(metavar="FLOAT>0")]
 NonNegativeFloat = Annotated[float, Interval(ge=0), tyro.conf.arg(metavar="FLOAT>=0")]
+Share = Annotated[float, Interval(ge=0, le=1), tyro.conf.arg(metavar="0..1")]
+PositiveShare = Annotated[float, Interval(gt=0, le=1), tyro.conf.arg(metavar="0<FLOAT<=1")]
+Temperature = Annotated[float, Interval(ge=0.01, le=2), tyro.conf.arg(metavar="0.01..2")]
 """Types of fields. The range is in the text of --help."""
 
 
@@ -68,8 +72,10 @@ def _is_within(value: Any, limits: Any) -> bool:
 
 
 def _range_words(limits: Interval, kind: type) -> str:
+    if limits.le is not None and kind is int:
+        return f"{limits.ge} to {limits.le}"
     if limits.le is not None:
-        return f"{limits.ge} to {limits.le}" if limits.gt is None else f"in ({limits.gt}, {limits.le}]"
+        return f"in [{limits.ge}, {limits.le}]" if limits.gt is None else f"in ({limits.gt}, {limits.le}]"
     if limits.gt is not None:
         return "positive and finite"
     return f"finite and at least {limits.ge}" if kind is float else f"at least {limits.ge}"

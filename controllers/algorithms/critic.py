@@ -1,7 +1,6 @@
 """The critic of a PPO run: a value model, trained on returns. T positions of a sample."""
 
 import asyncio
-import math
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from controllers.algorithms.gae import GAEConfig, estimate, whiten
 from controllers.algorithms.schedules import ScheduleConfig
-from controllers.config_file import require_at_least
 from controllers.observe.logger import Timer
 from controllers.run import checkpoints
 from controllers.run.checkpoints import CRITIC_FOLDER
@@ -21,6 +19,7 @@ from controllers.run.config import RunConfig
 from controllers.run.run import Run
 from controllers.run.update import forward, update
 from rl_actors import Sample, TrainerClient, ValueLoss, metrics, num_loss_tokens
+from rl_actors.field_types import NaturalInt, PositiveFloat
 from rl_actors.losses import explained_variance
 
 
@@ -30,19 +29,12 @@ class CriticConfig:
     """Learning rate of the critic, by step after the supervised steps. The default is verl's."""
     gpu: int | None = None
     """First GPU of the critic. None: the trainer's GPUs. No effect on a CPU."""
-    clip: float | None = 0.5
+    clip: PositiveFloat | None = 0.5
     """Largest change of a value within a PPO step that lowers the loss. None: no limit."""
-    warmup_steps: int = 0
+    warmup_steps: NaturalInt = 0
     """First PPO steps that train only the critic (VC-PPO, arXiv 2503.01491)."""
 
-    def validate(self) -> None:
-        self.schedule.validate()
-        self.loss()
-        require_at_least(self, 0, "warmup_steps", prefix="critic.")
-
     def loss(self) -> ValueLoss:
-        if self.clip is not None and not 0 < self.clip < math.inf:
-            raise ValueError(f"critic.clip={self.clip}; it must be finite and above 0, or None")
         return ValueLoss(clip=self.clip)
 
 

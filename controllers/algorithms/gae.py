@@ -10,31 +10,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from controllers.config_file import require_at_least
+from rl_actors.field_types import NonNegativeFloat, Share
 
 STD_EPS = 1e-8
 
 
 @dataclass(kw_only=True)
 class GAEConfig:
-    gamma: float = 1.0
+    gamma: Share = 1.0
     """Discount per action. 1: none, usual for a single reward at the end."""
-    actor_lambda: float = 0.95
+    actor_lambda: Share = 0.95
     """λ of the advantages (VC-PPO, arXiv 2503.01491). 1: unbiased. Lower: less variance."""
-    critic_lambda: float = 1.0
+    critic_lambda: Share = 1.0
     """λ of the critic's returns. 1: the discounted sum of rewards, unbiased (VC-PPO)."""
-    length_adaptive: float = 0.0
+    length_adaptive: NonNegativeFloat = 0.0
     """α of λ = max(0, 1 - 1 / (α * actions)) (VAPO, arXiv 2504.05118). 0: actor_lambda."""
     bootstrap: bool = True
     """The last state of a cut-off sequence has the critic's value (arXiv 1712.00378). False: 0."""
     whiten: bool = True
     """Normalize the advantages to mean 0 and standard deviation 1 over all actions of a step."""
-
-    def validate(self) -> None:
-        for name in ("gamma", "actor_lambda", "critic_lambda"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"gae.{name}={getattr(self, name)}; it must be in [0, 1]")
-        require_at_least(self, 0, "length_adaptive", prefix="gae.")
 
     def actor_lambdas(self, num_actions: Tensor) -> Tensor:
         """λ of the advantages, [N] float64. num_actions: [N]."""

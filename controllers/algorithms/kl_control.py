@@ -11,24 +11,21 @@ import torch
 from torch import Tensor
 
 from rl_actors import KL
+from rl_actors.field_types import PositiveFloat
 
 
 @dataclass(kw_only=True)
 class KLControlConfig:
     """How the KL coefficient changes from step to step (arXiv 1909.08593, section 2.2)."""
 
-    target: float | None = None
+    target: PositiveFloat | None = None
     """Desired mean KL per token, in nats. None: a constant coefficient."""
-    gain: float = 0.1
+    gain: PositiveFloat = 0.1
     """A step multiplies the coefficient by 1 + gain * (KL / target - 1)."""
-    max_error: float = 0.2
+    max_error: PositiveFloat = 0.2
     """Limit of |KL / target - 1|, as in the paper."""
 
     def validate(self) -> None:
-        for name in ("target", "gain", "max_error"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"kl_control.{name}={value}; it must be finite and above 0")
         if self.gain * self.max_error >= 1:
             raise ValueError(
                 f"kl_control.gain={self.gain} times kl_control.max_error={self.max_error} is {self.gain * self.max_error:g}; "

@@ -6,26 +6,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from controllers.config_file import require_at_least
+from rl_actors.field_types import NaturalInt, NonNegativeFloat, Share, require_field_types
 
 
 @dataclass(kw_only=True)
 class ScheduleConfig:
     kind: Literal["constant", "linear_warmup_cosine", "linear_warmup_linear"] = "constant"
     """Shape after the linear warm-up: constant, half a cosine, or a line."""
-    learning_rate: float = 1e-6
+    learning_rate: NonNegativeFloat = 1e-6
     """The highest learning rate."""
-    warmup_steps: int = 0
+    warmup_steps: NaturalInt = 0
     """Steps of the linear warm-up."""
     total_steps: int | None = None
     """Last step of the decay. None: the run's steps."""
-    min_ratio: float = 0.0
+    min_ratio: Share = 0.0
     """Rate after the decay, as a share of the highest; none with "constant"."""
 
     def validate(self) -> None:
-        require_at_least(self, 0, "learning_rate", "warmup_steps")
-        if not 0 <= self.min_ratio <= 1:
-            raise ValueError(f"min_ratio={self.min_ratio}; it must be between 0 and 1")
+        require_field_types(self)
         if self.total_steps is not None and self.total_steps <= self.warmup_steps:
             raise ValueError(f"total_steps={self.total_steps} must exceed warmup_steps={self.warmup_steps}")
 

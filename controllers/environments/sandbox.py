@@ -14,8 +14,13 @@ import tempfile
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import tyro
+from annotated_types import Interval
 
 from controllers.environments.base import Problem
+from rl_actors.field_types import CountingInt
 
 FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([^\s`]*)[^\n`]*$", re.MULTILINE)  # group 2: the language
 LANGUAGES = ("", "python", "python3", "py", "py3")
@@ -54,20 +59,15 @@ PASSED_STATUSES = [*range(100, 120), *range(121, 256)]  # no Python error gives 
 
 @dataclass(kw_only=True)
 class SandboxConfig:
-    cpu_seconds: int = 5
+    cpu_seconds: CountingInt = 5
     """CPU seconds of the program with its tests; the wall-clock limit is four times as long."""
-    memory_mib: int = 1024
+    memory_mib: Annotated[int, Interval(ge=64), tyro.conf.arg(metavar="INT>=64")] = 1024
     """Largest address space of the process, in MiB."""
 
     @property
     def seconds(self) -> int:
         """By the wall clock."""
         return CLOCK_FACTOR * self.cpu_seconds
-
-    def validate(self) -> None:
-        if self.cpu_seconds < 1 or self.memory_mib < 64:
-            given = f"sandbox.cpu_seconds={self.cpu_seconds}, sandbox.memory_mib={self.memory_mib}"
-            raise ValueError(f"{given}; the first must be at least 1, the second at least 64")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,22 +25,18 @@ from controllers.environments.scorer import together
 from controllers.observe.run_folder import Record
 from controllers.rollouts.tokenizer import Tokenizer
 from rl_actors import Completion, GeneratorClient, Sample, SamplingParams
+from rl_actors.field_types import CountingInt, NaturalInt
 
 T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
 class EpisodeConfig:
-    max_turns: int = 8
+    max_turns: CountingInt = 8
     """Turns of an episode; a longer one is cut off."""
-    max_tokens: int = 0
+    max_tokens: NaturalInt = 0
     """Tokens of an episode, with its first observation and all replies. A turn begins only with
     room for the run's max_tokens. 0: as many as trainer and generator accept."""
-
-    def validate(self) -> None:
-        if self.max_turns < 1 or self.max_tokens < 0:
-            given = f"episodes.max_turns={self.max_turns}, episodes.max_tokens={self.max_tokens}"
-            raise ValueError(f"{given}; the first must be at least 1, the second at least 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

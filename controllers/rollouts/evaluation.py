@@ -23,6 +23,7 @@ from controllers.observe.run_folder import Record
 from controllers.rollouts.episodes import EpisodeLimits, Player, TurnSender
 from controllers.rollouts.tokenizer import Tokenizer
 from rl_actors import GeneratorClient, SamplingParams
+from rl_actors.field_types import NaturalInt, Temperature
 from rl_actors.seeds import hashed_seed
 
 SAMPLES_KEPT = 8  # problems of a set whose completions evaluation.jsonl has, the same every time
@@ -37,26 +38,22 @@ SETS_AS_JSON = json_field(
 
 @dataclass(kw_only=True)
 class PassAtKConfig:
-    num_samples: int = 0
+    num_samples: NaturalInt = 0
     """Completions of each held-out problem, for pass@k. 0: no pass@k."""
     k: tuple[int, ...] = (1, 4)
     """Each k gives a metric eval/pass@k."""
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature for pass@k."""
     threshold: float = 1.0
     """A completion passes with at least this reward."""
 
     def validate(self) -> None:
-        if self.num_samples < 0:
-            raise ValueError(f"pass_at_k.num_samples={self.num_samples}; it must be at least 0")
         if not self.k or min(self.k) < 1:
             raise ValueError(f"pass_at_k.k={self.k}; give one or more integers, each at least 1")
         if self.num_samples and max(self.k) > self.num_samples:
             raise ValueError(
                 f"pass_at_k.k={self.k} needs {max(self.k)} completions, but pass_at_k.num_samples={self.num_samples}"
             )
-        if not 0.01 <= self.temperature <= 2:
-            raise ValueError(f"pass_at_k.temperature={self.temperature}; it must be in [0.01, 2]")
         if not math.isfinite(self.threshold):
             raise ValueError(f"pass_at_k.threshold={self.threshold}; it must be finite")
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +19,7 @@ from controllers.rollouts.advantages import ADVANTAGES
 from controllers.rollouts.episodes import EpisodeLimits, PlayedEpisode, Player, TurnSender
 from controllers.rollouts.tokenizer import Tokenizer
 from rl_actors import Completion, GeneratorClient, Sample, SamplingParams
+from rl_actors.field_types import CountingInt, NaturalInt, NonNegativeFloat, PositiveShare, Temperature
 from rl_actors.seeds import hashed_seed
 
 Take = Callable[[int, int], tuple[list[int], int]]
@@ -33,32 +33,32 @@ def consecutive(cursor: int, count: int) -> tuple[list[int], int]:
 
 @dataclass(kw_only=True)
 class RolloutConfig:
-    groups_per_step: int = 64
+    groups_per_step: CountingInt = 64
     """Groups that a step trains on; fewer if filtered groups remain after the last refill."""
-    group_size: int = 16
+    group_size: CountingInt = 16
     """Completions of each problem."""
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature, also of the trainer's logprobs."""
-    top_p: float = 1.0
+    top_p: PositiveShare = 1.0
     """Nucleus sampling. Below 1 the trainer's logprobs, over all tokens, differ from the generator's."""
     advantage: str = "grpo"
     """grpo, dr_grpo, rloo, reinforce_plus_plus, gae, or module:function from rewards [G, N] to
     advantages [G, N]. gae is for PPO alone: it trains on every group, and takes groups of one."""
-    dynamic_sampling_rounds: int = 1
+    dynamic_sampling_rounds: NaturalInt = 1
     """Refills of filtered groups by new problems (DAPO's dynamic sampling), for each set of
     problems that are started together: with max_staleness=0 a step."""
-    max_staleness: int = 0
+    max_staleness: NaturalInt = 0
     """Largest staleness of a trained group: the trainer's version minus that of the oldest token.
     The generator runs ahead so far. 0: generation, training and weight sync take turns."""
     in_flight_updates: bool = True
     """Weight syncs do not stop running requests, and each token is recorded with its version.
     False: a sync waits until no request runs."""
-    max_retries: int = 2
+    max_retries: NaturalInt = 2
     """Retries of a problem's completions after a generator failure, before the run ends."""
-    overlong_buffer: int = 0
+    overlong_buffer: NaturalInt = 0
     """The penalty grows over this many tokens before max_tokens, or all of an episode before
     episodes.max_tokens (DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13). 0: none."""
-    overlong_penalty: float = 1.0
+    overlong_penalty: NonNegativeFloat = 1.0
     """Penalty on the reward of a completion of full length."""
 
     def rule(self) -> Callable[[Tensor], Tensor]:
@@ -73,17 +73,8 @@ class RolloutConfig:
     def validate(self) -> None:
         if self.advantage != "gae":
             self.rule()
-        limits = {"groups_per_step": 1, "group_size": 1 if self.advantage == "gae" else 2}
-        limits |= dict.fromkeys(("dynamic_sampling_rounds", "max_staleness", "max_retries", "overlong_buffer"), 0)
-        for name, limit in limits.items():
-            if getattr(self, name) < limit:
-                raise ValueError(f"rollouts.{name}={getattr(self, name)}; it must be at least {limit}")
-        if not 0 <= self.overlong_penalty < math.inf:
-            raise ValueError(f"rollouts.overlong_penalty={self.overlong_penalty}; it must be finite and at least 0")
-        if not 0.01 <= self.temperature <= 2:
-            raise ValueError(f"rollouts.temperature={self.temperature}; it must be in [0.01, 2]")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"rollouts.top_p={self.top_p}; it must be in (0, 1]")
+            if self.group_size < 2:
+                raise ValueError(f"rollouts.group_size={self.group_size}; it must be at least 2")
 
     def overlong(self, num_tokens: int, max_tokens: int) -> float:
         """overlong_buffer=4, penalty 1, max_tokens=20 -> 0.0 at 16 tokens, 0.25 at 17, 1.0 at 20"""

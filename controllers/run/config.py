@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from controllers.config_file import require_at_least
 from controllers.environments import EnvironmentConfig, Problem
 from controllers.environments.files import digest
 from controllers.environments.held_out import HeldOut
@@ -20,7 +19,7 @@ from controllers.run.gate import Gate
 from controllers.run.hosts import HostsConfig
 from controllers.run.survival import SurvivalConfig
 from rl_actors import GeneratorConfig, ModelConfig, OptimParams, TrainerConfig, WeightsConfig
-from rl_actors.field_types import require_field_types
+from rl_actors.field_types import CountingInt, NaturalInt, require_field_types
 from rl_actors.hub import find_model, require_weights
 from rl_actors.validation import require_seed, validate_optim_params
 
@@ -74,11 +73,11 @@ class Algorithm:
 class RunConfig:
     """Fields that all runs share."""
 
-    steps: int = 100
+    steps: CountingInt = 100
     """Training steps, without supervised steps (sft_steps) and critic.warmup_steps."""
     seed: int = 0
     """Of weights, problems and sampling; added to those of trainer, generator and environments."""
-    max_tokens: int = 128
+    max_tokens: CountingInt = 128
     """Longest completion in tokens."""
     alphabet: str = ""
     """Characters of a tokenizer made for the run. Empty: the tokenizer of trainer.hf_path. "auto":
@@ -109,9 +108,9 @@ class RunConfig:
     """Trainer and generator on the same GPUs."""
     survival: SurvivalConfig = field(default_factory=SurvivalConfig)
     """Limits of restarts after deaths."""
-    samples_per_forward_backward: int = 1024
+    samples_per_forward_backward: CountingInt = 1024
     """Samples in one forward_backward call; a step makes as many calls as it needs."""
-    evaluate_every: int = 10
+    evaluate_every: CountingInt = 10
     """Steps between two evaluations on held-out problems. One follows the last step."""
     evaluate_first: bool = True
     """Evaluate before the first step, too."""
@@ -121,11 +120,11 @@ class RunConfig:
     """STEP:REWARD: the run ends with status 3 if the first evaluation from STEP on is lower."""
     pass_at_k: PassAtKConfig = field(default_factory=PassAtKConfig)
     """pass@k on every held-out set."""
-    checkpoint_every: int = 25
+    checkpoint_every: NaturalInt = 25
     """Steps between two checkpoints; a phase's last step writes one, too. 0: none, so no resume."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: CountingInt = 2
     """Number of newest checkpoints that are kept."""
-    keep_checkpoint_every: int = 0
+    keep_checkpoint_every: NaturalInt = 0
     """Least number of steps between checkpoints that are kept for good. 0: none."""
     trackers: tuple[TrackerName, ...] = ("tensorboard",)
     """Where metrics go besides metrics.jsonl. A tracker needs the package of its name."""
@@ -219,14 +218,9 @@ class RunConfig:
         """Raises ValueError naming the field, its value and the limit."""
         require_field_types(self)
         require_seed("seed", self.seed)
-        require_at_least(self, 1, "steps", "max_tokens", "samples_per_forward_backward", "evaluate_every")
-        require_at_least(self, 1, "keep_checkpoints")
-        require_at_least(self, 0, "checkpoint_every", "keep_checkpoint_every")
         self._validate_tokens()
-        self.episodes.validate()
         self.weights.validate()
         self.hosts.validate(self.trainer.num_processes())
-        self.survival.validate()
         self.colocation.validate(
             has_generator=self.has_generator, trainer=self.trainer.gpus(), generator=self.generator.gpus()
         )

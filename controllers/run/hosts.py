@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from controllers.config_file import require_at_least
+from rl_actors.field_types import NonNegativeFloat
 from rl_actors.processes import hosts, jobs, tls
 from rl_actors.processes.hosts import Hosts
 from rl_actors.processes.jobs import Job, JobConfig
@@ -26,7 +26,7 @@ class HostsConfig:
     others, or the last if none is left. 0: all hosts but one, at least 1."""
     certificates: str = ""
     """Folder of the TLS certificates, under the same path on all hosts. Needed for tls://."""
-    return_timeout: float = 600.0
+    return_timeout: NonNegativeFloat = 600.0
     """Seconds of waiting for a lost worker that the user must start again. 0: its loss ends the run."""
 
     def names(self) -> list[str]:
@@ -59,7 +59,6 @@ class HostsConfig:
             count = len(self.names())
         except ValueError as error:
             raise ValueError(f"hosts.addresses: {error}") from None
-        require_at_least(self, 0, "return_timeout", prefix="hosts.")
         job = self.started_by()
         if job is not None:
             self.job.validate(job)

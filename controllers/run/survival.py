@@ -4,14 +4,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from controllers.config_file import require_at_least
+import tyro
+from annotated_types import Interval
+
 from controllers.observe.run_folder import Record
 from controllers.rollouts.groups import RolloutBatch, Rollouts
 from controllers.rollouts.queue import RolloutQueue
 from controllers.run.checkpoints import State, random_states, restore_random_states
 from rl_actors.config import RestartPolicy
+from rl_actors.field_types import NaturalInt, NonNegativeFloat
 from rl_actors.types import GeneratorReturn
 
 if TYPE_CHECKING:
@@ -22,14 +25,14 @@ BYTES_PER_TOKEN = 200  # about: a batch holds a token in a group and in the tens
 
 @dataclass(kw_only=True)
 class SurvivalConfig:
-    max_restarts_per_hour: int = 10
+    max_restarts_per_hour: NaturalInt = 10
     """One more death in an hour ends the run with the hour's first error. 0: the first does."""
-    backoff: float = 1.0
+    backoff: NonNegativeFloat = 1.0
     """Seconds before the restart after an hour's second death; doubles with each, up to 60."""
-    silent_after: float = 30.0
+    silent_after: Annotated[float, Interval(ge=1), tyro.conf.arg(metavar="FLOAT>=1")] = 30.0
     """A process that answers no probe for this many seconds is killed, also during a call, and a
     generator if one step of its engine takes longer."""
-    recorded_gigabytes: float = 4.0
+    recorded_gigabytes: NonNegativeFloat = 4.0
     """GB of rollouts kept since the last checkpoint, for a recovery. Beyond it the oldest go."""
 
     def policy(self) -> RestartPolicy:
@@ -37,10 +40,6 @@ class SurvivalConfig:
         return RestartPolicy(
             max_per_hour=self.max_restarts_per_hour, backoff=self.backoff, silent_after=self.silent_after
         )
-
-    def validate(self) -> None:
-        require_at_least(self, 0, "max_restarts_per_hour", "backoff", "recorded_gigabytes", prefix="survival.")
-        require_at_least(self, 1, "silent_after", prefix="survival.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
