@@ -9,10 +9,10 @@ from fastapi import Depends, HTTPException, Request
 from controllers.tinker_server.access import ANYONE
 from controllers.tinker_server.futures import Answer, Json, NotFoundError, Work
 from controllers.tinker_server.server import Server
-from controllers.tinker_server.store import Checkpoint, OwnRow, Run, Sampler, Session
+from controllers.tinker_server.store import Checkpoint, OwnRow, Sampler, Session, TrainingRun
 
-NOUNS: dict[type, str] = {Session: "session", Run: "training run", Checkpoint: "checkpoint", Sampler: "sampler"}
-WorkOfRun = Callable[[Server, Run, Any], Awaitable[Answer]]  # of the run that the request names, and its body
+NOUNS: dict[type, str] = {Session: "session", TrainingRun: "training run", Checkpoint: "checkpoint", Sampler: "sampler"}
+WorkOfRun = Callable[[Server, TrainingRun, Any], Awaitable[Answer]]  # of the run that the request names, and its body
 MAX_PAGE = 1000
 MAX_OFFSET = (1 << 31) - 1
 
@@ -49,7 +49,7 @@ class Caller:
         """Accept a request to a run, and return the reply. options: of Futures.submit."""
 
         async def work_of_run() -> Answer:
-            return await work(self.server, self.own(Run, body.model_id), body)
+            return await work(self.server, self.own(TrainingRun, body.model_id), body)
 
         key = ("run", body.model_id, body.seq_id) if body.seq_id else None
         return self.submit_as(key, what, body.model_id, work_of_run, **options)
@@ -58,10 +58,10 @@ class Caller:
         extra = {"model_id": run_id}
         return self.server.futures.submit(key, what, work, extra, owner=self.owner, **options).reply()
 
-    def new_run(self, session_id: str, seq_id: int, of: Mapping[str, Any]) -> Run:
+    def new_run(self, session_id: str, seq_id: int, of: Mapping[str, Any]) -> TrainingRun:
         """of: the other fields. Raises NotFoundError for another owner's session."""
         session = self.own(Session, session_id)
-        return Run(id=f"{session.id}:train:{seq_id}", session_id=session.id, owner=self.owner, **of)
+        return TrainingRun(id=f"{session.id}:train:{seq_id}", session_id=session.id, owner=self.owner, **of)
 
 
 # a coroutine, because FastAPI calls plain functions in a thread, which takes longer than the rest

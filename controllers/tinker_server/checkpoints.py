@@ -17,7 +17,7 @@ from controllers.tinker_server.caller import Calling
 from controllers.tinker_server.downloads import VALID_SECONDS
 from controllers.tinker_server.futures import Answer, Json, NotFoundError, UserError
 from controllers.tinker_server.server import Server
-from controllers.tinker_server.store import Checkpoint, Run, Sampler, Session, Version, checkpoint_path
+from controllers.tinker_server.store import Checkpoint, Sampler, Session, TrainingRun, Version, checkpoint_path
 from controllers.tinker_server.trainers import size_of
 
 routes = APIRouter(route_class=JsonRoute)
@@ -47,7 +47,7 @@ async def save_weights(body: messages.SaveWeights, caller: Calling) -> Json:
     return caller.submit("save_weights", body, _save_weights)
 
 
-async def _save_weights(server: Server, run: Run, body: messages.SaveWeights) -> Answer:
+async def _save_weights(server: Server, run: TrainingRun, body: messages.SaveWeights) -> Answer:
     name = body.path or uuid.uuid4().hex
     path = checkpoint_path(run.id, "training", name)
     # an older checkpoint's files stay until the new ones are complete
@@ -66,7 +66,7 @@ async def save_weights_external(body: messages.SaveWeightsExternal, caller: Call
     return caller.submit("save_weights_external", body, _save_external)
 
 
-async def _save_external(server: Server, run: Run, body: messages.SaveWeightsExternal) -> Answer:
+async def _save_external(server: Server, run: TrainingRun, body: messages.SaveWeightsExternal) -> Answer:
     if body.age_encryption_recipients:
         raise UserError("age_encryption_recipients is not supported: this server encrypts no files")
     path = checkpoint_path(run.id, "external", body.path)
@@ -85,7 +85,7 @@ async def save_weights_for_sampler(body: messages.SaveWeightsForSampler, caller:
     return caller.submit("save_weights_for_sampler", body, _save_for_sampler if body.path is None else _save_named)
 
 
-async def _save_named(server: Server, run: Run, body: messages.SaveWeightsForSampler) -> Answer:
+async def _save_named(server: Server, run: TrainingRun, body: messages.SaveWeightsForSampler) -> Answer:
     name = body.path or ""
     path = checkpoint_path(run.id, "sampler", name)
     with server.taking(Checkpoint, path, hint="give another name"):
@@ -95,12 +95,12 @@ async def _save_named(server: Server, run: Run, body: messages.SaveWeightsForSam
     return Answer(json={"type": "save_weights_for_sampler", "path": path})
 
 
-async def _save_for_sampler(server: Server, run: Run, body: messages.SaveWeightsForSampler) -> Answer:
+async def _save_for_sampler(server: Server, run: TrainingRun, body: messages.SaveWeightsForSampler) -> Answer:
     sampler_id = f"{run.session_id}:sample:{body.sampling_session_seq_id}"
     with server.taking(Sampler, sampler_id, hint="give another sampling_session_seq_id"):
         version = await _export(server, run, is_ephemeral=True)
         if body.kind == "inflight":
-            server.store.update(Run, run.id, inflight_version=version)
+            server.store.update(TrainingRun, run.id, inflight_version=version)
         sampler = Sampler(
             id=sampler_id,
             session_id=run.session_id,
@@ -115,7 +115,7 @@ async def _save_for_sampler(server: Server, run: Run, body: messages.SaveWeights
     return Answer(json={"type": "save_weights_for_sampler", "sampling_session_id": sampler_id})
 
 
-async def _export(server: Server, run: Run, *, is_ephemeral: bool) -> int:
+async def _export(server: Server, run: TrainingRun, *, is_ephemeral: bool) -> int:
     """Write a new version for samplers: an adapter if the generator can apply it, else all weights."""
     version = server.store.put(Version(run_id=run.id, is_ephemeral=is_ephemeral))
     directory = str(server.directory_of(version))
@@ -129,20 +129,22 @@ async def _export(server: Server, run: Run, *, is_ephemeral: bool) -> int:
     return version
 
 
-def _drop_old_versions(server: Server, run: Run) -> None:
+def _drop_old_versions(server: Server, run: TrainingRun) -> None:
     """All unnamed ones but the newest `samplers_kept`, and the one that "inflight" samplers use."""
-    now = server.store.get(Run, run.id)
+    now = server.store.get(TrainingRun, run.id)
     unnamed = server.store.find(Version, run_id=run.id, is_ephemeral=True, is_dropped=False)
     for version in [each for each in unnamed if each.directory][server.config.samplers_kept :]:
         if now is None or version.number != now.inflight_version:
             server.drop_version(version.number)
 
 
-def _directory(server: Server, run: Run, segment: str, name: str) -> Path:
+def _directory(server: Server, run: TrainingRun, segment: str, name: str) -> Path:
     return server.folder / "runs" / run.id.replace(":", "_") / segment / name
 
 
-def _put(server: Server, run: Run, kind: str, name: str, directory: Path, ttl_seconds: int | None, **more: Any) -> None:
+def _put(
+    server: Server, run: TrainingRun, kind: str, name: str, directory: Path, ttl_seconds: int | None, **more: Any
+) -> None:
     """Add a checkpoint, whose files must be complete. more: its version and user_metadata."""
     checkpoint = Checkpoint(
         path=checkpoint_path(run.id, kind, name),
@@ -167,7 +169,7 @@ async def copy_weights(body: messages.CopyWeights, caller: Calling) -> Json:
     """Make a run, which cannot be trained, with a copy of a checkpoint in hard links."""
     server = caller.server
     source = find_visible(server, caller.owner, body.source_path)
-    former = server.store.get(Run, source.run_id)
+    former = server.store.get(TrainingRun, source.run_id)
     if source.kind == "external" or former is None:
         raise UserError(f"{source.path} cannot be copied; only training states and weights for samplers can")
     session_id = body.session_id
@@ -177,7 +179,7 @@ async def copy_weights(body: messages.CopyWeights, caller: Calling) -> Json:
         server.store.put(Session(id=session_id, owner=caller.owner, tags=["copy"], project_id=project))
     fields = {name: getattr(former, name) for name in ("base_model", "lora", "user_metadata")}
     run = caller.new_run(session_id, body.model_seq_id or 0, fields)
-    if server.store.get(Run, run.id) is not None or server.taken[run.id]:
+    if server.store.get(TrainingRun, run.id) is not None or server.taken[run.id]:
         raise UserError(f"{run.id} exists; give another model_seq_id")
     version = None
     directory = _directory(server, run, "weights", source.name)
@@ -205,7 +207,7 @@ async def checkpoints(caller: Calling, limit: int = 100, offset: int = 0) -> Jso
 
 @routes.get("/training_runs/{run_id}/checkpoints")
 async def checkpoints_of_run(run_id: str, caller: Calling) -> Json:
-    run = caller.own(Run, run_id)
+    run = caller.own(TrainingRun, run_id)
     return {"checkpoints": [shown(row) for row in caller.server.store.find(Checkpoint, run_id=run.id)]}
 
 
@@ -230,7 +232,7 @@ def as_time(seconds: float | None) -> str | None:
 @routes.post("/weights_info")
 async def weights_info(body: messages.WeightsInfo, caller: Calling) -> Json:
     checkpoint = find_visible(caller.server, caller.owner, body.tinker_path)
-    run = caller.server.store.get(Run, checkpoint.run_id)
+    run = caller.server.store.get(TrainingRun, checkpoint.run_id)
     assert run is not None
     layers = {name: run.lora[name] for name in ("train_unembed", "train_mlp", "train_attn")}
     rank = run.lora["rank"]

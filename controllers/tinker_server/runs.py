@@ -16,7 +16,7 @@ from controllers.tinker_server.futures import Answer, Json, UserError
 from controllers.tinker_server.requests import require_adam
 from controllers.tinker_server.samples import TrainingCall, read_call, write_output
 from controllers.tinker_server.server import Server
-from controllers.tinker_server.store import Checkpoint, Run, Session
+from controllers.tinker_server.store import Checkpoint, Session, TrainingRun
 from rl_actors import OptimParams
 
 routes = APIRouter(route_class=JsonRoute)
@@ -39,8 +39,8 @@ async def create_model(body: messages.CreateModel, caller: Calling) -> Json:
     return caller.submit_as(("create", run.id), "create_model", run.id, work)
 
 
-async def _start(caller: Caller, run: Run, checkpoint: str | None = None, *, optimizer: bool = False) -> None:
-    with caller.server.taking(Run, run.id, hint="give another model_seq_id"):
+async def _start(caller: Caller, run: TrainingRun, checkpoint: str | None = None, *, optimizer: bool = False) -> None:
+    with caller.server.taking(TrainingRun, run.id, hint="give another model_seq_id"):
         await caller.server.trainers.create(run, checkpoint, optimizer=optimizer)
         caller.server.store.put(run)
 
@@ -62,7 +62,7 @@ async def _load_new(caller: Caller, body: messages.LoadWeights) -> Answer:
     if body.base_model is not None:
         caller.server.require_base(body.base_model)
     checkpoint = _find_state(caller.server, caller.owner, body.path)
-    former = caller.server.store.get(Run, checkpoint.run_id)
+    former = caller.server.store.get(TrainingRun, checkpoint.run_id)
     assert former is not None
     base_model = body.base_model or former.base_model
     fields = {"base_model": base_model, "lora": former.lora, "user_metadata": body.user_metadata}
@@ -71,7 +71,7 @@ async def _load_new(caller: Caller, body: messages.LoadWeights) -> Answer:
     return Answer(json={"type": "load_weights", "path": body.path, "model_id": run.id})
 
 
-async def _load_into(server: Server, run: Run, body: messages.LoadWeights) -> Answer:
+async def _load_into(server: Server, run: TrainingRun, body: messages.LoadWeights) -> Answer:
     checkpoint = _find_state(server, run.owner, body.path)
     async with server.trainers.using(run.id) as loaded:
         loaded.require_no_gradients()
@@ -88,7 +88,7 @@ def _find_state(server: Server, owner: str, path: str) -> Checkpoint:
 
 @routes.post("/get_info")
 async def get_info(body: messages.OfModel, caller: Calling) -> Json:
-    run = caller.own(Run, body.model_id)
+    run = caller.own(TrainingRun, body.model_id)
     config = caller.server.config
     return {
         "type": "get_info",
@@ -119,7 +119,7 @@ async def forward_backward(request: Request, caller: Calling) -> Json:
         return caller.submit(what, call, _train, keeps_key=not call.forward_only, num_bytes=call.num_bytes)
 
 
-async def _train(server: Server, run: Run, call: TrainingCall) -> Answer:
+async def _train(server: Server, run: TrainingRun, call: TrainingCall) -> Answer:
     batch = call.batch
     if isinstance(batch, Exception):
         raise batch
@@ -140,7 +140,7 @@ async def optim_step(body: messages.OptimStep, caller: Calling) -> Json:
     return caller.submit("optim_step", body, _optim_step, keeps_key=True)
 
 
-async def _optim_step(server: Server, run: Run, body: messages.OptimStep) -> Answer:
+async def _optim_step(server: Server, run: TrainingRun, body: messages.OptimStep) -> Answer:
     params = _optim_params(body)
     async with server.trainers.using(run.id) as loaded:
         if not loaded.has_gradients:
@@ -170,16 +170,16 @@ def _optim_params(body: messages.OptimStep) -> OptimParams:
 
 @routes.get("/training_runs")
 async def training_runs(caller: Calling, limit: int = 20, offset: int = 0) -> Json:
-    rows, cursor = caller.page(Run, limit, offset)
+    rows, cursor = caller.page(TrainingRun, limit, offset)
     return {"training_runs": [_shown(caller, run) for run in rows], "cursor": cursor}
 
 
 @routes.get("/training_runs/{run_id}")
 async def training_run(run_id: str, caller: Calling) -> Json:
-    return _shown(caller, caller.own(Run, run_id))
+    return _shown(caller, caller.own(TrainingRun, run_id))
 
 
-def _shown(caller: Caller, run: Run) -> Json:
+def _shown(caller: Caller, run: TrainingRun) -> Json:
     """With its newest training and sampler checkpoints."""
     rank = run.lora["rank"]
     newest = {}

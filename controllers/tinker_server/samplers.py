@@ -15,7 +15,7 @@ from controllers.tinker_server.checkpoints import find_visible
 from controllers.tinker_server.futures import Answer, Json, UserError
 from controllers.tinker_server.sampling import Weights
 from controllers.tinker_server.server import SILENT_SECONDS, Server
-from controllers.tinker_server.store import Run, Sampler, Session, Version
+from controllers.tinker_server.store import Sampler, Session, TrainingRun, Version
 from rl_actors import adapters
 from rl_actors.validation import MAX_TOP_LOGPROBS
 
@@ -49,7 +49,7 @@ def _new_sampler(caller: Caller, body: messages.CreateSamplingSession) -> Sample
         caller.server.require_base(body.base_model)
         return sampler
     checkpoint = find_visible(caller.server, caller.owner, body.model_path)
-    run = caller.server.store.get(Run, checkpoint.run_id)
+    run = caller.server.store.get(TrainingRun, checkpoint.run_id)
     if checkpoint.version is None or run is None:
         raise UserError(
             f"{body.model_path} holds no weights for a sampler; give a path that save_weights_for_sampler returned"
@@ -119,7 +119,7 @@ def _weights_of(server: Server, sampler: Sampler) -> AbstractAsyncContextManager
     """Hold the weights that the sampler uses now. Raises UserError if they were dropped."""
     number = sampler.version
     if sampler.kind == "inflight":
-        run = server.store.get(Run, sampler.run_id or "")
+        run = server.store.get(TrainingRun, sampler.run_id or "")
         assert run is not None and run.inflight_version is not None
         number = run.inflight_version
     version = server.store.get(Version, number)

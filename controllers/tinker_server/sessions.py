@@ -9,7 +9,7 @@ from controllers.tinker_server import messages
 from controllers.tinker_server.bodies import JsonRoute
 from controllers.tinker_server.caller import Calling
 from controllers.tinker_server.futures import Json
-from controllers.tinker_server.store import Run, Sampler, Session
+from controllers.tinker_server.store import Sampler, Session, TrainingRun
 
 routes = APIRouter(route_class=JsonRoute)
 
@@ -76,7 +76,7 @@ async def session(session_id: str, caller: Calling) -> Json:
     row = caller.own(Session, session_id)
     store = caller.server.store
     return {
-        "training_run_ids": [run.id for run in store.find(Run, session_id=row.id)],
+        "training_run_ids": [run.id for run in store.find(TrainingRun, session_id=row.id)],
         "sampler_ids": [sampler.id for sampler in reversed(store.find(Sampler, session_id=row.id))],
         "user_metadata": row.user_metadata,
         "display_name": row.display_name,

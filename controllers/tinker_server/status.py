@@ -6,7 +6,7 @@ from typing import Any
 from controllers.observe.prometheus import Family, Labels, text
 from controllers.tinker_server.access import Counts
 from controllers.tinker_server.server import RATE_SECONDS, RunCurves, Server
-from controllers.tinker_server.store import Checkpoint, Run
+from controllers.tinker_server.store import Checkpoint, TrainingRun
 
 MOST_ROWS = 50
 """Most rows of a table on the page."""
@@ -51,7 +51,7 @@ def page_data(server: Server, owner: str) -> dict[str, Any]:
     """Only the owner's requests, weights and runs, and the base model's weights."""
     runs = []
     in_memory = server.trainers.residents
-    for run in server.store.find(Run, MOST_ROWS, owner=owner):
+    for run in server.store.find(TrainingRun, MOST_ROWS, owner=owner):
         curves = server.curves.get(run.id, RunCurves())
         runs.append(
             {

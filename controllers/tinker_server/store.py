@@ -35,7 +35,7 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class TrainingRun:
     """A training run, which the protocol also calls a model."""
 
     id: str
@@ -95,9 +95,9 @@ class Version:
     is_dropped: bool = False
 
 
-Row = TypeVar("Row", Session, Run, Checkpoint, Sampler, Version)
-OwnRow = TypeVar("OwnRow", Session, Run, Checkpoint, Sampler)
-TABLES = {Session: "sessions", Run: "runs", Checkpoint: "checkpoints", Sampler: "samplers", Version: "versions"}
+Row = TypeVar("Row", Session, TrainingRun, Checkpoint, Sampler, Version)
+OwnRow = TypeVar("OwnRow", Session, TrainingRun, Checkpoint, Sampler)
+TABLES = {Session: "sessions", TrainingRun: "runs", Checkpoint: "checkpoints", Sampler: "samplers", Version: "versions"}
 """By the class of the rows, whose first field is the key."""
 
 
@@ -129,7 +129,7 @@ class Store:
         self.db.execute("CREATE INDEX IF NOT EXISTS checkpoints_of_run ON checkpoints (run_id)")
         self.db.execute("CREATE INDEX IF NOT EXISTS runs_of_session ON runs (session_id)")
 
-    def put(self, row: Session | Run | Checkpoint | Sampler | Version) -> int:
+    def put(self, row: Session | TrainingRun | Checkpoint | Sampler | Version) -> int:
         """Add a row, replacing one of the same key. Returns the number of a Version."""
         names = _names(type(row))
         values = [getattr(row, name) for name in names]
@@ -158,9 +158,9 @@ class Store:
     def delete(self, kind: type[Row], key: str) -> None:
         self.db.execute(f"DELETE FROM {TABLES[kind]} WHERE {_key(kind)} = ?", (key,))
 
-    def parked_runs(self) -> list[Run]:
+    def parked_runs(self) -> list[TrainingRun]:
         """Runs whose state waits on disk, least recently used first."""
-        return self._rows(Run, "WHERE parked IS NOT NULL ORDER BY last_request")
+        return self._rows(TrainingRun, "WHERE parked IS NOT NULL ORDER BY last_request")
 
     def expired(self, now: float) -> list[Checkpoint]:
         return self._rows(Checkpoint, "WHERE expires IS NOT NULL AND expires <= ?", now)

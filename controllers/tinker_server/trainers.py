@@ -14,7 +14,7 @@ from pathlib import Path
 from controllers.tinker_server.config import ServeConfig
 from controllers.tinker_server.futures import UserError
 from controllers.tinker_server.samples import Batch
-from controllers.tinker_server.store import Checkpoint, Run, Session, Store
+from controllers.tinker_server.store import Checkpoint, Session, Store, TrainingRun
 from rl_actors import TrainerClient, TrainerConfig
 from rl_actors.clients.base import ActorDiedError
 from rl_actors.clients.training import TenantClient
@@ -37,7 +37,7 @@ class LoadedTrainer:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoadedRun:
-    run: Run
+    run: TrainingRun
     home: LoadedTrainer
     client: TrainerClient | TenantClient  # the trainer's until the run is a tenant of it
     used: float = field(default_factory=time.monotonic)  # last request, time.monotonic
@@ -79,7 +79,7 @@ class Trainers:
     def _turn(self, run_id: str) -> asyncio.Lock:
         return self._turns.setdefault(run_id, asyncio.Lock())
 
-    async def create(self, run: Run, checkpoint: str | None = None, *, optimizer: bool = False) -> None:
+    async def create(self, run: TrainingRun, checkpoint: str | None = None, *, optimizer: bool = False) -> None:
         """Add a new run, from a checkpoint if given. ValueError: no trainer can be built, or the
         checkpoint is of another model. UserError: there is no room.
         """
@@ -92,7 +92,7 @@ class Trainers:
         async with self._turn(run_id):
             resident = self.residents.get(run_id) or await self._reload(run_id)
             resident.used = time.monotonic()
-            self.store.update(Run, run_id, last_request=time.time())
+            self.store.update(TrainingRun, run_id, last_request=time.time())
             async with self._noticing_death(resident):
                 yield resident
 
@@ -113,15 +113,15 @@ class Trainers:
         return f"the training run {run_id} has ended{reason}; {last}"
 
     async def _reload(self, run_id: str) -> LoadedRun:
-        run = self.store.get(Run, run_id)
+        run = self.store.get(TrainingRun, run_id)
         if run is None or run.parked is None:
             raise UserError(self._ended(run_id))
         resident = await self._start(run, run.parked, optimizer=True)
-        self.store.update(Run, run_id, parked=None)
+        self.store.update(TrainingRun, run_id, parked=None)
         await asyncio.to_thread(shutil.rmtree, run.parked, ignore_errors=True)
         return resident
 
-    async def _start(self, run: Run, checkpoint: str | None, *, optimizer: bool) -> LoadedRun:
+    async def _start(self, run: TrainingRun, checkpoint: str | None, *, optimizer: bool) -> LoadedRun:
         resident = await self._place(run)
         try:
             async with self._noticing_death(resident):
@@ -137,7 +137,7 @@ class Trainers:
             raise
         return resident
 
-    async def _place(self, run: Run) -> LoadedRun:
+    async def _place(self, run: TrainingRun) -> LoadedRun:
         """Add a run to a trainer, parking the least recently used. The caller holds its lock."""
         lora = LoRAConfig()
         if run.lora["rank"]:
@@ -177,7 +177,7 @@ class Trainers:
         is_free = not resident.has_gradients or self._is_abandoned(resident.run)
         return is_free and not self._turn(resident.run.id).locked()
 
-    def _is_abandoned(self, run: Run) -> bool:
+    def _is_abandoned(self, run: TrainingRun) -> bool:
         """True if the run's session is finished, or silent for ABANDONED_SECONDS."""
         session = self.store.get(Session, run.session_id)
         if session is None or session.finished:
@@ -221,7 +221,7 @@ class Trainers:
                 logger.exception("%s", self._ended(run.id, f": {error}"))
                 await self._forget(resident.home)
                 return
-            self.store.update(Run, run.id, parked=str(directory))
+            self.store.update(TrainingRun, run.id, parked=str(directory))
             await self._remove(resident)
             logger.info("the training run %s waits on disk for its next request", run.id)
 
@@ -265,7 +265,7 @@ class Trainers:
                 continue
             if self._is_abandoned(run):
                 logger.info("the state of the training run %s is deleted from disk: its client is gone", run.id)
-                self.store.update(Run, run.id, parked=None)
+                self.store.update(TrainingRun, run.id, parked=None)
                 shutil.rmtree(run.parked or "", ignore_errors=True)
                 del sizes[run.id]
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from controllers.tinker_server.store import Run, Session
+from controllers.tinker_server.store import Session, TrainingRun
 
 DATUM = ([1, 2], {"target_tokens": [2, 3]})
 HOUR = 3600.0
@@ -29,7 +29,7 @@ def test_the_state_of_a_run_is_deleted_a_week_after_its_last_request_if_its_clie
     async def use(api):
         first, second = await park_runs(api, 2)
         now = time.time()
-        api.store.update(Run, first, last_request=now - 8 * 24 * HOUR)
+        api.store.update(TrainingRun, first, last_request=now - 8 * 24 * HOUR)
         api.server.sweep(now)
         assert folders(api) == 2  # its session has just sent a request
         api.store.update(Session, api.session, last_seen=now - 8 * 24 * HOUR)
@@ -49,7 +49,7 @@ def test_above_the_quota_the_oldest_states_go_whose_clients_are_gone(api):
         api.server.sweep(time.time())
         assert folders(api) == 4  # the client is there
         api.store.update(Session, api.session, finished="done")
-        api.store.update(Run, models[0], last_request=time.time())  # used last
+        api.store.update(TrainingRun, models[0], last_request=time.time())  # used last
         api.server.sweep(time.time())
         assert {run.id for run in api.store.parked_runs()} == {models[0], models[2], models[3]} and folders(api) == 3
 
