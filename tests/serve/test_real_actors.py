@@ -292,7 +292,7 @@ before the end."""
 
 
 def run_program(url: str, num_steps: int, *, path: str = "", end: str = "normal") -> bytes:
-    """TrainingRun STEPS_OF_A_PROGRAM, and return the logprobs that the program prints.
+    """Run STEPS_OF_A_PROGRAM, and return the logprobs that the program prints.
 
     path: the saved state with which the program begins; "" for a new run.
     end: "killed" makes the program kill itself. This function then returns b"".
