@@ -62,7 +62,7 @@ class SlowAddition:
 
 
 def slow_addition(*, seed: int, num_held_out: int, seconds: float) -> SlowAddition:
-    """The environment of a run. Held-out problems have waiting times, too, so a validation takes a few seconds."""
+    """The environment of a run. Held-out problems have waiting times, too, so an evaluation takes a few seconds."""
     config = replace(tiny().environment, seed=seed, num_held_out=num_held_out)
     return SlowAddition(build_environment(config), seconds)
 
@@ -95,7 +95,7 @@ def figures(folder: RunFolder, config: GRPOConfig) -> dict[str, Any]:
     bound = config.rollouts.max_staleness
     if max(ages) > bound:
         raise RuntimeError(f"a step trained on a group of age {max(ages)}, but max_staleness={bound}")
-    # The first steps do not count, because they fill the queue. The last step does not count, because it validates.
+    # The first steps do not count, because they fill the queue. The last step does not count, because it evaluates.
     counted = steps[bound + 1 : -1]
     seconds = [record["time/step"] for record in counted]
     groups = config.rollouts.groups_per_step * config.rollouts.group_size

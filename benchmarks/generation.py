@@ -117,11 +117,11 @@ def start_async(config: GeneratorConfig) -> tuple[Run, Shutdown]:
 
 
 def start_way(way: str, config: GeneratorConfig) -> tuple[Run, Shutdown]:
-    from rl_actors.vllm.core import InProcess, OwnProcess
+    from rl_actors.vllm.core import Core, OwnProcess
 
     if way == "async":
         return start_async(config)
-    return start_llm(config, InProcess() if way == "stepped" else OwnProcess())
+    return start_llm(config, Core() if way == "stepped" else OwnProcess())
 
 
 def serve_bare(way: str, config: GeneratorConfig, pipe: Connection) -> None:

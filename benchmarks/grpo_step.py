@@ -39,7 +39,7 @@ from rl_actors import (
     num_loss_tokens,
 )
 from rl_actors.clients.call import in_background
-from rl_actors.engine.packing import plan
+from rl_actors.engine.packing import Planner
 
 GROUP = 16
 
@@ -116,7 +116,7 @@ def timed_step(
                     )
         with phases("plan"):  # only measures how long a plan takes; every rank makes its own plan in forward_backward
             lengths = [len(sample) for sample in samples]
-            plan(lengths, tokens_per_row=tokens_per_row, rows_per_microbatch=1, num_ranks=1)
+            Planner(tokens_per_row=tokens_per_row, rows_per_microbatch=1, num_ranks=1).plan(lengths)
         with phases("forward_backward"):
             output = trainer.forward_backward(samples, loss=PPO(ratio_high=1.28)).result()
         with phases("optim_step"):

@@ -3,7 +3,7 @@
 Speed is the number of tokens that forward_backward processes in a second. Padding does not count. Sample lengths are
 log-normal (median 600, sigma 1, clipped to 4,096, seed 0). One process trains a tiny model on a CPU, or a model of
 Qwen3 0.6B's shape in bfloat16 on a GPU. The timed calls alternate between the ways of packing, so that a slow period of
-the machine affects all ways. The docstring of `plan` in rl_actors/engine/packing.py explains the ways.
+the machine affects all ways. The docstring of `Planner` in rl_actors/engine/packing.py explains the ways.
 
 A plan puts samples into rows, and rows into the microbatches of every rank. The program also prints the time to make
 plans, and their share of padding.
@@ -25,7 +25,7 @@ import torch
 from benchmarks.harness import results
 from configs import qwen3
 from rl_actors import ModelConfig, Sample, TrainerConfig
-from rl_actors.engine.packing import Microbatch, Plan, plan, time_of
+from rl_actors.engine.packing import Microbatch, Plan, Planner, time_of
 
 ROW = 4096  # positions of a row
 SIZES = (100, 1_000, 10_000, 100_000)  # numbers of samples for which plans are made and timed
@@ -46,12 +46,12 @@ def waste(lengths: Sequence[int], ranks: Plan) -> float:
     return 1 - sum(lengths) / num_positions
 
 
-def padded(lengths: Sequence[int], *, tokens_per_row: int, num_ranks: int, **_) -> Plan:
-    """A plan in which every sample is a microbatch of its own, padded to a full row. This function takes the arguments of packing.plan."""
+def padded(planner: Planner, lengths: Sequence[int]) -> Plan:
+    """In place of Planner.plan: every sample is a microbatch of its own, padded to a full row."""
     rows: list[tuple[int, ...]] = [(index,) for index in range(len(lengths))]
-    rows += [()] * (-len(rows) % num_ranks)  # empty rows, so that all ranks have the same number of rows
-    microbatches = [Microbatch(rows=(row,), row_length=tokens_per_row) for row in rows]
-    return [microbatches[rank::num_ranks] for rank in range(num_ranks)]
+    rows += [()] * (-len(rows) % planner.num_ranks)  # empty rows, so that all ranks have the same number of rows
+    microbatches = [Microbatch(rows=(row,), row_length=planner.tokens_per_row) for row in rows]
+    return [microbatches[rank :: planner.num_ranks] for rank in range(planner.num_ranks)]
 
 
 def now() -> float:
@@ -81,7 +81,7 @@ def print_planning() -> None:
             seconds = []
             for _ in range(3):
                 start = time.perf_counter()
-                found = plan(lengths, tokens_per_row=ROW, rows_per_microbatch=1, num_ranks=ranks, policy=policy)
+                found = Planner(tokens_per_row=ROW, rows_per_microbatch=1, num_ranks=ranks, policy=policy).plan(lengths)
                 seconds.append(time.perf_counter() - start)
             mean_cost = sum(length**2 for length in lengths) / ranks
             excess = time_of(lengths, found)[1] / mean_cost - 1
@@ -127,8 +127,7 @@ def measure_throughput(num_samples: int, repeats: int, ways: Sequence[str]) -> N
     for turn in range(repeats + 1):
         for name, times in seconds.items():
             engine.config = replace(config, packing=config.packing if name == PADDED else name)
-            planner = padded if name == PADDED else plan
-            with mock.patch("rl_actors.engine.train_engine.plan", planner):
+            with mock.patch.object(Planner, "plan", padded if name == PADDED else Planner.plan):
                 start = now()
                 engine.forward_backward(samples, "cross_entropy")
                 if turn:  # turn 0 is warm-up, which compiles kernels

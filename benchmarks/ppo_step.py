@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -39,7 +39,7 @@ from benchmarks.harness.gpus import Watch
 from configs.qwen3_ppo import qwen3_0_6b_ppo, qwen3_4b_ppo
 from configs.tiny_ppo import tiny_ppo
 from controllers.algorithms.critic import Critic
-from controllers.algorithms.reference import FrozenPolicy
+from controllers.algorithms.reference import Reference
 from controllers.environments import EnvironmentConfig, Problem, build_environment
 from controllers.grpo import train_step, with_trainer_logprobs
 from controllers.observe.logger import MetricsLogger
@@ -50,13 +50,13 @@ from controllers.rollouts.evaluation import build_sets
 from controllers.rollouts.groups import Group, RolloutBatch
 from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
 from controllers.run.run import Run, open_run
-from rl_actors import ReferenceClient, Sample, ValueTrainerClient
+from rl_actors import Sample
 
 CONFIGS = {make.__name__: make for make in (tiny_ppo, qwen3_0_6b_ppo, qwen3_4b_ppo)}
 DIGITS = "0123456789"
 WARM_UP = 2
 """Number of first steps that are not counted, because they compile and fill the queue of rollouts. The last step is not counted either,
-because it validates."""
+because it evaluates."""
 ACTORS = {
     "generate": "generator",
     "logprobs": "trainer",
@@ -133,32 +133,6 @@ def seconds_by_device(parts: Mapping[str, float], places: Mapping[str, list[str]
     return dict(sorted(totals.items()))
 
 
-@dataclass(slots=True)
-class Spawned:
-    """The clients of the critics and references that `train` spawns. `train` does not return them, so `watch` records
-    them.
-    """
-
-    critics: list[ValueTrainerClient] = field(default_factory=list)
-    references: list[ReferenceClient] = field(default_factory=list)
-
-    def watch(self, run: Run[PPOConfig]) -> None:
-        supervision = run.supervision
-        spawn_critic = supervision.spawn_critic
-        spawn_reference = supervision.spawn_reference
-
-        def critic() -> ValueTrainerClient:
-            self.critics.append(spawn_critic())
-            return self.critics[-1]
-
-        def reference() -> ReferenceClient:
-            self.references.append(spawn_reference())
-            return self.references[-1]
-
-        supervision.spawn_critic = critic
-        supervision.spawn_reference = reference
-
-
 class Stopwatch:
     """Seconds of named parts. Each part has a list with one number for every time that the part ran."""
 
@@ -186,12 +160,13 @@ async def rollouts_alone(run: Run[PPOConfig], first: int, timed: Stopwatch) -> R
     return RolloutBatch.of(list(groups.values()), config, num_refills=0, num_retries=0, version=version)
 
 
-async def parts_alone(run: Run[PPOConfig], spawned: Spawned, *, first: int, timed: Stopwatch) -> None:
+async def parts_alone(run: Run[PPOConfig], *, first: int, timed: Stopwatch) -> None:
     """Run every part of a step once, one after the other."""
     config = run.config
-    critic = Critic(trainer=spawned.critics[0], config=config.critic, gae=config.gae, run_config=config)
-    reference = FrozenPolicy(
-        model=spawned.references[0], samples_per_forward=config.samples_per_forward_backward, timer=run.timer
+    clients: dict[str, Any] = run.supervision.actors.clients if run.supervision.actors else {}
+    critic = Critic(trainer=clients["critic"], config=config.critic, gae=config.gae, run_config=config)
+    reference = Reference(
+        model=clients["reference"], samples_per_forward=config.samples_per_forward_backward, timer=run.timer
     )
     batch = await rollouts_alone(run, first, timed)
     samples = list(batch.samples)
@@ -224,11 +199,10 @@ async def measure(config: PPOConfig, folder: RunFolder, *, repeats: int) -> dict
     build_character_tokenizer(folder.path / "tokenizer", config.alphabet)
     tokenizer = load_tokenizer(folder.path / "tokenizer", config.chat)
     environment = build_environment(config.environment)
-    sets = build_sets(environment, config.validation, seed=config.seed)
-    spawned, timed, watch = Spawned(), Stopwatch(), Watch("utilization.gpu")
+    sets = build_sets(environment, config.evaluation, seed=config.seed)
+    timed, watch = Stopwatch(), Watch("utilization.gpu")
     with MetricsLogger(folder, total_steps=config.steps, trackers=(), prints_lines=True) as log:
         async with open_run(config, folder, environment, sets, tokenizer, log=log) as run:
-            spawned.watch(run)
             run.timer.reset()
             began = time.perf_counter()
             await train(run)
@@ -236,7 +210,7 @@ async def measure(config: PPOConfig, folder: RunFolder, *, repeats: int) -> dict
             for repeat in range(repeats):
                 # No step has used the problem with this index, or a later problem.
                 first = (config.steps + 2 + repeat) * config.rollouts.groups_per_step
-                await parts_alone(run, spawned, first=first, timed=timed)
+                await parts_alone(run, first=first, timed=timed)
     watch.stop()
     steps = [record for record in read_jsonl(folder.metrics) if record["phase"] == "ppo"][WARM_UP:-1]
     return figures(config, steps, timed.medians()) | {

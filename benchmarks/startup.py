@@ -11,7 +11,7 @@ before ends:
 - imports: until config.json exists. The run has then checked the config, and built the task and the tokenizer.
 - spawn: until the log files of trainer and generator exist.
 - engines: until trainer and generator are ready.
-- first_step: until the first line of metrics.jsonl. This part contains the first weight sync and the first validation.
+- first_step: until the first line of metrics.jsonl. This part contains the first weight sync and the first evaluation.
 - closing: from the last line of metrics.jsonl to the end of the command.
 """
 
@@ -68,7 +68,7 @@ def _wait(process: subprocess.Popen, is_there: Callable[[], bool]) -> float:
 
 
 def accuracy(folder: RunFolder) -> float:
-    """Held-out accuracy at the last validation of a run."""
+    """Held-out accuracy at the last evaluation of a run."""
     found = [line.get("eval/reward") for line in read_jsonl(folder.metrics)]
     return [accuracy for accuracy in found if accuracy is not None][-1]
 

@@ -33,7 +33,7 @@ from benchmarks.harness.rows import TRACED_STEPS, Row
 from rl_actors import ModelConfig
 from rl_actors.engine import recomputation
 from rl_actors.engine.build import qwen3_config
-from rl_actors.engine.machine import this_machine
+from rl_actors.engine.gpu import this_machine
 
 
 def run(

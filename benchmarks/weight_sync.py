@@ -45,11 +45,11 @@ from rl_actors.policy_trainer import PolicyTrainer
 from rl_actors.processes.spawn import spawn_processes
 from rl_actors.processes.threads import one_thread
 from rl_actors.transports.base import Manifest
-from rl_actors.transports.default import default_transport
+from rl_actors.transports.index import default_transport
 from rl_actors.transports.reader import SlotSource
 from rl_actors.transports.server import SlotServer
 from rl_actors.transports.slots import Slot
-from rl_actors.transports.snapshot import Snapshot
+from rl_actors.transports.snapshot import DoubleBuffer
 from rl_actors.types import Transfer
 
 TIMEOUT = 120.0  # seconds
@@ -80,7 +80,7 @@ class Writer:
 
     def __init__(self, flat: Tensor, weights: Mapping[str, Tensor]) -> None:
         self.tensors = {PLAIN: {"flat": flat}, SHARED_MEMORY: dict(weights)}
-        self.snapshots = {way: Snapshot(rank=0, timeout=TIMEOUT) for way in self.tensors}
+        self.snapshots = {way: DoubleBuffer(rank=0, timeout=TIMEOUT) for way in self.tensors}
         self.server = SlotServer(self.snapshots[SHARED_MEMORY].find, host="127.0.0.1", secret=SECRET, timeout=TIMEOUT)
 
     def write(self, way: str, version: int) -> tuple[float, Manifest]:
@@ -96,7 +96,7 @@ class Writer:
         return seconds, Manifest(stream=way, version=version, tensors=shapes, parts=parts)
 
     def write_plain(self, key: str) -> Slot:
-        """Write a version of the plain copy with all threads. Snapshot.write uses one thread, so it is called only to make the two slots."""
+        """Write a version of the plain copy with all threads. DoubleBuffer.write uses one thread, so it is called only to make the two slots."""
         snapshot, tensors = self.snapshots[PLAIN], self.tensors[PLAIN]
         if len(snapshot.slots) < 2:
             return snapshot.write(key, tensors, None)

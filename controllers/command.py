@@ -16,19 +16,17 @@ from pathlib import Path
 
 import rl_actors
 
+# name -> line for the help
 LOOPS = {
     "grpo": "train by group-relative policy optimization and its relatives",
     "ppo": "train by proximal policy optimization with a value model",
     "sft": "train on the answers of problems",
     "dpo": "train on pairs of a chosen and a rejected answer",
 }
-"""Loops, each with a line for the help."""
 
+# name -> (module or module:function, line for the help). Without a function: `main`.
 PROGRAMS = {
-    "service": (
-        "controllers.service.command",
-        "run a trainer and a generator that other programs can attach to",
-    ),
+    "service": ("controllers.service.command", "run a trainer and a generator that other programs can attach to"),
     "tinker-server": ("controllers.tinker_server.command", "run a server for programs of the SDK tinker"),
     "export": ("controllers.program.export", "write the weights or adapters of a run as a Hugging Face directory"),
     "compare": ("controllers.observe.compare", "show the curves of several runs in the same charts"),
@@ -37,7 +35,6 @@ PROGRAMS = {
         "print a file of requirements: a lock for pip, or overrides or excludes for uv",
     ),
 }
-"""name -> (module or module:function, line for the help). Without a function: `main`."""
 
 COMMAND = "rl-actors"
 
@@ -52,26 +49,24 @@ def main() -> None:
         print(rl_actors.__version__)
         return
     name = arguments[0]
-    if name not in LOOPS and name not in PROGRAMS:
-        known = [*LOOPS, *PROGRAMS]
-        near = difflib.get_close_matches(name, known) or known
-        print(f"{COMMAND}: error: there is no command {name}; did you mean {' or '.join(near)}?", file=sys.stderr)
-        sys.exit(2)
+    names = [*LOOPS, *PROGRAMS]
+    if name not in names:
+        near = difflib.get_close_matches(name, names) or names
+        sys.exit(_error(f"there is no command {name}; did you mean {' or '.join(near)}?"))
     sys.argv = [f"{COMMAND} {name}", *arguments[1:]]
-    # For `--task my_task:MyTask` in the current folder; last, so that a package `configs` there
-    # hides nothing.
-    sys.path.append(os.getcwd())
+    sys.path.append(os.getcwd())  # for --task my_task:MyTask; last, so that a package `configs` there hides nothing
     try:
         require_own_packages()
         program = program_of(name)
-    except ModuleNotFoundError as error:
-        remedy = "the programs need the packages of the extra `loop`; docs/install.md says how to install them"
-        print(f"{COMMAND}: error: {error}; {remedy}", file=sys.stderr)
-        sys.exit(2)
     except ImportError as error:
-        print(f"{COMMAND}: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        remedy = "; the programs need the packages of the extra `loop`; docs/install.md says how to install them"
+        sys.exit(_error(f"{error}{remedy if isinstance(error, ModuleNotFoundError) else ''}"))
     program()
+
+
+def _error(text: str) -> int:
+    print(f"{COMMAND}: error: {text}", file=sys.stderr)
+    return 2
 
 
 def program_of(name: str) -> Callable[[], None]:
@@ -103,20 +98,15 @@ def require_own_packages() -> None:
     own = Path(rl_actors.__file__).parents[1]
     for name in ("controllers", "configs"):
         spec = find_spec(name)
-        found = Path(spec.origin).parent if spec and spec.origin else None
-        if found != own / name:
+        first = Path(spec.origin).parent if spec and spec.origin else None
+        if first != own / name:
             raise ImportError(
-                f"the package {name} of rl-actors is {own / name}, but Python finds {found} first; remove one of them"
+                f"the package {name} of rl-actors is {own / name}, but Python finds {first} first; remove one of them"
             )
 
 
 def requirements() -> None:
-    """Print a file of requirements: the locks cpu and cuda, for pip install --no-deps -r, or a file
-    for uv.
-
-    uv's --overrides and --excludes take the others, to install the extras of rl-actors beside
-    packages of your own.
-    """
+    """Print a lock for pip install --no-deps -r, or a file for uv's --overrides or --excludes."""
     folder = files("rl_actors") / "requirements"
     parser = argparse.ArgumentParser(prog=f"{COMMAND} requirements", description=requirements.__doc__)
     parser.add_argument("file", choices=sorted(file.name.removesuffix(".txt") for file in folder.iterdir()))

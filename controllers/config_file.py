@@ -8,8 +8,9 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -24,11 +25,11 @@ Config = TypeVar("Config")
 
 
 def to_json(config: "DataclassInstance") -> str:
-    return json.dumps(asdict(config), indent=2, default=_path_to_str) + "\n"
+    return json.dumps(asdict(config), indent=2, default=str) + "\n"  # str: of a Path
 
 
 def from_json(cls: type[Config], text: str) -> Config:
-    """Raises ValueError, naming a field that is unknown or of a wrong type."""
+    """Raises ValueError as `from_values` does."""
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
@@ -45,7 +46,7 @@ def from_values(cls: type[Config], values: object) -> Config:
         text = json.dumps({"config": values}, default=_refuse)
         return around.model_validate_json(text).config  # type: ignore[attr-defined]
     except ValidationError as error:
-        raise ValueError("\n".join(_message(cls, each) for each in error.errors())) from None
+        raise ValueError("\n".join(_message(cls, fault) for fault in error.errors())) from None
 
 
 def read(cls: type[Config], file: Path) -> Config:
@@ -60,9 +61,11 @@ def read(cls: type[Config], file: Path) -> Config:
 
 def write(config: "DataclassInstance", file: Path) -> None:
     """As JSON or YAML, by the ending."""
-    dump = _dump_json if file.suffix == ".json" else _dump_yaml
+    text = to_json(config)
+    if file.suffix != ".json":
+        text = yaml.safe_dump(json.loads(text), sort_keys=False, allow_unicode=True)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(dump(json.loads(to_json(config))), encoding="utf-8")
+    file.write_text(text, encoding="utf-8")
 
 
 def require_format(flag: str, file: Path) -> None:
@@ -108,36 +111,13 @@ _EXPONENT = re.compile(r"^[-+]?[0-9]+[eE][-+]?[0-9]+$")
 _StrictYaml.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 
 
-def _load_yaml(text: str) -> object:
-    return yaml.load(text, Loader=_StrictYaml)
-
-
-def _dump_yaml(values: Mapping[str, object]) -> str:
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-
-
-def _dump_json(values: Mapping[str, object]) -> str:
-    return json.dumps(values, indent=2) + "\n"
-
-
-_LOADERS: dict[str, Callable[[str], object]] = {
-    ".json": json.loads,
-    ".yaml": _load_yaml,
-    ".yml": _load_yaml,
-    ".toml": tomllib.loads,
-}
+_LOADERS: dict[str, Callable[[str], object]] = {".json": json.loads, ".toml": tomllib.loads}
+_LOADERS |= dict.fromkeys((".yaml", ".yml"), partial(yaml.load, Loader=_StrictYaml))
 WRITTEN = (".json", ".yaml", ".yml")
 
 
 def _refuse(value: object) -> str:
-    """Refuses dates, times, bytes and sets, which JSON lacks."""
     raise ValueError(f"{value!r} is a {type(value).__name__}, which no field takes")
-
-
-def _path_to_str(value: object) -> str:
-    if isinstance(value, Path):
-        return str(value)
-    raise ValueError(f"the config has the value {value!r}, which has no JSON form")
 
 
 def _message(cls: Any, error: "ErrorDetails") -> str:
@@ -155,17 +135,12 @@ def _message(cls: Any, error: "ErrorDetails") -> str:
 
 
 def _field_names(cls: Any, path: tuple[str | int, ...]) -> list[str]:
-    """The fields of the dataclass at the end of a path; [] if it leads through a list.
-
-    path: names of fields, and keys of dicts.
-    """
+    """Of the dataclass at the end of a path of fields and keys; [] if it leads through a list."""
     for part in path:
         if get_origin(cls) is dict:  # a key
             cls = get_args(cls)[1]
             continue
-        kind = get_type_hints(cls).get(str(part))
-        inner = [each for each in (kind, *get_args(kind)) if dataclasses.is_dataclass(each) or get_origin(each) is dict]
-        if not inner:
-            return []
-        cls = inner[0]
-    return [each.name for each in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+        kind = get_type_hints(cls).get(str(part)) if cls else None
+        inner = (arm for arm in (kind, *get_args(kind)) if dataclasses.is_dataclass(arm) or get_origin(arm) is dict)
+        cls = next(inner, None)
+    return [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []

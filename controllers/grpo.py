@@ -4,7 +4,7 @@ python -m controllers.grpo --config tiny
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar, Literal, TypeVar
@@ -16,14 +16,14 @@ from controllers.algorithms.reference import Reference, require_reference, start
 from controllers.algorithms.schedules import ScheduleConfig
 from controllers.observe.run_folder import RunFolder
 from controllers.program.launch import start_loop
-from controllers.rollouts.groups import RolloutBatch, RolloutConfig
-from controllers.rollouts.queue import RolloutQueue
+from controllers.rollouts.groups import Group, Penalty, RolloutBatch, RolloutConfig
 from controllers.run.config import Algorithm, RunConfig
 from controllers.run.run import Run
 from controllers.run.survival import ReplayingQueue
-from controllers.run.update import Update, chunks, update
-from controllers.sft import SFTPhase, SFTPhaseConfig
+from controllers.run.update import Update, chunks, forward, sync, update
+from controllers.sft import SFTPhaseConfig, train_phase
 from rl_actors import KL, Sample, metrics
+from rl_actors.field_types import CountingInt, NaturalInt, NonNegativeFloat
 from rl_actors.losses import Loss, columns_of
 
 
@@ -31,14 +31,12 @@ from rl_actors.losses import Loss, columns_of
 class GRPOConfig(RunConfig):
     rollouts: RolloutConfig = field(default_factory=RolloutConfig)
     """Sampling of the training completions, and their advantages."""
-    updates_per_step: int = 1
-    """Optimizer steps on one batch. From the second on, the weights are newer than those that
-    sampled."""
-    epochs_per_step: int = 1
+    updates_per_step: CountingInt = 1
+    """Optimizer steps on one batch. From the second on, it is off-policy."""
+    epochs_per_step: CountingInt = 1
     """Passes over a batch, each with up to updates_per_step optimizer steps."""
     algorithm: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"] | None = None
-    """Preset of a paper: loss, aggregation, advantages, KL, dynamic sampling and overlong penalty.
-    Other flags come after it. PPO also needs --advantage gae."""
+    """Preset of a paper, which other flags override. PPO also needs --advantage gae."""
     loss: LossConfig = field(default_factory=LossConfig)
     """The policy loss and its options."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
@@ -49,22 +47,19 @@ class GRPOConfig(RunConfig):
     sum over tokens / (max_tokens * samples)."""
     entropy_bonus: float = 0.0
     """Weight of the policy's entropy in the objective."""
-    reference_kl: float = 0.0
-    """Weight of the KL divergence from the policy at the start, held by a second model. 0: neither.
-    """
+    reference_kl: NonNegativeFloat = 0.0
+    """Weight of the KL divergence from the policy at the start, in a second model. 0: neither."""
     reference_kl_in: Literal["loss", "reward"] = "loss"
-    """loss: a term of each token's loss. reward: subtracted before advantages, in GRPO from the
-    completion's reward, in PPO from each token's."""
+    """reward: subtracted from a completion's (in PPO a token's) reward before advantages."""
     reference_kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """With d = logprob - reference logprob: k1 is d, k2 is d^2 / 2, k3 is exp(-d) - 1 + d. None: k3
-    in the loss, k1 in the reward."""
+    """k1: d = logprob - ref_logprob, k2: d^2 / 2, k3: exp(-d) - 1 + d. None: k3, in a reward k1."""
     kl_control: KLControlConfig = field(default_factory=KLControlConfig)
     """Changes the weight to keep the divergence near a target; it begins with reference_kl."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate of the policy; sft.schedule has that of supervised steps."""
     sft: SFTPhaseConfig = field(default_factory=SFTPhaseConfig)
     """Supervised steps before the first, for a policy with random weights."""
-    sft_steps: int = 0
+    sft_steps: NaturalInt = 0
     """Largest number of supervised steps; sft.stop_at_answer_probability may end them earlier."""
 
     presets: ClassVar[Mapping[str, Algorithm]] = ALGORITHMS
@@ -88,9 +83,8 @@ class GRPOConfig(RunConfig):
         staleness = self.rollouts.max_staleness
         ahead = staleness // self.versions_per_step
         correction = self.correction.chosen(is_stale=staleness > 0)
-        return [
-            f"rollouts: {ahead} steps ahead of the trainer (rollouts.max_staleness={staleness}); correction: {correction}"
-        ]
+        how = f"{ahead} steps ahead of the trainer (rollouts.max_staleness={staleness})"
+        return [f"rollouts: {how}; correction: {correction}"]
 
     def validate(self) -> None:
         super().validate()
@@ -98,9 +92,7 @@ class GRPOConfig(RunConfig):
         if self.rollouts.advantage == "gae" and not self.has_critic:
             raise ValueError("rollouts.advantage='gae' needs a value model; python -m controllers.ppo has one")
         self.schedule.validate()
-        self.sft.validate()
-        if not 0 <= self.reference_kl < math.inf:
-            raise ValueError(f"reference_kl={self.reference_kl}; it must be finite and at least 0")
+        self.sft.schedule.validate()
         self.kl_control.validate()
         if self.kl_control.target is not None and not self.reference_kl:
             raise ValueError(
@@ -108,23 +100,16 @@ class GRPOConfig(RunConfig):
                 "of the KL divergence, so it must be above 0"
             )
         self.make_loss()
-        if self.updates_per_step < 1:
-            raise ValueError(f"updates_per_step={self.updates_per_step}; it must be at least 1")
-        if self.epochs_per_step < 1:
-            raise ValueError(f"epochs_per_step={self.epochs_per_step}; it must be at least 1")
         if 0 < self.rollouts.max_staleness < self.versions_per_step:
             raise ValueError(
-                f"rollouts.max_staleness={self.rollouts.max_staleness}, but a step advances the version by up to "
-                f"updates_per_step * epochs_per_step = {self.versions_per_step}, so no rollouts could run ahead; use 0 or at least "
-                f"{self.versions_per_step}"
+                f"rollouts.max_staleness={self.rollouts.max_staleness}, but a step advances the version by up to updates_per_step * "
+                f"epochs_per_step = {self.versions_per_step}, so no rollouts could run ahead; use 0 or at least {self.versions_per_step}"
             )
         if self.colocation.enabled and self.rollouts.max_staleness:
             raise ValueError(
                 f"colocation.enabled=True with rollouts.max_staleness={self.rollouts.max_staleness}: the generator sleeps while the trainer "
                 "works, so no rollouts can run ahead; use 0"
             )
-        if self.sft_steps < 0:
-            raise ValueError(f"sft_steps={self.sft_steps}; it must be at least 0")
 
     def validate_resumed(self, folder: RunFolder) -> None:
         super().validate_resumed(folder)
@@ -133,16 +118,15 @@ class GRPOConfig(RunConfig):
 
     @property
     def versions_per_step(self) -> int:
-        """Largest number by which one step can raise policy_version."""
         return self.updates_per_step * self.epochs_per_step
 
-    def kl(self) -> KL:
+    def kl(self, coefficient: float | None = None) -> KL:
+        """coefficient: of a checkpoint."""
         estimator = self.reference_kl_estimator or ("k3" if self.reference_kl_in == "loss" else "k1")
-        return KL(coefficient=self.reference_kl, estimator=estimator)
+        return KL(coefficient=coefficient or self.reference_kl, estimator=estimator)
 
     def make_loss(self, kl: KL | None = None) -> Loss:
-        """The loss of this config. Raises ValueError for an option that it does not have, or out of
-        range. kl: in the place of the loss's KL term, if it has one."""
+        """kl: its KL term, if it has one. Raises ValueError for an option it lacks, or out of range."""
         return self.loss.build(
             kl=(kl or self.kl()) if self.reference_kl and self.reference_kl_in == "loss" else None,
             entropy_bonus=self.entropy_bonus,
@@ -151,20 +135,15 @@ class GRPOConfig(RunConfig):
         )
 
     def grad_divisor(self, samples: Sequence[Sample]) -> float:
-        """What the gradient of the summed loss of these samples is divided by."""
         return grad_divisor(self.aggregation, samples, self.max_tokens)
 
 
-ConfigOfLoop = TypeVar("ConfigOfLoop", bound=GRPOConfig)
-"""GRPOConfig, or the config of another loop that uses functions of this module."""
+ConfigOfLoop = TypeVar("ConfigOfLoop", bound=GRPOConfig)  # also of a loop that uses functions of this module
 
 
 async def train(run: Run[GRPOConfig]) -> None:
     """Supervised steps, if any, then GRPO steps: generate, train, sync."""
     config = run.config
-    if config.evaluate_first and not run.state:  # a resumed run has a state
-        await sync(run)
-        await run.log_step(0, await run.validate(0), phase="start")
     sft_steps, cursor = await train_sft_phase(run)
     steps_done = max(run.state.get("step", 0), sft_steps)
     last_step = sft_steps + config.steps
@@ -172,16 +151,23 @@ async def train(run: Run[GRPOConfig]) -> None:
     reference = None
     if config.reference_kl:
         reference = await start_reference(run, has_begun=steps_done > sft_steps, sft_steps=sft_steps)
+    kl = config.kl(run.state.get("kl_coefficient"))
+
+    async def penalise(groups: Sequence[Group]) -> list[Group]:
+        assert reference is not None
+        return await reference.penalise(groups, kl, config.rollouts.temperature)  # kl: the step's
+
+    penalty = penalise if reference and config.reference_kl_in == "reward" else None
     schedule = config.schedule.build(config.steps)
     version = await sync(run)
-    async with make_queue(run, cursor, reference, steps_done=steps_done) as rollouts:
+    async with make_queue(run, cursor, penalty, steps_done=steps_done) as rollouts:
         for step in range(steps_done + 1, last_step + 1):
             with run.timer("generate"):
                 batch = await rollouts.next_batch(version)
             values = batch.metrics()
             # none if the rewards of every group are equal
             if batch.samples:
-                loss = config.make_loss(reference.kl if reference else None)
+                loss = config.make_loss(kl)
                 samples = await with_columns_of_loss(run, batch.samples, loss, reference)
                 learning_rate = schedule(step - sft_steps)
                 async with run.training():
@@ -191,43 +177,35 @@ async def train(run: Run[GRPOConfig]) -> None:
                 values |= step_metrics(config, batch, updates) | {"learning_rate": learning_rate}
                 values |= run.trained_metrics(samples, num_epochs=config.epochs_per_step)
             if reference is not None:
-                update_kl_coefficient(config, reference, values)
+                values["kl/coefficient"] = kl.coefficient
+                # missing if the divergence is part of the loss and the step did not train
+                if "kl/reference" in values:
+                    kl = config.kl_control.next_kl(kl, values["kl/reference"])
             grpo_step = step - sft_steps
             is_last = step == last_step
             if is_last or grpo_step % config.evaluate_every == 0:
-                values |= await run.validate(step)
+                values |= await run.evaluate(step)
             await run.log_step(step, values, phase="grpo", skipped=not batch.samples)
             run.log.rollouts(step, batch.to_record())
-            # before the checkpoint: a run killed in between repeats the step and writes its record again
-            state = {"step": step, **rollouts.state(), "sft_steps": sft_steps}
-            if reference is not None:
-                state["kl_coefficient"] = reference.kl.coefficient
+            # before the checkpoint, as in sft.py
+            state = {"step": step, **rollouts.state(), "sft_steps": sft_steps, "kl_coefficient": kl.coefficient}
             await run.end_step(state, phase_step=grpo_step, is_last=is_last)
 
 
-def update_kl_coefficient(config: GRPOConfig, reference: Reference, values: dict[str, float]) -> None:
-    """Set the next step's KL coefficient; add this step's to its metrics."""
-    values["kl/coefficient"] = reference.kl.coefficient
-    if "kl/reference" in values:  # missing if the divergence is part of the loss and the step did not train
-        reference.kl = config.kl_control.next_kl(reference.kl, values["kl/reference"])
-
-
-def make_queue(run: Run[ConfigOfLoop], cursor: int, reference: Reference | None, *, steps_done: int) -> ReplayingQueue:
-    """The queue of rollouts, which goes on at the checkpoint. Repeated steps get the batches that
-    the run still has."""
-    config = run.config
-    rollouts = run.rollouts(
-        config.rollouts,
-        penalty=reference.penalise if reference and config.reference_kl_in == "reward" else None,
+def make_queue(run: Run[ConfigOfLoop], cursor: int, penalty: Penalty | None, *, steps_done: int) -> ReplayingQueue:
+    """Goes on at the checkpoint. Repeated steps get the batches that the run still has."""
+    return ReplayingQueue(
+        run.rollouts(run.config.rollouts, penalty=penalty),
+        run.supervision,
+        steps_done=steps_done,
+        versions_per_step=run.config.versions_per_step,
+        cursor=cursor,
+        pending=run.state.get("pending", ()),
     )
-    pending = run.state.get("pending", ())
-    queue = RolloutQueue(rollouts, versions_per_step=config.versions_per_step, cursor=cursor, pending=pending)
-    return ReplayingQueue(queue, run.supervision, steps_done=steps_done)
 
 
 def minibatches(config: GRPOConfig, samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:
-    """The samples of each optimizer step: epochs_per_step passes, each in at most updates_per_step
-    parts."""
+    """By optimizer step: epochs_per_step passes, each in at most updates_per_step parts."""
     part_size = math.ceil(len(samples) / config.updates_per_step)
     for _ in range(config.epochs_per_step):
         yield from chunks(samples, part_size)
@@ -239,20 +217,18 @@ async def train_step(
     """One optimizer step on each part, its gradient divided by `config.grad_divisor(part)`."""
     config = run.config
     backward = partial(run.trainer.forward_backward, loss=loss)
-    updates = []
-    for part in parts:
-        params = config.optimizer.params(learning_rate=learning_rate, grad_divisor=config.grad_divisor(part))
-        size = config.samples_per_forward_backward
-        updates.append(await update(run.trainer, part, params, backward, samples_per_call=size))
-    return updates
+    return [
+        await update(config, run.trainer, part, backward, learning_rate, config.grad_divisor(part)) for part in parts
+    ]
 
 
 async def with_columns_of_loss(
     run: Run[ConfigOfLoop], samples: Sequence[Sample], loss: Loss, reference: Reference | None
 ) -> Sequence[Sample]:
     """The samples with the columns that the loss reads.
-    A ratio with a correction that reweights reads two policies: old_logprobs then are the trainer's
-    from before the update, generator_logprobs the generator's.
+
+    With a correction that reweights, old_logprobs are the trainer's from before the update, and
+    generator_logprobs the generator's.
     """
     columns, optional = columns_of(loss)
     if "generator_logprobs" in columns:
@@ -260,58 +236,30 @@ async def with_columns_of_loss(
             samples = await with_trainer_logprobs(run, samples)
     if reference and "ref_logprobs" in columns:
         samples = await reference.with_logprobs(samples)
-    return [with_only(sample, columns | optional) for sample in samples]
-
-
-def with_only(sample: Sample, names: Set[str]) -> Sample:
-    """Without other columns, which the trainer would refuse."""
-    if sample.columns.keys() <= names:
-        return sample
-    return replace(sample, columns={name: column for name, column in sample.columns.items() if name in names})
+    # without other columns, which the trainer would refuse
+    names = columns | optional
+    return [
+        replace(sample, columns={name: sample.columns[name] for name in sample.columns if name in names})
+        for sample in samples
+    ]
 
 
 async def with_trainer_logprobs(run: Run[ConfigOfLoop], samples: Sequence[Sample]) -> list[Sample]:
-    """Copies with the trainer's current logprobs in old_logprobs, and the generator's in
-    generator_logprobs."""
+    """With the trainer's logprobs in old_logprobs, and the generator's in generator_logprobs."""
+    outputs = await forward(run.trainer, samples, run.config.samples_per_forward_backward)
+    rows = [row for output in outputs for row in output.logprobs]
     extended = []
-    for chunk in chunks(samples, run.config.samples_per_forward_backward):
-        output = await run.trainer.forward(chunk)
-        for sample, row in zip(chunk, output.logprobs, strict=True):
-            logprobs = {"generator_logprobs": sample.columns["old_logprobs"], "old_logprobs": row}
-            extended.append(replace(sample, columns={**sample.columns, **logprobs}))
+    for sample, row in zip(samples, rows, strict=True):
+        logprobs = {"generator_logprobs": sample.columns["old_logprobs"], "old_logprobs": row}
+        extended.append(replace(sample, columns={**sample.columns, **logprobs}))
     return extended
 
 
-async def sync(run: Run[ConfigOfLoop]) -> int:
-    """Publish the trainer's weights and load them into the generator. Returns their version."""
-    with run.timer("sync"):
-        await run.colocation.to_trainer()
-        version = await run.trainer.push_model_state_dict()
-        await run.colocation.to_generator()
-        await run.generator.pull_model_state_dict(version)
-    return version
-
-
 async def train_sft_phase(run: Run[ConfigOfLoop]) -> tuple[int, int]:
-    """Take the supervised steps that are left. Returns (all supervised steps, index of the next
-    problem)."""
-    config = run.config
-    if "sft_steps" in run.state or config.sft_steps == 0:
-        return run.state.get("sft_steps", 0), run.state.get("cursor", 0)
-    phase = SFTPhase(run, config.sft, total_steps=config.sft_steps)
-    for step in range(run.state.get("step", 0) + 1, config.sft_steps + 1):
-        values = await phase.train_step(step)
-        is_last = step == config.sft_steps or phase.should_stop()
-        state = {"step": step, **phase.state()}
-        if is_last:
-            state["sft_steps"] = step
-            await sync(run)
-            values |= await run.validate(step)
-        await run.log_step(step, values, phase="sft")
-        await run.end_step(state, phase_step=step, is_last=is_last)
-        if is_last:
-            break
-    return step, phase.cursor
+    """Take the supervised steps that are left. Returns (all of them, index of the next problem)."""
+    if "sft_steps" in run.state:
+        return run.state["sft_steps"], run.state["cursor"]
+    return await train_phase(run, run.config.sft, num_steps=run.config.sft_steps)
 
 
 OF_FIRST_UPDATE = {
@@ -334,10 +282,8 @@ OF_ALL_UPDATES = {
 
 
 def step_metrics(config: GRPOConfig, batch: RolloutBatch, updates: Sequence[Update]) -> dict[str, float]:
-    """Metrics of a step under their names in metrics.jsonl.
-    What compares trainer and generator uses only the first optimizer step, before the weights move
-    apart.
-    """
+    """Under their names in metrics.jsonl. What compares trainer and generator is of the first
+    optimizer step, before the weights move apart."""
     first = metrics.finish(metrics.merge(output.partials for output in updates[0].outputs))
     whole = metrics.finish(metrics.merge(output.partials for update in updates for output in update.outputs))
     results = [update.result for update in updates]

@@ -7,6 +7,7 @@ import asyncio
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 from typing import ClassVar
 
@@ -21,7 +22,6 @@ from controllers.grpo import (
     GRPOConfig,
     make_queue,
     step_metrics,
-    sync,
     train_sft_phase,
     train_step,
     with_columns_of_loss,
@@ -29,33 +29,27 @@ from controllers.grpo import (
 from controllers.program.launch import start_loop
 from controllers.rollouts.groups import RolloutBatch, RolloutConfig
 from controllers.run.run import Run
+from controllers.run.update import chunks, sync
 from rl_actors import KL, Sample, TrainerConfig
 from rl_actors.losses import Loss
 
-
-def _rollouts() -> RolloutConfig:
-    return RolloutConfig(groups_per_step=512, group_size=1, advantage="gae", dynamic_sampling_rounds=0)
+ROLLOUTS = partial(RolloutConfig, groups_per_step=512, group_size=1, advantage="gae", dynamic_sampling_rounds=0)
 
 
 @dataclass(kw_only=True)
 class PPOConfig(GRPOConfig):
-    rollouts: RolloutConfig = field(default_factory=_rollouts)
+    rollouts: RolloutConfig = field(default_factory=ROLLOUTS)
     gae: GAEConfig = field(default_factory=GAEConfig)
     """Advantages and returns from rewards and values."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The value model and its training."""
 
+    has_critic: ClassVar[bool] = True
     short_flags: ClassVar[dict[str, str]] = GRPOConfig.short_flags | {"--critic-lr": "--critic.schedule.learning-rate"}
 
-    @property
-    def has_critic(self) -> bool:
-        return True
-
     def models(self) -> dict[str, TrainerConfig]:
-        return {
-            **super().models(),
-            "critic": replace(self.trainer, head="values", gpu=self.or_trainers(self.critic.gpu)),
-        }
+        critic = replace(self.trainer, head="values", gpu=self.or_trainers(self.critic.gpu))
+        return {**super().models(), "critic": critic}
 
     def validate(self) -> None:
         # before super(), which would report the group size of 1 and not the rule
@@ -65,13 +59,12 @@ class PPOConfig(GRPOConfig):
                 "rule; add --advantage gae, which replaces the preset's rule"
             )
         super().validate()
-        self.gae.validate()
-        self.critic.validate()
+        self.critic.schedule.validate()
         if self.generator.max_model_len > self.trainer.max_sequence_length:
             raise ValueError(
                 f"generator.max_model_len={self.generator.max_model_len} exceeds "
-                f"trainer.max_sequence_length={self.trainer.max_sequence_length}: the critic reads all tokens of a sequence, also the "
-                "last one, which the policy predicts but does not read"
+                f"trainer.max_sequence_length={self.trainer.max_sequence_length}: the critic reads all tokens of a sequence, "
+                "also the last one, which the policy predicts but does not read"
             )
         if self.trainer.lora.rank:
             raise ValueError(f"trainer.lora.rank={self.trainer.lora.rank}; PPO needs 0: a value model has no adapters")
@@ -80,9 +73,6 @@ class PPOConfig(GRPOConfig):
 async def train(run: Run[PPOConfig]) -> None:
     """Supervised steps, critic.warmup_steps PPO steps of the critic, config.steps of both."""
     config = run.config
-    if config.evaluate_first and not run.state:  # a resumed run has a state
-        await sync(run)
-        await run.log_step(0, await run.validate(0), phase="start")
     sft_steps, cursor = await train_sft_phase(run)
     steps_done = max(run.state.get("step", 0), sft_steps)
     num_steps = config.critic.warmup_steps + config.steps
@@ -95,9 +85,9 @@ async def train(run: Run[PPOConfig]) -> None:
     critic = await start_critic(run, config.critic, config.gae, has_begun=has_begun)
     policy_schedule = config.schedule.build(config.steps)
     critic_schedule = config.critic.schedule.build(num_steps)
-    kl = replace(config.kl(), coefficient=run.state.get("kl_coefficient", config.reference_kl))
+    kl = config.kl(run.state.get("kl_coefficient"))
     version = await sync(run)
-    async with make_queue(run, cursor, reference=None, steps_done=steps_done) as rollouts:
+    async with make_queue(run, cursor, None, steps_done=steps_done) as rollouts:
         for step in range(steps_done + 1, last_step + 1):
             ppo_step = step - sft_steps
             is_last = step == last_step
@@ -115,19 +105,18 @@ async def train(run: Run[PPOConfig]) -> None:
             is_warm_up = ppo_step <= config.critic.warmup_steps
             policy_rate = None if is_warm_up else policy_schedule(ppo_step - config.critic.warmup_steps)
             async with run.training():
-                values |= await train_both(
-                    run, critic, batch, estimated, loss, kl, critic_schedule(ppo_step), policy_rate, step
-                )
+                critic_rate = critic_schedule(ppo_step)
+                values |= await train_both(run, critic, batch, estimated, loss, critic_rate, policy_rate, step)
             if reference is not None and not is_warm_up:
+                values["kl/coefficient"] = kl.coefficient
                 kl = config.kl_control.next_kl(kl, values["kl/reference"])
             async with rollouts.update():
                 version = await sync(run)
             values |= run.trained_metrics(samples, num_epochs=config.epochs_per_step)
             if is_last or ppo_step % config.evaluate_every == 0:
-                values |= await run.validate(step)
+                values |= await run.evaluate(step)
             await run.log_step(step, values, phase="ppo")
             run.log.rollouts(step, batch.to_record())
-            # after the step's record, as in grpo.py
             state = {"step": step, **rollouts.state(), "sft_steps": sft_steps, "kl_coefficient": kl.coefficient}
             await run.end_step(state, phase_step=ppo_step, is_last=is_last)
 
@@ -138,7 +127,6 @@ async def train_both(
     batch: RolloutBatch,
     estimated: AdvantageSamples,
     loss: Loss,
-    kl: KL,
     critic_rate: float,
     policy_rate: float | None,
     step: int,
@@ -147,30 +135,12 @@ async def train_both(
     fit = critic.fit(minibatches(run.config, estimated.for_critic, step), critic_rate)
     if policy_rate is None:
         return await fit
-    fitted, trained = await run.colocation.run_both(
-        fit, train_policy(run, batch, estimated, loss, kl, policy_rate, step)
-    )
-    return fitted | trained
+    parts = minibatches(run.config, estimated.for_policy, step)
+    fitted, updates = await run.colocation.run_both(fit, train_step(run, parts, loss, policy_rate))
+    return fitted | step_metrics(run.config, batch, updates) | {"learning_rate": policy_rate}
 
 
-async def train_policy(
-    run: Run[PPOConfig],
-    batch: RolloutBatch,
-    estimated: AdvantageSamples,
-    loss: Loss,
-    kl: KL,
-    learning_rate: float,
-    step: int,
-) -> dict[str, float]:
-    """The policy's optimizer steps on this batch; returns their metrics."""
-    config = run.config
-    parts = minibatches(config, estimated.for_policy, step)
-    updates = await train_step(run, parts, loss, learning_rate)
-    values = step_metrics(config, batch, updates) | {"learning_rate": learning_rate}
-    return values | ({"kl/coefficient": kl.coefficient} if config.reference_kl else {})
-
-
-def minibatches(config: PPOConfig, samples: Sequence[Sample], step: int) -> Iterator[list[Sample]]:
+def minibatches(config: PPOConfig, samples: Sequence[Sample], step: int) -> Iterator[Sequence[Sample]]:
     """epochs_per_step shuffled passes over the samples, of at most updates_per_step minibatches.
 
     The order depends on seed and step alone: the same for policy and critic, and in a resumed run.
@@ -178,9 +148,7 @@ def minibatches(config: PPOConfig, samples: Sequence[Sample], step: int) -> Iter
     draw = Random(f"{config.seed} {step}")
     part_size = math.ceil(len(samples) / config.updates_per_step)
     for _ in range(config.epochs_per_step):
-        order = draw.sample(range(len(samples)), k=len(samples))
-        for start in range(0, len(order), part_size):
-            yield [samples[index] for index in order[start : start + part_size]]
+        yield from chunks(draw.sample(samples, k=len(samples)), part_size)
 
 
 async def with_rewards(

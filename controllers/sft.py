@@ -13,33 +13,26 @@ import torch
 
 from controllers.algorithms.schedules import ScheduleConfig
 from controllers.environments import EpisodeEnvironment
-from controllers.environments.together import together
+from controllers.environments.scorer import together
 from controllers.program.launch import start_loop
 from controllers.run.checkpoints import State
 from controllers.run.config import RunConfig
 from controllers.run.run import Run
-from controllers.run.update import update
+from controllers.run.update import sync, update
 from rl_actors import CrossEntropy, Sample, num_loss_tokens
+from rl_actors.field_types import CountingInt, PositiveShare
 
 
 @dataclass(kw_only=True)
 class SFTPhaseConfig:
-    batch_size: int = 128
+    batch_size: CountingInt = 128
     """Problems in one step."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate of the supervised steps."""
-    stop_at_answer_probability: float = 1.0
-    """End the phase once the probability of sampling the answer, averaged over problems and the
-    last stop_window steps, exceeds this. 1: never."""
-    stop_window: int = 5
+    stop_at_answer_probability: PositiveShare = 1.0
+    """End the phase once the answer's mean probability over stop_window steps is higher. 1: never."""
+    stop_window: CountingInt = 5
     """Steps of that average. A step measures before it trains."""
-
-    def validate(self) -> None:
-        if self.batch_size < 1 or self.stop_window < 1:
-            raise ValueError(f"batch_size={self.batch_size}, stop_window={self.stop_window}; both must be at least 1")
-        if not 0 < self.stop_at_answer_probability <= 1:
-            raise ValueError(f"stop_at_answer_probability={self.stop_at_answer_probability}; it must be in (0, 1]")
-        self.schedule.validate()
 
 
 @dataclass(kw_only=True)
@@ -48,18 +41,15 @@ class SFTConfig(RunConfig):
     """The supervised steps."""
 
     short_flags: ClassVar[dict[str, str]] = RunConfig.short_flags | {"--lr": "--sft.schedule.learning-rate"}
+    samples_problems: ClassVar[bool] = False
 
     @property
     def is_supervised(self) -> bool:
         return True
 
-    @property
-    def samples_problems(self) -> bool:
-        return False
-
     def validate(self) -> None:
         super().validate()
-        self.sft.validate()
+        self.sft.schedule.validate()
 
 
 class SFTPhase:
@@ -83,21 +73,18 @@ class SFTPhase:
         run = self.run
         samples = await self._next_samples()
         learning_rate = self.schedule(step)
-        params = run.config.optimizer.params(learning_rate=learning_rate, grad_divisor=num_loss_tokens(samples))
+        divisor = num_loss_tokens(samples)
         backward = partial(run.trainer.forward_backward, loss=CrossEntropy())
-        size = run.config.samples_per_forward_backward
         async with run.training():
-            taken = await update(run.trainer, samples, params, backward, samples_per_call=size)
-        outputs = taken.outputs
-        result = taken.result
-        logprobs = [row for output in outputs for row in output.logprobs]
+            taken = await update(run.config, run.trainer, samples, backward, learning_rate, divisor)
+        logprobs = [row for output in taken.outputs for row in output.logprobs]
         self.recent.append(answer_probability(samples, logprobs))
         return {
-            "policy_version": result.policy_version,
-            "loss": sum(output.metrics["loss:sum"] for output in outputs) / num_loss_tokens(samples),
+            "policy_version": taken.result.policy_version,
+            "loss": sum(output.metrics["loss:sum"] for output in taken.outputs) / divisor,
             "answer_probability": fmean(self.recent),
-            "grad_norm": result.grad_norm,
-            "updates_skipped": int(result.skipped),
+            "grad_norm": taken.result.grad_norm,
+            "updates_skipped": int(taken.result.skipped),
             "learning_rate": learning_rate,
             **run.trained_metrics(samples),
         }
@@ -122,33 +109,36 @@ def answer_probability(samples: list[Sample], logprobs: list[torch.Tensor]) -> f
 
 
 async def train(run: Run[SFTConfig]) -> None:
-    """Take config.steps supervised steps, or fewer if `SFTPhase.should_stop`."""
     config = run.config
     run.log.display.total_steps = config.steps
-    phase = SFTPhase(run, config.sft, total_steps=config.steps)
-    if config.evaluate_first and not run.state:  # a resumed run has a state
-        await run.log_step(0, await _validate(run, 0), phase="start")
-    for step in range(run.state.get("step", 0) + 1, config.steps + 1):
+    await train_phase(run, config.sft, num_steps=config.steps, evaluate_every=config.evaluate_every)
+
+
+async def train_phase(
+    run: Run[Any], config: SFTPhaseConfig, *, num_steps: int, evaluate_every: int = 0
+) -> tuple[int, int]:
+    """Take the steps that are left, or up to `SFTPhase.should_stop`, and evaluate after the last.
+
+    evaluate_every: 0: only then. Returns (all steps, index of the next problem).
+    """
+    if run.config.evaluate_first and not run.state:  # a resumed run has a state
+        await sync(run)
+        await run.log_step(0, await run.evaluate(0), phase="start")
+    phase = SFTPhase(run, config, total_steps=num_steps)
+    step = run.state.get("step", 0)
+    is_last = False
+    while step < num_steps and not is_last:
+        step += 1
         metrics = await phase.train_step(step)
-        is_last = step == config.steps or phase.should_stop()
-        if is_last or step % config.evaluate_every == 0:
-            metrics |= await _validate(run, step)
+        is_last = step == num_steps or phase.should_stop()
+        if is_last or (evaluate_every and step % evaluate_every == 0):
+            await sync(run)
+            metrics |= await run.evaluate(step)
         await run.log_step(step, metrics, phase="sft")
-        # a run killed between record and checkpoint repeats the step; in the other order it lacks
-        # the record
-        await run.end_step({"step": step, **phase.state()}, phase_step=step, is_last=is_last)
-        if is_last:
-            return
-
-
-async def _validate(run: Run[SFTConfig], step: int) -> dict[str, float]:
-    """Push the weights to the generator and score them; returns the metrics."""
-    with run.timer("sync"):
-        await run.colocation.to_trainer()
-        version = await run.trainer.push_model_state_dict()
-        await run.colocation.to_generator()
-        await run.generator.pull_model_state_dict(version)
-    return await run.validate(step)
+        # before the checkpoint: a run killed in between repeats the step and writes its record again
+        state = {"step": step, **phase.state()} | ({"sft_steps": step} if is_last else {})
+        await run.end_step(state, phase_step=step, is_last=is_last)
+    return step, phase.cursor
 
 
 if __name__ == "__main__":

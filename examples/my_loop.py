@@ -107,7 +107,7 @@ async def train(run: Run[MyConfig]) -> None:
                 }
             is_last = step == config.steps
             if is_last or step % config.evaluate_every == 0:
-                values |= await run.validate(step)
+                values |= await run.evaluate(step)
             lengths = torch.tensor([len(sample) for sample in batch.samples] or [0]).float()
             values["sample/longest"] = float(
                 lengths.max()

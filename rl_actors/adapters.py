@@ -29,14 +29,9 @@ UNEMBED = {"lm_head": ("lm_head",)}
 
 def targets(config: LoRAConfig) -> dict[str, tuple[str, ...]]:
     """The layers that get adapters: torchtitan's name -> peft's names."""
-    found: dict[str, tuple[str, ...]] = {}
-    if config.train_attn:
-        found |= ATTENTION
-    if config.train_mlp:
-        found |= MLP
-    if config.train_unembed:
-        found |= UNEMBED
-    return found
+    attention = ATTENTION if config.train_attn else {}
+    mlp = MLP if config.train_mlp else {}
+    return attention | mlp | (UNEMBED if config.train_unembed else {})
 
 
 def modules(config: LoRAConfig) -> list[str]:
@@ -128,10 +123,7 @@ def require_possible(directory: Path, *, max_adapters: int, max_rank: int) -> No
 
 def require_fits(directory: Path, weights: Mapping[str, tuple[int, ...]], layers: list[str]) -> None:
     """Raises ValueError if a tensor fits no layer or lacks its A or B, NonFiniteError if one is not
-    finite.
-
-    weights: the model's shapes by Hugging Face names. layers: that may have adapters, by peft's
-    names.
+    finite. weights: shapes by Hugging Face names. layers: that may have adapters, by peft's names.
     """
     possible = _shapes(layers, rank_of(directory), weights)
     tensors = _load(directory / TENSORS_FILE)

@@ -10,12 +10,13 @@ from typing import Annotated, Literal
 
 import torch
 import tyro
+from annotated_types import Interval
 from torchtitan.config import CompileConfig, ParallelismConfig
 
 from rl_actors import hub, layouts, memory_estimate, validation
-from rl_actors.field_types import require_field_types
+from rl_actors.field_types import NaturalInt, NonNegativeFloat, PositiveFloat, PositiveInt, require_field_types
 from rl_actors.model_config import ModelConfig
-from rl_actors.stop_tokens import stop_token_ids
+from rl_actors.texts import stop_token_ids
 
 SHARED_GPU_PARAMETERS = 3_000_000_000
 """Largest model for which two engines share a GPU by default."""
@@ -28,8 +29,7 @@ MAX_VLLM_RANK = 512
 """Largest rank of an adapter in vLLM 0.32."""
 
 DEGREES = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel")
-"""Kinds of parallelism whose degrees multiply to the number of processes; expert uses their ranks.
-"""
+"""Kinds of parallelism whose degrees multiply to the number of processes."""
 
 PackingPolicy = Literal["packed", "token_budget", "fixed"]
 HeadName = Literal["logprobs", "values"]
@@ -90,9 +90,9 @@ def _validate_group(pattern: str, multipliers: tuple[float, float]) -> None:
 class LoRAConfig:
     """Low-rank adapters on frozen weights (arXiv 2106.09685), with Tinker's names."""
 
-    rank: int = 0
+    rank: NaturalInt = 0
     """0: no adapters, all weights are trained."""
-    alpha: float = 32.0
+    alpha: PositiveFloat = 32.0
     """An adapter's output is scaled by alpha / rank."""
     train_attn: bool = True
     """Adapters on the four projections of attention."""
@@ -114,8 +114,6 @@ class LoRAConfig:
     def validate(self, model: ModelConfig, hf_path: str) -> None:
         """Raises ValueError if this model cannot have these adapters."""
         validation.require_seed("lora.seed", self.seed)
-        if self.rank < 0 or not 0 < self.alpha < float("inf"):
-            raise ValueError(f"lora.rank={self.rank}, lora.alpha={self.alpha}; rank must be at least 0, alpha positive")
         if not self.rank:
             return
         if not (self.train_attn or self.train_mlp or self.train_unembed):
@@ -186,21 +184,21 @@ class TrainerConfig:
     """Scales of float8: tensorwise (fastest), rowwise, or rowwise_with_gw_hp, with gradients of
     weights in compute_dtype.
     """
-    max_sequence_length: int = 4096
+    max_sequence_length: PositiveInt = 4096
     """Longest sample in positions (T + 1 tokens make T). Longer ones are refused."""
     tokens_per_row: int = 4096
     """Longest row in positions, rounded down to a multiple of 64, or of layouts.row_multiple under
     context or expert parallelism.
     """
-    rows_per_microbatch: int = 1
+    rows_per_microbatch: PositiveInt = 1
     """Most rows of a microbatch on a data-parallel rank; packing="token_budget" may have more."""
     packing: PackingPolicy = "packed"
     """packed: samples share rows. token_budget: a sample in each row, at most tokens_per_row *
     rows_per_microbatch positions. fixed: a sample in each row.
     """
-    logprob_chunk_tokens: int = 1024
+    logprob_chunk_tokens: PositiveInt = 1024
     """Most positions whose logits exist at the same time."""
-    max_call_bytes: int = 1 << 30
+    max_call_bytes: PositiveInt = 1 << 30
     """Most bytes of samples in one call."""
     optimizer: Annotated[OptimizerConfig | None, tyro.conf.AvoidSubcommands] = field(default_factory=OptimizerConfig)
     """The optimizer. None: the trainer only infers."""
@@ -209,11 +207,11 @@ class TrainerConfig:
     not fit the GPUs. Only dense models without float8 and with data_parallel_shard alone.
     """
     lora: LoRAConfig = field(default_factory=LoRAConfig)
-    load_balance_coeff: float = 0.0
+    load_balance_coeff: NonNegativeFloat = 0.0
     """Change of the routers' expert biases at every optim_step (arXiv 2408.15664). 0: no biases, as
     in transformers and vLLM.
     """
-    gpu: int | None = None
+    gpu: NaturalInt | None = None
     """Index of the first rank's GPU; the other ranks follow. None: 0. Ignored on a CPU and in
     processes that exist already.
     """
@@ -221,11 +219,11 @@ class TrainerConfig:
     """Seed of random weights."""
     deterministic: bool = False
     """Only deterministic kernels, which are slower."""
-    setup_timeout: float = 300.0
+    setup_timeout: PositiveFloat = 300.0
     """Seconds to build and load the model."""
-    call_timeout: float = 600.0
+    call_timeout: PositiveFloat = 600.0
     """Seconds for every later call."""
-    collective_timeout: float = 300.0
+    collective_timeout: PositiveFloat = 300.0
     """Seconds that a rank waits in a collective before the trainer counts as dead. Below
     call_timeout, above the longest work of one rank alone, such as writing an export.
     """
@@ -287,25 +285,10 @@ class TrainerConfig:
                 f"compile.enable=True with model.num_experts={model.num_experts} and compute_dtype='float32': torch compiles the "
                 "experts' grouped matrix products only in bfloat16"
             )
-        if self.gpu is not None and self.gpu < 0:
-            raise ValueError(f"gpu={self.gpu}; it must be at least 0")
-        if not 0 <= self.load_balance_coeff < float("inf"):
-            raise ValueError(f"load_balance_coeff={self.load_balance_coeff}; it must be finite and at least 0")
         if self.max_sequence_length > model.max_position_embeddings:
             raise ValueError(
                 f"max_sequence_length={self.max_sequence_length} exceeds model.max_position_embeddings={model.max_position_embeddings}"
             )
-        for name in (
-            "max_sequence_length",
-            "rows_per_microbatch",
-            "logprob_chunk_tokens",
-            "max_call_bytes",
-            "setup_timeout",
-            "call_timeout",
-            "collective_timeout",
-        ):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name}={getattr(self, name)}; it must be positive and finite")
         validation.require_seed("seed", self.seed)
         layouts.validate(self)
 
@@ -326,28 +309,19 @@ class TrainerConfig:
 class RestartPolicy:
     """When a silent actor counts as dead, and when a dead one is started again."""
 
-    max_per_hour: int = 10
+    max_per_hour: NaturalInt = 10
     """Most restarts of an actor in an hour; with one more death it has failed, with its first
     error. A generator that was never ready is restarted at most twice. When all have failed, calls
     raise the error of generator 0. 0: no restarts.
     """
-    backoff: float = 1.0
+    backoff: NonNegativeFloat = 1.0
     """Seconds before the restart after an hour's second death, doubled with every further one up to
     a minute. None after the first.
     """
-    silent_after: float = 120.0
+    silent_after: Annotated[float, Interval(ge=1)] = 120.0
     """Seconds without a sign of life after which an actor is killed: its process does not answer,
     or a generator's engine is in one step or command, such as a load of weights.
     """
-
-    def validate(self, name: str) -> None:
-        """Raises ValueError naming the field. name: the field that holds this policy."""
-        for field_name in ("max_per_hour", "backoff"):
-            value = getattr(self, field_name)
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"{name}.{field_name}={value}; it must be finite and at least 0")
-        if not 1 <= self.silent_after < float("inf"):
-            raise ValueError(f"{name}.silent_after={self.silent_after}; it must be finite and at least 1 second")
 
 
 WeightsPath = Literal["auto", "cuda_ipc", "shared_memory", "point_to_point", "tcp"]
@@ -366,13 +340,11 @@ class WeightsConfig:
     """Address at which ranks serve weights to other hosts, unencrypted, so in a private network;
     "hostname": the host's name. Empty: only to generators on the same host.
     """
-    timeout: float = 60.0
+    timeout: PositiveFloat = 60.0
     """Seconds for each phase of a push or a pull: a slot's lock, writing, reading, loading."""
 
     def validate(self) -> None:
         require_field_types(self, "weights.")
-        if not 0 < self.timeout < float("inf"):
-            raise ValueError(f"weights.timeout={self.timeout}; it must be positive and finite")
 
 
 @dataclass(kw_only=True)
@@ -393,26 +365,26 @@ class GeneratorConfig:
     """Directory of the tokenizer for prompts as text. Empty: hf_path, or in a run and with
     spawn_generator the trainer's tokenizer.
     """
-    max_adapters: int = 0
+    max_adapters: NaturalInt = 0
     """Most adapters that one engine step may use. More may be loaded; vLLM then swaps them, and
     requests wait. 0: none can be loaded.
     """
-    max_adapter_rank: int = 32
+    max_adapter_rank: Annotated[int, Interval(ge=1, le=MAX_VLLM_RANK)] = 32
     """Largest rank of an adapter of `load_adapter`. vLLM computes all adapters with it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of weights and forward pass."""
-    max_model_len: int = 4096
+    max_model_len: PositiveInt = 4096
     """Longest prompt with its completion, in tokens."""
-    max_num_seqs: int = 256
+    max_num_seqs: PositiveInt = 256
     """Most sequences that run at the same time. Others wait."""
-    kv_cache_bytes: int | None = None
+    kv_cache_bytes: PositiveInt | None = None
     """Bytes of the KV cache. None: 256 MiB on a CPU; on a GPU what weights and activations leave of
     gpu_memory_utilization, measured at the start, when nothing else may change the GPU's memory
     use.
     """
-    gpu: int | None = None
+    gpu: NaturalInt | None = None
     """Index of the GPU. None: 0, which a trainer with gpu=None shares."""
-    gpu_memory_utilization: float = 0.8
+    gpu_memory_utilization: Annotated[float, Interval(gt=0, le=1)] = 0.8
     """Share of the GPU's memory for the engine."""
     enforce_eager: bool = False
     """Without CUDA graphs."""
@@ -423,11 +395,11 @@ class GeneratorConfig:
     """vLLM's engine core in a process of its own, asynchronous on a GPU. None: on a GPU or with
     tensor_parallel above 1. On a CPU no faster, and the start takes 10 s longer.
     """
-    replicas: int = 1
+    replicas: PositiveInt = 1
     """Engines with the same weights, each with a process and GPUs of its own, from `gpu` on."""
-    tensor_parallel: int = 1
+    tensor_parallel: PositiveInt = 1
     """vLLM's ranks that share every layer, on consecutive GPUs."""
-    engines_per_gpu: int | None = None
+    engines_per_gpu: PositiveInt | None = None
     """Engines of each replica on its GPUs; while one waits for the host, another computes. Each has
     an equal share of max_num_seqs and gpu_memory_utilization. None: see `engines`.
     """
@@ -437,21 +409,19 @@ class GeneratorConfig:
     """After a pull recompute the KV cache of running requests, so that later tokens are exactly the
     new policy's. False: they keep the old cache; new requests never use it.
     """
-    num_threads: int | None = None
+    num_threads: PositiveInt | None = None
     """CPU threads of the process. None: OMP_NUM_THREADS, or four with a GPU, else one per core."""
     seed: int = 0
     """Seed of requests without one."""
-    setup_timeout: float = 300.0
+    setup_timeout: PositiveFloat = 300.0
     """Seconds to start the engine."""
-    call_timeout: float = 600.0
+    call_timeout: PositiveFloat = 600.0
     """Seconds for every later call, in `generate` for each wait for the next finished prompt."""
     restarts: Annotated[RestartPolicy, tyro.conf.Suppress] = field(default_factory=RestartPolicy)
     """Restarts of spawned generators. In a run `survival` sets them."""
 
     def gpus(self, num_hosts: int = 1) -> range:
-        """Indices of all replicas' GPUs, if there are GPUs; with several hosts of the one with the
-        most replicas.
-        """
+        """Indices of all replicas' GPUs, with several hosts of the one with the most replicas."""
         first = self.gpu or 0
         num_replicas = math.ceil(self.replicas / num_hosts)
         return range(first, first + num_replicas * self.tensor_parallel)
@@ -493,9 +463,8 @@ class GeneratorConfig:
 
     @classmethod
     def of(cls, trainer: TrainerConfig) -> "GeneratorConfig":
-        """A generator for the trainer's model and adapters, which are copied, and its stop tokens.
-
-        max_model_len is that of the trainer's longest samples, or the model's if that is smaller.
+        """A generator for the trainer's model and adapters, which are copied, its stop tokens, and its
+        longest samples.
         """
         # T positions are T + 1 tokens
         longest = min(trainer.max_sequence_length + 1, trainer.model.max_position_embeddings)
@@ -515,33 +484,17 @@ class GeneratorConfig:
         self.model.validate()
         hub.require_directory("generator.hf_path", self.hf_path)
         hub.require_directory("generator.tokenizer_path", self.tokenizer_path)
-        names = (
-            "max_model_len",
-            "max_num_seqs",
-            "kv_cache_bytes",
-            "replicas",
-            "tensor_parallel",
-            "engines_per_gpu",
-            "num_threads",
-            "setup_timeout",
-            "call_timeout",
-        )
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"generator.{name}={value}; it must be positive and finite")
         validation.require_seed("generator.seed", self.seed)
-        self.restarts.validate("generator.restarts")
-        self._validate_adapters()
+        if self.max_adapters and self.lora.syncs_adapter:
+            raise ValueError(
+                f'generator.max_adapters={self.max_adapters} with lora.sync="adapter": a generator has either the adapter that it pulls '
+                "or adapters of load_adapter"
+            )
         if self.own_process is False and self.tensor_parallel > 1:
             raise ValueError(
                 f"generator.own_process=False with generator.tensor_parallel={self.tensor_parallel}: several ranks need processes of "
                 "their own"
             )
-        if self.gpu is not None and self.gpu < 0:
-            raise ValueError(f"generator.gpu={self.gpu}; it must be at least 0")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"generator.gpu_memory_utilization={self.gpu_memory_utilization}; it must be in (0, 1]")
         if self.lora.syncs_adapter and not self.hf_path:
             raise ValueError(
                 'generator.hf_path is empty with lora.sync="adapter": the generator must load the frozen weights from hf_path'
@@ -553,14 +506,3 @@ class GeneratorConfig:
         longest = self.model.max_position_embeddings
         if self.max_model_len > longest:
             raise ValueError(f"generator.max_model_len={self.max_model_len} exceeds max_position_embeddings={longest}")
-
-    def _validate_adapters(self) -> None:
-        if self.max_adapters < 0:
-            raise ValueError(f"generator.max_adapters={self.max_adapters}; it must be at least 0")
-        if not 1 <= self.max_adapter_rank <= MAX_VLLM_RANK:
-            raise ValueError(f"generator.max_adapter_rank={self.max_adapter_rank}; it must be 1 to {MAX_VLLM_RANK}")
-        if self.max_adapters and self.lora.syncs_adapter:
-            raise ValueError(
-                f'generator.max_adapters={self.max_adapters} with lora.sync="adapter": a generator has either the adapter that it pulls '
-                "or adapters of load_adapter"
-            )

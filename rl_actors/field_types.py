@@ -1,7 +1,7 @@
 """Checks the fields of a dataclass against their annotations, as strictly as a config file is
-checked.
+checked, and the ranges of numbers.
 
-A bool is no number, an int is a float, and NaN is neither.
+A bool is no number, an int is a float, and NaN is neither. A number with a range is finite.
 """
 
 import math
@@ -11,10 +11,23 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import tyro
+from annotated_types import Interval
+
+PositiveInt = Annotated[int, Interval(gt=0), tyro.conf.arg(metavar="INT>0")]
+CountingInt = Annotated[int, Interval(ge=1), tyro.conf.arg(metavar="INT>=1")]
+NaturalInt = Annotated[int, Interval(ge=0), tyro.conf.arg(metavar="INT>=0")]
+PositiveFloat = Annotated[float, Interval(gt=0), tyro.conf.arg(metavar="FLOAT>0")]
+NonNegativeFloat = Annotated[float, Interval(ge=0), tyro.conf.arg(metavar="FLOAT>=0")]
+Share = Annotated[float, Interval(ge=0, le=1), tyro.conf.arg(metavar="0..1")]
+PositiveShare = Annotated[float, Interval(gt=0, le=1), tyro.conf.arg(metavar="0<FLOAT<=1")]
+Temperature = Annotated[float, Interval(ge=0.01, le=2), tyro.conf.arg(metavar="0.01..2")]
+"""Types of fields. The range is in the text of --help."""
+
 
 def require_field_types(config: Any, prefix: str = "") -> None:
-    """Raises ValueError naming the first field of a wrong type or NaN, also in nested dataclasses.
-    prefix: of names, such as "generator.".
+    """Raises ValueError naming the first field of a wrong type, NaN or out of range, also in nested
+    dataclasses. prefix: of names, such as "generator.".
     """
     hints = _hints(config.__class__)
     for field in fields(config):
@@ -25,7 +38,7 @@ def require_field_types(config: Any, prefix: str = "") -> None:
 @cache
 def _hints(cls: type) -> dict[str, Any]:
     try:
-        return get_type_hints(cls)
+        return get_type_hints(cls, include_extras=True)
     except NameError:  # a caller's class that imports an annotation only for type checkers
         return {}
 
@@ -33,19 +46,48 @@ def _hints(cls: type) -> dict[str, Any]:
 def _require(name: str, value: object, hint: Any) -> None:
     if isinstance(value, float) and math.isnan(value):
         raise ValueError(f"{name}={value}; it must be a number")
-    chosen = next((each for each in _alternatives(hint) if _is_of(value, each)), None)
+    chosen = next((each for each in _alternatives(hint) if _is_of(value, _bare(each))), None)
     if chosen is None:
         raise ValueError(f"{name}={value!r} is of type {type(value).__name__}; it must be {_words(hint)}")
+    _require_in_range(name, value, chosen)
     if is_dataclass(value) and not isinstance(value, type):
         require_field_types(value, f"{name}.")
-    for place, item, of_item in _items(value, chosen):
+    for place, item, of_item in _items(value, _bare(chosen)):
         _require(f"{name}[{place!r}]", item, of_item)
 
 
+def _require_in_range(name: str, value: Any, hint: Any) -> None:
+    for limits in getattr(hint, "__metadata__", ()):
+        if isinstance(limits, Interval) and not _is_within(value, limits):
+            raise ValueError(f"{name}={value}; it must be {_range_words(limits, _bare(hint))}")
+
+
+def _is_within(value: Any, limits: Any) -> bool:
+    return (
+        (limits.gt is None or value > limits.gt)
+        and (limits.ge is None or value >= limits.ge)
+        and value <= (math.inf if limits.le is None else limits.le)
+        and value < math.inf
+    )
+
+
+def _range_words(limits: Interval, kind: type) -> str:
+    if limits.le is not None and kind is int:
+        return f"{limits.ge} to {limits.le}"
+    if limits.le is not None:
+        return f"in [{limits.ge}, {limits.le}]" if limits.gt is None else f"in ({limits.gt}, {limits.le}]"
+    if limits.gt is not None:
+        return "positive and finite"
+    return f"finite and at least {limits.ge}" if kind is float else f"at least {limits.ge}"
+
+
+def _bare(hint: Any) -> Any:
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
 def _alternatives(hint: Any) -> Iterable[Any]:
-    if get_origin(hint) is Annotated:
-        return _alternatives(get_args(hint)[0])
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    bare = _bare(hint)
+    return get_args(bare) if get_origin(bare) in (Union, UnionType) else (hint,)
 
 
 def _is_of(value: object, hint: Any) -> bool:
@@ -84,6 +126,7 @@ def _items(value: Any, hint: Any) -> Iterable[tuple[object, object, Any]]:
 
 
 def _words(hint: Any) -> str:
+    hint = _bare(hint)
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(map(repr, get_args(hint)))
     if get_origin(hint) in (Union, UnionType):

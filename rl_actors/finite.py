@@ -13,9 +13,7 @@ from rl_actors.types import MAX_NAMES_REPORTED, NonFiniteError
 def require_finite(
     what: str, weights: Mapping[str, Tensor], gather: Callable[[list[str]], list[list[str]]] = lambda names: [names]
 ) -> None:
-    """Raises NonFiniteError on every rank if a shard has a NaN or an infinity. what: begins the
-    error text.
-    """
+    """Raises NonFiniteError on every rank if a shard has a NaN or an infinity."""
     names = list(dict.fromkeys(chain.from_iterable(gather(nonfinite(weights)))))
     if names:
         listed = ", ".join(names[:MAX_NAMES_REPORTED])

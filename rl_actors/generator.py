@@ -1,6 +1,4 @@
-"""`Generator`, the Monarch actor around a vLLM engine. Weights have Hugging Face's names and
-shapes.
-"""
+"""`Generator`, the Monarch actor around a vLLM engine. Weights have Hugging Face's names and shapes."""
 
 import asyncio
 import itertools
@@ -21,8 +19,8 @@ from rl_actors.model_config import ModelConfig
 from rl_actors.processes.errors import sends_errors
 from rl_actors.processes.output import LOG_VARIABLE, route_library_logs
 from rl_actors.processes.spawn import Probe, probe_here
-from rl_actors.stop_tokens import stop_token_ids
-from rl_actors.transports.base import Manifest, Transport, announce, find
+from rl_actors.texts import stop_token_ids
+from rl_actors.transports.base import Manifest, Transport, announce, wait_for_manifest
 from rl_actors.types import (
     MAX_NAMES_REPORTED,
     Completion,
@@ -105,8 +103,7 @@ class Generator(Actor):
     async def heartbeat(self) -> Heartbeat:
         """Raises EngineDiedError if the engine has failed for good."""
         if self._engine is None:
-            # A generator that is not idle and does nothing counts as dead. So setup is idle, unless
-            # a process is stopped (SIGSTOP).
+            # who is not idle and does nothing counts as dead, so setup is idle unless stopped (SIGSTOP)
             return Heartbeat(is_idle=not await asyncio.to_thread(a_child_is_stopped), num_done=0)
         return self._engine.heartbeat()
 
@@ -137,36 +134,31 @@ class Generator(Actor):
         seed_indices: list[int] | None = None,
         adapter: str | None = None,
     ) -> int:
-        """Start params.n completions of every prompt. Returns the number of the call, for
-        finished_groups.
+        """Start params.n completions of every prompt. Returns the call's number, for finished_groups.
 
         seed_indices: for each prompt, p of SamplingParams.seed. None: its index. adapter: as in
-        GeneratorClient.generate.
-        Raises ValueError if a prompt is empty or not shorter than max_model_len, or if a parameter
-        is out of range.
+        GeneratorClient.generate. Raises ValueError for a prompt that is empty or too long, or a
+        parameter out of range.
         """
         validate_prompts(prompts, max_model_len=self.config.max_model_len, vocab_size=self.vocab_size)
         validate_sampling_params(params, vocab_size=self.vocab_size)
 
         def params_of(index: int) -> "list[VLLMParams]":
-            # The limit is enforced here, because the engine accepts one token more (see
-            # start_vllm).
+            # here, because the engine accepts one token more (see start_vllm)
             room = self.config.max_model_len - len(prompts[index])
             seed_index = index if seed_indices is None else seed_indices[index]
             limited = replace(params, max_tokens=min(params.max_tokens, room))
             return vllm_params(limited, seed_index, self.stop_token_ids)
 
         call = next(self.numbers)
-        self.calls[call] = self.engine.start(prompts, params_of, partial(read_completion, params), adapter)
+        self.calls[call] = self.engine.start(EngineCall(prompts, params_of, partial(read_completion, params), adapter))
         return call
 
     @concurrent_endpoint
     @sends_errors
     async def finished_groups(self, call: int, at_least: int = 1) -> list[tuple[int, list[Completion]]]:
-        """(Index, completions) of the prompts that have finished since the last answer: `at_least`,
-        or all that are left.
-
-        Raises the error of the generate call, and ValueError if no call of this number is running.
+        """(Index, completions) of the prompts finished since the last answer: `at_least`, or all that
+        are left. Raises the error of the generate call, and ValueError if no such call is running.
         """
         if call not in self.calls:
             raise ValueError(
@@ -194,7 +186,9 @@ class Generator(Actor):
 
         validate_sequences(sequences, max_model_len=self.config.max_model_len, vocab_size=self.vocab_size)
         params = VLLMParams(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
-        call = self.engine.start(sequences, lambda _: [params], read_prompt_logprobs, adapter, name="compute_logprobs")
+        call = self.engine.start(
+            EngineCall(sequences, lambda _: [params], read_prompt_logprobs, adapter, name="compute_logprobs")
+        )
         finished = await asyncio.wrap_future(call.take(len(sequences)))
         logprobs = {index: results[0] for index, results in finished}
         return [logprobs[index] for index in range(len(sequences))]
@@ -202,11 +196,8 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def load_adapter(self, name: str, directory: str) -> None:
-        """Load an adapter for requests that name it. Its directory must stay, because vLLM may read
-        it again.
-
-        Raises ValueError if the config allows no adapters, if the adapter does not fit the model,
-        or if one from another directory has this name.
+        """Load an adapter for requests that name it. Its directory must stay: vLLM may read it again.
+        Raises ValueError if the config allows none, it does not fit, or another has this name.
         """
         config = self.config
         folder = Path(directory)
@@ -227,20 +218,18 @@ class Generator(Actor):
         unless the engine has it.
 
         A version that cannot be read changes nothing; after a failure in the middle, only a pull
-        makes the generator usable.
-        Raises TimeoutError if the version is not published in `timeout` seconds, and ValueError if
-        a parameter is missing, unknown or of a wrong shape or dtype.
+        makes the generator usable. Raises TimeoutError after `timeout` seconds without the version,
+        and ValueError for a wrong set, shape or dtype of parameters.
         """
         validate_pull(version, timeout)
         if self.transport is None:
             raise RuntimeError("pull_model_state_dict: this generator was made without a transport")
-        manifest = await find(self.transport, version, timeout)
+        manifest = await wait_for_manifest(self.transport, version, timeout)
         if self.last_pull is not None and self.loaded_version_key == manifest.key:
             return replace(self.last_pull, num_bytes=0, seconds=0.0, phases={})
         check_manifest(manifest, self.expected)
         source = await self.transport.source(manifest)
-        # After a failure in the middle the key stays empty, so that the next pull loads the weights
-        # again.
+        # after a failure in the middle it stays empty, so that the next pull loads the weights again
         former = self.loaded_version_key
         self.loaded_version_key = ""
         try:
@@ -291,8 +280,7 @@ def expected_tensors(directory: str) -> dict[str, tuple[int, ...]]:
 
 
 def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """The tensors of a Hugging Face directory that transformers' model stacks in one parameter: one
-    an expert and projection.
+    """The tensors that transformers' model stacks in one parameter: one an expert and projection.
 
     by_expert("mlp.experts.gate_up_proj", (2, 64, 8))
         -> {"mlp.experts.0.gate_proj.weight": (32, 8), "mlp.experts.0.up_proj.weight": (32, 8), "mlp.experts.1.gate_proj.weight": …}

@@ -1,7 +1,5 @@
-"""Finds the directories of models by their ids on the Hugging Face Hub, such as "Qwen/Qwen3-0.6B".
-Loads no weights.
-
-Called by the program that starts the actors, which get the directory.
+"""Finds the directories of models by their ids on the Hugging Face Hub, such as "Qwen/Qwen3-0.6B", in
+the program that starts the actors.
 """
 
 import json
@@ -11,16 +9,15 @@ from pathlib import Path
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """organization/model"""
 
-FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
+FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
 """Files that a run reads: weights, configs, and all forms of a tokenizer."""
 
-OTHER_FILES = ("*/*", "consolidated*")
+OTHER_FILES = ["*/*", "consolidated*"]
 """Not downloaded: subfolders, and the same weights in other formats."""
 
 
 def find_model(name_or_path: str) -> str:
-    """The directory of the model with this Hub id; a text that is no id, such as a path or "",
-    unchanged.
+    """The directory of the model with this Hub id; a path or "" unchanged.
 
     From the cache, or downloaded unless HF_HUB_OFFLINE is set. Raises ValueError with the id and
     the reason if neither works or the repository lacks files.
@@ -32,12 +29,10 @@ def find_model(name_or_path: str) -> str:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    wanted = list(FILES)
-    unwanted = list(OTHER_FILES)
     reason = f"it is neither a directory nor in the cache {constants.HF_HUB_CACHE}"
     try:
         directory = snapshot_download(
-            name_or_path, allow_patterns=wanted, ignore_patterns=unwanted, local_files_only=True
+            name_or_path, allow_patterns=FILES, ignore_patterns=OTHER_FILES, local_files_only=True
         )
         lacking = missing_files(directory)
         if not lacking:
@@ -48,7 +43,7 @@ def find_model(name_or_path: str) -> str:
     if constants.is_offline_mode():
         raise _not_found(name_or_path, f"{reason}, and HF_HUB_OFFLINE is set")
     try:
-        directory = snapshot_download(name_or_path, allow_patterns=wanted, ignore_patterns=unwanted)
+        directory = snapshot_download(name_or_path, allow_patterns=FILES, ignore_patterns=OTHER_FILES)
     except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
         first_line = str(error).strip().split("\n")[0]
         raise _not_found(name_or_path, f"{reason}, and the download failed: {first_line}") from error
@@ -83,10 +78,8 @@ def model_name(path: str) -> str:
 
 
 def missing_files(directory: str) -> list[str]:
-    """Files that the directory lacks: config.json, a *.safetensors, and all in the index if there
-    is one.
-
-    Raises ValueError if the index is not a JSON object with a weight_map.
+    """Of config.json, a *.safetensors, and all in the index if there is one. Raises ValueError if the
+    index is not a JSON object with a weight_map.
     """
     folder = Path(directory)
     wanted = ["config.json"]
@@ -103,9 +96,7 @@ def missing_files(directory: str) -> list[str]:
 
 
 def require_weights(field: str, path: str) -> None:
-    """Raises ValueError if files are missing or weights cut off. Reads only the headers. field: for
-    the error text.
-    """
+    """Raises ValueError naming the field if files are missing or weights cut off, by their headers."""
     from safetensors import SafetensorError, safe_open
 
     lacking = missing_files(path)

@@ -1,6 +1,4 @@
-"""Estimates the memory of one rank from the config, by the formulas of docs/layouts.md. Starts no
-process, imports no torch.
-"""
+"""Estimates the memory of one rank from the config, by docs/layouts.md. Imports no torch."""
 
 from __future__ import annotations
 
@@ -54,10 +52,9 @@ class Memory:
 
 
 def memory(config: TrainerConfig) -> Memory:
-    """Memory of a rank at the peak of a forward_backward. Only the activations are an estimate.
-
-    In a pipeline of the rank with the most parameters, with the activations of the first rank,
-    which saves the most. An optimizer by import path counts as Adam.
+    """At the peak of a forward_backward; only the activations are an estimate. In a pipeline of the
+    rank with the most parameters, with the activations of the first, which saves the most. An
+    optimizer by import path counts as Adam.
     """
     num_elements = num_trained_elements = num_trained_tensors = num_buffer_elements = 0
     for layer, weights in _held_parts(config):
@@ -130,9 +127,8 @@ def outer_weights(config: TrainerConfig) -> tuple[list[Weight], list[Weight]]:
 
 
 def _adapters(weights: list[Weight], rank: int) -> list[Weight]:
-    """Adapters A [rank, inputs] and B [outputs, rank] of each weight [outputs, inputs].
-
-    Tensor parallelism splits A with the inputs or B with the outputs, and leaves the other whole.
+    """A [rank, inputs] and B [outputs, rank] of each weight [outputs, inputs]. Tensor parallelism
+    splits A with the inputs or B with the outputs.
     """
     if not rank:
         return []
@@ -152,10 +148,7 @@ def _buffers(config: TrainerConfig, layer: int) -> int:
 
 
 def _held_parts(config: TrainerConfig) -> list[Part]:
-    """The parts of the pipeline rank with the most parameters.
-
-    torchtitan gives stages to ranks in turn: rank r of p has r, r + p, r + 2 p, …
-    """
+    """Of the pipeline rank with the most parameters. Rank r of p has the stages r, r + p, r + 2 p, …"""
     num_layers = config.model.num_hidden_layers
     num_ranks = config.parallelism.pipeline_parallel_degree
     before, after = outer_weights(config)
@@ -182,7 +175,6 @@ def _local_shape(weight: Weight, config: TrainerConfig, *, gathered: bool = Fals
     tensor = parallel.tensor_parallel_degree
     expert = parallel.expert_parallel_degree
     local = list(weight.shape)
-    sharded_dim = 0
     # FSDP shards dimension 0; with more ranks than experts, torchtitan shards experts along 1
     if weight.is_expert and expert > 1:
         # experts are divided among groups of ranks, in which FSDP shards them, without replicas
@@ -199,8 +191,8 @@ def _local_shape(weight: Weight, config: TrainerConfig, *, gathered: bool = Fals
 
 
 def _activations(config: TrainerConfig) -> int:
-    """Bytes of temporary tensors: activations saved and of the running block, the head's input and
-    its gradient, a chunk of logits, gathered weights and their gradients.
+    """Bytes of activations, saved and of the running block, the head's input and its gradient, a
+    chunk of logits, gathered weights and their gradients.
     """
     model = config.model
     parallel = config.parallelism
@@ -211,12 +203,9 @@ def _activations(config: TrainerConfig) -> int:
     d = model.hidden_size / (tensor if parallel.enable_sequence_parallel else 1)
     kept = running = 0.0
     for layer in range(model.num_hidden_layers):
-        saved = _saved_by_block(model, layer, d, tensor, context)
-        selectively = _saved_selectively(model, layer, d, tensor, context)
-        every_product = selectively + d + _width(model, layer) / tensor
-        by_policy = {"none": saved, "products": every_product, "selective": selectively, "full": d}
-        kept += by_policy[config.activation_checkpointing]
-        running = max(running, saved)
+        saved = _saved_by_policy(model, layer, d, tensor, context)
+        kept += saved[config.activation_checkpointing]
+        running = max(running, saved["none"])
     if config.optimizer is None:
         kept = 0.0
     blocks = positions * size * (kept * _microbatches_held(config) + running)
@@ -227,9 +216,8 @@ def _activations(config: TrainerConfig) -> int:
 
 
 def _microbatches_held(config: TrainerConfig) -> float:
-    """Most activations saved on a pipeline's first rank, in units of one microbatch in all blocks.
-
-    The first of p ranks begins with p - 1 forwards, or with v > 1 stages per rank p (v - 1) + 2 (p
+    """Most activations saved on a pipeline's first rank, in units of one microbatch in all blocks: it
+    begins with p - 1 forwards, or with v > 1 stages per rank p (v - 1) + 2 (p
     - 1) of one stage each, then alternates forward and backward. So it holds those and one more.
     """
     ranks = config.parallelism.pipeline_parallel_degree
@@ -240,8 +228,8 @@ def _microbatches_held(config: TrainerConfig) -> float:
     return (ahead + 1) / (ranks * per_rank)
 
 
-def _saved_by_block(model: ModelConfig, layer: int, d: float, tensor: int, context: int) -> float:
-    """Elements that a block saves for each position of this rank.
+def _saved_by_policy(model: ModelConfig, layer: int, d: float, tensor: int, context: int) -> dict[str, float]:
+    """Elements that a block saves for each position of this rank, by activation_checkpointing.
 
     d: of a hidden state on this rank. tensor, context: degrees. Context parallelism gathers the
     keys and values of whole rows.
@@ -249,22 +237,20 @@ def _saved_by_block(model: ModelConfig, layer: int, d: float, tensor: int, conte
     w = model.head_dim / tensor
     q = model.num_attention_heads * w
     kv = model.num_key_value_heads * w
+    gathered = q + 2 * kv * context
     # Four tensors of the hidden size for norms and projections, attention's q, k and v, its output
     # twice, and q and k before norms.
     before_norms = q + kv if model.has_qk_norm else 0
-    attention = 4 * d + before_norms + (q + 2 * kv * context) + 2 * q
-    if not model.has_experts(layer):
-        return attention + 4 * model.intermediate_size / tensor
-    # each expert of a token reads a copy of its hidden state and writes one
-    return attention + model.num_experts_per_tok * (2 * model.hidden_size + 4 * model.moe_intermediate_size) / tensor
-
-
-def _saved_selectively(model: ModelConfig, layer: int, d: float, tensor: int, context: int) -> float:
-    """_saved_by_block with "selective": input, attention, every second product."""
-    w = model.head_dim / tensor
-    q = model.num_attention_heads * w
-    kv = model.num_key_value_heads * w
-    return 2 * d + (q + 2 * kv * context) + q + _width(model, layer) / tensor
+    everything = 4 * d + before_norms + gathered + 2 * q
+    if model.has_experts(layer):
+        # each expert of a token reads a copy of its hidden state and writes one
+        copies = 2 * model.hidden_size + 4 * model.moe_intermediate_size
+        everything += model.num_experts_per_tok * copies / tensor
+    else:
+        everything += 4 * model.intermediate_size / tensor
+    width = _width(model, layer) / tensor
+    selective = 2 * d + gathered + q + width
+    return {"none": everything, "products": selective + d + width, "selective": selective, "full": d}
 
 
 def _width(model: ModelConfig, layer: int) -> int:

@@ -85,13 +85,10 @@ def merge(parts: Iterable[Mapping[str, Partial]]) -> Partials:
     merged: Partials = {}
     for part in parts:
         for name, value in part.items():
-            _require_reduction(name)
+            if _reduction(name) not in REDUCTIONS:
+                raise ValueError(f"metric {name!r}: the name must end in :sum, :mean, :max or :min")
             merged[name] = _combine(name, merged[name], value) if name in merged else value
     return merged
-
-
-def to_numbers(partials: Mapping[str, Partial]) -> Partials:
-    return PartialsCopy(partials).wait()
 
 
 def finish(partials: Mapping[str, Partial]) -> dict[str, float]:
@@ -105,8 +102,7 @@ def finish(partials: Mapping[str, Partial]) -> dict[str, float]:
             numerator, denominator = value
             finished[name] = float(numerator / denominator) if denominator else 0.0
         else:
-            is_over_nothing = value == OVER_NOTHING.get(_reduction(name))
-            finished[name] = 0.0 if is_over_nothing else float(value)
+            finished[name] = 0.0 if value == OVER_NOTHING.get(_reduction(name)) else float(value)
     return finished
 
 
@@ -116,13 +112,9 @@ def _combine(name: str, a: Partial, b: Partial) -> Partial:
         assert isinstance(a, tuple) and isinstance(b, tuple), f"{name} must be a pair (numerator, denominator)"
         return a[0] + b[0], a[1] + b[1]
     assert not isinstance(a, tuple) and not isinstance(b, tuple), f"{name} must be one number, not a pair"
-    match reduction:
-        case "sum":
-            return a + b
-        case "max":
-            return _larger(a, b)
-        case _:
-            return -_larger(-a, -b)
+    if reduction == "sum":
+        return a + b
+    return _larger(a, b) if reduction == "max" else -_larger(-a, -b)
 
 
 def _larger(a: Scalar, b: Scalar) -> Scalar:
@@ -136,9 +128,3 @@ def _larger(a: Scalar, b: Scalar) -> Scalar:
 
 def _reduction(name: str) -> str:
     return name.rpartition(":")[2]
-
-
-def _require_reduction(name: str) -> None:
-    reduction = _reduction(name)
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"metric {name!r}: the name must end in :sum, :mean, :max or :min")

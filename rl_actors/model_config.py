@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rl_actors.field_types import PositiveFloat, PositiveInt, require_field_types
 from rl_actors.json_files import read_object
 
 
@@ -28,23 +29,12 @@ ARCHITECTURES = {
 """By model_type in config.json."""
 
 MOE_FIELDS = frozenset(
-    {
-        "num_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "norm_topk_prob",
-        "decoder_sparse_step",
-        "mlp_only_layers",
-    }
+    ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    + ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
 )
 """Only in the config.json of a mixture of experts."""
 
-SUPPORTED_VALUES = {
-    "attention_bias": False,
-    "mlp_bias": False,
-    "hidden_act": "silu",
-    "use_sliding_window": False,
-}
+SUPPORTED_VALUES = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "use_sliding_window": False}
 """Entries of config.json with one supported value. They may be missing."""
 
 
@@ -59,41 +49,41 @@ class ModelConfig:
 
     architecture: Literal["qwen3", "llama", "mistral"] = "qwen3"
     """Kind of decoder: config.json's model_type, without _moe."""
-    vocab_size: int = 151_936
+    vocab_size: PositiveInt = 151_936
     """Number of tokens in the vocabulary."""
-    hidden_size: int = 1024
+    hidden_size: PositiveInt = 1024
     """Width of the hidden states between blocks."""
-    intermediate_size: int = 3072
+    intermediate_size: PositiveInt = 3072
     """Inner width of the MLP."""
-    num_hidden_layers: int = 28
+    num_hidden_layers: PositiveInt = 28
     """Number of transformer blocks."""
-    num_attention_heads: int = 16
+    num_attention_heads: PositiveInt = 16
     """Number of query heads."""
-    num_key_value_heads: int = 8
+    num_key_value_heads: PositiveInt = 8
     """Number of key and value heads. It must divide num_attention_heads."""
-    head_dim: int = 128
+    head_dim: PositiveInt = 128
     """Width of one head."""
-    max_position_embeddings: int = 40_960
+    max_position_embeddings: PositiveInt = 40_960
     """Longest sequence that the rotary embedding covers."""
-    rope_theta: float = 1_000_000.0
+    rope_theta: PositiveFloat = 1_000_000.0
     """Base of the rotary embedding."""
     rope_scaling: dict[str, float] = field(default_factory=dict)
     """Llama 3's scaling of the rotary embedding: factor, low_freq_factor, high_freq_factor,
     original_max_position_embeddings. Empty: none.
     """
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: PositiveFloat = 1e-6
     """Added to the mean square by every RMSNorm."""
     tie_word_embeddings: bool = True
     """True: the output projection is the embedding matrix."""
     num_experts: int = 0
     """Experts of a mixture-of-experts block. 0: no experts."""
-    num_experts_per_tok: int = 8
+    num_experts_per_tok: PositiveInt = 8
     """Experts that a token is routed to."""
-    moe_intermediate_size: int = 768
+    moe_intermediate_size: PositiveInt = 768
     """Inner width of one expert."""
     norm_topk_prob: bool = True
     """Scale the router's weights of a token's experts to sum to 1."""
-    decoder_sparse_step: int = 1
+    decoder_sparse_step: PositiveInt = 1
     """Distance between blocks with experts. 1: every block."""
     mlp_only_layers: tuple[int, ...] = ()
     """Blocks, from 0, that never have experts."""
@@ -124,13 +114,12 @@ class ModelConfig:
             if values.get(name, supported) != supported:
                 raise ValueError(f"{file} has {name}={values[name]!r}; supported is {supported!r}")
         for name, supported in ARCHITECTURES[model_type].required:
-            if name not in values or values[name] != supported:
-                found = (
-                    f"has {name}={values[name]!r}"
-                    if name in values
-                    else f"lacks {name}, so transformers uses its default"
+            if name not in values:
+                raise ValueError(
+                    f"{file} lacks {name}, so transformers uses its default; supported is only {name}={supported!r}"
                 )
-                raise ValueError(f"{file} {found}; supported is only {name}={supported!r}")
+            if values[name] != supported:
+                raise ValueError(f"{file} has {name}={values[name]!r}; supported is only {name}={supported!r}")
         values = _with_defaults(values) | _rope(file, values)
         values["architecture"] = model_type.removesuffix("_moe")
         names = set(cls.__dataclass_fields__)
@@ -189,11 +178,7 @@ class ModelConfig:
 
     def validate(self) -> None:
         """Raises ValueError if no model can have these dimensions."""
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if is_number and name != "num_experts" and not 0 < value < math.inf:
-                raise ValueError(f"model.{name}={value}; it must be positive and finite")
+        require_field_types(self, "model.")
         if self.model_type not in ARCHITECTURES:
             raise ValueError(
                 f"model.num_experts={self.num_experts} with model.architecture={self.architecture!r}; only qwen3 has experts"
@@ -206,21 +191,17 @@ class ModelConfig:
             if not 0 < value < math.inf or (name == ORIGINAL_LENGTH and value % 1):
                 must = "a positive, whole number" if name == ORIGINAL_LENGTH else "positive and finite"
                 raise ValueError(f"model.rope_scaling[{name!r}]={value}; it must be {must}")
-        heads = self.num_attention_heads
-        kv_heads = self.num_key_value_heads
-        if heads % kv_heads:
-            raise ValueError(
-                f"model.num_attention_heads={heads} is not divisible by model.num_key_value_heads={kv_heads}"
-            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            heads = f"model.num_attention_heads={self.num_attention_heads}"
+            raise ValueError(f"{heads} is not divisible by model.num_key_value_heads={self.num_key_value_heads}")
         if self.head_dim % 2:
             raise ValueError(
                 f"model.head_dim={self.head_dim}; it must be even: the rotary embedding rotates pairs of dimensions"
             )
-        experts = self.num_experts
         routed = self.num_experts_per_tok
-        if experts < 0 or (experts > 0 and routed > experts):
+        if self.num_experts and self.num_experts < routed:
             raise ValueError(
-                f"model.num_experts={experts}; it must be 0 or at least model.num_experts_per_tok={routed}"
+                f"model.num_experts={self.num_experts}; it must be 0 or at least model.num_experts_per_tok={routed}"
             )
 
 

@@ -24,7 +24,7 @@ from rl_actors.processes import collector
 from rl_actors.processes.errors import sends_errors
 from rl_actors.processes.output import route_library_logs
 from rl_actors.processes.spawn import Probe, probe_here
-from rl_actors.transports.base import Manifest, Transport, find
+from rl_actors.transports.base import Manifest, Transport, wait_for_manifest
 from rl_actors.transports.publisher import Publisher
 from rl_actors.types import (
     FIRST_TENANT,
@@ -61,9 +61,8 @@ PULL_TIMEOUT = 60.0
 class CallHeader:
     """The number of a call in the session of a client, and its tenant.
 
-    A session lasts from the client's `setup` until another client's. Its calls have the numbers 1,
-    2, 3, …, shared by all tenants. A rank answers a repeated last number with the last answer, and
-    refuses any number that is not the next.
+    A session lasts from the client's `setup` until another client's. Its calls are numbered from 1,
+    over all tenants. A rank answers a repeated last number with the last answer.
     """
 
     session: str
@@ -106,10 +105,8 @@ def numbered(method: Callable[..., Any]) -> Any:
 
 
 class PolicyTrainer(Actor):
-    """One rank of a trainer.
-
-    A call without a header runs for the first tenant as soon as it arrives. A program that leaves
-    headers out must be the only caller.
+    """One rank of a trainer. A call without a header runs for the first tenant as soon as it arrives;
+    a program that leaves headers out must be the only caller.
     """
 
     # set by setup
@@ -143,15 +140,13 @@ class PolicyTrainer(Actor):
 
     def build(self) -> None:
         route_library_logs("trainer")
-        # Imported here, so that only a rank imports torchtitan, and the caller gets its
-        # ImportError.
+        # here, so that only a rank imports torchtitan, and the caller gets its ImportError
         with collector.importing():
             from rl_actors.engine.collectives import by_rank
             from rl_actors.engine.train_engine import TrainEngine
 
         self.engine = TrainEngine(self.config)
-        # torch keeps settings of its compiler in context variables, and Monarch runs each message
-        # in a context of its own.
+        # torch's compiler has settings in context variables, and Monarch's messages contexts of their own
         self.compiler_context = contextvars.copy_context()
         self.rank = dist.get_rank()
         if self.transport is not None:
@@ -248,10 +243,8 @@ class PolicyTrainer(Actor):
     @numbered
     async def push_model_state_dict(self) -> int:
         """Publish this rank's shards of the first tenant's weights as the version policy_version,
-        and return it.
-
-        The dtype is the widest that a generator has announced, or float32. Does nothing if the
-        stream has the version.
+        and return it; nothing if the stream has it. dtype: the widest that a generator has
+        announced, or float32.
         """
         self.engine.step.require("push_model_state_dict")
         self.config.require_hf("push_model_state_dict")
@@ -285,22 +278,17 @@ class PolicyTrainer(Actor):
         found: Manifest | Exception | None = None
         if self.rank == 0:
             try:
-                found = await find(publisher.transport, version, PULL_TIMEOUT)
+                found = await wait_for_manifest(publisher.transport, version, PULL_TIMEOUT)
             except Exception as error:
                 found = error
-        of_first = publisher.gather(found)[0]
-        if isinstance(of_first, Manifest):
-            return of_first
-        assert of_first is not None
-        raise of_first
+        found = publisher.gather(found)[0]
+        if isinstance(found, Exception):
+            raise found
+        return cast(Manifest, found)
 
     @sends_errors
     async def in_order(self, header: CallHeader | None, call: Callable[[], T | Awaitable[T]]) -> T:
-        """Run `call` if its number is the next, and keep its answer or error for a repetition.
-
-        Raises RuntimeError if the session was replaced, or if the number is neither the last nor
-        the next.
-        """
+        """Run `call` if its number is the next, and keep its answer or error for a repetition."""
         if header is None:
             return await self.run(FIRST_TENANT, call)
         if header.session != self.session:

@@ -7,7 +7,7 @@ tokens, K target ids at a position.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,9 +17,7 @@ from rl_actors.metrics import Partials
 from rl_actors.parts import HostMove
 
 IGNORE_TARGET = -100
-"""Target id of padding and masked positions. Logprob and all columns, so also loss_weights, are 0
-there.
-"""
+"""Target id of padding and masked positions, where the logprob and all columns are 0."""
 
 TOP_K_COLUMNS = {"target_ids": torch.int64, "target_weights": torch.float32}
 """Columns of shape [T, K], K the same in all samples of a call. Other columns are [T] float32."""
@@ -36,9 +34,8 @@ def column_dtype(name: str) -> torch.dtype:
 
 
 def require_convertible(what: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    """Raises ValueError unless the tensor can become a dense CPU tensor of this dtype without loss
-    of meaning: no bool, complex, sparse, nested, quantized or meta tensor, and no float as a token
-    id.
+    """Raises ValueError unless the tensor can become a dense CPU tensor of this dtype: no bool,
+    complex, sparse, nested, quantized or meta tensor, and no float as a token id.
     """
     is_dense = tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
     loses_fraction = tensor.is_floating_point() and not dtype.is_floating_point and tensor.numel() > 0
@@ -62,9 +59,7 @@ def _cast(what: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class CollectiveTimeoutError(TimeoutError):
-    """A rank of a trainer has waited too long for another in a collective; later collectives fail,
-    too.
-    """
+    """A rank has waited too long for another in a collective; later collectives fail, too."""
 
 
 class NonFiniteError(ValueError):
@@ -132,20 +127,7 @@ class Sample:
         return self.tokens.numel()
 
     def __reduce__(self):
-        # numpy arrays are pickled ten times as fast as tensors
-        columns = {name: column.detach().numpy() for name, column in self.columns.items()}
-        return _sample_from_numpy, (self.tokens.numpy(), self.targets.numpy(), columns, self.temperature)
-
-
-def _sample_from_numpy(
-    tokens: np.ndarray, targets: np.ndarray, columns: Mapping[str, np.ndarray], temperature: float
-) -> Sample:
-    return Sample(
-        tokens=torch.from_numpy(tokens),
-        targets=torch.from_numpy(targets),
-        columns={name: torch.from_numpy(column) for name, column in columns.items()},
-        temperature=temperature,
-    )
+        return _sample_from_arrays, _arrays([self])
 
 
 class SampleList(list[Sample]):
@@ -154,17 +136,21 @@ class SampleList(list[Sample]):
     """
 
     def __reduce__(self):
-        names = set(self[0].columns) if self else set()
-        if not self or any(set(sample.columns) != names for sample in self):
+        if not self or any(sample.columns.keys() != self[0].columns.keys() for sample in self):
             return SampleList, (list(self),)
-        tokens = _joined([sample.tokens for sample in self])
-        targets = _joined([sample.targets for sample in self])
-        columns: dict[str, np.ndarray] = {}
-        for name in sorted(names):
-            columns[name] = _joined([sample.columns[name] for sample in self])
-        lengths = [len(sample) for sample in self]
-        temperatures = [sample.temperature for sample in self]
-        return _samples_from_arrays, (lengths, tokens, targets, columns, temperatures)
+        return _samples_from_arrays, _arrays(self)
+
+
+Arrays = tuple[list[int], np.ndarray, np.ndarray, dict[str, np.ndarray], list[float]]
+"""Lengths; tokens, targets and columns of all samples in a row; temperatures."""
+
+
+def _arrays(samples: Sequence[Sample]) -> Arrays:
+    # numpy arrays are pickled ten times as fast as tensors
+    columns = {name: _joined([sample.columns[name] for sample in samples]) for name in samples[0].columns}
+    tokens = _joined([sample.tokens for sample in samples])
+    targets = _joined([sample.targets for sample in samples])
+    return list(map(len, samples)), tokens, targets, columns, [sample.temperature for sample in samples]
 
 
 def _joined(tensors: list[Tensor]) -> np.ndarray:
@@ -183,22 +169,18 @@ def _samples_from_arrays(
     columns_of = {name: torch.from_numpy(column).split(lengths) for name, column in columns.items()}
     samples = SampleList()
     for index, temperature in enumerate(temperatures):
-        samples.append(
-            Sample(
-                tokens=tokens_of[index],
-                targets=targets_of[index],
-                columns={name: pieces[index] for name, pieces in columns_of.items()},
-                temperature=temperature,
-            )
-        )
+        own = {name: pieces[index] for name, pieces in columns_of.items()}
+        samples.append(Sample(tokens=tokens_of[index], targets=targets_of[index], columns=own, temperature=temperature))
     return samples
+
+
+def _sample_from_arrays(*arrays: Any) -> Sample:
+    return _samples_from_arrays(*arrays)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimParams:
-    """Hyperparameters of one optimizer step. OptimizerConfig.groups may scale learning_rate and
-    weight_decay.
-    """
+    """Of one optimizer step. OptimizerConfig.groups may scale learning_rate and weight_decay."""
 
     learning_rate: float
     beta1: float = 0.9
@@ -224,12 +206,9 @@ class OptimResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBackwardOutput:
-    """Results of one forward or forward_backward call, in the order of the samples. Metrics:
-    `name:reduction`.
-    """
+    """Of a forward or forward_backward call, in the order of the samples. Metrics: `name:reduction`."""
 
-    # each [T] float32: log p(targets[i] | tokens[:i+1]) at the sample's temperature; [] of a value
-    # model
+    # each [T] float32: log p(targets[i] | tokens[:i+1]) at the sample's temperature; value model: []
     logprobs: list[Tensor]
     metrics: dict[str, float]
     policy_version: int
@@ -406,9 +385,7 @@ class GeneratorReturn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorInfo:
-    """State and limits of a generator; with several replicas, of the healthy one with the oldest
-    weights.
-    """
+    """State and limits; with several replicas, of the healthy one with the oldest weights."""
 
     policy_version: int  # -1 before the first pull
     max_model_len: int
@@ -416,9 +393,8 @@ class GeneratorInfo:
     logs: str  # file with the output and logs of the process
     last_pull: Transfer | None = None  # None: no pull has brought weights
     asleep: int = 0  # level of `sleep`; 0: awake
-    replicas: tuple[
-        "GeneratorInfo", ...
-    ] = ()  # last info of each replica whose newest process is set up; empty for a single generator
+    # last info of each replica whose newest process is set up; empty for a single generator
+    replicas: "tuple[GeneratorInfo, ...]" = ()
     state: ReplicaState = "healthy"  # otherwise the other fields are the last known
     restarts: int = 0  # over all replicas in what `info` returns
     max_adapters: int = 0  # for the requests of one engine step; 0: none can be loaded

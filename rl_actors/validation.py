@@ -8,7 +8,7 @@ import math
 import pkgutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, is_dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -62,10 +62,7 @@ def validate_samples(
 def _validate_names(
     where: str, names: set[str], loss: Loss | None, required: frozenset[str], optional: frozenset[str] | None
 ) -> None:
-    """Raises ValueError if a sample lacks a column of the loss, or has one that it does not read.
-
-    optional: None: any others are allowed.
-    """
+    """optional: other columns that the loss reads. None: any are allowed."""
     missing = required - names
     if missing:
         raise ValueError(f"{where} has no column {min(missing)!r}, which {name_of(loss)} reads")
@@ -95,11 +92,7 @@ def _validate_shared(samples: Sequence[Sample], optional: frozenset[str]) -> Non
 
 
 def _validate_top_k(index: int, sample: Sample, first: Mapping[str, Tensor], *, needs_weights: bool) -> None:
-    """Raises ValueError if target_ids and target_weights differ in K from each other or the first
-    sample, or one is missing.
-
-    needs_weights: target_ids need target_weights too.
-    """
+    """target_ids and target_weights must have the first sample's K, and be there together."""
     sizes = {name: sample.columns[name].shape[1] for name in TOP_K_COLUMNS if name in sample.columns}
     if len(set(sizes.values())) > 1:
         raise ValueError(
@@ -166,12 +159,6 @@ def _require_dense(where: str, tensor: Tensor) -> None:
         )
 
 
-class _BadValue(NamedTuple):
-    sample: int
-    position: int
-    value: float
-
-
 def _validate_values(samples: Sequence[Sample], vocab_size: int) -> None:
     """Raises ValueError for ids outside the vocabulary, but IGNORE_TARGET in targets, and columns
     that are not finite.
@@ -184,55 +171,46 @@ def _validate_values(samples: Sequence[Sample], vocab_size: int) -> None:
     def is_no_target(ids: np.ndarray) -> np.ndarray:
         return is_unknown(ids) & (ids != IGNORE_TARGET)
 
-    bad = _first_bad(is_unknown, {index: sample.tokens for index, sample in enumerate(samples)})
-    if bad:
-        raise ValueError(f"sample {bad.sample}: tokens[{bad.position}]={bad.value}, but {limit}")
-    bad = _first_bad(is_no_target, {index: sample.targets for index, sample in enumerate(samples)})
-    if bad:
-        raise ValueError(f"sample {bad.sample}: targets[{bad.position}]={bad.value}, but {limit} or {IGNORE_TARGET}")
-    for name in sorted({name for sample in samples for name in sample.columns}):
-        bad = _first_bad(_is_not_finite, _tensors_of(name, samples))
-        if bad:
-            raise ValueError(
-                f"sample {bad.sample}: column {name!r} holds {bad.value} at position {bad.position}; it must be finite"
-            )
-    bad = _first_bad(is_unknown, _tensors_of("target_ids", samples))
-    if bad:
-        raise ValueError(f"sample {bad.sample}: target_ids[{bad.position}] holds {bad.value}, but {limit}")
+    def is_not_finite(values: np.ndarray) -> np.ndarray:
+        return ~np.isfinite(values)
+
+    tokens = {index: sample.tokens for index, sample in enumerate(samples)}
+    _refuse_values(is_unknown, tokens, f"tokens[{{place}}]={{value}}, but {limit}")
+    targets = {index: sample.targets for index, sample in enumerate(samples)}
+    _refuse_values(is_no_target, targets, f"targets[{{place}}]={{value}}, but {limit} or {IGNORE_TARGET}")
+    columns: dict[str, dict[int, Tensor]] = {}
+    for index, sample in enumerate(samples):
+        for name, column in sample.columns.items():
+            columns.setdefault(name, {})[index] = column
+    for name in sorted(columns):
+        text = f"column {name!r} holds {{value}} at position {{place}}; it must be finite"
+        _refuse_values(is_not_finite, columns[name], text)
+    target_ids = columns.get("target_ids", {})
+    _refuse_values(is_unknown, target_ids, f"target_ids[{{place}}] holds {{value}}, but {limit}")
 
 
-def _tensors_of(column: str, samples: Sequence[Sample]) -> dict[int, Tensor]:
-    """The samples' columns of this name, by index."""
-    return {index: sample.columns[column] for index, sample in enumerate(samples) if column in sample.columns}
-
-
-def _is_not_finite(values: np.ndarray) -> np.ndarray:
-    return ~np.isfinite(values)
-
-
-def _first_bad(is_bad: Callable[[np.ndarray], np.ndarray], tensors: Mapping[int, Tensor]) -> _BadValue | None:
-    """The first bad value, or None.
+def _refuse_values(is_bad: Callable[[np.ndarray], np.ndarray], tensors: Mapping[int, Tensor], text: str) -> None:
+    """Raises ValueError for the first bad value. tensors: by the index of the sample.
 
     All tensors at once, which is faster. By numpy: torch would wake a thread for every core, which
     can take longer than a training step.
     """
     if not tensors or not is_bad(torch.cat(list(tensors.values())).detach().numpy()).any():
-        return None
+        return
     for index, tensor in tensors.items():
         places = np.argwhere(is_bad(tensor.detach().numpy()))
         if len(places):
-            return _BadValue(index, int(places[0][0]), tensor[tuple(places[0])].item())
-    return None
+            value = tensor[tuple(places[0])].item()
+            raise ValueError(f"sample {index}: " + text.format(place=places[0][0], value=value))
 
 
 def require_optimizer(call: str, optimizer: object | None) -> None:
-    """Raises ValueError without an optimizer."""
     if optimizer is None:
         raise ValueError(f"{call} is not possible with optimizer=None: this trainer only infers")
 
 
 def require_tenant(name: str, seed: int, lora_rank: int) -> None:
-    """Raises ValueError if a trainer cannot have this new tenant. lora_rank: 0: it has no adapters."""
+    """lora_rank: of the trainer. 0: it has no adapters."""
     if not isinstance(name, str) or not _is_integer(seed):
         raise TypeError(f"new_tenant({name!r}, seed={seed!r}); name must be a str, seed an integer")
     if not name:
@@ -262,9 +240,8 @@ def validate_optimizer_arguments(config: "OptimizerConfig") -> None:
 
 
 def require_gpus(config: "TrainerConfig", name: str = "") -> None:
-    """Raises ValueError if the ranks take GPUs that this program does not see, if it sees any.
-
-    name: the model's name in a run, such as "critic", for the error text.
+    """Raises ValueError if the ranks take GPUs that this program does not see, if it sees any. name:
+    of the model in a run, such as "critic".
     """
     gpus = config.gpus()
     count = torch.cuda.device_count()
@@ -272,17 +249,12 @@ def require_gpus(config: "TrainerConfig", name: str = "") -> None:
         layout = layouts.described(layouts.all_degrees(config))
         field = f"{name}.gpu" if name else "gpu"
         begin = f" from {field}={gpus.start} on" if gpus.start else ""
-        plural = "s" if len(gpus) > 1 else ""
-        raise ValueError(
-            f"{layout} takes {len(gpus)} GPU{plural}{begin}, but this program sees {count}, numbered from 0"
-        )
+        needed = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}{begin}"
+        raise ValueError(f"{layout} takes {needed}, but this program sees {count}, numbered from 0")
 
 
 def require_gpu(config: "GeneratorConfig", num_hosts: int = 1) -> None:
-    """Raises ValueError if this program does not see the generator's GPUs, if it sees any.
-
-    num_hosts: those of the replicas, with as many GPUs each as this machine.
-    """
+    """The same of a generator. num_hosts: those of the replicas, with as many GPUs each as this one."""
     count = torch.cuda.device_count()
     if not torch.cuda.is_available():
         return
@@ -453,22 +425,16 @@ def validate_sampling_params(params: SamplingParams, *, vocab_size: int | None =
 
 
 def validate_pull(version: int, timeout: float) -> None:
-    """Raises ValueError for an argument of a pull out of range."""
     _INDEX.require("version", version)
     _TIMEOUT.require("timeout", timeout)
 
 
-SEEDS = 1 << 31
-"""Configs' seeds are below this: numpy, seeded by vLLM with a sum of two, takes them below 2**32.
-"""
-
-
 def require_seed(name: str, value: int) -> None:
-    if not 0 <= value < SEEDS:
+    # numpy, seeded by vLLM with a sum of two, takes seeds below 2**32
+    if not 0 <= value < 1 << 31:
         raise ValueError(f"{name}={value}; it must be at least 0 and below 2**31")
 
 
 def require_config(call: str, config: object, expected: type) -> None:
-    """Raises TypeError if `config` is not an `expected`."""
     if not isinstance(config, expected):
         raise TypeError(f"config is a {type(config).__name__}; {call} takes a {expected.__name__}")

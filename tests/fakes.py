@@ -26,8 +26,8 @@ from rl_actors import (
 )
 from rl_actors.clients.base import ActorDiedError
 from rl_actors.clients.limits import TrainerLimits
-from rl_actors.clients.model_calls import SavedCheckpoint
-from rl_actors.metrics import to_numbers
+from rl_actors.clients.training import SavedCheckpoint
+from rl_actors.metrics import PartialsCopy
 from rl_actors.seeds import hashed_seed
 
 
@@ -207,7 +207,7 @@ class NearTrainer(ActorOfNothing):
             rows.append(sampled[0] + self.difference)
             total, values = loss(sampled + self.difference, **columns)
             partials.append({"loss:sum": total, **values})
-        merged = to_numbers(metrics.merge(partials))
+        merged = PartialsCopy(metrics.merge(partials)).wait()
         return ForwardBackwardOutput(
             logprobs=rows, metrics=metrics.finish(merged), policy_version=len(self.steps), partials=merged
         )
@@ -331,7 +331,7 @@ class UnigramTrainer:
             value, found = loss(row, **columns)
             total = total + value
             partials.append(found)
-        merged = to_numbers(metrics.merge(partials))
+        merged = PartialsCopy(metrics.merge(partials)).wait()
         output = ForwardBackwardOutput(
             logprobs=rows,
             metrics=metrics.finish(merged),

@@ -8,7 +8,14 @@ from concurrent.futures import CancelledError, Future
 
 import pytest
 
+import rl_actors
 from rl_actors.clients.call import Call, in_background
+
+
+@pytest.mark.parametrize("name", [name for name in rl_actors.__all__ if name.endswith("Client")])
+def test_a_client_has_one_line_of_base_classes(name):
+    classes = getattr(rl_actors, name).__mro__
+    assert [len(each.__bases__) for each in classes] == [1] * (len(classes) - 1) + [0]
 
 
 async def wait_for_answer(call: Call[int]) -> int:

@@ -35,14 +35,14 @@ from rl_actors.transports.base import LoadedTensors
 from rl_actors.types import NonFiniteError
 from rl_actors.vllm.engine import EngineThread
 from rl_actors.vllm.pull import WholeWeights
-from rl_actors.vllm.requests import read_completion, read_prompt_logprobs, vllm_params
+from rl_actors.vllm.requests import EngineCall, read_completion, read_prompt_logprobs, vllm_params
 
 PARAMS = SamplingParams(max_tokens=8, n=4, seed=1)
 
 
 def begin(engine, adapter=None):
     make_params = lambda prompt: vllm_params(PARAMS, prompt)
-    return engine.start([[5, 6, 7]], make_params, partial(read_completion, PARAMS), adapter)
+    return engine.start(EngineCall([[5, 6, 7]], make_params, partial(read_completion, PARAMS), adapter))
 
 
 def completions(call):
@@ -61,7 +61,8 @@ def refusal(call):
 def prompt_call(engine, adapter=None):
     from vllm import SamplingParams as VLLMParams
     params = VLLMParams(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
-    return engine.start([[5, 6, 7]], lambda _: [params], read_prompt_logprobs, adapter, name="compute_logprobs")
+    read = read_prompt_logprobs
+    return engine.start(EngineCall([[5, 6, 7]], lambda _: [params], read, adapter, name="compute_logprobs"))
 
 
 if __name__ == "__main__":

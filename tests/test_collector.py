@@ -11,7 +11,7 @@ import pytest
 from monarch.actor import default_bootstrap_cmd
 from waiting import GUARD
 
-from rl_actors.processes.bootstrap import BOOTSTRAP
+from rl_actors.processes.spawn import BOOTSTRAP
 
 MODULE = """
 import gc, sys

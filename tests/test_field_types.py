@@ -129,7 +129,7 @@ def edited(**fields):
         ({"hosts__return_timeout": "soon"}, "hosts.return_timeout='soon'"),
         ({"survival__backoff": None}, "survival.backoff=None"),
         ({"schedule__learning_rate": "1e-4"}, "schedule.learning_rate='1e-4'"),
-        ({"validation": {"hard": EnvironmentConfig(num_held_out=1.5)}}, "validation['hard'].num_held_out=1.5"),
+        ({"evaluation": {"hard": EnvironmentConfig(num_held_out=1.5)}}, "evaluation['hard'].num_held_out=1.5"),
     ],
 )
 def test_a_run_is_refused_with_the_field_and_the_value(fields, words):

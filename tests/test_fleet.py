@@ -11,7 +11,7 @@ from rl_actors import Completion, GeneratorClient, GeneratorConfig, GeneratorInf
 from rl_actors.clients.base import ActorDiedError, ActorSilentError
 from rl_actors.clients.fleet import Fleet
 from rl_actors.clients.one_generator import Silence
-from rl_actors.clients.restarts import FIRST_RESTARTS, HOUR, LONGEST_RESTART_PAUSE, Restarts
+from rl_actors.clients.replicas import FIRST_RESTARTS, HOUR, LONGEST_RESTART_PAUSE, Restarts
 from rl_actors.config import RestartPolicy
 from rl_actors.types import DeviceMemory, Heartbeat, Transfer
 
@@ -415,7 +415,7 @@ async def test_a_generator_that_dies_twice_is_dead_then_restarting_then_stale_th
         await until(lambda: states(fleet) == ["dead"])
         await until(lambda: len(generators.spawned) == 3)
         assert states(fleet) == ["restarting"] and fleet.num_restarts == 2
-        assert await fleet.answers_within(GUARD) is False
+        assert await fleet.is_alive(GUARD) is False
         gate.set()
         await until(lambda: states(fleet) == ["healthy"])
         assert seen == ["stale"] and generators.spawned[2].version == 1
@@ -450,7 +450,7 @@ async def test_beyond_the_limit_of_restarts_every_call_raises_the_error_of_the_f
             with pytest.raises(ActorDiedError, match=r"g0 \(0\) was killed") as raised:
                 await call
         assert "the first of 3 deaths in the last hour, and at most 2 restarts are allowed" in raised.value.__notes__[0]
-        assert states(fleet) == ["retired"] and str(await fleet.end()) == "g0 (0) was killed"
+        assert states(fleet) == ["retired"] and str(await fleet.death(GUARD)) == "g0 (0) was killed"
 
 
 @in_loop
@@ -676,6 +676,41 @@ def test_a_client_has_the_version_the_logs_and_the_number_of_restarts_of_its_gen
         assert [completion.tokens for [completion] in groups] == [[0], [0]]
 
 
+def test_a_client_whose_generators_are_all_dead_says_what_died_and_what_to_do(monkeypatch):
+    killed = []
+
+    class Dying:
+        is_owned, known = True, GeneratorInfo(policy_version=-1, max_model_len=8, vocab_size=9, logs="g")
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def ready(self) -> None: ...
+
+        async def death(self, silent_after: float) -> Exception:
+            await until(lambda: self.name in killed)
+            return ActorDiedError(f"{self.name}: the process of rank 0 ended", self.name)
+
+        async def kill(self) -> None: ...
+
+        async def close(self) -> None: ...
+
+    monkeypatch.setattr(GeneratorClient, "_spawn_one", staticmethod(lambda mesh, *, name, **_: Dying(name)))
+    config = GeneratorConfig(replicas=2, restarts=RestartPolicy(max_per_hour=0))
+    with GeneratorClient(None, config=config) as client:
+        client.ready().result(GUARD)
+        assert repr(client) == "<GeneratorClient generator: ready>"
+        killed.append("generator-1")
+        wait_until(lambda: repr(client) == "<GeneratorClient generator: generator-1 is retired>")
+        killed.append("generator-0")
+        wait_until(lambda: "dead" in repr(client))
+        dead = "dead, generator-0: the process of rank 0 ended; close this client and spawn another"
+        assert repr(client).startswith(f"<GeneratorClient generator: {dead}; GeneratorConfig.restarts says")
+        with pytest.raises(ActorDiedError, match="generator-0: the process of rank 0 ended") as raised:
+            client.generate([[1]]).result(GUARD)
+        assert any("close this client and spawn another" in note for note in raised.value.__notes__)
+
+
 def test_the_pauses_before_restarts_grow_and_too_many_deaths_raise_the_first_error():
     now = 0.0
     restarts = Restarts(RestartPolicy(max_per_hour=9, backoff=2.0), clock=lambda: now)
@@ -697,7 +732,7 @@ def test_the_pauses_before_restarts_grow_and_too_many_deaths_raise_the_first_err
     ("field", "value"), [("max_per_hour", -1), ("backoff", -0.5), ("backoff", float("inf")), ("silent_after", 0.5)]
 )
 def test_the_error_for_a_restart_policy_with_a_value_out_of_range_names_the_field(field, value):
-    with pytest.raises(ValueError, match=rf"generator.restarts.{field}={value}; it must be finite and at least"):
+    with pytest.raises(ValueError, match=rf"generator.restarts.{field}={value}; it must be (finite and )?at least"):
         GeneratorClient.spawn(GeneratorConfig(restarts=RestartPolicy(**{field: value})))
 
 

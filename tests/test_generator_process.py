@@ -24,7 +24,7 @@ from rl_actors import (
     ValueTrainerClient,
     validation,
 )
-from rl_actors.clients import base
+from rl_actors.clients import ranks
 from rl_actors.clients.generator import config_of_engine
 from rl_actors.clients.one_generator import process_environment
 from rl_actors.processes import threads
@@ -161,7 +161,7 @@ def test_the_gpus_that_a_trainers_config_chooses_come_first_in_cuda_visible_devi
         asked[name] = (num_processes, env)
         raise RuntimeError("nothing is started here")
 
-    monkeypatch.setattr(base, "spawn_processes", spawn_processes)
+    monkeypatch.setattr(ranks, "spawn_processes", spawn_processes)
     on_gpus(monkeypatch, 4, "3,2,1,0")
     usual, later = TrainerConfig(), TrainerConfig(gpu=1)
     later.parallelism.data_parallel_shard_degree = 2

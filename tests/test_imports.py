@@ -60,7 +60,6 @@ LEVELS = {
     "rl_actors.model_flops": 0,
     "rl_actors.parts": 0,
     "rl_actors.seeds": 0,
-    "rl_actors.stop_tokens": 0,
     "rl_actors.texts": 0,
     "rl_actors.trusted_files": 0,
     "rl_actors.types": 0,
@@ -155,7 +154,7 @@ def test_the_engine_and_what_it_imports_load_neither_monarch_nor_vllm():
 
 
 def test_the_processes_that_compute_rewards_load_neither_torch_nor_monarch():
-    state = loaded_after("import controllers.environments.pool_worker, controllers.environments")
+    state = loaded_after("import controllers.environments.pool")
     assert [name for name in state["modules"] if is_within(name, "torch", "monarch", "transformers")] == []
 
 
@@ -172,7 +171,7 @@ TREE = {
     "controllers/grpo.py": "import rl_actors\nfrom rl_actors.losses import PPO\nfrom .rollouts import groups\n",
     "controllers/rollouts/groups.py": "from rl_actors.clients.trainer import TrainerClient\nimport rl_actors.types as types\n",
     "rl_actors/__init__.py": "from rl_actors.clients.trainer import TrainerClient\n",
-    "rl_actors/clients/trainer.py": "import monarch.actor\nfrom rl_actors.engine.packing import plan\n",
+    "rl_actors/clients/trainer.py": "import monarch.actor\nfrom rl_actors.engine.packing import Planner\n",
     "rl_actors/engine/packing.py": "import torchtitan.models.qwen3\nfrom rl_actors import types\nfrom ..losses import PPO\n",
     "rl_actors/vllm/engine.py": "from vllm import LLMEngine\nfrom rl_actors import types\n",
     "rl_actors/transports/store.py": "from monarch.actor import Actor\n",

@@ -14,7 +14,7 @@ from waiting import GUARD
 
 import rl_actors
 from controllers import command
-from rl_actors.transports import default
+from rl_actors.transports import index
 from rl_actors.transports.index import IndexTransport
 from rl_actors.transports.torchstore import TorchStoreTransport
 
@@ -115,9 +115,9 @@ def test_a_package_named_configs_before_ours_on_sys_path_is_refused_and_both_fol
 
 def test_without_torchstore_a_small_actor_keeps_the_index_and_the_log_says_so(monkeypatch, caplog):
     caplog.set_level("INFO")
-    assert isinstance(default.default_transport(), TorchStoreTransport)
-    monkeypatch.setattr(default, "find_spec", lambda name: None if name == "torchstore" else find_spec(name))
-    made = default.default_transport()
+    assert isinstance(index.default_transport(), TorchStoreTransport)
+    monkeypatch.setattr(index, "find_spec", lambda name: None if name == "torchstore" else find_spec(name))
+    made = index.default_transport()
     assert isinstance(made, IndexTransport)
     assert "torchstore is not installed: a small actor keeps the index" in caplog.text
 

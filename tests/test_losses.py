@@ -26,7 +26,7 @@ from rl_actors.losses import (
     resolve,
 )
 from rl_actors.losses.custom import output_gradients
-from rl_actors.metrics import finish, merge, to_numbers
+from rl_actors.metrics import PartialsCopy, finish, merge
 from rl_actors.types import Sample
 
 SHAPE = (3, 17)
@@ -54,7 +54,7 @@ def run(loss, logprobs_BL, columns):
     required, _ = columns_of(loss)
     value, metrics = loss(logprobs_BL, **{name: columns[name] for name in required})
     value.backward()
-    return value.item(), logprobs_BL.grad, finish(to_numbers(metrics))
+    return value.item(), logprobs_BL.grad, finish(PartialsCopy(metrics).wait())
 
 
 def expect(loss, value_of, gradient_of):
@@ -177,7 +177,7 @@ def test_a_loss_over_only_padding_is_0_and_its_metrics_are_finite(loss):
     required, _ = columns_of(loss)
     value, metrics = loss(zeros_BL, **dict.fromkeys(required, zeros_BL))
     assert value == 0
-    assert all(math.isfinite(x) for x in finish(to_numbers(metrics)).values())
+    assert all(math.isfinite(x) for x in finish(PartialsCopy(metrics).wait()).values())
 
 
 @pytest.mark.parametrize("low, high", [(-0.1, 1.2), (1.1, 1.2), (0.8, 0.9), (float("nan"), 1.2)])
@@ -380,7 +380,7 @@ def test_every_policy_loss_can_subtract_the_entropy_times_a_coefficient(name):
     assert (value - base).item() == pytest.approx(-0.2 * (w * entropy).sum().item(), rel=1e-5, abs=1e-5)
     torch.testing.assert_close(entropy.grad.double(), -0.2 * w, rtol=1e-6, atol=1e-6)
     trained = entropy.detach()[columns["loss_weights"] != 0]
-    assert finish(to_numbers(metrics))["entropy:mean"] == pytest.approx(float(trained.mean()))
+    assert finish(PartialsCopy(metrics).wait())["entropy:mean"] == pytest.approx(float(trained.mean()))
 
 
 CORRECTIONS = {
@@ -416,7 +416,7 @@ def test_a_correction_multiplies_the_weights_by_a_function_of_the_trainer_to_gen
     value.backward()
     assert value.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-5)
     torch.testing.assert_close(actual_leaf.grad, leaf.grad, rtol=1e-5, atol=1e-6)
-    assert finish(to_numbers(metrics))["correction:mean"] == pytest.approx(
+    assert finish(PartialsCopy(metrics).wait())["correction:mean"] == pytest.approx(
         float(factor_BL[is_trained_BL].mean()), rel=1e-5
     )
     assert (factor_BL != 1).sum() > 0 and loss.whole_sequence == (correction.level == "sequence" or name == "gspo")
@@ -454,8 +454,8 @@ def test_the_merged_metrics_of_the_rows_of_a_batch_are_the_metrics_of_the_whole_
     parts = [loss(logprobs_BL[i : i + 1], **{n: c[i : i + 1] for n, c in columns.items()})[1] for i in range(SHAPE[0])]
     zeros = {n: torch.zeros(1, 5) for n in columns}
     parts.insert(seed, loss(torch.zeros(1, 5), **zeros)[1])  # a row of padding changes nothing
-    whole = finish(to_numbers(loss(logprobs_BL, **columns)[1]))
-    assert finish(merge(to_numbers(part) for part in parts)) == pytest.approx(whole, rel=1e-5, abs=1e-6)
+    whole = finish(PartialsCopy(loss(logprobs_BL, **columns)[1]).wait())
+    assert finish(merge(PartialsCopy(part).wait() for part in parts)) == pytest.approx(whole, rel=1e-5, abs=1e-6)
 
 
 BAD_OPTIONS = {

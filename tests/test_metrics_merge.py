@@ -6,7 +6,7 @@ from itertools import permutations
 import pytest
 import torch
 
-from rl_actors.metrics import finish, merge, to_numbers
+from rl_actors.metrics import PartialsCopy, finish, merge
 
 PARTS = [
     {"a:sum": 1.0, "b:mean": (2.0, 4.0), "c:max": -5.0, "d:min": 3.0},
@@ -46,8 +46,8 @@ def test_scalar_tensors_merge_like_numbers():
     def tensors(part):
         return {n: tuple(map(torch.tensor, v)) if isinstance(v, tuple) else torch.tensor(v) for n, v in part.items()}
 
-    assert to_numbers(merge(tensors(part) for part in PARTS)) == MERGED
-    assert to_numbers({}) == {}
+    assert PartialsCopy(merge(tensors(part) for part in PARTS)).wait() == MERGED
+    assert PartialsCopy({}).wait() == {}
 
 
 @pytest.mark.parametrize("name, merged", [("a:max", 2.0), ("a:min", 1.0), ("a:sum", 3.0)])

@@ -22,14 +22,14 @@ WORDS = ["from python", "to stderr", "from os.write", "from C", "from a child"]
 
 
 def run_python(code: str, log: Path) -> subprocess.CompletedProcess:
-    header = f"from rl_actors.processes.output import route_logs, route_process_output\nlog = {str(log)!r}\n"
+    header = f"from rl_actors.processes.output import route_logs, RoutedOutput\nlog = {str(log)!r}\n"
     return subprocess.run(
         [sys.executable, "-c", header + code], cwd=ROOT, capture_output=True, text=True, timeout=GUARD
     )
 
 
 def test_routed_output_of_python_of_c_and_of_children_is_in_the_file_and_nowhere_else(tmp_path):
-    done = run_python("route_process_output(log)\n" + WRITES, tmp_path / "logs" / "trainer-0.log")
+    done = run_python("RoutedOutput(log)\n" + WRITES, tmp_path / "logs" / "trainer-0.log")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     lines = (tmp_path / "logs" / "trainer-0.log").read_text().splitlines()
     assert sorted(lines) == sorted(WORDS)
@@ -38,14 +38,14 @@ def test_routed_output_of_python_of_c_and_of_children_is_in_the_file_and_nowhere
 def test_teed_output_has_the_prefix_on_the_terminal_and_not_in_the_file(tmp_path):
     log = tmp_path / "trainer-0.log"
     log.write_text("from an earlier run\n")
-    done = run_python("route_process_output(log, tee_prefix='[trainer 0] ')\n" + WRITES, log)
+    done = run_python("RoutedOutput(log, tee_prefix='[trainer 0] ')\n" + WRITES, log)
     assert sorted(done.stderr.splitlines()) == sorted(f"[trainer 0] {word}" for word in WORDS)
     assert sorted(log.read_text().splitlines()) == sorted([*WORDS, "from an earlier run"])
 
 
 def test_output_before_an_abort_is_in_the_file(tmp_path):
     log = tmp_path / "trainer-0.log"
-    code = "route_process_output(log, tee_prefix='x ')\nimport os\nprint('last words')\nos.abort()"
+    code = "RoutedOutput(log, tee_prefix='x ')\nimport os\nprint('last words')\nos.abort()"
     assert run_python(code, log).returncode != 0
     assert log.read_text() == "last words\n"
 
@@ -54,7 +54,7 @@ def test_the_stream_terminal_writes_to_the_original_stdout_and_the_end_of_the_bl
     log = tmp_path / "controller.log"
     code = """
 print("before")
-with route_process_output(log) as routed:
+with RoutedOutput(log) as routed:
     print("routed")
     print("shown", file=routed.terminal)
 print("after")

@@ -3,15 +3,17 @@
 import pytest
 import torch
 
-from rl_actors.transports.base import assemble
+from rl_actors.transports.base import Piece, assemble
 
 WHOLE = torch.arange(30).view(5, 6)
 
 
-def shards_at(*offsets: tuple[int, int]) -> dict[tuple[int, int], torch.Tensor]:
+def shards_at(*offsets: tuple[int, int]) -> list[Piece]:
     """The shards of WHOLE that begin at these offsets. Cuts before row 3 and before column 2 divide WHOLE into four shards."""
     rows, columns = {0: 3, 3: 2}, {0: 2, 2: 4}
-    return {(row, column): WHOLE[row : row + rows[row], column : column + columns[column]] for row, column in offsets}
+    return [
+        Piece((row, column), WHOLE[row : row + rows[row], column : column + columns[column]]) for row, column in offsets
+    ]
 
 
 def test_shards_of_rows_and_columns_make_the_whole_tensor_in_any_order():

@@ -1,6 +1,6 @@
 """The Router, which chooses a replica of the generator for each prompt."""
 
-from rl_actors.clients.routing import MAX_KNOWN, SLACK, Router
+from rl_actors.clients.fleet import FULL, MAX_KNOWN, SLACK, Router
 
 BOTH = [0, 1]
 
@@ -45,3 +45,13 @@ def test_the_router_remembers_a_limited_number_of_prompts():
     for index in range(MAX_KNOWN + 10):
         router.finish(router.assign([index], 1, BOTH), 1)
     assert len(router._known) == MAX_KNOWN
+
+
+def test_the_next_engine_of_a_gpu_gets_prompts_when_the_one_before_is_full():
+    router = Router(4, engines_per_gpu=2)
+    everywhere = [0, 1, 2, 3]
+    first = [router.assign([index], 16, everywhere) for index in range(8)]
+    assert first == [0, 2] * 4 and router.loads == [FULL, 0, FULL, 0]
+    assert [router.assign([100 + index], 16, everywhere) for index in range(8)] == [1, 3] * 4
+    assert [router.assign([200 + index], 16, everywhere) for index in range(4)] == [0, 2, 1, 3]
+    assert router.assign([300], 16, [1, 2, 3]) == 1  # the first engine has died

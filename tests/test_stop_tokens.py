@@ -7,7 +7,7 @@ import pytest
 from own_models import save_tokenizer
 
 from rl_actors import GeneratorConfig, ModelConfig, SamplingParams, TrainerConfig
-from rl_actors.stop_tokens import stop_token_ids
+from rl_actors.texts import stop_token_ids
 from rl_actors.vllm.requests import vllm_params
 
 END = 258  # <|im_end|>, the tokenizer's end token

@@ -1,5 +1,5 @@
 """The command line accepts every command of docs/tasks.md. The page names only rewards and `--environment` flags that exist.
-docs/metrics.md explains the page's metrics of rewards and validation.
+docs/metrics.md explains the page's metrics of rewards and evaluation.
 """
 
 import json
@@ -90,11 +90,11 @@ def test_a_command_of_the_page_runs(arguments, folder, tmp_path):
     assert [record["phase"] for record in read_jsonl(RunFolder(tmp_path / "run").metrics)] == ["start", "sft", "grpo"]
 
 
-def test_the_validation_sets_of_the_page_are_accepted(here):
-    [sets] = re.findall(r"`--validation '(\{.*?\})'`", PAGE)
-    config = cli.parse("prog", CONFIGS["controllers.grpo"], ["--config", "tiny", "--validation", sets]).config
+def test_the_evaluation_sets_of_the_page_are_accepted(here):
+    [sets] = re.findall(r"`--evaluation '(\{.*?\})'`", PAGE)
+    config = cli.parse("prog", CONFIGS["controllers.grpo"], ["--config", "tiny", "--evaluation", sets]).config
     config.validate()
-    assert list(config.validation) == ["hard"]
+    assert list(config.evaluation) == ["hard"]
 
 
 def test_the_page_lists_every_reward_and_names_only_flags_that_exist():
@@ -108,6 +108,6 @@ def test_the_page_lists_every_reward_and_names_only_flags_that_exist():
 
 def test_metrics_md_explains_the_metrics_of_the_page():
     explained = (ROOT / "docs" / "metrics.md").read_text()
-    metrics = set(re.findall(r"`((?:reward|validation)/[\w/<>]+)`", PAGE))
+    metrics = set(re.findall(r"`((?:reward|eval)/[\w/<>]+)`", PAGE))
     assert len(metrics) >= 4
     assert [name for name in sorted(metrics) if f"`{name}`" not in explained] == []

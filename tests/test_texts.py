@@ -3,9 +3,10 @@
 import dataclasses
 
 import pytest
+from waiting import GUARD
 
 from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
-from rl_actors import GeneratorClient, GeneratorConfig, TrainerConfig
+from rl_actors import Completion, GeneratorClient, GeneratorConfig, GeneratorInfo, TrainerConfig
 from rl_actors.clients.limits import GeneratorLimits
 from rl_actors.texts import TextCodec
 
@@ -40,6 +41,45 @@ def test_the_tokenizer_is_the_trainers_or_that_of_the_model(directory):
     assert "tokenizer_path" in {field.name for field in dataclasses.fields(GeneratorLimits)}
 
 
+class Echo:
+    """A fake generator that completes every prompt with its own last token."""
+
+    is_owned, last_pull = False, None
+
+    def __init__(self, config: GeneratorConfig) -> None:
+        limits = {"max_model_len": 64, "vocab_size": 16, "tokenizer_path": config.tokenizer_path}
+        self.known = GeneratorInfo(policy_version=-1, logs="", **limits)
+
+    async def ready(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def start_generate(self, prompts, params, seed_indices, adapter=None) -> int:
+        self.prompts = prompts
+        return 0
+
+    async def finished_groups(self, call: int, at_least: int):
+        made = {"logprobs": [0.0], "policy_versions": [-1], "finish_reason": "stop"}
+        return [(index, [Completion(tokens=prompt[-1:], **made)]) for index, prompt in enumerate(self.prompts)]
+
+
+def test_generate_each_takes_texts_as_generate_does_and_gives_texts(monkeypatch, directory):
+    monkeypatch.setattr(GeneratorClient, "_spawn_one", staticmethod(lambda mesh, *, config, **_: Echo(config)))
+    with GeneratorClient(None, config=GeneratorConfig(tokenizer_path=directory)) as client:
+        prompts = ["12+3=", "7"]
+        [[first], [second]] = client.generate(prompts).result(GUARD)
+        each = {index: completion for index, [completion] in client.generate_each(prompts)}
+        assert [each[0], each[1]] == [first, second] and (first.text, second.text) == ("=", "7")
+        [(_, [of_ids])] = list(client.generate_each([[3, 4]]))
+        assert of_ids.text is None
+
+
+def test_a_text_given_to_compute_logprobs_is_refused_with_the_remedy(directory):
+    message = r"sequence 1 is the text '12'; give its token ids, such as TextCodec.load\(directory\).encode\(text\)"
+    with pytest.raises(TypeError, match=message):
+        idle(GeneratorConfig(tokenizer_path=directory)).compute_logprobs([[3], "12"])
+
+
 @pytest.mark.parametrize(
     "config, message",
     [
@@ -48,5 +88,6 @@ def test_the_tokenizer_is_the_trainers_or_that_of_the_model(directory):
     ],
 )
 def test_a_text_without_a_tokenizer_is_refused_with_the_remedy(config, message):
-    with pytest.raises(TypeError, match=message):
-        idle(config).generate([[3], "12"])
+    for call in (idle(config).generate, idle(config).generate_each):
+        with pytest.raises(TypeError, match=message):
+            call([[3], "12"])

@@ -1,7 +1,7 @@
 """The installed torch, torchtitan, torchstore, Monarch and vLLM still have the internals that our code uses, such as private names.
 
-docs/upstream.md has a table row for each use of such internals, and this file has one check for each row. After an
-upgrade of these packages run `python tests/test_upstream.py` first. This program runs the checks and
+Each use of such internals has a check here, whose docstring is its row in docs/upstream.md; `python tests/test_upstream.py --write`
+writes the page. After an upgrade of these packages run `python tests/test_upstream.py` first. It runs the checks and
 prints the rows that no longer hold, in 15 to 30 seconds of processor time. The checks start no engine and no actor.
 
 Under pytest, this file also tests that docs/upstream.md has every private name of these packages that our code uses.
@@ -33,19 +33,68 @@ FOREIGN_PATH = re.compile(rf"({'|'.join(FOREIGN)})([.:]\w+)+")
 VARIABLES = re.compile(r"(HF|HYPERACTOR|NCCL|TORCH|TORCHELASTIC|TORCHINDUCTOR|VLLM)_[A-Z0-9_]+")
 TIMEOUT = 300  # seconds; all checks together take 15 to 30 seconds of processor time
 CHECKS: dict[str, Callable[[], None]] = {}
+SECTIONS: dict[str, tuple[str, list[str]]] = {}
+"""Heading of docs/upstream.md -> (text below it, names of its rows)."""
+
+HEAD = """# Internals of other packages that our code uses
+
+This page lists every place where our code reaches into torch, torchtitan, torchstore, Monarch or vLLM.
+Such code uses a private name, replaces part of a module or class, relies on the internals of a public class, or sets
+an environment variable of the package or of a library below it.
+Each use has a row in a table.
+After an upgrade of one of these packages, run `python tests/test_upstream.py`.
+This program checks all rows in 15 to 30 seconds of processor time, and prints the rows that no longer hold.
+Under pytest, the same file also fails if the code uses a private name that this page lacks.
+Some rows describe a workaround for an upstream defect.
+The check of such a row fails when upstream has mended the defect.
+Then delete our workaround, the row and the check.
+
+The paths in the tables are relative to `rl_actors/`.
+Only paths that begin with `benchmarks/` or `tests/` are relative to the root of the repository.
+
+The column "if it changes" says how you would notice that upstream has changed the name.
+*Loud* means that our code raises an error at once.
+*Silent* means that no error is raised.
+Then the row says what goes wrong.
+Only the row's check, or the test that the row names, finds a silent change.
+The column "until" says when our code can be deleted.
+"""
+COLUMNS = "| name | where and why | if it changes | until |\n|---|---|---|---|"
+
+
+def section(title: str, text: str = "") -> None:
+    """Begins a table of docs/upstream.md."""
+    SECTIONS[title] = (text, [])
 
 
 def row(name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Decorator of a check. `name` is the first cell of the check's row in docs/upstream.md, without backticks.
+    """Decorator of a check, which raises an error when its row of docs/upstream.md no longer holds.
 
-    A check raises an error when its row no longer holds.
+    name: the first cell of the row, without backticks. The docstring of the check has the others.
     """
 
     def register(check: Callable[[], None]) -> Callable[[], None]:
         CHECKS[name] = check
+        list(SECTIONS.values())[-1][1].append(name)
         return check
 
     return register
+
+
+def page() -> str:
+    """The text of docs/upstream.md."""
+    parts = [HEAD]
+    for title, (text, names) in SECTIONS.items():
+        lines = [f"## {title}", "", *([text, ""] if text else []), COLUMNS]
+        for name in names:
+            cells = [f"`{name}`"]
+            for paragraph, start in zip(
+                inspect.cleandoc(CHECKS[name].__doc__).split("\n\n"), ("", "If it changes: ", "Until: "), strict=True
+            ):
+                cells.append(" ".join(paragraph.split()).removeprefix(start))
+            lines.append(f"| {' | '.join(cells)} |")
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
 
 
 def parameters(function: Callable) -> list[str]:
@@ -87,11 +136,19 @@ def tiny(**fields: Any) -> Any:
     return qwen3_config(model, **fields)
 
 
-# torch
+section("torch")
 
 
 @row("torch.distributed.tensor.DTensor._local_tensor")
 def _() -> None:
+    """`engine/gradients.py`: the norm, the scaling and Adam work on a rank's own shards, without
+    DTensor's dispatch. The dispatch took 11 of the 17 ms of an `optim_step` of 28 blocks.
+    `to_local` would make a new tensor for each parameter.
+
+    If it changes: loud
+
+    Until: `to_local` costs nothing
+    """
     import torch
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -102,6 +159,16 @@ def _() -> None:
 
 @row("torch.distributed.distributed_c10d.default_pg_timeout, default_pg_nccl_timeout, _set_pg_timeout")
 def _():
+    """`engine/deadlines.py` sets the deadline of the process groups. torchtitan's meshes take no
+    deadline, and gloo's sends and receives keep the deadline with which their group was made. So
+    our code replaces the two defaults while torchtitan makes its meshes. `_set_pg_timeout` changes
+    the deadlines of existing groups.
+
+    If it changes: loud for the names; silent if the groups get another deadline: then a hang lasts
+    until the caller's timeout; `tests/engine/test_deadlines.py`
+
+    Until: torchtitan's meshes take a deadline
+    """
     from torch.distributed import distributed_c10d
 
     default = source(distributed_c10d._get_default_timeout)
@@ -112,6 +179,13 @@ def _():
 
 @row("torch._foreach_norm, torch._foreach_mul_")
 def _() -> None:
+    """`engine/gpu.py`, `engine/gradients.py`: one call of `_foreach_norm` takes all gradients of the
+    same layout, and one call of `_foreach_mul_` takes all gradients.
+
+    If it changes: loud
+
+    Until: torch documents its foreach functions
+    """
     import torch
 
     tensors = [torch.ones(4), torch.ones(9)]
@@ -122,6 +196,13 @@ def _() -> None:
 
 @row("torch.optim.Adam._init_group")
 def _() -> None:
+    """`engine/optimizer.py` overrides it in Adam and AdamW, so that the optimizer step computes with
+    plain shards instead of DTensors.
+
+    If it changes: silent: steps take longer
+
+    Until: DTensor's dispatch is fast enough for elementwise optimizers
+    """
     import torch
 
     from rl_actors.engine import optimizer
@@ -138,6 +219,15 @@ def _() -> None:
 
 @row("torch.distributed._functional_collectives")
 def _() -> None:
+    """`engine/context_parallel.py`, `engine/vocab_parallel.py`: `all_gather_single`, `all_reduce` and
+    `wait_tensor` return new tensors, and `all_gather_single` takes any dimension. `engine/moe.py`
+    makes the experts wait if the local part of their input is an `AsyncCollectiveTensor`, because
+    its all-gather may still run.
+
+    If it changes: loud
+
+    Until: torch has a public name for functional collectives
+    """
     import torch
     import torch.distributed._functional_collectives as funcol
 
@@ -152,6 +242,13 @@ def _() -> None:
 
 @row("torch.distributed.tensor._utils.compute_local_shape_and_global_offset")
 def _() -> None:
+    """`transports/base.py`, `engine/initial_weights.py`: the offset of a rank's shard in the whole
+    tensor.
+
+    If it changes: loud
+
+    Until: torch has a public name for it
+    """
     import torch
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -162,6 +259,14 @@ def _() -> None:
 
 @row("torch.distributed.tensor.experimental._context_parallel._attention._compiled_create_block_mask")
 def _() -> None:
+    """`engine/cpu.py` replaces it by the function that is not compiled, because torch would compile
+    its function again at every new shape. `engine/gpu.py` replaces it by torchtitan's function of
+    this name, because torch's function fails at the ninth shape.
+
+    If it changes: silent: slow on a CPU; on a GPU the ninth shape raises
+
+    Until: torch lets the caller choose how a mask is made
+    """
     import torch.distributed.tensor.experimental._context_parallel._attention as attention
 
     assert "_compiled_create_block_mask" in vars(attention)
@@ -170,6 +275,13 @@ def _() -> None:
 
 @row("torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper")
 def _() -> None:
+    """`engine/recomputation.py`: our policy, which keeps all matrix products, wraps a block with it,
+    as torchtitan's own policies do.
+
+    If it changes: loud
+
+    Until: torchtitan has a policy that keeps all matrix products
+    """
     import torch
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -187,6 +299,15 @@ def _() -> None:
 
 @row("torch.nn.attention._fa4.register_flash_attention_fa4")
 def _() -> None:
+    """`engine/flash4.py` registers itself as torch's FlashAttention 4. torch looks up
+    `_flash_attn_fwd` and `_flash_attn_bwd` in `engine/flash4.py` and expects two results from
+    `_flash_attn_fwd`. The function `flash_attn.cute.interface._flash_attn_fwd` of the
+    FlashAttention package returns five results, so our function calls it and drops three of them.
+
+    If it changes: loud; `tests/gpu`
+
+    Until: torch takes the five results of the package
+    """
     import torch.nn.attention
     from torch.nn.attention import _fa4
 
@@ -227,6 +348,13 @@ def run(schedule: Any) -> None:
 
 @row("torch.distributed.pipelining.schedules._PipelineSchedule._step_microbatches")
 def _() -> None:
+    """`engine/pipeline.py` calls it, because our code has already made the microbatches, each with
+    masks of its own. The public `step` would cut one tensor along its first dimension.
+
+    If it changes: loud
+
+    Until: `step` takes a list of microbatches
+    """
     from torch.distributed.pipelining import schedules
 
     expected = ["self", "arg_mbs", "kwarg_mbs", "target_mbs", "losses", "return_outputs", "loss_kwargs"]
@@ -240,6 +368,14 @@ def _() -> None:
 
 @row("torch.distributed.pipelining.schedules._PipelineSchedule._has_backward, PipelineStage.has_backward")
 def _() -> None:
+    """`engine/pipeline.py` sets both, to say whether a call computes gradients. torch's public methods
+    `eval` and `step` set both in the same way.
+
+    If it changes: silent: a call without a backward pass adds gradients, or a call with a backward
+    pass adds none; `tests/engine/test_pipeline.py`
+
+    Until: `_step_microbatches` sets them itself
+    """
     import torch
 
     stage, schedule = one_stage()
@@ -253,6 +389,13 @@ def _() -> None:
 
 @row("torch.distributed.pipelining.schedules.PipelineScheduleSingle._stage, PipelineScheduleMulti._stages")
 def _() -> None:
+    """`engine/pipeline_stages.py` takes the stages out of the schedule that torchtitan's
+    `pipeline_llm` builds.
+
+    If it changes: loud
+
+    Until: `pipeline_llm` returns its stages
+    """
     from torch.distributed.pipelining.schedules import (
         PipelineScheduleMulti,
         PipelineScheduleSingle,
@@ -269,6 +412,14 @@ def _() -> None:
 
 @row("torch.distributed.pipelining.PipelineStage._post_metadata_inference_cleanup")
 def _() -> None:
+    """`engine/pipeline_stages.py` overrides it to do nothing, because torch's method drops the
+    gradients that earlier calls of the step accumulated under FSDP.
+
+    If it changes: silent: gradients of earlier calls are lost; `tests/engine/test_pipeline.py`
+    (slow)
+
+    Until: torch drops only the gradients of its own metadata inference
+    """
     import torch
     from torch.distributed.fsdp import fully_shard
 
@@ -291,6 +442,16 @@ def _() -> None:
     "get_bwd_recv_ops, backward_one_chunk, args_recv_info, grad_recv_info, fwd_cache"
 )
 def _() -> None:
+    """`engine/pipeline_stages.py` allocates a receive buffer just before a microbatch arrives. After
+    the backward pass of the microbatch it frees the buffer and the graph of the microbatch's loss.
+    torch allocates the buffers of all microbatches in the first call of a schedule, and keeps these
+    buffers for later calls. torch keeps the graphs of all losses until the end of a call.
+
+    If it changes: silent: memory grows with the microbatches of a call;
+    `tests/engine/test_pipeline.py` counts the buffers and the graphs
+
+    Until: torch frees both after the backward pass of a microbatch
+    """
     import torch
     from torch.distributed.pipelining import PipelineStage
 
@@ -326,6 +487,15 @@ def _() -> None:
 
 @row("torch.distributed.checkpoint.FileSystemWriter.prepare_global_plan, finish, path")
 def _() -> None:
+    """`engine/checkpoint.py` overrides the two methods, which are public. Our writer writes into a
+    directory next to the target and then renames this directory. Our writer relies on two facts.
+    torch calls both methods only on the first rank. torch calls `prepare_global_plan` before any
+    rank writes, and `finish` after all ranks have written.
+
+    If it changes: silent: a directory may be half a checkpoint; `tests/engine/test_checkpoint.py`
+
+    Until: DCP replaces a directory atomically
+    """
     from torch.distributed.checkpoint import FileSystemWriter
 
     assert parameters(FileSystemWriter.prepare_global_plan) == ["self", "plans"]
@@ -335,6 +505,13 @@ def _() -> None:
 
 @row("torch._inductor.config.emulate_precision_casts")
 def _() -> None:
+    """`engine/gpu.py` turns it off while the logprobs are compiled, because torchtitan's rowwise
+    float8 turns it on for the whole process.
+
+    If it changes: loud
+
+    Until: torchtitan sets it for its own functions only
+    """
     import torch._inductor
 
     assert "emulate_precision_casts" in torch._inductor.list_options()
@@ -342,6 +519,14 @@ def _() -> None:
 
 @row("torch.distributed.ProcessGroupGloo._Options, _devices, _timeout")
 def _() -> None:
+    """`transports/communicator.py` makes a process group of two members from a store. The group uses
+    the address at which the two members have met, and it has its own timeout. The public
+    constructor would use the address to which the host's name resolves.
+
+    If it changes: loud
+
+    Until: torch takes the device as an argument
+    """
     from datetime import timedelta
 
     from torch.distributed import HashStore, ProcessGroupGloo
@@ -355,6 +540,15 @@ def _() -> None:
 
 @row("TORCH_NCCL_BLOCKING_WAIT, torch.distributed.ProcessGroupNCCL.Options.config.blocking")
 def _() -> None:
+    """`transports/communicator.py` sets the variable while it makes a group of its own. The `wait` of
+    the group then ends at a timeout, and the group has no watchdog. A watchdog would end the
+    trainer's process when a generator has died. `blocking` is off, so that a call of the group can
+    be aborted. NCCL was tested only between two GPUs of one host.
+
+    If it changes: silent: a dead generator ends the trainer; `tests/gpu/test_weights.py` fails
+
+    Until: torch has an option for it
+    """
     import torch.distributed
 
     # torch's build for CPUs has no NCCL library, but it has this header, which names the variable.
@@ -370,6 +564,14 @@ def _() -> None:
 
 @row("NCCL_P2P_DISABLE, NCCL_SHM_DISABLE")
 def _() -> None:
+    """`benchmarks/weight_sync.py --network` sets both variables of NCCL, so that two GPUs of one host
+    exchange bytes in the same way as two GPUs of different hosts. The check needs a torch with
+    NCCL.
+
+    If it changes: silent: the benchmark measures another path of the bytes
+
+    Until: the benchmark runs on two hosts
+    """
     import torch.distributed
 
     if not torch.distributed.is_nccl_available():
@@ -382,6 +584,13 @@ def _() -> None:
 
 @row("TORCHELASTIC_USE_AGENT_STORE")
 def _() -> None:
+    """`processes/spawn.py` sets it for the ranks. The process that spawns the ranks has already bound
+    the port of their store. The variable makes every rank a client of this store, also rank 0.
+
+    If it changes: loud: rank 0 finds the port taken
+
+    Until: torch lets rank 0 be a client by an argument
+    """
     # The attribute torch.distributed.rendezvous is a function. import_module returns the module of the same name.
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
@@ -392,6 +601,13 @@ def _() -> None:
 
 @row("TORCH_COMPILE_DISABLE")
 def _() -> None:
+    """`vllm/cpu.py` sets it, because vLLM's helper kernels would be compiled at their first use, which
+    takes twelve seconds. The variable applies to the whole process of the generator.
+
+    If it changes: silent: slow start
+
+    Until: vLLM has an option for it
+    """
     import torch._dynamo.config
 
     assert 'disable = os.environ.get("TORCH_COMPILE_DISABLE", "0") == "1"' in source(torch._dynamo.config)
@@ -399,17 +615,32 @@ def _() -> None:
 
 @row("TORCHINDUCTOR_COMPILE_THREADS")
 def _() -> None:
+    """`benchmarks/harness/ranks.py` and `tests/drills/determinism.py` limit the threads of each
+    process, because several processes share the cores while they compile.
+
+    If it changes: silent: compiling takes longer
+
+    Until: no benchmark compiles in several processes at once
+    """
     import torch._inductor.config
 
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "3"
     assert torch._inductor.config.decide_compile_threads() == 3
 
 
-# torchtitan
+section("torchtitan")
 
 
 @row("torchtitan.tools.utils.device_type, device_module")
 def _() -> None:
+    """`engine/cpu.py` sets both, because torchtitan takes "cuda" if it finds no accelerator.
+    `engine/cpu.py` sets them before it imports any other module of torchtitan, because those
+    modules copy the values.
+
+    If it changes: loud: every test of the engine fails
+
+    Until: torchtitan supports a CPU
+    """
     import torch
     import torchtitan.distributed.utils as copies
     import torchtitan.tools.utils as originals
@@ -424,6 +655,13 @@ def _() -> None:
 
 @row("torchtitan.models.common.attention._compiled_create_block_mask")
 def _() -> None:
+    """`engine/cpu.py` replaces it and `engine/gpu.py` reads it, for the reasons given above for
+    torch's function of this name.
+
+    If it changes: silent: slow on a CPU; loud on a GPU
+
+    Until: as above
+    """
     import torchtitan.models.common.attention as attention
 
     assert "_compiled_create_block_mask" in vars(attention)
@@ -432,6 +670,12 @@ def _() -> None:
 
 @row("torchtitan.models.common.attention.FlexAttention._compiled_flex_attn, inductor_configs")
 def _() -> None:
+    """`engine/gpu.py` turns autotuning off, because it takes minutes at every new shape.
+
+    If it changes: silent: minutes of autotuning
+
+    Until: torchtitan has an option for it
+    """
     from torchtitan.models.common.attention import FlexAttention
 
     assert {"max_autotune", "coordinate_descent_tuning"} <= set(FlexAttention.inductor_configs)
@@ -441,6 +685,14 @@ def _() -> None:
 
 @row("torchtitan.models.common.attention.FlexAttention.forward")
 def _() -> None:
+    """`engine/cpu.py` overrides it with scaled dot-product attention with a dense mask, because flex
+    attention has no backward pass on a CPU. Our function relies on the names of the arguments.
+
+    If it changes: loud for the names; silent if a new argument changes the result;
+    `tests/engine/test_train_engine.py`
+
+    Until: flex attention has a backward pass on a CPU
+    """
     from torchtitan.models.common.attention import FlexAttention
 
     from rl_actors.engine.cpu import DenseAttention
@@ -452,6 +704,14 @@ def _() -> None:
 
 @row("torchtitan.models.common.attention.VarlenAttention.__init__")
 def _() -> None:
+    """`engine/flash4.py` skips this constructor, because it activates FlashAttention 3 on a Hopper
+    GPU. Our constructor sets `window_size` itself. This is enough as long as `forward` reads no
+    other attribute.
+
+    If it changes: loud; `tests/gpu`
+
+    Until: torchtitan lets the kernel be chosen
+    """
     from torchtitan.models.common.attention import VarlenAttention
 
     assert set(re.findall(r"self\.(\w+)", source(VarlenAttention.forward))) == {"window_size"}
@@ -461,6 +721,13 @@ def _() -> None:
 
 @row("torchtitan.components.optimizer.OptimizersContainer._resolve_optimizer_factory")
 def _() -> None:
+    """`engine/optimizer.py` overrides it. Our function finds an optimizer by its import path, and
+    takes our own classes for the names Adam and AdamW.
+
+    If it changes: loud for a path; silent for Adam: slower steps
+
+    Until: torchtitan takes classes
+    """
     import torch
     from torchtitan.components.optimizer import OptimizersContainer
 
@@ -471,6 +738,13 @@ def _() -> None:
 
 @row("torchtitan.components.optimizer.OptimizersContainer._build_impl_kwargs")
 def _() -> None:
+    """`engine/optimizer.py` overrides it, so that an optimizer by import path does not get the
+    arguments `fused` and `foreach`.
+
+    If it changes: loud: such optimizers refuse the arguments
+
+    Until: torchtitan passes what a class takes
+    """
     from torchtitan.components.optimizer import OptimizersContainer
 
     config = SimpleNamespace(implementation="foreach")
@@ -480,6 +754,15 @@ def _() -> None:
 
 @row("torchtitan.components.optimizer.OptimizersContainer._build_param_groups")
 def _() -> None:
+    """`engine/optimizer.py` calls it with the model's own parameter names. torchtitan would match the
+    patterns of the config against names that have one more segment, which activation checkpointing
+    adds.
+
+    If it changes: silent: multipliers of a pattern are lost under activation checkpointing;
+    `tests/engine/test_optimizer.py`
+
+    Until: torchtitan searches canonical names
+    """
     import torch
     from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
@@ -494,6 +777,13 @@ def _() -> None:
 
 @row("torchtitan.distributed.activation_checkpoint.SelectiveAC._wrap_block, get_save_ops")
 def _() -> None:
+    """`engine/recomputation.py` overrides `_wrap_block` and calls `get_save_ops`, for an activation
+    checkpointing policy that keeps the result of every matrix product.
+
+    If it changes: silent: more is recomputed
+
+    Until: torchtitan has such a policy
+    """
     import torch
     from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
@@ -504,6 +794,15 @@ def _() -> None:
 
 @row("torchtitan.models.common.moe.GroupedExperts.forward, _grouped_mm")
 def _() -> None:
+    """`engine/moe.py` replaces the whole `forward`, because torchtitan casts to bfloat16 whatever the
+    compute dtype is.
+
+    If it changes: silent if torchtitan's `forward` computes something new: wrong numbers; the check
+    compares our `forward` with torchtitan's, and `tests/engine/test_moe.py` compares our training
+    with transformers
+
+    Until: torchtitan computes in the dtype of the input
+    """
     import torch
     from torchtitan.models.common.moe import GroupedExperts
 
@@ -535,6 +834,16 @@ def expert(experts: Any, number: int, x_RD: Any) -> Any:
 
 @row("torchtitan.models.common.moe.MoE.router, routed_experts, tokens_per_expert_E")
 def _() -> None:
+    """`engine/moe.py` has two hooks. One hook subtracts the padding from the counters, and for this it
+    reads the expert ids from the router's second output. The other hook makes the experts wait for
+    the all-gather of their input, because torch's `local_map` drops the gradient of an input that
+    is still being gathered.
+
+    If it changes: loud for the names; silent for the order of the outputs
+
+    Until: `local_map` keeps the gradient (a test in `tests/engine/test_layout_refusals.py` then
+    fails), and torchtitan can leave positions out of the counters
+    """
     import torch
 
     model = tiny().build()
@@ -557,6 +866,14 @@ def _() -> None:
 
 @row("torchtitan.components.lora: lora_a, lora_b, _lora_scaling")
 def _() -> None:
+    """`engine/lora.py` reads the matrices and the scaling of an adapter from these attributes. It
+    merges adapters for a push, and names them as peft does.
+
+    If it changes: loud: when the model is built, the trained parameters are compared with the
+    adapters that were found
+
+    Until: torchtitan exports adapters
+    """
     import torch
 
     from rl_actors.config import LoRAConfig
@@ -572,6 +889,13 @@ def _() -> None:
 
 @row("torchtitan.components.loss.ChunkedLossWrapper.loss_fn")
 def _() -> None:
+    """`engine/logprobs.py` makes a wrapper for each microbatch and sets its loss. The wrapper's config
+    takes only the config of a loss, but our loss comes with the call.
+
+    If it changes: loud
+
+    Until: torchtitan takes the loss with the call
+    """
     import torch
     from torchtitan.components.loss import ChunkedLossWrapper
 
@@ -595,6 +919,13 @@ def _() -> None:
 
 @row("torchtitan.models.common.decoder.Decoder._skip_lm_head")
 def _() -> None:
+    """`engine/logprobs.py` and `benchmarks/titan.py` set it, as torchtitan's trainer does, because the
+    head is applied in chunks.
+
+    If it changes: loud: the hidden states have the wrong width
+
+    Until: torchtitan has an option for it
+    """
     from torchtitan.models.common.decoder import Decoder
     from torchtitan.models.qwen3 import Qwen3Model
 
@@ -604,6 +935,13 @@ def _() -> None:
 
 @row("torchtitan.models.qwen3: _build_qwen3_layers, _build_qwen3_moe_layers, _qwen3_norm, three _INIT")
 def _() -> None:
+    """`engine/build.py` builds a model of any size with the functions and the `_LINEAR_INIT`,
+    `_EMBEDDING_INIT`, `_EMBEDDING_SKIP_INIT` that torchtitan's own flavors use.
+
+    If it changes: loud
+
+    Until: torchtitan builds a model from a config.json
+    """
     import torchtitan.models.qwen3 as qwen3
 
     same = {"n_layers", "dim", "n_heads", "n_kv_heads", "head_dim", "fuse_qkv", "attn_backend", "rope"}
@@ -617,6 +955,18 @@ def _() -> None:
 
 @row("torchtitan.protocols.module.Module._param_init, the order of init_weights")
 def _() -> None:
+    """`engine/initial_weights.py` takes the initialisers off the modules, so that `init_weights` fills
+    only buffers. `engine/initial_weights.py` then calls the initialisers, with whole parameters on
+    the CPU, in the order in which torchtitan's `init_weights` would call them. torchtitan's own
+    `init_weights` would draw different weights in each layout, and on a CPU it would draw the same
+    numbers for all shards of a parameter.
+
+    If it changes: loud for the name; silent for the order: a trainer of one process then starts
+    from other weights than torchtitan draws; `tests/engine/test_initial_weights.py` and the check
+    compare our weights with torchtitan's
+
+    Until: torchtitan draws the same weights in every layout, also on a CPU
+    """
     import torch
 
     from rl_actors.engine.initial_weights import draw, take_initialisers
@@ -643,6 +993,14 @@ def _() -> None:
 
 @row("torchtitan.models.qwen3: fields of built layer configs")
 def _() -> None:
+    """`engine/build.py` sets `moe.load_balance_coeff`, `moe.router.route_norm`,
+    `moe.routed_experts.inner_experts`, `attention.inner_attention`, `attention.rope`,
+    `attention.qk_norm` and the norms.
+
+    If it changes: loud: the configs have `__slots__`, so setting an unknown field raises
+
+    Until: the builders take these fields
+    """
     layer = tiny(load_balance_coeff=0.5).layers[0]
     for config, name in (
         (layer.moe, "load_balance_coeff"),
@@ -662,6 +1020,15 @@ def _() -> None:
 
 @row("torchtitan.models.common.ComplexRoPE._precompute_cache")
 def _() -> None:
+    """`engine/rope.py` takes Llama 3's scaled angles from it. torchtitan has them only for heads whose
+    neighbouring values form pairs. In Hugging Face's layout a pair has one value from each half of
+    a head, so `engine/rope.py` arranges the angles for this layout.
+
+    If it changes: loud for the name; silent if it gives the angles in another layout: then numbers
+    are wrong; `tests/engine/test_hf.py` compares with transformers
+
+    Until: CosSinRoPE takes Llama's scaling
+    """
     import torch
     from torchtitan.models.common import ComplexRoPE, CosSinRoPE
 
@@ -679,6 +1046,14 @@ def _() -> None:
 
 @row("torchtitan.models.qwen3.Qwen3StateDictAdapter.model_config, rows of wqkv")
 def _() -> None:
+    """`engine/hf_names.py` splits the fused query, key and value as torchtitan's own state dict does,
+    but without gathering them on every rank.
+
+    If it changes: silent: weights in the wrong rows; the check compares our split with
+    torchtitan's, and `tests/engine/test_hf.py` compares logprobs with transformers
+
+    Until: torchtitan splits shards without gathering
+    """
     import torch
     from torchtitan.models.qwen3 import Qwen3StateDictAdapter
 
@@ -695,6 +1070,13 @@ def _() -> None:
 
 @row("torchtitan.components.quantization.float8.Float8LinearConverter.torchao_config")
 def _() -> None:
+    """`engine/build.py` replaces it, because torchtitan knows only two of torchao's three recipes, and
+    its emulation always has one scale for each tensor.
+
+    If it changes: silent: the model computes with another recipe
+
+    Until: torchtitan takes every recipe and emulates it
+    """
     from torchtitan.components.quantization.float8 import Float8LinearConverter
 
     converter = Float8LinearConverter.Config(recipe_name="rowwise", emulate=True).build()
@@ -704,11 +1086,18 @@ def _() -> None:
     assert emulated.name == "TENSORWISE", "torchtitan now emulates the requested recipe, so delete our replacement"
 
 
-# torchstore and Monarch
+section("torchstore and Monarch")
 
 
 @row("torchstore.api.Controller")
 def _() -> None:
+    """`transports/torchstore.py` replaces it by a class whose endpoints are all asynchronous, because
+    Monarch 0.7 refuses torchstore 0.1.2's mixture of synchronous and asynchronous endpoints.
+
+    If it changes: loud: Monarch refuses the actor
+
+    Until: a torchstore later than 0.1.2 is on PyPI
+    """
     import torchstore.api
     import torchstore.controller
     from monarch._src.actor.endpoint import EndpointProperty
@@ -730,6 +1119,13 @@ def _() -> None:
 
 @row("monarch._src.actor.endpoint.EndpointProperty._method")
 def _() -> None:
+    """`transports/torchstore.py` finds with it the functions of the controller's synchronous
+    endpoints, and makes asynchronous endpoints of these functions.
+
+    If it changes: loud
+
+    Until: as above
+    """
     from monarch._src.actor.endpoint import EndpointProperty
     from monarch.actor import endpoint
 
@@ -742,6 +1138,12 @@ def _() -> None:
 
 @row("monarch._rust_bindings.monarch_hyperactor.supervision.SupervisionError")
 def _() -> None:
+    """`clients/ranks.py` uses this class to tell the loss of a process from the failure of a call.
+
+    If it changes: loud
+
+    Until: Monarch exports it in `monarch.actor`
+    """
     import monarch.actor
     from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
@@ -750,6 +1152,14 @@ def _() -> None:
 
 @row("monarch.actor.unhandled_fault_hook")
 def _() -> None:
+    """`processes/spawn.py` replaces this hook at the first spawn, in the way that Monarch documents,
+    unless the program has set a hook of its own. Monarch's default ends the whole program when an
+    actor dies.
+
+    If it changes: silent: a dead actor ends the program; `tests/monarch/test_lifecycle.py`
+
+    Until: Monarch raises in the caller only
+    """
     import monarch.actor
     from monarch._src.actor import actor_mesh
 
@@ -773,6 +1183,13 @@ def absent_from_monarchs_library(names: Iterable[str]) -> list[str]:
 
 @row("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY")
 def _() -> None:
+    """`processes/spawn.py` sets it if the user did not, so that a dead process is noticed after about
+    one second instead of nine.
+
+    If it changes: silent: dead processes are noticed late
+
+    Until: Monarch notices a dead process as soon by default
+    """
     from rl_actors.processes.spawn import _SUPERVISION
 
     assert absent_from_monarchs_library(_SUPERVISION) == []
@@ -780,6 +1197,13 @@ def _() -> None:
 
 @row("HYPERACTOR_CODEC_MAX_FRAME_LENGTH")
 def _() -> None:
+    """`transports/torchstore.py` sets it to the value that torchstore sets when it is imported,
+    because torchstore then also prints a warning and configures logging.
+
+    If it changes: silent: a line on the terminal
+
+    Until: torchstore is silent
+    """
     import rl_actors.transports.torchstore
 
     ours = re.search(
@@ -793,6 +1217,15 @@ def _() -> None:
     "monarch._rust_bindings.monarch_hyperactor.config.reload_config_from_env"
 )
 def _() -> None:
+    """`processes/tls.py` sets the variables, because Monarch 0.7 takes the paths of the certificates
+    for mutual TLS only from these variables. Then `processes/tls.py` makes Monarch read the
+    environment again, because Monarch reads the environment only when it is imported.
+
+    If it changes: silent for the variables: clients of `tls://` addresses get no answer;
+    `tests/monarch/test_service.py`
+
+    Until: the arguments `private_key` and `ca` of Monarch work
+    """
     from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
 
     from rl_actors.processes.tls import MONARCH_VARIABLES
@@ -803,6 +1236,17 @@ def _() -> None:
 
 @row("monarch._src.job.job.SSHJob")
 def _() -> None:
+    """`processes/jobs.py`: `monarch.job` has the other jobs, but not `SSHJob`. The constructor of each
+    job, also of `SSHJob`, chooses the address at which Monarch will listen: the one to which this
+    machine's name resolves. Monarch panics if that is a loopback address. So `processes/hosts.py`
+    then replaces the address by that of the interface that leads to the workers.
+
+    If it changes: loud for the name; silent if a later version of Monarch chooses the address after
+    our code has set it: then Monarch listens on another interface;
+    `tests/monarch/test_worker_hosts.py` (slow)
+
+    Until: Monarch exports `SSHJob`, and takes the address as an argument
+    """
     import monarch.job
     from monarch._src.job.job import LoginJob, SSHJob
 
@@ -814,6 +1258,13 @@ def _() -> None:
 
 @row("monarch._src.job.kubernetes.KubernetesJob._discover_monarch_port")
 def _() -> None:
+    """`processes/jobs.py` puts the port of a worker into the variable `MONARCH_PORT` of its pod, where
+    Monarch looks for it.
+
+    If it changes: silent: Monarch looks for the workers at port 26600; `tests/test_jobs.py`
+
+    Until: Monarch takes the port from the mesh
+    """
     from monarch._src.job.kubernetes import KubernetesJob
 
     from rl_actors.processes.jobs import PORT_VARIABLE
@@ -823,16 +1274,40 @@ def _() -> None:
 
 @row("monarch.actor.Actor._handle_undeliverable_message")
 def _() -> None:
+    """`service/door.py` overrides it and drops an answer whose client has ended. Monarch's method ends
+    the actor.
+
+    If it changes: silent: a client that is killed during a call ends the service;
+    `tests/monarch/test_service.py`
+
+    Until: Monarch has a public hook
+    """
     from monarch.actor import Actor
 
     assert parameters(Actor._handle_undeliverable_message) == ["self", "message"]
 
 
-# vLLM
+section(
+    "vLLM",
+    """The *core* is vLLM's engine core, the part of vLLM that schedules requests and runs the model.
+It runs in the process of the actor `Generator`, or in a process of its own.
+A *reload* is a call of vLLM's `reload_weights`, which replaces all weights of a running engine.
+
+The environment variables below are set in the process in which the actor `Generator` runs.
+A program may spawn the actor without `GeneratorClient.spawn`, in a process that also does other work.
+Then the variables apply to this work, too.""",
+)
 
 
 @row("vllm.platforms.current_platform.simple_compile_backend")
 def _() -> None:
+    """`vllm/cpu.py` sets it to "eager" on the class of the platform, because vLLM's helper kernels
+    would be compiled at their first use, which takes twelve seconds.
+
+    If it changes: silent: slow start
+
+    Until: vLLM has an option for it
+    """
     import vllm.v1.sample.ops.logprobs as compiled_when_imported
     from vllm.platforms.interface import Platform
 
@@ -842,6 +1317,14 @@ def _() -> None:
 
 @row("vllm Qwen3MoeForCausalLM.moe_layers, routed_experts.quant_method.moe_kernel")
 def _() -> None:
+    """`vllm/cpu.py` drops the expert kernels before a reload, so that the reload packs the weights
+    again.
+
+    If it changes: loud for the names; silent if a later vLLM packs weights also while a kernel
+    exists, or not even without one: then numbers are wrong; `tests/monarch/test_expert_sync.py`
+
+    Until: a reload on a CPU packs weights
+    """
     from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -856,6 +1339,13 @@ def _() -> None:
 
 @row("vllm lm_head.quant_method.process_weights_after_loading")
 def _() -> None:
+    """`vllm/cpu.py` packs a tied head again after a reload, because the reload leaves the old weights
+    in the kernel of the head.
+
+    If it changes: loud
+
+    Until: as above
+    """
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
     assert parameters(UnquantizedEmbeddingMethod.process_weights_after_loading) == ["self", "layer"]
@@ -864,6 +1354,13 @@ def _() -> None:
 
 @row("vllm LLMEngine.set_weight_version, CompletionOutput.weight_versions")
 def _() -> None:
+    """`vllm/engine.py` sets the policy version as vLLM's version of the weights, and
+    `vllm/requests.py` reads from `weight_versions` which version sampled each token.
+
+    If it changes: loud
+
+    Until: vLLM documents both
+    """
     from vllm.outputs import CompletionOutput, WeightVersionSpan
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -876,6 +1373,13 @@ def _() -> None:
 
 @row("vllm LLMEngine.sleep(level=0, mode=keep), wake_up([scheduling])")
 def _() -> None:
+    """While the weights change, `vllm/core.py` pauses a core that runs in a process of its own.
+    Otherwise tokens of a step that is under way would get the new version.
+
+    If it changes: silent: tokens carry the wrong version; `tests/monarch/test_own_process.py`
+
+    Until: `LLMEngine` has `pause_generation`, as `AsyncLLM` has
+    """
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -886,6 +1390,13 @@ def _() -> None:
 
 @row("vllm.inputs.engine.tokens_input(cache_salt)")
 def _() -> None:
+    """`vllm/engine.py` salts the prefix cache with the policy version, so that a request never finds
+    keys and values of another version.
+
+    If it changes: loud
+
+    Until: vLLM documents the module
+    """
     from vllm.inputs.engine import tokens_input
 
     salted = tokens_input([1, 2], cache_salt="7")
@@ -897,6 +1408,18 @@ def _() -> None:
     "multiprocessing.set_executable"
 )
 def _() -> None:
+    """When the core's process ends, `vllm/core.py` raises an error in every call that waits for the
+    core. vLLM's synchronous client would wait for ever for a core that was killed. If the core ends
+    while it starts, our code recognizes this by the text of `wait_for_engine_startup`'s error. A
+    core that is starting does not notice that its parent was killed. With `set_executable` the
+    core's process first runs a program of ours, which makes Linux end the core when its parent
+    ends.
+
+    If it changes: loud for the names; silent: a call hangs, or a process is left over;
+    `tests/monarch/test_own_process.py`
+
+    Until: vLLM's client raises, and its core ends with its parent
+    """
     from multiprocessing import popen_spawn_posix, util
 
     from vllm.v1.engine.core_client import BackgroundResources, SyncMPClient
@@ -918,6 +1441,14 @@ def _() -> None:
 
 @row("vllm LLMEngine.reset_prefix_cache(reset_running_requests)")
 def _() -> None:
+    """With `recompute_running`, `vllm/engine.py` drops all cached keys and values after a pull of
+    weights, also those of running requests. vLLM then computes the keys and values of running
+    requests again with the new weights.
+
+    If it changes: loud
+
+    Until: vLLM drops them when the weights change
+    """
     from vllm.v1.engine.llm_engine import LLMEngine
 
     assert "reset_running_requests" in parameters(LLMEngine.reset_prefix_cache)
@@ -928,6 +1459,15 @@ def _() -> None:
     "Worker.reload_weights(weights_iterator), Worker.get_model"
 )
 def _() -> None:
+    """`vllm/weights.py` has a class whose methods vLLM adds to its workers, and `vllm/start.py` passes
+    the name of this class. The methods replace the weights of a running engine, because a new
+    engine takes seconds to start. `vllm/pull.py` calls the methods. If a worker does not answer,
+    `vllm/pull.py` recognizes this by the text of vLLM's error.
+
+    If it changes: loud
+
+    Until: vLLM documents a call that replaces weights on a CPU and a GPU
+    """
     from vllm import EngineArgs
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -950,6 +1490,14 @@ def _() -> None:
 
 @row("VLLM_DIST_IDENT and /dev/shm/<ident>-…-cpushm_<rank> of vLLM's ranks on a CPU")
 def _() -> None:
+    """vLLM's ranks share memory through these files. `vllm/weights.py` removes the files when all
+    ranks have opened them, because vLLM does not remove the files if its process is killed.
+
+    If it changes: silent: 4 MB of shared memory for each rank stays after a run;
+    `tests/monarch/test_own_process.py`
+
+    Until: vLLM removes the files
+    """
     from vllm.distributed.device_communicators import cpu_communicator
     from vllm.v1.worker import cpu_worker
 
@@ -959,6 +1507,16 @@ def _() -> None:
 
 @row("vllm.v1.kv_cache_interface.KVCacheConfig.needs_kv_cache_zeroing, EngineArgs.scheduler_cls")
 def _() -> None:
+    """`vllm/clean_blocks.py` sets the first to True, so that vLLM fills new blocks of the KV cache
+    with zeros: attention on a CPU multiplies what earlier requests left in unused slots by 0, so a
+    NaN there would reach other requests. With `scheduler_cls` a core in a process of its own
+    imports `vllm/clean_blocks.py`.
+
+    If it changes: silent: one request with NaN keys or values spoils later requests;
+    `tests/test_clean_blocks.py`
+
+    Until: vLLM has an option for it, or its kernels do not read unused slots
+    """
     from vllm import EngineArgs
     from vllm.config import SchedulerConfig
     from vllm.v1.core import kv_cache_coordinator
@@ -984,6 +1542,14 @@ def _() -> None:
     "MergedColumnParallelLinear.output_sizes; tp_rank, tp_size; VocabParallelEmbedding.shard_indices; packed_modules_mapping"
 )
 def _() -> None:
+    """`vllm/in_place.py` finds the rows of the running model's parameters into which a pull copies
+    each tensor.
+
+    If it changes: loud for the names; if the rows do not fill every parameter exactly, a warning
+    says that pulls use vLLM's slower reload
+
+    Until: vLLM says which rows each tensor fills
+    """
     from vllm.model_executor.layers import linear, vocab_parallel_embedding
     from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
@@ -1001,6 +1567,12 @@ def _() -> None:
 
 @row("vllm.model_executor.model_loader.reload.layerwise.finalize_layerwise_reload")
 def _() -> None:
+    """`vllm/weights.py` calls it to end a reload that failed, so that another reload can begin.
+
+    If it changes: loud
+
+    Until: vLLM's `reload_weights` cleans up after an error
+    """
     from vllm.model_executor.model_loader.reload import layerwise
 
     assert parameters(layerwise.finalize_layerwise_processing) == ["model", "model_config"]
@@ -1012,6 +1584,13 @@ def _() -> None:
     "add_adapter, remove_adapter, activate_adapter"
 )
 def _() -> None:
+    """`vllm/weights.py` makes an adapter from tensors and replaces the former adapter by it, because
+    vLLM's own call reads an adapter from a directory.
+
+    If it changes: loud
+
+    Until: vLLM loads an adapter from tensors
+    """
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.model_manager import LRUCacheLoRAModelManager
     from vllm.lora.peft_helper import PEFTHelper
@@ -1029,6 +1608,15 @@ def _() -> None:
 
 @row("vllm Platform.get_punica_wrapper, PunicaWrapperCPU.update_metadata, add_lora_linear, add_lora_logits")
 def _() -> None:
+    """On a CPU `vllm/cpu.py` makes vLLM apply adapters with our `vllm/cpu_adapters.py`. If any row of
+    a step has an adapter, vLLM's own code applies the last adapter to the rows without an adapter.
+    vLLM's code also copies an adapter once for every row.
+
+    If it changes: silent: requests without an adapter get the adapter of another request;
+    `tests/monarch/test_named_adapters.py`
+
+    Until: vLLM's code leaves rows without an adapter as they are
+    """
     import torch
     from vllm.lora.ops import torch_ops
     from vllm.lora.punica_wrapper import punica_selector
@@ -1050,6 +1638,14 @@ def _() -> None:
 
 @row("vllm GPUModelRunner._get_prompt_logprobs_dict, LogitsProcessorWithLoRA.punica_wrapper")
 def _() -> None:
+    """`vllm/weights.py` replaces the method, so that adapters of the output projection are also
+    applied to the logprobs of a prompt. vLLM's own method knows only the adapters of the sampled
+    positions, so it fails or gives wrong logprobs.
+
+    If it changes: silent: wrong logprobs of prompts; `tests/monarch/test_named_adapters.py`
+
+    Until: vLLM applies these adapters to prompts, too
+    """
     from vllm.lora.layers import LogitsProcessorWithLoRA
     from vllm.lora.layers.base_linear import BaseLayerWithLoRA
     from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
@@ -1067,6 +1663,15 @@ def _() -> None:
 
 @row("vllm LLMEngine.add_lora, remove_lora; LoRARequest")
 def _() -> None:
+    """`vllm/engine.py` loads an adapter from its directory. Our code relies on two facts: vLLM reads
+    the directory again after it has dropped the adapter, and the keys of vLLM's prefix cache
+    contain the adapter's name.
+
+    If it changes: loud for the names; silent: tokens of another adapter;
+    `tests/monarch/test_named_adapters.py`
+
+    Until: vLLM documents both
+    """
     from vllm.lora.request import LoRARequest
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
     from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
@@ -1086,6 +1691,13 @@ def _() -> None:
 
 @row("vllm.model_executor.model_loader.reload.layerwise.logger")
 def _() -> None:
+    """`vllm/weights.py` filters this logger. It drops the warning "Failed to load weights" for a tied
+    head and for the rotary embedding, which never have weights to load.
+
+    If it changes: silent: two more lines in the log of every pull
+
+    Until: vLLM warns only of layers whose weights a checkpoint holds
+    """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.model_loader.reload import layerwise
@@ -1101,6 +1713,15 @@ def _() -> None:
 
 @row("vllm._custom_ops.cpu_attn_get_scheduler_metadata")
 def _() -> None:
+    """`vllm/cpu.py` refuses heads whose width is not in our list `HEAD_DIMS`, because vLLM's kernel
+    would refuse other widths only in the first step, some twenty seconds after the start.
+
+    If it changes: loud: our code refuses a width that vLLM takes, or vLLM refuses a width only in
+    the first step
+
+    Until: vLLM's own list of supported widths matches its kernels; today vLLM's list lacks 48,
+    although a kernel takes it
+    """
     import torch
     from vllm import _custom_ops
     from vllm.platforms import current_platform
@@ -1140,6 +1761,13 @@ def _() -> None:
 
 @row("vllm.config.lora.MaxLoRARanks")
 def _() -> None:
+    """`vllm/start.py` chooses the smallest of these ranks that is not below the adapter's rank.
+    `config.py` refuses ranks above 512, which is the largest of these ranks.
+
+    If it changes: loud
+
+    Until: vLLM takes every rank
+    """
     from typing import get_args
 
     from vllm.config.lora import MaxLoRARanks
@@ -1155,6 +1783,18 @@ def _() -> None:
     "VLLM_USE_FLASHINFER_SAMPLER, VLLM_BATCH_INVARIANT"
 )
 def _() -> None:
+    """`vllm/core.py`, `vllm/start.py`, `vllm/cpu.py`, `vllm/gpu.py`, `processes/output.py`: the
+    variables choose whether the core runs in the actor's process or in a spawned process whose
+    sockets are in a folder of ours. They make the core log only warnings, leave the logging of the
+    program as it is and bind no threads to cores. They prevent a compilation of vLLM's sampler,
+    which would take minutes. They make the core compute batch-invariantly if the config asks for
+    it.
+
+    If it changes: silent: another process, more output, slow starts; for the last variable, results
+    depend on the batch
+
+    Until: vLLM has arguments for them
+    """
     import vllm.envs
 
     from rl_actors.vllm import cpu, gpu, start
@@ -1168,6 +1808,13 @@ def _() -> None:
 
 @row("HF_HUB_OFFLINE")
 def _() -> None:
+    """`vllm/start.py` sets it, because weights are local and nothing needs to be looked up on the
+    network.
+
+    If it changes: silent: waits for the network
+
+    Until: vLLM has an argument for it
+    """
     import huggingface_hub.constants
 
     assert 'os.environ.get("HF_HUB_OFFLINE"' in source(huggingface_hub.constants)
@@ -1175,6 +1822,14 @@ def _() -> None:
 
 @row("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 def _() -> None:
+    """`vllm/cpu.py` lets oneDNN keep at most 256 kernels. A kernel takes about 0.4 MiB, and oneDNN
+    makes one for each number of rows that a layer has met. Without the limit a generator grew by
+    some hundred MiB in its first ten thousand requests.
+
+    If it changes: silent: memory grows
+
+    Until: vLLM pads the number of rows on a CPU
+    """
     import vllm
 
     libraries = list(Path(vllm.__file__).parent.glob("_C*.so"))  # they contain oneDNN
@@ -1184,14 +1839,8 @@ def _() -> None:
 # The page, the checks and the code
 
 
-def rows(page: str) -> list[str]:
-    """The first cell of each row of the page's tables, without backticks."""
-    cells = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| `")]
-    return [cell.replace("`", "") for cell in cells]
-
-
-def test_every_row_of_the_page_has_a_check_and_every_check_a_row():
-    assert rows(PAGE.read_text()) == list(CHECKS)
+def test_the_page_is_what_the_checks_say():
+    assert PAGE.read_text() == page(), "run: python tests/test_upstream.py --write"
 
 
 @pytest.fixture(scope="module")
@@ -1265,7 +1914,7 @@ def test_a_check_fails_when_torchtitans_grouped_experts_give_other_outputs(monke
 
 def sources() -> Iterator[tuple[Path, ast.Module]]:
     for folder in CODE:
-        for path in sorted((ROOT / folder).rglob("*.py")):
+        for path in sorted(set((ROOT / folder).rglob("*.py")) - set((ROOT / folder).rglob("*_pb2.py"))):  # generated
             yield path.relative_to(ROOT), ast.parse(path.read_text())
 
 
@@ -1370,7 +2019,13 @@ def test_the_page_has_every_private_name_of_other_packages_that_our_code_uses():
 
 
 def main() -> None:
-    """Print the rows that no longer hold, with the reasons, as JSON. The exit status is 1 if there is such a row."""
+    """Print the rows that no longer hold, with the reasons, as JSON. The exit status is 1 if there is such a row.
+
+    With --write, write docs/upstream.md instead.
+    """
+    if sys.argv[1:] == ["--write"]:
+        PAGE.write_text(page())
+        return
     sys.path.insert(0, str(ROOT))
     found = {}
     for name, check in CHECKS.items():

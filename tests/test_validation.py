@@ -11,6 +11,7 @@ import pytest
 import torch
 from waiting import GUARD
 
+from rl_actors.clients.limits import GeneratorLimits
 from rl_actors.losses import KL, PPO, CrossEntropy, TruncatedImportanceSampling
 from rl_actors.types import OptimParams, Sample, SamplingParams
 from rl_actors.validation import (
@@ -393,6 +394,15 @@ def test_a_boolean_is_refused_as_a_token_id():
     for validate, name in ((validate_prompts, "prompt"), (validate_sequences, "sequence")):
         with pytest.raises(TypeError, match=rf"{name} 1 is \[7, True\]; it must be a list of token ids"):
             validate([[5], [7, True]], max_model_len=8, vocab_size=48)
+
+
+def test_max_tokens_beyond_the_room_of_every_prompt_are_refused_with_the_limit():
+    limits = GeneratorLimits(max_model_len=256, vocab_size=48, max_adapters=0, max_adapter_rank=0)
+    limits.check_prompts([[5]], SamplingParams(max_tokens=255))
+    limits.check_prompts([[5] * 200], SamplingParams(max_tokens=255))  # the completion ends at the limit
+    with pytest.raises(ValueError, match="max_tokens=5000 exceeds max_model_len=256, .*; give at most 255"):
+        limits.check_prompts([[5]], SamplingParams(max_tokens=5000))
+    replace(limits, max_model_len=64).check_prompts([[5]], SamplingParams())  # the default fits every model
 
 
 def test_a_sequence_may_have_max_model_len_tokens_and_a_prompt_one_less():

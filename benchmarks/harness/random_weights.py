@@ -41,14 +41,14 @@ def write(model: ModelConfig, directory: Path, *, seed: int = 0, scale: float = 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(seed)
     model.save(directory)
-    files = hf.SafetensorsWriter(directory)
-    for name, shape in hf.tensor_shapes(model).items():
+
+    def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if len(shape) == 1:
-            values = torch.full(shape, scale if name == "model.norm.weight" else 1.0, dtype=torch.bfloat16)
-        else:
-            values = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, STD, generator=generator)
-        files.add({name: values.cpu()})
-    files.finish()
+            return torch.full(shape, scale if name == "model.norm.weight" else 1.0, dtype=torch.bfloat16)
+        values = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        return values.normal_(0, STD, generator=generator).cpu()
+
+    hf.write_safetensors(directory, ((name, draw(name, shape)) for name, shape in hf.tensor_shapes(model).items()))
 
 
 def main() -> None:

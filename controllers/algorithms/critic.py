@@ -1,10 +1,6 @@
-"""The critic of a PPO run: a value model in its own processes, trained on returns.
-
-T positions of a sample.
-"""
+"""The critic of a PPO run: a value model, trained on returns. T positions of a sample."""
 
 import asyncio
-import math
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,33 +17,24 @@ from controllers.run import checkpoints
 from controllers.run.checkpoints import CRITIC_FOLDER
 from controllers.run.config import RunConfig
 from controllers.run.run import Run
-from controllers.run.update import chunks, update
+from controllers.run.update import forward, update
 from rl_actors import Sample, TrainerClient, ValueLoss, metrics, num_loss_tokens
+from rl_actors.field_types import NaturalInt, PositiveFloat
 from rl_actors.losses import explained_variance
 
 
 @dataclass(kw_only=True)
 class CriticConfig:
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(learning_rate=1e-5))
-    """Learning rate of the critic, by step after the supervised steps. The default is verl's for a
-    critic, ten times its rate for a policy."""
+    """Learning rate of the critic, by step after the supervised steps. The default is verl's."""
     gpu: int | None = None
     """First GPU of the critic. None: the trainer's GPUs. No effect on a CPU."""
-    clip: float | None = 0.5
-    """Largest change of a value within a PPO step that lowers the loss; verl and OpenRLHF use 0.5.
-    None: no limit."""
-    warmup_steps: int = 0
+    clip: PositiveFloat | None = 0.5
+    """Largest change of a value within a PPO step that lowers the loss. None: no limit."""
+    warmup_steps: NaturalInt = 0
     """First PPO steps that train only the critic (VC-PPO, arXiv 2503.01491)."""
 
-    def validate(self) -> None:
-        self.schedule.validate()
-        self.loss()
-        if self.warmup_steps < 0:
-            raise ValueError(f"critic.warmup_steps={self.warmup_steps}; it must be at least 0")
-
     def loss(self) -> ValueLoss:
-        if self.clip is not None and not 0 < self.clip < math.inf:
-            raise ValueError(f"critic.clip={self.clip}; it must be finite and above 0, or None")
         return ValueLoss(clip=self.clip)
 
 
@@ -77,8 +64,7 @@ class Critic:
         """Advantages and returns from rewards and values. Actions have a loss weight other than 0.
 
         values_of_states: from `values`. rewards: [T] by sample, read at actions only. is_cut_off:
-        ended by a limit; with gae.bootstrap its last state has the critic's value, all other last
-        states have 0.
+        ended by a limit; with gae.bootstrap its last state has the critic's value, else 0.
         """
         values = [row[:-1] for row in values_of_states]
         is_action = [sample.columns["loss_weights"] != 0 for sample in samples]
@@ -100,36 +86,27 @@ class Critic:
 
     async def values(self, samples: Sequence[Sample]) -> list[Tensor]:
         """[T + 1] by sample: the value before each target, and after the last."""
-        rows: list[Tensor] = []
         with_last_states = [_with_last_state(sample) for sample in samples]
         with self.timer("values"):
-            for chunk in chunks(with_last_states, self.run_config.samples_per_forward_backward):
-                output = await self.trainer.forward(chunk)
-                assert output.values is not None
-                rows += output.values
-        return rows
+            outputs = await forward(self.trainer, with_last_states, self.run_config.samples_per_forward_backward)
+        return [row for output in outputs for row in output.values or ()]
 
     async def fit(self, parts: Iterable[Sequence[Sample]], learning_rate: float) -> dict[str, float]:
         """One optimizer step on each minibatch. Returns the metrics over all."""
-        loss = self.config.loss()
-        backward = partial(self.trainer.forward_backward, loss=loss)
-        size = self.run_config.samples_per_forward_backward
-        updates = []
+        backward = partial(self.trainer.forward_backward, loss=self.config.loss())
         with self.timer("critic"):
-            for part in parts:
-                divisor = num_loss_tokens(part)
-                params = self.run_config.optimizer.params(learning_rate=learning_rate, grad_divisor=divisor)
-                updates.append(await update(self.trainer, part, params, backward, samples_per_call=size))
-        outputs = [output for taken in updates for output in taken.outputs]
-        results = [taken.result for taken in updates]
-        found = metrics.finish(metrics.merge(output.partials for output in outputs))
+            updates = [
+                await update(self.run_config, self.trainer, part, backward, learning_rate, num_loss_tokens(part))
+                for part in parts
+            ]
+        values = metrics.finish(metrics.merge(output.partials for taken in updates for output in taken.outputs))
         return {
-            "critic/loss": found["loss:sum"] / found["num_loss_tokens:sum"],
-            "critic/explained_variance": explained_variance(found),
-            "critic/value_mean": found["value:mean"],
-            "critic/return_mean": found["return:mean"],
-            "critic/clip_fraction": found["value_clip_fraction:mean"],
-            "critic/grad_norm": max(result.grad_norm for result in results),
+            "critic/loss": values["loss:sum"] / values["num_loss_tokens:sum"],
+            "critic/explained_variance": explained_variance(values),
+            "critic/value_mean": values["value:mean"],
+            "critic/return_mean": values["return:mean"],
+            "critic/clip_fraction": values["value_clip_fraction:mean"],
+            "critic/grad_norm": max(taken.result.grad_norm for taken in updates),
             "critic/learning_rate": learning_rate,
         }
 
@@ -141,13 +118,11 @@ def _with_last_state(sample: Sample) -> Sample:
 
 
 async def start_critic(run: Run[Any], config: CriticConfig, gae: GAEConfig, *, has_begun: bool) -> Critic:
-    """Start the critic from the policy's weights, with zeros in the value head.
-
-    has_begun: the run is resumed and has trained the critic, whose newest checkpoint is loaded.
-    """
+    """Begins with the policy's weights and a value head of zeros; has_begun: at the checkpoint."""
+    assert run.supervision.actors is not None
     async with run.colocation.borrowed():
         with run.log.setup("starting critic"):
-            trainer = run.supervision.spawn_critic()
+            trainer = run.supervision.actors.spawn_critic()
             if run.config.critic_is_colocated():
                 run.colocation.join(trainer)
             await trainer.ready()

@@ -4,40 +4,31 @@ The state after an action is the state before the next one: other positions are 
 discount. N sequences, T_n positions of sequence n, T the largest T_n.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from rl_actors.field_types import NonNegativeFloat, Share
+
 STD_EPS = 1e-8
 
 
 @dataclass(kw_only=True)
 class GAEConfig:
-    gamma: float = 1.0
+    gamma: Share = 1.0
     """Discount per action. 1: none, usual for a single reward at the end."""
-    actor_lambda: float = 0.95
-    """λ of the policy's advantages. 1: return minus value, unbiased. Lower: less variance, but
-    errors of the values bias. 0.95 as in VC-PPO (arXiv 2503.01491)."""
-    critic_lambda: float = 1.0
+    actor_lambda: Share = 0.95
+    """λ of the advantages (VC-PPO, arXiv 2503.01491). 1: unbiased. Lower: less variance."""
+    critic_lambda: Share = 1.0
     """λ of the critic's returns. 1: the discounted sum of rewards, unbiased (VC-PPO)."""
-    length_adaptive: float = 0.0
-    """α of λ = 1 - 1 / (α * number of actions), at least 0, in place of actor_lambda (VAPO, arXiv
-    2504.05118, α = 0.05). 0: actor_lambda."""
-
+    length_adaptive: NonNegativeFloat = 0.0
+    """α of λ = max(0, 1 - 1 / (α * actions)) (VAPO, arXiv 2504.05118). 0: actor_lambda."""
     bootstrap: bool = True
     """The last state of a cut-off sequence has the critic's value (arXiv 1712.00378). False: 0."""
     whiten: bool = True
     """Normalize the advantages to mean 0 and standard deviation 1 over all actions of a step."""
-
-    def validate(self) -> None:
-        for name in ("gamma", "actor_lambda", "critic_lambda"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"gae.{name}={getattr(self, name)}; it must be in [0, 1]")
-        if not 0 <= self.length_adaptive < math.inf:
-            raise ValueError(f"gae.length_adaptive={self.length_adaptive}; it must be finite and at least 0")
 
     def actor_lambdas(self, num_actions: Tensor) -> Tensor:
         """λ of the advantages, [N] float64. num_actions: [N]."""
@@ -65,7 +56,15 @@ def estimate(
 
     Raises ValueError if lengths differ, or for a sequence without actions.
     """
-    _require_same_lengths(values, rewards, is_action, last_values)
+    counts = [len(rows) for rows in (values, rewards, is_action, last_values)]
+    if len(set(counts)) > 1:
+        raise ValueError(f"the numbers of sequences differ: values, rewards, is_action, last_values have {counts}")
+    for index, rows in enumerate(zip(values, rewards, is_action, strict=True)):
+        lengths = [len(row) for row in rows]
+        if len(set(lengths)) > 1:
+            raise ValueError(f"the lengths of sequence {index} differ: values, rewards, is_action have {lengths}")
+        if not is_action[index].any():
+            raise ValueError(f"sequence {index} of {lengths[0]} positions has no action")
     if not values:
         return [], []
     action_NT = _padded(is_action).bool()
@@ -77,15 +76,14 @@ def estimate(
     advantages_NT = _advantages(values_NT, rewards_NT, action_NT, last_N, config.gamma, lambdas_N)
     critic_N = torch.full_like(lambdas_N, config.critic_lambda)
     returns_NT = values_NT + _advantages(values_NT, rewards_NT, action_NT, last_N, config.gamma, critic_N)
-    lengths = [len(row) for row in values]
-    return _unpadded(advantages_NT, lengths), _unpadded(returns_NT, lengths)
+    return _like(values, advantages_NT), _like(values, returns_NT)
 
 
 def _advantages(
     values_NT: Tensor, rewards_NT: Tensor, action_NT: Tensor, last_N: Tensor, gamma: float, lambda_N: Tensor
 ) -> Tensor:
     """From the last position to the first; what is no action changes neither `next` value."""
-    found_NT = torch.zeros_like(values_NT)
+    advantages_NT = torch.zeros_like(values_NT)
     next_value_N = last_N
     next_advantage_N = torch.zeros_like(last_N)
     for t in reversed(range(values_NT.shape[1])):
@@ -93,8 +91,8 @@ def _advantages(
         advantage_N = difference_N + gamma * lambda_N * next_advantage_N
         next_value_N = torch.where(action_NT[:, t], values_NT[:, t], next_value_N)
         next_advantage_N = torch.where(action_NT[:, t], advantage_N, next_advantage_N)
-        found_NT[:, t] = torch.where(action_NT[:, t], advantage_N, 0.0)
-    return found_NT
+        advantages_NT[:, t] = torch.where(action_NT[:, t], advantage_N, 0.0)
+    return advantages_NT
 
 
 def whiten(rows: Sequence[Tensor], is_action: Sequence[Tensor]) -> list[Tensor]:
@@ -109,7 +107,7 @@ def whiten(rows: Sequence[Tensor], is_action: Sequence[Tensor]) -> list[Tensor]:
     actions = values_NT[action_NT]
     std = actions.std() if len(actions) > 1 else torch.tensor(0.0)
     whitened_NT = torch.where(action_NT, (values_NT - actions.mean()) / (std + STD_EPS), 0.0)
-    return _unpadded(whitened_NT, [len(row) for row in rows])
+    return _like(rows, whitened_NT)
 
 
 def _padded(rows: Sequence[Tensor]) -> Tensor:
@@ -117,20 +115,6 @@ def _padded(rows: Sequence[Tensor]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence([row.double() for row in rows], batch_first=True)
 
 
-def _unpadded(values_NT: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    return [row[:length] for row, length in zip(values_NT, lengths, strict=True)]
-
-
-def _require_same_lengths(
-    values: Sequence[Tensor], rewards: Sequence[Tensor], is_action: Sequence[Tensor], last_values: Sequence[float]
-) -> None:
-    counts = {"values": len(values), "rewards": len(rewards), "is_action": len(is_action)}
-    counts["last_values"] = len(last_values)
-    if len(set(counts.values())) > 1:
-        raise ValueError(f"the numbers of sequences differ: {counts}")
-    for index, (row, reward_row, action_row) in enumerate(zip(values, rewards, is_action, strict=True)):
-        lengths = {"values": len(row), "rewards": len(reward_row), "is_action": len(action_row)}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"the lengths of sequence {index} differ: {lengths}")
-        if not action_row.any():
-            raise ValueError(f"sequence {index} of {len(row)} positions has no action")
+def _like(rows: Sequence[Tensor], values_NT: Tensor) -> list[Tensor]:
+    """The values with the lengths of the rows."""
+    return [values[: len(row)] for row, values in zip(rows, values_NT, strict=True)]

@@ -11,48 +11,40 @@ import torch
 from torch import Tensor
 
 from rl_actors import KL
+from rl_actors.field_types import PositiveFloat
 
 
 @dataclass(kw_only=True)
 class KLControlConfig:
     """How the KL coefficient changes from step to step (arXiv 1909.08593, section 2.2)."""
 
-    target: float | None = None
+    target: PositiveFloat | None = None
     """Desired mean KL per token, in nats. None: a constant coefficient."""
-    gain: float = 0.1
-    """After each step the coefficient is multiplied by 1 + gain * (KL / target - 1). 0.1 as in the
-    paper."""
-    max_error: float = 0.2
-    """Limit of |KL / target - 1|. 0.2 as in the paper."""
+    gain: PositiveFloat = 0.1
+    """A step multiplies the coefficient by 1 + gain * (KL / target - 1)."""
+    max_error: PositiveFloat = 0.2
+    """Limit of |KL / target - 1|, as in the paper."""
 
     def validate(self) -> None:
-        for name in ("target", "gain", "max_error"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"kl_control.{name}={value}; it must be finite and above 0")
         if self.gain * self.max_error >= 1:
             raise ValueError(
-                f"kl_control.gain={self.gain} times kl_control.max_error={self.max_error} is {self.gain * self.max_error:g}; it must be "
-                "below 1, because otherwise the coefficient could become 0 or negative"
+                f"kl_control.gain={self.gain} times kl_control.max_error={self.max_error} is {self.gain * self.max_error:g}; "
+                "it must be below 1, because otherwise the coefficient could become 0 or negative"
             )
 
-    def next_coefficient(self, coefficient: float, divergence: float) -> float:
-        """coefficient * (1 + gain * e), e = divergence / target - 1 within max_error; unchanged
-        without a target.
+    def next_kl(self, kl: KL, divergence: float) -> KL:
+        """`kl` with the next step's coefficient: times 1 + gain * e, e = divergence / target - 1
+        within max_error; unchanged without a target.
 
         divergence: mean of this step, per token. Raises ValueError for NaN with a target.
         Target 0.01, gain 0.1, max_error 0.2, coefficient 1: 0.02 -> 1.02, 0.009 -> 0.99.
         """
         if self.target is None:
-            return coefficient
+            return kl
         if math.isnan(divergence):
             raise ValueError("the KL divergence from the reference is NaN")
         error = min(max(divergence / self.target - 1, -self.max_error), self.max_error)
-        return coefficient * (1 + self.gain * error)
-
-    def next_kl(self, kl: KL, divergence: float) -> KL:
-        """`kl` with the coefficient of the next step."""
-        return replace(kl, coefficient=self.next_coefficient(kl.coefficient, divergence))
+        return replace(kl, coefficient=kl.coefficient * (1 + self.gain * error))
 
 
 def penalised_rewards(
@@ -67,10 +59,8 @@ def penalised_rewards(
     rewards 0, 1, logprobs -0.5, -1, ref_logprobs -1, -1, k1, coefficient 0.1 -> -0.05, 1
     """
     estimates = token_divergences(logprobs, ref_logprobs, is_action, kl)
-    penalised = []
-    for reward_T, estimate_T, action_T in zip(rewards, estimates, is_action, strict=True):
-        penalised.append(torch.where(action_T.bool(), reward_T - kl.coefficient * estimate_T, 0.0))
-    return penalised
+    rows = zip(rewards, estimates, is_action, strict=True)
+    return [torch.where(action_T.bool(), reward_T - kl.coefficient * kl_T, 0.0) for reward_T, kl_T, action_T in rows]
 
 
 def mean_divergence(
@@ -88,7 +78,5 @@ def token_divergences(
     logprobs: Sequence[Tensor], ref_logprobs: Sequence[Tensor], is_action: Sequence[Tensor], kl: KL
 ) -> list[Tensor]:
     """[T_n] by sample: `kl` at actions, without the coefficient, and 0 elsewhere."""
-    found = []
-    for policy_T, reference_T, action_T in zip(logprobs, ref_logprobs, is_action, strict=True):
-        found.append(torch.where(action_T.bool(), kl(policy_T, reference_T), 0.0))
-    return found
+    rows = zip(logprobs, ref_logprobs, is_action, strict=True)
+    return [torch.where(action_T.bool(), kl(policy_T, reference_T), 0.0) for policy_T, reference_T, action_T in rows]

@@ -11,51 +11,30 @@ from typing import Annotated, Literal
 import tyro
 
 from controllers.environments import own_code
-from rl_actors import (
-    CISPO,
-    DRO,
-    GSPO,
-    KL,
-    PPO,
-    IcePop,
-    ImportanceSampling,
-    Reinforce,
-    Sample,
-    TruncatedImportanceSampling,
-    num_loss_tokens,
-)
-from rl_actors.losses import Loss, PolicyLoss, resolve
+from rl_actors import KL, IcePop, Sample, TruncatedImportanceSampling, num_loss_tokens
+from rl_actors.losses import LOSSES, Loss, PolicyLoss, resolve
 from rl_actors.losses.options import Correction, Level
 
 POLICY_LOSSES: dict[str, type[PolicyLoss]] = {
-    "ppo": PPO,
-    "cispo": CISPO,
-    "gspo": GSPO,
-    "importance_sampling": ImportanceSampling,
-    "reinforce": Reinforce,
-    "dro": DRO,
+    name: loss for name, loss in LOSSES.items() if issubclass(loss, PolicyLoss)
 }
 CORRECTIONS: dict[str, type[Correction]] = {"tis": TruncatedImportanceSampling, "icepop": IcePop}
 SHARED_OPTIONS = ("kl", "entropy_coefficient", "correction", "sequence_mean")
 """Fields of every policy loss that other fields of the config set."""
-
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 
 
 @dataclass(kw_only=True)
 class LossConfig:
     name: Annotated[str, tyro.conf.arg(name="")] = "ppo"
-    """ppo, cispo, gspo, importance_sampling, reinforce, dro (formulas in docs/algorithms.md), or
-    module:name: a subclass of PolicyLoss, or a function of logprobs [B, L] and columns that returns
-    a sum and metrics."""
+    """ppo, cispo, gspo, importance_sampling, reinforce, dro (docs/algorithms.md), or module:name: a
+    subclass of PolicyLoss, or a function of logprobs [B, L] and columns -> a sum and metrics."""
     ratio_low: float | None = None
-    """For ppo, cispo, gspo: lower bound of the ratio of current to old probability; gspo's is the
-    geometric mean over a sample. None: 0.8, 0, 1 - 3e-4."""
+    """For ppo, cispo, gspo: lower bound of p_current / p_old. None: 0.8, 0, 1 - 3e-4."""
     ratio_high: float | None = None
     """For ppo, cispo, gspo: upper bound of that ratio. None: 1.28, 4, 1 + 4e-4."""
     dual_clip: float | None = None
-    """For ppo and gspo: a token's objective is at least dual_clip * A if the advantage A is
-    negative. None: no bound."""
+    """For ppo, gspo: a token with an advantage A < 0 has at least dual_clip * A. None: no bound."""
     beta: float | None = None
     """For dro: beta / 2 weights the squared difference of current and old logprob. None: 0.05."""
 
@@ -65,16 +44,15 @@ class LossConfig:
         if not (isinstance(cls, type) and issubclass(cls, PolicyLoss)):
             shared = {
                 "reference_kl in the loss": kl,
-                "entropy_bonus": entropy_bonus or None,
+                "entropy_bonus": entropy_bonus,
                 "correction": correction,
-                "aggregation=sequence_mean": sequence_mean or None,
+                "aggregation=sequence_mean": sequence_mean,
             }
-            for name, value in shared.items():
-                if value is not None:
-                    raise ValueError(f"loss={self.name} is no PolicyLoss, so it has no {name}")
-            _options("loss", self.name, self, None, ())
+            if given := next((name for name, value in shared.items() if value), ""):
+                raise ValueError(f"loss={self.name} is no PolicyLoss, so it has no {given}")
+            _options("loss", self.name, self, None)
             return resolve(cls() if isinstance(cls, type) else cls)
-        options = _options("loss", self.name, self, cls, SHARED_OPTIONS)
+        options = _options("loss", self.name, self, cls)
         return cls(
             kl=kl, entropy_coefficient=entropy_bonus, correction=correction, sequence_mean=sequence_mean, **options
         )
@@ -92,9 +70,8 @@ class LossConfig:
 @dataclass(kw_only=True)
 class CorrectionConfig:
     name: Annotated[Literal["none", "tis", "icepop"] | None, tyro.conf.arg(name="")] = None
-    """Correction by q = p_trainer / p_generator. tis (truncated importance sampling) multiplies the
-    objective by min(q, cap); icepop drops tokens with q outside [low, high]. Default: tis if
-    rollouts.max_staleness is above 0, else none."""
+    """By q = p_trainer / p_generator: tis multiplies the objective by min(q, cap), icepop drops
+    tokens with q outside [low, high]. None: tis if rollouts.max_staleness is above 0."""
     cap: float | None = None
     """For tis: the largest factor. None: 2."""
     low: float | None = None
@@ -104,20 +81,17 @@ class CorrectionConfig:
     reweights: bool | None = None
     """For icepop: multiply the objective of kept tokens by q. None: False."""
     level: Level | None = None
-    """token: each token has its q. sequence: all have the geometric mean over the sample's trained
-    tokens. None: token."""
+    """sequence: q is the geometric mean over the sample's trained tokens. None: token."""
 
     def chosen(self, *, is_stale: bool) -> str:
         """is_stale: a step may train on completions of older weights."""
         return self.name or ("tis" if is_stale else "none")
 
     def build(self, *, is_stale: bool) -> Correction | None:
-        """None for "none". Raises ValueError for an option that the correction does not have, or
-        out of its limits.
-        """
+        """Raises ValueError for an option that the correction lacks, or out of its limits."""
         name = self.chosen(is_stale=is_stale)
         cls = CORRECTIONS.get(name)
-        options = _options("correction", name, self, cls, ())
+        options = _options("correction", name, self, cls)
         return None if cls is None else cls(**options)
 
 
@@ -136,18 +110,19 @@ def grad_divisor(aggregation: Aggregation, samples: Sequence[Sample], max_tokens
     return len(samples)
 
 
-def _options(
-    flag: str, chosen: str, config: LossConfig | CorrectionConfig, cls: type | None, shared: Sequence[str]
-) -> dict:
-    """The options that the user has set. Raises ValueError for one that `cls` does not have.
+def _options(flag: str, chosen: str, config: LossConfig | CorrectionConfig, cls: type | None) -> dict:
+    """The options that the user has set. Raises ValueError for one that `cls` (None: "none") lacks.
 
-    flag, chosen: for the error. cls: None for "none". shared: fields of `cls` that are no options.
+    flag, chosen: for the error.
     """
-    known = [] if cls is None else [each.name for each in fields(cls) if each.name not in shared]
-    given = {each.name: getattr(config, each.name) for each in fields(config) if each.name != "name"}
-    given = {name: value for name, value in given.items() if value is not None}
-    for name, value in given.items():
-        if name not in known:
-            has = f"its options are {', '.join(known)}" if known else "it has no options"
-            raise ValueError(f"{flag}.{name}={value}: {flag}={chosen} has no such option; {has}")
+    names = [] if cls is None else [option.name for option in fields(cls) if option.name not in SHARED_OPTIONS]
+    given = {}
+    for option in fields(config):
+        value = getattr(config, option.name)
+        if option.name == "name" or value is None:
+            continue
+        if option.name not in names:
+            has = f"its options are {', '.join(names)}" if names else "it has no options"
+            raise ValueError(f"{flag}.{option.name}={value}: {flag}={chosen} has no such option; {has}")
+        given[option.name] = value
     return given

@@ -1,6 +1,6 @@
-"""Preference pairs as samples, and the loss of direct preference optimization (DPO).
+"""Preference pairs as samples, each chosen one before its rejected one, and the loss of DPO.
 
-In a list, each chosen sample is followed by its rejected one. T positions of a sample, P pairs.
+T positions of a sample, P pairs.
 """
 
 from collections.abc import Iterable
@@ -17,10 +17,7 @@ from rl_actors.metrics import Partials
 
 
 def pair(problem: Problem, rejected_column: str) -> list[Problem]:
-    """The problem, and a copy whose answer is metadata[rejected_column].
-
-    Raises ValueError, naming the prompt, if there is none.
-    """
+    """The problem, and a copy with the answer metadata[rejected_column]. Raises ValueError without."""
     if rejected_column not in problem.metadata:
         raise ValueError(
             f"the problem with the prompt {problem.prompt[:80]!r} has no {rejected_column!r} in its metadata"
@@ -29,11 +26,7 @@ def pair(problem: Problem, rejected_column: str) -> list[Problem]:
 
 
 def to_samples(problems: Iterable[Problem], tokenizer: Tokenizer, rejected_column: str) -> list[Sample]:
-    """Chosen and rejected sample of every problem."""
-    samples = []
-    for problem in problems:
-        samples += [tokenizer.to_sample(each) for each in pair(problem, rejected_column)]
-    return samples
+    return [tokenizer.to_sample(answered) for problem in problems for answered in pair(problem, rejected_column)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +35,9 @@ class DPO:
 
     The reward of a completion is beta * sum(logprobs - ref_logprobs), weighted by loss_weights (1
     at its tokens, else 0); the margin is the chosen reward minus the rejected. The gradient at each
-    logprob is -beta * sigmoid(-margin) for the chosen, +beta * sigmoid(-margin) for the rejected
-    completion.
+    logprob is -beta * sigmoid(-margin) for the chosen completion, + for the rejected.
 
-    Columns: loss_weights, ref_logprobs. For forward_backward_custom, which sees both samples of a
-    pair.
+    Columns: loss_weights, ref_logprobs. For forward_backward_custom, which sees whole pairs.
 
     One pair, one token each, beta 0.5, log ratios 2 and 0 -> margin 1, loss log(1 + exp(-1)) =
     0.3133, gradients -0.1345 and 0.1345.
@@ -55,7 +46,7 @@ class DPO:
     beta: float = 0.1
 
     def __call__(self, samples: list[Sample], logprobs: list[Tensor]) -> tuple[Tensor, Partials]:
-        """(sum over pairs, metrics). logprobs: [T] by sample. Raises ValueError if odd in number."""
+        """(sum, metrics) over pairs. logprobs: [T] by sample. Raises ValueError if odd in number."""
         if len(samples) % 2:
             raise ValueError(
                 f"{len(samples)} samples cannot form pairs; each chosen sample must be followed by its rejected sample"

@@ -1,17 +1,20 @@
 """Tasks: problems, and rewards of completions or episodes. Imports neither tokenizer nor actors."""
 
-from controllers.environments.base import Environment, Message, Problem, RewardError
-from controllers.environments.build import build_environment
-from controllers.environments.config import EnvironmentConfig
-from controllers.environments.episode import (
+from controllers.environments.base import (
     AnyEnvironment,
     Demonstrating,
+    Environment,
     Episode,
     EpisodeEnvironment,
     EpisodeError,
+    Message,
     Observation,
+    Problem,
     Reply,
+    RewardError,
 )
+from controllers.environments.build import build_environment
+from controllers.environments.config import EnvironmentConfig
 from controllers.environments.scorer import Rewards, Scorer
 from controllers.environments.scores import math_verify
 

@@ -1,12 +1,12 @@
 """A task with a tool: the policy multiplies two numbers, and can ask a calculator."""
 
 import ast
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from random import Random
 
-from controllers.environments.base import Problem
-from controllers.environments.episode import Reply
+from controllers.environments.base import Problem, Reply
 from controllers.environments.held_out import fraction
 
 LONGEST_EXPRESSION = 200
@@ -22,15 +22,11 @@ OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 class CalculatorError(ValueError):
-    """The calculator refuses an expression."""
+    """Refuses an expression."""
 
 
 def calculate(expression: str) -> int:
-    """calculate("12*34") -> 408. Takes integers, + - * // % and parentheses.
-
-    Raises CalculatorError for other syntax, for more than LONGEST_EXPRESSION characters, and for a
-    number beyond LARGEST_NUMBER, so nothing runs code or takes long.
-    """
+    """calculate("12*34") -> 408. Raises CalculatorError for anything that could run code or take long."""
     if len(expression) > LONGEST_EXPRESSION:
         raise CalculatorError(
             f"the expression has {len(expression)} characters; at most {LONGEST_EXPRESSION} are allowed"
@@ -75,25 +71,20 @@ class Calculation:
 
 
 class Products:
-    """Products of two-digit numbers, such as "47*83?". The reward of the right answer is 1.
-
-    num_held_out counts a*b and b*a as one.
-    """
+    """Products of two-digit numbers, such as "47*83?". num_held_out counts a*b and b*a as one."""
 
     def __init__(self, *, seed: int, num_held_out: int) -> None:
         self.seed = seed
-        factors = range(10, 100)
-        self._all = [_product(a, b) for a in factors for b in factors]
-
-        # a*b and b*a share a key, so no run trains on a*b and validates on b*a
-        kept = sorted({problem.key for problem in self._all}, key=lambda key: fraction(key, seed))
-        if not 1 <= num_held_out <= len(kept) // 2:
+        pairs = itertools.product(range(10, 100), repeat=2)
+        products = [Problem(prompt=f"{a}*{b}?", answer=str(a * b), key=f"{min(a, b)}*{max(a, b)}") for a, b in pairs]
+        keys = sorted({problem.key for problem in products}, key=lambda key: fraction(key, seed))
+        if not 1 <= num_held_out <= len(keys) // 2:
             raise ValueError(
-                f"num_held_out={num_held_out}; it must be in [1, {len(kept) // 2}], at most half of all products"
+                f"num_held_out={num_held_out}; it must be in [1, {len(keys) // 2}], at most half of all products"
             )
-        held_out = set(kept[:num_held_out])
-        self._held_out = list({problem.key: problem for problem in self._all if problem.key in held_out}.values())
-        self._training = [problem for problem in self._all if problem.key not in held_out]
+        held_out = set(keys[:num_held_out])
+        self._held_out = list({problem.key: problem for problem in products if problem.key in held_out}.values())
+        self._training = [problem for problem in products if problem.key not in held_out]
 
     def problem(self, index: int) -> Problem:
         return Random(f"{self.seed}/{index}").choice(self._training)
@@ -105,16 +96,9 @@ class Products:
         return Calculation(problem)
 
     def demonstration(self, problem: Problem) -> Sequence[str]:
-        """The turns of the policy in one episode.
-
-        One third ask the calculator and repeat its answer, the others guess a number from 1000 to
-        1999. So SFT shows the form of a completion, and only RL shows that asking pays.
-        """
+        """One third ask the calculator and repeat its answer, the others guess a number, so that SFT
+        shows the form of a completion, and only RL that asking pays."""
         draw = Random(f"{self.seed}/{problem.prompt}")
         if draw.randrange(3):
             return [str(draw.randint(1000, 1999))]
         return [f"c{problem.prompt.removesuffix('?')}", problem.answer]
-
-
-def _product(a: int, b: int) -> Problem:
-    return Problem(prompt=f"{a}*{b}?", answer=str(a * b), key=f"{min(a, b)}*{max(a, b)}")

@@ -1,107 +1,98 @@
 """Config fields that choose a task, its reward and its held-out problems."""
 
 import json
-import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.constructors import PrimitiveConstructorSpec
 
 from controllers.environments.files import FORMATS_TEXT, is_data_file
 from controllers.environments.judge import JudgeConfig
 from controllers.environments.sandbox import CLOCK_FACTOR, SandboxConfig
-from rl_actors.field_types import require_field_types
+from rl_actors.field_types import CountingInt, NaturalInt, PositiveFloat, require_field_types
 
 REWARDS = ("exact_match", "math_verify", "regex", "task", "judge", "python")
 LIMITS_OF_RUN = ("reward_workers", "reward_timeout", "reward_retries", "reward_concurrency")
-"""Fields of the whole run: only `environment` sets them, no part of a mixture and no entry of
-`validation`."""
+"""Fields that no part of a mixture and no entry of `evaluation` sets."""
 
 
-def _json_field(kind: type) -> PrimitiveConstructorSpec:
+def json_field(
+    kind: type, load: Callable[[str], Any] = json.loads, dump: Callable[[Any], str] = json.dumps
+) -> PrimitiveConstructorSpec:
     """How tyro reads a flag whose value is JSON of type `kind`."""
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar="JSON",
-        instance_from_str=lambda args: json.loads(args[0]),
+        instance_from_str=lambda args: load(args[0]),
         is_instance=lambda value: isinstance(value, kind),
-        str_from_instance=lambda value: [json.dumps(value)],
+        str_from_instance=lambda value: [dump(value)],
     )
 
 
 @dataclass(kw_only=True)
 class EnvironmentConfig:
     task: str = "basic_arithmetic"
-    """A reasoning-gym task; a .jsonl, .json, .csv, .tsv or .parquet file; a Hugging Face data set
-    (directory or id, with a slash); or module:function. Unused with `mixture`."""
-    options: Annotated[dict[str, object], _json_field(dict)] = field(default_factory=dict)
+    """A reasoning-gym task, a .jsonl, .json, .csv, .tsv or .parquet file, a Hugging Face data set
+    (directory or id, with a slash), or module:function. Unused with `mixture`."""
+    options: Annotated[dict[str, object], json_field(dict)] = field(default_factory=dict)
     """Arguments of the reasoning-gym task, of your function or of `datasets.load_dataset`. The JSON
     object replaces all default options."""
-    mixture: Annotated[list[dict[str, object]], _json_field(list)] = field(default_factory=list)
-    """Several tasks: a JSON list of objects with "task" and optionally "name", "weight" (default
-    1; training problems are in proportion) and other fields of this config. Omitted fields have
-    this config's values; num_held_out is shared by weight."""
+    mixture: Annotated[list[dict[str, object]], json_field(list)] = field(default_factory=list)
+    """Several tasks: a JSON list of objects with "task" and optionally "name", "weight" (default 1)
+    and fields of this config, whose values are the defaults; num_held_out is shared by weight."""
     prompt_column: str = "prompt"
     """Column of the prompt in a file or a data set."""
     answer_column: str = "answer"
     """Column of the answer in a file or a data set."""
     rejected_column: str = ""
-    """Column of the rejected answer of a preference pair, for controllers.dpo; answer_column has
-    the chosen one."""
+    """Column of the rejected answer, for controllers.dpo; answer_column has the chosen one."""
     messages_column: str = "messages"
-    """Column of a conversation, used by rows without a prompt column: a list of {"role": …,
-    "content": …} for the chat template. "weight" of an assistant's turn scales its loss. Without an
-    answer column, the assistant's last message is the answer."""
+    """Column of a conversation, for rows without a prompt column: a list of {"role": …, "content":
+    …}. An assistant's "weight" scales its loss. Without answer column its last message counts."""
     tools_column: str = "tools"
     """Column of the tools for the chat template: a list of descriptions, or its JSON."""
     split: str = "train"
     """Split of a Hugging Face data set."""
     held_out_task: str = ""
-    """File or data set that gives at most num_held_out held-out problems, which are never trained
-    on. Empty: `task`."""
+    """File or data set of at most num_held_out held-out problems. Empty: `task`."""
     held_out_split: str = ""
     """Split of held_out_task, or of `task` if that is empty. Empty: `split`."""
     prompt: str = "{question}"
-    """Template of the prompt, e.g. "{expression}=". {question} is the prompt in the data; other
-    keys are those of the problem's metadata, or the other columns."""
+    """Template of the prompt, e.g. "{expression}=". {question} is the prompt in the data; the other
+    keys are the metadata or other columns."""
     remove_whitespace: bool = False
     """Remove all whitespace from the prompt, so that a character tokenizer needs fewer tokens."""
     prompt_pattern: str = ""
-    """Regular expression that the whole prompt must match, e.g. "\\d\\d\\+\\d\\d="; other problems
-    are left out."""
+    """Regular expression that a whole prompt must match, e.g. "\\d\\d=", or the problem is left out."""
     reward: str = "exact_match"
     """exact_match ignores surrounding whitespace. math_verify compares mathematical values, regex
     the last matches of reward_pattern. task is the reasoning-gym score. judge asks a model. python
     runs the completion's program, then the tests in the answer. module:function is your
     function(answer, completion) -> number. Unused if `task` is module:function."""
     reward_pattern: str = ""
-    """For the reward regex, which compares the first group of a match, or the whole match if there
-    is no group. An answer without a match is compared whole."""
+    """For the reward regex, which compares a match's first group, or the match if it has none. An
+    answer without a match is compared whole."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     """For the reward judge."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     """For the reward python."""
-    reward_workers: int = 0
-    """Processes that call reward functions in parallel. 0: the controller calls them itself, as it
-    always does with `async` functions."""
-    reward_timeout: float = 60.0
-    """Seconds for a call of an `async` function, and of any function if reward_workers is above 0;
-    then it is retried."""
-    reward_retries: int = 2
-    """Retries of a call that failed or timed out, before the run ends. Only `async` functions if
-    reward_workers is 0."""
-    reward_concurrency: int = 64
+    reward_workers: NaturalInt = 0
+    """Processes that call reward functions. 0, or for `async` functions: the controller does."""
+    reward_timeout: PositiveFloat = 60.0
+    """Seconds for a call of an `async` function, or of any with reward_workers; then it is retried."""
+    reward_retries: NaturalInt = 2
+    """Retries of such a call that failed or timed out, before the run ends."""
+    reward_concurrency: CountingInt = 64
     """Concurrent calls of `async` reward functions."""
-    num_held_out: int = 512
-    """Distinct problems for validation, never trained on. May be fewer with held_out_task,
-    held_out_split, or a named validation set from data."""
+    num_held_out: CountingInt = 512
+    """Distinct problems for evaluation, never trained on; fewer if a held-out set has fewer."""
     seed: int = 0
     """Seed of the problems, their order and the choice of the held-out problems."""
     held_out_seed: int | None = None
-    """Seed of the choice of the held-out problems alone. None: `seed`, or that of the run whose
-    export this run starts from."""
+    """Seed of the choice of held-out problems. None: `seed`, or that of the exported run."""
 
     @property
     def seed_of_held_out(self) -> int:
@@ -109,11 +100,9 @@ class EnvironmentConfig:
 
     @property
     def has_own_held_out(self) -> bool:
-        """True if the held-out problems come from another file, data set or split."""
         return bool(self.held_out_task or self.held_out_split)
 
     def of_held_out(self) -> "EnvironmentConfig":
-        """The config with the task and split of the held-out problems."""
         return replace(self, task=self.held_out_task or self.task, split=self.held_out_split or self.split)
 
     @property
@@ -143,12 +132,7 @@ class EnvironmentConfig:
 
     def validate(self) -> None:
         """Raises ValueError for what is wrong whatever the data; `build_environment` reads them."""
-        if self.num_held_out < 1:
-            raise ValueError(f"num_held_out={self.num_held_out}; it must be at least 1")
-        if not isinstance(self.options, dict):
-            raise ValueError(f"options={self.options!r} is not a JSON object")
-        if not isinstance(self.mixture, list):
-            raise ValueError(f"mixture={self.mixture!r} is not a JSON list")
+        require_field_types(self)
         for name in ("prompt_pattern", "reward_pattern"):
             try:
                 re.compile(getattr(self, name))
@@ -182,14 +166,6 @@ class EnvironmentConfig:
             )
         if self.reward not in REWARDS and ":" not in self.reward:
             raise ValueError(f"reward={self.reward!r}; it must be one of {', '.join(REWARDS)}, or module:function")
-        if not 0 < self.reward_timeout < math.inf:
-            raise ValueError(f"reward_timeout={self.reward_timeout}; it must be finite and above 0")
-        if self.reward_retries < 0 or self.reward_concurrency < 1:
-            given = f"reward_retries={self.reward_retries}, reward_concurrency={self.reward_concurrency}"
-            raise ValueError(f"{given}; the first must be at least 0, the second at least 1")
-        if self.reward_workers < 0:
-            raise ValueError(f"reward_workers={self.reward_workers}; it must be at least 0")
-        self.sandbox.validate()
         if self.reward == "python" and self.sandbox.seconds >= self.reward_timeout:
             # a sleeping program is killed only after sandbox.seconds: a shorter timeout would fail
             # every attempt
@@ -199,7 +175,6 @@ class EnvironmentConfig:
             )
         if self.reward == "judge":
             self.judge.validate()
-        require_field_types(self)
 
     def _validate_own_held_out(self) -> None:
         given = f"held_out_task={self.held_out_task!r}, held_out_split={self.held_out_split!r}"

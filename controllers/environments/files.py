@@ -13,20 +13,17 @@ import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from rl_actors.texts import SURROGATE
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
-    from pyarrow import ChunkedArray, DataType, Table
+    from pyarrow import ChunkedArray, DataType
 
 Row = tuple[str, Mapping[str, object]]
 """(place, {column: value}). The place is for error texts, such as "tasks.jsonl:3"."""
 
 TEXT_FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 FORMATS = (*TEXT_FORMATS, ".parquet", *(f"{each}.gz" for each in TEXT_FORMATS))
-"""Endings of readable files, in lower case."""
 FORMATS_TEXT = ".jsonl, .ndjson, .json, .csv, .tsv (each also with .gz) and .parquet"
 
 
@@ -42,6 +39,8 @@ def read_file(path: str) -> Iterator[Row]:
     try:
         for place, row in readers.get(ending, _read_jsonl)(path):
             has_rows = True
+            if not isinstance(row, dict):
+                raise ValueError(f"{place} is {str(row)[:80]!r}, not an object with columns")
             _require_text(place, row)
             yield place, row
     except (OSError, EOFError, zlib.error) as error:
@@ -55,11 +54,10 @@ def read_file(path: str) -> Iterator[Row]:
 
 def digest(task: str) -> str:
     """A hash of a data file, or of the data files in a directory; else ""."""
+    files = [Path(task)] if Path(task).is_file() else []
     if Path(task).is_dir():
         endings = (*FORMATS, ".arrow")
         files = sorted(path for path in Path(task).rglob("*") if path.is_file() and path.name.lower().endswith(endings))
-    else:
-        files = [Path(task)] if Path(task).is_file() else []
     whole = hashlib.sha256()
     for path in files:
         with path.open("rb") as file:
@@ -74,20 +72,19 @@ def _read_text(path: str) -> str:
     return data.decode("utf-8-sig")  # drops a byte order mark
 
 
-def _read_jsonl(path: str) -> Iterator[Row]:
+def _read_jsonl(path: str) -> Iterator[tuple[str, Any]]:
     # splitlines would also split at U+2028, which a JSON string may hold
     text = _read_text(path).rstrip()
     for number, line in enumerate(text.split("\n") if text else [], 1):
-        place = f"{path}:{number}"
-        yield place, _as_row(place, _parsed(place, line))
+        yield f"{path}:{number}", _parsed(f"{path}:{number}", line)
 
 
-def _read_json(path: str) -> Iterator[Row]:
+def _read_json(path: str) -> Iterator[tuple[str, Any]]:
     rows = _parsed(path, _read_text(path))
     if not isinstance(rows, list):
         raise ValueError(f"{path} holds {type(rows).__name__}, not a list of objects")
     for number, values in enumerate(rows):
-        yield f"{path}[{number}]", _as_row(f"{path}[{number}]", values)
+        yield f"{path}[{number}]", values
 
 
 def _parsed(place: str, text: str) -> object:
@@ -99,13 +96,7 @@ def _parsed(place: str, text: str) -> object:
         raise ValueError(f"{place} is not JSON ({error}): {text[:80]}") from None
 
 
-def _as_row(place: str, values: object) -> Mapping[str, object]:
-    if not isinstance(values, dict):
-        raise ValueError(f"{place} is {str(values)[:80]!r}, not an object with columns")
-    return values
-
-
-def _read_csv(path: str) -> Iterator[Row]:
+def _read_csv(path: str) -> Iterator[tuple[str, Any]]:
     delimiter = "\t" if ".tsv" in path.lower()[-7:] else ","
     csv.field_size_limit(sys.maxsize)
     reader = csv.reader(io.StringIO(_read_text(path), newline=""), delimiter=delimiter, strict=True)
@@ -131,7 +122,7 @@ def _read_csv(path: str) -> Iterator[Row]:
             yield place, dict(zip(names, values, strict=True))
 
 
-def _read_parquet(path: str) -> Iterator[Row]:
+def _read_parquet(path: str) -> Iterator[tuple[str, Any]]:
     import pyarrow
     from pyarrow import parquet
 
@@ -139,25 +130,21 @@ def _read_parquet(path: str) -> Iterator[Row]:
         table = parquet.read_table(path)
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path} cannot be read; it may be cut off: {error}") from None
-    yield from _rows_of(path, table)
-
-
-def _rows_of(source: str, table: "Table") -> Iterator[Row]:
     columns = {name: _column_values(table.column(name)) for name in table.column_names}
     for number, values in enumerate(zip(*columns.values(), strict=True)):
-        yield f"{source}, row {number}", dict(zip(columns, values, strict=True))
+        yield f"{path}, row {number}", dict(zip(columns, values, strict=True))
 
 
 def _column_values(column: "ChunkedArray") -> list[object]:
     """Short decimals of float32, integers with gaps, objects without fields of other rows."""
     from pyarrow import types
 
-    values = [_as_written(value, column.type) for value in column.to_pylist()]
+    values: list[Any] = [_as_written(value, column.type) for value in column.to_pylist()]
     if types.is_floating(column.type):
-        numbers = [value for value in values if isinstance(value, float) and not math.isnan(value)]
-        if len(numbers) < len(values) and all(number.is_integer() for number in numbers):
+        gaps = [value is None or math.isnan(value) for value in values]
+        if any(gaps) and all(gap or value.is_integer() for value, gap in zip(values, gaps, strict=True)):
             # pandas writes a column of integers with gaps as floats
-            return [int(value) if isinstance(value, float) and not math.isnan(value) else None for value in values]
+            return [None if gap else int(value) for value, gap in zip(values, gaps, strict=True)]
     return values
 
 
@@ -182,26 +169,17 @@ def _as_written(value: object, kind: "DataType") -> object:
 def _require_text(place: str, row: Mapping[str, object]) -> None:
     for name, value in row.items():
         try:
-            is_broken = _has_surrogate(value) or SURROGATE.search(name)
+            json.dumps({name: value}, ensure_ascii=False, skipkeys=True, default=str).encode()
         except RecursionError:
             raise ValueError(f"{place}: column {name!a} is nested too deeply: {str(value)[:80]!a}") from None
-        if is_broken:
-            raise ValueError(f"{place}: column {name!a} holds a lone surrogate, which is no text: {str(value)[:80]!a}")
-
-
-def _has_surrogate(value: object) -> bool:
-    if isinstance(value, str):
-        return not value.isascii() and SURROGATE.search(value) is not None
-    if isinstance(value, Mapping):
-        return any(_has_surrogate(key) or _has_surrogate(each) for key, each in value.items())
-    return isinstance(value, list) and any(map(_has_surrogate, value))
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"{place}: column {name!a} holds a lone surrogate, which is no text: {str(value)[:80]!a}"
+            ) from None
 
 
 def read_dataset(task: str, split: str, options: Mapping[str, object]) -> Iterator[Row]:
-    """The rows of a Hugging Face data set, without columns of media. task: a directory, or an id.
-
-    Raises ValueError, naming the data set, if it cannot be loaded or decoded.
-    """
+    """Without columns of media. Raises ValueError, naming the data set, if it cannot be read."""
     from datasets import load_dataset
 
     named = f"task={task!r}, split={split!r}"

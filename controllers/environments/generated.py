@@ -7,19 +7,17 @@ from typing import TYPE_CHECKING
 
 from controllers.environments.base import Problem
 from controllers.environments.config import EnvironmentConfig
-from controllers.environments.entries import Entry, Score, fits, text_score, to_problem
+from controllers.environments.data import fits, to_problem
 from controllers.environments.held_out import digest_of, fraction, hold_out, operands_or_key
+from controllers.environments.scores import Score, text_score
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
 HELD_OUT_SHARE = 1 / 8
-"""Share of the keys, those with the lowest hashes, of which problems are held out.
-
-With fewer than `num_held_out` found, higher hashes count, too, up to half of the found keys."""
-
+"""Share of the keys, those with the lowest hashes, of which problems are held out; with fewer than
+`num_held_out` higher hashes count, too."""
 DRAWS_PER_PROBLEM = 1000
-"""Draws for one training problem before ValueError."""
 
 
 class GeneratedEnvironment:
@@ -39,31 +37,28 @@ class GeneratedEnvironment:
         self._excluded: frozenset[str] = frozenset()
 
     def exclude(self, digests: frozenset[str]) -> None:
-        """Give no training problem with one of these digests (digests_of)."""
+        """Give no training problem with one of these digests."""
         self._excluded |= digests
 
     def _read(self, position: int) -> Problem:
         drawn = self.dataset[position]
-        entry = Entry(question=drawn["question"], answer=str(drawn["answer"]), metadata=drawn["metadata"])
-        return to_problem(entry, self.config)
+        return to_problem(self.config, drawn["question"], str(drawn["answer"]), drawn["metadata"])
 
     def problem(self, index: int) -> Problem:
-        # entry i of seed s is entry i + 1 of seed s - 1: in order, neighboring seeds would give the
-        # same problems
+        # drawn, because entry i of seed s is entry i + 1 of seed s - 1
         draws = Random(f"{self.config.seed}/{index}")
         for _ in range(DRAWS_PER_PROBLEM):
             problem = self._read(draws.randrange(len(self.dataset)))
-            if fits(problem, self.config) and not self._is_held_out(problem):
+            operands = operands_or_key(problem)
+            is_held_out = fraction(operands, self.config.seed_of_held_out) <= self._highest_held_out
+            is_excluded = not self._excluded.isdisjoint((digest_of(problem.key), digest_of(operands)))
+            if fits(problem, self.config) and not is_held_out and not is_excluded:
                 return problem
-        draw = f"training problem {index}: each of {DRAWS_PER_PROBLEM} draws of task={self.config.task!r} was held out"
-        if self.config.prompt_pattern:
-            draw += f" or did not match prompt_pattern={self.config.prompt_pattern!r}"
-        raise ValueError(draw)
-
-    def _is_held_out(self, problem: Problem) -> bool:
-        operands = operands_or_key(problem)
-        is_own = fraction(operands, self.config.seed_of_held_out) <= self._highest_held_out
-        return is_own or not self._excluded.isdisjoint((digest_of(problem.key), digest_of(operands)))
+        pattern = self.config.prompt_pattern
+        unfit = f" or did not match prompt_pattern={pattern!r}" if pattern else ""
+        raise ValueError(
+            f"training problem {index}: each of {DRAWS_PER_PROBLEM} draws of task={self.config.task!r} was held out{unfit}"
+        )
 
     def held_out(self) -> list[Problem]:
         return list(self._held_out)

@@ -2,17 +2,13 @@
 
 from random import Random
 
-from controllers.environments.base import Problem
-from controllers.environments.episode import Reply
+from controllers.environments.base import Problem, Reply
 
 DIGITS = 10
 
 
 class Game:
-    """A game. "+": the secret is larger than the guess, "-": smaller, "=": found, "?": no digit.
-
-    The prompt is also "?". The game ends with "=" or after the last guess.
-    """
+    """Replies: "+" if the secret is larger than the guess, "-" smaller, "=" found, "?" no digit."""
 
     def __init__(self, secret: int, num_guesses: int) -> None:
         self.secret = secret
@@ -32,11 +28,7 @@ class Game:
 
 
 class GuessingGame:
-    """Ten equally frequent secrets. The reward is 1 if found within `num_guesses` guesses, else 0.
-
-    Not held out from training: the "held-out" problems are the games with a secret below
-    num_held_out.
-    """
+    """Ten equally frequent secrets; "held-out", but also trained, are those below num_held_out."""
 
     def __init__(self, *, seed: int, num_held_out: int, num_guesses: int = 4) -> None:
         if num_guesses < 1:

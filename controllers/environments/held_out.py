@@ -14,7 +14,7 @@ from rl_actors.json_files import read_object
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """What a run held out; later runs from its weights hold out the same."""
+    """What a run held out, also for later runs from its weights."""
 
     seed: int
     digests: frozenset[str]  # digest_of of every key
@@ -39,7 +39,6 @@ def fraction(key: str, seed: int) -> float:
 
 
 def digest_of(key: str) -> str:
-    """The short hash under which a run remembers a held-out key."""
     return blake2b(key.encode(), digest_size=8).hexdigest()
 
 
@@ -68,9 +67,9 @@ def hold_out(
 ) -> tuple[list[Problem], float]:
     """The held-out problems, and the highest hash of their keys.
 
-    Reads until `number` keys have hashes below `share` (0: reads all), and takes the `number`
-    lowest. Of problems with one key the first counts. Raises ValueError, naming the source, if
-    `number` is more than half of the keys read; with may_be_all only if there is no problem.
+    Reads until `number` keys have hashes below `share` (0: all), and takes the `number` lowest; of
+    one key the first problem. Raises ValueError, naming the source, if `number` is more than half
+    of the keys read; with may_be_all only if there is no problem.
     """
     found: dict[str, tuple[float, Problem]] = {}
     num_low = 0

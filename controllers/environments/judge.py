@@ -21,8 +21,7 @@ class JudgeConfig:
         "Question: {question}\nRight answer: {answer}\nAnswer of a student: {completion}\n\n"
         'How good is the answer of the student? End with a line "score: N", with N from 0 to 10.'
     )
-    """Request to the judge, with {question} (metadata["question"], else the prompt), {answer} (the
-    right one) and {completion}."""
+    """Request, with {question} (metadata["question"], else the prompt), {answer} and {completion}."""
     pattern: str = r"score:\s*(\d+(?:\.\d+)?)"
     """Regular expression of the score: the first group of the last match in the judge's answer."""
     best_score: float = 10.0

@@ -1,5 +1,6 @@
 """An environment that mixes the problems of several environments by weight."""
 
+import math
 from collections import Counter
 from collections.abc import Awaitable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,63 +13,51 @@ from controllers.environments.config import LIMITS_OF_RUN, EnvironmentConfig
 from controllers.environments.held_out import digest_of, digests_of
 
 DRAWS_PER_PROBLEM = 1000
-"""Problems of a part that are tried for one training problem."""
-
-BLOCK = 100
-"""In each block of this many indices, a part has the same number of problems."""
+BLOCK = 100  # in each block of this many indices, a part has the same number of problems
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """One of the environments of a mixture."""
-
-    name: str
-    weight: float  # share of the training problems; all add up to 1
-    config: EnvironmentConfig
+@dataclass(kw_only=True)
+class Part(EnvironmentConfig):
+    name: str = ""  # default: the task
+    weight: float = 1.0  # read_parts divides them by their sum
 
 
 def read_parts(config: EnvironmentConfig) -> list[Part]:
-    """The parts, with unset fields from `config`. Raises ValueError, naming the part.
-
-    num_held_out is divided by weight, at least 1 each.
-    """
+    """With unset fields from `config`; num_held_out is divided by weight. Raises ValueError."""
     if len(config.mixture) > BLOCK:
         raise ValueError(
             f"mixture has {len(config.mixture)} parts, but at most {BLOCK} are allowed: each needs at least one problem in every block "
             f"of {BLOCK} training problems"
         )
-    around = asdict(config) | {"mixture": []}
-    total = sum(_weight(number, values) for number, values in enumerate(config.mixture))
-    parts = []
-    for number, values in enumerate(config.mixture):
-        own = {name: value for name, value in values.items() if name not in ("weight", "name")}
-        if limits := [name for name in LIMITS_OF_RUN if name in own]:
-            raise ValueError(
-                f"mixture[{number}] sets {limits[0]}, which applies to the whole run; set environment.{limits[0]} instead"
-            )
-        if own.get("mixture"):
-            raise ValueError(f"mixture[{number}] is itself a mixture; list its parts in the outer mixture")
-        if "task" not in own:
-            raise ValueError(f"mixture[{number}]={values} names no task")
-        try:
-            made = config_file.from_values(EnvironmentConfig, around | own)
-        except ValueError as error:
-            raise ValueError(f"mixture[{number}]: {error}") from None
-        weight = _weight(number, values) / total
-        if "num_held_out" not in own:
-            made.num_held_out = max(1, round(config.num_held_out * weight))
-        parts.append(Part(name=str(values.get("name", made.task)), weight=weight, config=made))
+    parts = [_read_part(config, f"mixture[{number}]", values) for number, values in enumerate(config.mixture)]
+    total = sum(part.weight for part in parts)
+    for part, values in zip(parts, config.mixture, strict=True):
+        part.weight /= total
+        if "num_held_out" not in values:
+            part.num_held_out = max(1, round(config.num_held_out * part.weight))
     repeated = [name for name, count in Counter(part.name for part in parts).items() if count > 1]
     if repeated:
         raise ValueError(f"mixture has several parts with the name {repeated[0]!r}; give each part a different name")
     return parts
 
 
-def _weight(number: int, values: dict[str, object]) -> float:
-    weight = values.get("weight", 1.0) if isinstance(values, dict) else None
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
-        raise ValueError(f"mixture[{number}]={values}; it must be an object whose weight is a number above 0")
-    return float(weight)
+def _read_part(config: EnvironmentConfig, where: str, values: dict[str, object]) -> Part:
+    if limits := [name for name in LIMITS_OF_RUN if name in values]:
+        raise ValueError(
+            f"{where} sets {limits[0]}, which applies to the whole run; set environment.{limits[0]} instead"
+        )
+    if values.get("mixture"):
+        raise ValueError(f"{where} is itself a mixture; list its parts in the outer mixture")
+    if "task" not in values:
+        raise ValueError(f"{where}={values} names no task")
+    try:
+        part = config_file.from_values(Part, asdict(config) | {"mixture": []} | values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if not 0 < part.weight < math.inf:
+        raise ValueError(f"{where}={values}; it must be an object whose weight is a number above 0")
+    part.name = part.name or part.task
+    return part
 
 
 @runtime_checkable
@@ -82,16 +71,15 @@ class MixedEnvironment:
     """Problems of several environments; `source` is the name of a problem's own."""
 
     def __init__(self, parts: Sequence[Part], environments: Sequence[Environment], seed: int):
-        self.names = [part.name for part in parts]
-        self.environments = dict(zip(self.names, environments, strict=True))
+        names = [part.name for part in parts]
+        self.environments = dict(zip(names, environments, strict=True))
         self.seed = seed
-        self.counts = _counts([part.weight for part in parts])
+        self.counts = dict(zip(names, _counts([part.weight for part in parts]), strict=True))
         self._excluded: frozenset[str] = frozenset()
-        # what one part holds out no part trains on
-        self.exclude(digests_of(self.held_out()))
+        self.exclude(digests_of(self.held_out()))  # what one part holds out no part trains on
 
     def exclude(self, digests: frozenset[str]) -> None:
-        """Give no training problem with one of these digests (digest_of)."""
+        """Give no training problem with one of these digests."""
         self._excluded |= digests
         for environment in self.environments.values():
             if isinstance(environment, Excluding):
@@ -99,11 +87,11 @@ class MixedEnvironment:
 
     def problem(self, index: int) -> Problem:
         block, position = divmod(index, BLOCK)
-        order = [name for name, count in zip(self.names, self.counts, strict=True) for _ in range(count)]
+        order = [name for name, count in self.counts.items() for _ in range(count)]
         Random(f"{self.seed}/{block}").shuffle(order)
         name = order[position]
-        count = self.counts[self.names.index(name)]
-        return self._of(name, self._part_problem(name, block * count + order[:position].count(name)))
+        own_index = block * self.counts[name] + order[:position].count(name)
+        return replace(self._part_problem(name, own_index), source=name)
 
     def _part_problem(self, name: str, index: int) -> Problem:
         """Draws another index if the key is excluded, which a user's own part may not do."""
@@ -117,13 +105,11 @@ class MixedEnvironment:
         raise ValueError(f"mixture, {name}: {DRAWS_PER_PROBLEM} problems drawn for problem {index} are all held out")
 
     def held_out(self) -> list[Problem]:
-        return [self._of(name, problem) for name in self.names for problem in self.environments[name].held_out()]
+        environments = self.environments.items()
+        return [replace(problem, source=name) for name, each in environments for problem in each.held_out()]
 
     def reward(self, problem: Problem, completion: str) -> Reward | Awaitable[Reward]:
         return self.environments[problem.source].reward(problem, completion)
-
-    def _of(self, name: str, problem: Problem) -> Problem:
-        return replace(problem, source=name)
 
 
 def _counts(weights: Sequence[float]) -> list[int]:

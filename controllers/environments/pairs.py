@@ -1,14 +1,13 @@
 """Preference pairs that need no file: a right and a wrong sum."""
 
+import itertools
 from collections.abc import Iterator
 from random import Random
 
 from controllers.environments.config import EnvironmentConfig
 from controllers.environments.data import DataEnvironment, Row
 
-# smallest and largest term
-FIRST = 10
-LAST = 99
+TERMS = range(10, 100)
 
 
 def additions(*, seed: int, num_held_out: int) -> DataEnvironment:
@@ -20,9 +19,8 @@ def additions(*, seed: int, num_held_out: int) -> DataEnvironment:
 
 
 def _rows(draw: Random) -> Iterator[Row]:
-    for a in range(FIRST, LAST + 1):
-        for b in range(FIRST, LAST + 1):
-            wrong = a + b
-            while wrong == a + b:
-                wrong = draw.randint(FIRST, LAST) + draw.randint(FIRST, LAST)
-            yield f"{a}+{b}", {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(wrong)}
+    for a, b in itertools.product(TERMS, TERMS):
+        wrong = a + b
+        while wrong == a + b:
+            wrong = draw.randint(10, 99) + draw.randint(10, 99)
+        yield f"{a}+{b}", {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(wrong)}

@@ -1,10 +1,10 @@
-"""A pool of processes for slow reward functions, beside the event loop.
-
-The standard library's pools cannot end one process whose call hangs, and import the main module.
-"""
+"""A pool of processes for slow reward functions, beside the event loop. The standard library's pools
+cannot end one process whose call hangs, and import the main module."""
 
 import asyncio
 import contextlib
+import ctypes
+import faulthandler
 import inspect
 import logging
 import os
@@ -14,22 +14,29 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Self
+from typing import Any
 
 import cloudpickle
 
 from controllers.environments.base import Environment
-from controllers.environments.pool_worker import START
+from controllers.environments.own_code import described
 
-START_TIMEOUT = 120.0
-"""Seconds in which a new process must import the reward functions."""
+START_TIMEOUT = 120.0  # seconds in which a new process must import the reward functions
+END_TIMEOUT = 5.0  # seconds to wait for the exit status of a process that closed its connection
 
-END_TIMEOUT = 5.0
-"""Seconds to wait for the exit status of a process that closed its connection."""
+PR_SET_PDEATHSIG = 1
+# arguments: file descriptor of the connection, entries of sys.path
+START = """
+import sys
+sys.path[:] = sys.argv[2:]
+from controllers.environments.pool import main
+main(int(sys.argv[1]))
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +46,11 @@ class RewardFailed(RuntimeError):
 
 
 class RewardPool:
-    """Processes that call reward functions; one thread each sends a request and waits.
+    """Processes that call reward functions, and end with their parent; a thread waits for each."""
 
-    A process that times out or ends is replaced. All end by `close`, or with their parent.
-    """
-
-    def __init__(self, environments: Mapping[str, Environment], *, num_workers: int) -> None:
+    def __init__(self, environments: Mapping[str, Environment] | None = None, *, num_workers: int = 0) -> None:
         """environments: by name, for errors. Raises ValueError for what cannot be pickled."""
+        environments = environments or {}
         self._numbers: dict[int, int] = {}  # {id(environment): index of its function}
         self._environments = list(environments.values())  # keeps their ids taken
         functions: list[Callable] = []
@@ -53,32 +58,28 @@ class RewardPool:
             function = reward_function(environment)
             if id(environment) in self._numbers or is_async(function):
                 continue
-            _require_picklable(name, function, num_workers)
+            try:
+                cloudpickle.dumps(function)
+            except Exception as error:  # of many classes
+                raise ValueError(
+                    f"{name}: reward_workers={num_workers}, but the reward {name_of(function)} cannot be sent to a process: {error}"
+                ) from None
             self._numbers[id(environment)] = len(functions)
             functions.append(function)
         self._names = ", ".join(map(name_of, functions))
         self._functions = cloudpickle.dumps(functions)
         self._workers = [_Worker() for _ in range(num_workers if functions else 0)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        # PR_SET_PDEATHSIG kills a process when the thread that started it ends, so these start them
         self._threads = ThreadPoolExecutor(max(1, num_workers), thread_name_prefix="reward")
         self._lock = threading.Lock()  # held while a process starts, so that `close` sees it
         self._is_closed = False
         self.num_replaced = 0
 
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def start(self) -> None:
         """Raises ValueError, naming the functions, if a process cannot import them."""
         try:
-            # PR_SET_PDEATHSIG kills a process when the thread that started it ends, so the pool's
-            # own threads do
-            for _ in self._threads.map(self._start, self._workers):
-                pass
+            list(self._threads.map(self._start, self._workers))
         except BaseException:
             self.close()
             raise
@@ -100,11 +101,8 @@ class RewardPool:
         return id(environment) in self._numbers
 
     async def ask(self, environment: Environment, *arguments: object, timeout: float) -> object:
-        """The answer of a reward function. timeout: seconds, from when a process is free.
-
-        Raises TimeoutError; RewardFailed if the function raised or its process ended; ValueError if
-        the replacement of a process cannot load the functions.
-        """
+        """timeout: seconds, from when a process is ready. Raises TimeoutError; RewardFailed if the
+        function raised or its process ended; ValueError if a new one cannot load the functions."""
         request = pickle.dumps((self._numbers[id(environment)], arguments))
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._ask, request, timeout)
@@ -112,31 +110,25 @@ class RewardPool:
     def _ask(self, request: bytes, timeout: float) -> object:
         worker = self._idle.get()
         try:
+            self._start(worker)
             is_answer, answer = worker.ask(request, timeout)
         except (TimeoutError, RewardFailed) as error:
-            self._replace(worker, error)
+            with self._lock:
+                if not self._is_closed:
+                    logger.warning("the reward process with pid %s is replaced: %s", worker.pid, error)
+                    self.num_replaced += 1
+                    worker.end()
             raise
         finally:
             self._idle.put(worker)
-        if not is_answer:
-            raise RewardFailed(answer)
-        return answer
-
-    def _replace(self, worker: "_Worker", reason: Exception) -> None:
-        """Restart the worker's process, unless the pool is closed."""
-        with self._lock:
-            if self._is_closed:
-                return
-            logger.warning("the reward process with pid %s is replaced: %s", worker.pid, reason)
-            self.num_replaced += 1
-            worker.kill()
-            worker.disconnect()
-        self._start(worker)
+        if is_answer:
+            return answer
+        raise RewardFailed(answer)
 
     def _start(self, worker: "_Worker") -> None:
-        """Start a process with the reward functions, unless the pool is closed."""
+        """Start a process with the reward functions, unless there is one or the pool is closed."""
         with self._lock:
-            if self._is_closed:
+            if self._is_closed or worker.pid is not None:
                 return
             worker.start()
         try:
@@ -145,13 +137,11 @@ class RewardPool:
             error = f"the process did not import them within {START_TIMEOUT:g} s"
         except RewardFailed as failure:
             error = str(failure)
-        if error is None:
-            return
-        with self._lock:
-            # a late answer would be taken for that of the next `ask`
-            worker.kill()
-            worker.disconnect()
-        if not self._is_closed:
+        if error is not None:
+            with self._lock:
+                if self._is_closed:
+                    return
+                worker.end()  # a late answer would be taken for that of the next `ask`
             raise ValueError(f"a process of reward_workers cannot load the rewards {self._names}: {error}")
 
 
@@ -168,7 +158,6 @@ class _Worker:
 
     def start(self) -> None:
         ours, theirs = Pipe()
-        self._connection = None  # `ask` fails until the process has started
         with theirs:
             path = [os.path.abspath(folder) for folder in sys.path]
             self._process = subprocess.Popen(
@@ -180,20 +169,14 @@ class _Worker:
             )
         self._connection = ours
 
-    def ask(self, request: bytes, timeout: float):
-        """Send a message and return the answer.
-
-        Raises TimeoutError after `timeout` seconds, RewardFailed if the process ended or does not
-        exist.
-        """
-        connection = self._connection
-        if connection is None:
-            raise RewardFailed("the process could not be started, or the pool is closed")
+    def ask(self, request: bytes, timeout: float) -> Any:
+        """Raises TimeoutError after `timeout` seconds, RewardFailed if the process has ended."""
+        if self._connection is None:
+            raise RewardFailed("the pool is closed")
         try:
-            connection.send_bytes(request)
-            has_answer = connection.poll(timeout)
-            if has_answer:
-                return pickle.loads(connection.recv_bytes())
+            self._connection.send_bytes(request)
+            if self._connection.poll(timeout):
+                return pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
             raise RewardFailed(f"the process {self._status()}") from None
         raise TimeoutError(f"no answer within {timeout:g} s")
@@ -205,6 +188,10 @@ class _Worker:
         except subprocess.TimeoutExpired:
             return "closed its connection, but did not end"
         return f"ended with {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
+
+    def end(self) -> None:
+        self.kill()
+        self.disconnect()
 
     def kill(self) -> None:
         """End the process group."""
@@ -225,17 +212,9 @@ def reward_function(environment: Environment) -> Callable:
 
 
 def is_async(function: Callable) -> bool:
-    """Also for an object whose `__call__` is `async`."""
+    """Also for an object whose `__call__` is `async`, and for a TextScore."""
+    function = getattr(function, "compare", function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def _require_picklable(name: str, function: Callable, num_workers: int) -> None:
-    try:
-        cloudpickle.dumps(function)
-    except Exception as error:  # of many classes
-        raise ValueError(
-            f"{name}: reward_workers={num_workers}, but the reward {name_of(function)} cannot be sent to a process: {error}"
-        ) from None
 
 
 def name_of(function: Callable) -> str:
@@ -243,3 +222,45 @@ def name_of(function: Callable) -> str:
     named = getattr(function, "compare", getattr(function, "__self__", function))
     named = named if hasattr(named, "__qualname__") else type(named)
     return f"{named.__module__}:{named.__qualname__}"
+
+
+def main(handle: int) -> None:
+    """A process of the pool. Answers until the pool closes the connection. handle: its file descriptor."""
+    faulthandler.enable()  # prints the line that crashed
+    # ends this process with its parent thread, also while a reward hangs
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A scheduler may signal all processes of a job, but the run still needs rewards. SIG_IGN would
+    # be inherited by programs that a reward starts.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    os.set_inheritable(handle, False)  # else programs of rewards keep the connection open
+    connection = Connection(handle)
+    try:
+        functions: Sequence[Callable] = pickle.loads(connection.recv_bytes())
+    except EOFError:
+        return
+    except Exception as error:  # the user's modules may raise anything
+        connection.send_bytes(pickle.dumps(described(error)))
+        return
+    connection.send_bytes(pickle.dumps(None))
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except EOFError:
+            return
+        connection.send_bytes(_answer(functions, request))
+
+
+def _answer(functions: Sequence[Callable], request: bytes) -> bytes:
+    try:
+        number, arguments = pickle.loads(request)
+        reward = functions[number](*arguments)
+        if inspect.isawaitable(reward):
+            with asyncio.Runner() as runner:
+                reward = runner.get_loop().run_until_complete(reward)
+        return pickle.dumps((True, reward))
+    except Exception as error:
+        traceback.print_exc()
+        return pickle.dumps((False, described(error)))
+    finally:
+        sys.stdout.flush()

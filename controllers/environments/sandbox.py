@@ -1,7 +1,5 @@
 """A reward for Python code: 1 if the program in a completion passes the problem's tests, else 0.
-
-Limits time, memory and file size, and has no network where the system allows it. Guards against
-mistakes, not against malice.
+Guards against mistakes, not against malice.
 """
 
 import ast
@@ -16,18 +14,20 @@ import tempfile
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import tyro
+from annotated_types import Interval
 
 from controllers.environments.base import Problem
+from rl_actors.field_types import CountingInt
 
-FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([^\s`]*)[^\n`]*$", re.MULTILINE)
-"""A fence of a block of code. Group 1: the fence, group 2: the language."""
+FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([^\s`]*)[^\n`]*$", re.MULTILINE)  # group 2: the language
 LANGUAGES = ("", "python", "python3", "py", "py3")
 CALLABLE = re.compile(r"^(?:async\s+def|def|class)\s+(\w+)", re.MULTILINE)
 ASSIGNED = re.compile(r"^(\w+)\s*(?::[^=\n]+)?=(?!=)", re.MULTILINE)
-"""Names that a program defines at its top level."""
 MAX_FILE_BYTES = 1 << 20
-CLOCK_FACTOR = 4
-"""Wall-clock seconds per CPU second."""
+CLOCK_FACTOR = 4  # wall-clock seconds per CPU second
 
 # Runs before the program. `unshare` takes away the network, if the system allows it. `prctl` ends
 # the process with its parent; it comes after `unshare`, because a new user namespace undoes it.
@@ -54,27 +54,20 @@ for path, name in ((program, "program"), (tests, "__main__")):
         exec(compile(file.read(), path, "exec"), module.__dict__)
 sys.exit(passed)
 """
-PASSED_STATUSES = [*range(100, 120), *range(121, 256)]
-"""Exit statuses that no Python error gives (120: the last output cannot be written). One is drawn
-for each program."""
+PASSED_STATUSES = [*range(100, 120), *range(121, 256)]  # no Python error gives one; 120: output fails
 
 
 @dataclass(kw_only=True)
 class SandboxConfig:
-    cpu_seconds: int = 5
+    cpu_seconds: CountingInt = 5
     """CPU seconds of the program with its tests; the wall-clock limit is four times as long."""
-    memory_mib: int = 1024
+    memory_mib: Annotated[int, Interval(ge=64), tyro.conf.arg(metavar="INT>=64")] = 1024
     """Largest address space of the process, in MiB."""
 
     @property
     def seconds(self) -> int:
-        """Wall-clock limit of a program."""
+        """By the wall clock."""
         return CLOCK_FACTOR * self.cpu_seconds
-
-    def validate(self) -> None:
-        if self.cpu_seconds < 1 or self.memory_mib < 64:
-            given = f"sandbox.cpu_seconds={self.cpu_seconds}, sandbox.memory_mib={self.memory_mib}"
-            raise ValueError(f"{given}; the first must be at least 1, the second at least 64")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +86,9 @@ class Sandbox:
     async def _passes(self, program: Path, tests: Path) -> bool:
         passed = secrets.choice(PASSED_STATUSES)
         limits = (self.config.cpu_seconds, self.config.memory_mib << 20, MAX_FILE_BYTES)
+        arguments = map(str, (program, tests, os.getpid(), passed, *limits))
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-c", LIMITED, *map(str, (program, tests, os.getpid(), passed, *limits))),
+            *(sys.executable, "-I", "-c", LIMITED, *arguments),
             cwd=program.parent,
             env={},
             stdin=asyncio.subprocess.DEVNULL,
@@ -114,10 +108,8 @@ class Sandbox:
 
 
 def program_of(completion: str, tests: str) -> str:
-    """The longest block that defines a name of the tests; else the last; else the completion.
-
-    Assignments count only if no block has such a function or class, as they use the solution.
-    """
+    """The longest block that defines a name of the tests, as a function or class, or else by an
+    assignment, which may only use the solution; else the last block; else the completion."""
     text = completion.replace("\r\n", "\n").replace("\r", "\n")
     blocks = _blocks(text)
     for named in (_used(tests), set(re.findall(r"\w+", tests))):
@@ -130,9 +122,7 @@ def program_of(completion: str, tests: str) -> str:
 
 def _used(tests: str) -> set[str]:
     """The names, imports and attributes that the tests use but do not define."""
-    tree = _parsed(tests)
-    if tree is None:
-        return set()
+    tree = _parsed(tests) or ast.Module(body=[], type_ignores=[])
     used: set[str] = set()
     own = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     for node in ast.walk(tree):
@@ -149,21 +139,12 @@ def _used(tests: str) -> set[str]:
 def _blocks(text: str) -> list[str]:
     """The text before the first fence, and the blocks of Python. The last may lack its fence."""
     blocks = []
-    first = FENCE.search(text)
-    if first is not None:
-        before = text[: first.start()]
-        if _parsed(before) is not None:  # prose may look like one: "add: total = a + b"
-            blocks.append(before)
-    opening = first
+    opening = FENCE.search(text)
+    if opening and _parsed(text[: opening.start()]) is not None:  # not prose, such as "add: total = a + b"
+        blocks.append(text[: opening.start()])
     while opening is not None:
-        closing = next(
-            (
-                match
-                for match in FENCE.finditer(text, opening.end())
-                if match[1].startswith(opening[1]) and not match[2]
-            ),
-            None,
-        )
+        later = FENCE.finditer(text, opening.end())
+        closing = next((match for match in later if match[1].startswith(opening[1]) and not match[2]), None)
         if opening[2].lower() in LANGUAGES:
             end = closing.start() if closing else len(text)
             blocks.append(textwrap.dedent(text[opening.end() : end].lstrip("\n")))

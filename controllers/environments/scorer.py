@@ -4,24 +4,27 @@ import asyncio
 import contextlib
 import inspect
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from controllers.environments.base import Environment, Problem, RewardError, as_reward
+from controllers.environments.base import (
+    AnyEnvironment,
+    Environment,
+    EpisodeEnvironment,
+    Problem,
+    RewardError,
+    as_reward,
+)
 from controllers.environments.config import EnvironmentConfig
-from controllers.environments.episode import AnyEnvironment, EpisodeEnvironment
 from controllers.environments.mixture import MixedEnvironment
 from controllers.environments.own_code import described
 from controllers.environments.pool import RewardPool, name_of, reward_function
-from controllers.environments.together import together
 
-TOTAL = "reward"
-"""The component that is the reward; without it, the sum of all."""
-
-LONGEST_PAUSE = 30.0
-"""Retries of an `async` function wait 1, 2, 4, … s, at most this, for a server that restarts."""
+T = TypeVar("T")
+TOTAL = "reward"  # the component that is the reward; without it, the sum of all
+LONGEST_PAUSE = 30.0  # seconds, of 1, 2, 4, … before retries of an `async` function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +32,9 @@ class Rewards:
     """Rewards of the completions of one problem."""
 
     totals: list[float]
-    # By name; None where a completion lacks the component. Empty for plain numbers.
-    components: dict[str, list[float | None]]
     num_retries: int
+    # By name; None where a completion lacks the component. Empty for plain numbers.
+    components: dict[str, list[float | None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,51 +45,43 @@ class Scorer:
     max_retries: int = 2
     # concurrent awaited answers, without those of the pool
     slots: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, 64))
-    pool: RewardPool | None = None
+    pool: RewardPool = field(default_factory=RewardPool)
 
     @staticmethod
     def of(config: EnvironmentConfig, environments: Mapping[str, AnyEnvironment] | None = None) -> "Scorer":
-        """A scorer with the limits of a config, and with a pool if reward_workers is above 0.
-
-        environments: by name, for error texts. With a pool, raises ValueError for a reward function
-        that cannot be sent to a process, and for episodes.
-        """
-        with_reward: dict[str, Environment] = {}
+        """environments: by name, for error texts. With reward_workers, raises ValueError for a reward
+        function that cannot be sent to a process, and for episodes."""
+        single: dict[str, Environment] = {}
         for name, environment in (environments or {}).items():
-            if not isinstance(environment, EpisodeEnvironment):
-                with_reward[name] = environment
+            if isinstance(environment, MixedEnvironment):
+                single |= {f"{name}, {part}": each for part, each in environment.environments.items()}
+            elif not isinstance(environment, EpisodeEnvironment):
+                single[name] = environment
             elif config.reward_workers:
                 raise ValueError(
                     f"reward_workers={config.reward_workers}, but {name} has episodes, which the controller plays itself"
                 )
-        single = _without_mixtures(with_reward)
         return Scorer(
             timeout=config.reward_timeout,
             max_retries=config.reward_retries,
             slots=asyncio.Semaphore(config.reward_concurrency),
-            pool=RewardPool(single, num_workers=config.reward_workers) if config.reward_workers else None,
+            pool=RewardPool(single if config.reward_workers else {}, num_workers=config.reward_workers),
         )
 
     def start(self) -> None:
-        """Start the pool. Raises ValueError, naming functions that a process cannot import."""
-        if self.pool is not None:
-            self.pool.start()
+        """Raises ValueError, naming functions that a process of the pool cannot import."""
+        self.pool.start()
 
     def close(self) -> None:
-        if self.pool is not None:
-            self.pool.close()
+        self.pool.close()
 
     @property
     def num_replaced(self) -> int:
-        """Processes of the pool that ended or timed out."""
-        return 0 if self.pool is None else self.pool.num_replaced
+        return self.pool.num_replaced
 
     async def score(self, environment: Environment, problem: Problem, texts: Sequence[str]) -> Rewards:
-        """Rewards by one call of `rewards(problem, completions)`, or by `reward` one by one.
-
-        Raises RewardError, naming prompt and completion, for a reward that is not finite, after the
-        last failed retry, or if `rewards` does not give one for each completion.
-        """
+        """By one call of `rewards`, or by `reward` one by one. Raises RewardError, naming prompt and
+        completion, for one that is missing or not finite, or after the last retry."""
         owner = _owner(environment, problem)
         if getattr(owner, "rewards", None) is not None:
             answers, num_retries = await self._ask(owner, problem, list(texts))
@@ -122,54 +117,53 @@ class Scorer:
 
     async def _ask(self, environment: Environment, problem: Problem, completion: str | list[str]) -> tuple[object, int]:
         """The answer and the number of retries. Only awaited answers are retried."""
-        limits: Callable[[], contextlib.AbstractAsyncContextManager[None]] = self.limits
         ask: Callable[[], object] = partial(reward_function(environment), problem, completion)
-        pauses = True
-        if self.pool is not None and self.pool.calls(environment):
+        is_pooled = self.pool.calls(environment)
+        if is_pooled:
             ask = partial(self.pool.ask, environment, problem, completion, timeout=self.timeout)
-            limits = contextlib.nullcontext  # the pool counts from when a process is free
-            # no pause: the pool has replaced the process
-            pauses = False
         for attempt in range(self.max_retries + 1):
-            if attempt and pauses:
+            if attempt and not is_pooled:
                 await asyncio.sleep(min(2.0 ** (attempt - 1), LONGEST_PAUSE))
             try:
                 answer = ask()
             except Exception as error:
-                # raised by a plain function: a bug, so no retry
-                error.add_note(
-                    f"The reward function raised this for completion {completion!r} of prompt {problem.prompt!r}."
-                )
-                raise
+                error.add_note(f"The reward function raised this for {_where(problem, completion)}.")
+                raise  # by a plain function: a bug, so no retry
             if not inspect.isawaitable(answer):
                 return answer, 0
             try:
-                async with limits():
+                # the pool counts from when a process is free
+                async with contextlib.nullcontext() if is_pooled else self.limits():
                     return await answer, attempt
             except Exception as error:
                 failure = f"no answer within {self.timeout:g} s" if isinstance(error, TimeoutError) else repr(error)
-        where = f"completion {completion!r} of prompt {problem.prompt!r}"
+        where = _where(problem, completion)
         raise RewardError(f"the reward of {where} failed {self.max_retries + 1} times, the last time with {failure}")
 
     @contextlib.asynccontextmanager
     async def limits(self) -> AsyncIterator[None]:
-        """Awaits a slot, then cancels its body after `timeout` seconds with TimeoutError."""
+        """Awaits a slot; after `timeout` seconds more raises TimeoutError."""
         async with self.slots, asyncio.timeout(self.timeout):
             yield
+
+
+async def together(work: Iterable[Coroutine[object, None, T]]) -> list[T]:
+    """The results in order. The first error cancels the others and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _where(problem: Problem, completion: str | list[str]) -> str:
+    return f"completion {completion!r} of prompt {problem.prompt!r}"
 
 
 def _owner(environment: Environment, problem: Problem) -> Environment:
     """The part of a mixture that the problem comes from, or the environment itself."""
     return environment.environments[problem.source] if isinstance(environment, MixedEnvironment) else environment
-
-
-def _without_mixtures(environments: Mapping[str, Environment]) -> dict[str, Environment]:
-    """The environments, mixtures replaced by their parts; the keys are for error texts."""
-    single: dict[str, Environment] = {}
-    for name, environment in environments.items():
-        parts = environment.environments if isinstance(environment, MixedEnvironment) else {}
-        single |= {f"{name}, {part}": each for part, each in parts.items()} or {name: environment}
-    return single
 
 
 def _parts(answer: Any, problem: Problem, text: str) -> dict[str, float]:
@@ -182,6 +176,6 @@ def _parts(answer: Any, problem: Problem, text: str) -> dict[str, float]:
         if TOTAL not in parts:
             parts[TOTAL] = as_reward(math.fsum(parts.values()))  # fsum: 0.7 + 0.2 + 0.1 is 1.0
     except (ValueError, OverflowError):
-        where = f"completion {text!r} of prompt {problem.prompt!r}"
+        where = _where(problem, text)
         raise RewardError(f"the reward of {where} is {answer!r}; it must be a finite number") from None
     return parts

@@ -1,11 +1,21 @@
-"""Functions that compare a completion with the right answer. They use no model."""
+"""The functions that score a completion: comparisons with the right answer, or a user's own."""
 
 import functools
 import re
 import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from controllers.environments.base import Problem, Reward
+from controllers.environments.config import EnvironmentConfig
+from controllers.environments.judge import Judge
+from controllers.environments.own_code import imported, require_takes
+from controllers.environments.sandbox import Sandbox
+
+Score = Callable[[Problem, str], Reward | Awaitable[Reward]]
+"""(problem, completion) -> reward, or an awaitable of it."""
 
 DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
-"""Marks where a text's mathematics is."""
 LATEX = re.compile(r"\\[A-Za-z]|\^|_\{")
 COMMANDS = re.compile(r"\\(?:begin|end)\{[^{}]*\}|\\text\{[^{}]*\}|\\[A-Za-z]+")
 WORDS = re.compile(r"[^\W\d_]{2,}")
@@ -13,6 +23,34 @@ NAME = re.compile(r"\\text\{([^{}]+)\}|([^\W\d_]{2,}(?: [^\W\d_]+)*)")
 SPACE_OF_THOUSANDS = re.compile(r"(?<=\d) (?=\d{3}\b)")
 LEAD_IN = re.compile(r"\bis\b|:")
 NUMBER_WITH_SEPARATORS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+
+
+def text_score(config: EnvironmentConfig) -> Score:
+    """Raises ValueError if a user's function cannot be imported or takes other arguments."""
+    if config.reward == "judge":
+        return Judge(config=config.judge)
+    if config.reward == "python":
+        return Sandbox(config=config.sandbox)
+    compares: dict[str, Callable[[str, str], Reward]] = {
+        "exact_match": exact_match,
+        "math_verify": math_verify,
+        "regex": functools.partial(last_match, config.reward_pattern),
+    }
+    if config.reward in compares:
+        return TextScore(compares[config.reward])
+    compare = imported("reward", config.reward)
+    require_takes(f"reward={config.reward!r}", compare, "answer", "completion")
+    return TextScore(compare)
+
+
+@dataclass(frozen=True, slots=True)
+class TextScore:
+    """Scores with a function of (answer, completion), which may be `async`."""
+
+    compare: Callable[[str, str], Reward | Awaitable[Reward]]
+
+    def __call__(self, problem: Problem, completion: str) -> Reward | Awaitable[Reward]:
+        return self.compare(problem.answer, completion)
 
 
 def exact_match(answer: str, completion: str) -> float:
@@ -31,10 +69,7 @@ def math_verify(answer: str, completion: str) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def gold_values(answer: str) -> tuple:
-    """The values of a right answer: LaTeX, delimited or not, an expression or a name; or ().
-
-    gold_values(r"2\\sqrt{3}") -> (2*sqrt(3), "2\\sqrt{3}")
-    """
+    """The values of a right answer, or (): r"2\\sqrt{3}" -> (2*sqrt(3), "2\\sqrt{3}")"""
     name = _name(answer)
     # without \text, LaTeX reads a name as a product of letters, equal to its anagrams
     values = _values(answer, is_gold=True) if name is None else _parse(rf"$\text{{{name}}}$")
@@ -48,11 +83,8 @@ def _name(text: str) -> str | None:
 
 
 def _values(text: str, *, is_gold: bool = False) -> list:
-    """What math_verify parses. LaTeX without delimiters is read as LaTeX, whole.
-
-    Without LaTeX a completion may be equations, such as "16-7=9, 9*2=18", so its last number
-    counts, too.
-    """
+    """LaTeX without delimiters is read as LaTeX, whole. Of equations without LaTeX, such as
+    "16-7=9, 9*2=18", the last number counts, too."""
     values: list = []
     if not DELIMITED.search(text):
         for candidate in _candidates(text):
@@ -89,11 +121,9 @@ def _timeout() -> int | None:
 
 
 def last_match(pattern: str, answer: str, completion: str) -> float:
-    """1.0 if the last matches in completion and answer are equal, else 0.0.
+    """1.0 if the last matches in completion and answer, or the whole answer, are equal, else 0.0.
 
-    An answer without a match counts whole. The first group that took part is compared, without
-    thousands separators: "2,125" equals "2125".
-    last_match(r"#### (-?\\d+)", "72", "so 70 + 2\\n#### 72") -> 1.0
+    The first group that took part is compared, without thousands separators.
     """
     found = _last_found(pattern, completion)
     expected = _last_found(pattern, answer)

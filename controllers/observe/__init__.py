@@ -1,1 +1,1 @@
-"""What a run leaves to look at: its folder, metrics, panel, report, comparison, timeline and trackers."""
+"""What a run leaves: its folder, metrics, panel, report, comparison, timeline and trackers."""

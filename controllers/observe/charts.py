@@ -1,7 +1,4 @@
-"""Charts of runs as data, which templates/charts.js draws. METRICS says which metrics share a chart.
-
-A record is a line of metrics.jsonl: the step, the phase of the run (such as "sft") and the metrics.
-"""
+"""Charts of runs as data, which templates/charts.js draws. METRICS says which metrics share one."""
 
 import itertools
 import math
@@ -28,21 +25,25 @@ def series(records: Records, key: str) -> tuple[list[int], list[float]]:
     return steps, values
 
 
+def values(records: Records, key: str) -> list[float]:
+    return series(records, key)[1]
+
+
 def in_phase(records: Records, phase: str) -> Records:
     return [record for record in records if record.get("phase") == phase]
 
 
 def trained(records: Records) -> Records:
-    """The records of training steps of any phase. Step 0, of the phase "start", only validates."""
+    """The records of training steps of any phase. Step 0, of the phase "start", only evaluates."""
     return [record for record in records if record.get("phase") != "start"]
 
 
-def validation_metrics(records: Records) -> list[str]:
+def evaluation_metrics(records: Records) -> list[str]:
     return list(dict.fromkeys(name for record in records for name in record if name.startswith("eval/")))
 
 
 def draw(runs: Mapping[str, Records]) -> list[Chart]:
-    """The charts of one run, or of several runs: then every metric has a chart, with a curve for each run."""
+    """Of one run, or of several: then every metric has a chart, with a curve for each run."""
     charts: dict[str, Chart] = {}
     several = len(runs) > 1
     for name in _drawn_metrics(runs):
@@ -88,7 +89,7 @@ def _phases(records: Records) -> dict[str, list[Record]]:
 
 
 def _drawn_metrics(runs: Mapping[str, Records]) -> list[str]:
-    """In the order of METRICS; metrics of your own stand at the end."""
+    """In the order of METRICS, then metrics of your own."""
     every = list(itertools.chain(*runs.values()))
     is_late = any(record.get("age/max") for record in every)  # without a late group their ages say nothing
     names = [name for name in dict.fromkeys(itertools.chain(*every)) if metric_of(name).chart]
@@ -115,7 +116,7 @@ def _supervised(records: Records) -> dict[str, Any] | None:
 
 
 def timeline_chart(lines: Records) -> Chart | None:
-    """Who works when in the step of median duration of the run's second half. lines: those of timeline.jsonl."""
+    """Who works when in the step of median duration of the second half of timeline.jsonl."""
     later = sorted((line for line in lines[len(lines) // 2 :] if line["spans"]), key=lambda line: line["seconds"])
     if not later:
         return None
@@ -129,6 +130,5 @@ def timeline_chart(lines: Records) -> Chart | None:
 
 
 def run_charts(records: Records, timeline: Records = ()) -> list[Chart]:
-    """All charts of one run."""
     spans = timeline_chart(timeline)
     return draw({"": records}) + ([spans] if spans else [])

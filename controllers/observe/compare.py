@@ -1,4 +1,4 @@
-"""Compares runs: writes one HTML page whose charts have a curve for each run, and prints a table. Reads only the folders of the runs.
+"""Compares runs: one HTML page whose charts have a curve for each run, and a printed table.
 
 python -m controllers.observe.compare RUN RUN [RUN …] [--output compare.html]
 """
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from controllers.command import started_as
 from controllers.config_file import leaves
-from controllers.observe.charts import COLORS, draw, series, trained, validation_metrics
+from controllers.observe.charts import COLORS, Records, draw, evaluation_metrics, trained, values
 from controllers.observe.metric_table import METRICS
 from controllers.observe.report import RunFiles, minutes_text, number, page, total
 from controllers.observe.run_folder import RunFolder
@@ -24,11 +24,10 @@ Row = tuple[str, list[str]]  # a name, and a text for each run
 
 
 def read_runs(folders: Sequence[Path]) -> dict[str, RunFiles]:
-    """The runs by name. The name of a run is the name of its folder. If two folders have the same name, all names also
-    have parent folders, as many as are needed to tell the runs apart, such as "a/run" and "b/run".
+    """The runs by the names of their folders, with parent folders where names are equal: "a/run".
 
-    Raises ValueError if a folder is named twice or holds no run, if its config.json or outcome.json is not JSON, or if
-    there are more runs than colors.
+    Raises ValueError for a folder that is named twice or holds no run, for JSON that cannot be
+    read, or for more runs than colors.
     """
     paths = [folder.resolve() for folder in folders]
     repeated = [str(path) for path in paths if paths.count(path) > 1]
@@ -39,39 +38,45 @@ def read_runs(folders: Sequence[Path]) -> dict[str, RunFiles]:
     num_parts = 1
     while len({path.parts[-num_parts:] for path in paths}) < len(paths):
         num_parts += 1
-    return {"/".join(path.parts[-num_parts:]): RunFiles.read(RunFolder(path)) for path in paths}
+    return {"/".join(path.parts[-num_parts:]): RunFiles(RunFolder(path)) for path in paths}
 
 
 def summary(runs: dict[str, RunFiles]) -> list[Row]:
-    """The results of the runs, one row for each quantity."""
+    records = [run.records for run in runs.values()]
     rows: list[Row] = [
         ("outcome", [run.status for run in runs.values()]),
-        ("steps", [f"{len(trained(run.records)):,}" for run in runs.values()]),
+        ("steps", [f"{len(trained(of_run)):,}" for of_run in records]),
     ]
-    names = dict.fromkeys(name for run in runs.values() for name in validation_metrics(run.records))
-    for name in names:
+    for name in dict.fromkeys(name for of_run in records for name in evaluation_metrics(of_run)):
+        best = min if name.endswith("/loss") else max
         texts = []
-        for run in runs.values():
-            values = series(run.records, name)[1]
-            best = min if name.endswith("/loss") else max
-            texts.append(f"{values[-1]:.3f} (best {best(values):.3f})" if values else "–")
+        for of_run in records:
+            scores = values(of_run, name)
+            texts.append(f"{scores[-1]:.3f} (best {best(scores):.3f})" if scores else "–")
         rows.append((name, texts))
     for name in LAST_VALUES:
-        last_values = [_last(run, name) for run in runs.values()]
+        last_values = [[None, *values(of_run, name)][-1] for of_run in records]
         if any(value is not None for value in last_values):
             label = f"{METRICS[name].chart}, last step ({METRICS[name].unit})"
             rows.append((label, [number(value) for value in last_values]))
     rows += [
-        ("tokens trained", [f"{total(run.records, 'tokens/trained'):,.0f}" for run in runs.values()]),
-        ("time in steps", [minutes_text(total(run.records, "time/step")) for run in runs.values()]),
-        ("tokens a second", [number(_rate(run)) for run in runs.values()]),
-        ("trainer memory, peak (GiB)", [number(_largest(run, "memory/trainer_peak")) for run in runs.values()]),
+        ("tokens trained", [f"{total(of_run, 'tokens/trained'):,.0f}" for of_run in records]),
+        ("time in steps", [minutes_text(total(of_run, "time/step")) for of_run in records]),
+        ("tokens a second", [number(_rate(of_run)) for of_run in records]),
+        (
+            "trainer memory, peak (GiB)",
+            [number(max(values(of_run, "memory/trainer_peak"), default=None)) for of_run in records],
+        ),
     ]
     return rows
 
 
+def _rate(records: Records) -> float | None:
+    seconds = total(records, "time/step")
+    return total(records, "tokens/trained") / seconds if seconds else None
+
+
 def differences(runs: dict[str, RunFiles]) -> list[Row]:
-    """One row for each config field whose value differs between the runs."""
     configs = [dict(leaves(run.config)) for run in runs.values()]
     rows: list[Row] = []
     for name in dict.fromkeys(name for config in configs for name in config):
@@ -81,22 +86,8 @@ def differences(runs: dict[str, RunFiles]) -> list[Row]:
     return rows
 
 
-def _last(run: RunFiles, name: str) -> float | None:
-    values = series(run.records, name)[1]
-    return values[-1] if values else None
-
-
-def _largest(run: RunFiles, name: str) -> float | None:
-    return max(series(run.records, name)[1], default=None)
-
-
-def _rate(run: RunFiles) -> float | None:
-    seconds = total(run.records, "time/step")
-    return total(run.records, "tokens/trained") / seconds if seconds else None
-
-
 def write_comparison(folders: Sequence[Path], output: Path) -> dict[str, RunFiles]:
-    """Write the page and return the runs. Raises the errors of `read_runs`, and ValueError if `output` is a folder."""
+    """Raises the errors of `read_runs`, and ValueError if `output` is a folder."""
     if output.is_dir():
         raise ValueError(f"--output {output} is a folder; it must be a file")
     runs = read_runs(folders)
@@ -114,8 +105,7 @@ def write_comparison(folders: Sequence[Path], output: Path) -> dict[str, RunFile
 
 
 def print_table(runs: dict[str, RunFiles], console: Console) -> None:
-    table = Table()
-    table.add_column("")
+    table = Table("")
     for name in runs:
         table.add_column(name, overflow="fold")
     for name, texts in summary(runs):
@@ -128,13 +118,11 @@ def print_table(runs: dict[str, RunFiles], console: Console) -> None:
 
 def main() -> None:
     prog = started_as("controllers.observe.compare")
-    parser = argparse.ArgumentParser(
-        prog=prog, description="Compare runs: print a table, and write a page with the curves."
-    )
+    about = "Compare runs: print a table, and write a page with the curves."
+    parser = argparse.ArgumentParser(prog=prog, description=about)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run; give at least two")
-    parser.add_argument(
-        "--output", type=Path, default=Path("compare.html"), help="HTML file to write (default: compare.html)"
-    )
+    output = "HTML file to write (default: compare.html)"
+    parser.add_argument("--output", type=Path, default=Path("compare.html"), help=output)
     arguments = parser.parse_args()
     try:
         if len(arguments.runs) < 2:

@@ -1,27 +1,14 @@
-"""Shows a run on the terminal as a live panel. With --verbose, or if the output is not a terminal, prints one line per step instead.
-
-This module computes no metrics. MetricsLogger (metrics.py) gives a display the record of every step. A record is the line of one step in
-metrics.jsonl.
-"""
+"""Shows a run as a live panel; with --verbose, or not on a terminal, as one line per step."""
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+from rich import progress
 from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.text import Text
 
 from controllers.observe.metric_table import METRICS
@@ -39,27 +26,29 @@ COLUMNS = {
     "time/sync": 5,
     "policy_lag": 3,
 }
-"""Metric -> width of its column."""
+"""Metric -> width of its column in a printed line."""
 PANEL_COLUMNS = COLUMNS | {"busy/trainer": 4, "busy/generator": 4}
-"""Columns of the live panel, which has room for more than a printed line."""
+"""Columns of the live panel."""
 
 
 class LineDisplay:
-    """Prints one aligned line per step, and a header line every 20 lines and at the start of a phase."""
+    """Prints a line per step, and a header every 20 lines and at the start of a phase."""
 
     def __init__(self, console: Console, total_steps: int | None):
         self.console = console
         self.total_steps = total_steps
         self.record: Record = {"step": 0, "phase": ""}  # the record of the last step
-        self.setups = Progress(SpinnerColumn(), TextColumn("{task.description}: {task.elapsed:.0f} s"), console=console)
-        self.steps = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(32),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("elapsed,"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
+        self.setups = progress.Progress(
+            progress.SpinnerColumn(), progress.TextColumn("{task.description}: {task.elapsed:.0f} s"), console=console
+        )
+        self.steps = progress.Progress(
+            progress.TextColumn("[bold]{task.description}"),
+            progress.BarColumn(32),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("elapsed,"),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("left"),
             console=console,
             speed_estimate_period=3600,  # seconds; long, because a step may take minutes
         )
@@ -71,12 +60,12 @@ class LineDisplay:
     def setup(self, label: str) -> Iterator[None]:
         number = self.setups.add_task(label, total=None)
         self.setup_started(label)
+        start = self.console.get_time()
         try:
             yield
         finally:
-            [task] = [task for task in self.setups.tasks if task.id == number]
             self.setups.remove_task(number)
-            self.print(f"{label}: {task.elapsed or 0.0:.1f} s")
+            self.print(f"{label}: {self.console.get_time() - start:.1f} s")
 
     def setup_started(self, label: str) -> None:
         self.print(f"{label} ...")
@@ -89,23 +78,21 @@ class LineDisplay:
         self.row()
 
     def _start_phase(self, phase: str) -> None:
-        """Estimate the remaining time only from steps of the new phase, because steps of different phases take different
-        times.
-        """
+        """The steps of a phase alone estimate the remaining time."""
         began = self._task.start_time
         self.steps.remove_task(self._task.id)
         self.steps.add_task(phase, total=self.total_steps)
         self._task.start_time = began
 
     @property
-    def _task(self) -> Task:
+    def _task(self) -> progress.Task:
         return self.steps.tasks[0]
 
     def row(self) -> None:
         if self._num_rows % 20 == 0 or self.record["phase"] != self._phase:
             titles = "".join(f"  {METRICS[name].title:>{width}}" for name, width in COLUMNS.items())
             self.print(f"{'done':>7}  {'':4}{titles}  {'elapsed':>7}  {'left':>7}")
-        self._num_rows = self._num_rows + 1
+        self._num_rows += 1
         self._phase = self.record["phase"]
         values = "".join(f"  {_text(self.record, name):>{width}}" for name, width in COLUMNS.items())
         elapsed = _clock(self._task.elapsed)
@@ -122,10 +109,7 @@ class LineDisplay:
 
 
 class LiveDisplay(LineDisplay):
-    """Shows a panel at the bottom of the terminal.
-
-    Each step with a validation accuracy also prints a line above the panel.
-    """
+    """A panel at the bottom of the terminal. A step with an evaluation also prints a line above it."""
 
     def __init__(self, console: Console, total_steps: int | None):
         super().__init__(console, total_steps)
@@ -169,5 +153,5 @@ def _text(record: Record, name: str) -> str:
 
 
 def _clock(seconds: float | None) -> str:
-    """Hours, minutes and seconds: 1:02:05 for 3725.2 seconds."""
+    """1:02:05 for 3725.2 seconds."""
     return "-" if seconds is None else str(timedelta(seconds=int(seconds)))

@@ -1,13 +1,12 @@
-"""Writes a run's metrics to the display, to the run's files and to trackers.
-Steps count from 1, through all phases; step 0 is the evaluation before the first. A record is the
-line of a step in metrics.jsonl.
+"""Writes a run's metrics to the display, to files and to trackers.
+
+Steps count from 1, through all phases; step 0 is the evaluation before the first.
 """
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
 
 from rich.console import Console
 
@@ -30,9 +29,7 @@ KEYS = (
 
 
 class Timer:
-    """Seconds of each phase since the last reset: with timer("generate"): …
-    `timeline` also records when an actor's phase begins and ends.
-    """
+    """Seconds of each phase since the last reset: with timer("generate"): …"""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
@@ -59,11 +56,10 @@ class Timer:
 
 
 def speed_metrics(values: Mapping[str, float], infos: Sequence[TrainerInfo], *, float8: bool) -> dict[str, float]:
-    """Speed of a step and memory of the trainer. values: times, tokens/trained, tflops/trained.
-    infos: of each rank.
+    """Speed of a step and memory of the trainer. infos: of each rank.
+
     MFU: FLOPs of matrix products and attention, forward and backward, without recomputation, over
-    what all GPUs could do at their peak in time/train. Left out without training or without a known
-    peak.
+    what all GPUs could do in time/train. Left out without training or a known peak.
     """
     found = {"memory/trainer_peak": max(info.peak_memory_bytes for info in infos) / 2**30}
     if values.get("tokens/trained") and values["time/step"]:
@@ -75,7 +71,6 @@ def speed_metrics(values: Mapping[str, float], infos: Sequence[TrainerInfo], *, 
 
 
 def transfers(push: Transfer | None, pull: Transfer | None) -> dict[str, float]:
-    """Bytes, seconds and speed of a push and a pull."""
     found: dict[str, float] = {}
     for name, transfer in (("push", push), ("pull", pull)):
         if transfer is not None:
@@ -87,6 +82,7 @@ def transfers(push: Transfer | None, pull: Transfer | None) -> dict[str, float]:
 
 class MetricsLogger(AbstractContextManager):
     """Writes each step's metrics; at the end of `with`, the outcome of the run.
+
     with MetricsLogger(RunFolder(path), total_steps=200) as log:
         log.step(1, {"loss": 0.7, **timer.reset()}, phase="grpo")
     """
@@ -96,12 +92,12 @@ class MetricsLogger(AbstractContextManager):
         folder: RunFolder,
         *,
         total_steps: int | None = None,  # None: not known yet; set `log.display.total_steps` later
-        steps_done: int = 0,  # step after which a resumed run goes on; lines of later steps are removed, because the run repeats these steps
+        steps_done: int = 0,  # a resumed run repeats later steps, so their lines are removed
         trackers: Sequence[str] = ("tensorboard",),
-        project: str = "rl-actors",  # project of the run in trackers that have projects
-        config: Mapping[str, object] | None = None,  # config that trackers show
-        groups_per_step: int = 4,  # rollouts.jsonl gets at most this many groups of a step; a group is all completions of one problem
-        prints_lines: bool = False,  # True: no live panel, because log lines on the same terminal would break it
+        project: str = "rl-actors",  # in trackers that have projects
+        config: Mapping[str, object] | None = None,  # that trackers show
+        groups_per_step: int = 4,  # at most, in rollouts.jsonl
+        prints_lines: bool = False,  # no live panel, which log lines on the same terminal would break
         console: Console | None = None,  # None: stdout
     ):
         folder.path.mkdir(parents=True, exist_ok=True)
@@ -109,8 +105,9 @@ class MetricsLogger(AbstractContextManager):
         self._last_step = steps_done or -1
         self.folder = folder
         self._groups_per_step = groups_per_step
-        self._files: dict[Path, TextIO] = {}
-        self._open_files()
+        folder.drop_after(self._last_step)
+        for path in folder.step_files:
+            path.touch()
         self._trackers = Trackers(trackers, folder, project=project, config=config or {}, steps_done=steps_done)
         self._tracked_step = self._last_step  # the last step that the trackers have
         self._tables: dict[str, int] = {}  # name of a table -> the last step whose table the trackers have
@@ -119,43 +116,24 @@ class MetricsLogger(AbstractContextManager):
         self.display: LineDisplay = (LiveDisplay if live else LineDisplay)(console, total_steps)
         self._write_outcome("running")
 
-    def _open_files(self) -> None:
-        """Drop the lines of steps after `_last_step`, then append."""
-        self.folder.drop_after(self._last_step)
-        for path in self.folder.step_files:
-            self._files[path] = path.open("a")
-
-    def _close_files(self) -> None:
-        for file in self._files.values():
-            # fails only after a write that has raised its error already
-            with suppress(OSError):
-                file.close()
-
     @property
     def last_step(self) -> int:
         """The last step with a record, or 0."""
         return max(0, self._last_step)
 
     def rewind(self, steps_done: int) -> None:
-        """Drop the lines of steps after `steps_done`, which the run repeats. Trackers keep theirs."""
-        self._close_files()
+        """Drop the lines of later steps, which the run repeats. Trackers keep theirs."""
         self._last_step = steps_done or -1
-        self._open_files()
-
-    def restart(self, record: Record) -> None:
-        """Add a line about a restart to restarts.jsonl."""
-        self.folder.add_restart(record)
+        self.folder.drop_after(self._last_step)
 
     def setup(self, label: str) -> AbstractContextManager[None]:
-        """Show a phase of the start, such as "starting generator: 7 s"."""
         return self.display.setup(label)
 
     def note(self, line: str) -> None:
         self.display.print(line)
 
     def step(self, step: int, metrics: Mapping[str, object], *, phase: str, skipped: bool = False) -> None:
-        """Record one step. phase: "start", "sft", "grpo", … skipped: it did not train. The record's
-        `nonfinite` lists metrics that were NaN or infinite."""
+        """phase: such as "sft". The record's `nonfinite` lists metrics that were NaN or infinite."""
         if step <= self._last_step:
             raise ValueError(
                 f"step {step} after step {self._last_step}: each step is recorded once, in ascending order"
@@ -175,43 +153,33 @@ class MetricsLogger(AbstractContextManager):
             self._trackers.log(step, scalars)
 
     def rollouts(self, step: int, groups: Sequence[Record]) -> None:
-        """Write some groups, evenly spaced, to rollouts.jsonl, and show them in trackers.
-        {"step": int, "prompt": str, "completions": [str, …], "rewards": [float, …], "advantages": …, "lengths": …}
-        """
+        """groups: {"prompt", "completions", "rewards", "advantages", "lengths"}. Some are written and shown."""
         stride = max(1, len(groups) // self._groups_per_step)
         kept = [{"step": step, **group} for group in groups[::stride][: self._groups_per_step]]
         self._append(self.folder.rollouts, kept)
         self._log_table(step, "rollouts", [row for group in kept for row in completions_of(group)])
 
-    def validation(self, step: int, samples: Sequence[Record]) -> None:
-        """Write completions of held-out problems to validation.jsonl and to trackers."""
+    def evaluation(self, step: int, samples: Sequence[Record]) -> None:
+        """Write completions of held-out problems to evaluation.jsonl and to trackers."""
         kept = [{"step": step, **sample} for sample in samples]
-        self._append(self.folder.validation, kept)
-        self._log_table(step, "validation_samples", kept)
+        self._append(self.folder.evaluation, kept)
+        self._log_table(step, "evaluation_samples", kept)
 
     def timeline(self, step: int, timeline: StepTimeline) -> None:
-        """Write the spans in which actors worked to timeline.jsonl."""
         self._append(self.folder.timeline, [{"step": step, **timeline.record()}])
 
     def _log_table(self, step: int, name: str, rows: Sequence[Record]) -> None:
-        """Send a table to the trackers, unless they have one of this name from this or a later
-        step."""
+        """Unless the trackers have one of this name from this or a later step."""
         if self._tables.get(name, -1) < step:
             self._tables[name] = step
             self._trackers.log_table(step, name, rows)
 
     def _append(self, path: Path, records: Sequence[Record]) -> None:
-        with naming(path):
-            self._files[path].write("".join(to_json(record) + "\n" for record in records))
-            self._files[path].flush()
+        with naming(path), path.open("a") as file:
+            file.write("".join(to_json(record) + "\n" for record in records))
 
     def _write_outcome(self, status: str, error: str | None = None) -> None:
-        outcome = {
-            "status": status,
-            "error": error,
-            "step": self.last_step,
-            "total_steps": self.display.total_steps,
-        }
+        outcome = {"status": status, "error": error, "step": self.last_step, "total_steps": self.display.total_steps}
         self.folder.outcome.write_text(to_json(outcome) + "\n")
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -225,7 +193,6 @@ class MetricsLogger(AbstractContextManager):
         else:
             whole = self._last_step >= (self.display.total_steps or 0)
             self._write_outcome("finished" if whole else "stopped early")
-        self._close_files()
         self._trackers.finish(failed=error is not None)
 
 

@@ -1,7 +1,4 @@
-"""METRICS: how the metrics of a step are called and drawn, for the panel, the report and the comparison.
-
-docs/metrics.md says what each metric means.
-"""
+"""METRICS: how the metrics of a step are called and drawn. docs/metrics.md says what they mean."""
 
 import re
 from dataclasses import KW_ONLY, dataclass, replace
@@ -29,19 +26,15 @@ CLIPPED = "Clipped tokens"
 VALUES = "Values and returns"
 PAIRS = "Pairs with a positive margin"
 DIFFERENCE = "Logprob difference of trainer and generator"
-VALIDATION = "Validation"
+EVALUATION = "Evaluation"
 BUSY = "Share of the step in which an actor works"
 
 METRICS = {
-    "step": Metric("step", "steps"),
-    "phase": Metric("phase"),
-    "policy_version": Metric("policy version", "optimizer steps"),
     "reward/mean": Metric("reward", "reward", chart="Reward", format=".3f", spread="reward/std"),
-    "reward/std": Metric("standard deviation", "reward"),
-    "eval/reward": Metric("held out", "reward", chart=VALIDATION, format=".3f", scale="from zero"),
-    "eval/pass@<k>": Metric("pass@<k>", "probability", chart=VALIDATION, scale="from zero"),
-    "eval/<name>/reward": Metric("<name>", "reward", chart=VALIDATION, scale="from zero"),
-    "eval/<name>/pass@<k>": Metric("<name>/pass@<k>", "probability", chart=VALIDATION, scale="from zero"),
+    "eval/reward": Metric("held out", "reward", chart=EVALUATION, format=".3f", scale="from zero"),
+    "eval/pass@<k>": Metric("pass@<k>", "probability", chart=EVALUATION, scale="from zero"),
+    "eval/<name>/reward": Metric("<name>", "reward", chart=EVALUATION, scale="from zero"),
+    "eval/<name>/pass@<k>": Metric("<name>/pass@<k>", "probability", chart=EVALUATION, scale="from zero"),
     "dpo/accuracy": Metric("pairs of the step", "share", chart=PAIRS, scale="from zero"),
     "eval/dpo/accuracy": Metric("held-out pairs", "share", chart=PAIRS, scale="from zero"),
     "eval/<name>/dpo/accuracy": Metric("<name>", "share", chart=PAIRS, scale="from zero"),
@@ -78,76 +71,42 @@ METRICS = {
     "time/train": Metric("train", "seconds", chart=STEP_TIME, format=".2f", is_stacked=True, scale="from zero"),
     "time/sync": Metric("sync", "seconds", chart=STEP_TIME, format=".2f", is_stacked=True, scale="from zero"),
     "time/step": Metric("whole step", "seconds", chart=STEP_TIME, scale="from zero"),
-    "time/push": Metric("push", "seconds"),
-    "time/pull": Metric("pull", "seconds"),
-    "time/validate": Metric("validate", "seconds"),
-    "time/checkpoint": Metric("checkpoint", "seconds"),
-    "time/values": Metric("values", "seconds"),
-    "time/critic": Metric("critic", "seconds"),
-    "time/reference": Metric("reference", "seconds"),
-    "time/recovery": Metric("recovery", "seconds"),
-    "time/sleep": Metric("sleep", "seconds"),
-    "time/release": Metric("release", "seconds"),
-    "time/wake": Metric("wake", "seconds"),
-    "time/offload": Metric("offload", "seconds"),
-    "time/onload": Metric("onload", "seconds"),
-    "tokens/trained": Metric("trained", "tokens"),
-    "tokens/generated": Metric("generated", "tokens"),
-    "tflops/trained": Metric("trained", "10^12 operations"),
-    "memory/trainer_peak": Metric("trainer memory, peak", "GiB"),
-    "age/mean": Metric("mean age", "versions"),
-    "age/max": Metric("largest age", "versions"),
-    "groups/filtered": Metric("filtered", "groups"),
-    "groups/refills": Metric("refills"),
-    "groups/retries": Metric("retries"),
-    "updates": Metric("updates", "optimizer steps"),
-    "updates_skipped": Metric("skipped updates", "optimizer steps"),
-    "ratio/mean": Metric("ratio"),
-    "correction/mean": Metric("correction"),
-    "correction/zero": Metric("zero correction", "share"),
-    "kl/coefficient": Metric("weight of the KL", "reward for each nat"),
-    "reward/<name>/mean": Metric("<name>", "reward"),
-    "reward/component/<name>": Metric("<name>", "reward"),
-    "reward/kl_penalty": Metric("KL penalty", "reward"),
-    "reward/overlong_penalty": Metric("overlong penalty", "reward"),
-    "reward/retries": Metric("reward retries", "retries"),
-    "reward/processes_replaced": Metric("replaced reward processes", "processes"),
-    "episode/turns_mean": Metric("turns", "turns"),
-    "episode/retries": Metric("episode retries", "episodes"),
-    "critic/loss": Metric("critic loss", "an action"),
-    "critic/clip_fraction": Metric("clipped values", "share"),
-    "critic/grad_norm": Metric("critic grad_norm", "2-norm"),
-    "critic/learning_rate": Metric("critic lr"),
-    "dpo/margin": Metric("margin", "reward"),
-    "dpo/reward_chosen": Metric("chosen", "reward"),
-    "dpo/reward_rejected": Metric("rejected", "reward"),
-    "eval/dpo/margin": Metric("held-out margin", "reward"),
-    "eval/dpo/reward_chosen": Metric("held-out chosen", "reward"),
-    "eval/dpo/reward_rejected": Metric("held-out rejected", "reward"),
-    "eval/<name>/dpo/margin": Metric("<name> margin", "reward"),
-    "eval/<name>/dpo/reward_chosen": Metric("<name> chosen", "reward"),
-    "eval/<name>/dpo/reward_rejected": Metric("<name> rejected", "reward"),
-    "weights/gigabytes": Metric("weights", "10^9 bytes"),
-    "weights/push_gb_per_second": Metric("push", "10^9 bytes a second"),
-    "weights/pull_gb_per_second": Metric("pull", "10^9 bytes a second"),
-    "sleep/gigabytes": Metric("freed at sleep", "10^9 bytes"),
-    "wake/gigabytes": Metric("allocated at wake", "10^9 bytes"),
-    "offload/gigabytes": Metric("offloaded", "10^9 bytes"),
-    "onload/gigabytes": Metric("onloaded", "10^9 bytes"),
-    "restarts": Metric("restarts"),
-    "restarts/generator": Metric("replaced generators"),
-    "ranks/slowest": Metric("slowest rank"),
-    "ranks/slowest_ratio": Metric("slowest rank to median"),
-    "problems/skipped": Metric("skipped problems", "problems"),
-    "skipped": Metric("skipped"),
     "loss/<metric>": Metric("<metric>", chart="Other metrics of the loss"),
-    "nonfinite": Metric("not finite"),
 }
 """Name -> description. <n> and <k> stand for a number, <name> and <metric> for any text."""
 
+WITHOUT_CHART = (
+    ("", "phase skipped nonfinite groups/refills groups/retries ratio/mean correction/mean critic/learning_rate"),
+    ("", "restarts restarts/generator ranks/slowest ranks/slowest_ratio"),
+    ("steps", "step"),
+    ("optimizer steps", "policy_version updates updates_skipped"),
+    ("reward", "reward/std reward/<name>/mean reward/component/<name> reward/kl_penalty reward/overlong_penalty"),
+    ("reward", "dpo/margin dpo/reward_chosen dpo/reward_rejected"),
+    ("reward", "eval/dpo/margin eval/dpo/reward_chosen eval/dpo/reward_rejected"),
+    ("reward", "eval/<name>/dpo/margin eval/<name>/dpo/reward_chosen eval/<name>/dpo/reward_rejected"),
+    ("reward for each nat", "kl/coefficient"),
+    ("seconds", "time/push time/pull time/evaluate time/checkpoint time/values time/critic time/reference"),
+    ("seconds", "time/recovery time/sleep time/release time/wake time/offload time/onload"),
+    ("tokens", "tokens/trained tokens/generated"),
+    ("10^12 operations", "tflops/trained"),
+    ("GiB", "memory/trainer_peak"),
+    ("versions", "age/mean age/max"),
+    ("groups", "groups/filtered"),
+    ("share", "correction/zero critic/clip_fraction"),
+    ("retries", "reward/retries"),
+    ("processes", "reward/processes_replaced"),
+    ("turns", "episode/turns_mean"),
+    ("episodes", "episode/retries"),
+    ("an action", "critic/loss"),
+    ("2-norm", "critic/grad_norm"),
+    ("10^9 bytes", "weights/gigabytes sleep/gigabytes wake/gigabytes offload/gigabytes onload/gigabytes"),
+    ("10^9 bytes a second", "weights/push_gb_per_second weights/pull_gb_per_second"),
+    ("problems", "problems/skipped"),
+)
+"""(unit, names) of the other metrics."""
+METRICS |= {name: Metric(name, unit) for unit, names in WITHOUT_CHART for name in names.split()}
+
 PLACEHOLDERS = {"<n>": r"(\d+)", "<k>": r"(\d+)", "<name>": "(.+)", "<metric>": "(.+)"}
-
-
 # The longest key first: eval/<name>/dpo/accuracy is not an accuracy of the set "<name>/dpo".
 PATTERNS = {
     key: re.compile(re.sub("<[a-z]+>", lambda found: PLACEHOLDERS[found[0]], key))
@@ -157,7 +116,7 @@ PATTERNS = {
 
 
 def key_of(name: str) -> str | None:
-    """key_of("age/2") -> "age/<n>"; None for a metric that METRICS does not have, such as one of your own."""
+    """key_of("age/2") -> "age/<n>"; None for a metric of your own."""
     if name in METRICS:
         return name
     return next((key for key, pattern in PATTERNS.items() if pattern.fullmatch(name)), None)
@@ -165,10 +124,7 @@ def key_of(name: str) -> str | None:
 
 @cache
 def metric_of(name: str) -> Metric:
-    """The description, with numbers and names filled in.
-
-    Metrics of your own share a chart if their names are equal up to the first slash.
-    """
+    """With numbers and names filled in. Your own metrics share a chart up to the first slash."""
     key = key_of(name)
     if key is None:
         return Metric(name, chart=name.partition("/")[0])

@@ -3,7 +3,7 @@
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -15,80 +15,64 @@ from prometheus_client.registry import Collector
 logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT = 10.0
-"""Largest number of seconds for which a reader of the metrics may pause while it sends its request. The reader then has
-the same number of seconds to take the whole answer."""
+"""Seconds in which a reader must send its request, and then take the answer."""
 
 Labels = tuple[tuple[str, str], ...]
 """(name, value) of each label of a number."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """A metric of Prometheus: all numbers that share a name. It is a counter if the name ends in _total, otherwise a gauge."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class Family(Collector):
+    """All numbers that share a name: a counter if the name ends in _total, otherwise a gauge."""
 
     name: str
     about: str = ""  # one line that explains the numbers
     numbers: Mapping[Labels, float] = field(default_factory=dict)
 
-    def metric(self) -> Metric:
+    def collect(self) -> Iterator[Metric]:
         kind = CounterMetricFamily if self.name.endswith("_total") else GaugeMetricFamily
         labels = [name for name, _ in next(iter(self.numbers), ())]
         metric = kind(self.name, self.about, labels=labels)
         for key, number in self.numbers.items():
             metric.add_metric([value for _, value in key], number)
-        return metric
+        yield metric
 
 
 def text(families: Iterable[Family]) -> str:
-    """The text of several metrics, in the format that Prometheus reads."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector([family.metric() for family in families]))
+    for family in families:
+        registry.register(family)
     return generate_latest(registry).decode()
 
 
-class _Collector(Collector):
-    def __init__(self, metrics: list[Metric]) -> None:
-        self.metrics = metrics
-
-    def collect(self) -> list[Metric]:
-        return self.metrics
-
-
-class MetricsPort:
+class MetricsPort(ThreadingHTTPServer):
     """Answers `GET /metrics` at one address until `close`, on threads of its own."""
 
+    daemon_threads = True
+
     def __init__(self, host: str, port: int, read: Callable[[], str]) -> None:
-        """port: 0 stands for any free port. read: function that returns the text. Every request has its own thread,
-        which calls `read`.
+        """port: 0 is any free one. read: returns the text; called on a thread for each request.
 
         Raises OSError, naming the address, if the port cannot be opened.
         """
-        server_class = type("Server", (_Server,), {"address_family": _family(host)})
+        self.read = read
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._server = server_class((host, port), read)
+            super().__init__((host, port), _Handler)
         except OSError as error:
-            raise OSError(
-                error.errno, f"metrics cannot be served at {host}:{port}: {error.strerror or error}"
-            ) from None
-        self.url = f"http://{_bracketed(host)}:{self._server.server_address[1]}/metrics"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics_port", daemon=True)
-        self._thread.start()
+            text = f"metrics cannot be served at {host}:{port}: {error.strerror or error}"
+            raise OSError(error.errno, text) from None
+        bracketed = f"[{host}]" if ":" in host else host
+        self.url = f"http://{bracketed}:{self.server_port}/metrics"
+        threading.Thread(target=self.serve_forever, name="metrics_port", daemon=True).start()
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, address: tuple[str, int], read: Callable[[], str]) -> None:
-        self.read = read
-        super().__init__(address, _Handler)
+        self.shutdown()
+        self.server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+    server: MetricsPort
     timeout = REQUEST_TIMEOUT
 
     def do_GET(self) -> None:
@@ -112,20 +96,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def address_of(value: str) -> tuple[str, int]:
-    """The host and the port in a text such as "127.0.0.1:9090" or "[::1]:9090".
-
-    Raises ValueError, naming the text, if it has another form.
-    """
+    """Host and port of "127.0.0.1:9090" or "[::1]:9090". Raises ValueError naming another text."""
     host, colon, port = value.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"{value!r} is not HOST:PORT with a port from 0 to 65535")
     return host, int(port)
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

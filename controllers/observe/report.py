@@ -1,4 +1,4 @@
-"""Writes report.html, the report of a run, only from the files in the run's folder. The page needs no other file.
+"""Writes report.html, a page that needs no other file, from the files in a run's folder.
 
 python -m controllers.observe.report RUN_FOLDER
 """
@@ -6,84 +6,64 @@ python -m controllers.observe.report RUN_FOLDER
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from controllers.observe.charts import Records, in_phase, run_charts, series, trained
+from controllers.observe.charts import Records, in_phase, run_charts, series, trained, values
 from controllers.observe.metric_table import metric_of
 from controllers.observe.run_folder import Record, RunFolder, read_jsonl
 
 COMPLETIONS_SHOWN = 3000
-"""If rollouts.jsonl has more completions than this number, the page leaves out some steps, so that a browser opens the page at once."""
+"""With more completions the page leaves out some steps, so that a browser opens it at once."""
 
 
 def number(value: float | None) -> str:
     """number(0.123456) -> "0.1235", number(12345.6) -> "12,346", number(None) -> "–" """
     if value is None:
         return "–"
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 @cache
 def _templates() -> Environment:
+    loader = PackageLoader("controllers")
     environment = Environment(
-        loader=PackageLoader("controllers"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["number"] = number
     return environment
 
 
-def page(template: str, **values: object) -> str:
+def page(template: str, **context: object) -> str:
     """The HTML of a template of this package, with escaped values."""
-    return _templates().get_template(template).render(values)
+    return _templates().get_template(template).render(context)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
     """The contents of a run's files. The run may be finished, running, failed or not begun."""
 
-    name: str
-    records: Records  # lines of metrics.jsonl
-    config: dict[str, object]
-    outcome: dict[str, object]
-    start: dict[str, object]  # command and time of the run's start
-    groups: Records  # lines of rollouts.jsonl that have completions
-    samples: Records  # lines of validation.jsonl
-    timeline: Records  # lines of timeline.jsonl
-    restarts: Records  # lines of restarts.jsonl
-
-    @classmethod
-    def read(cls, folder: RunFolder) -> "RunFiles":
-        """The contents of the files in a folder. Raises ValueError if the folder holds no run."""
+    def __init__(self, folder: RunFolder) -> None:
+        """Raises ValueError if the folder holds no run."""
         if not folder.holds_run:
             missing = f"it has neither {folder.config.name} nor {folder.metrics.name}"
             raise ValueError(f"{folder.path} holds no run: {missing}")
-        return cls(
-            name=folder.path.resolve().name,
-            records=read_jsonl(folder.metrics),
-            config=_read_json(folder.config),
-            outcome=_read_json(folder.outcome),
-            start=_read_json(folder.start),
-            groups=[line for line in read_jsonl(folder.rollouts) if "completions" in line],
-            samples=read_jsonl(folder.validation),
-            timeline=read_jsonl(folder.timeline),
-            restarts=read_jsonl(folder.restarts),
-        )
+        self.name = folder.path.resolve().name
+        self.records: Records = read_jsonl(folder.metrics)
+        self.config = _read_json(folder.config)
+        self.outcome = _read_json(folder.outcome)
+        self.start = _read_json(folder.start)
+        self.groups: Records = [line for line in read_jsonl(folder.rollouts) if "completions" in line]
+        self.samples: Records = read_jsonl(folder.evaluation)
+        self.timeline: Records = read_jsonl(folder.timeline)
+        self.restarts: Records = read_jsonl(folder.restarts)
 
     @property
     def task(self) -> str:
-        """The name of the task, or of the folder if the config has no task."""
+        """The folder's name if the config has no task."""
         environment = self.config.get("environment")
         if not isinstance(environment, dict):
             return self.name
@@ -92,12 +72,12 @@ class RunFiles:
 
     @property
     def status(self) -> str:
-        """Outcome of the run for the page. A killed run cannot write its outcome, so outcome.json still says "running"."""
+        """A killed run cannot write its outcome, so outcome.json still says "running"."""
         return str(self.outcome.get("status", "not recorded")).replace("running", "running or killed")
 
 
 def _read_json(file: Path) -> dict[str, object]:
-    """The object in a JSON file. Empty if the file does not exist. Raises ValueError, naming the file, if its text is not JSON."""
+    """{} if there is no file. Raises ValueError naming the file if its text is not JSON."""
     if not file.exists():
         return {}
     try:
@@ -110,22 +90,21 @@ def tiles(run: RunFiles) -> list[tuple[str, str, str]]:
     """The tiles of the summary, each as (name, value, remark)."""
     records = run.records
     training = trained(records)
-    num_supervised = len(in_phase(records, "sft"))
-    num_steps = len(training)
     num_skipped = sum(bool(record.get("skipped")) for record in records)
-    num_trained = total(records, "tokens/trained")
-    num_generated = total(records, "tokens/generated")
     seconds = total(training, "time/step")
     planned = f"{run.outcome['total_steps']:,} steps planned" if run.outcome.get("total_steps") else ""
     shown = [
         _held_out_tile(records),
-        ("steps", f"{num_steps:,}", f"{num_supervised:,} supervised, {num_skipped:,} skipped"),
-        ("tokens trained", f"{num_trained:,.0f}", f"{num_generated:,.0f} generated"),
-        ("time in steps", minutes_text(seconds), f"{seconds / max(1, num_steps):.2f} s a step"),
+        ("steps", f"{len(training):,}", f"{len(in_phase(records, 'sft')):,} supervised, {num_skipped:,} skipped"),
+        (
+            "tokens trained",
+            f"{total(records, 'tokens/trained'):,.0f}",
+            f"{total(records, 'tokens/generated'):,.0f} generated",
+        ),
+        ("time in steps", minutes_text(seconds), f"{seconds / max(1, len(training)):.2f} s a step"),
     ]
-    _, peaks = series(records, "memory/trainer_peak")
-    if peaks:
-        _, shares = series(records, "mfu")
+    if peaks := values(records, "memory/trainer_peak"):
+        shares = values(records, "mfu")
         remark = f"MFU {fmean(shares):.1%} on average" if shares else "peak of the rank with the most memory"
         shown.append(("trainer memory", f"{max(peaks):.2f} GiB", remark))
     shown.append(("outcome", run.status, str(run.outcome.get("error") or planned)))
@@ -138,8 +117,7 @@ def _held_out_tile(records: Records) -> tuple[str, str, str]:
     if not scores:
         return name, "–", "not measured"
     remarks = [f"first {scores[0]:.3f}"]
-    _, supervised_scores = series(in_phase(records, "sft"), "eval/reward")
-    if supervised_scores:
+    if supervised_scores := values(in_phase(records, "sft"), "eval/reward"):
         remarks.append(f"{supervised_scores[-1]:.3f} after the supervised steps")
     best = max(scores)
     remarks.append(f"best {best:.3f} at step {steps[scores.index(best)]}")
@@ -147,7 +125,7 @@ def _held_out_tile(records: Records) -> tuple[str, str, str]:
 
 
 def total(records: Records, key: str) -> float:
-    return sum(series(records, key)[1])
+    return sum(values(records, key))
 
 
 def minutes_text(seconds: float) -> str:
@@ -157,24 +135,21 @@ def minutes_text(seconds: float) -> str:
 
 
 def shown_steps(groups: Records) -> list[int]:
-    """The steps whose groups are on the page. The steps are evenly spaced, and together they have at most COMPLETIONS_SHOWN completions.
-
-    The last step is always shown, even if it has more completions than that number.
-    """
+    """Evenly spaced steps with at most COMPLETIONS_SHOWN completions, and always the last step."""
     num_completions: Counter[int] = Counter()
     for group in groups:
         num_completions[group["step"]] += len(group["completions"])
     steps = sorted(num_completions)
+    shown = steps
     stride = 1
-    while True:
-        shown = steps[::-stride][::-1]
-        if len(shown) <= 1 or sum(num_completions[step] for step in shown) <= COMPLETIONS_SHOWN:
-            return shown
+    while len(shown) > 1 and sum(num_completions[step] for step in shown) > COMPLETIONS_SHOWN:
         stride += 1
+        shown = steps[::-stride][::-1]
+    return shown
 
 
 def shown_group(group: Record) -> dict[str, object]:
-    """The values of a group that the template shows. If every episode of the task has one turn, every conversation is empty."""
+    """A group for the template. Conversations are empty if every episode has one turn."""
     rewards = group["rewards"]
     cut_off = group.get("truncated") or [False] * len(rewards)
     conversations = group.get("conversations") or [[]] * len(rewards)
@@ -193,16 +168,14 @@ def shown_group(group: Record) -> dict[str, object]:
 
 
 def shown_samples(samples: Records) -> dict[str, object]:
-    """Held-out problems with their completions at the first and at the last validation. Empty if there was no validation."""
+    """Held-out problems with their completions at the first and the last evaluation, if any."""
     if not samples:
         return {}
     first = samples[0]["step"]
     last = samples[-1]["step"]
     before = {(line["set"], line["prompt"]): line["completion"] for line in samples if line["step"] == first}
-    rows = []
-    for line in samples:
-        if line["step"] == last:
-            rows.append({**line, "before": before.get((line["set"], line["prompt"]), "")})
+    shown = [line for line in samples if line["step"] == last]
+    rows = [{**line, "before": before.get((line["set"], line["prompt"]), "")} for line in shown]
     return {
         "first": first,
         "last": last,
@@ -213,23 +186,20 @@ def shown_samples(samples: Records) -> dict[str, object]:
 
 
 def metric_rows(records: Records) -> list[dict[str, object]]:
-    """First, last, lowest and highest value of every metric that has a number, in the order of metrics.jsonl."""
+    """First, last, lowest and highest value of every metric with a number."""
     names = dict.fromkeys(name for record in records for name in record if name != "step")
     rows: list[dict[str, object]] = []
     for name in names:
-        _, values = series(records, name)
-        if values:
-            extremes = {"lowest": min(values), "highest": max(values)}
-            rows.append(
-                {"name": name, "unit": metric_of(name).unit, "first": values[0], "last": values[-1], **extremes}
-            )
+        if numbers := values(records, name):
+            row = {"name": name, "unit": metric_of(name).unit, "first": numbers[0], "last": numbers[-1]}
+            rows.append(row | {"lowest": min(numbers), "highest": max(numbers)})
     return rows
 
 
 def write_report(run_folder: str | Path) -> Path:
-    """Write report.html of a run, and return its path. Raises ValueError if the folder holds no run."""
+    """Write report.html of a run. Raises ValueError if the folder holds no run."""
     folder = RunFolder(run_folder)
-    run = RunFiles.read(folder)
+    run = RunFiles(folder)
     steps = shown_steps(run.groups)
     date = str(run.start.get("time", "")).replace("T", " ")
     command = str(run.start.get("command", ""))
@@ -248,7 +218,7 @@ def write_report(run_folder: str | Path) -> Path:
         samples=shown_samples(run.samples),
         metrics=metric_rows(run.records),
         restarts=run.restarts,
-        config=_pretty(run.config),
+        config=json.dumps(run.config, indent=2, ensure_ascii=False),
     )
     folder.report.write_text(html, encoding="utf-8")
     return folder.report
@@ -256,13 +226,8 @@ def write_report(run_folder: str | Path) -> Path:
 
 def _groups_remark(groups: Records, steps: Sequence[int]) -> str:
     num_steps = len({group["step"] for group in groups})
-    if len(steps) == num_steps:
-        return "These are all groups in rollouts.jsonl, which keeps a few groups of every step."
-    return f"These are the groups of {len(steps)} of the {num_steps} steps in rollouts.jsonl, which keeps a few groups of every step."
-
-
-def _pretty(config: Mapping[str, object]) -> str:
-    return json.dumps(config, indent=2, ensure_ascii=False)
+    which = "all groups" if len(steps) == num_steps else f"the groups of {len(steps)} of the {num_steps} steps"
+    return f"These are {which} in rollouts.jsonl, which keeps a few groups of every step."
 
 
 if __name__ == "__main__":

@@ -13,15 +13,13 @@ Record = dict[str, Any]
 
 
 class RunFolder:
-    """The paths of the files of one run."""
-
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.config = self.path / "config.json"
         self.metrics = self.path / "metrics.jsonl"
         self.rollouts = self.path / "rollouts.jsonl"
         self.outcome = self.path / "outcome.json"
-        self.validation = self.path / "validation.jsonl"
+        self.evaluation = self.path / "evaluation.jsonl"
         self.timeline = self.path / "timeline.jsonl"
         self.restarts = self.path / "restarts.jsonl"
         self.report = self.path / "report.html"
@@ -34,25 +32,24 @@ class RunFolder:
 
     @property
     def step_files(self) -> tuple[Path, ...]:
-        """The files in which every line belongs to a step."""
-        return self.metrics, self.rollouts, self.validation, self.timeline
+        """Their lines belong to a step each."""
+        return self.metrics, self.rollouts, self.evaluation, self.timeline
 
     @property
     def holds_run(self) -> bool:
         return any(path.exists() for path in (self.config, self.metrics, self.checkpoints))
 
     def log(self, name: str) -> Path:
-        """The path of a log file. log("trainer-0") is logs/trainer-0.log in the run folder."""
+        """log("trainer-0") is logs/trainer-0.log in the run folder."""
         return self.path / "logs" / f"{name}.log"
 
     def add_restart(self, line: Record) -> None:
-        """Append a line to restarts.jsonl. `survival.restart_line` makes the line."""
+        """Append a line, made by `survival.restart_line`, to restarts.jsonl."""
         with self.restarts.open("a") as file:
             file.write(to_json(line) + "\n")
 
     def drop_after(self, step: int) -> None:
-        """Remove from `step_files` the lines of later steps and half-written ones, by a new file
-        and a rename."""
+        """Remove the lines of later steps and half-written ones, by a new file and a rename."""
         for file in self.step_files:
             if not file.exists():
                 continue
@@ -95,8 +92,7 @@ def to_json(value: object) -> str:
 
 
 def to_plain(value: object) -> Any:
-    """The value in JSON's types: NaN and infinity None, tensors and arrays lists, other objects
-    str."""
+    """In JSON's types: NaN and infinity None, tensors and arrays lists, other objects str."""
     match value:
         case Mapping():
             return {str(key): to_plain(item) for key, item in value.items()}

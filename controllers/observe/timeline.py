@@ -1,5 +1,4 @@
-"""The spans of a step in which actors work on the controller's calls, as the controller measures
-them."""
+"""The spans of a step in which actors work, as the controller measures them."""
 
 import itertools
 import time
@@ -17,12 +16,12 @@ WORKERS = {
     "release": ("trainer",),
     "wake": ("trainer", "generator"),
     "generating": ("generator",),
-    "validate": ("generator",),
+    "evaluate": ("generator",),
     "reference": ("reference",),
     "values": ("critic",),
     "critic": ("critic",),
 }
-"""The actors that work in each phase. In others the controller works or waits."""
+"""The actors that work in each phase; in others the controller works or waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +70,6 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeline:
-    """The spans of one step."""
-
     seconds: float
     spans: Sequence[Span]
 
@@ -89,6 +86,5 @@ class StepTimeline:
         return shares
 
     def record(self) -> Record:
-        """The line of the step in timeline.jsonl."""
         rows = [[span.actor, span.phase, round(span.start, 4), round(span.end, 4)] for span in self.spans]
         return {"seconds": round(self.seconds, 4), "spans": rows}

@@ -1,9 +1,10 @@
-"""Forwards metrics to trackers, such as TensorBoard, wandb and mlflow, through accelerate.tracking."""
+"""Forwards metrics to TensorBoard, wandb, mlflow and others through accelerate.tracking."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from controllers.config_file import leaves
 from controllers.observe.run_folder import Record, RunFolder
 
 if TYPE_CHECKING:
@@ -24,12 +25,6 @@ def validate_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """The trackers of one run.
-    trackers = Trackers(["tensorboard"], folder, project="rl-actors", config={"seed": 0},
-    steps_done=0)
-    trackers.log(1, {"loss": 0.7})
-    """
-
     def __init__(
         self,
         names: Sequence[str],
@@ -37,9 +32,9 @@ class Trackers:
         *,
         project: str,
         config: Mapping[str, object],
-        # TensorBoard drops the values of later steps
         steps_done: int,
     ) -> None:
+        """steps_done: TensorBoard drops the values of later steps."""
         self._trackers: list[GeneralTracker] = []
         if not names:
             return
@@ -52,12 +47,17 @@ class Trackers:
         # With a scheduler's environment accelerate's PartialState would join a process group.
         with clear_environment():
             PartialState(cpu=True)
+        shown_config = {
+            name: value if isinstance(value, bool | int | float | str | None) else str(value)
+            for name, value in leaves(config)
+            if name  # an empty config is a leaf without a name
+        }
         for name in dict.fromkeys(names):
             arguments = _arguments(name, folder, project, steps_done)
             tracker = LOGGER_TYPE_TO_CLASS[name](**arguments)
             tracker.start()
             if name != "tensorboard":  # TensorBoard would show the config as if it were a second run
-                tracker.store_init_configuration(_flat(config))
+                tracker.store_init_configuration(shown_config)
             self._trackers.append(tracker)
 
     def log(self, step: int, values: Scalars) -> None:
@@ -87,8 +87,6 @@ class Trackers:
 
 
 def _arguments(name: str, folder: RunFolder, project: str, steps_done: int) -> dict[str, object]:
-    """Of the constructor of accelerate's tracker: TensorBoard gets its folder, others the project
-    and some the run's name or folder."""
     run_name = folder.path.resolve().name
     match name:
         case "tensorboard":
@@ -104,15 +102,3 @@ def _arguments(name: str, folder: RunFolder, project: str, steps_done: int) -> d
             return {"run_name": project, "name": run_name}
         case _:
             return {"run_name": project}
-
-
-def _flat(values: Mapping[str, object], prefix: str = "") -> dict[str, bool | int | float | str | None]:
-    """_flat({"a": {"b": 1}}) -> {"a.b": 1}. Other values than number, bool, str and None become
-    str."""
-    flat: dict[str, bool | int | float | str | None] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, bool | int | float | str | None) else str(value)
-    return flat

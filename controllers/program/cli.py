@@ -9,10 +9,10 @@ import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, Protocol
+from typing import Annotated
 
 import tyro
 from rich.console import Console
@@ -20,61 +20,61 @@ from rich.console import Console
 from controllers import config_file
 from controllers.observe.run_folder import RunFolder
 from controllers.program import help
-
-if TYPE_CHECKING:
-    from controllers.run.config import RunConfig
+from controllers.run.config import RunConfig
 
 FIXED_ON_RESUME = ("seed", "environment", "chat", "alphabet", "sft_steps", "trainer.model", "trainer.hf_path")
-"""A resumed run cannot change these: weights might not fit, or held-out problems might have been
-trained on."""
+"""Otherwise weights might not fit, or held-out problems might have been trained on."""
 
-ABOUT_FLAGS = "Every field of the config is a flag: trainer.hf_path is --trainer.hf-path or --trainer.hf_path."
+FIELDS_OF_TASK = (
+    *("options", "split", "held_out_task", "held_out_split", "mixture"),
+    *("prompt", "remove_whitespace", "prompt_pattern", "reward", "reward_pattern"),
+)
+"""Fields of the environment that describe one task."""
 
-Configs = Mapping[str, "Callable[[], RunConfig]"]
-Annotation = object  # a class, `int | None`, `list[int]`: annotations have no narrower common type
+Configs = Mapping[str, Callable[[], RunConfig]]
+Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+"""A flag without a value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Invocation:
-    config: "RunConfig"
-    config_name: str
-    output_dir: Path  # folder of the run; equal to `resume` if the run is resumed
-    resume: Path | None
-    eval_only: Path | None
-    dry_run: bool
-    plan: bool
-    verbose: bool
+    """Train, or check, plan or evaluate a run."""
+
+    config: Annotated[RunConfig, tyro.conf.arg(name="")]
+    config_name: Annotated[str, tyro.conf.arg(name="config")]
+    """Name of a config, or a .json, .yaml or .toml file."""
+    output_dir: Path
+    """Folder of the run, by default runs/<config>-<time>."""
+    resume: Path | None = None
+    """Continue the run of this folder from its newest complete checkpoint."""
+    eval_only: Path | None = None
+    """Score the checkpoint in this folder, or the newest checkpoint of the run in this folder, and
+    stop. If --config is left out, the config of the checkpoint's run is used.
+    """
     save_config: Path | None = None
-
-
-class _Flags(Protocol):
-    """What tyro returns for the class that `_flags` makes, without what `_chosen` read."""
-
-    config: "RunConfig"
-    output_dir: Path | None
-    save_config: Path | None
-    dry_run: bool
-    plan: bool
-    verbose: bool
+    """Write the config to this .json or .yaml file before the run."""
+    dry_run: Switch = False
+    """Check everything, print the config and stop."""
+    plan: Switch = False
+    """Print the parallel layout, the memory of a rank and where each process runs, and stop."""
+    verbose: Switch = False
+    """Show the logs of libraries and actors also on the terminal, not only in files."""
 
 
 def parse(
     prog: str,
     configs: Configs,
     argv: Sequence[str] | None = None,
-    fixed_on_resume: Sequence[str] = FIXED_ON_RESUME,
     configs_by_controller: Mapping[str, Configs] | None = None,
+    program: type[Invocation] = Invocation,
 ) -> Invocation:
-    """`prog`: how the user starts the program.
-    `--config` names one of `configs` (default: the first) or a file; dotted flags edit its fields.
-    fixed_on_resume: fields that a resumed run cannot change. configs_by_controller: for an error
-    that names the right loop.
-    Exits with status 2 and a message, or 0 after `--help`.
+    """`prog`: how the user starts the program. `--config` names one of `configs` (default: the first)
+    or a file; dotted flags edit its fields. configs_by_controller: for an error text. program: has
+    the other flags. Exits with status 2 and a message, or 0 after `--help`.
     """
+    argv = sys.argv[1:] if argv is None else list(argv)
     try:
-        return _parse(
-            prog, configs, sys.argv[1:] if argv is None else list(argv), fixed_on_resume, configs_by_controller or {}
-        )
+        return _parse(prog, configs, argv, configs_by_controller or {}, program)
     except ValueError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -84,63 +84,47 @@ def _parse(
     prog: str,
     configs: Configs,
     argv: list[str],
-    fixed_on_resume: Sequence[str],
     configs_by_controller: Mapping[str, Configs],
+    program: type[Invocation],
 ) -> Invocation:
     chosen = _chosen(prog, argv)
-    _require_own(chosen.config, configs, configs_by_controller)
-    name, base = _base(configs, chosen.config, chosen.resume, chosen.eval_only)
+    name, base = _base(chosen, configs, configs_by_controller)
     before = config_file.leaves_of(base)
     if chosen.algorithm:
         _apply_preset(base, chosen.algorithm)
-    program_flags = _program_flags(configs, name)
+    folder = chosen.resume or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    defaults = program(config=base, config_name=name, output_dir=folder)
     if (group := help.asked(argv)) is not None:
-        _show_help(prog, base, program_flags, group)
+        help.show(prog, defaults, group, configs)
     argv = _without_short_flags(argv, base.short_flags)
     if not (chosen.resume or chosen.eval_only):
         _drop_options_of_other_task(base, argv)
-    parsed: tuple[_Flags, list[str]] = tyro.cli(
-        _flags(program_flags, base), prog=prog, args=argv, return_unknown_args=True
-    )
-    flags, unknown = parsed
+    flags, unknown = tyro.cli(program, default=defaults, prog=prog, args=argv, return_unknown_args=True)
     if unknown:
-        raise ValueError(help.unknown(unknown, base, program_flags, base.short_flags))
+        raise ValueError(help.unknown(unknown, defaults))
     config = flags.config.with_local_models()
     if chosen.resume:
-        if flags.output_dir and flags.output_dir.resolve() != chosen.resume.resolve():
+        if flags.output_dir.resolve() != folder.resolve():
             raise ValueError(
-                f"--output-dir {flags.output_dir} is another folder, but --resume {chosen.resume} continues the run in its own folder; "
+                f"--output-dir {flags.output_dir} is another folder, but --resume {folder} continues the run in its own folder; "
                 "leave out --output-dir"
             )
-        _require_same(before, config_file.leaves_of(config), fixed_on_resume)
+        _require_same(before, config_file.leaves_of(config))
     config.validate()
     if flags.save_config:
         config_file.require_format("--save-config", flags.save_config)
-
-    output_dir = chosen.resume or flags.output_dir or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    # With --plan or --eval-only nothing is written to output_dir, so it is not checked. With --dry-run output_dir is
-    # checked only if the user has named a folder.
-    is_named = bool(flags.output_dir or chosen.resume)
-    if not (flags.plan or chosen.eval_only) and (is_named or not flags.dry_run):
-        require_writable("--output-dir", output_dir)
-        if not chosen.resume:
-            _require_no_run(prog, output_dir)
-    return Invocation(
-        config=config,
-        config_name=name,
-        output_dir=output_dir,
-        resume=chosen.resume,
-        eval_only=chosen.eval_only,
-        save_config=flags.save_config,
-        dry_run=flags.dry_run,
-        plan=flags.plan,
-        verbose=flags.verbose,
-    )
+    # --plan and --eval-only write nothing to output_dir, --dry-run nothing to a default one
+    writes = chosen.resume or flags.output_dir != folder or not flags.dry_run
+    if writes and not (flags.plan or flags.eval_only):
+        require_writable("--output-dir", flags.output_dir)
+        if not chosen.resume and RunFolder(flags.output_dir).holds_run:
+            command = f"{prog} --resume {shlex.quote(str(flags.output_dir))}"
+            raise ValueError(f"{flags.output_dir} holds a run; to continue it: {command}")
+    return replace(flags, config=config, config_name=name)
 
 
 def _chosen(prog: str, argv: list[str]) -> Namespace:
-    """The flags that choose the config, read first because the others edit it. Raises ValueError
-    for those that exclude each other."""
+    """The flags that choose the config, read first because the others edit it."""
     source = ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
     source.add_argument("--config")
     source.add_argument("--resume", type=Path)
@@ -155,22 +139,7 @@ def _chosen(prog: str, argv: list[str]) -> Namespace:
     return chosen
 
 
-def _show_help(prog: str, config: "RunConfig", program_flags: Sequence[help.ProgramFlag], group: str) -> NoReturn:
-    """Print the help, and exit with status 0. group: as `help.asked` returns it, or "all".
-
-    Raises ValueError if the config has no such group.
-    """
-    if group == "all":
-        about = f"The defaults below are the values of the chosen config. {ABOUT_FLAGS}"
-        tyro.cli(_flags(program_flags, config), prog=prog, description=about, args=["--help"])
-    elif group:
-        help.show_group(prog, config, group)
-    else:
-        print(help.overview(prog, config, program_flags, config.short_flags), end="")
-    sys.exit(0)
-
-
-def _apply_preset(config: "RunConfig", name: str) -> None:
+def _apply_preset(config: RunConfig, name: str) -> None:
     """Set a preset's fields and print them to stderr, because --dry-run prints JSON."""
     if name not in config.presets:
         near = difflib.get_close_matches(name, config.presets) or list(config.presets)
@@ -192,145 +161,61 @@ def _without_short_flags(argv: Sequence[str], short_flags: Mapping[str, str]) ->
     return whole
 
 
-FIELDS_OF_TASK = (
-    "options",
-    "split",
-    "held_out_task",
-    "held_out_split",
-    "mixture",
-    "prompt",
-    "remove_whitespace",
-    "prompt_pattern",
-    "reward",
-    "reward_pattern",
-)
-"""Fields of the environment that describe one task."""
-
-
-def _drop_options_of_other_task(config: "RunConfig", argv: Sequence[str]) -> None:
+def _drop_options_of_other_task(config: RunConfig, argv: Sequence[str]) -> None:
     """With another task than the config's, the fields of the config's task get their defaults."""
     source = ArgumentParser(add_help=False, allow_abbrev=False)
     source.add_argument("--environment.task", dest="task")
     task = source.parse_known_args(list(argv))[0].task
-    environment = getattr(config, "environment", None)
-    if task is None or environment is None or task == environment.task:
+    environment = config.environment
+    if task in (None, environment.task):
         return
     defaults = type(environment)()
     dropped = [name for name in FIELDS_OF_TASK if getattr(environment, name) != getattr(defaults, name)]
     for name in dropped:
         setattr(environment, name, getattr(defaults, name))
     if dropped:
-        print(
-            f"--task {task}: the config's own {', '.join(dropped)} belong to its task and are dropped", file=sys.stderr
-        )
+        names = ", ".join(dropped)
+        print(f"--task {task}: the config's own {names} belong to its task and are dropped", file=sys.stderr)
 
 
-def _require_own(config: str | None, configs: Configs, configs_by_controller: Mapping[str, Configs]) -> None:
-    """Raise ValueError, naming them, if only other loops have this config."""
-    owners = [controller for controller, theirs in configs_by_controller.items() if config in theirs]
-    if owners and config not in configs:
-        own = ", ".join(configs)
-        raise ValueError(f"--config {config} belongs to {' and '.join(owners)}; the configs of this controller: {own}")
-
-
-def _base(configs: Configs, config: str | None, resume: Path | None, eval_only: Path | None) -> tuple[str, "RunConfig"]:
+def _base(chosen: Namespace, configs: Configs, configs_by_controller: Mapping[str, Configs]) -> tuple[str, RunConfig]:
     """(name, config) before flags edit it."""
     default = next(iter(configs))
-    file = Path(config) if config and config_file.is_file_name(config) else None
-    if resume:
-        file = resume / "config.json"
-    elif eval_only and not config:
+    name = chosen.config or default
+    if chosen.resume:
+        file = chosen.resume / "config.json"
+    elif chosen.eval_only and not chosen.config:
         # The folder of a checkpoint is run/checkpoints/step-N.
-        run = eval_only.resolve().parents[1] if eval_only.resolve().parent.name == "checkpoints" else eval_only
-        file = run / "config.json"
-    if file is None:
-        name = config or default
-        if name in configs:
-            return name, configs[name]()
-        near = difflib.get_close_matches(name, configs) or list(configs)
-        raise ValueError(
-            f"--config {name} is neither a config nor a file of JSON, YAML or TOML; did you mean {' or '.join(near)}?"
-        )
+        folder = chosen.eval_only.resolve().parent
+        file = (folder.parent if folder.name == "checkpoints" else chosen.eval_only) / "config.json"
+    elif config_file.is_file_name(name):
+        file = Path(name)
+    elif name in configs:
+        return name, configs[name]()
+    else:
+        raise ValueError(_unknown_config(name, configs, configs_by_controller))
     if file.is_dir():
         raise ValueError(f"{file} is a folder; --config takes the name of a config or a file")
     if not file.is_file():
-        remedy = (
-            ", so no run can be resumed from there"
-            if resume
-            else "; give --config the name of a config, or an existing file"
-        )
-        raise ValueError(f"{file} does not exist{remedy}")
+        remedy = "; give --config the name of a config, or an existing file"
+        raise ValueError(f"{file} does not exist{', so no run can be resumed from there' if chosen.resume else remedy}")
     loaded = config_file.read(type(configs[default]()), file)
     return (file.resolve().parent.name if file.name == "config.json" else file.stem), loaded
 
 
-def _program_flags(configs: Configs, name: str) -> list[help.ProgramFlag]:
-    """The flags that are no fields of the config. name: of the chosen config."""
-    flag = help.ProgramFlag
-    of_config = f"Name of a config ({', '.join(configs)}), or a .json, .yaml or .toml file."
-    return [
-        flag(name="config_name", kind=str, default=name, meaning=of_config, shown="config"),
-        flag(
-            name="output_dir",
-            kind=Path | None,
-            default=None,
-            meaning="Folder of the run; None: runs/<config>-<time>.",
-        ),
-        flag(
-            name="resume",
-            kind=Path | None,
-            default=None,
-            meaning="Continue the run of this folder from its newest complete checkpoint.",
-        ),
-        flag(
-            name="eval_only",
-            kind=Path | None,
-            default=None,
-            meaning="Score the checkpoint in this folder, or the newest checkpoint of the run in this folder, and stop. "
-            "If --config is left out, the config of the checkpoint's run is used.",
-        ),
-        flag(
-            name="save_config",
-            kind=Path | None,
-            default=None,
-            meaning="Write the config to this .json or .yaml file before the run.",
-        ),
-        flag(name="dry_run", kind=bool, default=False, meaning="Check everything, print the config and stop."),
-        flag(
-            name="plan",
-            kind=bool,
-            default=False,
-            meaning="Print the parallel layout, the memory of a rank and where each process runs, and stop.",
-        ),
-        flag(
-            name="verbose",
-            kind=bool,
-            default=False,
-            meaning="Show the logs of libraries and actors also on the terminal, not only in files.",
-        ),
-    ]
+def _unknown_config(name: str, configs: Configs, configs_by_controller: Mapping[str, Configs]) -> str:
+    owners = [controller for controller, theirs in configs_by_controller.items() if name in theirs]
+    if owners:
+        own = ", ".join(configs)
+        return f"--config {name} belongs to {' and '.join(owners)}; the configs of this controller: {own}"
+    near = difflib.get_close_matches(name, configs) or list(configs)
+    return f"--config {name} is neither a config nor a file of JSON, YAML or TOML; did you mean {' or '.join(near)}?"
 
 
-def _flags(program_flags: Sequence[help.ProgramFlag], base: "RunConfig") -> type:
-    """A dataclass for tyro: a field for each program flag, and one for the config.
-
-    tyro makes the flags of the config from the dotted names of its fields.
-    """
-    flags: list[tuple[str, Annotation, object]] = []
-    for each in program_flags:
-        shape = tyro.conf.arg(help=each.meaning, name=each.shown)
-        flags.append(
-            (each.name, Annotated[each.kind, shape, tyro.conf.FlagCreatePairsOff], field(default=each.default))
-        )
-    flags.append(("config", Annotated[type(base), tyro.conf.arg(name="")], field(default_factory=lambda: base)))
-    return make_dataclass("Flags", flags)
-
-
-def _require_same(before: Mapping[str, object], after: Mapping[str, object], fixed: Sequence[str]) -> None:
-    """Raise ValueError if a fixed value has changed; trainer.model also fixes
-    trainer.model.head_dim."""
+def _require_same(before: Mapping[str, object], after: Mapping[str, object]) -> None:
+    """Raise ValueError if a value of FIXED_ON_RESUME, or in one, has changed."""
     for name in sorted(before.keys() | after.keys()):
-        is_fixed = any(f"{name}.".startswith(f"{prefix}.") for prefix in fixed)
+        is_fixed = any(f"{name}.".startswith(f"{prefix}.") for prefix in FIXED_ON_RESUME)
         if is_fixed and before.get(name) != after.get(name):
             change = f"from {before.get(name)!r} to {after.get(name)!r}"
             raise ValueError(f"{name} cannot change {change} in a resumed run; start a new run")
@@ -339,7 +224,7 @@ def _require_same(before: Mapping[str, object], after: Mapping[str, object], fix
 def require_writable(flag: str, folder: Path) -> None:
     """Raise ValueError if the folder cannot be made or written to."""
     existing = folder
-    # If this user may not enter the parent folder, Path.exists would raise an error, but os.path.exists returns False.
+    # Path.exists would raise an error in a folder that this user may not enter
     while not os.path.exists(existing) and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir():
@@ -354,13 +239,6 @@ def require_writable(flag: str, folder: Path) -> None:
         raise ValueError(f"{flag} {folder}: nothing can be written to {existing}: {error.strerror}") from None
 
 
-def _require_no_run(prog: str, output_dir: Path) -> None:
-    """Raise ValueError, with the command that continues it, if the folder holds a run."""
-    if RunFolder(output_dir).holds_run:
-        command = f"{prog} --resume {shlex.quote(str(output_dir))}"
-        raise ValueError(f"{output_dir} holds a run; to continue it: {command}")
-
-
-def print_config(config: "RunConfig") -> None:
+def print_config(config: RunConfig) -> None:
     """To stdout, as JSON that `--config` takes."""
     Console().print_json(config_file.to_json(config))

@@ -1,11 +1,10 @@
-"""Describes a run before it starts (`--plan`): layout, memory and devices; refuses one that needs
-more memory than there is."""
+"""Describes a run before it starts (`--plan`), and refuses one that needs too much memory."""
 
 import itertools
-import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 
 from controllers.run.hosts import HostsConfig
@@ -34,8 +33,7 @@ class Demand:
     """The memory of a GPU, or of a machine without, and the bytes of each process there."""
 
     place: str  # "GPU 0" or "this machine"
-    # Part of a step in which the processes hold this memory, such as "generating". Empty if they always hold it.
-    phase: str = ""
+    phase: str = ""  # _Phase.name
     capacity: int  # bytes
     taken: dict[str, int]  # name of a process, or of several processes -> bytes
 
@@ -48,7 +46,7 @@ class Demand:
         return self.total <= self.capacity
 
     def parts(self) -> str:
-        """The processes and their bytes, such as "trainer-0 9.0 GiB + generator-0 35.0 GiB"."""
+        """ "trainer-0 9.0 GiB + generator-0 35.0 GiB" """
         return " + ".join(f"{name} {size_text(size)}" for name, size in self.taken.items())
 
 
@@ -72,28 +70,27 @@ def describe(config: "RunConfig") -> str:
         *_generator(config),
     ]
     if not config.hosts.addresses:
-        lines += [
-            "totals, not counting the memory of libraries:",
-            *(_demand_line(demand) for demand in demands(config)),
-        ]
+        lines.append("totals, not counting the memory of libraries:")
+        for demand in demands(config):
+            where = f"{demand.place} {demand.phase}".rstrip()
+            verdict = "" if demand.fits else ": too much"
+            lines.append(f"  {where}: {demand.parts()} of {size_text(demand.capacity)}{verdict}")
     return "\n".join(lines)
 
 
 def require_memory(config: "RunConfig", *, trains: bool = True) -> None:
     """Raise ValueError if processes need more than their GPU, or the machine, has. Not with
     hosts.addresses. trains: False for an evaluation."""
-    if config.hosts.addresses:
+    all_demands = [] if config.hosts.addresses else demands(config, trains=trains)
+    if (demand := next((each for each in all_demands if not each.fits), None)) is None:
         return
-    for demand in demands(config, trains=trains):
-        if not demand.fits:
-            advice = ADVICE_FOR_A_GPU if torch.cuda.is_available() else ADVICE_WITHOUT_A_GPU
-            # The phase is empty, "generating", "training the critic", "in forward_backward" or "in optim_step".
-            when = f"while {demand.phase}" if demand.phase and not demand.phase.startswith("in ") else demand.phase
-            needed = f"{size_text(demand.total)} {when}".rstrip()
-            raise ValueError(
-                f"{demand.place} has {size_text(demand.capacity)}, but its processes need {needed} ({demand.parts()}), not counting the "
-                f"memory of CUDA and other libraries; {advice}"
-            )
+    advice = ADVICE_FOR_A_GPU if torch.cuda.is_available() else ADVICE_WITHOUT_A_GPU
+    when = f"while {demand.phase}" if demand.phase and not demand.phase.startswith("in ") else demand.phase
+    needed = f"{size_text(demand.total)} {when}".rstrip()
+    raise ValueError(
+        f"{demand.place} has {size_text(demand.capacity)}, but its processes need {needed} ({demand.parts()}), not counting the "
+        f"memory of CUDA and other libraries; {advice}"
+    )
 
 
 def demands(config: "RunConfig", *, trains: bool = True) -> list[Demand]:
@@ -102,13 +99,15 @@ def demands(config: "RunConfig", *, trains: bool = True) -> list[Demand]:
     phases = _phases(config) if trains else [_Phase(name="", held={})]
     if torch.cuda.is_available():
         return _demands_of_gpus(config, models, phases)
+    capacity = psutil.virtual_memory().total
     taken = {}
     for name, model in models.items():
         ranks = model.num_processes()
-        taken[_ranks_text(name, ranks)] = ranks * max(phase.held[name] for phase in phases)
+        names = f"{name}-0" if ranks == 1 else f"{name}-0 to {name}-{ranks - 1}"
+        taken[names] = ranks * max(phase.held[name] for phase in phases)
     for name in _gpus_of_generators(config):
         taken[name] = _held_by_generator(config)
-    return [Demand(place="this machine", capacity=_machine_memory(), taken=taken)]
+    return [Demand(place="this machine", capacity=capacity, taken=taken)]
 
 
 def _demands_of_gpus(config: "RunConfig", models: dict[str, TrainerConfig], phases: "list[_Phase]") -> list[Demand]:
@@ -136,9 +135,9 @@ def _demands_of_gpus(config: "RunConfig", models: dict[str, TrainerConfig], phas
 class _Phase:
     """A part of a step and the memory that processes hold in it."""
 
-    name: str  # Demand.phase; empty if turns are not enabled, because a step then has only one phase
-    held: dict[str, int]  # name of a model, such as "trainer" -> bytes that one rank of the model holds
-    sleeps: bool = False  # True: the generator sleeps, so it holds no memory
+    name: str  # "generating", "in optim_step"; empty if nothing is colocated
+    held: dict[str, int]  # name of a model, such as "trainer" -> bytes that one rank holds
+    sleeps: bool = False  # True: the generator holds no memory
 
 
 def _phases(config: "RunConfig") -> list[_Phase]:
@@ -150,7 +149,7 @@ def _phases(config: "RunConfig") -> list[_Phase]:
     parts = config.colocation.parts
     weights = held.parameters + held.buffers
     kept = (0 if "weights" in parts else weights) + (0 if "optimizer" in parts else held.optimizer)
-    # With several optimizer steps, the backward passes after the first run with the optimizer's state on the GPU.
+    # passes after a first optimizer step run with the optimizer's state on the GPU
     meets_optimizer = config.versions_per_step > 1 or "optimizer" not in parts
     passes = weights + held.gradients + held.activations + (held.optimizer if meets_optimizer else 0)
     steps = weights + held.gradients + held.optimizer
@@ -169,7 +168,6 @@ def _phases(config: "RunConfig") -> list[_Phase]:
 
 
 def _turns(config: "RunConfig") -> list[str]:
-    """Lines about a colocated run: a rank's memory in each phase, and what is offloaded."""
     if not config.colocation.enabled:
         return []
     held = memory_estimate.memory(config.trainer).on_device()
@@ -179,12 +177,6 @@ def _turns(config: "RunConfig") -> list[str]:
     lines += [f"  {phase.name:<20} {size_text(phase.held['trainer'])}" for phase in _phases(config)]
     listed = ", ".join(f"{part} {size_text(size)}" for part, size in on_host.items()) or "nothing"
     return [*lines, f"  {'on the host':<20} {listed}, while the generator works; pinned memory if there is a GPU"]
-
-
-def _demand_line(demand: Demand) -> str:
-    verdict = "" if demand.fits else ": too much"
-    where = f"{demand.place} {demand.phase}".rstrip()
-    return f"  {where}: {demand.parts()} of {size_text(demand.capacity)}{verdict}"
 
 
 def _memory_of_a_rank(trainer: TrainerConfig, held: memory_estimate.Memory) -> list[str]:
@@ -200,8 +192,7 @@ def _memory_of_a_rank(trainer: TrainerConfig, held: memory_estimate.Memory) -> l
 
 
 def _ranks(name: str, model: TrainerConfig, hosts: HostsConfig) -> list[str]:
-    """A line for each of the first RANKS_SHOWN ranks: device and index in every degree above 1, the
-    last changing fastest. Expert parallelism: rank modulo its degree."""
+    """A line for each of the first RANKS_SHOWN ranks: device and index in every degree above 1."""
     layout = model.layout()
     expert = model.parallelism.expert_parallel_degree
     order = ["pipeline_parallel", *(kind for kind in layout if kind != "pipeline_parallel")]
@@ -211,7 +202,7 @@ def _ranks(name: str, model: TrainerConfig, hosts: HostsConfig) -> list[str]:
         indices = [f"{kind} {index}" for kind, index in zip(order, place, strict=True) if layout[kind] > 1]
         if expert > 1:
             indices.append(f"expert_parallel {rank % expert}")
-        host = hosts.place_of_rank(rank, model.num_processes())
+        host = hosts.of_rank(rank, model.num_processes())
         line = f"  {f'{name}-{rank}':<12} {host or _device(model.gpus()[rank])}"
         lines.append(f"{line}: {', '.join(indices)}" if indices else line)
     left = model.num_processes() - len(lines)
@@ -251,7 +242,7 @@ def _generator(config: "RunConfig") -> list[str]:
     engines, why = config.generator.engines()
     for index, (name, gpus) in enumerate(_gpus_of_generators(config).items()):
         on_this_machine = " and ".join(dict.fromkeys(_device(gpu) for gpu in gpus))
-        devices = config.hosts.place_of_generator(index // engines) or on_this_machine
+        devices = config.hosts.of_replica(index // engines) or on_this_machine
         ranks = f", {len(gpus)} ranks" if len(gpus) > 1 else ""
         lines.append(f"  {name:<12} {devices}, vLLM in {config.generator.dtype}{ranks}")
     if lines and torch.cuda.is_available():
@@ -260,7 +251,7 @@ def _generator(config: "RunConfig") -> list[str]:
 
 
 def _partners(config: "RunConfig") -> list[str]:
-    """Lines about reference and critic, each with its largest memory."""
+    """Reference and critic."""
     lines = []
     for name, model in config.models().items():
         if name != "trainer":
@@ -286,15 +277,6 @@ def _device(rank: int) -> str:
     if not torch.cuda.is_available():
         return "CPU"
     return f"GPU {rank}" + (", which this machine does not have" if rank >= torch.cuda.device_count() else "")
-
-
-def _ranks_text(name: str, count: int) -> str:
-    """_ranks_text("trainer", 4) -> "trainer-0 to trainer-3" """
-    return f"{name}-0" if count == 1 else f"{name}-0 to {name}-{count - 1}"
-
-
-def _machine_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def size_text(size: int) -> str:

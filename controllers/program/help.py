@@ -1,45 +1,37 @@
-"""The help of a run's command line: one screen with the groups of flags, the flags of one group, and flags like a wrong one.
+"""The help of a command line: a screen with the groups of flags, one group's flags, and flags like a wrong one.
 
-A group is a field of the config that has fields of its own, such as "rollouts" or "trainer.lora". The group "run" has the
-config's own plain fields.
+A group is a field of the config with fields of its own, such as "trainer.lora"; "run" has the config's plain fields.
 """
 
 import ast
 import difflib
 import inspect
+import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import field, fields, is_dataclass, make_dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 
 import tyro
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from controllers.program.cli import Invocation
+
 WIDTH = 80
 OWN_GROUP = "run"
 MAX_NEAR = 3
 LEAST_LIKENESS = 0.7
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProgramFlag:
-    """A flag that is no field of the config, such as --resume."""
-
-    name: str
-    kind: object  # its annotation
-    default: object
-    meaning: str
-    shown: str | None = None  # the name on the command line; None: `name`
-
-    def flag(self) -> str:
-        return _flag(self.shown or self.name)
+ABOUT_FLAGS = (
+    "The defaults below are the values of the chosen config. "
+    "Every field of the config is a flag: trainer.hf_path is --trainer.hf-path or --trainer.hf_path."
+)
 
 
 def asked(argv: Sequence[str]) -> str | None:
-    """The group that `--help GROUP` names; "" if no group is named, None if there is no --help."""
+    """The group that `--help GROUP` names, "" without one; None without --help."""
     for index, argument in enumerate(argv):
         if argument in ("-h", "--help"):
             named = argv[index + 1] if index + 1 < len(argv) else ""
@@ -47,48 +39,55 @@ def asked(argv: Sequence[str]) -> str | None:
     return None
 
 
-def overview(
-    prog: str, config: "DataclassInstance", program_flags: Sequence[ProgramFlag], short_flags: Mapping[str, str]
-) -> str:
+def show(prog: str, program: "Invocation", group: str, configs: Iterable[str]) -> NoReturn:
+    """Exits with status 0. group: as `asked` returns it. Raises ValueError for an unknown one."""
+    if group == "all":
+        tyro.cli(type(program), default=program, prog=prog, description=ABOUT_FLAGS, args=["--help"])
+    elif group:
+        shown = make_dataclass("Flags", _flags_of_group(program.config, group))
+        tyro.cli(shown, prog=prog, description="", args=["--help"])
+    else:
+        print(_overview(prog, program, configs))
+    sys.exit(0)
+
+
+def _overview(prog: str, program: "Invocation", configs: Iterable[str]) -> str:
     """One screen."""
-    lines = [f"usage: {prog} [--FLAG VALUE …]", ""]
-    lines += [_line(each.flag(), each.meaning) for each in program_flags]
-    shorts = ", ".join(f"{short} ({whole})" for short, whole in short_flags.items())
+    config = program.config
+    docs = field_docs(type(program)) | {"config": f"Name of a config ({', '.join(configs)}), or a file."}
+    lines = [f"usage: {prog} [--FLAG VALUE …]", *textwrap.wrap(inspect.getdoc(type(program)) or "", WIDTH), ""]
+    lines += [_line(_flag(name), docs[name]) for name in _program_flags(program)]
+    shorts = ", ".join(f"{short} ({whole})" for short, whole in config.short_flags.items())
     lines += ["", *textwrap.wrap(f"Short flags: {shorts}", WIDTH, break_on_hyphens=False)]
     lines += ["", "Groups of the other flags; --help GROUP shows one group, --help all every flag:"]
-    own = ", ".join(_words(name) for name, value in _values(config).items() if not is_dataclass(value))
-    lines.append(_line(OWN_GROUP, own))
+    lines.append(_line(OWN_GROUP, ", ".join(map(_words, _plain_fields(config)))))
     docs = field_docs(type(config))
     lines += [_line(_words(name), docs.get(name, "")) for name, value in _values(config).items() if is_dataclass(value)]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
-def show_group(prog: str, config: "DataclassInstance", group: str) -> None:
-    """Print the flags of one group, and exit with status 0. Raises ValueError if the config has no such group."""
+def _program_flags(program: "Invocation") -> list[str]:
+    names = [name for name in _values(program) if name != "config"]
+    return ["config" if name == "config_name" else name for name in names]
+
+
+def _flags_of_group(config: "DataclassInstance", group: str) -> list[tuple[str, Any, Any]]:
+    """Fields for make_dataclass."""
     name = group.removeprefix("--").replace("-", "_")
-    groups = dict(_groups(config))
     if name == OWN_GROUP:
-        plain = {name: value for name, value in _values(config).items() if not is_dataclass(value)}
-        shown = [_for_tyro(config, name, value, name) for name, value in plain.items()]
-    elif name in groups:
-        owner, last = groups[name]
-        shown = [_for_tyro(owner, last, getattr(owner, last), name)]
-    else:
-        known = [OWN_GROUP, *map(_words, groups), "all"]
-        near = difflib.get_close_matches(group, known) or [each for each in known if "." not in each]
-        raise ValueError(f"--help {group}: there is no such group of flags; did you mean {', '.join(near)}?")
-    tyro.cli(make_dataclass("Flags", shown), prog=prog, description="", args=["--help"])
+        return [_for_tyro(config, plain, plain) for plain in _plain_fields(config)]
+    groups = dict(_groups(config))
+    if name in groups:
+        return [_for_tyro(*groups[name], name)]
+    known = [OWN_GROUP, *map(_words, groups), "all"]
+    near = difflib.get_close_matches(group, known) or [each for each in known if "." not in each]
+    raise ValueError(f"--help {group}: there is no such group of flags; did you mean {', '.join(near)}?")
 
 
-def unknown(
-    arguments: Sequence[str],
-    config: "DataclassInstance",
-    program_flags: Sequence[ProgramFlag],
-    short_flags: Mapping[str, str],
-) -> str:
+def unknown(arguments: Sequence[str], program: "Invocation") -> str:
     """The text of the error for arguments that no flag takes."""
-    names = [each.flag() for each in program_flags] + [_flag(name) for name in _leaves(config)]
-    shorts = {whole: short for short, whole in short_flags.items()}
+    names = [_flag(name) for name in (*_program_flags(program), *_leaves(program.config))]
+    shorts = {whole: short for short, whole in program.config.short_flags.items()}
     lines = []
     for argument in arguments:
         flag = argument.partition("=")[0]
@@ -114,7 +113,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def _near(flag: str, names: Sequence[str], shorts: Mapping[str, str]) -> list[str]:
-    """The names that are most like a wrong flag. A name is also like a flag if its end is, or if its short flag is."""
+    """The names most like a wrong flag, by their whole, their end or their short flag."""
     wrong = _plain(flag)
     likeness = {}
     for name in names:
@@ -128,15 +127,16 @@ def _near(flag: str, names: Sequence[str], shorts: Mapping[str, str]) -> list[st
     return [name for name in best if likeness[name] >= least]
 
 
-def _for_tyro(owner: "DataclassInstance", name: str, value: object, shown: str) -> tuple[str, Any, Any]:
+def _for_tyro(owner: "DataclassInstance", name: str, shown: str) -> tuple[str, Any, Any]:
     """A field for make_dataclass that shows a field of `owner` under the whole name of its flag."""
+    value = getattr(owner, name)
     annotation = type(value) if is_dataclass(value) else get_type_hints(type(owner), include_extras=True)[name]
     argument = tyro.conf.arg(name=_words(shown), help=field_docs(type(owner)).get(name))
     return name, Annotated[annotation, argument], field(default_factory=lambda: value)
 
 
 def _groups(config: "DataclassInstance", prefix: str = "") -> Iterator[tuple[str, tuple["DataclassInstance", str]]]:
-    """The dotted name of each group, with the object that has the group and the name of the field there."""
+    """(dotted name of a group, (the object that has it, its field there))."""
     for name, value in _values(config).items():
         if is_dataclass(value) and not isinstance(value, type):
             yield prefix + name, (config, name)
@@ -153,6 +153,10 @@ def _leaves(config: "DataclassInstance", prefix: str = "") -> Iterator[str]:
 
 def _values(config: "DataclassInstance") -> dict[str, object]:
     return {each.name: getattr(config, each.name) for each in fields(config)}
+
+
+def _plain_fields(config: "DataclassInstance") -> list[str]:
+    return [name for name, value in _values(config).items() if not is_dataclass(value)]
 
 
 def _flag(name: str) -> str:

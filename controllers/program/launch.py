@@ -14,7 +14,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
@@ -59,27 +59,34 @@ from controllers.run.problems import known_problems, require_fitting
 from controllers.run.recovery import Train, train_to_end
 from controllers.run.run import Run, make_evaluator, open_generator, open_run
 from rl_actors import validation
-from rl_actors.processes.output import route_logs, route_process_output
+from rl_actors.processes.output import RoutedOutput, route_logs
 from rl_actors.vllm.start import require_machine
 
 SHUTDOWN_TIMEOUT = 15.0  # seconds
 
 
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    environment: AnyEnvironment
+    evaluation_sets: Sequence[EvaluationSet]
+    tokenizer: Tokenizer
+    scorer: Scorer
+
+
 def start_loop(controller: str) -> None:
-    """`main` for a loop of this package. controller: its module, such as "controllers.grpo",
-    imported by name, as `configs` does."""
+    """`main` for a loop of this package, by its module, such as "controllers.grpo"."""
     configs = import_module("configs").CONFIGS
     main(import_module(controller).train, configs[controller], others=configs)
 
 
 def main(train: Train, configs: cli.Configs, *, others: Mapping[str, cli.Configs] | None = None) -> None:
-    """Parse the command line of a training loop, do what the command line asks, and exit. Any file can be a loop:
+    """Do what the command line of a training loop asks, and exit. Any file can be a loop:
 
     if __name__ == "__main__":
         main(train, {"mine": mine})
 
-    train: the loop, a coroutine function that takes a Run. configs: name -> function that makes the loop's config; the first is the
-    default of --config. others: the configs of other loops; if --config names one of them, the error says to which loop it belongs.
+    train: the loop, a coroutine function that takes a Run. configs: name -> function that makes a
+    config; the first is the default of --config. others: of other loops, for an error text.
     """
     controller = module_of(train)
     prog = started_as(controller)
@@ -91,13 +98,10 @@ def main(train: Train, configs: cli.Configs, *, others: Mapping[str, cli.Configs
         if invocation.plan:
             return
         invocation = _with_checkpoint(invocation)
-        environment, evaluation_sets = _task(invocation.config)
-        invocation = replace(invocation, config=_with_alphabet(invocation.config, environment, evaluation_sets))
-        tokenizer = _tokenizer(invocation.config, environment, evaluation_sets)
-        scorer = _scorer(invocation.config, environment, evaluation_sets)
-        if invocation.dry_run and invocation.config.has_generator:
-            for line in asyncio.run(_try_rewards(scorer, evaluation_sets)):
-                print(line, file=sys.stderr)
+        config, task = _with_task(invocation.config)
+        invocation = replace(invocation, config=config)
+        if invocation.dry_run and config.has_generator:
+            asyncio.run(_try_rewards(task))
     except ValueError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -108,9 +112,8 @@ def main(train: Train, configs: cli.Configs, *, others: Mapping[str, cli.Configs
         return
     death: StartAgainError | None = None
     try:
-        status = _run(invocation, environment, evaluation_sets, tokenizer, scorer, train)
+        status = _run(invocation, task, train)
     except StartAgainError as error:
-        status = 1
         death = error
     # At the interpreter's exit Monarch would wait only one second, and print a traceback.
     with contextlib.suppress(Exception, KeyboardInterrupt):
@@ -131,8 +134,8 @@ def module_of(train: Train) -> str:
 
 
 def _go_on_in_new_program(invocation: cli.Invocation, death: StartAgainError) -> int:
-    """Wait for the lost workers and replace this process. Returns, with the exit status, only if
-    the run cannot go on."""
+    """Wait for the lost workers and replace this process. Returns an exit status if the run cannot
+    go on."""
     folder = RunFolder(invocation.output_dir)
     try:
         if restart_process.wait(invocation.config, folder, death, functools.partial(print, flush=True)):
@@ -146,8 +149,7 @@ def _go_on_in_new_program(invocation: cli.Invocation, death: StartAgainError) ->
 
 
 def _require_devices(invocation: cli.Invocation, controller: str) -> None:
-    """Raise ValueError if the machine lacks devices or memory, or if --eval-only finds no
-    generator."""
+    """Raise ValueError if the machine lacks devices or memory, or --eval-only a generator."""
     config = invocation.config
     if not invocation.eval_only and not config.hosts.addresses:
         for name, model in config.models().items():
@@ -162,9 +164,8 @@ def _require_devices(invocation: cli.Invocation, controller: str) -> None:
 
 
 def _with_checkpoint(invocation: cli.Invocation) -> cli.Invocation:
-    """The invocation with the newest checkpoint in the place of a run's folder in eval_only.
-    Of a resumed run, sets damaged checkpoints aside (except in a dry run) and checks the config.
-    Raises ValueError if the run cannot be resumed or evaluated.
+    """With the newest checkpoint in the place of a run's folder in eval_only. Of a resumed run, sets
+    damaged checkpoints aside (except in a dry run) and checks the config.
     """
     if invocation.eval_only:
         checkpoint = checkpoints.find(invocation.eval_only)
@@ -191,7 +192,18 @@ def _resume_text(prog: str, folder: RunFolder, config: RunConfig) -> str:
     return ""
 
 
-def _task(config: RunConfig) -> tuple[AnyEnvironment, list[EvaluationSet]]:
+def _with_task(config: RunConfig) -> tuple[RunConfig, Task]:
+    """The task, and the config with its alphabet. Raises ValueError if a part cannot be built."""
+    environment, evaluation_sets = _environments(config)
+    config = _with_alphabet(config, environment, evaluation_sets)
+    tokenizer = _tokenizer(config, environment, evaluation_sets)
+    rewarding: dict[str, AnyEnvironment] = {"environment": environment}
+    rewarding |= {f"validation.{each.name}": each.environment for each in evaluation_sets if each.name}
+    scorer = Scorer.of(config.environment, rewarding if config.has_generator else {})
+    return config, Task(environment=environment, evaluation_sets=evaluation_sets, tokenizer=tokenizer, scorer=scorer)
+
+
+def _environments(config: RunConfig) -> tuple[AnyEnvironment, list[EvaluationSet]]:
     """The environment and the held-out sets. Raises ValueError for a task that cannot be built."""
     own = replace(config.environment, seed=config.seed + config.environment.seed)
     before = config.held_out_before()
@@ -204,18 +216,16 @@ def _task(config: RunConfig) -> tuple[AnyEnvironment, list[EvaluationSet]]:
         print(f"held out as in the run that made {config.trainer.hf_path}", file=sys.stderr)
         if isinstance(environment, Excluding):
             environment.exclude(before.digests)
-    parts = environment.environments.values() if isinstance(environment, MixedEnvironment) else [environment]
-    for part in parts:
+    for part in environment.environments.values() if isinstance(environment, MixedEnvironment) else [environment]:
         if isinstance(part, DataEnvironment) and part.num_excluded:
             print(f"{part.config.task}: {part.num_excluded} rows have held-out prompts; not trained", file=sys.stderr)
-    return environment, build_sets(environment, config.validation, seed=config.seed)
+    return environment, build_sets(environment, config.evaluation, seed=config.seed)
 
 
 def _with_alphabet(
     config: RunConfig, environment: AnyEnvironment, evaluation_sets: Sequence[EvaluationSet]
 ) -> RunConfig:
-    """With alphabet="auto": the characters of the known problems, and the vocab_size that fits
-    them."""
+    """With alphabet="auto": the characters of the known problems, and the vocab_size for them."""
     if config.alphabet != "auto":
         return config
     problems = known_problems(environment, evaluation_sets)
@@ -241,59 +251,40 @@ def _tokenizer(config: RunConfig, environment: AnyEnvironment, evaluation_sets: 
     return tokenizer
 
 
-def _scorer(config: RunConfig, environment: AnyEnvironment, evaluation_sets: Sequence[EvaluationSet]) -> Scorer:
-    """Raises ValueError if a reward function cannot be sent to reward workers, or if an environment
-    of episodes has some."""
-    environments: dict[str, AnyEnvironment] = {"environment": environment}
-    environments |= {f"validation.{each.name}": each.environment for each in evaluation_sets if each.name}
-    return Scorer.of(config.environment, environments if config.has_generator else {})
-
-
-async def _try_rewards(scorer: Scorer, evaluation_sets: Sequence[EvaluationSet]) -> list[str]:
-    """Call every reward function on the answer of one held-out problem. Returns a line for each. Episodes have no such function.
+async def _try_rewards(task: Task) -> None:
+    """Call every reward function on the answer of one held-out problem. Episodes have no such function.
 
     Raises ValueError, naming the function and the place of its error, if a function fails.
     """
-    lines = []
-    with contextlib.closing(scorer):
+    with contextlib.closing(task.scorer) as scorer:
         scorer.start()
-        for each in evaluation_sets:
+        for each in task.evaluation_sets:
             if isinstance(each.environment, EpisodeEnvironment):
                 continue
             first = {problem.source: problem for problem in reversed(each.problems)}  # of each part of a mixture
             for problem in first.values():
-                lines.append(await scorer.try_on_answer(each.environment, problem))
-    return lines
+                print(await scorer.try_on_answer(each.environment, problem), file=sys.stderr)
 
 
-def _run(
-    invocation: cli.Invocation,
-    environment: AnyEnvironment,
-    evaluation_sets: Sequence[EvaluationSet],
-    tokenizer: Tokenizer,
-    scorer: Scorer,
-    train: Train,
-) -> int:
-    """Train or evaluate. Returns the exit status; an error goes to terminal and log. Raises
-    StartAgainError."""
+def _run(invocation: cli.Invocation, task: Task, train: Train) -> int:
+    """Train or evaluate. Returns the exit status; errors but StartAgainError go to terminal and log."""
     folder = RunFolder(invocation.eval_only or invocation.output_dir)
     log_file = folder.log("evaluation" if invocation.eval_only else "controller")
-    quiet = contextlib.nullcontext() if invocation.verbose else route_process_output(log_file)
-    with quiet as output, contextlib.closing(scorer):
+    quiet = contextlib.nullcontext() if invocation.verbose else RoutedOutput(log_file)
+    with quiet as output, contextlib.closing(task.scorer):
         terminal = sys.stdout if output is None else output.terminal
         route_logs(log_file, label="controller", verbose=invocation.verbose)
         try:
-            scorer.start()  # after route_process_output, because the scorer's processes inherit this process's output
+            task.scorer.start()  # after RoutedOutput: its processes inherit this process's output
         except ValueError as error:
             print(f"error: {error}", file=terminal)
             return 2
-        interruption = Interruption(tell=functools.partial(print, file=terminal))
-        if invocation.eval_only:
-            work = _evaluate(invocation, folder, evaluation_sets, tokenizer, scorer, terminal)
-        else:
-            work = _train(
-                train, invocation, folder, environment, evaluation_sets, tokenizer, scorer, terminal, interruption
-            )
+        interruption = Interruption(on_event=functools.partial(print, file=terminal))
+        work = (
+            _evaluate(invocation, folder, task, terminal)
+            if invocation.eval_only
+            else _train(train, invocation, folder, task, terminal, interruption)
+        )
         try:
             return asyncio.run(_until_signal(work, interruption))
         except GateMissedError as error:
@@ -310,12 +301,11 @@ def _run(
 
 
 async def _until_signal(work: Awaitable[int], interruption: Interruption) -> int:
-    """Wait for the work, or for a signal, after which the work still closes everything. Returns the
-    exit status."""
-    task = asyncio.ensure_future(work)
-    interruption.watch(task)
+    """The exit status of the work, which still closes everything after a signal."""
+    working = asyncio.ensure_future(work)
+    interruption.watch(working)
     try:
-        return await task
+        return await working
     except (Interrupted, asyncio.CancelledError):
         if interruption.received is None:
             raise
@@ -326,10 +316,7 @@ async def _train(
     train: Train,
     invocation: cli.Invocation,
     folder: RunFolder,
-    environment: AnyEnvironment,
-    evaluation_sets: Sequence[EvaluationSet],
-    tokenizer: Tokenizer,
-    scorer: Scorer,
+    task: Task,
     terminal: TextIO,
     interruption: Interruption,
 ) -> int:
@@ -338,7 +325,7 @@ async def _train(
     newest = checkpoints.newest(folder.checkpoints) if invocation.resume else None
     state = checkpoints.read(newest) if newest else {}
     command = shlex.join([*started_as(module_of(train)).split(" "), *sys.argv[1:]])
-    _prepare(folder, config, environment, command)
+    _prepare(folder, config, task.environment, command)
     try:
         with MetricsLogger(
             folder,
@@ -349,16 +336,16 @@ async def _train(
             prints_lines=invocation.verbose,
             console=Console(file=terminal),
         ) as log:
-            interruption.tell = log.note  # a line printed in any other way would break the live panel
+            interruption.on_event = log.note  # a line printed in any other way would break the live panel
             log.note(f"run folder: {folder.path}")
             opening = open_run(
                 config,
                 folder,
-                environment,
-                evaluation_sets,
-                tokenizer,
+                task.environment,
+                task.evaluation_sets,
+                task.tokenizer,
                 log=log,
-                scorer=scorer,
+                scorer=task.scorer,
                 interruption=interruption,
                 state=state,
                 verbose=invocation.verbose,
@@ -366,7 +353,9 @@ async def _train(
             async with opening as run:
                 checkpoints.seed_random(config.seed)
                 if newest is not None:
-                    await _load(run, newest)
+                    checkpoints.restore_random_states(run.state["random"])
+                    with log.setup(f"resuming from {newest}"):
+                        await run.trainer.load_checkpoint(str(newest / "trainer"))
                 elif invocation.resume:
                     log.note("no checkpoint of this run is complete; the run starts again from step 1")
                 run.timer.reset()
@@ -379,7 +368,7 @@ async def _train(
 
 
 def _prepare(folder: RunFolder, config: RunConfig, environment: AnyEnvironment, command: str) -> None:
-    """Remove incomplete checkpoints, and write the config and what belongs to it to the run's folder."""
+    """Remove incomplete checkpoints, and write what a resumed run needs to the run's folder."""
     checkpoints.remove_incomplete(folder.checkpoints)
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.config.write_text(config_file.to_json(config))
@@ -402,16 +391,8 @@ def _prepare(folder: RunFolder, config: RunConfig, environment: AnyEnvironment, 
         build_character_tokenizer(folder.path / "tokenizer", config.alphabet)
 
 
-async def _load(run: Run, checkpoint: Path) -> None:
-    """Restore random states and trainer; run.state already is the checkpoint's."""
-    checkpoints.restore_random_states(run.state["random"])
-    with run.log.setup(f"resuming from {checkpoint}"):
-        await run.trainer.load_checkpoint(str(checkpoint / "trainer"))
-
-
 async def _train_until_asked(run: Run, train: Train) -> None:
-    """`train_to_end` with the gate. Raises ValueError, naming step and environment, if a reward or
-    an episode fails."""
+    """`train_to_end` with the gate. ValueErrors of rewards and episodes get step and environment."""
     supervision = run.supervision
     if supervision.gate is not None:
         supervision.gate.recall(read_jsonl(run.folder.metrics))
@@ -424,14 +405,7 @@ async def _train_until_asked(run: Run, train: Train) -> None:
         supervision.gate.end()
 
 
-async def _evaluate(
-    invocation: cli.Invocation,
-    folder: RunFolder,
-    evaluation_sets: Sequence[EvaluationSet],
-    tokenizer: Tokenizer,
-    scorer: Scorer,
-    terminal: TextIO,
-) -> int:
+async def _evaluate(invocation: cli.Invocation, folder: RunFolder, task: Task, terminal: TextIO) -> int:
     """Score a checkpoint on the held-out problems. Only logs stay on disk."""
     # loads torchtitan, which a controller does not need
     from rl_actors.engine.export import export_checkpoint, policy_version
@@ -444,7 +418,8 @@ async def _evaluate(
         with display.setup("reading the checkpoint"):
             export_checkpoint(checkpoint, config.trainer, model, dtype=config.generator.dtype)
         async with open_generator(config, folder, model, display.setup, verbose=invocation.verbose) as generator:
-            scores = await make_evaluator(config, evaluation_sets, generator, tokenizer, scorer)()
+            evaluate = make_evaluator(config, task.evaluation_sets, generator, task.tokenizer, task.scorer)
+            scores = await evaluate()
     found = ", ".join(f"{name} {value:.4f}" for name, value in scores.metrics.items())
     display.print(f"{folder.path}: policy_version {policy_version(checkpoint)}, {found}")
     return 0

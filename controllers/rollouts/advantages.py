@@ -7,28 +7,18 @@ from torch import Tensor
 
 
 def grpo(rewards_GN: Tensor, eps: float = 1e-6) -> Tensor:
-    """GRPO (arXiv 2402.03300): (reward - group mean) / (group std + eps), std by N - 1.
-
-    grpo([[1, 0]]) -> [[0.7071, -0.7071]]
-    """
+    """GRPO (arXiv 2402.03300): (reward - group mean) / (group std + eps), std by N - 1."""
     centered_GN = _centered(rewards_GN)
     return _as_float32(centered_GN / (centered_GN.std(dim=1, keepdim=True) + eps))
 
 
 def dr_grpo(rewards_GN: Tensor) -> Tensor:
-    """Dr. GRPO (arXiv 2503.20783): reward - group mean, without GRPO's extra weight for very easy
-    and very hard prompts.
-
-    dr_grpo([[1, 0, 0, 1]]) -> [[0.5, -0.5, -0.5, 0.5]]
-    """
+    """Dr. GRPO (arXiv 2503.20783): reward - group mean."""
     return _as_float32(_centered(rewards_GN))
 
 
 def rloo(rewards_GN: Tensor) -> Tensor:
-    """RLOO (arXiv 2402.14740): reward - mean of the group's other rewards.
-
-    rloo([[1, 0, 0]]) -> [[1, -0.5, -0.5]]
-    """
+    """RLOO (arXiv 2402.14740): reward - mean of the group's other rewards."""
     num_completions = rewards_GN.shape[-1]
     # r - (sum - r) / (N - 1) equals N / (N - 1) * (r - sum / N)
     return _as_float32(_centered(rewards_GN) * num_completions / (num_completions - 1))

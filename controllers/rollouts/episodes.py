@@ -1,16 +1,13 @@
-"""Plays episodes: environment and policy alternate.
-
-A turn appends the sampled tokens themselves, since encoding its text could give others.
-"""
+"""Plays episodes: environment and policy alternate. Sampled tokens are never encoded again."""
 
 import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol, Self, TypeVar, cast
+from typing import Self, TypeVar, cast
 
 from controllers.environments import (
     AnyEnvironment,
@@ -24,25 +21,22 @@ from controllers.environments import (
     Scorer,
 )
 from controllers.environments.base import as_reward
+from controllers.environments.scorer import together
 from controllers.observe.run_folder import Record
 from controllers.rollouts.tokenizer import Tokenizer
 from rl_actors import Completion, GeneratorClient, Sample, SamplingParams
+from rl_actors.field_types import CountingInt, NaturalInt
 
 T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
 class EpisodeConfig:
-    max_turns: int = 8
+    max_turns: CountingInt = 8
     """Turns of an episode; a longer one is cut off."""
-    max_tokens: int = 0
+    max_tokens: NaturalInt = 0
     """Tokens of an episode, with its first observation and all replies. A turn begins only with
     room for the run's max_tokens. 0: as many as trainer and generator accept."""
-
-    def validate(self) -> None:
-        if self.max_turns < 1 or self.max_tokens < 0:
-            given = f"episodes.max_turns={self.max_turns}, episodes.max_tokens={self.max_tokens}"
-            raise ValueError(f"{given}; the first must be at least 1, the second at least 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +46,8 @@ class EpisodeLimits:
     max_tokens_per_turn: int
 
 
-class Policy(Protocol):
-    """Samples the policy's turns in one episode."""
-
-    async def __call__(self, tokens: list[int], turn: int) -> Completion:
-        """turn: its index in the episode."""
+Policy = Callable[[list[int], int], Awaitable[Completion]]
+"""(tokens of the episode so far, index of the turn) -> the policy's turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +62,30 @@ class PlayedEpisode:
     prompt: list[int]  # the first observation
     # All later tokens, up to the last sampled one. Observations have logprob 0 and the version of
     # the token before. finish_reason is "length" if cut off.
-    completion: Completion
-    is_action: list[bool]  # by token of the completion: sampled by the policy
-    # a turn's reward at its last token, else 0
-    rewards_per_token: list[float]
+    completion: Completion = field(
+        default_factory=lambda: Completion(tokens=[], logprobs=[], policy_versions=[], finish_reason="stop")
+    )
+    is_action: list[bool] = field(default_factory=list)  # by token of the completion: sampled by the policy
+    rewards_per_token: list[float] = field(default_factory=list)  # a turn's reward at its last token, else 0
     lines: list[TranscriptLine]
     num_retries: int = 0  # before this episode
+
+    def add_turn(self, turn: Completion, text: str, reward: float) -> None:
+        self._add(turn.tokens, turn.logprobs, turn.policy_versions, is_action=True)
+        self.rewards_per_token[-1] = reward
+        self.lines.append(TranscriptLine(role="policy", text=text, reward=reward))
+
+    def add_observation(self, tokens: list[int], text: str) -> None:
+        size = len(tokens)
+        self._add(tokens, [0.0] * size, self.completion.policy_versions[-1:] * size, is_action=False)
+        self.lines.append(TranscriptLine(role="environment", text=text))
+
+    def _add(self, tokens: list[int], logprobs: list[float], versions: list[int], *, is_action: bool) -> None:
+        self.completion.tokens.extend(tokens)
+        self.completion.logprobs.extend(logprobs)
+        self.completion.policy_versions.extend(versions)
+        self.is_action.extend([is_action] * len(tokens))
+        self.rewards_per_token.extend([0.0] * len(tokens))
 
     @property
     def reward(self) -> float:
@@ -92,12 +101,11 @@ class PlayedEpisode:
         return "\n".join(line.text for line in self.lines[1:])
 
     def to_record(self) -> list[Record]:
-        """For rollouts.jsonl."""
         return [{"role": line.role, "text": line.text, "reward": line.reward} for line in self.lines]
 
     def to_sample(self, *, advantage: float, temperature: float) -> Sample:
-        """Trains on the sampled tokens; the advantage is 0 elsewhere."""
-        weights = self._weights()
+        """The advantage is 0 where the policy did not sample."""
+        weights = [float(is_action) for is_action in self.is_action]
         return Sample.from_tokens(
             self.prompt,
             self.completion.tokens,
@@ -107,62 +115,9 @@ class PlayedEpisode:
             advantages=[advantage * weight for weight in weights],
         )
 
-    def to_supervised_sample(self) -> Sample:
-        """For SFT on the policy's turns."""
-        return Sample.from_tokens(self.prompt, self.completion.tokens, loss_weights=self._weights())
-
-    def _weights(self) -> list[float]:
-        return [float(is_action) for is_action in self.is_action]
-
 
 class _Failed(Exception):
     """A method of an environment or an episode raised, or timed out."""
-
-
-class _Playing:
-    """An episode while it is played."""
-
-    def __init__(self, prompt: list[int], beginning: str) -> None:
-        self.prompt = prompt
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
-        self.is_action: list[bool] = []
-        self.rewards: list[float] = []
-        self.lines = [TranscriptLine(role="environment", text=beginning)]
-
-    def add_turn(self, completion: Completion, text: str, reward: float) -> None:
-        self.tokens += completion.tokens
-        self.logprobs += completion.logprobs
-        self.versions += completion.policy_versions
-        self.is_action += [True] * len(completion.tokens)
-        self.rewards += [0.0] * (len(completion.tokens) - 1) + [reward]
-        self.lines.append(TranscriptLine(role="policy", text=text, reward=reward))
-
-    def add_observation(self, tokens: list[int], text: str) -> None:
-        self.tokens += tokens
-        self.logprobs += [0.0] * len(tokens)
-        self.versions += [self.versions[-1]] * len(tokens)
-        self.is_action += [False] * len(tokens)
-        self.rewards += [0.0] * len(tokens)
-        self.lines.append(TranscriptLine(role="environment", text=text))
-
-    def finish(self, last: str, *, is_cut_off: bool, num_retries: int) -> PlayedEpisode:
-        """last: text of the last reply's observation, or ""."""
-        completion = Completion(
-            tokens=self.tokens,
-            logprobs=self.logprobs,
-            policy_versions=self.versions,
-            finish_reason="length" if is_cut_off else "stop",
-        )
-        return PlayedEpisode(
-            prompt=self.prompt,
-            completion=completion,
-            is_action=self.is_action,
-            rewards_per_token=self.rewards,
-            lines=[*self.lines, TranscriptLine(role="environment", text=last)] if last else self.lines,
-            num_retries=num_retries,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,11 +129,8 @@ class Player:
     scorer: Scorer
 
     async def play(self, environment: EpisodeEnvironment, problem: Problem, policy: Policy) -> PlayedEpisode:
-        """Play one episode of the problem.
-
-        Raises EpisodeError if the episode breaks its protocol, if its first observation is empty or
-        leaves no room for a turn, or after the last attempt; the policy's exceptions as they are.
-        """
+        """Raises EpisodeError if the episode breaks its protocol, if its first observation is empty
+        or leaves no room for a turn, or after the last attempt; the policy's exceptions as they are."""
         for num_retries in range(self.scorer.max_retries + 1):
             try:
                 return await self._play(environment, problem, policy, num_retries)
@@ -187,15 +139,33 @@ class Player:
         times = self.scorer.max_retries + 1
         raise EpisodeError(f"the episode of {problem.prompt!r} failed {times} times, the last time in {failure}")
 
-    async def demonstrate(self, environment: EpisodeEnvironment, problem: Problem) -> Sample:
-        """A sample that trains on the turns of a demonstration, each with the end token.
+    async def play_all(
+        self, environment: EpisodeEnvironment, problems: Sequence[Problem], sender: "TurnSender", *, first_number: int
+    ) -> list[PlayedEpisode]:
+        """An episode for each problem, with the seeds of the episodes from first_number on."""
+        games = []
+        for number, problem in enumerate(problems, first_number):
+            policy = partial(sender.complete, number * self.limits.max_turns)
+            games.append(self.play(environment, problem, policy))
+        return await together(games)
 
-        Raises ValueError without demonstrations, or if the episode is not over after the last turn.
-        """
+    async def demonstrate(self, environment: EpisodeEnvironment, problem: Problem) -> Sample:
+        """Trains on a demonstration, whose turns get end tokens. Raises ValueError without one, or if
+        the episode is not over after its last turn."""
         require_demonstrations(environment)
-        shown_turns = cast(Demonstrating, environment).demonstration(problem)
-        episode = await self.play(environment, problem, Scripted(shown_turns, self))
-        return episode.to_supervised_sample()
+        said = list(cast(Demonstrating, environment).demonstration(problem))
+
+        async def policy(tokens: list[int], turn: int) -> Completion:
+            if turn >= len(said):
+                raise ValueError(f"the episode is not over after the {len(said)} turns of its demonstration: {said}")
+            whole = [*self.tokenizer.encode(said[turn]), self.tokenizer.end_token_id]
+            cut = whole[: self.limits.max_tokens_per_turn]  # as the generator does
+            zeros = [0] * len(cut)
+            return Completion(tokens=cut, logprobs=[0.0] * len(cut), policy_versions=zeros, finish_reason="stop")
+
+        played = await self.play(environment, problem, policy)
+        weights = [float(is_action) for is_action in played.is_action]
+        return Sample.from_tokens(played.prompt, played.completion.tokens, loss_weights=weights)
 
     async def _play(
         self, environment: EpisodeEnvironment, problem: Problem, policy: Policy, num_retries: int
@@ -204,7 +174,8 @@ class Player:
         beginning: Observation = await self._ask("reset", episode.reset)
         prompt, text = self._read(beginning, f"reset of {problem.prompt!r}")
         limits = self.limits
-        playing = _Playing(prompt, text)
+        lines = [TranscriptLine(role="environment", text=text)]
+        played = PlayedEpisode(prompt=prompt, lines=lines, num_retries=num_retries)
         keeps = getattr(environment, "keeps_special_tokens", False)
         decode = self.tokenizer.decode_turn if keeps else self.tokenizer.decode
         if not prompt or len(prompt) + limits.max_tokens_per_turn > limits.max_tokens:
@@ -213,27 +184,27 @@ class Player:
                 f"max_tokens={limits.max_tokens_per_turn} tokens in an episode of at most {limits.max_tokens}"
             )
         for turn in range(limits.max_turns):
-            completion = await policy(prompt + playing.tokens, turn)
+            completion = await policy(prompt + played.completion.tokens, turn)
             said = decode(completion.tokens)
             where = f"step after turn {turn + 1} of {problem.prompt!r}"
             reply = _checked(await self._ask(f"turn {turn + 1}", partial(episode.step, said)), where)
-            playing.add_turn(completion, said, float(reply.reward))
+            played.add_turn(completion, said, reply.reward)
             if reply.is_over:
                 break
             tokens, text = self._read(reply.observation, where, after=completion.tokens[-1])
-            length = len(prompt) + len(playing.tokens) + len(tokens)
+            length = len(prompt) + len(played.completion.tokens) + len(tokens)
             if turn + 1 == limits.max_turns or length + limits.max_tokens_per_turn > limits.max_tokens:
                 break
-            playing.add_observation(tokens, text)
+            played.add_observation(tokens, text)
         # without the tokens of the last reply, as no turn follows
         last = shown(_checked_observation(reply.observation, where, num_tokens=len(self.tokenizer)), self.tokenizer)
-        return playing.finish(last, is_cut_off=not reply.is_over, num_retries=num_retries)
+        if last:
+            played.lines.append(TranscriptLine(role="environment", text=last))
+        finish_reason = "stop" if reply.is_over else "length"
+        return replace(played, completion=replace(played.completion, finish_reason=finish_reason))
 
     async def _ask(self, what: str, ask: Callable[[], T | Awaitable[T]]) -> T:
-        """The answer of a method, under the scorer's time limit if it is asynchronous.
-
-        Raises _Failed, naming `what` ("reset", "turn 3"), if it raises or times out.
-        """
+        """Under the scorer's time limit if asynchronous. Raises _Failed, naming `what`, if it fails."""
         try:
             answer = ask()
         except Exception as error:
@@ -250,7 +221,7 @@ class Player:
             raise _Failed(f"{what}: no answer within {self.scorer.timeout:g} s") from None
 
     def _read(self, observation: object, where: str, after: int | None = None) -> tuple[list[int], str]:
-        """Tokens and text of an observation. after: the last token of the turn before it."""
+        """(tokens, text). after: the last token of the turn before the observation."""
         checked = _checked_observation(observation, where, num_tokens=len(self.tokenizer))
         try:
             return self.tokenizer.encode_observation(checked, after=after), shown(checked, self.tokenizer)
@@ -294,51 +265,25 @@ def shown(observation: Observation, tokenizer: Tokenizer) -> str:
 
 
 def require_demonstrations(environment: AnyEnvironment) -> None:
-    """Raises ValueError if the environment has episodes but no demonstrations for SFT."""
     if isinstance(environment, EpisodeEnvironment) and not isinstance(environment, Demonstrating):
         raise ValueError(
             f"{type(environment).__name__} has no method `demonstration`, so a run cannot have supervised steps; use --sft-steps 0"
         )
 
 
-class Scripted:
-    """A policy of fixed texts, such as a demonstration's."""
-
-    def __init__(self, texts: Sequence[str], player: Player) -> None:
-        self.texts = list(texts)
-        self.player = player
-
-    async def __call__(self, tokens: list[int], turn: int) -> Completion:
-        if turn >= len(self.texts):
-            raise ValueError(
-                f"the episode is not over after the {len(self.texts)} turns of its demonstration: {self.texts}"
-            )
-        tokenizer = self.player.tokenizer
-        said = [*tokenizer.encode(self.texts[turn]), tokenizer.end_token_id]
-        said = said[: self.player.limits.max_tokens_per_turn]  # as the generator does
-        zeros = [0] * len(said)
-        return Completion(tokens=said, logprobs=[0.0] * len(said), policy_versions=zeros, finish_reason="stop")
-
-
 Waiting = tuple[list[int], int, "asyncio.Future[Completion]"]
 """(tokens of the episode so far, seed index, future of the turn)."""
 
 
+@dataclass(eq=False)
 class TurnSender:
     """Requests turns of many episodes; those of one moment share a call. Leaving cancels calls."""
 
-    def __init__(
-        self,
-        generator: GeneratorClient,
-        params: SamplingParams,
-        call: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
-    ) -> None:
-        """call: a new context manager around each call of the generator."""
-        self.generator = generator
-        self.params = params
-        self.call = call
-        self._waiting: list[Waiting] = []
-        self._calls: set[asyncio.Task[None]] = set()
+    generator: GeneratorClient
+    params: SamplingParams
+    call: Callable[[], AbstractAsyncContextManager[None]] = nullcontext  # around each call
+    _waiting: list[Waiting] = field(default_factory=list)
+    _calls: "set[asyncio.Task[None]]" = field(default_factory=set)
 
     async def __aenter__(self) -> Self:
         return self
@@ -348,10 +293,10 @@ class TurnSender:
             call.cancel()
         await asyncio.gather(*self._calls, return_exceptions=True)
 
-    async def complete(self, tokens: list[int], number: int) -> Completion:
-        """A completion by the seed of `number`, whatever else shares the call."""
+    async def complete(self, first_number: int, tokens: list[int], turn: int) -> Completion:
+        """A turn by its own seed, whatever else shares the call; `first_number` is that of turn 0."""
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting.append((tokens, number, answer))
+        self._waiting.append((tokens, first_number + turn, answer))
         if len(self._waiting) == 1:
             call = asyncio.create_task(self._send())
             self._calls.add(call)
@@ -360,29 +305,17 @@ class TurnSender:
 
     async def _send(self) -> None:
         await asyncio.sleep(0)  # lets other episodes join
-        async with self.call():
-            turns = self._waiting
-            self._waiting = []
-            prompts = [tokens for tokens, _, _ in turns]
-            numbers = [number for _, number, _ in turns]
-            answers = [answer for _, _, answer in turns]
-            try:
+        turns: list[Waiting] = []
+        try:
+            async with self.call():
+                turns = self._waiting
+                self._waiting = []
+                prompts = [tokens for tokens, _, _ in turns]
+                numbers = [number for _, number, _ in turns]
                 async for place, completions in self.generator.generate_each(prompts, self.params, numbers):
-                    if not answers[place].done():  # may be cancelled meanwhile
-                        answers[place].set_result(completions[0])
-            except Exception as error:
-                for answer in answers:
-                    if not answer.done():
-                        answer.set_exception(error)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampled:
-    """The policy of one episode, sampled by the generator."""
-
-    sender: TurnSender
-    # seed index of the first turn; each later turn adds one
-    first_number: int
-
-    async def __call__(self, tokens: list[int], turn: int) -> Completion:
-        return await self.sender.complete(tokens, self.first_number + turn)
+                    if not turns[place][2].done():  # may be cancelled meanwhile
+                        turns[place][2].set_result(completions[0])
+        except Exception as error:
+            for _, _, answer in turns:
+                if not answer.done():
+                    answer.set_exception(error)

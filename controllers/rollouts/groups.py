@@ -1,24 +1,25 @@
-"""Groups: completions of one problem, their rewards and advantages, and the samples to train on."""
+"""Groups of completions or episodes of one problem, their advantages, and the samples to train on."""
 
 import asyncio
 import contextlib
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean, pstdev
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from controllers.environments import AnyEnvironment, Environment, Problem, Scorer, own_code
+from controllers.environments import AnyEnvironment, Environment, EpisodeEnvironment, Problem, Rewards, Scorer, own_code
 from controllers.environments.base import are_equal
+from controllers.environments.scorer import together
 from controllers.observe.run_folder import Record
 from controllers.observe.timeline import Timeline
 from controllers.rollouts.advantages import ADVANTAGES
-from controllers.rollouts.episodes import PlayedEpisode
+from controllers.rollouts.episodes import EpisodeLimits, PlayedEpisode, Player, TurnSender
 from controllers.rollouts.tokenizer import Tokenizer
 from rl_actors import Completion, GeneratorClient, Sample, SamplingParams
+from rl_actors.field_types import CountingInt, NaturalInt, NonNegativeFloat, PositiveShare, Temperature
 from rl_actors.seeds import hashed_seed
 
 Take = Callable[[int, int], tuple[list[int], int]]
@@ -32,37 +33,32 @@ def consecutive(cursor: int, count: int) -> tuple[list[int], int]:
 
 @dataclass(kw_only=True)
 class RolloutConfig:
-    groups_per_step: int = 64
-    """Groups that a step trains on; fewer if filtered groups remain after the last refill
-    (dynamic_sampling_rounds)."""
-    group_size: int = 16
+    groups_per_step: CountingInt = 64
+    """Groups that a step trains on; fewer if filtered groups remain after the last refill."""
+    group_size: CountingInt = 16
     """Completions of each problem."""
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature, also of the trainer's logprobs."""
-    top_p: float = 1.0
-    """Nucleus sampling. Below 1 the trainer's logprobs cannot match the generator's, because the
-    trainer normalizes over all tokens."""
+    top_p: PositiveShare = 1.0
+    """Nucleus sampling. Below 1 the trainer's logprobs, over all tokens, differ from the generator's."""
     advantage: str = "grpo"
     """grpo, dr_grpo, rloo, reinforce_plus_plus, gae, or module:function from rewards [G, N] to
-    advantages [G, N]. gae is for PPO alone: it uses a value model, trains on every group, and takes
-    groups of one."""
-    dynamic_sampling_rounds: int = 1
+    advantages [G, N]. gae is for PPO alone: it trains on every group, and takes groups of one."""
+    dynamic_sampling_rounds: NaturalInt = 1
     """Refills of filtered groups by new problems (DAPO's dynamic sampling), for each set of
-    problems that are started together. With max_staleness=0 that is a step."""
-    max_staleness: int = 0
-    """Largest staleness of a trained group, in optimizer steps: the trainer's version minus that of
-    the oldest token. The generator runs ahead as far as this allows. 0: generation, training and
-    weight sync take turns."""
+    problems that are started together: with max_staleness=0 a step."""
+    max_staleness: NaturalInt = 0
+    """Largest staleness of a trained group: the trainer's version minus that of the oldest token.
+    The generator runs ahead so far. 0: generation, training and weight sync take turns."""
     in_flight_updates: bool = True
     """Weight syncs do not stop running requests, and each token is recorded with its version.
     False: a sync waits until no request runs."""
-    max_retries: int = 2
+    max_retries: NaturalInt = 2
     """Retries of a problem's completions after a generator failure, before the run ends."""
-    overlong_buffer: int = 0
-    """The penalty grows over this many tokens before max_tokens (DAPO's soft overlong punishment,
-    arXiv 2503.14476, eq. 13), or before episodes.max_tokens, counting all tokens of an episode. 0:
-    none."""
-    overlong_penalty: float = 1.0
+    overlong_buffer: NaturalInt = 0
+    """The penalty grows over this many tokens before max_tokens, or all of an episode before
+    episodes.max_tokens (DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13). 0: none."""
+    overlong_penalty: NonNegativeFloat = 1.0
     """Penalty on the reward of a completion of full length."""
 
     def rule(self) -> Callable[[Tensor], Tensor]:
@@ -77,25 +73,11 @@ class RolloutConfig:
     def validate(self) -> None:
         if self.advantage != "gae":
             self.rule()
-        limits = {"groups_per_step": 1, "dynamic_sampling_rounds": 0, "max_staleness": 0, "max_retries": 0}
-        limits["group_size"] = 1 if self.advantage == "gae" else 2
-        for name, limit in limits.items():
-            if getattr(self, name) < limit:
-                raise ValueError(f"rollouts.{name}={getattr(self, name)}; it must be at least {limit}")
-        if self.overlong_buffer < 0:
-            raise ValueError(f"rollouts.overlong_buffer={self.overlong_buffer}; it must be at least 0")
-        if not 0 <= self.overlong_penalty < math.inf:
-            raise ValueError(f"rollouts.overlong_penalty={self.overlong_penalty}; it must be finite and at least 0")
-        if not 0.01 <= self.temperature <= 2:
-            raise ValueError(f"rollouts.temperature={self.temperature}; it must be in [0.01, 2]")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"rollouts.top_p={self.top_p}; it must be in (0, 1]")
+            if self.group_size < 2:
+                raise ValueError(f"rollouts.group_size={self.group_size}; it must be at least 2")
 
     def overlong(self, num_tokens: int, max_tokens: int) -> float:
-        """The penalty on a completion's reward; overlong_buffer must be above 0.
-
-        overlong_buffer=4, overlong_penalty=1, max_tokens=20 -> 0 at 16 tokens, 0.25 at 17, 1 at 20
-        """
+        """overlong_buffer=4, penalty 1, max_tokens=20 -> 0.0 at 16 tokens, 0.25 at 17, 1.0 at 20"""
         excess = num_tokens - (max_tokens - self.overlong_buffer)
         return self.overlong_penalty * max(0, excess) / self.overlong_buffer
 
@@ -140,10 +122,7 @@ class Group:
 
     @property
     def rewards_per_token(self) -> list[list[float]]:
-        """By completion and token: its part of `rewards`, at the last token of each turn.
-
-        Penalties are at the completion's last token.
-        """
+        """By completion and token: `rewards` at the last token of each turn, penalties at the last."""
         rows = []
         for place, completion in enumerate(self.completions):
             row = [0.0] * len(completion.tokens)
@@ -156,14 +135,14 @@ class Group:
         return rows
 
     def to_samples(self, advantages: Sequence[float], temperature: float) -> list[Sample]:
-        """One sample for each completion, trained on its sampled tokens."""
         if self.episodes:
             pairs = zip(self.episodes, advantages, strict=True)
             return [episode.to_sample(advantage=advantage, temperature=temperature) for episode, advantage in pairs]
-        samples = []
-        for completion, advantage in zip(self.completions, advantages, strict=True):
-            samples.append(to_sample(self.prompt, completion, advantage, temperature))
-        return samples
+        sample = partial(Sample.from_tokens, self.prompt, temperature=temperature)
+        return [
+            sample(completion.tokens, old_logprobs=completion.logprobs, advantages=advantage)
+            for completion, advantage in zip(self.completions, advantages, strict=True)
+        ]
 
     @property
     def oldest_version(self) -> int:
@@ -193,9 +172,17 @@ class RolloutBatch:
     def of(
         cls, groups: Sequence[Group], config: RolloutConfig, *, num_refills: int, num_retries: int, version: int
     ) -> "RolloutBatch":
-        advantages = group_advantages(groups, config)
+        if config.advantage == "gae":
+            advantages = [group.rewards for group in groups]  # from which PPO makes them later
+        else:
+            rewards_GN = torch.tensor([group.rewards for group in groups], dtype=torch.float64)
+            advantages = advantages_of(config, rewards_GN).tolist()
+        samples: list[Sample] = []
+        for group, of_group in zip(groups, advantages, strict=True):
+            if group.is_trainable():
+                samples += group.to_samples(of_group, config.temperature)
         return cls(
-            samples=to_samples(groups, advantages, config.temperature),
+            samples=samples,
             groups=list(groups),
             advantages=advantages,
             num_refills=num_refills,
@@ -224,8 +211,12 @@ class RolloutBatch:
             "completion/length_mean": fmean(lengths),
             "completion/length_max": max(lengths),
             "completion/truncated": fmean(is_cut for group in self.groups for is_cut in group.truncated),
+            "groups/retries": self.num_retries,
         }
-        values |= self._age_metrics()
+        if ages := self.ages():
+            values |= {"age/mean": fmean(ages), "age/max": max(ages)}
+        for age in sorted(set(ages)):
+            values[f"age/{age}"] = ages.count(age)
         for source in sorted({group.problem.source for group in self.groups} - {""}):
             of_source = [group.task_rewards for group in self.groups if group.problem.source == source]
             values[f"reward/{source}/mean"] = fmean(reward for rewards in of_source for reward in rewards)
@@ -248,35 +239,24 @@ class RolloutBatch:
             values["reward/kl_penalty"] = fmean(rewards) - fmean(penalised) - values.get("reward/overlong_penalty", 0.0)
         return values
 
-    def _age_metrics(self) -> dict[str, float]:
-        """Retries, mean and largest age, and the groups of each age."""
-        ages = self.ages()
-        values: dict[str, float] = {"groups/retries": self.num_retries}
-        if ages:
-            values |= {"age/mean": fmean(ages), "age/max": max(ages)}
-        for age in sorted(set(ages)):
-            values[f"age/{age}"] = ages.count(age)
-        return values
-
     def to_record(self) -> list[Record]:
-        """Records of all groups for rollouts.jsonl."""
-        shown: list[Record] = []
+        """For rollouts.jsonl."""
+        records = []
         for group, advantages in zip(self.groups, self.advantages, strict=True):
-            record: Record = {"conversations": [each.to_record() for each in group.episodes]} if group.episodes else {}
-            shown.append(
-                record
-                | {
-                    "prompt": group.prompt_text or group.problem.prompt,
-                    "answer": group.problem.answer,
-                    "completions": group.texts,
-                    "rewards": group.task_rewards,
-                    "advantages": advantages,
-                    "lengths": group.lengths,
-                    "truncated": group.truncated,
-                    "is_trained": group.is_trainable(),
-                }
-            )
-        return shown
+            record: Record = {
+                "prompt": group.prompt_text or group.problem.prompt,
+                "answer": group.problem.answer,
+                "completions": group.texts,
+                "rewards": group.task_rewards,
+                "advantages": advantages,
+                "lengths": group.lengths,
+                "truncated": group.truncated,
+                "is_trained": group.is_trainable(),
+            }
+            if group.episodes:
+                record["conversations"] = [episode.to_record() for episode in group.episodes]
+            records.append(record)
+        return records
 
 
 class GenerationError(Exception):
@@ -292,81 +272,74 @@ class Generating:
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
-        self._may_begin = asyncio.Event()
-        self._changed = asyncio.Event()
-        self._may_begin.set()
+        self._is_open = asyncio.Event()
+        self._is_open.set()
+        self._has_ended = asyncio.Event()
         self._num_running = 0
 
     @contextlib.asynccontextmanager
     async def call(self) -> AsyncIterator[None]:
-        await self._may_begin.wait()
+        """Around a call. The generator's error becomes a GenerationError."""
+        await self._is_open.wait()
         self._num_running += 1
         try:
             with self.timeline.span("generating"):
                 yield
+        except (ValueError, TypeError):
+            raise  # refused inputs would be refused again
+        except Exception as error:
+            raise GenerationError(error) from error
         finally:
             self._num_running -= 1
-            self._changed.set()
+            self._has_ended.set()
 
     @contextlib.asynccontextmanager
-    async def paused(self, *, wait: bool) -> AsyncIterator[None]:
-        """If `wait`, the body runs while no call does."""
-        if not wait:
-            yield
-            return
-        self._may_begin.clear()
+    async def paused(self) -> AsyncIterator[None]:
+        """The body runs while no call does."""
+        self._is_open.clear()
         try:
             while self._num_running:
-                self._changed.clear()
-                await self._changed.wait()
+                self._has_ended.clear()
+                await self._has_ended.wait()
             yield
         finally:
-            self._may_begin.set()
+            self._is_open.set()
 
 
 Deliver = Callable[[int, Group], None]
 """Takes a finished group, with its position in the `indices` of `Rollouts.complete`."""
 
 
+@dataclass
 class Rollouts:
-    """Generates and scores completions. Seeds depend on the run's seed and the problem alone."""
+    """Seeds depend on the run's seed, the problem, the place in the group and the turn alone."""
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        environment: AnyEnvironment,
-        tokenizer: Tokenizer,
-        generator: GeneratorClient,
-        *,
-        max_tokens: int,
-        seed: int,
-        penalty: Penalty | None = None,
-        scorer: Scorer | None = None,
-        timeline: Timeline | None = None,
-        take: Take = consecutive,
-    ) -> None:
-        self.config = config
-        self.environment = environment
-        self.tokenizer = tokenizer
-        self.generator = generator
-        self.max_tokens = max_tokens
-        self.seed = seed
-        self.penalty = penalty
-        self.take = take
-        self.scorer = scorer or Scorer()
-        self.generating = Generating(timeline or Timeline())
+    config: RolloutConfig
+    environment: AnyEnvironment
+    tokenizer: Tokenizer
+    generator: GeneratorClient
+    limits: EpisodeLimits
+    seed: int
+    penalty: Penalty | None = None
+    scorer: Scorer = field(default_factory=Scorer)
+    timeline: Timeline = field(default_factory=Timeline)
+    take: Take = consecutive
+
+    def __post_init__(self) -> None:
+        self.generating = Generating(self.timeline)
 
     async def complete(self, indices: Sequence[int], deliver: Deliver) -> None:
-        """Deliver the groups as they finish, or all at the end if there is a `penalty`.
-
-        Raises GenerationError after delivering what has finished, or a reward function's error.
-        """
+        """Deliver the groups as they finish, with a `penalty` all at the end. Raises GenerationError
+        after delivering what has finished, or a reward function's error."""
         finished: dict[int, Group] = {}
         keep = deliver if self.penalty is None else finished.__setitem__
         failure: GenerationError | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
-                await self._complete_all(indices, tasks, keep)
+                if isinstance(self.environment, EpisodeEnvironment):
+                    await self._play_all(self.environment, indices, keep)
+                else:
+                    await self._sample_all(self.environment, indices, tasks, keep)
         except ExceptionGroup as errors:
             first = errors.exceptions[0]
             if not isinstance(first, GenerationError):
@@ -381,73 +354,88 @@ class Rollouts:
         if failure is not None:
             raise failure
 
-    async def _complete_all(self, indices: Sequence[int], tasks: asyncio.TaskGroup, keep: Deliver) -> None:
-        """One call to the generator; a task for each group scores it and gives it to `keep`."""
-        problems = [self.environment.problem(index) for index in indices]
-        prompts = [self.tokenizer.encode_prompt(problem) for problem in problems]
-        params = self.sampling_params(n=self.config.group_size)
-
-        async def score(place: int, completions: list[Completion]) -> None:
-            keep(place, await self._scored(problems[place], prompts[place], completions))
-
-        try:
-            async with self.generating.call():
-                async for place, completions in self.generator.generate_each(prompts, params, indices):
-                    tasks.create_task(score(place, completions))
-        except (ValueError, TypeError):
-            raise  # refused inputs would be refused again
-        except Exception as error:
-            raise GenerationError(error) from error
-
-    def sampling_params(self, *, n: int) -> SamplingParams:
+    def _params(self, num_completions: int) -> SamplingParams:
         return SamplingParams(
-            n=n,
-            max_tokens=self.max_tokens,
+            n=num_completions,
+            max_tokens=self.limits.max_tokens_per_turn,
             temperature=self.config.temperature,
             top_p=self.config.top_p,
             stop_token_ids=self.tokenizer.stop_token_ids,
             seed=hashed_seed(self.seed, "rollouts"),
         )
 
-    def penalised(
-        self, totals: list[float], lengths: Sequence[int], max_tokens: int
-    ) -> tuple[list[float], list[float]]:
-        """The rewards after penalties on length, and the penalties, [] without overlong_buffer."""
-        if not self.config.overlong_buffer:
-            return totals, []
-        overlong = [self.config.overlong(length, max_tokens) for length in lengths]
-        return [reward - penalty for reward, penalty in zip(totals, overlong, strict=True)], overlong
+    async def _sample_all(
+        self, environment: Environment, indices: Sequence[int], tasks: asyncio.TaskGroup, keep: Deliver
+    ) -> None:
+        """One call to the generator; a task for each group scores it and gives it to `keep`."""
+        problems = [environment.problem(index) for index in indices]
+        prompts = [self.tokenizer.encode_prompt(problem) for problem in problems]
 
-    async def _scored(self, problem: Problem, prompt: list[int], completions: list[Completion]) -> Group:
-        texts = [self.tokenizer.decode(completion.tokens) for completion in completions]
-        found = await self.scorer.score(cast(Environment, self.environment), problem, texts)
-        lengths = [len(completion.tokens) for completion in completions]
-        rewards, overlong = self.penalised(found.totals, lengths, self.max_tokens)
+        async def score(place: int, completions: list[Completion]) -> None:
+            texts = [self.tokenizer.decode(completion.tokens) for completion in completions]
+            scored = await self.scorer.score(environment, problems[place], texts)
+            keep(place, self._group(problems[place], prompts[place], completions, texts, scored))
+
+        params = self._params(self.config.group_size)
+        async with self.generating.call():
+            async for place, completions in self.generator.generate_each(prompts, params, indices):
+                tasks.create_task(score(place, completions))
+
+    async def _play_all(self, environment: EpisodeEnvironment, indices: Sequence[int], keep: Deliver) -> None:
+        """Play group_size episodes of every problem at once."""
+
+        async def play(place: int, index: int) -> None:
+            problem = environment.problem(index)
+            size = self.config.group_size
+            played = await player.play_all(environment, [problem] * size, sender, first_number=index * size)
+            completions = [episode.completion for episode in played]
+            texts = [episode.text for episode in played]
+            num_retries = sum(episode.num_retries for episode in played)
+            scored = Rewards(totals=[episode.reward for episode in played], num_retries=num_retries)
+            keep(place, self._group(problem, played[0].prompt, completions, texts, scored, played))
+
+        player = Player(tokenizer=self.tokenizer, limits=self.limits, scorer=self.scorer)
+        async with TurnSender(self.generator, self._params(1), self.generating.call) as sender:
+            await together(play(place, index) for place, index in enumerate(indices))
+
+    def _group(
+        self,
+        problem: Problem,
+        prompt: list[int],
+        completions: list[Completion],
+        texts: list[str],
+        scored: Rewards,
+        episodes: Sequence[PlayedEpisode] = (),
+    ) -> Group:
+        """With the penalties on length."""
+        rewards = scored.totals
+        overlong: list[float] = []
+        if self.config.overlong_buffer:
+            lengths = [len(completion.tokens) for completion in completions]
+            max_tokens = self.limits.max_tokens_per_turn
+            if episodes:
+                lengths = [len(episode.prompt) + len(episode.completion.tokens) for episode in episodes]
+                max_tokens = self.limits.max_tokens
+            overlong = [self.config.overlong(length, max_tokens) for length in lengths]
+            rewards = [reward - penalty for reward, penalty in zip(rewards, overlong, strict=True)]
         return Group(
             problem=problem,
             prompt=prompt,
             prompt_text=self.tokenizer.decode_prompt(prompt),
             completions=completions,
             texts=texts,
-            task_rewards=found.totals,
+            task_rewards=scored.totals,
             rewards=rewards,
             overlong_penalties=overlong,
-            components=found.components,
-            num_retries=found.num_retries,
+            components=scored.components,
+            num_retries=scored.num_retries,
             drop_if_equal=self.config.advantage != "gae",
+            episodes=list(episodes),
         )
 
 
-def group_advantages(groups: Sequence[Group], config: RolloutConfig) -> list[list[float]]:
-    """Advantages by group and completion. With gae the rewards, from which PPO makes them later."""
-    if config.advantage == "gae":
-        return [group.rewards for group in groups]
-    rewards_GN = torch.tensor([group.rewards for group in groups], dtype=torch.float64)
-    return advantages_of(config, rewards_GN).tolist()
-
-
 def advantages_of(config: RolloutConfig, rewards_GN: Tensor) -> Tensor:
-    """By the config's rule. Raises ValueError, naming it, for another shape or if not finite."""
+    """By the config's rule. Raises ValueError for another shape or if not finite."""
     found = config.rule()(rewards_GN)
     if not isinstance(found, Tensor) or found.shape != rewards_GN.shape or not torch.isfinite(found).all():
         shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
@@ -456,22 +444,3 @@ def advantages_of(config: RolloutConfig, rewards_GN: Tensor) -> Tensor:
             "tensor of finite numbers of the same shape"
         )
     return found
-
-
-def to_samples(groups: Sequence[Group], advantages: Sequence[Sequence[float]], temperature: float) -> list[Sample]:
-    """One sample for each completion of the trainable groups."""
-    samples: list[Sample] = []
-    for group, of_group in zip(groups, advantages, strict=True):
-        if group.is_trainable():
-            samples += group.to_samples(of_group, temperature)
-    return samples
-
-
-def to_sample(prompt: Sequence[int], completion: Completion, advantage: float, temperature: float) -> Sample:
-    return Sample.from_tokens(
-        prompt,
-        completion.tokens,
-        temperature=temperature,
-        old_logprobs=completion.logprobs,
-        advantages=advantage,
-    )

@@ -1,34 +1,20 @@
 """The queue of rollouts that run ahead of the trainer; it chooses the groups of the next step.
 
-A step draws new problems when the newest weights are in the generator, and trains on size =
-groups_per_step groups. At most (ahead + 1) * size groups are drawn and not yet trained on.
-
-Staleness: a step makes at most `versions_per_step` versions, and ahead = max_staleness //
-versions_per_step. A group drawn at step s is due at step s + ahead, the last that may train on it.
-`next_batch` checks the ages.
-
-Step s takes the first `size` finished groups in the order of drawing, so a long completion does not
-hold it up. It waits only until, for every k from 0 to `ahead`, at most k * size of the groups left
-are due at step s + k or earlier, because k steps train on k * size groups.
-
-No deadlock: groups finish without new weights, and then the condition holds. For k < ahead it held
-with k + 1 after the former step, and this step takes the groups that are due first; for k = ahead
-the size of the queue is enough. With ahead = 0 the loop is synchronous.
-
-When all groups of a draw have finished, new problems replace the filtered ones, at most
-dynamic_sampling_rounds times.
+A step trains on size = groups_per_step groups and makes at most versions_per_step versions. At most
+(ahead + 1) * size groups, ahead = max_staleness // versions_per_step, are drawn and not trained on;
+one drawn at step s is due at step s + ahead. So step s waits until, for k from 0 to `ahead`, at most
+k * size of the groups left are due at step s + k or earlier. That always comes true: groups finish
+without new weights, and the groups that are due first are taken first.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Self, TypeVar
+from typing import Self
 
 from controllers.observe.run_folder import Record
 from controllers.rollouts.groups import GenerationError, Group, RolloutBatch, Rollouts
-
-Found = TypeVar("Found")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -59,8 +45,8 @@ def choose(places: Sequence[Place], *, size: int, step: int, ahead: int) -> list
 
 
 @dataclass(slots=True, kw_only=True)
-class _Finished:
-    """What the next batch reports: filtered groups, refills and retries since the last."""
+class _Since:
+    """What the next batch reports beside its groups."""
 
     filtered: list[Place] = field(default_factory=list)
     num_refills: int = 0
@@ -68,20 +54,11 @@ class _Finished:
 
 
 class RolloutQueue:
-    """Draws problems, completes and scores them, and gives every step its batch.
-
-    cursor: first problem never drawn. pending: problems drawn before a resume and in no batch; they
-    come first, sampled again with the checkpoint's weights. versions_per_step: most optimizer steps
-    in a step.
-    """
+    """cursor: first problem never drawn. pending: problems drawn before a resume and in no batch;
+    they come first, sampled again. versions_per_step: most optimizer steps in a step."""
 
     def __init__(
-        self,
-        rollouts: Rollouts,
-        *,
-        versions_per_step: int = 1,
-        cursor: int = 0,
-        pending: Sequence[int] = (),
+        self, rollouts: Rollouts, *, versions_per_step: int = 1, cursor: int = 0, pending: Sequence[int] = ()
     ) -> None:
         config = rollouts.config
         self.rollouts = rollouts
@@ -91,7 +68,7 @@ class RolloutQueue:
         self.pending = list(pending)
         self.step = 0  # calls of next_batch
         self.places: list[Place] = []
-        self.since = _Finished()
+        self.since = _Since()  # the last batch
         self._draws: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
 
@@ -111,26 +88,25 @@ class RolloutQueue:
         return {"cursor": self.cursor, "pending": sorted(unused) + self.pending}
 
     async def next_batch(self, version: int) -> RolloutBatch:
-        """Draw up to the limit, wait for the groups of this step, and return their batch.
-
-        It has fewer trainable groups than groups_per_step, maybe none, only after the last refill.
-        version: that of the weights now. Raises a rollout's error, and RuntimeError above
-        max_staleness.
-        """
+        """With fewer than groups_per_step trainable groups only after the last refill. version: of the
+        weights now. Raises a rollout's error, RuntimeError above max_staleness."""
         self.step += 1
-        room = (self.ahead + 1) * self.config.groups_per_step - len(self.places)
-        self._start(self._draw(room))
+        places = self._draw((self.ahead + 1) * self.config.groups_per_step - len(self.places))
+        if places:
+            draw = asyncio.create_task(self._complete_all(places))
+            draw.add_done_callback(lambda _: self._changed.set())
+            self._draws.add(draw)
         chosen = await self._wait_for_groups()
-        finished = self.since
-        self.since = _Finished()
+        since = self.since
+        self.since = _Since()
         for place in chosen:
             self.places.remove(place)
-        groups = [place.group for place in sorted([*chosen, *finished.filtered], key=lambda place: place.index)]
+        groups = [place.group for place in sorted([*chosen, *since.filtered], key=lambda place: place.index)]
         batch = RolloutBatch.of(
             [group for group in groups if group is not None],
             self.config,
-            num_refills=finished.num_refills,
-            num_retries=finished.num_retries,
+            num_refills=since.num_refills,
+            num_retries=since.num_retries,
             version=version,
         )
         if max(batch.ages(), default=0) > self.config.max_staleness:
@@ -141,18 +117,22 @@ class RolloutQueue:
 
     def update(self) -> AbstractAsyncContextManager[None]:
         """Around a weight sync: without in_flight_updates, while no request runs."""
-        return self.rollouts.generating.paused(wait=not self.config.in_flight_updates)
+        return nullcontext() if self.config.in_flight_updates else self.rollouts.generating.paused()
 
     async def _wait_for_groups(self) -> list[Place]:
+        """Raises a failed draw's error."""
         size = self.config.groups_per_step
-
-        def groups() -> list[Place] | None:
+        while True:
+            self._changed.clear()
+            for draw in [draw for draw in self._draws if draw.done()]:
+                self._draws.remove(draw)
+                draw.result()
             chosen = choose(self.places, size=size, step=self.step, ahead=self.ahead)
-            if chosen is None and not self._draws:
+            if chosen is not None:
+                return chosen
+            if not self._draws:  # the last refill leaves fewer
                 return [place for place in self.places if place.is_trainable()][:size]
-            return chosen
-
-        return await self._until(groups)
+            await self._changed.wait()
 
     def _draw(self, count: int) -> list[Place]:
         """Add the next `count` problems to the queue."""
@@ -163,12 +143,6 @@ class RolloutQueue:
         places = [Place(index=index, step=self.step) for index in indices]
         self.places += places
         return places
-
-    def _start(self, places: list[Place]) -> None:
-        if places:
-            draw = asyncio.create_task(self._complete_all(places))
-            draw.add_done_callback(lambda _: self._changed.set())
-            self._draws.add(draw)
 
     async def _complete_all(self, places: list[Place]) -> None:
         """Complete the problems of a draw, with refills."""
@@ -200,15 +174,3 @@ class RolloutQueue:
             if not places:
                 return
             self.since.num_retries += len(places)
-
-    async def _until(self, found: Callable[[], Found | None]) -> Found:
-        """Call `found` after every change until it is not None. Raises a failed draw's error."""
-        while True:
-            self._changed.clear()
-            for draw in [draw for draw in self._draws if draw.done()]:
-                self._draws.remove(draw)
-                draw.result()
-            answer = found()
-            if answer is not None:
-                return answer
-            await self._changed.wait()

@@ -1,7 +1,4 @@
-"""The tokenizer of a run: the model's own, or one of characters for a config with an alphabet.
-
-Tokens of characters: <pad> is 0, <eos> is 1, then the alphabet in its order.
-"""
+"""The tokenizer of a run: the model's own, or one of characters: <pad>, <eos>, then an alphabet."""
 
 import json
 import string
@@ -13,8 +10,7 @@ from typing import TYPE_CHECKING, cast
 from controllers.environments import Message, Observation, Problem
 from controllers.rollouts.chat import ChatConfig, ChatTemplate
 from rl_actors import Sample, texts
-from rl_actors.stop_tokens import stop_token_ids
-from rl_actors.texts import EOS, PAD
+from rl_actors.texts import EOS, PAD, stop_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,10 +19,7 @@ NUM_SPECIAL_TOKENS = 2
 
 
 def build_character_tokenizer(directory: str | Path, alphabet: str) -> None:
-    """Write tokenizer.json and tokenizer_config.json for transformers and vLLM.
-
-    (path, "01+") -> "0": 2, "1": 3, "+": 4. Raises ValueError for an empty or repeating alphabet.
-    """
+    """Save it for transformers and vLLM. Raises ValueError for an empty or repeating alphabet."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     repeated = sorted({character for character in alphabet if alphabet.count(character) > 1})
@@ -37,8 +30,7 @@ def build_character_tokenizer(directory: str | Path, alphabet: str) -> None:
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, *alphabet])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    # joins tokens without spaces
-    tokenizer.decoder = decoders.Fuse()
+    tokenizer.decoder = decoders.Fuse()  # joins tokens without spaces
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, EOS)])
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -53,10 +45,7 @@ def build_character_tokenizer(directory: str | Path, alphabet: str) -> None:
 
 
 def alphabet_of(all_texts: Iterable[str]) -> str:
-    """The characters of the texts, ascending, with all digits or letters of a case if one occurs.
-
-    alphabet_of(["a+1"]) -> "+0123456789abcdefghijklmnopqrstuvwxyz"
-    """
+    """The characters of the texts, ascending, with all digits or letters of a case if one occurs."""
     found = set().union(*all_texts)
     for kind in (string.digits, string.ascii_lowercase, string.ascii_uppercase):
         if found & set(kind):
@@ -71,43 +60,41 @@ class Tokenizer:
     hf: "PreTrainedTokenizerBase"
     chat: ChatTemplate
     stop_token_ids: tuple[int, ...]
-    # what the tokenizer puts before a text, such as BOS; chat templates write their own
-    prefix_token_ids: tuple[int, ...] = ()
+    prefix_token_ids: tuple[int, ...] = ()  # such as BOS; chat templates write their own
 
     def __len__(self) -> int:
         return len(self.hf)
 
     @property
     def end_token_id(self) -> int:
-        """The tokenizer's end token if it is a stop token, else the first stop token."""
         own = self.hf.eos_token_id
         return own if own in self.stop_token_ids else self.stop_token_ids[0]
 
     def encode(self, text: str) -> list[int]:
-        """See rl_actors.texts."""
         return texts.encode(self.hf, text)
 
     def encode_beginning(self, text: str) -> list[int]:
-        """`encode`, after prefix_token_ids."""
         return [*self.prefix_token_ids, *self.encode(text)]
 
     def encode_prompt(self, problem: Problem) -> list[int]:
-        """By the chat template for messages or with chat.enabled, else the text as it is."""
         messages = self._messages(problem)
         return self.chat.prompt(messages, problem.tools) if messages else self.encode_beginning(problem.prompt)
 
     def encode_prompts(self, problems: Sequence[Problem]) -> list[list[int]]:
         """`encode_prompt` of many problems, faster for texts without messages."""
-        if self.hf.init_kwargs.get("character_level") or any(self._messages(problem) for problem in problems):
+        if not self._is_plain(problems):
             return [self.encode_prompt(problem) for problem in problems]
         return [[*self.prefix_token_ids, *row] for row in self._encode_all([each.prompt for each in problems])]
 
     def sample_lengths(self, problems: Sequence[Problem]) -> list[int]:
-        if self.hf.init_kwargs.get("character_level") or any(self._messages(problem) for problem in problems):
+        if not self._is_plain(problems):
             return [len(self.to_sample(problem)) for problem in problems]
         pairs = zip(self.encode_prompts(problems), self._encode_all([each.answer for each in problems]), strict=True)
         # plus the end token, minus the shift of the targets
         return [len(prompt) + len(answer) for prompt, answer in pairs]
+
+    def _is_plain(self, problems: Sequence[Problem]) -> bool:
+        return not self.hf.init_kwargs.get("character_level") and not any(map(self._messages, problems))
 
     def _encode_all(self, all_texts: Sequence[str]) -> list[list[int]]:
         if not all_texts:
@@ -118,11 +105,7 @@ class Tokenizer:
         return self.hf(list(all_texts), **options)["input_ids"]
 
     def encode_observation(self, observation: Observation, *, after: int | None = None) -> list[int]:
-        """The tokens of an observation; token ids as they are.
-
-        after: last token of the policy's previous turn, which messages continue; None before the
-        first.
-        """
+        """Token ids as they are. after: last token of the policy's turn before it, if any."""
         messages = observation
         if isinstance(observation, str):
             if not self.chat.config.enabled:
@@ -136,19 +119,17 @@ class Tokenizer:
         return self.chat.continuation(messages, has_ended=after in self.stop_token_ids)
 
     def to_sample(self, problem: Problem) -> Sample:
-        """Trains the answer and its end token; in a conversation all turns of the assistant.
-
-        A conversation without a last turn of the assistant gets the answer as one.
-        """
+        """Trains the answer and its end token; in a conversation all turns of the assistant, the
+        answer being the last."""
         messages = self._messages(problem)
         if not messages:
             prompt = self.encode_beginning(problem.prompt)
             return Sample.from_tokens(prompt, [*self.encode(problem.answer), self.end_token_id])
         if messages[-1]["role"] != "assistant":
             messages = [*messages, Message(role="assistant", content=problem.answer)]
-        turns = self.chat.turns(messages, problem.tools)
-        first = next(place for place, weight in enumerate(turns.weights) if weight)
-        return Sample.from_tokens(turns.tokens[:first], turns.tokens[first:], loss_weights=turns.weights[first:])
+        tokens, weights = self.chat.turns(messages, problem.tools)
+        first = next(place for place, weight in enumerate(weights) if weight)
+        return Sample.from_tokens(tokens[:first], tokens[first:], loss_weights=weights[first:])
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Without special tokens."""
@@ -161,10 +142,9 @@ class Tokenizer:
 
     def decode_prompt(self, tokens: Sequence[int]) -> str:
         """With special tokens, as the policy reads it, but without prefix_token_ids."""
-        start = (
-            len(self.prefix_token_ids) if tuple(tokens[: len(self.prefix_token_ids)]) == self.prefix_token_ids else 0
-        )
-        return self.hf.decode(list(tokens[start:]), skip_special_tokens=False)
+        size = len(self.prefix_token_ids)
+        shown = tokens[size:] if tuple(tokens[:size]) == self.prefix_token_ids else tokens
+        return self.hf.decode(list(shown), skip_special_tokens=False)
 
     def _messages(self, problem: Problem) -> list[Message]:
         if problem.messages or not self.chat.config.enabled:

@@ -13,30 +13,31 @@ import torch
 import rl_actors
 from controllers.observe.run_folder import RunFolder
 from controllers.run.colocation import overlap
-from rl_actors import GeneratorClient, GeneratorConfig, ReferenceClient, TrainerClient, ValueTrainerClient
+from rl_actors import (
+    GeneratorClient,
+    GeneratorConfig,
+    ReferenceClient,
+    TrainerClient,
+    TrainerConfig,
+    ValueTrainerClient,
+)
 from rl_actors.clients.base import ActorDiedError, ActorSilentError
 from rl_actors.clients.call import in_background
-from rl_actors.clients.restarts import Restarts
+from rl_actors.clients.replicas import Restarts
 from rl_actors.processes.output import LogRoute
 from rl_actors.transports.base import Transport
-from rl_actors.transports.default import default_transport
+from rl_actors.transports.index import default_transport
 
 if TYPE_CHECKING:
     from controllers.run.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT = 5.0
-"""Seconds for each step of closing: the last checkpoint, then actors and transport."""
-DEATH_TIMEOUT = 1.0
-"""Seconds that a failed call waits for the report of a death. Then `death_behind` looks for one in
-other ways."""
-END_TIMEOUT = 60.0
-"""Seconds in which cancelled work must end."""
+CLOSE_TIMEOUT = 5.0  # seconds for each step of closing: the last checkpoint, then actors and transport
+DEATH_TIMEOUT = 1.0  # seconds that a failed call waits for the report of a death
+END_TIMEOUT = 60.0  # seconds in which cancelled work must end
+KILL_TIMEOUT = 30.0  # seconds in which killed processes must end
 BEYOND_LIMIT = "this is the first of {num_deaths} deaths in the last hour, but survival.max_restarts_per_hour={limit}; the last death: {last}"
-"""Note on the error that ends the run after several deaths."""
-KILL_TIMEOUT = 30.0
-"""Seconds in which killed processes must end."""
 
 Setup = Callable[[str], AbstractContextManager[None]]
 """Shows a phase of the start: with setup("starting trainer"): …"""
@@ -53,51 +54,35 @@ class Death(Exception):
 
 
 class StartAgainError(Exception):
-    """A run with `--hosts` can go on only in a new process: Monarch 0.7 cannot connect to hosts a
-    second time after one was lost."""
+    """Monarch 0.7 cannot connect to hosts a second time, so a new process must go on with the run."""
 
     def __init__(self, cause: str, lost: Sequence[str]) -> None:
-        """lost: the hosts whose workers have ended."""
         super().__init__(cause)
-        self.lost = tuple(lost)
+        self.lost = tuple(lost)  # the hosts whose workers have ended
 
 
 class Actors:
     """The transport, the trainers and the generator of a run.
+
     Roles: "trainer", "generator", "reference", "critic", "store" (the process with the index of the
-    published weights). A spawn method returns the role's client, which it spawns only if there is
-    none.
+    published weights). A spawn method returns the role's client, and spawns it if there is none.
     """
 
     def __init__(
-        self,
-        config: "RunConfig",
-        folder: RunFolder,
-        *,
-        tell: Callable[[str], None] = logger.info,
-        verbose: bool,
+        self, config: "RunConfig", folder: RunFolder, *, on_event: Callable[[str], None] = logger.info, verbose: bool
     ) -> None:
-        """tell: gets a line when a generator has died, is healthy again, or will not be started again."""
+        """on_event: see GeneratorClient.on_news."""
         self.config = config
-        self.folder = folder
-        self.tell = tell
+        self.on_event = on_event
         self.logs = LogRoute(directory=folder.path.absolute() / "logs", tee=verbose)
-        self.models = config.models()
-        for name, model in self.models.items():
-            self.models[name] = replace(model, seed=config.seed + model.seed)
+        self.configs: dict[str, TrainerConfig | GeneratorConfig] = {}
         tokenizer_folder = folder.path.absolute() / "tokenizer"
-        if config.alphabet and tokenizer_folder.is_dir():
-            for model in self.models.values():
-                model.tokenizer_path = str(tokenizer_folder)
-        stops = config.generator.stop_token_ids
-        own = GeneratorConfig.of(self.models["trainer"])
-        self.generator_config = replace(
-            config.generator,
-            seed=config.seed + config.generator.seed,
-            stop_token_ids=own.stop_token_ids if stops is None else stops,
-            tokenizer_path=config.generator.tokenizer_path or own.tokenizer_path,
-            restarts=config.survival.policy(),
-        )
+        for role, model in config.models().items():
+            own = replace(model, seed=config.seed + model.seed)
+            if config.alphabet and tokenizer_folder.is_dir():
+                own.tokenizer_path = str(tokenizer_folder)
+            self.configs[role] = own
+        self.configs["generator"] = self._generator_config()
         self.clients: dict[str, TrainerClient | ReferenceClient | GeneratorClient] = {}
         self.restarts = Restarts(config.survival.policy(), note=BEYOND_LIMIT)
         self.deaths: dict[str, Exception] = {}  # role -> the error that reports its death
@@ -105,51 +90,43 @@ class Actors:
         self._watches: dict[str, asyncio.Task[None]] = {}
         # before the transport opens: `connect` sets this process's address, before Monarch's first use
         self.placement = config.hosts.connect(self.logs.directory)
+        self.folder = folder
         # in the background, because it imports modules for seconds
         self._open_transport()
+
+    def _generator_config(self) -> GeneratorConfig:
+        own = GeneratorConfig.of(cast(TrainerConfig, self.configs["trainer"]))
+        given = self.config.generator
+        return replace(
+            given,
+            seed=self.config.seed + given.seed,
+            stop_token_ids=own.stop_token_ids if given.stop_token_ids is None else given.stop_token_ids,
+            tokenizer_path=given.tokenizer_path or own.tokenizer_path,
+            restarts=self.config.survival.policy(),
+        )
 
     def _open_transport(self) -> None:
         self.transport = in_background(_opened_transport(self.config, self.folder), "opening the transport")
         self._watches["store"] = asyncio.ensure_future(self._watch_store())
 
     def spawn_trainer(self) -> TrainerClient:
-        def spawn() -> TrainerClient:
-            return rl_actors.TrainerClient.spawn(
-                self.models["trainer"], transport=self.transport, logs=self.logs, hosts=self.placement.trainer
-            )
-
-        return self._client("trainer", spawn)
+        return self._client("trainer", rl_actors.TrainerClient.spawn, transport=self.transport)
 
     def spawn_reference(self) -> ReferenceClient:
-        def spawn() -> ReferenceClient:
-            return rl_actors.ReferenceClient.spawn(
-                self.models["reference"], logs=self.logs, hosts=self.placement.trainer
-            )
-
-        return self._client("reference", spawn)
+        return self._client("reference", rl_actors.ReferenceClient.spawn)
 
     def spawn_critic(self) -> ValueTrainerClient:
-        def spawn() -> ValueTrainerClient:
-            return rl_actors.ValueTrainerClient.spawn(
-                self.models["critic"], name="critic", logs=self.logs, hosts=self.placement.trainer
-            )
-
-        return self._client("critic", spawn)
+        return self._client("critic", rl_actors.ValueTrainerClient.spawn, name="critic")
 
     def spawn_generator(self) -> GeneratorClient:
-        def spawn() -> GeneratorClient:
-            generator = rl_actors.GeneratorClient.spawn(
-                self.generator_config, transport=self.transport, logs=self.logs, hosts=self.placement.generators
-            )
-            generator.on_news(self.tell)
-            return generator
+        generator = self._client("generator", rl_actors.GeneratorClient.spawn, transport=self.transport)
+        generator.on_news(self.on_event)
+        return generator
 
-        return self._client("generator", spawn)
-
-    def _client(self, role: str, spawn: Callable[[], AnyClient]) -> AnyClient:
-        """The role's client, spawned and watched if there is none."""
+    def _client(self, role: str, spawn: Callable[..., AnyClient], **options: object) -> AnyClient:
         if role not in self.clients:
-            client = spawn()
+            hosts = self.placement.generators if role == "generator" else self.placement.trainer
+            client = spawn(self.configs[role], logs=self.logs, hosts=hosts, **options)
             self.clients[role] = client
             self._watches[role] = asyncio.ensure_future(self._watch(role, client))
         return cast(AnyClient, self.clients[role])
@@ -162,19 +139,17 @@ class Actors:
     async def _watch_store(self) -> None:
         with contextlib.suppress(Exception):  # if the transport does not open, the actors raise its error
             transport = await self.transport
-            silent_after = self.config.survival.silent_after
-            self.report("store", ActorDiedError(await transport.death(silent_after), "store"))
+            cause = await transport.death(self.config.survival.silent_after)
+            self.report("store", ActorDiedError(cause, "store"))
 
     def report(self, role: str, death: Exception) -> None:
         """Record a death. Not a generator's, because GeneratorClient replaces it."""
-        if role == "generator":
-            return
-        self.deaths.setdefault(role, death)
-        self._died.set()
+        if role != "generator":
+            self.deaths.setdefault(role, death)
+            self._died.set()
 
     async def until_death(self, work: Coroutine[object, None, T]) -> T:
-        """The result of the work. Raises Death, and cancels the work, if an actor dies; else the
-        work's own error."""
+        """The work's result or error. If an actor dies, cancels the work and raises Death."""
         task = asyncio.ensure_future(work)
         dying = asyncio.ensure_future(self.first_death())
         try:
@@ -197,10 +172,7 @@ class Actors:
         return next(iter(self.deaths.values()))
 
     async def death_behind(self, error: Exception) -> Exception | None:
-        """The death that caused a call's error, or None.
-        The first sign may be an error of another actor that needs the dead one, such as another
-        rank, or a generator that pulls.
-        """
+        """The death that caused a call's error, or None. The error may be that of another actor."""
         if isinstance(error, ActorDiedError | ActorSilentError):
             names = {client.name: role for role, client in self.clients.items()}
             self.report(names.get(error.actor, "generator"), error)
@@ -208,19 +180,14 @@ class Actors:
             return await asyncio.wait_for(self.first_death(), DEATH_TIMEOUT)
         if lost := await asyncio.to_thread(self.placement.lost):
             self.report("trainer", ActorDiedError(f"trainer: the worker of {', '.join(lost)} has ended", "trainer"))
-            return await self.first_death()
-        if hasattr(error, "rank") and (role := await self._silent_on_hosts()):
-            text = f"{role}: a process on another host does not answer"
-            self.report(role, ActorDiedError(text, role))
-            return await self.first_death()
-        if reason := await self._store_error():
+        elif hasattr(error, "rank") and (role := await self._silent_on_hosts()):
+            self.report(role, ActorDiedError(f"{role}: a process on another host does not answer", role))
+        elif reason := await self._store_error():
             self.report("store", ActorDiedError(f"store: the index of the weights does not answer: {reason}", "store"))
-            return await self.first_death()
-        return None
+        return next(iter(self.deaths.values()), None)
 
     async def _silent_on_hosts(self) -> str | None:
-        """The first role, except the generator, with a process that does not answer; Monarch may be
-        late to report a death on another host."""
+        """The first role with a process that does not answer: Monarch may report its death late."""
         if self.placement.all is None:
             return None
         for role, client in self.clients.items():
@@ -238,17 +205,16 @@ class Actors:
             return repr(error)
         return ""
 
-    async def kill_for_restart(self, others: Collection[str] = ()) -> set[str]:
-        """Kill what is left of dead actors, and the roles `others`; if the store has died, all
-        actors. Returns the killed roles.
-        With `--hosts`, kills nothing and raises StartAgainError.
-        """
+    async def kill_for_restart(self, others: Collection[str] = ()) -> None:
+        """Kill what is left of dead actors, and the roles `others`; all roles if the store has died
+        or trainer and generator share GPUs. With `--hosts`, raises StartAgainError instead."""
         if self.placement.all is not None:
             lost = await asyncio.to_thread(self.placement.lost)
             cause = f"the worker of {', '.join(lost)} has ended" if lost else str(next(iter(self.deaths.values())))
             raise StartAgainError(cause, lost)
         roles = {*self.deaths, *others}
-        if "store" in roles:  # all actors have the address of the old store, so all must be spawned again
+        # all actors have the address of a dead store, so all must be spawned again
+        if "store" in roles or self._share_gpus():
             roles |= self.clients.keys()
         self.deaths = {}
         ends = []
@@ -267,7 +233,6 @@ class Actors:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(self._close_transport(), CLOSE_TIMEOUT)
             self._open_transport()
-        return roles
 
     async def start_with_retries(self, setup: Setup) -> tuple[TrainerClient, GeneratorClient]:
         """`start`, again after each death, as often as the config allows."""
@@ -277,37 +242,28 @@ class Actors:
             except Death as death:
                 pause = self.restarts.pause_after(death.error)
                 with setup(f"{death}; starting again"):
-                    await self.kill_for_restart(self.all_together())
+                    await self.kill_for_restart()
                     await asyncio.sleep(pause)
 
-    def all_together(self) -> set[str]:
-        """All roles if trainer and generator share GPUs, so that they must start one after the
-        other; else none."""
-        shares = self.config.colocation.enabled or (self.config.has_generator and shares_gpu(self.config))
-        return set(self.clients) if shares else set()
+    def _share_gpus(self) -> bool:
+        config = self.config
+        return config.has_generator and (config.colocation.enabled or shares_gpu(config))
 
     async def start(self, setup: Setup) -> tuple[TrainerClient, GeneratorClient]:
         """Spawn trainer and generator if they are missing, and wait until all actors are ready."""
-        trainer, generator = await self._spawn(setup)
-        with setup("starting trainer and generator" if self.config.has_generator else "starting trainer"):
+        generator = cast(GeneratorClient, None)  # without a generator the loop never uses it
+        names = "trainer"
+        if self.config.has_generator:
+            names = "trainer and generator"
+            if self._share_gpus():  # the trainer first, because vLLM measures the free memory
+                with setup("starting trainer"):
+                    await self.spawn_trainer().ready()
+                    await self.spawn_trainer().offload(self.config.colocation.parts)
+            generator = self.spawn_generator()  # before other trainers, because it takes longer
+        trainer = self.spawn_trainer()
+        with setup(f"starting {names}"):
             await asyncio.gather(*(client.ready() for client in self.clients.values()))
         return trainer, generator
-
-    async def _spawn(self, setup: Setup) -> tuple[TrainerClient, GeneratorClient]:
-        """On a shared GPU the generator waits for the trainer, because vLLM measures the free
-        memory at its start."""
-        config = self.config
-        if not config.has_generator:
-            # If a config has no generator, its controller never uses `run.generator`.
-            return self.spawn_trainer(), cast(GeneratorClient, None)
-        if config.colocation.enabled or shares_gpu(config):
-            trainer = self.spawn_trainer()
-            with setup("starting trainer"):
-                await trainer.ready()
-                await trainer.offload(config.colocation.parts)
-            return trainer, self.spawn_generator()
-        generator = self.spawn_generator()  # first, because it takes longer to start than the trainer
-        return self.spawn_trainer(), generator
 
     async def close(self) -> None:
         """End actors and transport within CLOSE_TIMEOUT seconds, then the workers of a job."""
@@ -320,8 +276,7 @@ class Actors:
         await asyncio.to_thread(self.placement.close)
 
     async def _close_transport(self) -> None:
-        transport = await self.transport
-        await transport.close()
+        await (await self.transport).close()
 
 
 async def _end(task: asyncio.Task[T]) -> None:
@@ -335,13 +290,12 @@ async def _end(task: asyncio.Task[T]) -> None:
 
 
 def shares_gpu(config: "RunConfig") -> bool:
-    """True if the generator shares a GPU with a rank, which then must not allocate while vLLM
-    measures."""
+    """True if the generator shares a GPU with a rank of the trainer."""
     return torch.cuda.is_available() and overlap(config.trainer.gpus(), config.generator.gpus())
 
 
 async def _opened_transport(config: "RunConfig", folder: RunFolder) -> Transport:
-    transport = await asyncio.to_thread(make_transport, config, folder)
+    transport = await asyncio.to_thread(_make_transport, config, folder)
     timeout = config.trainer.setup_timeout
     try:
         await asyncio.wait_for(transport.open(), timeout)
@@ -350,8 +304,7 @@ async def _opened_transport(config: "RunConfig", folder: RunFolder) -> Transport
     return transport
 
 
-def make_transport(config: "RunConfig", folder: RunFolder) -> Transport:
-    """The transport of the config."""
+def _make_transport(config: "RunConfig", folder: RunFolder) -> Transport:
     if config.transport == "files":
         return rl_actors.FilesTransport(folder.path.absolute() / "weights")
     return rl_actors.MemoryTransport() if config.transport == "memory" else default_transport(config.weights)

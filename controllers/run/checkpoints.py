@@ -1,37 +1,40 @@
-"""Checkpoints of a run.
-After step N: the folder checkpoints/step-N with trainer/ (weights and optimizer), critic/ if there
-is a value model, state.json (the loop's state) and checksums.json. state.json is written last, so a
-checkpoint that has it is complete.
+"""Checkpoints of a run: checkpoints/step-N, after step N.
+
+It has trainer/ (weights and optimizer), critic/ if there is one, checksums.json, and state.json (the
+loop's state), which is written last: a checkpoint that has it is complete.
 """
 
 import asyncio
+import hashlib
 import json
+import os
 import random
 import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from controllers.run import checksums
+from controllers.observe.run_folder import naming
 from rl_actors.json_files import read_object
 
 if TYPE_CHECKING:
-    from rl_actors.clients.model_calls import SavedCheckpoint
     from rl_actors.clients.trainer import TrainerClient
+    from rl_actors.clients.training import SavedCheckpoint
 
 STATE = "state.json"
+CHECKSUMS = "checksums.json"
 CRITIC_FOLDER = "critic"  # of PPO's value model, in a checkpoint
 
 State = dict[str, Any]
-"""The loop's state as JSON: "step" (steps done), "cursor" (first problem not drawn), "random",
-"config", …"""
+"""The loop's: "step" (steps done), "cursor" (first problem not drawn), "random", "config", …"""
 
 
 class Checkpoints:
-    """Writes one checkpoint at a time while training continues. keep, keep_every: see `removable`."""
+    """Writes one checkpoint at a time while training continues, and keeps those of `removable`."""
 
     def __init__(self, folder: Path, *, keep: int, keep_every: int = 0) -> None:
         self.folder = folder
@@ -42,10 +45,9 @@ class Checkpoints:
         self._writing: asyncio.Task[None] | None = None
 
     async def save(self, trainers: Mapping[str, "TrainerClient"], state: State) -> None:
-        """Begin to write step-N, N = state["step"]. Returns when the state is copied. trainers: by
-        the name of their folder.
-        First waits for the former checkpoint; raises RuntimeError or OSError if it could not be
-        written.
+        """Begin to write step-N, N = state["step"]; trainers: by the name of their folder.
+
+        Returns when the state is copied. Raises the former checkpoint's RuntimeError or OSError.
         """
         await self.finish()
         path = self.folder / f"step-{state['step']}"
@@ -56,14 +58,12 @@ class Checkpoints:
         self._writing = asyncio.create_task(self._commit(saved, path, text))
 
     async def finish(self) -> None:
-        """Wait until the last checkpoint is on disk. Every call raises the error if it could not be
-        written."""
+        """Wait until the last checkpoint is on disk. Every call raises the error of its writing."""
         if self._writing is not None:
             await asyncio.shield(self._writing)  # shield: the writing goes on if the caller is cancelled
 
     async def abandon(self) -> None:
-        """Like `finish`, without the error: an actor has died, but the checkpoint may still become
-        complete."""
+        """`finish` without the error: an actor has died, but the checkpoint may become complete."""
         for task in (self._copying, self._writing):
             if task is not None:
                 await asyncio.wait((task,))
@@ -87,21 +87,21 @@ class Checkpoints:
 
     async def _commit(self, saved: Sequence["SavedCheckpoint"], path: Path, text: str) -> None:
         await asyncio.gather(*(part.wait() for part in saved))
-        await asyncio.to_thread(checksums.write, path, {STATE: text})  # a thread, because training goes on
-        checksums.write_durably(path / STATE, text)  # synced to disk, as the trainer's part is
-        found = {_step(checkpoint): checkpoint for checkpoint in complete(self.folder)}
-        for step in removable(list(found), keep=self.keep, keep_every=self.keep_every):
+        await asyncio.to_thread(_write_checksums, path, text)  # a thread, because training goes on
+        write_durably(path / STATE, text)  # synced to disk, as the trainer's part is
+        by_step = _by_step(self.folder)
+        for step in removable(list(by_step), keep=self.keep, keep_every=self.keep_every):
             # first, so that what is left by a kill is not complete
-            (found[step] / STATE).unlink()
-            shutil.rmtree(found[step])
+            (by_step[step] / STATE).unlink()
+            shutil.rmtree(by_step[step])
         self.saved_step = _step(path)
 
 
 def removable(steps: Sequence[int], *, keep: int, keep_every: int = 0) -> list[int]:
     """The steps whose checkpoints go. steps: ascending.
+
     The newest `keep` stay. With keep_every > 0, so do the first at or after it, the first at least
-    keep_every later, and so on.
-    removable([25, 50, 75, 100, 125], keep=1, keep_every=50) -> [25, 75]
+    keep_every later, and so on: removable([25, 50, 75, 100, 125], keep=1, keep_every=50) -> [25, 75]
     """
     removed = []
     last_for_good = 0
@@ -118,9 +118,16 @@ def complete(folder: Path) -> list[Path]:
     return sorted((path.parent for path in folder.glob(f"step-*/{STATE}")), key=_step)
 
 
+def newest(folder: Path) -> Path | None:
+    return next(reversed(complete(folder)), None)
+
+
 def _step(checkpoint: Path) -> int:
-    """_step(Path("checkpoints/step-25")) -> 25"""
     return int(checkpoint.name.removeprefix("step-"))
+
+
+def _by_step(folder: Path) -> dict[int, Path]:
+    return {_step(checkpoint): checkpoint for checkpoint in complete(folder)}
 
 
 def remove_incomplete(folder: Path) -> None:
@@ -131,14 +138,11 @@ def remove_incomplete(folder: Path) -> None:
 
 
 def set_aside_damaged(folder: Path) -> list[str]:
-    """Rename complete checkpoints that are newer than the newest whole one: step-9 ->
-    damaged-step-9. Returns a line for each.
-    Raises ValueError, and renames none, if all are damaged, that is, their files changed after they
-    were written.
-    """
+    """Rename damaged checkpoints that are newer than the newest whole one: step-9 -> damaged-step-9.
+    Returns a line for each. Raises ValueError, and renames none, if all are damaged."""
     damaged: dict[Path, str] = {}
     for checkpoint in reversed(complete(folder)):
-        fault = checksums.fault(checkpoint)
+        fault = _fault(checkpoint)
         if not fault:
             break
         damaged[checkpoint] = fault
@@ -154,13 +158,6 @@ def set_aside_damaged(folder: Path) -> list[str]:
     return lines
 
 
-def require_whole(path: Path) -> Path:
-    """The path of a complete checkpoint. Raises ValueError if its files have changed."""
-    if fault := checksums.fault(path):
-        raise ValueError(f"{path} is damaged: {fault}")
-    return path
-
-
 def read(path: Path) -> State:
     """The loop's state. Raises ValueError if `path` is no complete checkpoint."""
     if not (path / STATE).is_file():
@@ -170,33 +167,85 @@ def read(path: Path) -> State:
 
 def find(path: Path, step: int | None = None) -> Path:
     """The complete checkpoint of `step` (None: the newest) in the run's folder `path`, or `path` if
-    it is one itself.
-    Raises ValueError if there is none, or if its files have changed.
-    """
+    it is one itself. Raises ValueError if there is none, or if its files have changed."""
     if (path / STATE).is_file():
         if step is not None:
             raise ValueError(f"{path} is a checkpoint itself, so step={step} cannot be chosen; name the run's folder")
-        return require_whole(path)
-    found = {_step(checkpoint): checkpoint for checkpoint in complete(path / "checkpoints")}
-    if not found:
-        raise ValueError(
-            f"{path} is not a complete checkpoint of a run, nor a run's folder with one: it holds no {STATE}"
-        )
-    if step is not None and step not in found:
-        raise ValueError(
-            f"{path} has no complete checkpoint of step {step}; it has the steps {', '.join(map(str, sorted(found)))}"
-        )
-    return require_whole(found[max(found) if step is None else step])
+        checkpoint = path
+    else:
+        by_step = _by_step(path / "checkpoints")
+        if not by_step:
+            raise ValueError(
+                f"{path} is not a complete checkpoint of a run, nor a run's folder with one: it holds no {STATE}"
+            )
+        if step is not None and step not in by_step:
+            raise ValueError(
+                f"{path} has no complete checkpoint of step {step}; it has the steps {', '.join(map(str, by_step))}"
+            )
+        checkpoint = by_step[max(by_step) if step is None else step]
+    if fault := _fault(checkpoint):
+        raise ValueError(f"{checkpoint} is damaged: {fault}")
+    return checkpoint
 
 
-def newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint, or None if there is none."""
-    paths = complete(folder)
-    return paths[-1] if paths else None
+def _write_checksums(folder: Path, state: str) -> None:
+    """Of all files under the folder, and of state.json, which is written later."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != CHECKSUMS]
+    entries = dict(zip([str(path.relative_to(folder)) for path in paths], _checksums(paths), strict=True))
+    entries[STATE] = {"bytes": len(state.encode()), "sha256": hashlib.sha256(state.encode()).hexdigest()}
+    write_durably(folder / CHECKSUMS, json.dumps(entries, indent=2) + "\n")
+
+
+def _fault(checkpoint: Path) -> str:
+    """What is wrong with one damaged file; "" if none is, or without checksums.json."""
+    file = checkpoint / CHECKSUMS
+    try:
+        if not file.exists():
+            return ""
+        expected = json.loads(file.read_text())
+        paths = [checkpoint / name for name in expected]
+        for path, entry in zip(paths, expected.values(), strict=True):
+            if not path.is_file():
+                return f"{path} is missing"
+            if path.stat().st_size != entry["bytes"]:
+                return f"{path} has {path.stat().st_size} bytes instead of {entry['bytes']}"
+        for path, entry, actual in zip(paths, expected.values(), _checksums(paths), strict=True):
+            if actual["sha256"] != entry["sha256"]:
+                return f"{path} has another checksum than when it was written"
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return f"{file} or a file that it lists cannot be read: {error}"
+    return ""
+
+
+def _checksums(paths: list[Path]) -> list[dict[str, object]]:
+    """Size and SHA-256 of each file, on several threads, because hashlib releases the GIL."""
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(_checksum, paths))
+
+
+def _checksum(path: Path) -> dict[str, object]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Atomic, and safe from a crash of the machine. Raises OSError naming `path`.tmp."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with naming(temporary):
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def seed_random(seed: int) -> None:
-    """Seed the global random states of Python, NumPy and torch, from which an environment may draw."""
+    """Seed Python, NumPy and torch, from whose global states an environment may draw."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

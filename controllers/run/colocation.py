@@ -1,7 +1,7 @@
 """Trainer and generator share the memory of the same GPUs, one after the other.
-While the trainer works, vLLM sleeps without weights and KV cache. The trainer's calls bring back
-what they need. While the generator works, the offloaded parts are in host memory. A critic on these
-GPUs works in the trainer's turn, before the policy is trained, and is in host memory otherwise.
+
+While the trainer works, vLLM sleeps without weights and KV cache; while the generator works, the
+offloaded parts are in host memory. A critic there works before the policy in the trainer's turn.
 """
 
 import asyncio
@@ -9,13 +9,12 @@ import contextlib
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 from controllers.observe.logger import Timer
 from controllers.observe.run_folder import Record
 from rl_actors import GeneratorClient, TrainerClient, TrainerInfo
 from rl_actors.parts import PARTS, HostMove, Part, of_all_ranks, require_parts
-from rl_actors.types import DeviceMemory
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -24,46 +23,35 @@ U = TypeVar("U")
 @dataclass(kw_only=True)
 class ColocationConfig:
     enabled: bool = False
-    """Trainer and generator (and a critic) share GPUs, one after the other; vLLM sleeps while the
-    trainer works. Needs rollouts.max_staleness=0."""
+    """Trainer and generator (and a critic) share GPUs in turns. Needs rollouts.max_staleness=0."""
     offload: tuple[Part, ...] = ("optimizer",)
-    """Parts of the trainer in pinned host memory while the generator works: optimizer, weights,
-    gradients."""
+    """Optimizer, weights, gradients: offloaded to pinned host memory while the generator works."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """What is offloaded while the generator works; () if not enabled."""
         return self.offload if self.enabled else ()
 
     def validate(self, *, has_generator: bool, trainer: range, generator: range) -> None:
-        """Raises ValueError or TypeError naming the value. trainer, generator: the indices of their
-        GPUs."""
+        """trainer, generator: the indices of their GPUs."""
         require_parts("colocation.offload", self.offload)
         if self.enabled and not has_generator:
             raise ValueError("colocation.enabled=True, but this run has no generator")
         if self.enabled and not overlap(trainer, generator):
             raise ValueError(
-                f"colocation.enabled=True, but trainer and generator share no GPU, so both can keep their memory: the generator uses "
-                f"{_gpus('generator', generator)}, and the trainer uses {_gpus('trainer', trainer)}"
+                f"colocation.enabled=True, but trainer and generator share no GPU, so both can keep their memory: "
+                f"generator.gpu={generator.start} gives the GPUs {[*generator]}, and trainer.gpu={trainer.start} the GPUs {[*trainer]}"
             )
 
 
-def _gpus(name: str, gpus: range) -> str:
-    """_gpus("generator", range(1, 3)) -> "2 GPUs from generator.gpu=1 on" """
-    plural = "s" if len(gpus) > 1 else ""
-    return f"{len(gpus)} GPU{plural} from {name}.gpu={gpus.start} on"
-
-
 def overlap(one: range, other: range) -> bool:
-    """True if the ranges have an index in common."""
     return max(one.start, other.start) < min(one.stop, other.stop)
 
 
-class Colocation(Protocol):
-    """What a loop calls whether or not trainer and generator are colocated."""
+class Colocation:
+    """What a loop calls when the work passes to another actor. Here all may work at the same time."""
 
     async def to_trainer(self) -> None:
-        """Before the trainer works: the generator goes to sleep."""
+        """Before the trainer works: a colocated generator goes to sleep."""
 
     async def trained(self) -> None:
         """After the optimizer steps. A push or more training may follow."""
@@ -78,44 +66,19 @@ class Colocation(Protocol):
         self, of_critic: Coroutine[object, None, T], of_trainer: Coroutine[object, None, U]
     ) -> tuple[T, U]:
         """Run both calls: at the same time, or the critic's first if it is colocated."""
-        ...
+        first, second = await asyncio.gather(of_critic, of_trainer)
+        return first, second
 
     def borrowed(self) -> AbstractAsyncContextManager[None]:
-        """The trainer may work in this context during the generator's turn. Afterwards the
-        generator has its weights again."""
-
-    def metrics(self, infos: Sequence[TrainerInfo]) -> Record:
-        """Memory that generator and trainer freed and took back since the last call."""
-
-
-class Separate:
-    """Each keeps its memory, and both may work at the same time."""
-
-    async def to_trainer(self) -> None:
-        """Does nothing."""
-
-    async def trained(self) -> None:
-        """Does nothing."""
-
-    async def to_generator(self) -> None:
-        """Does nothing."""
-
-    def join(self, critic: TrainerClient) -> None:
-        """Does nothing."""
-
-    async def run_both(
-        self, of_critic: Coroutine[object, None, T], of_trainer: Coroutine[object, None, U]
-    ) -> tuple[T, U]:
-        return await _at_once(of_critic, of_trainer)
-
-    def borrowed(self) -> AbstractAsyncContextManager[None]:
+        """The trainer may work in this context during the generator's turn."""
         return contextlib.nullcontext()
 
     def metrics(self, infos: Sequence[TrainerInfo]) -> Record:
+        """Memory that generator and trainer freed and took back since the last call."""
         return {}
 
 
-class Colocated:
+class Colocated(Colocation):
     """One after the other; the generator has the first turn."""
 
     def __init__(
@@ -125,22 +88,20 @@ class Colocated:
         self.generator = generator
         self.timer = timer
         self.parts = config.parts
-        # Level 2 drops the weights, which the next pull brings. A pull of an adapter does not, so level 1 keeps them on the host.
+        # level 2 drops the weights, which the next pull brings, unless it brings an adapter
         assert generator.config is not None
         self.level: Literal[1, 2] = 1 if generator.config.lora.syncs_adapter else 2
         self.critic: TrainerClient | None = None  # the critic that shares the GPUs
         self.is_trainers = False
-        # sums since the last record
-        self.slept = DeviceMemory()
-        self.woken = DeviceMemory()
+        self.generator_bytes = {"sleep": 0, "wake": 0}  # since the last record
         # the trainer's totals at the last record
-        self.offloaded = HostMove()
-        self.onloaded = HostMove()
+        self.trainer_moves = {"offload": HostMove(), "onload": HostMove()}
 
     async def to_trainer(self) -> None:
         if not self.is_trainers:
             with self.timer("sleep"):
-                self.slept = _sum(self.slept, await self.generator.sleep(self.level))
+                memory = await self.generator.sleep(self.level)
+            self.generator_bytes["sleep"] += memory.num_bytes
             self.is_trainers = True
 
     async def trained(self) -> None:
@@ -153,7 +114,8 @@ class Colocated:
             with self.timer("wake"):
                 await self._release_critic()
                 await self.trainer.offload(self.parts)
-                self.woken = _sum(self.woken, await self.generator.wake())
+                memory = await self.generator.wake()
+            self.generator_bytes["wake"] += memory.num_bytes
             self.is_trainers = False
 
     def join(self, critic: TrainerClient) -> None:
@@ -163,7 +125,7 @@ class Colocated:
         self, of_critic: Coroutine[object, None, T], of_trainer: Coroutine[object, None, U]
     ) -> tuple[T, U]:
         if self.critic is None:  # the critic has GPUs of its own, so it takes no turns
-            return await _at_once(of_critic, of_trainer)
+            return await super().run_both(of_critic, of_trainer)
         try:
             first = await of_critic
             with self.timer("release"):
@@ -186,32 +148,20 @@ class Colocated:
         await self.to_trainer()
         yield
         await self.to_generator()
-        if version >= 0:  # the generator had weights of this version, and the trainer still offers the version
+        if version >= 0:  # the version that the generator had, which the trainer still offers
             with self.timer("sync"):
                 await self.generator.pull_model_state_dict(version)
 
     def metrics(self, infos: Sequence[TrainerInfo]) -> Record:
-        found: Record = {}
-        for name, memory in (("sleep", self.slept), ("wake", self.woken)):
-            found[f"{name}/gigabytes"] = memory.num_bytes / 1e9
-        self.slept = DeviceMemory()
-        self.woken = DeviceMemory()
-        totals = (
-            ("offload", self.offloaded, of_all_ranks(info.offloaded for info in infos)),
-            ("onload", self.onloaded, of_all_ranks(info.onloaded for info in infos)),
-        )
-        for name, before, now in totals:
-            move = now.since(before)
-            found[f"{name}/gigabytes"] = move.num_bytes / 1e9
-            found[f"time/{name}"] = move.seconds
-        self.offloaded, self.onloaded = (now for _, _, now in totals)
-        return found
-
-
-async def _at_once(one: Coroutine[object, None, T], other: Coroutine[object, None, U]) -> tuple[T, U]:
-    first, second = await asyncio.gather(one, other)
-    return first, second
-
-
-def _sum(one: DeviceMemory, other: DeviceMemory) -> DeviceMemory:
-    return DeviceMemory(num_bytes=one.num_bytes + other.num_bytes, seconds=one.seconds + other.seconds)
+        values: Record = {f"{name}/gigabytes": count / 1e9 for name, count in self.generator_bytes.items()}
+        self.generator_bytes = {"sleep": 0, "wake": 0}
+        totals = {
+            "offload": of_all_ranks(info.offloaded for info in infos),
+            "onload": of_all_ranks(info.onloaded for info in infos),
+        }
+        for name, total in totals.items():
+            move = total.since(self.trainer_moves[name])
+            values[f"{name}/gigabytes"] = move.num_bytes / 1e9
+            values[f"time/{name}"] = move.seconds
+        self.trainer_moves = totals
+        return values

@@ -1,7 +1,7 @@
 """RunConfig, the base class of the configs of all training loops."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
@@ -18,14 +18,8 @@ from controllers.run.colocation import ColocationConfig, overlap
 from controllers.run.gate import Gate
 from controllers.run.hosts import HostsConfig
 from controllers.run.survival import SurvivalConfig
-from rl_actors import (
-    GeneratorConfig,
-    ModelConfig,
-    OptimParams,
-    TrainerConfig,
-    WeightsConfig,
-)
-from rl_actors.field_types import require_field_types
+from rl_actors import GeneratorConfig, ModelConfig, OptimParams, TrainerConfig, WeightsConfig
+from rl_actors.field_types import CountingInt, NaturalInt, require_field_types
 from rl_actors.hub import find_model, require_weights
 from rl_actors.validation import require_seed, validate_optim_params
 
@@ -58,11 +52,14 @@ class ReferenceConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
     paper: str
-    fields: "Callable[[RunConfig], Mapping[str, object]]"  # returns a dict: dotted name of a field -> its value
+    fields: Mapping[str, object]  # dotted name of a field -> its value
+    overlong_part: int | None = None  # rollouts.overlong_buffer is max_tokens // overlong_part
 
     def apply(self, config: "RunConfig") -> Mapping[str, object]:
         """Set the preset's fields in this config. Returns them."""
-        values = self.fields(config)
+        values = dict(self.fields)
+        if self.overlong_part:
+            values["rollouts.overlong_buffer"] = config.max_tokens // self.overlong_part
         for name, value in values.items():
             *path, last = name.split(".")
             owner: object = config
@@ -76,12 +73,11 @@ class Algorithm:
 class RunConfig:
     """Fields that all runs share."""
 
-    steps: int = 100
+    steps: CountingInt = 100
     """Training steps, without supervised steps (sft_steps) and critic.warmup_steps."""
     seed: int = 0
-    """Seed of weights, problems and sampling; the seeds of trainer, generator and environments are
-    added."""
-    max_tokens: int = 128
+    """Of weights, problems and sampling; added to those of trainer, generator and environments."""
+    max_tokens: CountingInt = 128
     """Longest completion in tokens."""
     alphabet: str = ""
     """Characters of a tokenizer made for the run. Empty: the tokenizer of trainer.hf_path. "auto":
@@ -112,26 +108,23 @@ class RunConfig:
     """Trainer and generator on the same GPUs."""
     survival: SurvivalConfig = field(default_factory=SurvivalConfig)
     """Limits of restarts after deaths."""
-    samples_per_forward_backward: int = 1024
+    samples_per_forward_backward: CountingInt = 1024
     """Samples in one forward_backward call; a step makes as many calls as it needs."""
-    evaluate_every: int = 10
+    evaluate_every: CountingInt = 10
     """Steps between two evaluations on held-out problems. One follows the last step."""
     evaluate_first: bool = True
     """Evaluate before the first step, too."""
-    validation: Annotated[dict[str, EnvironmentConfig], SETS_AS_JSON] = field(default_factory=dict)
-    """Further held-out sets by name, as one JSON object: {"hard": {"task": "hard.jsonl"}} gives
-    eval/hard/reward."""
+    evaluation: Annotated[dict[str, EnvironmentConfig], SETS_AS_JSON] = field(default_factory=dict)
+    """Further held-out sets, as JSON: {"hard": {"task": "hard.jsonl"}} gives eval/hard/reward."""
     gate: str = ""
-    """STEP:REWARD, such as 40:0.9: if the first evaluation at or after STEP is below REWARD, the
-    run ends with status 3. Empty: no gate."""
+    """STEP:REWARD: the run ends with status 3 if the first evaluation from STEP on is lower."""
     pass_at_k: PassAtKConfig = field(default_factory=PassAtKConfig)
     """pass@k on every held-out set."""
-    checkpoint_every: int = 25
-    """Steps between two checkpoints; the last step of a phase writes one, too. 0: none, so no
-    resume."""
-    keep_checkpoints: int = 2
+    checkpoint_every: NaturalInt = 25
+    """Steps between two checkpoints; a phase's last step writes one, too. 0: none, so no resume."""
+    keep_checkpoints: CountingInt = 2
     """Number of newest checkpoints that are kept."""
-    keep_checkpoint_every: int = 0
+    keep_checkpoint_every: NaturalInt = 0
     """Least number of steps between checkpoints that are kept for good. 0: none."""
     trackers: tuple[TrackerName, ...] = ("tensorboard",)
     """Where metrics go besides metrics.jsonl. A tracker needs the package of its name."""
@@ -149,6 +142,11 @@ class RunConfig:
         "--colocate": "--colocate",
     }
     """Short flag -> full flag."""
+    has_generator: ClassVar[bool] = True
+    """False if the run samples nothing."""
+    samples_problems: ClassVar[bool] = True
+    """False if the run samples no completions of its training problems."""
+    has_critic: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         lora = self.trainer.lora
@@ -161,27 +159,10 @@ class RunConfig:
 
     @property
     def is_supervised(self) -> bool:
-        """True if the run trains on answers."""
         return False
-
-    @property
-    def has_generator(self) -> bool:
-        """False if the run samples nothing."""
-        return True
-
-    @property
-    def samples_problems(self) -> bool:
-        """True if the run samples completions of its training problems."""
-        return self.has_generator
 
     @property
     def has_reference(self) -> bool:
-        """True if a second, frozen model holds the reference policy."""
-        return False
-
-    @property
-    def has_critic(self) -> bool:
-        """True if the run starts a value model."""
         return False
 
     def models(self) -> dict[str, TrainerConfig]:
@@ -192,7 +173,6 @@ class RunConfig:
         return models
 
     def critic_is_colocated(self) -> bool:
-        """True if a critic is colocated with the trainer or the generator."""
         critic = self.models().get("critic")
         if critic is None or not self.colocation.enabled:
             return False
@@ -208,7 +188,7 @@ class RunConfig:
         return 1
 
     def plan_lines(self) -> list[str]:
-        """Lines of --plan about this kind of run."""
+        """Of --plan, about this kind of run."""
         return []
 
     def episode_limits(self) -> EpisodeLimits:
@@ -226,8 +206,7 @@ class RunConfig:
 
     def with_local_models(self) -> Self:
         """A copy with local directories in place of ids on the Hugging Face Hub; with
-        alphabet="auto" and trainer.hf_path also with that model's dimensions. Raises ValueError
-        as find_model does."""
+        alphabet="auto" also with the model's dimensions. Raises ValueError as find_model does."""
         trainer = replace(self.trainer, hf_path=find_model(self.trainer.hf_path))
         generator = replace(self.generator, hf_path=find_model(self.generator.hf_path))
         if self.alphabet == "auto" and trainer.hf_path:
@@ -239,22 +218,14 @@ class RunConfig:
         """Raises ValueError naming the field, its value and the limit."""
         require_field_types(self)
         require_seed("seed", self.seed)
-        for name in ("steps", "max_tokens", "samples_per_forward_backward", "evaluate_every", "keep_checkpoints"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; it must be at least 1")
-        for name in ("checkpoint_every", "keep_checkpoint_every"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}; it must be at least 0")
         self._validate_tokens()
-        self.episodes.validate()
         self.weights.validate()
         self.hosts.validate(self.trainer.num_processes())
-        self.survival.validate()
         self.colocation.validate(
             has_generator=self.has_generator, trainer=self.trainer.gpus(), generator=self.generator.gpus()
         )
         self.environment.validate()
-        check_sets(self.validation)
+        check_sets(self.evaluation)
         self.pass_at_k.validate()
         if self.gate:
             Gate.parse(self.gate)
@@ -266,17 +237,19 @@ class RunConfig:
     def _validate_tokens(self) -> None:
         if not self.alphabet and not self.trainer.hf_path:
             raise ValueError(
-                "alphabet and trainer.hf_path are both empty; one of them must give a tokenizer: --trainer.hf-path takes a directory or "
-                "the id of a model on the Hugging Face Hub, such as Qwen/Qwen3-0.6B"
+                "alphabet and trainer.hf_path are both empty; one of them must give a tokenizer: --trainer.hf-path "
+                "takes a directory or the id of a model on the Hugging Face Hub, such as Qwen/Qwen3-0.6B"
             )
         if self.trainer.tokenizer_path:
             raise ValueError(
                 f"trainer.tokenizer_path={self.trainer.tokenizer_path!r}; a run uses the tokenizer of trainer.hf_path, or "
                 "makes its own from alphabet, so this field must be empty"
             )
-        longest = {"generator.max_model_len": self.generator.max_model_len}
-        longest["trainer.max_sequence_length"] = self.trainer.max_sequence_length
-        for name, limit in longest.items():
+        limits = {
+            "generator.max_model_len": self.generator.max_model_len,
+            "trainer.max_sequence_length": self.trainer.max_sequence_length,
+        }
+        for name, limit in limits.items():
             if self.max_tokens >= limit:
                 raise ValueError(f"max_tokens={self.max_tokens} leaves no room for a prompt in {name}={limit}")
         if self.trainer.lora.syncs_adapter and self.generator.hf_path != self.trainer.hf_path:
@@ -302,8 +275,7 @@ class RunConfig:
         return list(dict.fromkeys([*self.trackers, *(["wandb"] if self.wandb_project else [])]))
 
     def validate_resumed(self, folder: RunFolder) -> None:
-        """Raises ValueError, naming field or file, if the run in this folder cannot be resumed with
-        this config."""
+        """Raises ValueError if the run in this folder cannot be resumed with this config."""
         if not folder.data.is_file():
             return
         before = json.loads(folder.data.read_text())
@@ -320,5 +292,5 @@ class RunConfig:
 
     def data_digests(self) -> dict[str, str]:
         """A hash of each file and directory of problems."""
-        environments = [self.environment, *self.validation.values()]
-        return {task: digest(task) for each in environments for task in each.data_files()}
+        environments = [self.environment, *self.evaluation.values()]
+        return {task: digest(task) for environment in environments for task in environment.data_files()}

@@ -4,43 +4,40 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rl_actors.field_types import NonNegativeFloat
 from rl_actors.processes import hosts, jobs, tls
 from rl_actors.processes.hosts import Hosts
 from rl_actors.processes.jobs import Job, JobConfig
 
+ATTEMPT_PAUSE = 1.0  # seconds between two attempts to reach the lost workers
+
 
 @dataclass(kw_only=True)
 class HostsConfig:
-    """A worker on each host starts the run's processes. The user starts it (`make worker`), or a
-    Monarch job does."""
+    """A worker on each host (`make worker`, or a Monarch job) starts the run's processes."""
 
     addresses: str = ""
-    """Running workers, separated by commas, such as tcp://10.0.0.5:4444,tcp://10.0.0.6:4444, or a
-    job that starts them: ssh://gpu-1,ssh://gpu-2, slurm://4, kubernetes://4, or process://2 (two
-    on this machine, for a trial). Empty: only this machine. All hosts must share the disk of the
-    run folder."""
+    """Running workers, such as tcp://10.0.0.5:4444,tcp://10.0.0.6:4444, or a job that starts them:
+    ssh://gpu-1,ssh://gpu-2, slurm://4, kubernetes://4, or process://2 (two on this machine, for a
+    trial). Empty: only this machine. All hosts must share the disk of the run folder."""
     job: JobConfig = field(default_factory=JobConfig)
     trainer: int = 0
-    """The first N hosts are for trainer, value model and reference, whose ranks spread evenly over
-    them; the others are for generators, or the last host if none is left. 0: all hosts but one,
-    at least 1."""
+    """Trainer, critic and reference spread evenly over the first N hosts; generators have the
+    others, or the last if none is left. 0: all hosts but one, at least 1."""
     certificates: str = ""
     """Folder of the TLS certificates, under the same path on all hosts. Needed for tls://."""
-    return_timeout: float = 600.0
-    """Seconds that a run waits for a worker that has ended. After a death on a host the run goes on
-    in a new controller process, which starts a job again, or needs the user to start the worker.
-    0: a death on a host ends the run."""
+    return_timeout: NonNegativeFloat = 600.0
+    """Seconds of waiting for a lost worker that the user must start again. 0: its loss ends the run."""
 
     def names(self) -> list[str]:
-        """In the order of `addresses`; [] if the run uses only this machine. Raises ValueError for
-        wrong addresses."""
+        """[] if the run uses only this machine. Raises ValueError for wrong addresses."""
         if not self.addresses:
             return []
         job = self.started_by()
         return list(job.names) if job else [str(address) for address in hosts.parse(self._split())]
 
     def started_by(self) -> Job | None:
-        """The job that starts the workers, or None. Raises ValueError for wrong addresses."""
+        """The job that starts the workers, or None."""
         return jobs.parse(self._split()) if self.addresses else None
 
     def _split(self) -> list[str]:
@@ -57,27 +54,24 @@ class HostsConfig:
         return range(min(len(self.of_trainer()), count - 1), count)
 
     def validate(self, num_ranks: int) -> None:
-        """Raises ValueError naming the field. num_ranks: of the trainer; they must spread evenly
-        over its hosts."""
+        """num_ranks: of the trainer."""
         try:
             count = len(self.names())
         except ValueError as error:
             raise ValueError(f"hosts.addresses: {error}") from None
-        if not 0 <= self.return_timeout < float("inf"):
-            raise ValueError(f"hosts.return_timeout={self.return_timeout}; it must be finite and at least 0")
         job = self.started_by()
-        if job is None and self.job != JobConfig():
+        if job is not None:
+            self.job.validate(job)
+        elif self.job != JobConfig():
             raise ValueError(
-                f"hosts.addresses={self.addresses!r} starts no job, so hosts.job must keep its default values; only the jobs ssh://, "
-                "slurm:// and kubernetes:// have options"
+                f"hosts.addresses={self.addresses!r} starts no job, so hosts.job must keep its default values; "
+                "only the jobs ssh://, slurm:// and kubernetes:// have options"
             )
         if not count:
             if self.trainer or self.certificates:
                 given = f"hosts.trainer={self.trainer}, hosts.certificates={self.certificates!r}"
                 raise ValueError(f"{given}; these fields need hosts.addresses, which is empty")
             return
-        if job is not None:
-            self.job.validate(job)
         if not 0 <= self.trainer <= count:
             raise ValueError(f"hosts.trainer={self.trainer}, but hosts.addresses names {count} hosts")
         if num_ranks % len(self.of_trainer()):
@@ -93,10 +87,9 @@ class HostsConfig:
             )
 
     def connect(self, logs: Path | None = None) -> "Placement":
-        """Start the job, if there is one, and connect. Raises the errors of
-        rl_actors.processes.hosts.connect. logs: folder for the output of a Slurm job."""
+        """Start the job, if any, and connect. logs: folder for the output of a Slurm job."""
         if not self.addresses:
-            return Placement(all=None, trainer=None, generators=None)
+            return Placement()
         connected = hosts.connect(self._split(), certificates=self.certificates, job=self.job, logs=logs)
         trainer = self.of_trainer()
         generators = self.of_generators()
@@ -106,23 +99,21 @@ class HostsConfig:
             generators=connected.part(generators.start, generators.stop),
         )
 
-    def wait_for_workers(self, pause: float = 1.0) -> list[str]:
-        """The workers that still do not listen after return_timeout seconds. [] at once for a job,
-        which `connect` starts again. pause: seconds between two attempts."""
+    def wait_for_workers(self) -> list[str]:
+        """Those that are still lost after return_timeout seconds; [] for a job: `connect` starts it."""
         workers = [] if self.started_by() else [address.numeric() for address in hosts.parse(self._split())]
         deadline = time.monotonic() + self.return_timeout
         while (missing := [str(worker) for worker in workers if hosts.refusal(worker)]) and time.monotonic() < deadline:
-            time.sleep(pause)
+            time.sleep(ATTEMPT_PAUSE)
         return missing
 
-    def place_of_rank(self, rank: int, num_ranks: int) -> str:
-        """The host of this rank of trainer, value model or reference; "" if the run uses only this
-        machine."""
+    def of_rank(self, rank: int, num_ranks: int) -> str:
+        """The host of this rank of trainer, critic or reference; "" for this machine."""
         names = self.names()
         return names[rank // (num_ranks // len(self.of_trainer()))] if names else ""
 
-    def place_of_generator(self, replica: int) -> str:
-        """The host of this replica of the generator; "" if the run uses only this machine."""
+    def of_replica(self, replica: int) -> str:
+        """The host of this replica of the generator; "" for this machine."""
         names = self.names()
         own = self.of_generators()
         return names[own[replica % len(own)]] if names else ""
@@ -130,12 +121,11 @@ class HostsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The connected hosts: all, the trainer's and the generators'. All None if the run uses only
-    this machine."""
+    """The connected hosts; None if the run uses only this machine."""
 
-    all: Hosts | None
-    trainer: Hosts | None
-    generators: Hosts | None
+    all: Hosts | None = None
+    trainer: Hosts | None = None
+    generators: Hosts | None = None
 
     def lost(self) -> list[str]:
         """The hosts whose workers are gone."""

@@ -9,30 +9,25 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-REPEATED_WITHIN = 1.0
-"""Seconds in which further signals are ignored. `timeout` signals a process and then its group."""
+REPEATED_WITHIN = 1.0  # seconds without further signals: `timeout` signals a process, then its group
 
 
 class Interrupted(BaseException):
-    """A run can end here without losing a trained step. A BaseException, so `except Exception` lets
-    it pass."""
+    """The run ends and loses no trained step. A BaseException passes `except Exception`."""
 
 
 class Interruption:
-    """A first signal within `training` lets the step end and drops rollouts in the making; outside
-    it cancels the run's task, as every later signal does."""
+    """A first signal in `training` drops rollouts and lets the step end; others cancel the run's task."""
 
-    def __init__(self, tell: Callable[[str], None] = print) -> None:
-        """tell: function that shows a line to the user."""
-        self.tell = tell
+    def __init__(self, on_event: Callable[[str], None] = print) -> None:
+        self.on_event = on_event
         self.received: signal.Signals | None = None  # the first signal
         self._received_at = 0.0
         self._is_training = False
         self._droppable: asyncio.Task[Any] | None = None
 
     def watch(self, task: "asyncio.Task[Any]") -> None:
-        """Handle this process's signals from now on. task: the run's task, which a signal may
-        cancel."""
+        """Handle this process's signals. task: the run's, which a signal may cancel."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._handle, number, task)
@@ -45,10 +40,10 @@ class Interruption:
         elif time.monotonic() - self._received_at < REPEATED_WITHIN:
             return
         if not (is_first and self._is_training):
-            self.tell(f"{number.name}: the run ends at once")
+            self.on_event(f"{number.name}: the run ends at once")
             task.cancel(number.name)
             return
-        self.tell(
+        self.on_event(
             f"{number.name}: the run ends after the step that is being trained; a second signal ends it at once, without a checkpoint"
         )
         if self._droppable is not None:
@@ -69,12 +64,10 @@ class Interruption:
             raise Interrupted(self.received.name)
 
     async def drop_if_asked(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await work that a signal may cancel, because a resumed run does it again. Then raises
-        Interrupted."""
-        if self.received is not None:
-            work.close()
-            raise Interrupted(self.received.name)
+        """Await work that a signal may cancel, because a resumed run does it again."""
         self._droppable = asyncio.ensure_future(work)
+        if self.received is not None:
+            self._droppable.cancel()
         try:
             return await self._droppable
         except asyncio.CancelledError:

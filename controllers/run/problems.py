@@ -1,14 +1,10 @@
-"""Which problems a run can take.
-Those of files, data sets and held-out sets are checked before the run. Endless sources are not: a
-run skips what it cannot take.
-"""
+"""Which problems a run can take: checked before the run, but skipped if a source is endless."""
 
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from controllers.environments import AnyEnvironment, EpisodeEnvironment, Problem
 from controllers.environments.base import text_of
@@ -22,17 +18,14 @@ if TYPE_CHECKING:
     from controllers.rollouts.evaluation import EvaluationSet
     from controllers.run.config import RunConfig
 
-FIRST = 1000
-"""Problems of an endless source that are looked at before a run."""
-MAX_SKIPPED = 1000
-"""Problems in a row that a run skips at most."""
-BLOCK = 1000
-"""Number of problems that are encoded together."""
-SECONDS_BETWEEN_LINES = 5.0
+FIRST = 1000  # problems of an endless source that are looked at before a run
+MAX_SKIPPED = 1000  # in a row
+BLOCK = 1000  # problems that are encoded together
+SECONDS_BETWEEN_LINES = 5.0  # about the progress
 
 
 def listed(environment: AnyEnvironment) -> tuple[list[Problem], bool]:
-    """(training problems known before the run, whether there are no others)."""
+    """(training problems before the run, whether there are no others)."""
     if isinstance(environment, DataEnvironment):
         return environment.training_problems, True
     if not isinstance(environment, MixedEnvironment):
@@ -43,52 +36,42 @@ def listed(environment: AnyEnvironment) -> tuple[list[Problem], bool]:
 
 def known_problems(environment: AnyEnvironment, sets: Sequence["EvaluationSet"]) -> list[Problem]:
     """All held-out problems, the listed ones, and the first of an endless source."""
-    held_out = [problem for each in sets for problem in each.problems]
+    held_out = [problem for one in sets for problem in one.problems]
     problems, is_whole = listed(environment)
     return [*held_out, *problems, *([] if is_whole else map(environment.problem, range(FIRST)))]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """The prompt is not empty and leaves room for a completion; what is trained on is short enough
-    with its answer."""
+    """A prompt is not empty and leaves room for a completion, and for an answer to train on."""
 
-    tokenizer: Tokenizer
-    max_tokens: int
-    longest_prompt: int | None  # in tokens; None: no completion of the problem is sampled
-    longest_sample: int | None  # in tokens, with the answer; None: the answer is not trained
-    may_be_empty: bool  # True for a task of episodes, whose first observation is checked when an episode begins
-    with_all_answers: Callable[[Problem], list[Problem]]
-
-    @classmethod
-    def of(cls, config: "RunConfig", tokenizer: Tokenizer, environment: AnyEnvironment, *, is_sampled: bool) -> Self:
-        has_episodes = isinstance(environment, EpisodeEnvironment)
+    def __init__(
+        self, config: "RunConfig", tokenizer: Tokenizer, environment: AnyEnvironment, *, is_sampled: bool
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_tokens = config.max_tokens
+        self.with_all_answers = config.with_all_answers
+        # the first observation of an episode is checked when it begins
+        self.may_be_empty = isinstance(environment, EpisodeEnvironment)
         longest = config.trainer.max_sequence_length
         room = min(config.generator.max_model_len, longest) - config.max_tokens
-        return cls(
-            tokenizer=tokenizer,
-            max_tokens=config.max_tokens,
-            longest_prompt=room if is_sampled else None,
-            longest_sample=longest if config.is_supervised and not has_episodes else None,
-            may_be_empty=has_episodes,
-            with_all_answers=config.with_all_answers,
-        )
+        # in tokens; None: no completion of the problem is sampled, or its answer is not trained
+        self.longest_prompt = room if is_sampled else None
+        self.longest_sample = longest if config.is_supervised and not self.may_be_empty else None
 
     def reasons(self, problems: Sequence[Problem]) -> list[str]:
-        """Per problem why the run cannot take it, "" if it can. Raises ValueError if the tokenizer
-        refuses one."""
+        """By problem, "" if the run can take it. Raises ValueError if the tokenizer refuses one."""
         lengths = [len(tokens) for tokens in self.tokenizer.encode_prompts(problems)]
-        found = [self._of_prompt(*pair) for pair in zip(problems, lengths, strict=True)]
-        places = [place for place, text in enumerate(found) if not text and self.longest_sample is not None]
-        answers = [self.with_all_answers(problems[place]) for place in places]
+        reasons = [self._of_prompt(*pair) for pair in zip(problems, lengths, strict=True)]
+        indices = [index for index, text in enumerate(reasons) if not text and self.longest_sample is not None]
+        answers = [self.with_all_answers(problems[index]) for index in indices]
         for column in zip(*answers, strict=True):
             lengths = self.tokenizer.sample_lengths(column)
-            for place, problem, length in zip(places, column, lengths, strict=True):
-                found[place] = found[place] or self._of_sample(problem, length)
-        return found
+            for index, problem, length in zip(indices, column, lengths, strict=True):
+                reasons[index] = reasons[index] or self._of_sample(problem, length)
+        return reasons
 
     def reason(self, problem: Problem) -> str:
-        """Why the run cannot take the problem, "" if it can."""
+        """`reasons` of one; a text, too, if the tokenizer refuses it."""
         try:
             return self.reasons([problem])[0]
         except ValueError as error:
@@ -121,24 +104,26 @@ def _has_text(problem: Problem) -> bool:
 def require_fitting(
     config: "RunConfig", tokenizer: Tokenizer, environment: AnyEnvironment, sets: Sequence["EvaluationSet"]
 ) -> None:
-    """Raises ValueError, naming the place, for a known problem that the run cannot take, or if none
-    of the first problems of an endless source fits."""
-    progress = _Progress()
-    for each in sets:
-        held_out = Rule.of(config, tokenizer, each.environment, is_sampled=config.has_generator)
-        _require_all(each.problems, held_out, progress)
-    rule = Rule.of(config, tokenizer, environment, is_sampled=config.samples_problems)
+    """Raises ValueError, naming its file and line, for a problem that the run cannot take, or if
+    none of the first of an endless source fits."""
+    for held_out in sets:
+        rule = Rule(config, tokenizer, held_out.environment, is_sampled=config.has_generator)
+        _require_all(held_out.problems, rule)
+    rule = Rule(config, tokenizer, environment, is_sampled=config.samples_problems)
     problems, is_whole = listed(environment)
-    _require_all(problems, rule, progress)
+    _require_all(problems, rule)
     if not is_whole:
         reasons = [rule.reason(environment.problem(index)) for index in range(FIRST)]
         if all(reasons):
             raise ValueError(f"none of the first {FIRST} problems fits, the first one because {reasons[0]}")
 
 
-def _require_all(problems: Sequence[Problem], rule: Rule, progress: "_Progress") -> None:
+def _require_all(problems: Sequence[Problem], rule: Rule) -> None:
+    said = time.monotonic()
     for start in range(0, len(problems), BLOCK):
-        progress.show(start, len(problems))
+        if time.monotonic() >= said + SECONDS_BETWEEN_LINES:
+            said = time.monotonic()
+            print(f"checking the problems: {start:,} of {len(problems):,}", file=sys.stderr, flush=True)
         block = problems[start : start + BLOCK]
         try:
             reasons = rule.reasons(block)
@@ -149,29 +134,16 @@ def _require_all(problems: Sequence[Problem], rule: Rule, progress: "_Progress")
                 raise ValueError(f"{problem.place}: {reason}" if problem.place else reason)
 
 
-class _Progress:
-    """Prints a line from time to time."""
-
-    def __init__(self) -> None:
-        self.last = time.monotonic()
-
-    def show(self, done: int, total: int) -> None:
-        if time.monotonic() >= self.last + SECONDS_BETWEEN_LINES:
-            self.last = time.monotonic()
-            print(f"checking the problems: {done:,} of {total:,}", file=sys.stderr, flush=True)
-
-
 class TrainingProblems:
-    """The training problems by index, without those that the run cannot take. The text alone
-    decides, so a resumed run skips the same."""
+    """Without those that the run cannot take. Their text decides, so a resumed run skips the same."""
 
     def __init__(self, config: "RunConfig", tokenizer: Tokenizer, environment: AnyEnvironment) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.environment = environment
         self.num_skipped = 0  # since the last report
-        self.news = ""  # a line about the first problem that was skipped, until the next report
-        self._has_skipped = False
+        self.first_skipped = ""  # a line about the first problem that was skipped
+        self._has_reported = False
         before = config.held_out_before()
         self._held_out_before = before.digests if before else frozenset()
 
@@ -180,21 +152,24 @@ class TrainingProblems:
         """None if all training problems were checked before the run."""
         if listed(self.environment)[1]:
             return None
-        return Rule.of(self.config, self.tokenizer, self.environment, is_sampled=self.config.samples_problems)
+        return Rule(self.config, self.tokenizer, self.environment, is_sampled=self.config.samples_problems)
 
     def take(self, cursor: int, count: int) -> tuple[list[int], int]:
         """A Take. Raises ValueError after MAX_SKIPPED unfit problems in a row."""
         if self.rule is None:
             return consecutive(cursor, count)
         indices: list[int] = []
-        num_skipped = 0
+        num_in_a_row = 0
         while len(indices) < count:
             reason = self._reason(self.environment.problem(cursor), self.rule)
             if not reason:
                 indices.append(cursor)
-            num_skipped = num_skipped + 1 if reason else 0
-            self._note(cursor, reason)
-            if num_skipped == MAX_SKIPPED:
+                num_in_a_row = 0
+            else:
+                num_in_a_row += 1
+                self.num_skipped += 1
+                self.first_skipped = self.first_skipped or f"training problem {cursor} was skipped: {reason}"
+            if num_in_a_row == MAX_SKIPPED:
                 raise ValueError(
                     f"{MAX_SKIPPED} training problems in a row were skipped, problem {cursor} because {reason}"
                 )
@@ -206,17 +181,11 @@ class TrainingProblems:
             return f"the run that made {self.config.trainer.hf_path} held out the problem {problem.key[:80]!r}"
         return rule.reason(problem)
 
-    def _note(self, index: int, reason: str) -> None:
-        if reason:
-            self.num_skipped += 1
-        if reason and not self._has_skipped:
-            self._has_skipped = True
-            self.news = f"training problem {index} was skipped: {reason}; problems/skipped counts such problems"
-
     def report(self) -> tuple[dict[str, float], str]:
-        """(metrics since the last report, a line to print or "")."""
-        num_skipped = self.num_skipped
-        news = self.news
+        """(metrics since the last report, a line or "")."""
+        metrics: dict[str, float] = {"problems/skipped": self.num_skipped} if self.num_skipped else {}
+        is_news = self.first_skipped and not self._has_reported
+        line = f"{self.first_skipped}; problems/skipped counts such problems" if is_news else ""
         self.num_skipped = 0
-        self.news = ""
-        return ({"problems/skipped": num_skipped} if num_skipped else {}), news
+        self._has_reported = bool(self.first_skipped)
+        return metrics, line

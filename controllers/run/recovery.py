@@ -1,10 +1,8 @@
 """Recovers a run inside its process: after a death it goes on from the newest complete checkpoint.
-GeneratorClient replaces dead generators by itself. With `--hosts`, restart_process.py continues the
-run in a new process instead.
-The dead actor is replaced; all actors are if trainer and generator share GPUs, or if the store has
-died. Then random states, trainer and loop state are loaded, and the training function is called
-again; it repeats the steps after the checkpoint with the same rollouts, as far as they are kept.
-Without a checkpoint the run begins again from its initial weights.
+
+The dead actor is replaced, random states, trainer and loop state are loaded, and the training
+function is called again; it repeats the steps after the checkpoint with the same rollouts, as far as
+they are kept. GeneratorClient replaces generators itself; with `--hosts`, see restart_process.py.
 """
 
 import asyncio
@@ -23,9 +21,9 @@ Train = Callable[[Run[Any]], Awaitable[None]]
 
 async def train_to_end(run: Run[Any], train: Train) -> None:
     """Train to the last step, wait until the last checkpoint is on disk, and recover from deaths.
-    After a signal, writes a checkpoint of the last finished step, if checkpoint_every is not 0, and
-    raises Interrupted. After too many deaths in an hour, raises the error of the first. With
-    `--hosts`, raises StartAgainError. Raises every other error.
+
+    After a signal, writes a checkpoint of the last finished step and raises Interrupted. After too
+    many deaths in an hour, raises the error of the first. With `--hosts`, raises StartAgainError.
     """
     actors = run.supervision.actors
     if actors is None:
@@ -36,7 +34,7 @@ async def train_to_end(run: Run[Any], train: Train) -> None:
         try:
             await actors.until_death(work)
         except Death as death:
-            await _pause(run, actors, death.error)
+            await _kill_and_pause(run, actors, death.error)
             work = _go_on(run, actors, train)
         else:
             return
@@ -56,24 +54,18 @@ async def _train(run: Run[Any], train: Train) -> None:
     await checkpoints.finish()
 
 
-async def _go_on(run: Run[Any], actors: Actors, train: Train) -> None:
-    await _train(await _restored(run, actors), train)
-
-
-async def _pause(run: Run[Any], actors: Actors, death: Exception) -> None:
-    """Report the death, end the actors that are replaced, and wait as long as Restarts.pause_after
-    says."""
+async def _kill_and_pause(run: Run[Any], actors: Actors, death: Exception) -> None:
     pause = actors.restarts.pause_after(death)
-    run.supervision.recoveries.begin(run.log.restart, death=death, step=run.log.last_step)
+    run.supervision.recoveries.begin(run.log.folder.add_restart, death=death, step=run.log.last_step)
     limit = run.config.survival.max_restarts_per_hour
     run.log.note(f"{death}; restart {actors.restarts.total} (at most {limit} an hour) in {pause:g} s")
     run.supervision.last_state = {}  # so that a signal during the recovery does not write a checkpoint
-    await actors.kill_for_restart(actors.all_together())
+    await actors.kill_for_restart()
     await asyncio.sleep(pause)
 
 
-async def _restored(run: Run[Any], actors: Actors) -> Run[Any]:
-    """Replace the dead actors. Returns a run in the state of the newest complete checkpoint."""
+async def _go_on(run: Run[Any], actors: Actors, train: Train) -> None:
+    """Replace the dead actors, and train from the newest complete checkpoint."""
     supervision = run.supervision
     await supervision.checkpoints.abandon()
     supervision.interruption.raise_if_asked()
@@ -101,4 +93,4 @@ async def _restored(run: Run[Any], actors: Actors) -> Run[Any]:
     run.log.rewind(supervision.saved_step)
     run.timer.reset()
     supervision.interruption.raise_if_asked()
-    return replace(run, trainer=trainer, generator=generator, colocation=colocation, state=state)
+    await _train(replace(run, trainer=trainer, generator=generator, colocation=colocation, state=state), train)

@@ -1,5 +1,4 @@
-"""Continues a run by exec of a new process, because Monarch 0.7 cannot connect to hosts a second
-time after one was lost."""
+"""Continues a run with `--hosts` by exec of a new process, after a host was lost."""
 
 import os
 import sys
@@ -11,38 +10,34 @@ from controllers.observe.run_folder import RunFolder, read_jsonl
 from controllers.run.actors import StartAgainError
 from controllers.run.config import RunConfig
 from controllers.run.survival import restart_line
-from rl_actors.clients.restarts import HOUR
+from rl_actors.clients.replicas import HOUR
 
-PROGRAM = "program"
-"""The value of `restart` in restarts.jsonl for a new process."""
+PROGRAM = "program"  # `restart` in restarts.jsonl for a new process
 
 
-def wait(config: RunConfig, folder: RunFolder, death: StartAgainError, tell: Callable[[str], None]) -> bool:
-    """True if the run can be resumed. tell: gets the reason if it cannot, unless the config forbids
-    it (return_timeout, max_restarts_per_hour or checkpoint_every is 0).
+def wait(config: RunConfig, folder: RunFolder, death: StartAgainError, on_event: Callable[[str], None]) -> bool:
+    """True if the run can be resumed. on_event: gets the reason if it cannot, unless the config
+    forbids it (return_timeout, max_restarts_per_hour or checkpoint_every is 0).
+
     A line of restarts.jsonl comes before the wait for workers; the number of these lines in an hour
     is limited.
     """
     limit = config.survival.max_restarts_per_hour
-    if not (config.hosts.return_timeout and limit and config.checkpoint_every):
+    timeout = config.hosts.return_timeout
+    if not (timeout and limit and config.checkpoint_every):
         return False
     if (number := num_programs(folder) + 1) > limit:
-        tell(f"this is death {number} in the last hour, but survival.max_restarts_per_hour={limit}")
+        on_event(f"this is death {number} in the last hour, but survival.max_restarts_per_hour={limit}")
         return False
     steps = read_jsonl(folder.metrics)
-    last_step = steps[-1]["step"] if steps else 0
-    folder.add_restart(restart_line(PROGRAM, time.time(), death, after_step=last_step))
+    folder.add_restart(restart_line(PROGRAM, time.time(), death, after_step=steps[-1]["step"] if steps else 0))
     if death.lost and config.hosts.started_by() is None:
         starts = ", ".join(f"make worker ADDRESS={name}" for name in death.lost)
-        tell(
-            f"{death}; the run waits up to {config.hosts.return_timeout:g} s for the lost workers. Start them again by: {starts}"
-        )
+        on_event(f"{death}; the run waits up to {timeout:g} s for the lost workers. Start them again by: {starts}")
         if missing := config.hosts.wait_for_workers():
-            tell(
-                f"no worker listens at {', '.join(missing)} after hosts.return_timeout={config.hosts.return_timeout:g} s"
-            )
+            on_event(f"no worker listens at {', '.join(missing)} after hosts.return_timeout={timeout:g} s")
             return False
-    tell(f"{death}; the run goes on in a new program (restart {number}, at most {limit} an hour)")
+    on_event(f"{death}; the run goes on in a new program (restart {number}, at most {limit} an hour)")
     return True
 
 
@@ -54,8 +49,7 @@ def num_programs(folder: RunFolder) -> int:
 
 
 def command(flags: Sequence[str]) -> list[str]:
-    """The command that started this process, with other flags. Raises ValueError if the process
-    changed its own command line."""
+    """This process's, with other flags. Raises ValueError if its command line has changed."""
     given = sys.argv[1:]
     start = len(sys.orig_argv) - len(given)
     if sys.orig_argv[start:] != given:
@@ -64,8 +58,7 @@ def command(flags: Sequence[str]) -> list[str]:
 
 
 def start_again(folder: RunFolder, *, verbose: bool) -> None:
-    """Replace this process by one that resumes the run. Raises OSError, or the ValueError of
-    `command`."""
+    """Replace this process by one that resumes the run. Raises OSError or ValueError."""
     words = command(["--resume", str(folder.path), *(["--verbose"] if verbose else [])])
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Run, which holds the clients and the state of an open run."""
+"""Run, which a training loop uses, and what keeps it going."""
 
 import asyncio
 import contextlib
@@ -8,28 +8,23 @@ from functools import cached_property
 from typing import Generic, TypeVar
 
 import rl_actors
-from controllers.environments import AnyEnvironment, EpisodeEnvironment, Scorer
+from controllers.environments import AnyEnvironment, Scorer
 from controllers.observe.logger import MetricsLogger, Timer, speed_metrics, transfers
 from controllers.observe.run_folder import Record, RunFolder
-from controllers.rollouts.episode_rollouts import EpisodeRollouts
 from controllers.rollouts.episodes import Player
-from controllers.rollouts.evaluation import EvaluationSet, Evaluator, Scores
+from controllers.rollouts.evaluation import EvaluationSet, Evaluator
 from controllers.rollouts.groups import Penalty, RolloutConfig, Rollouts
 from controllers.rollouts.tokenizer import Tokenizer
 from controllers.run.actors import CLOSE_TIMEOUT, Actors, Setup
 from controllers.run.checkpoints import Checkpoints, State, random_states
-from controllers.run.colocation import Colocated, Colocation, Separate
+from controllers.run.colocation import Colocated, Colocation
 from controllers.run.config import RunConfig
 from controllers.run.gate import Gate
 from controllers.run.interruption import Interruption
 from controllers.run.problems import TrainingProblems
-from controllers.run.supervision import Supervision
-from controllers.run.survival import ReplayBuffer
-from rl_actors import (
-    GeneratorClient,
-    Sample,
-    TrainerClient,
-)
+from controllers.run.slow_rank import SlowRank
+from controllers.run.survival import Recoveries, ReplayBuffer
+from rl_actors import GeneratorClient, Sample, TrainerClient
 from rl_actors.config import LoRAConfig
 from rl_actors.model_flops import training_flops
 from rl_actors.processes.output import LogRoute
@@ -38,9 +33,29 @@ from rl_actors.types import Transfer
 Config = TypeVar("Config", bound=RunConfig)
 
 
+@dataclass(kw_only=True)
+class Supervision:
+    """What keeps a run going and what ends it. It stays when a recovery makes a new Run."""
+
+    folder: RunFolder
+    checkpoints: Checkpoints
+    actors: Actors | None = None  # None: the death of an actor ends the run
+    interruption: Interruption = field(default_factory=Interruption)
+    gate: Gate | None = None
+    replay_buffer: ReplayBuffer = field(default_factory=ReplayBuffer)
+    recoveries: Recoveries = field(default_factory=Recoveries)
+    slow_rank: SlowRank = field(default_factory=SlowRank)
+    # other trainers whose state belongs to a checkpoint, by the name of their folder in it
+    partners: dict[str, TrainerClient] = field(default_factory=dict)
+    # after the newest finished step; empty before the first, and after a death until a step has ended
+    last_state: State = field(default_factory=dict)
+    saved_step: int = 0  # of the last checkpoint
+    transfers: tuple[Transfer | None, Transfer | None] = (None, None)  # newest push and pull on record
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run(Generic[Config]):
-    """What a training loop uses. After the death of an actor the loop is called again with a new Run."""
+    """What a training loop uses. After a death the loop is called again with a new Run."""
 
     config: Config
     environment: AnyEnvironment
@@ -52,9 +67,8 @@ class Run(Generic[Config]):
     evaluation_sets: Sequence[EvaluationSet] = ()
     scorer: Scorer = field(default_factory=Scorer)
     timer: Timer = field(default_factory=Timer)
-    colocation: Colocation = field(default_factory=Separate)
-    state: State = field(default_factory=dict)
-    """The loop's state in the checkpoint from which the run goes on. Empty in a new run."""
+    colocation: Colocation = field(default_factory=Colocation)
+    state: State = field(default_factory=dict)  # in the checkpoint from which the run goes on; {} in a new run
 
     @property
     def folder(self) -> RunFolder:
@@ -65,52 +79,35 @@ class Run(Generic[Config]):
         return TrainingProblems(self.config, self.tokenizer, self.environment)
 
     def rollouts(self, config: RolloutConfig, *, penalty: Penalty | None = None) -> Rollouts:
-        """EpisodeRollouts if the run's task has episodes, otherwise Rollouts."""
-        seed = self.config.seed
-        timeline = self.timer.timeline
-        take = self.problems.take
-        if isinstance(self.environment, EpisodeEnvironment):
-            return EpisodeRollouts(
-                *(config, self.environment, self.generator, self.player()),
-                seed=seed,
-                penalty=penalty,
-                timeline=timeline,
-                take=take,
-            )
         return Rollouts(
             config,
             self.environment,
             self.tokenizer,
             self.generator,
-            max_tokens=self.config.max_tokens,
-            seed=seed,
+            limits=self.config.episode_limits(),
+            seed=self.config.seed,
             penalty=penalty,
             scorer=self.scorer,
-            timeline=timeline,
-            take=take,
+            timeline=self.timer.timeline,
+            take=self.problems.take,
         )
 
-    async def measure(self) -> Scores:
-        """Score the generator's current weights on all held-out problems."""
-        return await make_evaluator(self.config, self.evaluation_sets, self.generator, self.tokenizer, self.scorer)()
-
     def player(self) -> Player:
-        """A player for the episodes of a task that takes several turns."""
         return Player(tokenizer=self.tokenizer, limits=self.config.episode_limits(), scorer=self.scorer)
 
-    async def validate(self, step: int) -> dict[str, float]:
-        """Score the generator's current weights, and write some completions to validation.jsonl. Returns the metrics of the validation."""
-        with self.timer("validate"):
-            scores = await self.measure()
-        self.log.validation(step, scores.samples)
+    async def evaluate(self, step: int) -> dict[str, float]:
+        """Score the generator's weights, and write some completions to evaluation.jsonl."""
+        evaluator = make_evaluator(self.config, self.evaluation_sets, self.generator, self.tokenizer, self.scorer)
+        with self.timer("evaluate"):
+            scores = await evaluator()
+        self.log.evaluation(step, scores.samples)
         return scores.metrics
 
     @contextlib.asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """Context manager in whose body the trainer works. The seconds of the body count as time/train.
+        """Context in which the trainer works, as time/train.
 
-        If turns are enabled, the generator goes to sleep before the body and may lose its weights. In this case the
-        generator must pull weights before it generates again.
+        A colocated generator may lose its weights, so a pull must follow.
         """
         await self.colocation.to_trainer()
         with self.timer("train"):
@@ -118,13 +115,13 @@ class Run(Generic[Config]):
         await self.colocation.trained()
 
     def trained_metrics(self, samples: Sequence[Sample], *, num_epochs: int = 1) -> dict[str, float]:
-        """Tokens and FLOPs of training on the samples, as metrics of the step."""
+        """Tokens and FLOPs of training on the samples."""
         lengths = [len(sample) for sample in samples]
         flops = training_flops(self.config.trainer, lengths)
         return {"tokens/trained": num_epochs * sum(lengths), "tflops/trained": num_epochs * flops / 1e12}
 
     async def log_step(self, step: int, values: Record, *, phase: str, skipped: bool = False) -> None:
-        """Write the record of a step: its values, its times, its speed and the memory of the trainer.
+        """Write the record of a step, with its times, speed and memory.
 
         Raises GateMissedError if the values miss the run's gate.
         """
@@ -137,22 +134,20 @@ class Run(Generic[Config]):
         if self.scorer.num_replaced:
             values["reward/processes_replaced"] = self.scorer.num_replaced
         values |= self._new_transfers(infos[0].last_push)
-        of_ranks, of_slow_rank = supervision.slow_rank.step([info.own_seconds_per_token for info in infos])
-        of_problems, of_skipped = self.problems.report()
-        values |= of_ranks | of_problems
-        values |= self.colocation.metrics(infos)
-        values |= supervision.recoveries.end(self.log.restart, step)
-        if self.config.has_generator:
-            values |= supervision.recoveries.of_generators(self.log.restart, self.generator.returns, step)
+        of_ranks, slow_rank = supervision.slow_rank.step([info.own_seconds_per_token for info in infos])
+        of_problems, skipped_problem = self.problems.report()
+        values |= of_ranks | of_problems | self.colocation.metrics(infos)
+        returns = self.generator.returns if self.config.has_generator else ()
+        values |= supervision.recoveries.end(self.log.folder.add_restart, step, returns)
         self.log.step(step, values, phase=phase, skipped=skipped)
-        for news in filter(None, (of_slow_rank, of_skipped)):
+        for news in filter(None, (slow_rank, skipped_problem)):
             self.log.note(news)
         self.log.timeline(step, timeline)
         if supervision.gate is not None:
             supervision.gate.check(step, values)
 
     def _new_transfers(self, push: Transfer | None) -> dict[str, float]:
-        """Metrics of the last push and of the last pull. Only the first record after a push or a pull has the transfer's metrics."""
+        """Metrics of the last push and pull, if no record has them yet."""
         pull = self.generator.last_pull if self.config.has_generator else None
         if pull is not None and not pull.num_bytes:  # the generator had the version already
             pull = None
@@ -161,11 +156,10 @@ class Run(Generic[Config]):
         return transfers(push if push != former[0] else None, pull if pull != former[1] else None)
 
     async def end_step(self, state: State, *, phase_step: int, is_last: bool) -> None:
-        """Keep the loop's state after a step. If a checkpoint is due, begin to write it in the background.
+        """Keep the loop's state after a step, and begin to write a checkpoint if one is due.
 
-        phase_step: number of the step in its phase.
-        After a signal, raises Interrupted, except after the last step of a phase. If a checkpoint is due and the former
-        one could not be written, raises RuntimeError or OSError.
+        phase_step: number of the step in its phase. Raises Interrupted after a signal, except after
+        a phase's last step, and RuntimeError or OSError if the former checkpoint was not written.
         """
         # Rollouts of the next steps may draw random numbers before the checkpoint is written.
         self.supervision.last_state = state | {"config": asdict(self.config), "random": random_states()}
@@ -175,7 +169,7 @@ class Run(Generic[Config]):
             self.supervision.interruption.raise_if_asked()
 
     async def save(self) -> None:
-        """Begin to write a checkpoint of the last step, unless it has one or checkpoint_every is 0."""
+        """Begin to write the last step's checkpoint, unless it has one or checkpoint_every is 0."""
         supervision = self.supervision
         state = supervision.last_state
         if not self.config.checkpoint_every or not state or state["step"] == supervision.saved_step:
@@ -187,21 +181,15 @@ class Run(Generic[Config]):
 
 
 def make_evaluator(
-    config: RunConfig,
-    sets: Sequence[EvaluationSet],
-    generator: GeneratorClient,
-    tokenizer: Tokenizer,
-    scorer: Scorer,
+    config: RunConfig, sets: Sequence[EvaluationSet], generator: GeneratorClient, tokenizer: Tokenizer, scorer: Scorer
 ) -> Evaluator:
-    """A validator of the generator's current weights, with the config's limits, seed and number of samples."""
     return Evaluator(
         sets=sets,
         generator=generator,
         tokenizer=tokenizer,
-        max_tokens=config.max_tokens,
+        limits=config.episode_limits(),
         seed=config.seed,
         pass_at_k=config.pass_at_k,
-        player=Player(tokenizer=tokenizer, limits=config.episode_limits(), scorer=scorer),
         scorer=scorer,
     )
 
@@ -220,17 +208,14 @@ async def open_run(
     state: State | None = None,
     verbose: bool = False,
 ) -> AsyncIterator[Run[Config]]:
-    """Context manager. Starts transport, trainer and, if the run has one, generator. Closes everything at the end, also
-    after an error."""
-    actors = Actors(config, folder, tell=log.note, verbose=verbose)
+    """Context in which transport, trainer and, if the run has one, generator run."""
+    actors = Actors(config, folder, on_event=log.note, verbose=verbose)
     supervision = Supervision(
         folder=folder,
         checkpoints=Checkpoints(
             folder.checkpoints, keep=config.keep_checkpoints, keep_every=config.keep_checkpoint_every
         ),
         actors=actors,
-        spawn_reference=actors.spawn_reference,
-        spawn_critic=actors.spawn_critic,
         interruption=interruption or Interruption(),
         gate=Gate.parse(config.gate) if config.gate else None,
         replay_buffer=ReplayBuffer(config.survival.recorded_gigabytes * 1e9),
@@ -259,20 +244,14 @@ async def open_run(
 
 
 def make_colocation(config: RunConfig, trainer: TrainerClient, generator: GeneratorClient, timer: Timer) -> Colocation:
-    return Colocated(config.colocation, trainer, generator, timer) if config.colocation.enabled else Separate()
+    return Colocated(config.colocation, trainer, generator, timer) if config.colocation.enabled else Colocation()
 
 
 @contextlib.asynccontextmanager
 async def open_generator(
-    config: RunConfig,
-    folder: RunFolder,
-    model: str,
-    setup: Setup,
-    *,
-    verbose: bool,
+    config: RunConfig, folder: RunFolder, model: str, setup: Setup, *, verbose: bool
 ) -> AsyncIterator[GeneratorClient]:
-    """Context manager. Starts only the generator of a run, with the weights in the directory `model`. Closes it at the
-    end, even after an error."""
+    """Context in which only the generator runs, with the weights in the directory `model`."""
     logs = LogRoute(directory=folder.path.absolute() / "logs", tee=verbose)
     seed = config.seed + config.generator.seed
     generator = rl_actors.GeneratorClient.spawn(

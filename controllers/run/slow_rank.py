@@ -3,22 +3,19 @@
 import statistics
 from collections.abc import Sequence
 
-SLOW = 1.5
-"""A rank is slow if it takes this many times the median of the others."""
-STEPS = 3
-"""Steps in a row after which the run says that a rank is slow, or is no longer."""
+SLOW = 1.5  # times the median of the other ranks
+STEPS = 3  # in a row, after which the run says that a rank is slow, or is no longer
 
 
 class SlowRank:
-    """Compares the ranks after every step."""
-
     def __init__(self) -> None:
-        self._slow: int | None = None  # the rank that the last printed line called slow; None: no rank is slow
-        self._candidate: int | None = None  # the rank that was slow in the last step; None: no rank was slow
-        self._num_steps = 0  # number of steps in a row in which the candidate was the same
+        self._slow: int | None = None  # the rank that the last line called slow; None: none
+        self._candidate: int | None = None  # the slow rank of the last step
+        self._num_steps = 0  # in a row with the same candidate
 
     def step(self, seconds: Sequence[float | None]) -> tuple[dict[str, float], str]:
-        """(metrics, a line to print or ""). seconds: per rank, its own time for one token without waits; None: not measured.
+        """(metrics, a line or ""). seconds: by rank, of a token without waits; None: unknown.
+
         >>> SlowRank().step([1.0, 1.0, 1.2, 2.1])
         ({'ranks/slowest': 3, 'ranks/slowest_ratio': 2.1}, '')
         """

@@ -4,56 +4,47 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from annotated_types import Interval
 
 from controllers.observe.run_folder import Record
-from controllers.rollouts.groups import RolloutBatch
+from controllers.rollouts.groups import RolloutBatch, Rollouts
 from controllers.rollouts.queue import RolloutQueue
 from controllers.run.checkpoints import State, random_states, restore_random_states
 from rl_actors.config import RestartPolicy
+from rl_actors.field_types import NaturalInt, NonNegativeFloat
 from rl_actors.types import GeneratorReturn
 
 if TYPE_CHECKING:
-    from controllers.run.supervision import Supervision
+    from controllers.run.run import Supervision
 
-BYTES_PER_TOKEN = 200
-"""Estimate: a batch holds a token twice, in a group and in the tensors of a sample."""
+BYTES_PER_TOKEN = 200  # about: a batch holds a token in a group and in the tensors of a sample
 
 
 @dataclass(kw_only=True)
 class SurvivalConfig:
-    max_restarts_per_hour: int = 10
-    """One more death in an hour ends the run with the hour's first error. 0: the first death ends
-    it."""
-    backoff: float = 1.0
-    """Seconds before the restart after an hour's second death; doubles with each further one, up to
-    a minute. The first restart comes at once."""
-    silent_after: float = 30.0
-    """A process that does not answer a probe for this many seconds is killed, also during a call.
-    Monarch itself counts about thirty seconds during a call. A generator is also killed if one
-    step of its engine takes longer."""
-    recorded_gigabytes: float = 4.0
-    """GB of rollouts kept since the last checkpoint, on which a recovered run trains again. Beyond
-    it the oldest are dropped, and a recovered run generates new ones."""
+    max_restarts_per_hour: NaturalInt = 10
+    """One more death in an hour ends the run with the hour's first error. 0: the first does."""
+    backoff: NonNegativeFloat = 1.0
+    """Seconds before the restart after an hour's second death; doubles with each, up to 60."""
+    silent_after: Annotated[float, Interval(ge=1), tyro.conf.arg(metavar="FLOAT>=1")] = 30.0
+    """A process that answers no probe for this many seconds is killed, also during a call, and a
+    generator if one step of its engine takes longer."""
+    recorded_gigabytes: NonNegativeFloat = 4.0
+    """GB of rollouts kept since the last checkpoint, for a recovery. Beyond it the oldest go."""
 
     def policy(self) -> RestartPolicy:
-        """The limits of the run's restarts, which also hold for each generator by itself."""
+        """Of the run's restarts, and of each generator's."""
         return RestartPolicy(
             max_per_hour=self.max_restarts_per_hour, backoff=self.backoff, silent_after=self.silent_after
         )
 
-    def validate(self) -> None:
-        """Raises ValueError naming the field, its value and the limit."""
-        for name in ("max_restarts_per_hour", "backoff", "recorded_gigabytes"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"survival.{name}={getattr(self, name)}; it must be finite and at least 0")
-        if not 1 <= self.silent_after < float("inf"):
-            raise ValueError(f"survival.silent_after={self.silent_after}; it must be finite and at least 1 second")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedStep:
-    """The batch of a step and the loop's state when the step got it."""
+    """A batch, and the states when the step got it."""
 
     batch: RolloutBatch
     state: State  # the queue's state
@@ -73,7 +64,7 @@ class ReplayBuffer:
 
     def keep(self, step: int, recorded: ReplayedStep) -> None:
         self.steps[step] = recorded
-        while sum(each.num_bytes for each in self.steps.values()) > self.max_bytes:
+        while sum(kept.num_bytes for kept in self.steps.values()) > self.max_bytes:
             del self.steps[min(self.steps)]
 
     def forget(self, step: int) -> None:
@@ -82,85 +73,70 @@ class ReplayBuffer:
 
     def after(self, step: int) -> dict[int, ReplayedStep]:
         """The batches of step + 1, step + 2, … without a gap. All others are dropped."""
-        found: dict[int, ReplayedStep] = {}
+        following: dict[int, ReplayedStep] = {}
         while step + 1 in self.steps:
             step += 1
-            found[step] = self.steps[step]
-        self.steps = dict(found)
-        return found
+            following[step] = self.steps[step]
+        self.steps = dict(following)
+        return following
 
 
-class ReplayingQueue:
+class ReplayingQueue(RolloutQueue):
     """Gives recorded batches first, then those of a RolloutQueue, which it records."""
 
-    def __init__(self, queue: RolloutQueue, supervision: "Supervision", *, steps_done: int) -> None:
-        """queue: in the state of the newest checkpoint. steps_done: the step of that checkpoint."""
-        recording = supervision.replay_buffer
-        self.queue = queue
-        self.replay_buffer = recording
-        self.checkpoints = supervision.checkpoints
-        self.interruption = supervision.interruption
-        self.step = steps_done
-        self.left = recording.after(steps_done)
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        supervision: "Supervision",
+        *,
+        steps_done: int,
+        versions_per_step: int,
+        cursor: int,
+        pending: Sequence[int],
+    ) -> None:
+        """steps_done, cursor, pending: of the newest checkpoint."""
+        super().__init__(rollouts, versions_per_step=versions_per_step, cursor=cursor, pending=pending)
+        self.supervision = supervision
+        self.steps_done = steps_done
+        self.left = supervision.replay_buffer.after(steps_done)
         self.repeated: ReplayedStep | None = None  # the step that is being repeated
         if self.left:
             last = self.left[max(self.left)]
-            queue.cursor = last.state["cursor"]
-            queue.pending = list(last.state["pending"])
-
-    async def __aenter__(self) -> Self:
-        await self.queue.__aenter__()
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.queue.__aexit__(*error)
+            self.cursor = last.state["cursor"]
+            self.pending = list(last.state["pending"])
 
     async def next_batch(self, version: int) -> RolloutBatch:
         """The batch of the next step. Raises Interrupted after a signal."""
-        return await self.interruption.drop_if_asked(self._next_batch(version))
+        return await self.supervision.interruption.drop_if_asked(self._next_batch(version))
 
     async def _next_batch(self, version: int) -> RolloutBatch:
-        self.step += 1
-        self.replay_buffer.forget(self.checkpoints.saved_step)
-        self.repeated = self.left.pop(self.step, None)
+        buffer = self.supervision.replay_buffer
+        self.steps_done += 1
+        buffer.forget(self.supervision.checkpoints.saved_step)
+        self.repeated = self.left.pop(self.steps_done, None)
         if self.repeated is not None:
             restore_random_states(self.repeated.random)
             return self.repeated.batch
-        batch = await self.queue.next_batch(version)
-        self.replay_buffer.keep(self.step, ReplayedStep(batch=batch, state=self.queue.state(), random=random_states()))
+        batch = await super().next_batch(version)
+        buffer.keep(self.steps_done, ReplayedStep(batch=batch, state=super().state(), random=random_states()))
         return batch
 
     def state(self) -> State:
-        """The state of the queue for a checkpoint."""
-        return self.queue.state() if self.repeated is None else self.repeated.state
-
-    def update(self):
-        """See RolloutQueue.update."""
-        return self.queue.update()
+        return super().state() if self.repeated is None else self.repeated.state
 
 
-def restart_line(
-    restart: int | str,
-    when: float,
-    cause: object,
-    *,
-    after_step: int,
-    first_step: int | None = None,
-    seconds: float | None = None,
-) -> Record:
-    """One line of restarts.jsonl.
-    restart: the restart's number, the replaced generator's name, or "program". when: time.time() of
-    the death. after_step: the last step before it. first_step, seconds: the first step after it and
-    the seconds until its end; None if no step has ended.
+def restart_line(restart: int | str, when: float, cause: object, *, after_step: int) -> Record:
+    """One line of restarts.jsonl, before a step has ended after the restart.
+
+    restart: its number, the replaced generator's name, or "program". when: time.time() of the death.
     """
-    time_text = datetime.fromtimestamp(when, UTC).isoformat(timespec="milliseconds")
     return {
         "restart": restart,
-        "time": time_text,
+        "time": datetime.fromtimestamp(when, UTC).isoformat(timespec="milliseconds"),
         "after_step": after_step,
         "cause": str(cause),
-        "first_step": first_step,
-        "seconds": seconds,
+        "first_step": None,
+        "seconds": None,
     }
 
 
@@ -170,40 +146,32 @@ class Recoveries:
     def __init__(self) -> None:
         self.num_restarts = 0
         self.num_returns = 0  # how often a generator that had died was replaced
-        self._returns: Sequence[GeneratorReturn] = ()  # the replacements that have a line in restarts.jsonl
-        self._line: Record | None = None  # line of a restart after which no step has ended yet
+        self._returns: Sequence[GeneratorReturn] = ()  # replacements that have a line in restarts.jsonl
+        self._line: Record | None = None  # of a restart after which no step has ended yet
         self._began = 0.0
 
     def begin(self, write: Callable[[Record], None], *, death: Exception, step: int) -> None:
-        """A restart begins. Writes the line of the former one if no step has ended since. step: the
-        last in metrics.jsonl."""
+        """A restart begins after this step. Writes the former's line if no step has ended since."""
         if self._line is not None:
             write(self._line)
         self.num_restarts += 1
         self._began = time.monotonic()
         self._line = restart_line(self.num_restarts, time.time(), death, after_step=step)
 
-    def end(self, write: Callable[[Record], None], step: int) -> dict[str, float]:
-        """Metrics of a step. The first after a restart also writes the restart's line."""
-        found: dict[str, float] = {"restarts": self.num_restarts} if self.num_restarts else {}
+    def end(self, write: Callable[[Record], None], step: int, returns: Sequence[GeneratorReturn]) -> dict[str, float]:
+        """Metrics of a step; writes the lines of the restart and the replacements before it."""
+        values: dict[str, float] = {"restarts": self.num_restarts} if self.num_restarts else {}
         if self._line is not None:
-            found["time/recovery"] = time.monotonic() - self._began
-            write(self._line | {"first_step": step, "seconds": found["time/recovery"]})
+            values["time/recovery"] = time.monotonic() - self._began
+            write(self._line | {"first_step": step, "seconds": values["time/recovery"]})
             self._line = None
-        return found
-
-    def of_generators(
-        self, write: Callable[[Record], None], returns: Sequence[GeneratorReturn], step: int
-    ) -> dict[str, float]:
-        """Metrics of a step, and a line for each new replacement. returns: all replacements of this
-        client."""
         # After a recovery a new client lists only its own replacements.
-        known = len(self._returns) if tuple(returns[: len(self._returns)]) == tuple(self._returns) else 0
+        num_written = len(self._returns) if tuple(returns[: len(self._returns)]) == tuple(self._returns) else 0
         self._returns = returns
-        for each in returns[known:]:
+        for back in returns[num_written:]:
             self.num_returns += 1
-            seconds = time.time() - each.noticed
-            write(
-                restart_line(each.name, each.noticed, each.cause, after_step=step - 1, first_step=step, seconds=seconds)
-            )
-        return {"restarts/generator": self.num_returns} if self.num_returns else {}
+            line = restart_line(back.name, back.noticed, back.cause, after_step=step - 1)
+            write(line | {"first_step": step, "seconds": time.time() - back.noticed})
+        if self.num_returns:
+            values["restarts/generator"] = self.num_returns
+        return values

@@ -1,29 +1,41 @@
-"""`Listener`, the port at which a service listens. Both sides send lines of JSON; calls to actors do
-not go through it.
+"""The two ways into a service: the Listener's port, at which programs attach, and the Coordinator,
+which gets their calls.
 
-A program connects to attach, or to ask for state, logs or the end of the service. Attaching needs
-the same versions of Python and some packages (see wire.py), gives the reference to the coordinator,
-and lasts as long as the connection, whose end tells each side that the other is gone.
+Both sides of a connection send lines of JSON. It begins with a request to attach, or for state,
+logs or the end of the service. Attaching needs the same versions of Python and some packages (see
+wire.py) and lasts as long as the connection, whose end tells each side that the other is gone.
 """
 
 import asyncio
 import base64
 import contextlib
 import logging
+import pickle
 import ssl
+import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from controllers.service.open_step import AttachedClient
+import cloudpickle
+from monarch.actor import Actor, concurrent_endpoint, this_proc
+
 from controllers.service.service import Service
-from rl_actors.clients.wire import MAX_LINE_BYTES, PROTOCOL, Message, decode, encode, keep_alive, mismatch
-from rl_actors.clients.wire import versions as own_versions
+from rl_actors.clients.call import in_background
+from rl_actors.clients.remote import MAX_LINE_BYTES, PROTOCOL, Message, decode, encode, keep_alive, mismatch
+from rl_actors.clients.remote import versions as own_versions
 from rl_actors.processes.address import Address
+from rl_actors.processes.errors import sendable
+
+if TYPE_CHECKING:
+    from monarch.actor import UndeliverableMessageEnvelope
 
 logger = logging.getLogger(__name__)
 
 GREETING_TIMEOUT = 10.0
 """For the greeting, the line with a program's request."""
+_services: dict[str, Service] = {}
+"""By key, because a Service cannot be pickled as an argument of the actor."""
 
 
 class Listener:
@@ -32,9 +44,7 @@ class Listener:
     def __init__(
         self, service: Service, coordinator: bytes, *, logs: Path, stop: Callable[[str], None], transport: str
     ) -> None:
-        """coordinator: pickled reference. logs: folder of the actors' logs. stop: ends the service
-        for a reason.
-
+        """coordinator: pickled reference. logs: folder. stop: ends the service for a reason.
         transport: of Monarch's connections, "tcp" or "tls".
         """
         self.service = service
@@ -85,7 +95,7 @@ class Listener:
             case "status":
                 await _send(writer, {"status": await self.service.describe() | {"versions": own_versions()}})
             case "logs":
-                lines = greeting.get("lines", 20)
+                lines = greeting.get("lines")
                 await _send(writer, {"logs": tails(self.logs, lines if isinstance(lines, int) else 20)})
             case "stop":
                 await _send(writer, {"stopping": True})
@@ -98,9 +108,8 @@ class Listener:
         if different:
             await _send(writer, {"error": f"the versions differ: {different}"})
             return
-        member = str(greeting.get("member"))
         try:
-            client = self.service.attach(str(greeting.get("name")), member)
+            client = self.service.attach(str(greeting.get("name")), str(greeting.get("member")))
         except ValueError as error:
             await _send(writer, {"error": str(error)})
             return
@@ -109,19 +118,15 @@ class Listener:
                 writer,
                 {
                     "client": client.number,
-                    "num_ranks": self.service.members[member].num_ranks,
+                    "num_ranks": self.service.members[client.member].num_ranks,
                     "transport": self.transport,
                     "coordinator": base64.b64encode(self.coordinator).decode(),
                 },
             )
-            await self._until_it_leaves(client, reader)
+            with contextlib.suppress(OSError):
+                await reader.read()  # a client sends nothing after its greeting, so this waits for the end
         finally:
             self.service.leave(client)
-
-    async def _until_it_leaves(self, client: AttachedClient, reader: asyncio.StreamReader) -> None:
-        """A client sends nothing after its greeting, so a read waits for the end."""
-        with contextlib.suppress(OSError):
-            await reader.read()
 
 
 async def _send(writer: asyncio.StreamWriter, message: Message) -> None:
@@ -130,12 +135,43 @@ async def _send(writer: asyncio.StreamWriter, message: Message) -> None:
 
 
 def tails(folder: Path, num_lines: int) -> dict[str, list[str]]:
-    """File name -> last lines of every log, read from the last 200 bytes per wanted line: of longer
-    lines there are fewer, the first perhaps cut.
-    """
+    """File name -> its last lines, from 200 bytes per wanted line, so fewer of longer lines."""
     last = {}
     for path in sorted(folder.glob("*.log")):
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 200 * num_lines))
             last[path.name] = file.read().decode(errors="replace").splitlines()[-num_lines:]
     return last
+
+
+class Coordinator(Actor):
+    """Passes the calls of clients, which run at the same time, to the Service, which decides which
+    wait.
+    """
+
+    def __init__(self, key: str) -> None:
+        self.service = _services[key]
+
+    @concurrent_endpoint
+    async def call(self, number: int, endpoint: str, arguments: bytes, step_wait: float) -> bytes:
+        """The pickled answers of all ranks, or error, for remote.opened. The rest as in Service.call."""
+        try:
+            # a failure to unpickle fails only the call; in Monarch it would end this actor
+            unpickled = pickle.loads(arguments)
+            answers = await in_background(self.service.call(number, endpoint, unpickled, step_wait), endpoint)
+            return cloudpickle.dumps((answers, None))
+        except Exception as error:
+            return cloudpickle.dumps((None, sendable(error)))
+
+    def _handle_undeliverable_message(self, message: "UndeliverableMessageEnvelope") -> bool:
+        """Drop an answer to a client that has ended. True keeps the actor running."""
+        return True
+
+
+def spawn_coordinator(service: Service) -> bytes:
+    """Start the service's coordinator here, and return a pickled reference to it."""
+    key = uuid.uuid4().hex[:12]
+    _services[key] = service
+    coordinator = this_proc().spawn(f"coordinator_{key}", Coordinator, key)
+    coordinator.initialized.get()
+    return cloudpickle.dumps(coordinator)

@@ -1,23 +1,20 @@
-"""The members of a service: the models and the generator that it owns, each with its own client,
-the only one that calls the actors.
-"""
+"""The members of a service: the models and the generator that it owns, each with its only client."""
 
 import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any
 
-from controllers.service.counts import MemberNumbers
 from controllers.service.open_step import CHANGING, AttachedClient, OpenStep
 from rl_actors.clients.base import Client
 from rl_actors.clients.completions import Group
 from rl_actors.clients.generator import GeneratorClient
-from rl_actors.clients.model import ModelClient
-from rl_actors.clients.model_calls import SavedCheckpoint
-from rl_actors.clients.trainer import TrainerClient
+from rl_actors.clients.trainer import ModelClient, TrainerClient
+from rl_actors.clients.training import SavedCheckpoint
 from rl_actors.policy_trainer import VERBS
 from rl_actors.types import SamplingParams, TrainerInfo
 
@@ -27,35 +24,39 @@ RELAYED = VERBS - {"new_tenant", "drop_tenant", "save_checkpoint"}
 """Endpoints of a model whose arguments and answers pass through the service unchanged."""
 
 
-class Member(Protocol):
-    """ModelMember or GeneratorMember."""
+class Member(ABC):
+    """An actor of the service, and its only client."""
 
-    num_ranks: int  # answers to a call
+    client: Client
+    num_ranks = 1  # answers to a call
+    num_restarts = 0
+    step: OpenStep | None = None  # None: an actor without steps
 
+    @abstractmethod
     async def run(
         self, client: AttachedClient, endpoint: str, arguments: Sequence[object], step_wait: float
     ) -> list[object]:
-        """Run a call of the client, and return the answers of all ranks. step_wait: seconds that the call may wait for the end of another
-        client's step."""
+        """The answers of all ranks. step_wait: seconds to wait for the end of another client's step."""
 
+    @abstractmethod
     async def leave(self, client: AttachedClient) -> None:
         """End the unfinished work of a client that has left."""
 
     async def describe(self) -> dict[str, object]:
         """For people, as JSON values."""
+        return {"state": repr(self.client), "ranks": self.num_ranks, "alive": await self.client.is_alive()}
 
-    def numbers(self) -> MemberNumbers:
-        """For monitoring, without a call to the actor."""
-
-
-async def _alive(client: Client) -> list[object]:
-    if not await client.is_alive():
-        raise RuntimeError(f"{client.name}: not all processes answer")
-    return [None]
+    async def require_alive(self) -> list[object]:
+        if not await self.client.is_alive():
+            raise RuntimeError(f"{self.client.name}: not all processes answer")
+        return [None]
 
 
-class ModelMember:
+class ModelMember(Member):
     """A trainer, value model or reference, with one open step at a time."""
+
+    client: ModelClient
+    step: OpenStep
 
     def __init__(self, client: ModelClient, infos: Sequence[TrainerInfo]) -> None:
         """client: of a model that is set up. infos: of every rank."""
@@ -74,7 +75,7 @@ class ModelMember:
         if endpoint == "info":
             return list(await self.client.info())
         if endpoint == "is_alive":
-            return await _alive(self.client)
+            return await self.require_alive()
         if endpoint == "wait_for_checkpoint":
             await self._saved[client.number].wait()
             return [None] * self.num_ranks
@@ -124,65 +125,63 @@ class ModelMember:
         self.step.leave(client)
 
     async def describe(self) -> dict[str, object]:
+        described = await super().describe()
         holder = self.step.holder
-        described: dict[str, object] = {
-            "state": repr(self.client),
-            "ranks": self.num_ranks,
-            "alive": await self.client.is_alive(),
-            "open_step_of": None if holder is None else str(holder),
-        }
+        described["open_step_of"] = None if holder is None else str(holder)
         if holder is not None:
             described["open_for_seconds"] = round(self.step.seconds(), 1)
         return described
 
-    def numbers(self) -> MemberNumbers:
-        return MemberNumbers(
-            policy_version=self.client.policy_version,
-            step_open_for=self.step.seconds(),
-            silent=self.client.seconds_silent(),
-        )
 
-
-class GeneratorMember:
+class GeneratorMember(Member):
     """A generator with one or several replicas, for concurrent calls."""
 
-    num_ranks = 1
+    client: GeneratorClient
 
     def __init__(self, client: GeneratorClient) -> None:
         self.client = client
         self._numbers = itertools.count()
-        self._calls: dict[str, Callable[..., Awaitable[object]]] = {
-            "compute_logprobs": self._compute_logprobs,
-            "pull_model_state_dict": self._pull,
-            "sleep": client.sleep,
-            "wake": client.wake,
-        }
+
+    @property
+    def num_restarts(self) -> int:  # type: ignore[override]
+        return self.client.num_restarts
 
     async def run(
         self, client: AttachedClient, endpoint: str, arguments: Sequence[object], step_wait: float
     ) -> list[object]:
         await self.client.ready()
-        if endpoint in ("setup", "info"):
-            return [await self.client.info()]
         if endpoint == "is_alive":
-            return await _alive(self.client)
-        if endpoint == "start_generate":
-            return [await self._start(client, *arguments)]  # type: ignore[arg-type]
-        if endpoint == "finished_groups":
-            return [await self._fetch(client, *arguments)]  # type: ignore[arg-type]
-        if endpoint == "abort_generate":
-            await self._abort(client, *arguments)  # type: ignore[arg-type]
-            return [None]
-        if endpoint in ("load_adapter", "unload_adapter"):
-            raise ValueError(
-                f"{endpoint} is only for the program that runs the service; an attached client has no adapters"
-            )
-        if endpoint not in self._calls:
-            raise ValueError(f"{self.client.name} has no call {endpoint!r}")
-        return [await self._calls[endpoint](*arguments)]
+            return await self.require_alive()
+        return [await self._answer(client, endpoint, *arguments)]
 
-    async def _compute_logprobs(self, sequences: list[list[int]], adapter: str | None = None) -> object:
-        return await self.client.compute_logprobs(sequences, adapter=adapter)
+    async def _answer(self, client: AttachedClient, endpoint: str, *arguments: Any) -> object:
+        match endpoint:
+            case "setup" | "info":
+                return await self.client.info()
+            case "start_generate":
+                return await self._start(client, *arguments)
+            case "finished_groups":
+                return await self._fetch(client, *arguments)
+            case "abort_generate":
+                await self._abort(client, *arguments)
+                return None
+            case "compute_logprobs":
+                sequences, adapter = arguments
+                return await self.client.compute_logprobs(sequences, adapter=adapter)
+            case "pull_model_state_dict":
+                version, timeout, in_flight = arguments
+                await self.client.pull_model_state_dict(version, timeout, in_flight=in_flight)
+                return self.client.last_pull
+            case "sleep":
+                return await self.client.sleep(*arguments)
+            case "wake":
+                return await self.client.wake()
+            case "load_adapter" | "unload_adapter":
+                raise ValueError(
+                    f"{endpoint} is only for the program that runs the service; an attached client has no adapters"
+                )
+            case _:
+                raise ValueError(f"{self.client.name} has no call {endpoint!r}")
 
     async def _start(
         self,
@@ -214,22 +213,8 @@ class GeneratorMember:
         if (call := client.generations.pop(number, None)) is not None:
             await call.abort()
 
-    async def _pull(self, version: int, timeout: float = 60.0, in_flight: bool = True) -> object:
-        await self.client.pull_model_state_dict(version, timeout, in_flight=in_flight)
-        return self.client.last_pull
-
     async def leave(self, client: AttachedClient) -> None:
         """End the client's requests that still run in the engine."""
         aborts = [self._abort(client, number) for number in list(client.generations)]
         with contextlib.suppress(Exception):
             await asyncio.gather(*aborts)
-
-    async def describe(self) -> dict[str, object]:
-        return {"state": repr(self.client), "ranks": self.num_ranks, "alive": await self.client.is_alive()}
-
-    def numbers(self) -> MemberNumbers:
-        return MemberNumbers(
-            policy_version=self.client.policy_version,
-            restarts=self.client.num_restarts,
-            silent=self.client.seconds_silent(),
-        )

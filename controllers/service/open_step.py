@@ -1,9 +1,7 @@
-"""`OpenStep` lets only one client of a service at a time have an open training step. Depends on no
-actor.
+"""`OpenStep` lets only one client of a service at a time have an open training step.
 
-forward_backward opens a step, optim_step or discard_gradients closes it; save_checkpoint,
-load_checkpoint and profile open one and close it when they succeed. Meanwhile other clients' calls
-in CHANGING wait.
+forward_backward opens it, optim_step or discard_gradients closes it; save_checkpoint,
+load_checkpoint and profile open one and close it when they succeed.
 """
 
 import asyncio
@@ -47,10 +45,9 @@ class OpenStep:
         self._held_since = 0.0
 
     async def enter(self, client: AttachedClient, endpoint: str, step_wait: float) -> None:
-        """Wait until no other client has an open step, and open a step for this client. Does nothing if this client has an open step already.
+        """Wait until no other client has an open step, and open one for this client, unless it has one.
 
-        Raises RuntimeError if another client still has an open step after `step_wait` seconds. The error names that client. Also raises
-        RuntimeError if the connection of `client` ends during the wait.
+        Raises RuntimeError, naming the other, after `step_wait` seconds, or if `client` leaves.
         """
         if self.holder is client:
             return

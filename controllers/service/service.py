@@ -1,25 +1,49 @@
-"""`Service` has the attached clients, and runs their calls on the actors. Sends nothing over a
-network.
-"""
+"""`Service` has the attached clients, and runs their calls on the actors."""
 
 import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from copy import deepcopy
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal
 
-from controllers.service.counts import CallCounts, ServiceNumbers
 from controllers.service.members import Member
 from controllers.service.open_step import AttachedClient
 
 logger = logging.getLogger(__name__)
 
+Outcome = Literal["answered", "failed", "left"]
+"""answered: the client got an answer. failed: it got an error. left: it left first."""
+
+
+class CallCounts:
+    """Counts attached clients' calls by actor and endpoint."""
+
+    def __init__(self) -> None:
+        self.ended: Counter[tuple[str, str, Outcome]] = Counter()
+        self.seconds: Counter[tuple[str, str]] = Counter()  # of ended calls, waits included
+        self.running: Counter[str] = Counter()  # by actor, waiting calls included
+
+    @contextmanager
+    def call(self, client: AttachedClient, name: str) -> Iterator[None]:
+        """Count the client's call in the body."""
+        member = client.member
+        began = time.monotonic()
+        outcome: Outcome = "failed"
+        self.running[member] += 1
+        try:
+            yield
+            outcome = "answered"
+        finally:
+            self.running[member] -= 1
+            self.ended[member, name, "left" if client.has_left else outcome] += 1
+            self.seconds[member, name] += time.monotonic() - began  # type: ignore[assignment]  # Counter is typed for int
+
 
 class Service:
-    """All calls to the actors must go through this object, on the event loop of this process's
-    clients.
-    """
+    """All calls to the actors go through it, on the event loop of this process's clients."""
 
     def __init__(self, members: Mapping[str, Member]) -> None:
         """members: by the names that clients ask for, such as "trainer" and "generator"."""
@@ -83,18 +107,3 @@ class Service:
             for client in self.clients.values()
         ]
         return {"up_for_seconds": round(time.time() - self.started, 1), "members": members, "clients": clients}
-
-    async def numbers(self) -> ServiceNumbers:
-        """For monitoring, without a call to the actors."""
-        clients = dict.fromkeys(self.members, 0)
-        waiting = dict.fromkeys(self.members, 0)
-        for client in self.clients.values():
-            clients[client.member] += 1
-            waiting[client.member] += len(client.waiting)
-        return ServiceNumbers(
-            up_for=time.time() - self.started,
-            clients=clients,
-            waiting=waiting,
-            calls=deepcopy(self.calls),
-            members={name: member.numbers() for name, member in self.members.items()},
-        )

@@ -1,9 +1,6 @@
-"""Access control of the Tinker server: API keys, rate limits, the access log, and counts of
-requests.
-"""
+"""Access control of the Tinker server: API keys, rate limits, access log, and counts of requests."""
 
 import hashlib
-import hmac
 import ipaddress
 import json
 import math
@@ -19,40 +16,22 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-OPEN_PATHS = frozenset({"/healthz", "/api/v1/healthz"})
-"""Paths that need no key."""
+ANYONE = "anyone"
+"""The owner of everything on a server without API keys."""
+OPEN_PATHS = frozenset({"/healthz", "/api/v1/healthz"})  # need no key
 SIGNED = "/download/"
 """Begins every path of a download, which the signature in its URL protects instead of a key."""
-WORK = frozenset(
-    {
-        "asample",
-        "forward_backward",
-        "optim_step",
-        "create_model",
-        "load_weights",
-        "save_weights",
-        "save_weights_for_sampler",
-        "save_weights_external",
-        "copy_weights",
-    }
-)
-"""Last parts of the paths to which the rate limit applies: work. A program cannot reduce the SDK's
-other requests, such as heartbeats.
-"""
+SAVES = frozenset({"save_weights", "save_weights_for_sampler", "save_weights_external", "copy_weights"})
+WORK = SAVES | {"asample", "forward_backward", "optim_step", "create_model", "load_weights"}
+"""Last parts of rate-limited paths. A program cannot reduce the SDK's heartbeats and the like."""
 CONTENT_TYPES = frozenset({"application/json", "application/x-protobuf"})
-"""Content types that a page in a browser cannot send to another host without asking, which the
-server refuses.
-"""
+"""That a page in a browser cannot send to another host without asking, which is refused."""
 KEY_LINE = re.compile(r"([A-Za-z0-9_.@-]+)\s+([0-9a-f]{64})")
-LONGEST_WAIT = 60.0  # seconds, in Retry-After
+LONGEST_WAIT = 60  # seconds, in Retry-After
 
 
 def read_keys(file: Path) -> dict[str, str]:
-    """{SHA-256 of a key: owner} from lines like "alice 9f86d0…". Empty lines and # comments are
-    skipped.
-
-    Raises ValueError naming a wrong line, or if the file has no key.
-    """
+    """{SHA-256 of a key: owner} from lines like "alice 9f86d0…". Raises ValueError for a wrong line."""
     owners: dict[str, str] = {}
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
         text = line.strip()
@@ -90,23 +69,6 @@ def hash_of(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-@dataclass(slots=True, kw_only=True)
-class Bucket:
-    """An owner's token bucket; a request for work takes one token."""
-
-    tokens: float
-    filled: float  # time.monotonic() at the last refill
-
-    def wait(self, rate: float, burst: float, now: float) -> float:
-        """Take a token and return 0, or return the seconds until there is one."""
-        self.tokens = min(burst, self.tokens + (now - self.filled) * rate)
-        self.filled = now
-        if self.tokens >= 1:
-            self.tokens -= 1
-            return 0.0
-        return (1 - self.tokens) / rate
-
-
 @dataclass(slots=True)
 class Counts:
     """Requests by route and status, and their total seconds by route."""
@@ -118,41 +80,34 @@ class Counts:
 class Access:
     """Wraps the ASGI application: checks key and rate of each request, counts and logs it.
 
-    Without keys it trusts every program of its machine, but not the pages in a browser there: it
-    refuses a Host or Origin that is not this machine (a page can resolve its own name to
-    127.0.0.1), and bodies of types that any page may send.
+    Without keys it trusts the programs of its machine, but no page in a browser there: a page can
+    resolve its own name to 127.0.0.1, and send bodies of certain types.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         *,
-        owners: Mapping[str, str] | None,
-        anyone: str,
-        rate: float | None = None,
-        burst: float = 100.0,
+        owners: Mapping[str, str] | None,  # SHA-256 of a key -> owner; None: no keys, ANYONE owns every request
+        rate: float | None = None,  # requests for work per second and owner; None: no limit
+        burst: float = 100.0,  # requests for work at once, beyond the rate
         log: TextIO | None = None,
     ) -> None:
-        """owners: SHA-256 of a key -> owner. None: no keys, and `anyone` owns every request.
-
-        rate: requests for work per second and owner, beyond a `burst` at once. None: no limit.
-        """
         self.app = app
         self.owners = owners
-        self.anyone = anyone
         self.rate = rate
         self.burst = burst
         self.log = log
         self.counts = Counts()
-        self.buckets: dict[str, Bucket] = {}
+        # owner -> (tokens, time of the last refill); a request for work takes a token
+        self.buckets: dict[str, tuple[float, float]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        # 499: cancelled before an answer begins
         begin = time.perf_counter()
-        status = 499
+        status = 499  # cancelled before an answer begins
 
         async def note_status(message: Message) -> None:
             nonlocal status
@@ -175,12 +130,9 @@ class Access:
     def _owner(self, scope: Scope) -> str | None:
         """The owner of a request's key, None if the key is unknown."""
         if self.owners is None:
-            return self.anyone
-        digest = hash_of(Headers(scope=scope).get("x-api-key", ""))
-        for known, owner in self.owners.items():
-            if hmac.compare_digest(known, digest):
-                return owner
-        return None
+            return ANYONE
+        # no constant-time search: how a hash differs from the known ones says nothing of a key
+        return self.owners.get(hash_of(Headers(scope=scope).get("x-api-key", "")))
 
     def _refusal(self, path: str, owner: str | None) -> JSONResponse | None:
         if path in OPEN_PATHS or path.startswith(SIGNED):
@@ -190,14 +142,14 @@ class Access:
         if self.rate is None or path.rpartition("/")[2] not in WORK:
             return None
         now = time.monotonic()
-        bucket = self.buckets.setdefault(owner, Bucket(tokens=self.burst, filled=now))
-        wait = bucket.wait(self.rate, self.burst, now)
-        if wait == 0:
+        tokens, filled = self.buckets.get(owner, (self.burst, now))
+        tokens = min(self.burst, tokens + (now - filled) * self.rate)
+        self.buckets[owner] = (tokens - 1 if tokens >= 1 else tokens, now)
+        if tokens >= 1:
             return None
-        headers = {"Retry-After": str(min(math.ceil(wait), int(LONGEST_WAIT)))}
-        return JSONResponse(
-            {"detail": f"{owner} may send {self.rate:g} requests for work in a second"}, 429, headers=headers
-        )
+        wait = math.ceil((1 - tokens) / self.rate)
+        detail = f"{owner} may send {self.rate:g} requests for work in a second"
+        return JSONResponse({"detail": detail}, 429, headers={"Retry-After": str(min(wait, LONGEST_WAIT))})
 
     def _refusal_of_page(self, scope: Scope) -> JSONResponse | None:
         headers = Headers(scope=scope)
@@ -214,17 +166,9 @@ class Access:
         return None
 
     def _note(self, scope: Scope, owner: str | None, status: int, seconds: float) -> None:
-        route = scope.get("route")
-        name = getattr(route, "path", "other")
+        name = getattr(scope.get("route"), "path", "other")
         self.counts.requests[name, status] += 1
         self.counts.seconds[name] += seconds
         if self.log is not None:
-            line = {
-                "time": round(time.time(), 3),
-                "owner": owner,
-                "method": scope["method"],
-                "path": scope["path"],
-                "status": status,
-                "seconds": round(seconds, 4),
-            }
-            self.log.write(json.dumps(line) + "\n")
+            line = {"time": round(time.time(), 3), "owner": owner, "method": scope["method"], "path": scope["path"]}
+            self.log.write(json.dumps(line | {"status": status, "seconds": round(seconds, 4)}) + "\n")

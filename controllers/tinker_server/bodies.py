@@ -1,6 +1,4 @@
-"""Reads and decompresses bodies of requests, whose size max_body_bytes limits before and after
-decompression.
-"""
+"""Reads and decompresses bodies of requests, whose size is limited before and after."""
 
 import asyncio
 import gc
@@ -28,8 +26,7 @@ IDLE_SECONDS = 30.0
 
 
 class LimitedBodies:
-    """Middleware that limits each request's body before decompression (413), its pauses (408), and
-    all bodies under way of an owner (503).
+    """Middleware that limits each body (413), its pauses (408), and an owner's bodies under way (503).
 
     Small bodies always have room, so that a busy client's heartbeats are answered.
     """
@@ -89,9 +86,7 @@ class LimitedBodies:
 
 
 class JsonRequest(Request):
-    """Decodes JSON beside the event loop. Refuses NaN and infinity, which are no JSON, and very
-    many texts, lists or objects, which take many times their bytes.
-    """
+    """Decodes JSON beside the event loop. Refuses NaN, infinity, and very many texts or lists."""
 
     async def json(self) -> Any:
         body = await self.body()
@@ -106,20 +101,16 @@ def _decoded(body: bytes) -> Any:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return json.loads(body, parse_constant=_refuse_constant, parse_float=_finite)
+        return json.loads(body, parse_constant=_finite, parse_float=_finite)
     finally:
         if was_enabled:
             gc.enable()
 
 
-def _refuse_constant(name: str) -> float:
-    raise HTTPException(400, f"the body has {name}, which JSON does not have")
-
-
 def _finite(text: str) -> float:
     number = float(text)
-    if math.isinf(number):
-        raise HTTPException(400, f"the body has {text[:40]}, which is too large for a number")
+    if not math.isfinite(number):
+        raise HTTPException(400, f"the body has {text[:40]}, which is no finite number")
     return number
 
 
@@ -140,9 +131,7 @@ class JsonRoute(APIRoute):
 
 
 async def decompressed(request: Request, body: bytes) -> bytes:
-    """The decompressed body. Raises HTTPException 413 if too large, 415 for an unsupported
-    encoding, 400 for an error of zstd.
-    """
+    """Raises HTTPException: 413 if too large, 415 for another encoding, 400 for an error of zstd."""
     limit = request.app.state.server.config.max_body_bytes
     encoding = request.headers.get("content-encoding", "identity")
     if encoding == "identity":

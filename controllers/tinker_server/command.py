@@ -1,6 +1,5 @@
 """Run the Tinker server, to which programs with the SDK `tinker` send their calls. The server runs until SIGINT or SIGTERM."""
 
-import argparse
 import asyncio
 import contextlib
 import signal
@@ -10,25 +9,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Annotated
 
+import tyro
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from controllers.command import started_as
+from controllers.observe.prometheus import address_of
 from controllers.tinker_server.access import Access, is_loopback, read_keys
 from controllers.tinker_server.config import ServeConfig
-from controllers.tinker_server.routes import ANYONE, make_app
-from controllers.tinker_server.start import start_server
-from controllers.tinker_server.state_folder import claimed
+from controllers.tinker_server.routes import make_app
+from controllers.tinker_server.start import claimed, start_server
 
 API_KEY = "tml-local"
 """For clients of a server without keys: the SDK needs a key, and accepts this one."""
 HEADER_SECONDS = 30.0
-BODY_SECONDS = 300.0
-"""For a whole body: 32 MiB at 110 kB/s."""
+BODY_SECONDS = 300.0  # for a whole body: 32 MiB at 110 kB/s
 MAX_HEADER_BYTES = 64 << 10
-SHUTDOWN_SECONDS = 5
-"""For open connections to finish when the server stops."""
+SHUTDOWN_SECONDS = 5  # for open connections to finish when the server stops
 
 
 def main() -> None:
@@ -43,6 +42,36 @@ def main() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Options:
+    config: str | None = None
+    """name of the config; None: the first"""
+    address: str = "127.0.0.1:8000"
+    """HOST:PORT to listen at; port 0: any free port"""
+    state: Path | None = None
+    """folder for the server's state; None: runs/serve-CONFIG"""
+    serve_as: Annotated[str, tyro.conf.arg(metavar="NAME=DIRECTORY")] = ""
+    """serve the model of a Hugging Face directory under the name NAME; a NAME without DIRECTORY renames the config's own model"""
+    max_trainers: int | None = None
+    """largest number of trainers in memory"""
+    max_tenants: int | None = None
+    """largest number of runs with adapters in one trainer"""
+    max_answer_mib: float | None = None
+    """size in MiB above which a request for samples is refused"""
+    keep_parked_hours: float | None = None
+    """hours for which the state of a run whose client is gone stays on disk"""
+    max_parked_gib: float | None = None
+    """size of the states of runs on disk above which those whose clients are gone are deleted, oldest first"""
+    max_adapters: int | None = None
+    """largest number of different adapters in a step of vLLM; 0: vLLM gets whole weights with adapters merged"""
+    max_adapter_rank: int | None = None
+    """largest rank of an adapter that vLLM applies; adapters of larger ranks are merged"""
+    keys: Path | None = None
+    """file of the allowed keys; each line has an owner and the SHA-256 of a key"""
+    rate: float | None = None
+    """training and sampling requests that one owner may send per second, in addition to a burst of 100"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Arguments:
     config: ServeConfig
     folder: Path  # of the server's state
@@ -54,93 +83,49 @@ class Arguments:
 def read_arguments(prog: str, argv: Sequence[str] | None = None) -> Arguments:
     """Raises ValueError or OSError naming an invalid argument."""
     configs = import_module("configs").SERVERS
-    arguments = _parser(prog, configs).parse_args(argv)
-    config: ServeConfig = configs[arguments.config]()
-    if arguments.serve_as:
-        config.name, _, directory = arguments.serve_as.partition("=")
+    names = ", ".join(configs)
+    options = tyro.cli(Options, prog=prog, description=f"{__doc__} Configs: {names}.", args=argv)
+    config_name = options.config or next(iter(configs))
+    if config_name not in configs:
+        raise ValueError(f"--config {config_name}; it must be one of {names}")
+    config: ServeConfig = configs[config_name]()
+    if options.serve_as:
+        config.name, _, directory = options.serve_as.partition("=")
         config.hf_path = directory or config.hf_path
     for name in ("max_trainers", "max_tenants", "keep_parked_hours"):
-        if (value := getattr(arguments, name)) is not None:
+        if (value := getattr(options, name)) is not None:
             setattr(config, name, value)
-    if arguments.max_answer_mib is not None:
-        config.max_answer_bytes = int(arguments.max_answer_mib * (1 << 20))
-    if arguments.max_parked_gib is not None:
-        config.max_parked_bytes = int(arguments.max_parked_gib * (1 << 30))
     for name in ("max_adapters", "max_adapter_rank"):
-        if (value := getattr(arguments, name)) is not None:
+        if (value := getattr(options, name)) is not None:
             setattr(config.generator, name, value)
-    if arguments.rate is not None and not arguments.rate > 0:
-        raise ValueError(f"--rate {arguments.rate}; it must be positive")
-    folder = arguments.state or Path("runs") / f"serve-{arguments.config}"
+    if options.max_answer_mib is not None:
+        config.max_answer_bytes = int(options.max_answer_mib * (1 << 20))
+    if options.max_parked_gib is not None:
+        config.max_parked_bytes = int(options.max_parked_gib * (1 << 30))
+    if options.rate is not None and not options.rate > 0:
+        raise ValueError(f"--rate {options.rate}; it must be positive")
+    folder = options.state or Path("runs") / f"serve-{config_name}"
     return Arguments(
         config=config,
         folder=folder.absolute(),
-        address=read_address(arguments.address, has_keys=arguments.keys is not None),
-        owners=None if arguments.keys is None else read_keys(arguments.keys),
-        rate=arguments.rate,
+        address=read_address(options.address, has_keys=options.keys is not None),
+        owners=None if options.keys is None else read_keys(options.keys),
+        rate=options.rate,
     )
-
-
-def _parser(prog: str, configs: Mapping[str, object]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
-    parser.add_argument("--config", choices=sorted(configs), default=next(iter(configs)), help="name of the config")
-    parser.add_argument("--address", default="127.0.0.1:8000", help="HOST:PORT to listen at; port 0: any free port")
-    parser.add_argument("--state", type=Path, help="folder for the server's state; default runs/serve-CONFIG")
-    parser.add_argument(
-        "--serve-as",
-        metavar="NAME=DIRECTORY",
-        default="",
-        help="serve the model of a Hugging Face directory under the name NAME; a NAME without DIRECTORY renames the config's own model",
-    )
-    parser.add_argument("--max-trainers", type=int, help="largest number of trainers in memory")
-    parser.add_argument("--max-tenants", type=int, help="largest number of runs with adapters in one trainer")
-    parser.add_argument("--max-answer-mib", type=float, help="size in MiB above which a request for samples is refused")
-    parser.add_argument(
-        "--keep-parked-hours", type=float, help="hours for which the state of a run whose client is gone stays on disk"
-    )
-    parser.add_argument(
-        "--max-parked-gib",
-        type=float,
-        help="size of the states of runs on disk above which those whose clients are gone are deleted, oldest first",
-    )
-    parser.add_argument(
-        "--max-adapters",
-        type=int,
-        help="largest number of different adapters in a step of vLLM; 0: vLLM gets whole weights with adapters merged",
-    )
-    parser.add_argument(
-        "--max-adapter-rank",
-        type=int,
-        help="largest rank of an adapter that vLLM applies; adapters of larger ranks are merged",
-    )
-    parser.add_argument(
-        "--keys", type=Path, help="file of the allowed keys; each line has an owner and the SHA-256 of a key"
-    )
-    parser.add_argument(
-        "--rate",
-        type=float,
-        help="training and sampling requests that one owner may send per second, in addition to a burst of 100",
-    )
-    return parser
 
 
 def read_address(text: str, *, has_keys: bool) -> tuple[str, int]:
-    """("127.0.0.1", 8000) for "127.0.0.1:8000". Raises ValueError for another form, or if the
-    address is not loopback without keys.
-    """
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"--address {text!r}; it must be HOST:PORT")
+    """(host, port) of HOST:PORT. Raises ValueError for an address that is not loopback without keys."""
+    try:
+        host, port = address_of(text)
+    except ValueError as error:
+        raise ValueError(f"--address: {error}") from None
     if not is_loopback(host):
         if not has_keys:
-            raise ValueError(
-                f"--address {text}: other machines can reach this address, so give --keys, or listen at 127.0.0.1"
-            )
-        print(
-            f"warning: at {text} keys and data travel unencrypted; use a private network or a TLS proxy",
-            file=sys.stderr,
-        )
-    return host.strip("[]"), int(port)
+            raise ValueError(f"--address {text}: other machines can reach it, so give --keys, or listen at 127.0.0.1")
+        warning = f"warning: at {text} keys and data travel unencrypted; use a private network or a TLS proxy"
+        print(warning, file=sys.stderr)
+    return host, port
 
 
 def listen(address: tuple[str, int]) -> socket.socket:
@@ -160,9 +145,7 @@ def listen(address: tuple[str, int]) -> socket.socket:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's connection with limits that uvicorn lacks: HEADER_SECONDS, BODY_SECONDS, and
-    MAX_HEADER_BYTES of headers, trailers or chunk lengths.
-    """
+    """Limits that uvicorn lacks. MAX_HEADER_BYTES: of headers, trailers or chunk lengths."""
 
     _late: asyncio.TimerHandle | None = None  # set while a request is incomplete
     _in_headers = True
@@ -214,9 +197,7 @@ class Connection(HttpToolsProtocol):
 
 
 class HttpServer(uvicorn.Server):
-    """Without uvicorn's signal handlers, which would end the process before the runs are written;
-    `serve` has its own.
-    """
+    """Without uvicorn's signal handlers, which would end the process before the runs are written."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -224,58 +205,49 @@ class HttpServer(uvicorn.Server):
 
 
 async def serve(arguments: Arguments, listener: socket.socket) -> None:
-    """Start, print the environment that a client needs, and serve until SIGINT or SIGTERM.
-
-    Raises ValueError if another server holds the folder.
-    """
-    with claimed(arguments.folder):
-        await _serve(arguments, listener)
-
-
-async def _serve(arguments: Arguments, listener: socket.socket) -> None:
-    config = arguments.config
-    folder = arguments.folder
+    """Serve until SIGINT or SIGTERM. Raises ValueError if another server holds the folder."""
     stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopping.set)
-    print(f"starting {config.name}; state in {folder}", file=sys.stderr, flush=True)
-    starting = asyncio.create_task(start_server(config, folder))
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     stopped = asyncio.create_task(stopping.wait())
-    await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
-    if not starting.done():  # the start takes a minute, and a signal ends it at once
-        starting.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await starting
-        return
-    server = starting.result()
-    log = (folder / "access.jsonl").open("a", encoding="utf-8", buffering=1)
-    app = make_app(server)
-    access = Access(app, owners=arguments.owners, anyone=ANYONE, rate=arguments.rate, log=log)
-    app.state.counts = access.counts
-    try:
-        http = HttpServer(
-            uvicorn.Config(
-                access,
-                interface="asgi3",
-                log_level="warning",
-                access_log=False,
-                http=Connection,
-                timeout_keep_alive=120,
-                timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-                backlog=4096,
-            )
+    with claimed(arguments.folder), (arguments.folder / "access.jsonl").open("a", encoding="utf-8", buffering=1) as log:
+        print(f"starting {arguments.config.name}; state in {arguments.folder}", file=sys.stderr, flush=True)
+        starting = asyncio.create_task(start_server(arguments.config, arguments.folder))
+        await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():  # the start takes a minute, and a signal ends it at once
+            starting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await starting
+            return
+        server = starting.result()
+        app = make_app(server)
+        access = Access(app, owners=arguments.owners, rate=arguments.rate, log=log)
+        app.state.counts = access.counts
+        try:
+            await _answer_until(stopped, access, listener)
+        finally:
+            print("stopping; writing the state of the training runs", file=sys.stderr, flush=True)
+            await server.close()
+
+
+async def _answer_until(stopped: asyncio.Task, access: Access, listener: socket.socket) -> None:
+    http = HttpServer(
+        uvicorn.Config(
+            access,
+            interface="asgi3",
+            log_level="warning",
+            access_log=False,
+            http=Connection,
+            timeout_keep_alive=120,
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+            backlog=4096,
         )
-        serving = asyncio.create_task(http.serve(sockets=[listener]))
-        greet(listener.getsockname()[:2], API_KEY if arguments.owners is None else "YOUR_KEY")
-        await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
-        http.should_exit = True
-        stopped.cancel()
-        await serving
-    finally:
-        print("stopping; writing the state of the training runs", file=sys.stderr, flush=True)
-        await server.close()
-        log.close()
+    )
+    serving = asyncio.create_task(http.serve(sockets=[listener]))
+    greet(listener.getsockname()[:2], API_KEY if access.owners is None else "YOUR_KEY")
+    await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
+    http.should_exit = True
+    await serving
 
 
 def greet(address: tuple[str, int], key: str) -> None:

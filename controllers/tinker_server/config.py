@@ -1,7 +1,7 @@
 """Config of the Tinker server: the base model that it serves, its actors, and its limits."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from rl_actors import GeneratorConfig, TrainerConfig
@@ -11,12 +11,7 @@ from rl_actors.model_config import ModelConfig
 
 @dataclass(kw_only=True)
 class ServeConfig:
-    """Config of a server of one base model, which clients train and sample.
-
-    Runs train LoRA adapters or all weights; runs with adapters of the same rank and layers share a
-    trainer. Samplers generate with a saved version of a run or the base model, all with one
-    generator.
-    """
+    """Runs with adapters of the same rank and layers share a trainer; all samplers share a generator."""
 
     name: str
     """Name by which clients ask for the base model."""
@@ -25,9 +20,7 @@ class ServeConfig:
     write_base: Callable[[Path], None] | None = None
     """Writes the base model, with tokenizer, into a directory, if hf_path is empty."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    """Every trainer's config. The server sets `model` and `hf_path` at its start, `lora` at a
-    trainer's.
-    """
+    """Of every trainer. The server sets `model` and `hf_path` at its start, `lora` at a trainer's."""
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     """The server sets `model` at its start."""
     lora_alpha: float = 32.0
@@ -37,36 +30,25 @@ class ServeConfig:
     max_tenants: int = 16
     """Most runs with adapters in one trainer."""
     keep_parked_hours: float = 7 * 24.0
-    """Hours after the last request until the state on disk of a run without client is deleted.
-    Checkpoints stay.
-    """
+    """Hours after the last request until the parked state of a run without client is deleted."""
     max_parked_bytes: int = 64 << 30
     """Most bytes of the states on disk; the least recently used of gone clients are deleted."""
     samplers_kept: int = 8
-    """Unnamed sampler weights that each run keeps, beside the newest of kind `inflight`, which its
-    inflight samplers use.
-    """
+    """Unnamed sampler weights that each run keeps, beside those of its `inflight` samplers."""
     hold_seconds: float = 30.0
-    """Longest wait for an answer before the client must ask again. The SDK gives up after 45
-    seconds.
-    """
+    """Longest wait for an answer, then the client asks again. The SDK gives up after 45 seconds."""
     max_body_bytes: int = 32 << 20
-    """Largest body of a request, compressed or not. The SDK splits the datums of a call into 5 MB.
-    """
+    """Largest body of a request, compressed or not. The SDK sends the datums of a call in 5 MB."""
     max_json_bytes: int = 8 << 20
     """Largest JSON request for samples. Python's objects take up to twenty times its bytes."""
     max_bytes_in_flight: int = 256 << 20
-    """Most bytes of an owner's bodies under way, and of its data that waits for an actor. Above:
-    503 or 429, and the SDK sends again.
-    """
+    """Of an owner's bodies under way, and of its data that waits. Above: 503 or 429, sent again."""
     max_answer_bytes: int = 128 << 20
     """Largest answer. Requests for samples that could exceed it are refused."""
     max_samples: int = 1024
     """Largest num_samples of one request."""
     max_waiting: int = 20_000
-    """With so many unanswered requests, further ones for samples get a 429, and the SDK sends
-    again.
-    """
+    """Above so many unanswered requests those for samples get a 429, and the SDK sends again."""
 
     def for_base(self, directory: Path) -> None:
         """Set hf_path, and read the model of trainer and generator from there."""
@@ -82,22 +64,10 @@ class ServeConfig:
             raise ValueError(
                 f"name={self.name!r}; it must not be empty, and must not have ':', because the SDK cuts a name there"
             )
-        for name in (
-            "max_trainers",
-            "max_tenants",
-            "keep_parked_hours",
-            "max_parked_bytes",
-            "samplers_kept",
-            "hold_seconds",
-            "max_body_bytes",
-            "max_json_bytes",
-            "max_bytes_in_flight",
-            "max_answer_bytes",
-            "max_samples",
-            "max_waiting",
-        ):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)}; it must be positive")
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, int | float) and value <= 0:
+                raise ValueError(f"{item.name}={value}; it must be positive")
         if self.hold_seconds > 40:
             raise ValueError(
                 f"hold_seconds={self.hold_seconds}; it must be at most 40, because the SDK gives up after 45 seconds"
@@ -107,11 +77,9 @@ class ServeConfig:
 
 
 def tokenizer_id(directory: str) -> str:
-    """The path from which the SDK loads the tokenizer. Raises ValueError if it has ':'.
-
-    The SDK cuts a path with exactly two slashes at the second, so /a/b becomes /a/./b.
-    """
+    """The path from which the SDK loads the tokenizer. Raises ValueError if it has ':'."""
     path = Path(directory).absolute()
     if ":" in str(path):
         raise ValueError(f"the base model is in {path}, but the SDK cuts the path of a tokenizer at ':'")
+    # the SDK cuts a path with exactly two slashes at the second, so /a/b becomes /a/./b
     return str(path) if str(path).count("/") != 2 else f"{path.parent}/./{path.name}"

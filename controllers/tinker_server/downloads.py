@@ -1,6 +1,4 @@
-"""Signed addresses, valid for an hour, from which files of exported weights can be downloaded
-without an API key.
-"""
+"""Signed addresses, valid for an hour, of exported weights' files. They need no API key."""
 
 import hashlib
 import hmac

@@ -1,29 +1,27 @@
 """Promises of the server: a request is accepted at once, and the client fetches its answer by a
-long poll. Uses neither HTTP nor actors.
-
-A request that is sent again with its key gets the first one's promise, so the work is done once.
+long poll. A repeated request gets the first one's promise. Uses neither HTTP nor actors.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
-Json = dict[str, object]
+Json = dict[str, Any]
 
 MAX_ERROR_LENGTH = 4096
 """Longest error that a client gets; it may repeat a part of the request."""
 
 
 class UserError(Exception):
-    """A fault of the request, whose text the client gets: as an Answer of category `user`, or
-    outside a promise in an HTTP error.
-    """
+    """A fault of the request: an Answer of category `user`, or outside a promise an HTTP error."""
 
 
 class NotFoundError(UserError):
@@ -57,13 +55,16 @@ class Promise:
     owner: str
     extra: Json  # fields of the reply
     begun: float  # this, answered and fetched: Futures.now
-    answered: float | None = None
+    answered: float = 0.0
     fetched: float | None = None
     answer: Answer | None = None
     is_done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def reply(self) -> Json:
         return {"request_id": self.request_id, **self.extra}
+
+
+Work = Callable[[], Awaitable[Answer]]
 
 
 class Futures:
@@ -79,10 +80,9 @@ class Futures:
     ) -> None:
         """keep_fetched: seconds that an answer is kept after it was fetched. keep_keys: seconds
         after the answer in which a repeated request is recognised by its key. keep_unfetched:
-        seconds that an unfetched answer is kept, at least keep_keys. max_answers: most promises of
-        one owner; above it the oldest answered ones are forgotten. max_bytes: of the answers kept
-        for one owner; above it the oldest are dropped, but not their promises, so nothing runs
-        twice.
+        seconds that an unfetched answer is kept, at least keep_keys. max_answers: most answered
+        promises of one owner; above it the oldest are forgotten. max_bytes: of the answers kept for
+        one owner; above it the oldest are dropped, but not their promises, so nothing runs twice.
         """
         self.keep_fetched = keep_fetched
         self.keep_unfetched = keep_unfetched
@@ -90,15 +90,14 @@ class Futures:
         self.max_answers = max_answers
         self.max_bytes = max_bytes
         self.now = now
-        self.promises: OrderedDict[str, Promise] = OrderedDict()
-        self.keys: dict[Hashable, str] = {}
+        self.promises: dict[str, Promise] = {}
+        self.keys: dict[Hashable, Promise] = {}
         self.spent: set[Hashable] = set()  # of work that must never run again
-        self.owned: Counter[str] = Counter()  # by owner
-        self.answered: dict[str, deque[str]] = defaultdict(deque)  # by owner, oldest first
         self.tasks: set[asyncio.Task[None]] = set()
         self.num_waiting = 0  # without an answer
         self.waiting_bytes: Counter[str] = Counter()  # of their data, by owner
-        # by owner and id: with a protobuf answer, oldest first
+        # by owner and id, oldest first: answered, and of these with a protobuf answer
+        self.answered: dict[str, OrderedDict[str, Promise]] = defaultdict(OrderedDict)
         self.kept: dict[str, OrderedDict[str, Promise]] = defaultdict(OrderedDict)
         self.kept_bytes: Counter[str] = Counter()  # by owner
         self._swept = now()
@@ -107,24 +106,21 @@ class Futures:
         self,
         key: Hashable,
         what: str,
-        work: Callable[[], Awaitable[Answer]],
+        work: Work,
         extra: Json | None = None,
         *,
         owner: str = "",
         keeps_key: bool = False,
         num_bytes: int = 0,
     ) -> Promise:
-        """Start the work, or return the promise of this owner's earlier `what` with this key. With
-        key None it always starts.
-
-        keeps_key: never run twice; once the promise is forgotten, a repeated request gets an error.
-        num_bytes: of the data that the work holds.
+        """Start the work, or return the promise of this owner's earlier `what` with this key.
+        keeps_key: once the promise is forgotten, a repeated request gets an error. num_bytes: of
+        the data that the work holds.
         """
         key = None if key is None else (owner, what, key)
         self._sweep(owner)
-        known = self.promises.get(self.keys.get(key, "")) if key is not None else None
-        if known is not None:
-            return known
+        if key in self.keys:
+            return self.keys[key]
         promise = Promise(
             request_id=uuid.uuid4().hex,
             key=key,
@@ -136,12 +132,11 @@ class Futures:
             begun=self.now(),
         )
         self.promises[promise.request_id] = promise
-        self.owned[owner] += 1
         if key in self.spent:
             self._finish(promise, SPENT)
             return promise
         if key is not None:
-            self.keys[key] = promise.request_id
+            self.keys[key] = promise
         self.num_waiting += 1
         self.waiting_bytes[owner] += num_bytes
         task = asyncio.create_task(self._run(promise, work))
@@ -149,28 +144,25 @@ class Futures:
         task.add_done_callback(self.tasks.discard)
         return promise
 
-    async def _run(self, promise: Promise, work: Callable[[], Awaitable[Answer]]) -> None:
-        answer = Answer(error="the work has no answer", category="server")
+    async def _run(self, promise: Promise, work: Work) -> None:
         try:
             answer = await work()
         except (UserError, ValueError, TypeError) as error:
             answer = Answer(error=_text(error), category="user")
         except asyncio.CancelledError:
             answer = Answer(error="the server is stopping, so the request was cancelled", category="server")
-            raise
         except Exception as error:
             logger.exception("%s failed", promise.what)
             answer = Answer(error=f"{type(error).__name__}: {_text(error)}", category="server")
-        finally:
-            self.num_waiting -= 1
-            self.waiting_bytes[promise.owner] -= promise.num_bytes
-            self._finish(promise, answer)
+        self.num_waiting -= 1
+        self.waiting_bytes[promise.owner] -= promise.num_bytes
+        self._finish(promise, answer)
 
     def _finish(self, promise: Promise, answer: Answer) -> None:
         promise.answer = answer
         promise.answered = self.now()
         promise.is_done.set()
-        self.answered[promise.owner].append(promise.request_id)
+        self.answered[promise.owner][promise.request_id] = promise
         if answer.num_bytes:
             kept = self.kept[promise.owner]
             kept[promise.request_id] = promise
@@ -186,29 +178,13 @@ class Futures:
         promise.answer = DROPPED
 
     async def wait(self, request_id: str, hold: float, *, owner: str = "") -> Promise:
-        """The promise, when it has an answer or after `hold` seconds.
-
-        Raises KeyError if it is unknown, forgotten, or another owner's.
-        """
+        """The promise, answered or after `hold` seconds. KeyError: unknown, or another owner's."""
         promise = self.promises[request_id]
         if promise.owner != owner:
             raise KeyError(request_id)
-        if promise.answer is None:
-            try:
-                await asyncio.wait_for(promise.is_done.wait(), hold)
-            except TimeoutError:
-                return promise
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(promise.is_done.wait(), hold)
         return promise
-
-    def waiting(self, owner: str) -> list[Promise]:
-        """The owner's unanswered requests, oldest first."""
-        return [each for each in self.promises.values() if each.answered is None and each.owner == owner]
-
-    def fetched(self, promise: Promise) -> None:
-        """Keep the answer for keep_fetched more seconds, because the client may not have received
-        it.
-        """
-        promise.fetched = self.now()
 
     async def close(self) -> None:
         """Cancel all work, and wait until it has ended."""
@@ -217,38 +193,31 @@ class Futures:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
     def _sweep(self, owner: str) -> None:
-        """Forget the owner's answered promises above max_answers, and at most once a second
-        everyone's old ones.
-        """
+        """Forget the owner's oldest answers above max_answers, and once a second everyone's old ones."""
         answered = self.answered[owner]
-        while answered and self.owned[owner] > self.max_answers:
-            if promise := self.promises.get(answered.popleft()):
-                self._forget(promise)
+        while len(answered) > self.max_answers:
+            self._forget(next(iter(answered.values())))
         now = self.now()
         if now - self._swept < 1.0:
             return
         self._swept = now
-        for promise in list(self.promises.values()):
-            if promise.answered is None:
-                continue
+        for promise in [each for owned in self.answered.values() for each in owned.values()]:
+            age = now - promise.answered
             if promise.fetched is None:
-                is_forgotten = now - promise.answered > max(self.keep_keys, self.keep_unfetched)
+                is_forgotten = age > max(self.keep_keys, self.keep_unfetched)
             else:
                 is_dropped = now - promise.fetched > self.keep_fetched
-                is_forgotten = is_dropped and now - promise.answered > self.keep_keys
+                is_forgotten = is_dropped and age > self.keep_keys
                 if is_dropped:
                     self._drop(promise)
             if is_forgotten:
                 self._forget(promise)
-        for owned in self.answered.values():
-            while owned and owned[0] not in self.promises:
-                owned.popleft()
 
     def _forget(self, promise: Promise) -> None:
         self._drop(promise)
         del self.promises[promise.request_id]
-        self.owned[promise.owner] -= 1
-        if promise.key is not None and self.keys.get(promise.key) == promise.request_id:
+        del self.answered[promise.owner][promise.request_id]
+        if promise.key is not None and self.keys.get(promise.key) is promise:
             del self.keys[promise.key]
             if promise.keeps_key:
                 self.spent.add(promise.key)
@@ -258,7 +227,6 @@ DROPPED = Answer(
     error="the answer is gone: it was fetched before, or the server needed its memory for newer answers",
     category="server",
 )
-"""Replaces a dropped answer."""
 SPENT = Answer(
     error="this request was executed before, and its answer is gone; it is not executed again", category="user"
 )

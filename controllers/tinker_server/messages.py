@@ -1,10 +1,10 @@
 """The JSON bodies of requests to the Tinker server, as version 0.38 of the Tinker SDK sends them.
 
-Unknown fields are refused by name. Every list and name has a limit, because a few MiB could
-otherwise become objects, errors or answers of many times that.
+Lists and names have limits: a few MiB could become objects or answers of many times that.
 """
 
 import json
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -19,6 +19,8 @@ MAX_DEPTH = 32
 MAX_STOPS = 256
 MAX_STOP_CHARACTERS = 1024
 
+Number = Annotated[int, Field(ge=0, le=MAX_INT64)]
+Seconds = Annotated[int, Field(ge=1, le=MAX_TTL)]
 Name = Annotated[str, Field(max_length=MAX_NAME)]
 """An id, path or name, which replies, errors and logs repeat."""
 Text = Annotated[str, Field(max_length=MAX_METADATA_BYTES)]
@@ -44,9 +46,7 @@ class Body(BaseModel):
 
 
 def _require_small(name: str, value: Any) -> None:
-    """Raises ValueError for a free-form object that is large or deep, or text that no answer could
-    repeat.
-    """
+    """Raises ValueError for a free-form object that no answer could repeat."""
     try:
         size = len(json.dumps(value, ensure_ascii=False).encode())
     except UnicodeEncodeError:
@@ -54,35 +54,34 @@ def _require_small(name: str, value: Any) -> None:
     if size > MAX_METADATA_BYTES:
         raise ValueError(f"{name} has {size} bytes as JSON; at most {MAX_METADATA_BYTES} are allowed")
     level = [value]
-    depth = 0
-    while level:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise ValueError(f"{name} is nested more than {MAX_DEPTH} deep")
-        level = [
-            each
-            for group in level
-            if isinstance(group, dict | list)
-            for each in (group.values() if isinstance(group, dict) else group)
-        ]
+    for _ in range(MAX_DEPTH):
+        level = [each for group in level for each in _children(group)]
+    if level:
+        raise ValueError(f"{name} is nested more than {MAX_DEPTH} deep")
+
+
+def _children(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+class Request(Body):
+    type: Name = ""  # its name, which the SDK sends
 
 
 class ClientConfig(Body):
     sdk_version: Name
 
 
-class CreateSession(Body):
+class CreateSession(Request):
     tags: Names = []
     user_metadata: dict[str, Any] | None = None
     sdk_version: Name = ""
     project_id: Name | None = None
     display_name: Name | None = None
-    type: Name = "create_session"
 
 
-class OfSession(Body):
+class OfSession(Request):
     session_id: Name
-    type: Name = ""
 
 
 class FinishSession(Body):
@@ -98,19 +97,18 @@ class Lora(Body):
     train_attn: bool = True
 
 
-class CreateModel(Body):
+class CreateModel(Request):
     session_id: Name
-    model_seq_id: int = Field(ge=0, le=MAX_INT64)
+    model_seq_id: Number
     base_model: Name
     user_metadata: dict[str, Any] | None = None
     lora_config: Lora | None = None
     optimizer_config: dict[str, Any] | None = None
-    type: Name = "create_model"
 
 
-class OfModel(Body):
+class OfModel(Request):
     model_id: Name
-    type: Name = ""
+    seq_id: int | None = Field(default=None, le=MAX_INT64)  # the place among the requests to the run
 
 
 class AdamParams(Body):
@@ -122,12 +120,9 @@ class AdamParams(Body):
     grad_clip_norm: float = 0.0
 
 
-class OptimStep(Body):
-    model_id: Name
-    seq_id: int | None = Field(default=None, le=MAX_INT64)
+class OptimStep(OfModel):
     adam_params: AdamParams | None = None
     optimizer_params: dict[str, Any] | None = None
-    type: Name = "optim_step"
 
 
 class RetrieveFuture(Body):
@@ -135,56 +130,45 @@ class RetrieveFuture(Body):
     allow_metadata_only: bool = False
 
 
-class SaveWeights(Body):
-    model_id: Name
+class SaveWeights(OfModel):
     path: Name | None = None
-    seq_id: int | None = Field(default=None, le=MAX_INT64)
-    ttl_seconds: int | None = Field(default=None, ge=1, le=MAX_TTL)
+    ttl_seconds: Seconds | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
-    type: Name = "save_weights"
 
 
-class SaveWeightsForSampler(Body):
-    model_id: Name
+class SaveWeightsForSampler(OfModel):
     path: Name | None = None
-    sampling_session_seq_id: int | None = Field(default=None, ge=0, le=MAX_INT64)
+    sampling_session_seq_id: Number | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    seq_id: int | None = Field(default=None, le=MAX_INT64)
-    ttl_seconds: int | None = Field(default=None, ge=1, le=MAX_TTL)
+    ttl_seconds: Seconds | None = None
     user_metadata: dict[str, str] | None = None
-    type: Name = "save_weights_for_sampler"
 
 
-class SaveWeightsExternal(Body):
-    model_id: Name
+class SaveWeightsExternal(OfModel):
     path: Name
-    seq_id: int | None = Field(default=None, le=MAX_INT64)
-    ttl_seconds: int | None = Field(default=None, ge=1, le=MAX_TTL)
+    ttl_seconds: Seconds | None = None
     age_encryption_recipients: Annotated[list[Text], Field(max_length=64)] | None = None
-    type: Name = "save_weights_external"
 
 
-class LoadWeights(Body):
+class LoadWeights(Request):
     model_id: Name | None = None
     seq_id: int | None = Field(default=None, le=MAX_INT64)
     session_id: Name | None = None
-    model_seq_id: int | None = Field(default=None, ge=0, le=MAX_INT64)
+    model_seq_id: Number | None = None
     base_model: Name | None = None
     user_metadata: dict[str, Any] | None = None
     path: Name
     optimizer: bool
     optimizer_config: dict[str, Any] | None = None
     weights_access_token: Text | None = None
-    type: Name = "load_weights"
 
 
-class CreateSamplingSession(Body):
+class CreateSamplingSession(Request):
     session_id: Name
-    sampling_session_seq_id: int = Field(ge=0, le=MAX_INT64)
+    sampling_session_seq_id: Number
     base_model: Name | None = None
     model_path: Name | None = None
-    type: Name = "create_sampling_session"
 
 
 class Chunk(Body):
@@ -201,7 +185,7 @@ class Prompt(Body):
     chunks: Annotated[list[Chunk], Field(fail_fast=True, max_length=4096)]
 
 
-class SamplingParams(Body):
+class SampleOptions(Body):
     max_tokens: int | None = Field(default=None, ge=1)
     seed: int | None = None
     stop: (
@@ -223,14 +207,14 @@ class TensorData(Body):
     sparse_col_indices: Integers | None = None
 
 
-class Sample(Body):
+class SampleRequest(Request):
     num_samples: int = Field(default=1, ge=1)
     prompt: Prompt
-    sampling_params: SamplingParams
+    sampling_params: SampleOptions
     base_model: Name | None = None
     model_path: Name | None = None
     sampling_session_id: Name | None = None
-    seq_id: int | None = Field(default=None, ge=0, le=MAX_INT64)
+    seq_id: Number | None = None
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = Field(default=0, ge=0)
     topk_sample_logprobs: int = Field(default=0, ge=0)
@@ -238,7 +222,6 @@ class Sample(Body):
     prompt_alt_tokens_k: int = Field(default=0, ge=0)
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool | None = None
-    type: Name = "sample"
 
     @property
     def num_bytes(self) -> int:
@@ -253,9 +236,9 @@ class Sample(Body):
 class CopyWeights(Body):
     source_path: Name
     session_id: Name | None = None
-    model_seq_id: int | None = Field(default=None, ge=0, le=MAX_INT64)
+    model_seq_id: Number | None = None
     destination_project_id: Name | None = None
-    ttl_seconds: int | None = Field(default=None, ge=1, le=MAX_TTL)
+    ttl_seconds: Seconds | None = None
     weights_access_token: Text | None = None
 
 
@@ -264,4 +247,4 @@ class WeightsInfo(Body):
 
 
 class SetTtl(Body):
-    ttl_seconds: int | None = Field(default=None, ge=1, le=MAX_TTL)
+    ttl_seconds: Seconds | None = None

@@ -1,23 +1,24 @@
-"""Converts the Datums of a client's request to Samples for a trainer, and the trainer's output to
-the client's answer.
+"""Converts the Datums of a request to Samples for a trainer, and the trainer's output to the answer.
 
-Both have token i and target i at position i, so nothing is shifted. K targets of a position, with
-weights, under cross_entropy.
+Both have target i at position i, so nothing is shifted. K targets of a position (cross_entropy).
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from controllers.tinker_server.codec import Datum, ForwardBackwardCall, read_forward_backward, write_forward_backward
+from controllers.tinker_server import codec
+from controllers.tinker_server.codec import Datum
 from controllers.tinker_server.counts import require_few_fields
-from controllers.tinker_server.losses import COLUMN_OF_INPUT, LossKind, kind_of, make_loss
+from controllers.tinker_server.losses import KINDS, OUR_NAMES, Clipped, StableReinforce, make_loss
 from rl_actors import metrics
 from rl_actors.clients.limits import TrainerLimits
-from rl_actors.losses import Loss
+from rl_actors.losses import CrossEntropy, Loss
 from rl_actors.types import ForwardBackwardOutput, Sample
 
 
@@ -25,8 +26,7 @@ from rl_actors.types import ForwardBackwardOutput, Sample
 class Batch:
     """Samples and loss of a forward or forward_backward request.
 
-    A group is one call of the trainer, which pads its samples to the same K. It has only datums of
-    at least half the largest K, so none grows much.
+    A group is a call of the trainer, which pads to one K, so it has only datums of at least K / 2.
     """
 
     groups: list[list[Sample]]
@@ -40,49 +40,38 @@ class Batch:
 
     @property
     def num_datums(self) -> int:
-        return sum(len(group) for group in self.groups)
+        return sum(map(len, self.groups))
 
     @property
     def num_bytes(self) -> int:
-        tensors = 0
-        for group in self.groups:
-            for sample in group:
-                for tensor in (sample.tokens, sample.targets, *sample.columns.values()):
-                    tensors += tensor.numel() * tensor.element_size()
-        return tensors
+        total = 0
+        for sample in itertools.chain(*self.groups):
+            total += sum(tensor.nbytes for tensor in (sample.tokens, sample.targets, *sample.columns.values()))
+        return total
 
     def merged(self, outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
-        """The groups' outputs as one, in the order of the request. Means are weighted by the
-        groups' positions.
-        """
+        """One output in the order of the request. Means are weighted by the groups' positions."""
         if len(outputs) == 1:
             return outputs[0]
-        rows: dict[int, torch.Tensor] = {}
-        wide: dict[int, torch.Tensor] = {}
+        logprobs = [row for output in outputs for row in output.logprobs]
+        target_logprobs = [row for output in outputs for row in output.target_logprobs or ()]
         partials = []
-        for output, group, indices in zip(outputs, self.groups, self.order, strict=True):
-            assert output.target_logprobs is not None
-            rows |= dict(zip(indices, output.logprobs, strict=True))
-            wide |= dict(zip(indices, output.target_logprobs, strict=True))
-            num_positions = sum(map(len, group))
-            weighted = {}
-            for name, value in output.metrics.items():
-                is_mean = name.endswith(":mean")
-                weighted[name] = (value * num_positions, num_positions) if is_mean else value
-            partials.append(weighted)
+        for output, group in zip(outputs, self.groups, strict=True):
+            weight = sum(map(len, group))
+            means = {name: (value * weight, weight) for name, value in output.metrics.items() if name.endswith(":mean")}
+            partials.append({**output.metrics, **means})
+        places = np.argsort(np.concatenate(self.order))
         return replace(
             outputs[0],
-            logprobs=[rows[index] for index in sorted(rows)],
-            target_logprobs=[wide[index] for index in sorted(wide)],
+            logprobs=[logprobs[place] for place in places],
+            target_logprobs=[target_logprobs[place] for place in places],
             metrics=metrics.finish(metrics.merge(partials)),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingCall:
-    """A forward or forward_backward request that was read whole. Wrong data is an error of its
-    answer.
-    """
+    """A forward or forward_backward request. Wrong data is an error of its answer."""
 
     model_id: str
     seq_id: int  # 0 if the client sent none
@@ -96,38 +85,39 @@ class TrainingCall:
 
 def read_call(body: bytes, limits: TrainerLimits) -> TrainingCall:
     """Raises ValueError if the body is not a ForwardBackwardRequest."""
-    require_few_fields(body, "ForwardBackwardRequest")
-    call = read_forward_backward(body)
+    require_few_fields(body)
+    message = codec.parse_forward_backward(body)
     batch: Batch | Exception
     try:
-        batch = read_batch(call, limits)
+        batch = read_batch(message, limits)
     except Exception as error:
         batch = error.with_traceback(None)
-    return TrainingCall(model_id=call.model_id, seq_id=call.seq_id, forward_only=call.forward_only, batch=batch)
+    return TrainingCall(
+        model_id=message.model_id, seq_id=message.seq_id, forward_only=message.forward_only, batch=batch
+    )
 
 
-def read_batch(call: ForwardBackwardCall, limits: TrainerLimits) -> Batch:
-    """Samples and loss of a request. Raises ValueError naming the datum and the input."""
-    kind = kind_of(call.loss_fn)
-    loss = make_loss(call.loss_fn, call.config)
-    data = call.data()
+def read_batch(message: Any, limits: TrainerLimits) -> Batch:
+    """Of a ForwardBackwardRequest. Raises ValueError naming the datum and the input."""
+    loss = make_loss(message.loss_fn, codec.read_loss_config(message))
+    data = codec.read_data(message)
     if not data:
         raise ValueError("the request has no datums")
     for index, datum in enumerate(data):
-        _require_inputs(f"datum {index}", call.loss_fn, kind, datum)
-    ranks = {datum.inputs["target_tokens"].ndim for datum in data}
-    if len(ranks) > 1:
+        _require_inputs(f"datum {index}", message.loss_fn, datum)
+    dimensions = {datum.inputs["target_tokens"].ndim for datum in data}
+    if len(dimensions) > 1:
         raise ValueError(
             "target_tokens has one dimension in some datums of the request and two in others; the number must be the same in all datums"
         )
-    if ranks == {2}:
-        if call.loss_fn != "cross_entropy":
-            raise ValueError(
-                f"target_tokens has two dimensions, which only cross_entropy takes; the loss is {call.loss_fn}"
-            )
-        return _with_groups(data, loss, limits)
-    samples = [_with_one_target(datum, call.loss_fn) for datum in data]
-    return Batch(groups=[samples], order=[list(range(len(data)))], loss=loss, widths=None)
+    if dimensions == {1}:
+        samples = [_with_one_target(datum, loss) for datum in data]
+        return Batch(groups=[samples], order=[list(range(len(data)))], loss=loss, widths=None)
+    if message.loss_fn != "cross_entropy":
+        raise ValueError(
+            f"target_tokens has two dimensions, which only cross_entropy takes; the loss is {message.loss_fn}"
+        )
+    return _with_groups(data, loss, limits)
 
 
 def _with_groups(data: list[Datum], loss: Loss, limits: TrainerLimits) -> Batch:
@@ -144,23 +134,25 @@ def _with_groups(data: list[Datum], loss: Loss, limits: TrainerLimits) -> Batch:
     for indices in order.values():
         width = max(1, *(widths[index] for index in indices))
         groups.append([_with_many_targets(data[index], width) for index in indices])
+    batch = Batch(groups=groups, order=list(order.values()), loss=loss, widths=widths)
     if len(groups) > 1:
         # the trainer checks a group only in its turn, and a refused request must add no gradient
-        for indices, group in zip(order.values(), groups, strict=True):
-            _check_group(indices, group, loss, limits)
-    return Batch(groups=groups, order=list(order.values()), loss=loss, widths=widths)
+        _check_groups(batch, limits)
+    return batch
 
 
-def _check_group(indices: list[int], group: list[Sample], loss: Loss, limits: TrainerLimits) -> None:
-    for index, sample in zip(indices, group, strict=True):
-        try:
-            limits.check_samples([sample], loss)
-        except (ValueError, TypeError) as error:
-            raise type(error)(f"datum {index}: {error}") from None
-    limits.check_samples(group, loss)
+def _check_groups(batch: Batch, limits: TrainerLimits) -> None:
+    for group, indices in zip(batch.groups, batch.order, strict=True):
+        for sample, index in zip(group, indices, strict=True):
+            try:
+                limits.check_samples([sample], batch.loss)
+            except (ValueError, TypeError) as error:
+                raise type(error)(f"datum {index}: {error}") from None
+        limits.check_samples(group, batch.loss)
 
 
-def _require_inputs(where: str, name: str, kind: LossKind, datum: Datum) -> None:
+def _require_inputs(where: str, name: str, datum: Datum) -> None:
+    kind = KINDS[name]
     missing = kind.required - datum.inputs.keys()
     if missing:
         raise ValueError(f"{where} has no loss_fn_inputs[{min(missing)!r}], which the loss {name} reads")
@@ -181,18 +173,20 @@ def _require_inputs(where: str, name: str, kind: LossKind, datum: Datum) -> None
             )
 
 
-def _with_one_target(datum: Datum, loss_name: str) -> Sample:
-    columns: dict[str, torch.Tensor] = {}
-    for name, column in COLUMN_OF_INPUT.items():
-        if name in datum.inputs:
-            columns[column] = _floats(datum.inputs[name])
-    if loss_name == "cross_entropy":
-        columns.setdefault("loss_weights", torch.ones(len(datum.tokens)))
-    if loss_name == "stable_reinforce":
+def _with_one_target(datum: Datum, loss: Loss) -> Sample:
+    inputs = dict(datum.inputs)
+    targets = torch.tensor(inputs.pop("target_tokens"), dtype=torch.int64)
+    columns = {OUR_NAMES.get(name, name): torch.tensor(values).float() for name, values in inputs.items()}
+    num_positions = len(datum.tokens)
+    if isinstance(loss, CrossEntropy):
+        columns.setdefault("loss_weights", torch.ones(num_positions))
+    if isinstance(loss, Clipped):
+        columns.setdefault("clip_low", torch.full((num_positions,), loss.clip_low))
+        columns.setdefault("clip_high", torch.full((num_positions,), loss.clip_high))
+    if isinstance(loss, StableReinforce):
         if datum.is_sampled is None:
             raise ValueError("stable_reinforce needs loss_fn_input_spans, which say which tokens were sampled")
-        columns["is_sampled"] = _floats(datum.is_sampled)
-    targets = torch.from_numpy(datum.inputs["target_tokens"].astype(np.int64))
+        columns["is_sampled"] = torch.tensor(datum.is_sampled).float()
     return Sample(tokens=torch.from_numpy(datum.tokens), targets=targets, columns=columns)
 
 
@@ -201,28 +195,20 @@ def _with_many_targets(datum: Datum, width: int) -> Sample:
     targets = datum.inputs["target_tokens"]
     weights = datum.inputs.get("weights", np.ones(targets.shape, np.float32))
     padding = ((0, 0), (0, width - targets.shape[1]))
-    ids = torch.from_numpy(np.pad(targets, padding).astype(np.int64, copy=False))
+    ids = torch.tensor(np.pad(targets, padding), dtype=torch.int64)
     columns = {
         "loss_weights": torch.ones(len(datum.tokens)),
         "target_ids": ids,
-        "target_weights": _floats(np.pad(weights, padding)),
+        "target_weights": torch.tensor(np.pad(weights, padding)).float(),
     }
     return Sample(tokens=torch.from_numpy(datum.tokens), targets=ids[:, 0].clone(), columns=columns)
-
-
-def _floats(values: np.ndarray) -> torch.Tensor:
-    # copied, because a request's arrays are read-only views
-    return torch.from_numpy(values.astype(np.float32, copy=not values.flags.writeable))
 
 
 def write_output(batch: Batch, output: ForwardBackwardOutput) -> bytes:
     """All logprobs, and the metrics that are finite, or loss:sum."""
     finite = {name: value for name, value in output.metrics.items() if math.isfinite(value) or name == "loss:sum"}
-    return write_forward_backward(_logprobs(batch, output), finite)
-
-
-def _logprobs(batch: Batch, output: ForwardBackwardOutput) -> Sequence[np.ndarray]:
     if batch.widths is None:
-        return [row.numpy() for row in output.logprobs]
+        return codec.write_forward_backward([row.numpy() for row in output.logprobs], finite)
     assert output.target_logprobs is not None
-    return [row[:, :width].numpy() for row, width in zip(output.target_logprobs, batch.widths, strict=True)]
+    rows = zip(output.target_logprobs, batch.widths, strict=True)
+    return codec.write_forward_backward([row[:, :width].numpy() for row, width in rows], finite)

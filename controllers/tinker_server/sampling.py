@@ -1,8 +1,7 @@
 """Samples from many versions of the weights with one generator. Contains no HTTP.
 
 A version is whole weights, or an adapter over the base weights. Requests for the held weights and
-adapters over them run at the same time; others wait until those have ended and the generator has
-pulled.
+adapters over them run together; others wait until those have ended, and for a pull.
 """
 
 import asyncio
@@ -11,13 +10,13 @@ import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from rl_actors import SamplingParams
+from rl_actors import GeneratorClient, SamplingParams
 from rl_actors.types import Completion
 
 logger = logging.getLogger(__name__)
@@ -26,46 +25,21 @@ Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
 
 PATIENCE = 1.0
-"""Seconds that a request for another version waits before new requests for the held version wait
-behind it.
-"""
+"""Seconds after which a request that waits goes before new ones for the held version."""
 GATHER_SECONDS = 0.003
 """Requests are gathered into one call until none has come for this long."""
 LONGEST_GATHER_SECONDS = 0.06
-"""Longest gathering of one call."""
 LOADED_ADAPTERS = 64
-"""Most loaded adapters not in use, because a restarted generator loads all of them before its first
-request.
-"""
-
-
-class Generator(Protocol):
-    """The calls of GeneratorClient that a server makes. tests/fakes.py has a fake."""
-
-    def ready(self) -> Awaitable[None]: ...
-    def generate_each(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, adapter: str | None = None
-    ) -> AsyncIterator[tuple[int, list[Completion]]]: ...
-    def compute_logprobs(
-        self, sequences: Sequence[Sequence[int]], *, adapter: str | None = None
-    ) -> Awaitable[list[Tensor]]: ...
-    def pull_model_state_dict(self, version: int) -> Awaitable[int]: ...
-    def load_adapter(self, name: str, directory: str) -> Awaitable[None]: ...
-    def unload_adapter(self, name: str) -> Awaitable[None]: ...
-    def close(self) -> Awaitable[None]: ...
+"""Most loaded adapters not in use: a restarted generator loads all before its first request."""
 
 
 @dataclass(slots=True)
 class _Waiter:
-    """A request that waits for its version."""
+    """A request for a version."""
 
     since: float  # time.monotonic()
-    # set by `_switch`, which counts the request in num_running, or fails it if the pull failed
-    admitted: asyncio.Future[None]
-
-    @property
-    def is_counted(self) -> bool:
-        return self.admitted.done() and not self.admitted.cancelled() and self.admitted.exception() is None
+    admitted: asyncio.Future[None]  # fails if the pull of the version failed
+    is_counted: bool = False  # in num_running
 
 
 @dataclass(slots=True)
@@ -80,7 +54,7 @@ class _Adapter:
 class VersionedGenerator:
     """A generator, the version that it holds, and the adapters that it has loaded."""
 
-    def __init__(self, generator: Generator) -> None:
+    def __init__(self, generator: GeneratorClient) -> None:
         self.generator = generator
         self.version: int | None = None  # None before the first pull, and after a failed one
         # by version, least recently used first
@@ -89,12 +63,11 @@ class VersionedGenerator:
         self._unloads: set[asyncio.Future[None]] = set()  # calls of _unload under way
         self.num_running = 0
         self.num_switches = 0
-        # by version, in the order of the first waiting request
-        self._waiting: OrderedDict[int, list[_Waiter]] = OrderedDict()
+        self._waiting: dict[int, list[_Waiter]] = {}  # by version, in the order of the first waiting request
         self._switching: asyncio.Task[None] | None = None
         # one call has one adapter, and for completions equal SamplingParams
         self.completions: _Gatherer[tuple[str | None, SamplingParams], list[int], list[Completion]] = _Gatherer(
-            self._generate_batch
+            lambda key, prompts: self.generator.generate_each(prompts, key[1], adapter=key[0])
         )
         self.logprobs: _Gatherer[str | None, list[int], Tensor] = _Gatherer(self._score_batch)
 
@@ -115,11 +88,7 @@ class VersionedGenerator:
 
     @contextlib.asynccontextmanager
     async def using_adapter(self, version: int, directory: str, *, base: int) -> "AsyncIterator[Weights]":
-        """Hold the adapter of `version` (files in `directory`) over the whole weights of version
-        `base`.
-
-        Raises RuntimeError if adapter or weights cannot be loaded.
-        """
+        """Hold the adapter in `directory` over version `base`. Raises RuntimeError if a load fails."""
         if version not in self._adapters:
             self._adapters[version] = _Adapter(f"version {version}, {next(self._names)}", directory)
         adapter = self._adapters[version]
@@ -149,9 +118,7 @@ class VersionedGenerator:
             raise RuntimeError(f"the adapter of version {version} cannot be loaded: {error}") from error
 
     async def unload(self, version: int) -> None:
-        """Wait for this version's requests, and unload its adapter, if loaded. No new request for
-        it may come.
-        """
+        """Wait for this version's requests, the last ones, and unload its adapter, if loaded."""
         adapter = self._adapters.pop(version, None)
         if adapter is not None:
             await self._unload(adapter)
@@ -167,9 +134,7 @@ class VersionedGenerator:
             logger.exception("the adapter %r was not unloaded", adapter.name)
 
     def _unload_oldest(self) -> None:
-        """Unload the least recently used idle adapters above LOADED_ADAPTERS. A later request loads
-        again, under another name.
-        """
+        """Unload the least recently used idle adapters. A later request loads under another name."""
         idle = [version for version, adapter in self._adapters.items() if not adapter.num_users]
         for version in idle[: max(0, len(self._adapters) - LOADED_ADAPTERS)]:
             unload = asyncio.ensure_future(self._unload(self._adapters.pop(version)))
@@ -179,21 +144,24 @@ class VersionedGenerator:
     @contextlib.asynccontextmanager
     async def _holding(self, version: int) -> AsyncIterator[None]:
         """Hold the whole weights of this version. Raises RuntimeError if the pull fails."""
-        waiter = None
+        waiter = _Waiter(time.monotonic(), asyncio.get_running_loop().create_future())
         if self._may_start(version):
-            self.num_running += 1
+            self._admit(waiter)
         else:
-            waiter = _Waiter(time.monotonic(), asyncio.get_running_loop().create_future())
             self._waiting.setdefault(version, []).append(waiter)
             self._switch_if_idle()
         try:
-            if waiter is not None:
-                await waiter.admitted  # may be cancelled here, also after it was counted
+            await waiter.admitted  # may be cancelled here, also after it was counted
             yield
         finally:
-            if waiter is None or waiter.is_counted:
+            if waiter.is_counted:
                 self.num_running -= 1
             self._switch_if_idle()
+
+    def _admit(self, waiter: _Waiter) -> None:
+        waiter.admitted.set_result(None)
+        waiter.is_counted = True
+        self.num_running += 1
 
     def _may_start(self, version: int) -> bool:
         if version != self.version or self._switching is not None:
@@ -206,9 +174,7 @@ class VersionedGenerator:
             self._switching = asyncio.create_task(self._switch())
 
     async def _switch(self) -> None:
-        """Pull the version that has been waited for longest, unless held, and start its requests,
-        or fail them.
-        """
+        """Pull the version that has been waited for longest, and start or fail its requests."""
         version = next(iter(self._waiting))
         error: Exception | None = None
         try:
@@ -216,7 +182,7 @@ class VersionedGenerator:
                 self.version = None
                 await self.generator.pull_model_state_dict(version)
                 self.version = version
-                self.num_switches = self.num_switches + 1
+                self.num_switches += 1
         except Exception as failure:
             logger.exception("the pull of version %d failed", version)
             error = failure
@@ -225,20 +191,11 @@ class VersionedGenerator:
             if waiter.admitted.done():  # cancelled
                 continue
             if error is None:
-                self.num_running += 1
-                waiter.admitted.set_result(None)
+                self._admit(waiter)
             else:
-                waiter.admitted.set_exception(
-                    RuntimeError(f"the weights of version {version} cannot be loaded: {error}")
-                )
+                failed = RuntimeError(f"the weights of version {version} cannot be loaded: {error}")
+                waiter.admitted.set_exception(failed)
         self._switch_if_idle()
-
-    async def _generate_batch(
-        self, key: tuple[str | None, SamplingParams], prompts: list[list[int]]
-    ) -> AsyncIterator[tuple[int, list[Completion]]]:
-        adapter, params = key
-        async for pair in self.generator.generate_each(prompts, params, adapter=adapter):
-            yield pair
 
     async def _score_batch(self, adapter: str | None, sequences: list[list[int]]) -> AsyncIterator[tuple[int, Tensor]]:
         for pair in enumerate(await self.generator.compute_logprobs(sequences, adapter=adapter)):
@@ -253,12 +210,8 @@ class Weights:
     adapter: str | None  # name in the generator; None: whole weights
 
     async def sample(self, prompt: list[int], params: SamplingParams) -> list[Completion]:
-        """params.n completions of the prompt.
-
-        Requests without seed and with equal weights and `params` share a call. A seed needs a call
-        of its own, because seeds depend on the prompt's index.
-        """
-        if params.seed is None:
+        """params.n completions of the prompt."""
+        if params.seed is None:  # what a seed draws depends on the prompt's index in the call
             return await self.versions.completions.add((self.adapter, params), prompt)
         async for _, completions in self.versions.generator.generate_each([prompt], params, adapter=self.adapter):
             return completions
@@ -269,52 +222,42 @@ class Weights:
         return await self.versions.logprobs.add(self.adapter, sequence)
 
 
-@dataclass(slots=True)
-class _Batch(Generic[Item, Result]):
-    closes: float  # latest begin of the call, on the loop's clock
-    items: list[Item] = field(default_factory=list)
-    results: list[asyncio.Future[Result]] = field(default_factory=list)
-    beginning: asyncio.TimerHandle | None = None
-
-
 class _Gatherer(Generic[Key, Item, Result]):
     """Gathers items of the same key that come at nearly the same time into one call."""
 
     def __init__(self, call: Callable[[Key, list[Item]], AsyncIterator[tuple[int, Result]]]) -> None:
         """call: (key, items) -> pairs (index of an item, its result) in any order."""
         self._call = call
-        self._batches: dict[Key, _Batch[Item, Result]] = {}
+        self._batches: dict[Key, list[tuple[Item, asyncio.Future[Result]]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def add(self, key: Key, item: Item) -> Result:
-        loop = asyncio.get_running_loop()
-        batch = self._batches.get(key)
-        if batch is None:
-            batch = self._batches[key] = _Batch(closes=loop.time() + LONGEST_GATHER_SECONDS)
-        if batch.beginning is not None:
-            batch.beginning.cancel()
-        batch.beginning = loop.call_at(min(loop.time() + GATHER_SECONDS, batch.closes), self._begin, key)
-        result: asyncio.Future[Result] = loop.create_future()
-        batch.items.append(item)
-        batch.results.append(result)
+        result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        if key not in self._batches:
+            self._batches[key] = []
+            task = asyncio.create_task(self._run(key, self._batches[key]))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        self._batches[key].append((item, result))
         return await result
 
-    def _begin(self, key: Key) -> None:
-        task = asyncio.create_task(self._run(key, self._batches.pop(key)))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _run(self, key: Key, batch: _Batch[Item, Result]) -> None:
+    async def _run(self, key: Key, batch: list[tuple[Item, asyncio.Future[Result]]]) -> None:
+        latest = time.monotonic() + LONGEST_GATHER_SECONDS
+        num_before = 0
+        while num_before < len(batch) and time.monotonic() < latest:
+            num_before = len(batch)
+            await asyncio.sleep(GATHER_SECONDS)
+        del self._batches[key]
         error: BaseException = RuntimeError("the generator ended the call without this result")
         try:
-            async for index, answer in self._call(key, batch.items):
-                if not batch.results[index].done():
-                    batch.results[index].set_result(answer)
+            async for index, answer in self._call(key, [item for item, _ in batch]):
+                if not batch[index][1].done():
+                    batch[index][1].set_result(answer)
         except BaseException as failure:
             error = failure
             if not isinstance(failure, Exception):
                 raise
         finally:
-            for result in batch.results:
+            for _, result in batch:
                 if not result.done():
                     result.set_exception(error)

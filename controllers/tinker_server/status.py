@@ -5,8 +5,8 @@ from typing import Any
 
 from controllers.observe.prometheus import Family, Labels, text
 from controllers.tinker_server.access import Counts
-from controllers.tinker_server.curves import RATE_SECONDS, RunCurves
-from controllers.tinker_server.server import Server
+from controllers.tinker_server.server import RATE_SECONDS, RunCurves, Server
+from controllers.tinker_server.store import Checkpoint, TrainingRun
 
 MOST_ROWS = 50
 """Most rows of a table on the page."""
@@ -34,35 +34,31 @@ def numbers(server: Server) -> dict[str, tuple[str, float]]:
 
 
 def prometheus(server: Server, counts: Counts) -> str:
-    """The text that Prometheus reads."""
     families = [
         Family(name=f"rl_actors_serve_{name}", about=about, numbers={(): value})
         for name, (about, value) in numbers(server).items()
     ]
     requests: dict[Labels, float] = {}
-    for (route, status), count in sorted(counts.requests.items()):
-        requests[("route", route), ("status", str(status))] = count
-    seconds: dict[Labels, float] = {}
-    for route, number in sorted(counts.seconds.items()):
-        seconds[(("route", route),)] = number
+    for (route, code), count in sorted(counts.requests.items()):
+        requests[("route", route), ("status", str(code))] = count
+    seconds: dict[Labels, float] = {(("route", route),): spent for route, spent in sorted(counts.seconds.items())}
     families.append(Family(name="rl_actors_serve_http_requests_total", numbers=requests))
     families.append(Family(name="rl_actors_serve_http_seconds_total", numbers=seconds))
     return text(families)
 
 
 def page_data(server: Server, owner: str) -> dict[str, Any]:
-    """The data of the status page: only the owner's requests, weights and runs, and the base
-    model's weights.
-    """
+    """Only the owner's requests, weights and runs, and the base model's weights."""
     runs = []
-    for run in server.store.runs(owner, MOST_ROWS, 0):
+    in_memory = server.trainers.residents
+    for run in server.store.find(TrainingRun, MOST_ROWS, owner=owner):
         curves = server.curves.get(run.id, RunCurves())
         runs.append(
             {
                 "id": run.id,
                 "base_model": run.base_model,
                 "rank": run.lora["rank"],
-                "where": _where(server, run.id, run.parked),
+                "where": "in memory" if run.id in in_memory else "on disk" if run.parked else "ended",
                 "num_steps": curves.num_steps,
                 "num_losses": curves.num_losses,
                 "losses": list(curves.losses),
@@ -75,7 +71,7 @@ def page_data(server: Server, owner: str) -> dict[str, Any]:
         "time": time.time(),
         "numbers": list(numbers(server).values()),
         "queue": _queue(server, owner),
-        "rates": {name: list(curve) for name, curve in server.rates.per_second.items()},
+        "rates": {name: list(curve) for name, curve in server.rates.items()},
         "rate_seconds": RATE_SECONDS,
         "versions": _versions(server, owner),
         "runs": runs,
@@ -99,7 +95,9 @@ def _queue(server: Server, owner: str) -> list[dict[str, Any]]:
     """By call: unanswered requests, and the seconds of the oldest."""
     now = server.futures.now()
     found: dict[str, dict[str, Any]] = {}
-    for promise in server.futures.waiting(owner):
+    for promise in server.futures.promises.values():
+        if promise.answer is not None or promise.owner != owner:
+            continue
         entry = found.setdefault(promise.what, {"call": promise.what, "waiting": 0, "oldest": now - promise.begun})
         entry["waiting"] += 1
     return list(found.values())
@@ -108,14 +106,11 @@ def _queue(server: Server, owner: str) -> list[dict[str, Any]]:
 def _versions(server: Server, owner: str) -> list[dict[str, Any]]:
     """The weights of samplers, newest first. is_held: whole weights that the generator holds now."""
     found = []
-    for row in server.store.versions(owner, MOST_ROWS):
-        of = "the base model" if row["run_id"] is None else row["path"] or f"unnamed, of {row['run_id']}"
-        is_held = row["number"] == server.generator.version
-        found.append({"version": row["number"], "weights": of, "is_held": is_held})
+    for version in server.store.shown_versions(owner, MOST_ROWS):
+        weights = "the base model"
+        if version.run_id is not None:
+            saved = server.store.find(Checkpoint, version=version.number)
+            weights = saved[0].path if saved else f"unnamed, of {version.run_id}"
+        is_held = version.number == server.generator.version
+        found.append({"version": version.number, "weights": weights, "is_held": is_held})
     return found
-
-
-def _where(server: Server, run_id: str, parked: str | None) -> str:
-    if run_id in server.trainers.residents:
-        return "in memory"
-    return "on disk" if parked else "ended"

@@ -1,8 +1,5 @@
-"""The database of a Tinker server, in SQLite: sessions, training runs, checkpoints, samplers and
-versions of weights.
-
-Weights are files beside it, named in the database only once they are complete, so after a kill
-every checkpoint has all its files.
+"""The database of a Tinker server, in SQLite. Weights are files beside it, named in the database
+only once they are complete, so after a kill every checkpoint has all its files.
 """
 
 import json
@@ -10,31 +7,35 @@ import re
 import sqlite3
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, owner TEXT, tags TEXT, user_metadata TEXT, sdk_version TEXT,
-    project_id TEXT, display_name TEXT, created REAL, last_seen REAL, finished TEXT);
-CREATE TABLE IF NOT EXISTS runs (id TEXT PRIMARY KEY, session_id TEXT, owner TEXT, base_model TEXT, lora TEXT, user_metadata TEXT,
-    created REAL, last_request REAL, parked TEXT, inflight_version INTEGER);
-CREATE TABLE IF NOT EXISTS checkpoints (path TEXT PRIMARY KEY, run_id TEXT, owner TEXT, kind TEXT, name TEXT, directory TEXT,
-    version INTEGER, size_bytes INTEGER, created REAL, expires REAL, public INTEGER, user_metadata TEXT);
-CREATE TABLE IF NOT EXISTS versions (number INTEGER PRIMARY KEY AUTOINCREMENT, run_id TEXT, directory TEXT, is_ephemeral INTEGER,
-    is_dropped INTEGER DEFAULT 0);
-CREATE TABLE IF NOT EXISTS samplers (id TEXT PRIMARY KEY, session_id TEXT, owner TEXT, base_model TEXT, model_path TEXT,
-    run_id TEXT, version INTEGER, kind TEXT, created REAL);
-CREATE INDEX IF NOT EXISTS checkpoints_of_run ON checkpoints (run_id);
-CREATE INDEX IF NOT EXISTS runs_of_session ON runs (session_id);
-"""
 KIND_SEGMENTS = {"training": "weights", "sampler": "sampler_weights", "external": "external_weights"}
 """Kind of a checkpoint -> second part of its path."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+JSON_COLUMNS = frozenset({"tags", "user_metadata", "lora"})
+for json_type in (dict, list):
+    sqlite3.register_adapter(json_type, json.dumps)
+BOOL_COLUMNS = frozenset({"public", "is_ephemeral", "is_dropped"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Session:
+    id: str
+    owner: str
+    tags: list[str] = field(default_factory=list)
+    user_metadata: Mapping[str, Any] | None = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+    created: float = field(default_factory=time.time)
+    last_seen: float = field(default_factory=time.time)
+    finished: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRun:
     """A training run, which the protocol also calls a model."""
 
     id: str
@@ -44,8 +45,8 @@ class Run:
     # rank (0: all weights are trained), seed, train_attn, train_mlp, train_unembed
     lora: Mapping[str, Any]
     user_metadata: Mapping[str, Any] | None = None
-    created: float = 0.0
-    last_request: float = 0.0
+    created: float = field(default_factory=time.time)
+    last_request: float = field(default_factory=time.time)
     parked: str | None = None  # directory of a state that waits on disk
     inflight_version: int | None = None  # newest version for "inflight" samplers
 
@@ -62,24 +63,15 @@ class Checkpoint:
     directory: str
     version: int | None = None  # of the kind "sampler": number in `versions`
     size_bytes: int = 0
-    created: float = 0.0
+    created: float = field(default_factory=time.time)
     expires: float | None = None
     public: bool = False
     user_metadata: Mapping[str, str] | None = None
 
-    @property
-    def id(self) -> str:
-        return f"{KIND_SEGMENTS[self.kind]}/{self.name}"
-
-    def has_expired(self, now: float) -> bool:
-        return self.expires is not None and self.expires <= now
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """A sampling session of the protocol: "snapshot" uses its own `version`, "inflight" its run's
-    inflight_version.
-    """
+    """A sampling session of the protocol."""
 
     id: str
     session_id: str
@@ -88,14 +80,29 @@ class Sampler:
     model_path: str | None = None
     run_id: str | None = None
     version: int
-    kind: str = "snapshot"
-    created: float = 0.0
+    kind: str = "snapshot"  # uses its own version; "inflight": its run's inflight_version
+    created: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """Weights that the generator can load: the base model's, or those saved for a sampler."""
+
+    number: int = 0  # 0: the next one
+    run_id: str | None = None  # None: the base model
+    directory: str = ""  # "" until it is written
+    is_ephemeral: bool = False  # without a name
+    is_dropped: bool = False
+
+
+Row = TypeVar("Row", Session, TrainingRun, Checkpoint, Sampler, Version)
+OwnRow = TypeVar("OwnRow", Session, TrainingRun, Checkpoint, Sampler)
+TABLES = {Session: "sessions", TrainingRun: "runs", Checkpoint: "checkpoints", Sampler: "samplers", Version: "versions"}
+"""By the class of the rows, whose first field is the key."""
 
 
 def checkpoint_path(run_id: str, kind: str, name: str) -> str:
-    """checkpoint_path("s:train:0", "sampler", "7") -> "tinker://s:train:0/sampler_weights/7".
-    Raises ValueError for a name that is not allowed.
-    """
+    """tinker://RUN/SEGMENT/NAME. Raises ValueError for a name that is not allowed."""
     if not NAME.fullmatch(name):
         raise ValueError(
             f"the name {name!r} is not possible; it must have 1 to 128 characters (letters, digits, '.', '_' and '-'), "
@@ -114,199 +121,83 @@ class Store:
         self.db.execute("PRAGMA journal_mode=WAL")
         # NORMAL: a kill loses nothing, a power failure perhaps the last rows
         self.db.execute("PRAGMA synchronous=NORMAL")
-        self.db.executescript(SCHEMA)
+        for kind, table in TABLES.items():
+            key, *others = _names(kind)
+            key_type = "INTEGER" if kind is Version else "TEXT"
+            columns = ", ".join([f"{key} {key_type} PRIMARY KEY", *others])
+            self.db.execute(f"CREATE TABLE IF NOT EXISTS {table} ({columns})")
+        self.db.execute("CREATE INDEX IF NOT EXISTS checkpoints_of_run ON checkpoints (run_id)")
+        self.db.execute("CREATE INDEX IF NOT EXISTS runs_of_session ON runs (session_id)")
 
-    def close(self) -> None:
-        self.db.close()
+    def put(self, row: Session | TrainingRun | Checkpoint | Sampler | Version) -> int:
+        """Add a row, replacing one of the same key. Returns the number of a Version."""
+        names = _names(type(row))
+        values = [getattr(row, name) for name in names]
+        values[0] = values[0] or None
+        marks = ", ".join("?" * len(names))
+        query = f"INSERT OR REPLACE INTO {TABLES[type(row)]} ({', '.join(names)}) VALUES ({marks})"
+        return self.db.execute(query, values).lastrowid or 0
 
-    # sessions
+    def get(self, kind: type[Row], key: str | int) -> Row | None:
+        rows = self._rows(kind, f"WHERE {_key(kind)} = ?", key)
+        return rows[0] if rows else None
 
-    def add_session(self, session_id: str, owner: str, fields: Mapping[str, Any]) -> None:
-        now = time.time()
-        self._insert("sessions", dict(fields) | {"id": session_id, "owner": owner, "created": now, "last_seen": now})
+    def find(self, kind: type[Row], /, limit: int = -1, offset: int = 0, **equal: Any) -> list[Row]:
+        """The rows whose fields have these values, newest first. limit -1: all."""
+        tail = f"WHERE {_condition(equal)} ORDER BY rowid DESC LIMIT ? OFFSET ?"
+        return self._rows(kind, tail, *equal.values(), limit, offset)
 
-    def session(self, session_id: str) -> dict[str, Any] | None:
-        return self._one("SELECT * FROM sessions WHERE id = ?", session_id)
+    def count(self, kind: type[Row], /, **equal: Any) -> int:
+        query = f"SELECT COUNT(*) FROM {TABLES[kind]} WHERE {_condition(equal)}"
+        return self.db.execute(query, list(equal.values())).fetchone()[0]
 
-    def sessions(self, owner: str | None, limit: int, offset: int) -> list[dict[str, Any]]:
-        where, arguments = _owned(owner)
-        query = f"SELECT * FROM sessions WHERE {where} ORDER BY created DESC, id LIMIT ? OFFSET ?"
-        return self._all(query, *arguments, limit, offset)
+    def update(self, kind: type[Row], key: str | int, /, **values: Any) -> None:
+        names = ", ".join(f"{name} = ?" for name in values)
+        self.db.execute(f"UPDATE {TABLES[kind]} SET {names} WHERE {_key(kind)} = ?", [*values.values(), key])
 
-    def touch_session(self, session_id: str) -> None:
-        self.db.execute("UPDATE sessions SET last_seen = ? WHERE id = ?", (time.time(), session_id))
+    def delete(self, kind: type[Row], key: str) -> None:
+        self.db.execute(f"DELETE FROM {TABLES[kind]} WHERE {_key(kind)} = ?", (key,))
 
-    def update_session(self, session_id: str, **fields: Any) -> None:
-        self._update("sessions", "id", session_id, fields)
-
-    # training runs
-
-    def add_run(self, run: Run) -> None:
-        now = time.time()
-        self._insert("runs", _columns(replace(run, created=now, last_request=now)))
-
-    def run(self, run_id: str) -> Run | None:
-        row = self._one("SELECT * FROM runs WHERE id = ?", run_id)
-        return None if row is None else Run(**row)
-
-    def runs(self, owner: str | None, limit: int, offset: int, session_id: str | None = None) -> list[Run]:
-        where, arguments = _owned(owner)
-        if session_id is not None:
-            where = f"{where} AND session_id = ?"
-            arguments = [*arguments, session_id]
-        query = f"SELECT * FROM runs WHERE {where} ORDER BY created DESC, id LIMIT ? OFFSET ?"
-        return [Run(**row) for row in self._all(query, *arguments, limit, offset)]
-
-    def count_runs(self, owner: str | None) -> int:
-        where, arguments = _owned(owner)
-        return self.db.execute(f"SELECT COUNT(*) FROM runs WHERE {where}", arguments).fetchone()[0]
-
-    def parked_runs(self) -> list[Run]:
+    def parked_runs(self) -> list[TrainingRun]:
         """Runs whose state waits on disk, least recently used first."""
-        return [Run(**row) for row in self._all("SELECT * FROM runs WHERE parked IS NOT NULL ORDER BY last_request")]
-
-    def update_run(self, run_id: str, **fields: Any) -> None:
-        self._update("runs", "id", run_id, fields)
-
-    # checkpoints
-
-    def put_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Add a checkpoint, replacing one of the same path."""
-        self._insert("checkpoints", _columns(replace(checkpoint, created=time.time())), replaces=True)
-
-    def checkpoint(self, path: str) -> Checkpoint | None:
-        row = self._one("SELECT * FROM checkpoints WHERE path = ?", path)
-        return None if row is None else _checkpoint(row)
-
-    def checkpoints(self, *, run_id: str | None = None, owner: str | None = None) -> list[Checkpoint]:
-        """Newest first, of a run, an owner, or all."""
-        where, arguments = _owned(owner)
-        if run_id is not None:
-            where = f"{where} AND run_id = ?"
-            arguments = [*arguments, run_id]
-        rows = self._all(f"SELECT * FROM checkpoints WHERE {where} ORDER BY created DESC, path", *arguments)
-        return [_checkpoint(row) for row in rows]
-
-    def update_checkpoint(self, path: str, **fields: Any) -> None:
-        self._update("checkpoints", "path", path, fields)
-
-    def delete_checkpoint(self, path: str) -> None:
-        self.db.execute("DELETE FROM checkpoints WHERE path = ?", (path,))
+        return self._rows(TrainingRun, "WHERE parked IS NOT NULL ORDER BY last_request")
 
     def expired(self, now: float) -> list[Checkpoint]:
-        rows = self._all("SELECT * FROM checkpoints WHERE expires IS NOT NULL AND expires <= ?", now)
-        return [_checkpoint(row) for row in rows]
+        return self._rows(Checkpoint, "WHERE expires IS NOT NULL AND expires <= ?", now)
 
-    # versions of weights for samplers
+    def shown_versions(self, owner: str, limit: int) -> list[Version]:
+        """Newest finished, undropped versions of an owner's runs and of base models."""
+        of_owner = "run_id IS NULL OR run_id IN (SELECT id FROM runs WHERE owner = ?)"
+        tail = f"WHERE NOT is_dropped AND directory != '' AND ({of_owner}) ORDER BY number DESC LIMIT ?"
+        return self._rows(Version, tail, owner, limit)
 
-    def add_version(self, run_id: str | None, *, is_ephemeral: bool) -> int:
-        """Add a version whose directory is not written yet, and return its number. is_ephemeral:
-        without a name.
-        """
-        query = "INSERT INTO versions (run_id, directory, is_ephemeral) VALUES (?, '', ?)"
-        number = self.db.execute(query, (run_id, is_ephemeral)).lastrowid
-        assert number is not None
-        return number
+    def forgotten_versions(self, seen_before: float) -> list[Version]:
+        """Finished, unnamed, undropped versions of runs whose session was last seen before."""
+        silent = "SELECT runs.id FROM runs JOIN sessions ON sessions.id = runs.session_id WHERE sessions.last_seen < ?"
+        tail = f"WHERE is_ephemeral AND NOT is_dropped AND directory != '' AND run_id IN ({silent})"
+        return self._rows(Version, tail, seen_before)
 
-    def finish_version(self, number: int, directory: str) -> None:
-        self.db.execute("UPDATE versions SET directory = ? WHERE number = ?", (directory, number))
-
-    def version_of_base(self, directory: str) -> int:
-        """The base model's version, added if missing."""
-        row = self._one("SELECT number FROM versions WHERE run_id IS NULL AND directory = ?", directory)
-        if row is not None:
-            return row["number"]
-        number = self.add_version(None, is_ephemeral=False)
-        self.finish_version(number, directory)
-        return number
-
-    def directory_of(self, number: int) -> str | None:
-        """None for a version that is dropped, unknown or unfinished."""
-        row = self._one("SELECT directory FROM versions WHERE number = ? AND NOT is_dropped", number)
-        return None if row is None else row["directory"] or None
-
-    def ephemeral_versions(self, run_id: str) -> list[int]:
-        """A run's finished, unnamed, undropped versions, oldest first."""
-        query = "SELECT number FROM versions WHERE run_id = ? AND is_ephemeral AND NOT is_dropped AND directory != '' ORDER BY number"
-        return [row["number"] for row in self._all(query, run_id)]
-
-    def versions(self, owner: str, limit: int) -> list[dict[str, Any]]:
-        """Newest finished, undropped versions of an owner's runs and of base models: number,
-        run_id, path (None if no checkpoint), is_ephemeral.
-        """
-        query = """SELECT versions.number, versions.run_id, versions.is_ephemeral, checkpoints.path FROM versions
-            LEFT JOIN runs ON runs.id = versions.run_id LEFT JOIN checkpoints ON checkpoints.version = versions.number
-            WHERE NOT is_dropped AND versions.directory != '' AND (versions.run_id IS NULL OR runs.owner = ?)
-            ORDER BY versions.number DESC LIMIT ?"""
-        return self._all(query, owner, limit)
-
-    def forgotten_versions(self, seen_before: float) -> list[int]:
-        """Finished, unnamed, undropped versions of runs whose session was last seen before this
-        time (seconds since 1970).
-        """
-        query = """SELECT number FROM versions JOIN runs ON runs.id = versions.run_id JOIN sessions ON sessions.id = runs.session_id
-            WHERE is_ephemeral AND NOT is_dropped AND directory != '' AND sessions.last_seen < ?"""
-        return [row["number"] for row in self._all(query, seen_before)]
-
-    def drop_version(self, number: int) -> None:
-        self.db.execute("UPDATE versions SET is_dropped = 1 WHERE number = ?", (number,))
-
-    # samplers
-
-    def add_sampler(self, sampler: Sampler) -> None:
-        self._insert("samplers", _columns(replace(sampler, created=time.time())), replaces=True)
-
-    def sampler(self, sampler_id: str) -> Sampler | None:
-        row = self._one("SELECT * FROM samplers WHERE id = ?", sampler_id)
-        return None if row is None else Sampler(**row)
-
-    def samplers_of(self, session_id: str) -> list[str]:
-        return [
-            row["id"] for row in self._all("SELECT id FROM samplers WHERE session_id = ? ORDER BY created", session_id)
-        ]
-
-    def _insert(self, table: str, fields: Mapping[str, Any], *, replaces: bool = False) -> None:
-        names = ", ".join(fields)
-        marks = ", ".join("?" * len(fields))
-        verb = "INSERT OR REPLACE" if replaces else "INSERT"
-        values = [_to_column(value) for value in fields.values()]
-        self.db.execute(f"{verb} INTO {table} ({names}) VALUES ({marks})", values)
-
-    def _update(self, table: str, key: str, value: str, fields: Mapping[str, Any]) -> None:
-        names = ", ".join(f"{name} = ?" for name in fields)
-        values = [_to_column(each) for each in fields.values()]
-        self.db.execute(f"UPDATE {table} SET {names} WHERE {key} = ?", [*values, value])
-
-    def _one(self, query: str, *arguments: Any) -> dict[str, Any] | None:
-        row = self.db.execute(query, arguments).fetchone()
-        return None if row is None else _from_row(row)
-
-    def _all(self, query: str, *arguments: Any) -> list[dict[str, Any]]:
-        return [_from_row(row) for row in self.db.execute(query, arguments).fetchall()]
+    def _rows(self, kind: type[Row], tail: str, *arguments: Any) -> list[Row]:
+        rows = self.db.execute(f"SELECT * FROM {TABLES[kind]} {tail}", arguments)
+        return [kind(**_from_row(row)) for row in rows]
 
 
-JSON_COLUMNS = frozenset({"tags", "user_metadata", "lora"})
+def _names(kind: type) -> list[str]:
+    return [each.name for each in fields(kind)]
 
 
-def _to_column(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, Mapping | list) else value
+def _key(kind: type) -> str:
+    return _names(kind)[0]
+
+
+def _condition(equal: Mapping[str, Any]) -> str:
+    return " AND ".join(f"{name} IS ?" for name in equal) or "1"  # IS: also None
 
 
 def _from_row(row: sqlite3.Row) -> dict[str, Any]:
     values = dict(row)
     for name in JSON_COLUMNS & values.keys():
         values[name] = None if values[name] is None else json.loads(values[name])
+    for name in BOOL_COLUMNS & values.keys():
+        values[name] = bool(values[name])
     return values
-
-
-def _columns(row: Run | Checkpoint | Sampler) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in row.__slots__}
-
-
-def _checkpoint(row: dict[str, Any]) -> Checkpoint:
-    return Checkpoint(**(row | {"public": bool(row["public"])}))
-
-
-def _owned(owner: str | None) -> tuple[str, list[Any]]:
-    """(SQL condition, arguments) for the rows of an owner; None: all."""
-    return ("1", []) if owner is None else ("owner = ?", [owner])

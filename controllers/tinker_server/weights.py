@@ -1,12 +1,9 @@
-"""`HfDirectories`, the transport from which a Tinker server's generator pulls whole weights for
-samplers.
+"""`HfDirectories`, the read-only transport from which a Tinker server's generator pulls whole weights.
 
-Read-only: export_hf of a trainer writes the directories, and the generator loads adapters without a
-transport.
+export_hf of a trainer writes the directories. The generator loads adapters without a transport.
 """
 
 import json
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +16,7 @@ from rl_actors.transports.base import Manifest, Source, Transport
 from rl_actors.transports.files import VersionInDirectory
 
 STREAM = "samplers"
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""By the dtype in a safetensors header."""
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by their names in safetensors
 
 
 class HfDirectories(Transport):
@@ -57,23 +53,16 @@ class HfDirectories(Transport):
 
 
 def tensors_of(directory: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """{name: (shape, dtype)} from the safetensors headers, without a tied lm_head.weight."""
+    """{name: (shape, dtype)}, without a tied lm_head.weight."""
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for file in sorted(directory.glob("*.safetensors")):
-        for name, entry in _header(file).items():
-            found[name] = (tuple(entry["shape"]), DTYPES[entry["dtype"]])
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (not a mapping)
+                header = opened.get_slice(name)
+                found[name] = (tuple(header.get_shape()), DTYPES[header.get_dtype()])
     if json.loads((directory / "config.json").read_text()).get("tie_word_embeddings", False):
         found.pop("lm_head.weight", None)
     return found
-
-
-def _header(file: Path) -> dict[str, dict]:
-    """A safetensors file begins with the header's length in eight bytes, then the header as JSON."""
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(length))
-    header.pop("__metadata__", None)
-    return header
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

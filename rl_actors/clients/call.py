@@ -1,8 +1,5 @@
-"""`Call`, a handle to the answer of a client's call. All clients of a process share one background
-thread with an event loop.
-
-So they work in a REPL, in a script, in several calls of asyncio.run, and in Jupyter. Knows nothing
-of actors.
+"""`Call`, a handle to the answer of a client's call. All clients of a process share a background
+thread with an event loop, so they work in a REPL, a script, calls of asyncio.run, and Jupyter.
 """
 
 import asyncio
@@ -19,10 +16,9 @@ T = TypeVar("T")
 
 
 class Call(Generic[T]):
-    """A handle to an answer: `await` it, or wait with `.result()`. The call runs even if nobody
-    waits.
+    """A handle to an answer: `await` it, or wait with `.result()`. Nobody needs to wait.
 
-    A warning shows the error of a call that fails, once nobody can ask for its answer any more.
+    A warning shows the error of a failed call for whose answer nobody has asked.
     """
 
     def __init__(self, future: "Future[T]", what: str, *, can_cancel: bool = False) -> None:
@@ -35,7 +31,7 @@ class Call(Generic[T]):
     def result(self, timeout: float | None = None) -> T:
         """Wait for the answer. Raises the call's error, and TimeoutError after `timeout` seconds.
 
-        A timeout ends only the waiting: the call goes on, and `result` can be called again. So does Ctrl-C, but it also cancels a `generate`.
+        A timeout ends only the waiting, as does Ctrl-C, which also cancels a `generate`.
         """
         try:
             answer = self._future.result(timeout)
@@ -57,8 +53,7 @@ class Call(Generic[T]):
 
     def cancel(self) -> bool:
         """End a running `generate`: its requests are aborted, and `result` raises CancelledError.
-
-        Returns False, and does nothing, if the call has ended or is another call, because ranks run every call to its end.
+        Returns False if the call has ended or is another call, which ranks run to its end.
         """
         is_cancelled = self._can_cancel and self._future.cancel()
         self._asked = self._asked or is_cancelled
@@ -126,24 +121,14 @@ def _warn_of_failure(what: str, future: "Future[T]") -> None:
         warnings.warn(f"{what} failed and nobody asked for its answer: {error!r}", RuntimeWarning, stacklevel=2)
 
 
-class _Background:
-    """One daemon thread with an event loop. The thread starts at the first call of `run`."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def run(self, coroutine: Coroutine[object, None, T], what: str, can_cancel: bool) -> Call[T]:
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="rl_actors", daemon=True).start()
-        return Call(asyncio.run_coroutine_threadsafe(coroutine, self._loop), what, can_cancel=can_cancel)
-
-
-_background = _Background()
+_lock = threading.Lock()
+_loops: list[asyncio.AbstractEventLoop] = []  # the one of the daemon thread that the first call starts
 
 
 def in_background(coroutine: Coroutine[object, None, T], what: str, *, can_cancel: bool = False) -> Call[T]:
     """Run a coroutine on the thread that all clients of this process share. what, can_cancel: see Call."""
-    return _background.run(coroutine, what, can_cancel)
+    with _lock:
+        if not _loops:
+            _loops.append(asyncio.new_event_loop())
+            threading.Thread(target=_loops[0].run_forever, name="rl_actors", daemon=True).start()
+    return Call(asyncio.run_coroutine_threadsafe(coroutine, _loops[0]), what, can_cancel=can_cancel)

@@ -1,40 +1,38 @@
-"""`GenerateCall`, the ledger of a generate call, and `FinishedGroups`, the iterator over its
-results.
-"""
+"""`GenerateCall`, the ledger of a generate call, and `FinishedGroups`, the iterator over its results."""
 
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from rl_actors.clients.call import Call, in_background
+from rl_actors.texts import TextCodec
 from rl_actors.types import Completion, SamplingParams
 
-Group = tuple[int, list[Completion]]
-"""A finished prompt: its index in the call, and its completions."""
+Group = tuple[int, list[Completion]]  # the index of a finished prompt in its call, and its completions
 
 
+def with_texts(completions: list[Completion], codec: TextCodec | None) -> list[Completion]:
+    """The completions with their texts, if the prompts were texts."""
+    if codec is None:
+        return completions
+    return [replace(completion, text=codec.decode(completion.tokens)) for completion in completions]
+
+
+@dataclass(eq=False)
 class GenerateCall:
     """Which prompts of a call are open, and which finished ones wait to be taken."""
 
-    def __init__(
-        self,
-        prompts: list[list[int]],
-        params: SamplingParams,
-        seed_indices: list[int],
-        adapter: str | None,
-        on_end: Callable[[], None],
-    ) -> None:
-        """seed_indices: for each prompt, p of SamplingParams.seed. on_end: called once, when all is
-        taken or aborted.
-        """
-        self.prompts = prompts
-        self.params = params
-        self.seed_indices = seed_indices
-        self.adapter = adapter
-        self.open = set(range(len(prompts)))  # indices of the unfinished prompts
+    prompts: list[list[int]]
+    params: SamplingParams
+    seed_indices: list[int]  # for each prompt, p of SamplingParams.seed
+    adapter: str | None
+    on_end: Callable[[], None]  # called once, when all is taken or aborted
+
+    def __post_init__(self) -> None:
+        self.open = set(range(len(self.prompts)))  # indices of the unfinished prompts
         self.parts: set[asyncio.Task[None]] = set()  # one task for each generator with open prompts
         self.is_over = False
-        self._on_end = on_end
         self._finished: list[Group] = []
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
@@ -50,12 +48,11 @@ class GenerateCall:
         self._changed.set()
 
     def fail(self, error: BaseException) -> None:
-        """Make the call raise an error. Does nothing if the call has failed."""
         self._failure = self._failure or error
         self._changed.set()
 
     async def take(self, at_least: int) -> list[Group]:
-        """The finished prompts: at_least, or all that are left. Aborts the call if the wait fails."""
+        """Coroutine: the finished prompts, at_least or all that are left. Aborts if the wait fails."""
         await self._wait(at_least)
         taken = self._finished
         self._finished = []
@@ -81,7 +78,7 @@ class GenerateCall:
             raise
 
     async def abort(self) -> None:
-        """End the open prompts, and fail whoever waits for them. Does nothing if the call is over."""
+        """Coroutine: end the open prompts, and fail whoever waits for them."""
         if self.is_over:
             return
         self._end()
@@ -96,21 +93,21 @@ class GenerateCall:
 
     def _end(self) -> None:
         self.is_over = True
-        self._on_end()
+        self.on_end()
 
 
 class FinishedGroups:
-    """Iterator of (index of a prompt, its completions), in the order in which the prompts finish.
+    """Iterator of (index of a prompt, its completions), for `async for` and for `for`.
 
-    Works with `async for` in any event loop, and with `for` without one. Closing or dropping it
-    aborts the open prompts: CPython drops the iterator of a loop that is left, unless something
-    else refers to it.
+    Closing or dropping it aborts the open prompts: CPython drops the iterator of a loop that is
+    left, unless something else refers to it.
     """
 
-    def __init__(self, started: Call[GenerateCall], what: str) -> None:
-        """what: name of the call in error texts."""
+    def __init__(self, started: Call[GenerateCall], what: str, codec: TextCodec | None = None) -> None:
+        """what: name of the call in error texts. codec: of prompts that are texts."""
         self._started = started
         self._what = what
+        self._codec = codec
         self._fetching: Call[Group | None] | None = None
         self._is_over = False
 
@@ -119,8 +116,7 @@ class FinishedGroups:
 
     async def __anext__(self) -> Group:
         while not self._is_over:
-            # If the caller's task is cancelled, the fetch goes on, and the next __anext__ waits for
-            # it.
+            # if the caller's task is cancelled, the fetch goes on, and the next __anext__ waits for it
             fetching = self._fetch()
             if (group := self._take(fetching, await fetching)) is not None:
                 return group
@@ -137,7 +133,7 @@ class FinishedGroups:
         raise StopIteration
 
     async def aclose(self) -> None:
-        """Abort the open prompts. Does nothing if the call has ended."""
+        """Abort the open prompts."""
         if (aborting := self._begin_abort()) is not None:
             await aborting
 
@@ -148,9 +144,8 @@ class FinishedGroups:
 
     def _fetch(self) -> Call[Group | None]:
         if self._fetching is None:
-            # No method: a waiting coroutine that refers to this object would keep it from being
-            # collected.
-            self._fetching = in_background(_next(self._started), self._what)
+            # no method: a waiting coroutine would keep this object from being collected
+            self._fetching = in_background(_next(self._started, self._codec), self._what)
         return self._fetching
 
     def _take(self, fetching: Call[Group | None], group: Group | None) -> Group | None:
@@ -174,8 +169,9 @@ class FinishedGroups:
             self._begin_abort()
 
 
-async def _next(started: Call[GenerateCall]) -> Group | None:
-    return await (await started).next()
+async def _next(started: Call[GenerateCall], codec: TextCodec | None) -> Group | None:
+    group = await (await started).next()
+    return None if group is None else (group[0], with_texts(group[1], codec))
 
 
 async def _abort(started: Call[GenerateCall], fetching: Call[Group | None] | None) -> None:

@@ -15,9 +15,15 @@ T = TypeVar("T")
 
 def merge_outputs(num_samples: int, outputs: Sequence[RankOutput]) -> ForwardBackwardOutput:
     """One output, in the order of the samples. Raises ValueError for a sample reported twice."""
-    _require_each_once(outputs)
+    reporter: dict[int, int] = {}  # index of a sample -> the rank that reported it
     values: dict[str, list[Tensor]] = {}
     for output in outputs:
+        for index in output.indices:
+            if index in reporter:
+                raise ValueError(
+                    f"sample {index} is reported twice: by rank {reporter[index]} and by rank {output.rank}"
+                )
+            reporter[index] = output.rank
         for name, pieces in output.values.items():
             in_order = values.setdefault(name, [torch.empty(0)] * num_samples)
             for index, piece in zip(output.indices, pieces.split(output.lengths), strict=True):
@@ -35,22 +41,9 @@ def merge_outputs(num_samples: int, outputs: Sequence[RankOutput]) -> ForwardBac
     )
 
 
-def _require_each_once(outputs: Sequence[RankOutput]) -> None:
-    reporter: dict[int, int] = {}
-    for output in outputs:
-        for index in output.indices:
-            if index in reporter:
-                raise ValueError(
-                    f"sample {index} is reported twice: by rank {reporter[index]} and by rank {output.rank}"
-                )
-            reporter[index] = output.rank
-
-
 def as_tensors(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples in a new list, with CPU tensors of int64 or float32, which may share the caller's
-    memory.
-
-    What cannot be converted stays as it is; validation refuses it with an error that names it.
+    """A new list, with CPU tensors of int64 or float32, which may share memory. Validation refuses
+    what cannot be converted.
     """
     if not isinstance(samples, Sequence):
         return samples  # type: ignore[unreachable]  # validation refuses it

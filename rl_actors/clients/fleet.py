@@ -1,35 +1,90 @@
-"""`Fleet`, the generators of a GeneratorClient.
-
-It divides calls among them, sends the open prompts of a dead generator to the others, and gives all
-the same weights.
+"""`Fleet`, the generators of a GeneratorClient: it divides calls among them, sends the open prompts
+of a dead one to the others, and gives all the same weights.
 """
 
 import asyncio
 import itertools
 import logging
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
+from typing import TypeVar, cast
 
 from torch import Tensor
 
-from rl_actors.clients.base import ActorDiedError
+from rl_actors.clients.base import ActorDiedError, ActorSilentError
 from rl_actors.clients.call import Call
 from rl_actors.clients.completions import GenerateCall
 from rl_actors.clients.one_generator import OneGenerator
-from rl_actors.clients.replicas import Replica, Watcher
-from rl_actors.clients.routing import Router
+from rl_actors.clients.replicas import IF_DEAD, Replica
 from rl_actors.config import RestartPolicy
 from rl_actors.types import DeviceMemory, GeneratorInfo, GeneratorReturn, SamplingParams, Transfer
 
 FIRST_PULL_TIMEOUT = 60.0  # seconds that a generator's first pull waits for the version to be published
-REFIT_TIMEOUT = 5.0  # seconds that a later pull of `_refit` waits; a generator has mostly pulled the version before
-REFIT_PAUSE = 0.5  # seconds between two tries of `_refit`
+REFIT_TIMEOUT = 5.0  # seconds that a later pull of `refit` waits; a generator has mostly pulled the version before
+REFIT_PAUSE = 0.5  # seconds between two tries of `refit`
+
+MAX_KNOWN = 16_384  # prompts whose replica the router remembers
+FULL = 64  # requests that an engine of a GPU gets before the GPU's next: fewer run faster in one engine
+SLACK = 4  # the replica with the prefix may have SLACK * n requests more than the least loaded; n: completions
+# constants of a rolling hash
+MULTIPLIER = 6_364_136_223_846_793_005
+MASK = (1 << 64) - 1
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+
+
+class Router:
+    """Chooses the replica for a prompt: the one with its prefix in the KV cache, or the least loaded."""
+
+    def __init__(self, num_replicas: int, engines_per_gpu: int = 1) -> None:
+        self.loads = [0] * num_replicas  # n for a prompt with n completions
+        self._per_gpu = engines_per_gpu
+        self._known: OrderedDict[int, int] = OrderedDict()  # hash of a prompt -> the replica that got it
+
+    def assign(self, prompt: Sequence[int], n: int, among: Sequence[int]) -> int:
+        """Choose the replica for a prompt, and add n to its load. among: the healthy replicas."""
+        if len(self.loads) == 1:
+            self.loads[0] += n
+            return 0
+        hashed, known = self._find(prompt)
+        replica = self._next(n, among)
+        if known is not None and known in among and self.loads[known] - self.loads[replica] <= SLACK * n:
+            replica = known
+        self._known[hashed] = replica
+        self._known.move_to_end(hashed)
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+        self.loads[replica] += n
+        return replica
+
+    def _next(self, n: int, among: Sequence[int]) -> int:
+        """On the least loaded GPU: the fullest engine with room for n up to FULL, else the least loaded one."""
+        size = self._per_gpu
+        gpus = {index // size for index in among}
+        gpu = min(gpus, key=lambda gpu: sum(self.loads[gpu * size : (gpu + 1) * size]))
+        engines = [index for index in among if index // size == gpu]
+        with_room = [index for index in engines if self.loads[index] + n <= FULL]
+        return max(with_room, key=self.loads.__getitem__) if with_room else min(engines, key=self.loads.__getitem__)
+
+    def finish(self, replica: int, num_requests: int) -> None:
+        self.loads[replica] -= num_requests
+
+    def forget(self) -> None:
+        """Forget all prompts: after a pull the caches are useless, after a death one is lost."""
+        self._known.clear()
+
+    def _find(self, prompt: Sequence[int]) -> tuple[int, int | None]:
+        """The hash of a prompt, and the replica of its longest prefix that was a prompt itself."""
+        hashed = 0
+        replica = None
+        for token in prompt:
+            hashed = (hashed * MULTIPLIER + token + 1) & MASK
+            replica = self._known.get(hashed, replica)
+        return hashed, replica
 
 
 class Fleet:
@@ -44,38 +99,33 @@ class Fleet:
         spawns: dict[str, Callable[[], OneGenerator]],
         policy: RestartPolicy,
         *,
+        name: str = "generator",
+        engines_per_gpu: int = 1,
         first_version: Call[int] | None = None,
         setup_timeout: float,
         on_event: Callable[[str], None],
     ) -> None:
         """spawns: the name of each generator, and the function that spawns it.
-
-        first_version: the trainer's call that pushes the version to pull first. on_event: gets a
-        line of text when a generator has died, is healthy again, or is not started again.
+        first_version, on_event: see GeneratorClient.spawn and on_news.
         """
+        self.name = name
         self.setup_timeout = setup_timeout
         self.on_event = on_event
-        # The version that every generator has or must pull. `pull` sets it back if the pull fails
-        # everywhere.
+        # the version that every generator has or must pull; set back if a pull fails everywhere
         self.target_version: int | None = None
-        # The slowest transfer of the last `pull`; before the first, the first transfer into a
-        # generator.
         self.last_pull: Transfer | None = None
         self.returns: list[GeneratorReturn] = []
         self._first_version = first_version
-        self._router = Router(len(spawns))
+        self._router = Router(len(spawns), engines_per_gpu)
         self._num_changes = 0  # number of calls of `pull` and `load_adapter` that have begun
         self._adapters: dict[str, str] = {}  # name -> directory
-        self._uses: Counter[str] = Counter()  # name of an adapter -> number of calls that run with it
+        self._uses: Counter[str | None] = Counter()  # name of an adapter -> number of calls that run with it
         self._change = asyncio.Event()  # `_notify` sets it at each change of a state, and replaces it
-        self._awake = asyncio.Event()  # not set while the generators sleep; then no dead generator is restarted
-        self._awake.set()
+        self.awake = asyncio.Event()  # not set while the generators sleep; then no dead generator is restarted
+        self.awake.set()
         self._lives: list[asyncio.Task[None]] = []  # for each replica the task that runs Replica.live
-        self._closed = False
-        watcher = Watcher(
-            changed=self._on_change, returned=self.returns.append, refit=self._refit, may_restart=self._awake.wait
-        )
-        self.replicas = [Replica(name, spawn, policy, watcher) for name, spawn in spawns.items()]
+        self.is_closed = False
+        self.replicas = [Replica(name, spawn, policy, self) for name, spawn in spawns.items()]
 
     @property
     def num_restarts(self) -> int:
@@ -84,50 +134,71 @@ class Fleet:
     async def start(self) -> GeneratorInfo:
         """Wait until all have been healthy once. Returns the first's info, or raises an error."""
         self._lives = [asyncio.ensure_future(replica.live()) for replica in self.replicas]
-        await self._until(lambda: all(replica.was_ready or replica.cause for replica in self.replicas))
-        for replica in self.replicas:
-            if not replica.was_ready and replica.cause is not None:
-                raise replica.cause
+        if (failure := await self._start_failure()) is not None:
+            raise failure
         # `known` is None if the first generator has died meanwhile.
         known = self.replicas[0].client.known or await self.info()
         return known if self.target_version is None else replace(known, policy_version=self.target_version)
 
+    async def _start_failure(self) -> Exception | None:
+        """Wait until all have been healthy once, or have failed. Returns the first's error."""
+        await self._until(lambda: all(replica.was_ready or replica.cause for replica in self.replicas))
+        return next((replica.cause for replica in self.replicas if not replica.was_ready), None)
+
+    def state(self) -> str:
+        if (cause := self._end_cause()) is not None:
+            return f"dead, {cause}; {IF_DEAD}"
+        unhealthy = [f"{replica.name} is {replica.state}" for replica in self.replicas if replica.state != "healthy"]
+        return ", ".join(unhealthy) or "ready"
+
+    def require_open(self, what: str) -> None:
+        if self.is_closed:
+            raise RuntimeError(f"{self.name}: {what} is not possible after close")
+
+    def seconds_silent(self) -> dict[str, float]:
+        silences = [replica.client.seconds_silent() for replica in self.replicas]
+        return {name: seconds for silence in silences for name, seconds in silence.items()}
+
+    async def is_alive(self, timeout: float) -> bool:
+        if self.is_closed or any(replica.state != "healthy" for replica in self.replicas):
+            return False
+        return all(await asyncio.gather(*(replica.client.is_alive(timeout) for replica in self.replicas)))
+
+    async def death(self, silent_after: float) -> ActorDiedError | ActorSilentError | None:
+        """Wait until all generators are retired. Returns the error that ended the first.
+
+        None if the start has failed, if the fleet was closed, or for an error of another type.
+        """
+        self.expect_signs(silent_after)
+        try:
+            if await self._start_failure() is not None:
+                return None
+            await self._until(lambda: self._end_cause() is not None)
+        except RuntimeError:  # the fleet was closed
+            return None
+        cause = self._end_cause()
+        return cause if isinstance(cause, ActorDiedError | ActorSilentError) else None
+
     def expect_signs(self, silent_after: float) -> None:
-        """See Replica.expect_signs."""
         for replica in self.replicas:
             replica.expect_signs(silent_after)
-
-    async def end(self) -> Exception:
-        """Wait until all generators are retired. Returns the error that ended the first."""
-        await self._until(lambda: self._end_cause() is not None)
-        cause = self._end_cause()
-        assert cause is not None
-        return cause
 
     async def close(self) -> None:
         await self._stop_lives()
         await asyncio.gather(*(replica.client.close() for replica in self.replicas))
 
     async def kill(self) -> None:
-        """Kill the processes of all generators."""
         await self._stop_lives()
         await asyncio.gather(*(replica.client.kill() for replica in self.replicas))
 
     async def _stop_lives(self) -> None:
-        self._closed = True
+        self.is_closed = True
         self._notify()
         for life in self._lives:
             life.cancel()
         await asyncio.gather(*self._lives, return_exceptions=True)
 
-    async def answers_within(self, timeout: float) -> bool:
-        """True if all generators are healthy and answer in time."""
-        if self._closed or any(replica.state != "healthy" for replica in self.replicas):
-            return False
-        return all(await asyncio.gather(*(replica.client.answers_within(timeout) for replica in self.replicas)))
-
     async def info(self) -> GeneratorInfo:
-        """The info of the healthy generator with the oldest weights; of several, `replicas` has all."""
         await self._ask_all(lambda client: client.info())
         infos = {}
         for index, replica in enumerate(self.replicas):
@@ -149,35 +220,20 @@ class Fleet:
         indices = list(range(len(prompts)))
         seeds = indices if seed_indices is None else list(seed_indices)
         call = GenerateCall(prompts, params, seeds, adapter, on_end=lambda: self._end_use(adapter))
-        self._begin_use(adapter)
+        self._uses[adapter] += 1
         try:
-            await self._send(call, indices)
+            await self._divide(prompts, indices, params.n, partial(self._start_part, call))
         except BaseException:
             await call.abort()
             raise
         return call
 
-    def _begin_use(self, adapter: str | None) -> None:
-        if adapter is not None:
-            self._uses[adapter] += 1
-
     def _end_use(self, adapter: str | None) -> None:
-        if adapter is not None:
-            self._uses[adapter] -= 1
-            self._notify()
-
-    async def _send(self, call: GenerateCall, indices: list[int]) -> None:
-        """Send the prompts with these indices to healthy generators, as soon as there is one."""
-        while indices:
-            parts = await self._divide([call.prompts[index] for index in indices], call.params.n)
-            starts = []
-            for replica_index, members in parts.items():
-                starts.append(self._start_part(call, replica_index, [indices[member] for member in members]))
-            lost = await gather_all(starts)
-            indices = sorted(itertools.chain.from_iterable(lost))
+        self._uses[adapter] -= 1
+        self._notify()
 
     async def _start_part(self, call: GenerateCall, replica_index: int, indices: list[int]) -> list[int]:
-        """Send these prompts to one generator. Returns them if it has died, otherwise []."""
+        """`send` of `_divide`."""
         replica = self.replicas[replica_index]
         client = replica.client
         prompts = [call.prompts[index] for index in indices]
@@ -209,61 +265,59 @@ class Fleet:
                 self._router.finish(replica_index, n * len(left))
                 self._lose_or_raise(self.replicas[replica_index], client, error)
                 logger.info("%s has died; its %s open prompts are sent again", client.name, len(left))
-                await self._send(call, left)
+                await self._divide(call.prompts, left, n, partial(self._start_part, call))
         except Exception as error:
             call.fail(error)
 
     async def compute_logprobs(self, sequences: list[list[int]], adapter: str | None = None) -> list[Tensor]:
-        self._begin_use(adapter)
+        logprobs: dict[int, Tensor] = {}
+
+        async def compute(replica_index: int, indices: list[int]) -> list[int]:
+            replica = self.replicas[replica_index]
+            client = replica.client
+            try:
+                answers = await client.compute_logprobs([sequences[index] for index in indices], adapter)
+            except Exception as error:
+                self._lose_or_raise(replica, client, error)
+                return indices
+            finally:
+                self._router.finish(replica_index, len(indices))
+            logprobs.update(zip(indices, answers, strict=True))
+            return []
+
+        self._uses[adapter] += 1
         try:
-            return await self._compute_logprobs(sequences, adapter)
+            await self._divide(sequences, list(range(len(sequences))), 1, compute)
         finally:
             self._end_use(adapter)
-
-    async def _compute_logprobs(self, sequences: list[list[int]], adapter: str | None) -> list[Tensor]:
-        logprobs: dict[int, Tensor] = {}
-        left = list(range(len(sequences)))
-        while left:
-            parts = await self._divide([sequences[index] for index in left], 1)
-            asked = []
-            for replica_index, members in parts.items():
-                indices = [left[member] for member in members]
-                asked.append(self._logprobs_of_part(replica_index, sequences, indices, adapter))
-            for found in await gather_all(asked):
-                logprobs |= found
-            left = [index for index in left if index not in logprobs]
         return [logprobs[index] for index in range(len(sequences))]
 
-    async def _logprobs_of_part(
-        self, replica_index: int, sequences: list[list[int]], indices: list[int], adapter: str | None
-    ) -> dict[int, Tensor]:
-        """Index -> the logprobs of this sequence. Empty if the generator has died."""
-        replica = self.replicas[replica_index]
-        client = replica.client
-        try:
-            found = await client.compute_logprobs([sequences[index] for index in indices], adapter)
-        except Exception as error:
-            self._lose_or_raise(replica, client, error)
-            return {}
-        finally:
-            self._router.finish(replica_index, len(indices))
-        return dict(zip(indices, found, strict=True))
+    async def _divide(
+        self,
+        prompts: Sequence[Sequence[int]],
+        indices: list[int],
+        n: int,
+        send: Callable[[int, list[int]], Awaitable[list[int]]],
+    ) -> None:
+        """Divide the prompts with these indices among the healthy generators.
 
-    async def _divide(self, prompts: Sequence[Sequence[int]], n: int) -> dict[int, list[int]]:
-        """Index of a generator -> the positions of its prompts. Waits until a generator is healthy."""
-        healthy = await self._until_healthy()
-        parts: dict[int, list[int]] = {}
-        for member, prompt in enumerate(prompts):
-            parts.setdefault(self._router.assign(prompt, n, healthy), []).append(member)
-        return parts
+        send: given the index of a generator and the indices of its prompts; returns them if the
+        generator has died, so that others get them, otherwise [].
+        """
+        while indices:
+            healthy = await self._until_healthy()
+            parts: dict[int, list[int]] = {}
+            for index in indices:
+                parts.setdefault(self._router.assign(prompts[index], n, healthy), []).append(index)
+            lost = await gather_all([send(replica_index, part) for replica_index, part in parts.items()])
+            indices = sorted(itertools.chain.from_iterable(lost))
 
     async def pull(self, version: int, timeout: float, in_flight: bool) -> None:
-        """Let all healthy generators pull the version; a starting one pulls it before it becomes
-        healthy.
+        """Let all healthy generators pull the version; others pull it before they become healthy.
 
-        Generators on which only some pulls fail are stale until theirs succeeds. If all pulls fail,
-        raises the first error and keeps the former version. Deaths do not count; if all die, waits
-        until one is healthy again.
+        If some pulls fail, their generators are stale until theirs succeeds. If all fail, raises
+        the first error and keeps the former version. Deaths do not count; if all die, waits until
+        one is healthy again.
         """
         self._num_changes += 1
         former = self.target_version
@@ -294,11 +348,7 @@ class Fleet:
             self.last_pull = self.replicas[first].client.last_pull
 
     async def load_adapter(self, name: str, directory: str) -> None:
-        """Load an adapter into all healthy generators, or into none. A starting one loads it before
-        it becomes healthy.
-
-        Raises ValueError if an adapter of this name is loaded already.
-        """
+        """Load an adapter into all healthy generators, or none; others load it before they are healthy."""
         if name in self._adapters:
             raise ValueError(f"an adapter of the name {name!r} is loaded already, from {self._adapters[name]}")
         self._adapters[name] = directory
@@ -317,11 +367,9 @@ class Fleet:
         if self._adapters.pop(name, None) is not None:
             await self._ask_all(lambda client: client.unload_adapter(name))
 
-    async def _refit(self, replica: Replica) -> None:
-        """Pull the target version into a generator, and load the adapters. Raises the error of the
-        last try.
-
-        A generator that has been healthy before tries for setup_timeout seconds, another one once.
+    async def refit(self, replica: Replica) -> None:
+        """Pull the target version into a generator, and load the adapters: once, or if it has been
+        healthy for up to setup_timeout seconds. Raises the error of the last try.
         """
         is_first = self.target_version is None and self._first_version is not None
         if is_first:
@@ -341,12 +389,9 @@ class Fleet:
             except Exception as error:
                 if not replica.was_ready or isinstance(error, ActorDiedError) or time.monotonic() > deadline:
                     raise
-                # If the trainer has died, too, the version is lost, and the fleet soon pulls
-                # another one.
-                what = (
-                    "its adapters" if self.target_version is None else f"version {self.target_version} and its adapters"
-                )
-                logger.info("%s could not load %s, and tries again: %r", replica.name, what, error)
+                # if the trainer has died, too, the version is lost, and the fleet soon pulls another
+                wanted = f"version {self.target_version} and its adapters"
+                logger.info("%s could not load %s, and tries again: %r", replica.name, wanted, error)
                 await asyncio.sleep(REFIT_PAUSE)
                 continue
             if number == self._num_changes:  # otherwise a pull or the load of an adapter has begun meanwhile, so repeat
@@ -357,22 +402,22 @@ class Fleet:
             try:
                 await replica.client.load_adapter(name, directory)
             except ValueError as error:
-                # On this generator, requests with this adapter fail. It serves all other requests.
+                # only requests with this adapter fail here
                 logger.warning("%s cannot load the adapter %r again: %s", replica.name, name, error)
 
     async def sleep(self, level: int) -> DeviceMemory:
-        """Put the healthy generators to sleep, when no other is starting. A dead one is started
-        again only after `wake`, because a start needs memory of the device."""
+        """Put the healthy generators to sleep, when none is starting. Dead ones are started again
+        after `wake`, because a start needs memory of the device."""
         await self._until(lambda: all(replica.state in ("healthy", "dead", "retired") for replica in self.replicas))
-        self._awake.clear()
+        self.awake.clear()
         try:
             return _of_all(await self._ask_all(lambda client: client.sleep(level)))
         except BaseException:
-            self._awake.set()
+            self.awake.set()
             raise
 
     async def wake(self) -> DeviceMemory:
-        self._awake.set()
+        self.awake.set()
         return _of_all(await self._ask_all(lambda client: client.wake()))
 
     async def _ask_all(self, ask: Callable[[OneGenerator], Awaitable[T]]) -> list[T]:
@@ -392,7 +437,7 @@ class Fleet:
 
     def _lose_or_raise(self, replica: Replica, client: OneGenerator, error: BaseException) -> None:
         """Mark the generator as dead if the error is its death. Otherwise raises the error."""
-        if self._closed or not is_death(client, error):
+        if self.is_closed or not is_death(client, error):
             raise error
         assert isinstance(error, ActorDiedError)
         replica.lose(client, error)
@@ -414,11 +459,11 @@ class Fleet:
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         while not is_so():
-            if self._closed:
+            if self.is_closed:
                 raise RuntimeError("the generator was closed")
             await self._change.wait()
 
-    def _on_change(self, replica: Replica, line: str) -> None:
+    def on_change(self, replica: Replica, line: str) -> None:
         if replica.state == "dead":
             self._router.forget()
         if line:
@@ -438,15 +483,12 @@ def is_death(client: OneGenerator, error: BaseException) -> bool:
 
 async def gather_all(work: Sequence[Awaitable[T]]) -> list[T]:
     """The results, in order. If some fail, waits for all and raises the first error."""
-    # A single awaitable gets a task, too: awaited directly, it could overtake an earlier call whose
-    # task has not started.
+    # a single one gets a task, too: else it could overtake an earlier call whose task has not started
     results = await asyncio.gather(*work, return_exceptions=True)
-    found: list[T] = []
     for result in results:
         if isinstance(result, BaseException):
             raise result
-        found.append(result)
-    return found
+    return cast(list[T], results)
 
 
 def _of_all(answers: Sequence[DeviceMemory]) -> DeviceMemory:

@@ -1,41 +1,39 @@
-"""Limits that a client checks before it sends a call to an actor.
-
-A client that spawns its actor takes the limits from the config until the actor has started. In all
-other cases the limits come from the actor's info.
-"""
+"""Limits that a client checks before it sends a call: the config's until the actor has started, or else those of its info."""
 
 import pkgutil
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, fields
+from typing import Self
 
 import torch
 
-from rl_actors import adapters
 from rl_actors.config import GeneratorConfig, OptimizerConfig, TrainerConfig
 from rl_actors.losses import Loss
 from rl_actors.model_config import ModelConfig
-from rl_actors.types import GeneratorInfo, OptimParams, Sample, SamplingParams, TrainerInfo
+from rl_actors.types import GeneratorInfo, Sample, SamplingParams, TrainerInfo
 from rl_actors.validation import (
     require_optimizer,
-    require_tenant,
     supported_hyperparameters,
-    validate_optim_params,
     validate_prompts,
     validate_samples,
     validate_sampling_params,
-    validate_sequences,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerLimits:
+class _Limits:
+    @classmethod
+    def of_info(cls, info: TrainerInfo | GeneratorInfo) -> Self:
+        return cls(**{field.name: getattr(info, field.name) for field in fields(cls)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerLimits(_Limits):
     vocab_size: int
     max_sequence_length: int  # largest number of positions of a sample
     max_call_bytes: int  # largest total size of the samples of one call
     head: str  # "logprobs", or "values" for a value model
-    optimizer: str | None  # name of the optimizer; None: the trainer has none and only infers
+    optimizer: str | None  # its name; None: the trainer has none and only infers
     optimizer_fields: tuple[str, ...]  # those of beta1, beta2, eps and weight_decay that the optimizer has
     lora_rank: int  # 0: the trainer has no adapters
 
@@ -51,8 +49,7 @@ class TrainerLimits:
         )
 
     def check_training(self, call: str, samples: Sequence[Sample], loss: Loss | None) -> None:
-        """Raises ValueError or TypeError for samples that the ranks would refuse, and ValueError if
-        the trainer has no optimizer."""
+        """As `check_samples`; also raises ValueError if the trainer has no optimizer."""
         require_optimizer(call, self.optimizer)
         self.check_samples(samples, loss)
 
@@ -60,23 +57,6 @@ class TrainerLimits:
         """Raises ValueError if the call needs the state of an optimizer that the trainer lacks."""
         if optimizer:
             require_optimizer(f"{call}(optimizer=True)", self.optimizer)
-
-    def check_optim_params(self, params: OptimParams) -> None:
-        """Raises ValueError or TypeError if a field is out of range.
-
-        Also raises ValueError if the trainer has no optimizer, or if a field that the optimizer
-        does not have differs from its default.
-        """
-        require_optimizer("optim_step", self.optimizer)
-        validate_optim_params(params, self.optimizer, self.optimizer_fields)
-
-    def check_tenant(self, name: str, seed: int) -> None:
-        """Raises ValueError or TypeError if the trainer cannot have a new tenant of this name and
-        seed.
-
-        A tenant is one of several training runs that share a trainer.
-        """
-        require_tenant(name, seed, self.lora_rank)
 
     @classmethod
     def of_config(cls, config: TrainerConfig) -> "TrainerLimits":
@@ -90,45 +70,25 @@ class TrainerLimits:
             lora_rank=config.lora.rank,
         )
 
-    @classmethod
-    def of_info(cls, info: TrainerInfo) -> "TrainerLimits":
-        return cls(
-            vocab_size=info.vocab_size,
-            max_sequence_length=info.max_sequence_length,
-            max_call_bytes=info.max_call_bytes,
-            head=info.head,
-            optimizer=info.optimizer,
-            optimizer_fields=info.optimizer_fields,
-            lora_rank=info.lora_rank,
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GeneratorLimits:
+class GeneratorLimits(_Limits):
     max_model_len: int  # largest number of tokens of a prompt and its completion together
     vocab_size: int
     max_adapters: int  # number of adapters that the requests in one step of vLLM may use; 0: no adapter can be loaded
     max_adapter_rank: int
     tokenizer_path: str = ""
 
-    def check_adapter(self, directory: Path) -> None:
-        """Raises ValueError if the generator would refuse the adapter in this directory."""
-        adapters.require_possible(directory, max_adapters=self.max_adapters, max_rank=self.max_adapter_rank)
-
     def check_prompts(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
         """Raises ValueError or TypeError for a call that the generator would refuse."""
         validate_prompts(prompts, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         validate_sampling_params(params, vocab_size=self.vocab_size)
-        if params.max_tokens > max(self.max_model_len, SamplingParams().max_tokens):
-            warnings.warn(
-                f"max_tokens={params.max_tokens} is beyond max_model_len={self.max_model_len}, the limit of a prompt with its "
-                "completion: completions end there, with the finish_reason 'length'",
-                stacklevel=5,
+        # the default is exempt: it may be beyond the limit of a small model, where completions end early
+        if params.max_tokens > max(self.max_model_len - 1, SamplingParams().max_tokens):
+            raise ValueError(
+                f"max_tokens={params.max_tokens} exceeds max_model_len={self.max_model_len}, the limit of a prompt with its "
+                f"completion; give at most {self.max_model_len - 1}"
             )
-
-    def check_sequences(self, sequences: Sequence[Sequence[int]]) -> None:
-        """Raises ValueError or TypeError for sequences that the generator would refuse."""
-        validate_sequences(sequences, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
 
     @classmethod
     def of_config(cls, config: GeneratorConfig) -> "GeneratorLimits":
@@ -139,16 +99,6 @@ class GeneratorLimits:
             max_adapters=config.max_adapters,
             max_adapter_rank=config.max_adapter_rank,
             tokenizer_path=config.tokenizer_path or config.hf_path,
-        )
-
-    @classmethod
-    def of_info(cls, info: GeneratorInfo) -> "GeneratorLimits":
-        return cls(
-            max_model_len=info.max_model_len,
-            vocab_size=info.vocab_size,
-            max_adapters=info.max_adapters,
-            max_adapter_rank=info.max_adapter_rank,
-            tokenizer_path=info.tokenizer_path,
         )
 
 

@@ -1,4 +1,4 @@
-"""`OneGenerator`, the client of one generator process. A GeneratorClient has one for each replica."""
+"""`OneGenerator`, one generator process. A GeneratorClient has one for each replica."""
 
 import asyncio
 import contextlib
@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from rl_actors.clients.base import ActorDiedError, ActorSilentError, Client
-from rl_actors.clients.call import Call, in_background
+from rl_actors.clients.base import ActorDiedError, ActorSilentError
+from rl_actors.clients.call import Call
 from rl_actors.clients.completions import Group
+from rl_actors.clients.ranks import AnyTransport, Ranks
 from rl_actors.config import GeneratorConfig
 from rl_actors.generator import Generator
 from rl_actors.processes import gpus
 from rl_actors.processes.output import LogRoute
-from rl_actors.processes.spawn import LONGEST_CHECK_PAUSE, collect
-from rl_actors.transports.base import Transport
+from rl_actors.processes.spawn import LONGEST_CHECK_PAUSE, ProcessMesh, collect
 from rl_actors.types import DeviceMemory, GeneratorInfo, Heartbeat, SamplingParams, Transfer
 from rl_actors.validation import require_gpu
 from rl_actors.vllm.core import EngineDiedError
@@ -26,14 +26,11 @@ if TYPE_CHECKING:
 
     from rl_actors.processes.hosts import Hosts
 
-NEWS_TIMEOUT = 1.0  # seconds to wait, after a failed heartbeat, for the news that the process has ended
+NEWS_TIMEOUT = 1.0  # seconds after a failed heartbeat in which the news that the process has ended comes first
 
 
-class OneGenerator(Client):
-    """The client of a Generator mesh with one process. Its own methods are coroutines.
-
-    A call raises ActorDiedError as soon as a process that the client spawned has ended.
-    """
+class OneGenerator(Ranks):
+    """A Generator mesh with one process. A call raises ActorDiedError when a spawned one has ended."""
 
     def __init__(
         self,
@@ -41,13 +38,13 @@ class OneGenerator(Client):
         *,
         name: str,
         config: GeneratorConfig | None,
-        transport: "Transport | Call[Transport] | Call[Transport | None] | None",
+        transport: AnyTransport,
         call_timeout: float,
         setup_timeout: float,
         logs: LogRoute | None,
         hosts: "Hosts | None" = None,
     ) -> None:
-        """config, transport, logs and hosts are for a generator that the client spawns."""
+        """config, transport, logs and hosts are for a generator that is spawned."""
         super().__init__(
             mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs, hosts=hosts
         )
@@ -56,37 +53,32 @@ class OneGenerator(Client):
         self.last_pull: Transfer | None = None  # its num_bytes is 0 if nothing was transferred
         self.known: GeneratorInfo | None = None  # the newest info; None before the setup
         self._spawned = asyncio.Event()  # set when the spawn has succeeded or failed
-        # Not by `_start`, which would add this client to _open_clients: the GeneratorClient closes
-        # it.
-        self._started = in_background(self._set_up(), f"{self.name}: setup")
+        self._start()
+
+    async def ready(self) -> None:
+        await self.started
 
     async def _set_up(self) -> None:
         try:
             if self._mesh is None:
-                await self._spawn_actor()
+                assert self.config is not None
+                processes = await self._spawn(1, process_environment(self.config))
+                transport = await self._transport if isinstance(self._transport, Call) else self._transport
+                self._mesh = processes.spawn(self.name, Generator, self.config, transport)
         finally:
             self._spawned.set()
         [self.known] = await self.ask("setup", timeout=self.setup_timeout)
         if self._processes is None:
             self._probes = await self.ask("probe", phase="setup", timeout=self.setup_timeout)
 
-    async def _spawn_actor(self) -> None:
-        assert self.config is not None
-        processes = await self._spawn(1, process_environment(self.config))
-        transport = await self._transport if isinstance(self._transport, Call) else self._transport
-        self._mesh = processes.spawn(self.name, Generator, self.config, transport)
-
     @property
     def is_owned(self) -> bool:
-        """True if this client, not its caller, spawns the process."""
+        """True if the process is spawned here, not by the user."""
         return self.config is not None
 
     async def info(self) -> GeneratorInfo:
         self.known = await self._one("info")
         return self.known
-
-    async def answers_within(self, timeout: float) -> bool:
-        return await self._is_alive(timeout)
 
     async def start_generate(
         self, prompts: list[list[int]], params: SamplingParams, seed_indices: list[int], adapter: str | None = None
@@ -132,7 +124,7 @@ class OneGenerator(Client):
         return (await self.ask(endpoint, *args, phase=phase, breaks=False))[0]
 
     async def ask(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """As in the base class, but a failed engine that this client owns is an ActorDiedError."""
+        """As in the base class, but a failed engine of a spawned process is an ActorDiedError."""
         try:
             return await super().ask(*args, **kwargs)
         except (EngineDiedError, SilentWorkerError) as error:
@@ -140,47 +132,35 @@ class OneGenerator(Client):
                 raise
             raise ActorDiedError(f"{self.name}: {error}", self.name) from error
 
-    async def _death(self, silent_after: float) -> ActorDiedError | ActorSilentError | None:
-        """As in the base class; a generator with requests whose engine does nothing for
-        silent_after seconds is dead, too.
-        """
+    async def _silence(self, processes: ProcessMesh, seconds: float) -> ActorDiedError | ActorSilentError | None:
+        """Silent is also a generator with requests whose engine does nothing."""
         await self._spawned.wait()
-        if self._mesh is None or self._processes is None:
+        if self._mesh is None:
             return None
-        end = asyncio.ensure_future(self._processes.wait_any_exit())
-        beat: asyncio.Task[list[Heartbeat]] | None = None
         silence = Silence()
-        pause = min(silent_after / 20, LONGEST_CHECK_PAUSE)
+        pause = min(seconds / 20, LONGEST_CHECK_PAUSE)
+        beat: asyncio.Task[list[Heartbeat]] | None = None
         try:
-            while not self._closed:
+            while silence.seconds < seconds:
                 begin = time.monotonic()
                 beat = beat or asyncio.ensure_future(collect(self._mesh.heartbeat))
-                await asyncio.wait((end, beat), timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((beat,), timeout=pause)
                 answer: Heartbeat | None = None
-                if beat.done() and not end.done():
-                    # The pause before the next heartbeat; after a failed one, `end` may soon have
-                    # the cause.
-                    await asyncio.wait((end,), timeout=pause if beat.exception() is None else NEWS_TIMEOUT)
-                if end.done():
-                    return None if self._closed else self._died(end.result(), self._phase())
                 if beat.done():
                     if (error := beat.exception()) is not None:
+                        await asyncio.sleep(NEWS_TIMEOUT)
                         return ActorDiedError(f"{self.name}: {getattr(error, 'exception', error)}", self.name)
                     [answer] = beat.result()
                     beat = None
-                # The two waits take at most twice the pause. If they took longer, this process was
-                # suspended or busy.
+                    await asyncio.sleep(pause)
+                # if the two waits took longer than twice the pause, this process was suspended or busy
                 silence.saw(answer, min(time.monotonic() - begin, 2 * pause))
                 if silence.seconds == 0:
-                    self._heard[0] = time.monotonic()
-                if silence.seconds >= silent_after:
-                    text = f"{self.name}: no sign of life for {silent_after:g} s {self._phase()}"
-                    return ActorSilentError(text, self.name)
-            return None
+                    self._note_sign(0)
         finally:
-            end.cancel()
             if beat is not None:
                 beat.cancel()
+        return ActorSilentError(f"{self.name}: no sign of life for {seconds:g} s {self._phase()}", self.name)
 
 
 class Silence:

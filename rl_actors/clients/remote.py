@@ -1,32 +1,86 @@
-"""The client's side of a service, which is a program that runs actors and lets clients in other
-programs call them.
+"""The client's side of a service, a program whose actors clients in other programs call. `attach`
+returns a RemoteMesh, which a client uses like a mesh of Monarch.
 
-`attach` returns a RemoteMesh, which a client uses like a mesh of Monarch. Its calls go to the
-service's coordinator.
+Before either side unpickles anything, they exchange lines of JSON.
 """
 
 import asyncio
 import base64
 import contextlib
+import importlib.metadata
+import json
 import os
 import pickle
+import platform
 import socket
 import ssl
 import threading
 from collections.abc import Awaitable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
+import torch
 from monarch.actor import context, enable_transport
 
+import rl_actors
 from rl_actors.clients.base import ATTACH_TIMEOUT, STEP_WAIT
-from rl_actors.clients.wire import MAX_LINE_BYTES, PROTOCOL, Message, decode, encode, keep_alive
-from rl_actors.clients.wire import versions as own_versions
 from rl_actors.processes import tls
 from rl_actors.processes.address import Address
 from rl_actors.processes.races import unless
 from rl_actors.processes.spawn import prepare_this_process
+
+PROTOCOL = "rl-actors service 1"  # the field `protocol` of every message
+MAX_LINE_BYTES = 1 << 20  # of a line of JSON that is read
+
+Message = dict[str, object]
+
+
+def versions() -> dict[str, str]:
+    """Versions that client and service must share, because they exchange pickled objects."""
+    major, minor, _ = platform.python_version_tuple()
+    return {
+        "rl_actors": rl_actors.__version__,
+        # Without +cpu or +cu130: all builds of a version can unpickle each other's objects.
+        "torch": torch.__version__.partition("+")[0],
+        "torchmonarch": importlib.metadata.version("torchmonarch"),
+        "python": f"{major}.{minor}",
+    }
+
+
+def mismatch(of_service: dict[str, str], of_client: object) -> str:
+    """The first difference, such as "the service has torch 2.13.0, the client 2.12.0", or ""."""
+    if not isinstance(of_client, dict):
+        return f"the service has {of_service}, the client sent no versions"
+    for name, version in of_service.items():
+        if of_client.get(name) != version:
+            return f"the service has {name} {version}, the client {of_client.get(name, 'sent none')}"
+    return ""
+
+
+def encode(message: Message) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """The message in a line. Raises ValueError if the line is not from a service or its client."""
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):  # RecursionError: thousands of brackets
+        raise ValueError(f"the other program sent {line[:60]!r}") from None
+    if not isinstance(message, dict) or message.get("protocol") != PROTOCOL:
+        raise ValueError(f"the other program sent {line[:60]!r}")
+    return message
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Notice within half a minute that the other machine is gone; a quarter of an hour if bytes are
+    unacknowledged, because Linux then repeats them and sends no probes (tcp_retries2).
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class Connection:
@@ -63,18 +117,15 @@ def _watch(connection: socket.socket, ended: "Future[str]", address: str) -> Non
         ended.set_result(f"the service at {address} is gone: {reason}")
 
 
+@dataclass(kw_only=True)
 class RemoteMesh:
     """Stands for an actor mesh; its endpoints call the coordinator, with one answer a rank."""
 
-    def __init__(self, coordinator: Any, connection: Connection, *, number: int, num_ranks: int, step_wait: float):
-        """number: this client's number at the service. step_wait: seconds to wait for the end of
-        another client's step.
-        """
-        self._coordinator = coordinator
-        self.connection = connection
-        self._number = number
-        self.num_ranks = num_ranks
-        self._step_wait = step_wait
+    coordinator: Any
+    connection: Connection
+    number: int  # of this client at the service
+    num_ranks: int
+    step_wait: float  # seconds to wait for the end of another client's step
 
     def __getattr__(self, name: str) -> "RemoteEndpoint":
         if name.startswith("_"):
@@ -82,13 +133,13 @@ class RemoteMesh:
         return RemoteEndpoint(self, name, self.num_ranks)
 
     @property
-    def probe(self) -> "LocalEndpoint":
-        """Its answer is a RemoteProbe, which asks the service whether all processes answer."""
-        return LocalEndpoint([RemoteProbe(RemoteEndpoint(self, "is_alive", 1))])
+    def probe(self) -> "RemoteProbe":
+        """It asks the service whether all processes answer."""
+        return RemoteProbe(RemoteEndpoint(self, "is_alive", 1))
 
     async def send(self, endpoint: str, arguments: tuple[object, ...]) -> list[object]:
         """The answers of all ranks. Raises ConnectionError as soon as the service is gone."""
-        asked = self._coordinator.call.call_one(self._number, endpoint, cloudpickle.dumps(arguments), self._step_wait)
+        asked = self.coordinator.call.call_one(self.number, endpoint, cloudpickle.dumps(arguments), self.step_wait)
         ended = asyncio.shield(asyncio.wrap_future(self.connection.ended))
         return opened(await unless(ended, ConnectionError, asked))
 
@@ -101,43 +152,30 @@ def opened(answer: bytes) -> list[object]:
     return answers
 
 
+@dataclass
 class RemoteEndpoint:
-    """One endpoint of a RemoteMesh."""
-
-    def __init__(self, mesh: RemoteMesh, name: str, num_answers: int) -> None:
-        self._mesh = mesh
-        self._name = name
-        self._num_answers = num_answers
+    mesh: RemoteMesh
+    name: str
+    num_answers: int
 
     def stream(self, *arguments: object, header: object = None) -> Iterator[Awaitable[object]]:
         """The answers. The header is not sent: the service numbers the calls itself."""
-        answers = asyncio.ensure_future(self._mesh.send(self._name, arguments))
-        return (_nth(answers, index) for index in range(self._num_answers))
+        answers = asyncio.ensure_future(self.mesh.send(self.name, arguments))
+        return (_nth(answers, index) for index in range(self.num_answers))
 
 
 async def _nth(answers: "asyncio.Future[list[object]]", index: int) -> object:
     return (await answers)[index]
 
 
-class LocalEndpoint:
-    """An endpoint whose answers are known, so that nothing is sent."""
-
-    def __init__(self, answers: list[object]) -> None:
-        self._answers = answers
-
-    def stream(self, *_: object) -> Iterator[Awaitable[object]]:
-        return (_just(answer) for answer in self._answers)
-
-
-async def _just(value: object) -> object:
-    return value
-
-
+@dataclass
 class RemoteProbe:
-    """Stands for the actor Probe of processes/spawn.py, with only the endpoint `who`."""
+    """Stands for the endpoint `probe` and for its answer, a Probe of processes/spawn.py."""
 
-    def __init__(self, who: RemoteEndpoint) -> None:
-        self.who = who
+    who: RemoteEndpoint
+
+    def stream(self) -> Iterator[Awaitable["RemoteProbe"]]:
+        return iter([asyncio.sleep(0, self)])
 
 
 def ask(address: str, wants: Message, *, certificates: str = "", timeout: float = ATTACH_TIMEOUT) -> Message:
@@ -159,7 +197,7 @@ def _greet(address: Address, wants: Message, certificates: str, timeout: float) 
         if protection is not None:
             connection = protection.wrap_socket(connection, server_hostname=address.host)
         keep_alive(connection)
-        connection.sendall(encode({"protocol": PROTOCOL, "versions": own_versions(), **wants}))
+        connection.sendall(encode({"protocol": PROTOCOL, "versions": versions(), **wants}))
         answer = decode(_read_line(connection))
     except Exception as error:
         if connection is not None:
@@ -209,11 +247,10 @@ def attach(
     step_wait: float = STEP_WAIT,
     call_timeout: float,
 ) -> tuple[RemoteMesh, Any]:
-    """Attach to one actor of a service. Returns its RemoteMesh, and the TrainerInfo or
-    GeneratorInfo of its first rank.
+    """Attach to one actor of a service. Returns its RemoteMesh, and the info of its first rank.
 
-    member: the actor's name at the service: "trainer", "value_trainer", "reference" or "generator".
-    step_wait: as in `ModelClient.attach`, which also lists the errors.
+    member: its name: "trainer", "value_trainer", "reference" or "generator". Others, errors: see
+    `ModelClient.attach`.
     """
     target = Address.parse(address)
     name = f"{member}, pid {os.getpid()} on {socket.gethostname()}"
@@ -226,7 +263,7 @@ def attach(
         number = int(str(answer["client"]))
         num_ranks = int(str(answer["num_ranks"]))
         wait = min(step_wait, call_timeout / 2)
-        mesh = RemoteMesh(coordinator, held, number=number, num_ranks=num_ranks, step_wait=wait)
+        mesh = RemoteMesh(coordinator=coordinator, connection=held, number=number, num_ranks=num_ranks, step_wait=wait)
         asked = coordinator.call.call_one(number, "setup", cloudpickle.dumps(()), wait)
         try:
             info = opened(asked.get(timeout=timeout))[0]

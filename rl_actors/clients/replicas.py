@@ -1,48 +1,82 @@
-"""`Replica`, a generator of a Fleet and its replacements after deaths.
+"""`Restarts`, which limits restarts, and `Replica`, a generator of a Fleet and its replacements.
 
 starting ──► stale ──► healthy ──► dead ──► restarting ──► stale ──► healthy
                ▲          │         └─────► retired
                └──────────┘ make_stale
 
-A replica becomes dead from every state but retired. It becomes healthy only after a complete pull
-of the fleet's version, so that its generator never samples with half of the weights. A generator
-that the user spawned only goes from starting to healthy or retired.
+A replica becomes dead from every state but retired, and healthy only after a complete pull of the
+fleet's version. A generator that the user spawned goes from starting to healthy or retired.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rl_actors.clients.base import ActorDiedError, ActorSilentError
 from rl_actors.clients.one_generator import OneGenerator
-from rl_actors.clients.restarts import Restarts
 from rl_actors.config import RestartPolicy
 from rl_actors.types import GeneratorReturn, ReplicaState
 
+if TYPE_CHECKING:
+    from rl_actors.clients.fleet import Fleet
+
+HOUR = 3600.0  # seconds
+LONGEST_RESTART_PAUSE = 60.0  # seconds
+FIRST_RESTARTS = 2  # largest number of restarts of an actor that has never been ready
+IF_DEAD = (
+    "close this client and spawn another; GeneratorConfig.restarts says how often a dead generator is started again"
+)
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Watcher:
-    """Functions of the fleet that a replica calls."""
+@dataclass
+class Restarts:
+    """Counts restarts, and refuses a restart above the limit of the policy."""
 
-    changed: Callable[["Replica", str], None]  # after a change of state, with a line for the user, or ""
-    returned: Callable[[GeneratorReturn], None]  # when the replica is healthy again after a death
-    refit: Callable[["Replica"], Awaitable[None]]  # brings weights and adapters; raises the error of its last try
-    may_restart: Callable[[], Awaitable[object]]  # waits while the generators sleep
+    policy: RestartPolicy
+    clock: Callable[[], float] = time.monotonic
+    # of the error after several deaths
+    note: str = (
+        "this is the first of {num_deaths} deaths in the last hour, and at most {limit} restarts are allowed in that time; "
+        "the last death: {last}"
+    )
+    total: int = field(default=0, init=False)
+    _deaths: deque[tuple[float, Exception]] = field(default_factory=deque, init=False)  # of an hour: (clock, error)
+
+    def pause_after(self, death: Exception, *, was_ready: bool = True) -> float:
+        """Count this death. Returns the seconds until the restart; after too many, raises the
+        hour's first error. was_ready: whether the actor has ever been ready.
+        """
+        now = self.clock()
+        while self._deaths and self._deaths[0][0] <= now - HOUR:
+            self._deaths.popleft()
+        self._deaths.append((now, death))
+        num_deaths = len(self._deaths)
+        limit = self.policy.max_per_hour
+        if not was_ready:
+            limit = min(limit, FIRST_RESTARTS)
+        if num_deaths > limit:
+            first = self._deaths[0][1]
+            if num_deaths > 1:
+                first.add_note(self.note.format(num_deaths=num_deaths, limit=limit, last=death))
+            raise first
+        self.total += 1
+        return 0.0 if num_deaths == 1 else min(self.policy.backoff * 2 ** (num_deaths - 2), LONGEST_RESTART_PAUSE)
 
 
 class Replica:
     """A generator, which `live` watches and replaces if its GeneratorClient spawned it."""
 
-    def __init__(self, name: str, spawn: Callable[[], OneGenerator], policy: RestartPolicy, watcher: Watcher) -> None:
+    def __init__(self, name: str, spawn: Callable[[], OneGenerator], policy: RestartPolicy, fleet: "Fleet") -> None:
         self.name = name
         self.spawn = spawn
         self.policy = policy
-        self.watcher = watcher
+        self.fleet = fleet
         self.state: ReplicaState = "starting"
         self.was_ready = False  # whether this replica was ever healthy
         self.cause: Exception | None = None  # the error because of which this replica is retired
@@ -50,8 +84,7 @@ class Replica:
         self.silent_after = policy.silent_after  # seconds without a sign of life after which it counts as dead
         self.client = spawn()
         self._death: asyncio.Future[Exception]  # the death of self.client; `live` sets it before it watches self.client
-        # First death since the replica was last healthy: time.time(), time.monotonic() and the
-        # error. None: no death.
+        # of the first death since the replica was healthy: time.time(), time.monotonic(), error
         self._died: tuple[float, float, Exception] | None = None
         self._is_final = False  # whether no restart follows the last death
         self._is_stale = asyncio.Event()
@@ -60,24 +93,21 @@ class Replica:
     async def live(self) -> None:
         """Keep a generator running until it is retired. Of a user's generator, await the setup."""
         if not self.client.is_owned:
-            await self._begin()
+            try:
+                await self.client.ready()
+            except Exception as error:
+                self._retire(error)
+            else:
+                self._become_healthy()
             return
         try:
             while self.state != "retired":
                 cause = await self._until_death()
                 with contextlib.suppress(Exception):
-                    await self.client.kill()
+                    await asyncio.shield(self.client.kill())  # goes on if the fleet is closed meanwhile
                 await self._restart(cause)
         except Exception as error:  # a bug; without this handler, calls would wait for ever for a healthy replica
             self._retire(error)
-
-    async def _begin(self) -> None:
-        try:
-            await self.client.ready()
-        except Exception as error:
-            self._retire(error)
-        else:
-            self._become_healthy()
 
     async def _until_death(self) -> Exception:
         self._death = asyncio.get_running_loop().create_future()
@@ -90,7 +120,7 @@ class Replica:
             self._tasks = []
 
     def expect_signs(self, silent_after: float) -> None:
-        """The generator is dead after so many seconds without a sign of life, if fewer than before."""
+        """Shorten the seconds without a sign of life after which the generator is dead."""
         if silent_after >= self.silent_after:
             return
         self.silent_after = silent_after
@@ -109,19 +139,20 @@ class Replica:
             return
         limit = self.policy.max_per_hour
         restart = f"restart {self.restarts.total} (at most {limit} an hour) begins"
-        self.watcher.changed(self, f"{self.name} has died: {cause}; {restart} after {pause:g} s")
+        self.fleet.on_change(self, f"{self.name} has died: {cause}; {restart} after {pause:g} s")
         await asyncio.sleep(pause)
-        await self.watcher.may_restart()
+        await self.fleet.awake.wait()
         self.state = "restarting"
         self.client = self.spawn()
 
     def _retire(self, cause: Exception) -> None:
         self.state = "retired"
         self.cause = cause
-        self.watcher.changed(self, f"{self.name} is not started again: {cause}" if self.was_ready else "")
+        if self.was_ready:
+            cause.add_note(IF_DEAD)
+        self.fleet.on_change(self, f"{self.name} is not started again: {cause}" if self.was_ready else "")
 
     async def _watch(self, client: OneGenerator) -> None:
-        """Wait until a process of the generator has ended or has been silent for too long."""
         death = await client.death(self.silent_after)
         if death is not None:
             self.lose(client, death)
@@ -132,15 +163,14 @@ class Replica:
             await client.ready()
             while True:
                 self.state = "stale"
-                await self.watcher.refit(self)
+                await self.fleet.refit(self)
                 self._become_healthy()
                 await self._is_stale.wait()
                 self._is_stale.clear()
         except Exception as error:
             cause = error
             if not isinstance(error, ActorDiedError | ActorSilentError):
-                # No process has died. If the replica was never healthy, another start would fail,
-                # too.
+                # no process has died: if the replica was never healthy, another start would fail, too
                 self._is_final = not self.was_ready
                 if self.was_ready:
                     cause = ActorDiedError(f"{self.name} did not become healthy again: {error!r}", self.name)
@@ -153,15 +183,14 @@ class Replica:
         died = self._died
         self._died = None
         if died is None:
-            self.watcher.changed(self, "")
+            self.fleet.on_change(self, "")
             return
         noticed, began, cause = died
         seconds = time.monotonic() - began
-        self.watcher.returned(GeneratorReturn(name=self.name, cause=str(cause), noticed=noticed, seconds=seconds))
-        self.watcher.changed(self, f"{self.name} is back after {seconds:.1f} s")
+        self.fleet.returns.append(GeneratorReturn(name=self.name, cause=str(cause), noticed=noticed, seconds=seconds))
+        self.fleet.on_change(self, f"{self.name} is back after {seconds:.1f} s")
 
     def make_stale(self, cause: Exception) -> None:
-        """Mark the replica as stale until a pull that succeeded elsewhere has succeeded here, too."""
         logger.warning("%s does not have the weights of the last pull: %r", self.name, cause)
         self.state = "stale"
         self._is_stale.set()
@@ -173,4 +202,4 @@ class Replica:
         self._death.set_result(cause)
         self.state = "dead"
         self._died = self._died or (time.time(), time.monotonic(), cause)
-        self.watcher.changed(self, "")
+        self.fleet.on_change(self, "")

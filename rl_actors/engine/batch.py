@@ -1,13 +1,12 @@
-"""Turns one planned microbatch into tensors of whole rows.
+"""Turns one planned microbatch into tensors of whole rows, and results into values of samples.
 
-Packed tensors have B rows of length L, tensors with one sample in each row S rows of length T. N
-positions of all samples, P pieces (a sample, or the padding at the end of a row), K ids of a
-position.
+Packed tensors have B rows of length L, tensors with one sample in each row S rows of length T.
+N positions of all samples, P pieces (a sample, or a row's padding), K ids of a position.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypedDict
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,15 +14,14 @@ from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.models.common.attention import VarlenMetadata
 
 from rl_actors.engine.packing import Microbatch
+from rl_actors.metrics import HostCopy, Partials, PartialsCopy
 from rl_actors.types import IGNORE_TARGET, TOP_K_COLUMNS, Sample, column_dtype
 
 Span = tuple[int, int, int, int]
 """(index of a sample, index of its row, start, end)."""
 
 AttentionMasks: TypeAlias = Tensor | BlockMask | VarlenMetadata
-"""What tells the attention layers where documents begin (see make_batch): on a CPU a dense mask, on
-a GPU flex attention's block mask, or boundaries for FlashAttention.
-"""
+"""Where documents begin: a dense mask on a CPU, flex attention's or FlashAttention's on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +35,13 @@ class PackedBatch:
     columns: dict[str, Tensor]  # [B, L], for TOP_K_COLUMNS [B, L, K]; 0 where the target is IGNORE_TARGET
     is_padding_BL: Tensor  # bool
     spans: list[Span]
-    # On the host: index of each sample position in the flattened whole rows, in the order of
-    # `spans`.
-    index_N: Tensor
+    index_N: Tensor  # on the host: of each sample position in the flattened rows, as in `spans`
     to_device: Callable[[Tensor], Tensor]
     attention_masks: AttentionMasks | None = None
+
+    def model_inputs(self) -> dict[str, object]:
+        """Keyword arguments of torchtitan's model."""
+        return {"positions": self.positions_BL, "attention_masks": self.attention_masks}
 
     def row_per_sample(self) -> "RowPerSample":
         """For losses that must see whole samples."""
@@ -50,11 +50,11 @@ class PackedBatch:
     # BatchShard overrides the next three.
 
     def gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Values at the positions of this rank -> values of the whole rows."""
+        """At the positions of this rank -> of the whole rows."""
         return dict(values)
 
     def take(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Values of the whole rows -> values at the positions of this rank."""
+        """Of the whole rows -> at the positions of this rank."""
         return dict(values)
 
     def reports_whole_rows(self) -> bool:
@@ -63,9 +63,9 @@ class PackedBatch:
 
 
 class RowPerSample:
-    """Moves values from packed rows [B, L, ...] to rows of one sample [S, T, ...], and back.
+    """Packed rows [B, L, ...] <-> rows of one sample [S, T, ...], padded with zeros.
 
-    Padded with zeros. Without samples S is 1 and T is L, so that a loss still gets rows.
+    Without samples S is 1 and T is L, so that a loss still gets rows.
     """
 
     def __init__(self, batch: PackedBatch, shape: torch.Size) -> None:
@@ -76,8 +76,7 @@ class RowPerSample:
         is_inside_ST = torch.arange(longest) < lengths_S[:, None]
         index_ST = torch.zeros(is_inside_ST.shape, dtype=torch.int64)
         index_ST[is_inside_ST] = batch.index_N
-        # made on the host: indexing by a mask on the device would wait for the count of its True
-        # entries
+        # on the host: indexing by a mask on the device would wait for the count of its True entries
         self.index_ST = batch.to_device(index_ST)
         self.is_inside_ST = batch.to_device(is_inside_ST)
         self.index_N = batch.to_device(batch.index_N)
@@ -140,9 +139,7 @@ def make_batch(
 ) -> PackedBatch:
     """Put the samples of a microbatch into rows. Position ids start at 0 in every sample.
 
-    Every padded token has the id 0, because counted ids could exceed the table of the rotary
-    embedding. So each is a document of its own, but for FlashAttention, where a row's padding is
-    one (flash4.py).
+    Every padded token has the id 0, because counted ids could exceed the rotary embedding's table.
     """
     pieces = _Pieces(samples, microbatch)
     is_padding_BL = pieces.spread(torch.tensor([sample is None for sample in pieces.samples]))
@@ -175,11 +172,23 @@ def _absent(samples: Sequence[Sample], name: str) -> Tensor:
     return torch.zeros(shape, dtype=column_dtype(name))
 
 
-class ModelInputs(TypedDict):
-    positions: Tensor
-    attention_masks: AttentionMasks | None
+class MicrobatchOutput:
+    """Values and metrics of one microbatch, copied to the host before the backward pass begins."""
 
+    def __init__(
+        self, batch: PackedBatch, values: Mapping[str, Tensor], metrics: Partials, to_host: type[HostCopy]
+    ) -> None:
+        """values: by name, [B, L, ...] over whole rows."""
+        self.indices = [index for index, *_ in batch.spans]
+        self.lengths = [end - start for _, _, start, end in batch.spans]
+        self._index_N = batch.index_N
+        self._values = {name: to_host(value.detach().flatten(0, 1).float()) for name, value in values.items()}
+        self._metrics = PartialsCopy(metrics, to_host)
 
-def model_inputs(batch: PackedBatch) -> ModelInputs:
-    """Keyword arguments of torchtitan's model."""
-    return {"positions": batch.positions_BL, "attention_masks": batch.attention_masks}
+    def values(self) -> dict[str, Tensor]:
+        """The values at the samples' positions, [N, ...] float32 on the host. Waits for the copy."""
+        return {name: copy.wait()[self._index_N] for name, copy in self._values.items()}
+
+    def metrics(self) -> Partials:
+        """The metrics as numbers. Waits for the copy."""
+        return self._metrics.wait()

@@ -19,7 +19,6 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common import Embedding, Linear, RMSNorm, TransformerBlock
 from torchtitan.models.common.decoder_sharding import dense_activation_placement, dense_param_placement
-from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.qwen3 import (
     _EMBEDDING_INIT,
     _EMBEDDING_SKIP_INIT,
@@ -34,10 +33,11 @@ from torchtitan.models.qwen3 import (
 from torchtitan.protocols.sharding import ShardingConfig
 
 from rl_actors.config import HeadName, ModelConfig, TrainerConfig
-from rl_actors.engine import deadlines, gpu, initial_weights, lora, recomputation
+from rl_actors.engine import deadlines, initial_weights, lora, recomputation
 from rl_actors.engine.batch import PackedBatch
-from rl_actors.engine.context_parallel import RowShards, WholeRows
-from rl_actors.engine.machine import Machine, this_machine
+from rl_actors.engine.context_parallel import RowShards
+from rl_actors.engine.cpu import Machine
+from rl_actors.engine.gpu import this_machine
 from rl_actors.engine.moe import Experts, RouterCounters, wait_for_input
 from rl_actors.engine.optimizer import Hyperparameters, NoOptimizers
 from rl_actors.engine.pipeline_stages import LocalModel, split_into_stages
@@ -96,16 +96,6 @@ def _norm(model: ModelConfig, size: int) -> RMSNorm.Config:
 
 
 def _layers(model: ModelConfig, load_balance_coeff: float, fuse_qkv: bool) -> list[TransformerBlock.Config]:
-    """Queries and keys have norms only in some architectures."""
-    layers = _qwen3_layers(model, load_balance_coeff, fuse_qkv)
-    for layer in layers:
-        layer.attention_norm = _norm(model, model.hidden_size)
-        layer.ffn_norm = _norm(model, model.hidden_size)
-        layer.attention.qk_norm = _norm(model, model.head_dim) if model.has_qk_norm else None
-    return layers
-
-
-def _qwen3_layers(model: ModelConfig, load_balance_coeff: float, fuse_qkv: bool) -> list[TransformerBlock.Config]:
     common = {
         "n_layers": model.num_hidden_layers,
         "dim": model.hidden_size,
@@ -116,25 +106,27 @@ def _qwen3_layers(model: ModelConfig, load_balance_coeff: float, fuse_qkv: bool)
         "attn_backend": "flex",
         "rope": rope_config(model),
     }
-    dense = _build_qwen3_layers(**common, hidden_dim=model.intermediate_size)
-    if not model.num_experts:
-        return dense
-    sparse = _build_qwen3_moe_layers(
-        **common,
-        moe_hidden_dim=model.moe_intermediate_size,
-        num_experts=model.num_experts,
-        top_k=model.num_experts_per_tok,
-        moe_comm_backend="standard",
-    )
-    for layer in sparse:
-        layer.moe.router.route_norm = model.norm_topk_prob
-        layer.moe.load_balance_coeff = load_balance_coeff or None
-        layer.moe.routed_experts.inner_experts = _experts(layer.moe.routed_experts.inner_experts)
-    return [sparse[i] if model.has_experts(i) else dense[i] for i in range(model.num_hidden_layers)]
-
-
-def _experts(config: GroupedExperts.Config) -> Experts.Config:
-    return Experts.Config(**{field.name: getattr(config, field.name) for field in fields(config) if field.init})
+    layers = _build_qwen3_layers(**common, hidden_dim=model.intermediate_size)
+    if model.num_experts:
+        sparse = _build_qwen3_moe_layers(
+            **common,
+            moe_hidden_dim=model.moe_intermediate_size,
+            num_experts=model.num_experts,
+            top_k=model.num_experts_per_tok,
+            moe_comm_backend="standard",
+        )
+        layers = [sparse[i] if model.has_experts(i) else dense for i, dense in enumerate(layers)]
+    for i, layer in enumerate(layers):
+        layer.attention_norm = _norm(model, model.hidden_size)
+        layer.ffn_norm = _norm(model, model.hidden_size)
+        layer.attention.qk_norm = _norm(model, model.head_dim) if model.has_qk_norm else None
+        if model.has_experts(i):
+            layer.moe.router.route_norm = model.norm_topk_prob
+            layer.moe.load_balance_coeff = load_balance_coeff or None
+            theirs = layer.moe.routed_experts.inner_experts
+            values = {field.name: getattr(theirs, field.name) for field in fields(theirs) if field.init}
+            layer.moe.routed_experts.inner_experts = Experts.Config(**values)
+    return layers
 
 
 def _float8(model_config: Qwen3Model.Config, config: TrainerConfig, machine: Machine) -> Qwen3Model.Config:
@@ -163,7 +155,7 @@ def _row_sharding(
 ) -> Callable[[PackedBatch], PackedBatch]:
     mesh = parallel_dims.get_optional_mesh("cp")
     if mesh is None:
-        return WholeRows(masks=partial(machine.attention_masks, model, config.attention))
+        return lambda batch: replace(batch, attention_masks=machine.attention_masks(model, config.attention, batch))
     return RowShards(
         masks=model.get_attention_masks,
         local_masks=machine.local_masks,
@@ -182,7 +174,11 @@ def build(config: TrainerConfig) -> BuiltModel:
         machine.require_cpu_offload()
     parallel_dims, device = _join_ranks(config, machine)
     debug = DebugConfig(seed=config.seed, deterministic=config.deterministic)
-    training = _training_config(config)
+    training = TrainingConfig(
+        seq_len=config.tokens_per_row,
+        mixed_precision_param=config.compute_dtype,
+        enable_cpu_offload=config.fsdp_cpu_offload,
+    )
     model_config = _model_config(config, machine, training, debug)
     with torch.device("meta"):
         whole = model_config.build()
@@ -201,10 +197,12 @@ def build(config: TrainerConfig) -> BuiltModel:
         nn.init.zeros_(model.lm_head.weight)
     lora.initialise(model, config.lora.seed)
     model.train()
-    hyperparameters = Hyperparameters(config.optimizer, model, trained) if config.optimizer is not None else None
-    optimizers = hyperparameters.optimizers if hyperparameters is not None else NoOptimizers()
-    if hyperparameters is not None:
-        register_moe_load_balancing_hook(hyperparameters.optimizers, [model], parallel_dims)
+    hyperparameters = None
+    optimizers = NoOptimizers()
+    if config.optimizer is not None:
+        hyperparameters = Hyperparameters(config.optimizer, model, trained)
+        optimizers = hyperparameters.optimizers
+        register_moe_load_balancing_hook(optimizers, [model], parallel_dims)
     return BuiltModel(
         model=model,
         stages=stages,
@@ -216,7 +214,7 @@ def build(config: TrainerConfig) -> BuiltModel:
         device=device,
         weights_device=torch.device("cpu") if config.fsdp_cpu_offload else device,
         to_device=partial(machine.to_device, device=device),
-        to_host=machine.HostCopy,
+        to_host=machine.host_copy,
         shard_rows=_row_sharding(modules[0], parallel_dims, config, machine),
         forward_context=dist_utils.get_spmd_context(parallel_dims=parallel_dims, spmd_typechecking=False),
         hf_adapter=Qwen3StateDictAdapter(model_config, None),
@@ -224,19 +222,11 @@ def build(config: TrainerConfig) -> BuiltModel:
     )
 
 
-def _training_config(config: TrainerConfig) -> TrainingConfig:
-    return TrainingConfig(
-        seq_len=config.tokens_per_row,
-        mixed_precision_param=config.compute_dtype,
-        enable_cpu_offload=config.fsdp_cpu_offload,
-    )
-
-
 def _join_ranks(config: TrainerConfig, machine: Machine) -> tuple[ParallelDims, torch.device]:
     """Make the process groups. Returns (the meshes, this rank's device)."""
     # collective_timeout comes after the setup
     comm = CommConfig(trace_buf_size=0, init_timeout_seconds=math.ceil(config.setup_timeout))
-    world_size = dist_utils.init_distributed(comm, enable_cpu_backend=machine is gpu)
+    world_size = dist_utils.init_distributed(comm, enable_cpu_backend=torch.cuda.is_available())
     if config.num_processes() != world_size:
         layout = " x ".join(f"{name}={degree}" for name, degree in config.layout().items())
         raise ValueError(f"{layout} needs {config.num_processes()} processes but there are {world_size}")
@@ -290,9 +280,7 @@ def _parallelize(
     parallel_dims: ParallelDims,
     device: torch.device,
 ) -> tuple[list[PipelineStage], list[nn.Module]]:
-    """Parallelize the model on the meta device. Returns (this rank's stages, their modules), or
-    ([], [the model]).
-    """
+    """(this rank's stages, their modules), or ([], [the model]), on the meta device."""
     options = {
         "parallel_dims": parallel_dims,
         "training": training,

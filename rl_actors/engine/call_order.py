@@ -48,9 +48,7 @@ _HINT = {
 
 
 class StepState:
-    """forward_backward opens a step, optim_step or discard_gradients closes it, a failure breaks
-    it.
-    """
+    """forward_backward opens a step, optim_step or discard_gradients closes it, failures break it."""
 
     def __init__(self) -> None:
         self.state = IDLE

@@ -42,11 +42,8 @@ def is_checkpoint(path: str | Path) -> bool:
 
 
 def require_checkpoint(built: BuiltModel, path: str, *, optimizer: bool) -> None:
-    """Check that `path` holds a checkpoint of this model. Changes nothing.
-
-    Without `optimizer` a value model accepts a language model's, but for the head.
-    Raises ValueError on every rank if any finds a difference, or files that others can write: DCP
-    unpickles.
+    """Raises ValueError on every rank if any finds another model, or files that others can write,
+    because DCP unpickles. Without `optimizer` a value model accepts a language model, but its head.
     """
     if not on_all_ranks(is_checkpoint(path)):
         raise ValueError(f"{path} is not a checkpoint: it holds no {METADATA}")
@@ -60,13 +57,12 @@ def require_checkpoint(built: BuiltModel, path: str, *, optimizer: bool) -> None
     known = set().union(*by_rank(list(here)))
     if built.has_value_head and not optimizer:
         here.pop(f"model.{HEAD}", None)
-    differing = []
-    for name, shape in here.items():
-        if there.get(name) != shape:
-            differing.append(difference(name, there.get(name), shape, "the model"))
-    for name in there:
-        if name.startswith("model.") and name not in known:
-            differing.append(difference(name, there[name], None, "the model"))
+    unknown = [name for name in there if name.startswith("model.") and name not in known]
+    differing = [
+        difference(name, there.get(name), here.get(name), "the model")
+        for name in (*here, *unknown)
+        if there.get(name) != here.get(name)
+    ]
     found_by_any = list(dict.fromkeys(chain.from_iterable(by_rank(differing))))
     if found_by_any:
         raise ValueError(f"{path} holds another model: {'; '.join(found_by_any[:MAX_NAMES_REPORTED])}")
@@ -84,7 +80,7 @@ def read_metadata(path: str | Path) -> dict[str, object]:
 
 
 def difference(name: str, there: tuple[int, ...] | None, here: tuple[int, ...] | None, what: str) -> str:
-    """The text for a tensor of another shape. None: no such tensor. what: whose shape `here` is."""
+    """The error of a tensor's shape. None: no such tensor. what: whose shape `here` is."""
     if there is None:
         return f"{name} is not in the checkpoint"
     if here is None:
@@ -101,11 +97,7 @@ def require_replaceable(path: str | Path) -> None:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time while training goes on.
-
-    With its own process group, because its collectives run on another thread than those of
-    training, in no common order.
-    """
+    """Writes one checkpoint at a time while training goes on, with a process group of its own."""
 
     def __init__(self) -> None:
         self._written: Future[None] | None = None
@@ -117,10 +109,9 @@ class CheckpointWriter:
     def start(
         self, built: BuiltModel, path: str, policy_version: int, *, optimizer: bool, extra_files: Sequence[Path]
     ) -> "Future[None]":
-        """Copy the state to the CPU and return. The future is done when the directory is complete
-        on disk.
+        """Copy the state to the CPU. The future is done when the directory is complete on disk.
 
-        Waits for the previous write first. Rank 0 copies extra_files into the directory. If a rank
+        Waits for the previous write. extra_files: rank 0 copies them into the directory. If a rank
         could not write, the future raises RuntimeError and `path` is unchanged.
         """
         self.wait()
@@ -142,11 +133,7 @@ class CheckpointWriter:
 
 
 class _WholeDirectoryWriter(FileSystemWriter):
-    """Writes into <path>.partial, which is renamed to `path` after all ranks have written.
-
-    DCP calls prepare_global_plan before and finish after the writes, on rank 0, and sends their
-    errors to all ranks.
-    """
+    """Writes into <path>.partial, which is renamed to `path` after all ranks have written."""
 
     def __init__(self, path: str, extra_files: Sequence[Path]) -> None:
         super().__init__(f"{path}.partial")
@@ -185,8 +172,7 @@ def _settle(written: "Future[None]", upload: "Future[object]", what: str) -> Non
 def load(built: BuiltModel, path: str, *, optimizer: bool) -> int:
     """Load a checkpoint of any layout into the model, and return its policy_version.
 
-    A value model keeps its head if the checkpoint is a language model's. Without `optimizer` the
-    optimizer's state is reset.
+    A value model keeps its head if the checkpoint is a language model's.
     """
     state = _state(built, 0, optimizer=optimizer)
     if built.has_value_head and not _has_value_head(path):
@@ -228,10 +214,7 @@ def _optimizer_state(built: BuiltModel) -> dict[str, object]:
 
 @contextmanager
 def plain_errors(what: str) -> Iterator[None]:
-    """Raise torch's CheckpointException as a RuntimeError.
-
-    It is no Exception, so Monarch would end the actor and the caller would not see it.
-    """
+    """torch's CheckpointException, with which Monarch would end the actor, as a RuntimeError."""
     try:
         yield
     except CheckpointException as error:

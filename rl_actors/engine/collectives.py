@@ -1,6 +1,4 @@
-"""Collectives between the ranks of a trainer: small values, errors on all ranks, whole tensors on
-rank 0.
-"""
+"""Collectives between the ranks of a trainer, for small values, errors and whole tensors."""
 
 import pickle
 import traceback
@@ -36,9 +34,8 @@ def on_all_ranks(holds: bool) -> bool:
 def raise_together(failure: Exception | None) -> None:
     """Raises on every rank if any rank has failed. failure: this rank's, if any.
 
-    A rank that failed raises its own exception; the others raise the `sendable` one of the lowest
-    rank that failed, with its traceback in a note. The attribute `rank` is the rank on which the
-    exception occurred.
+    The other ranks raise the `sendable` exception of the lowest rank that failed, with its
+    traceback in a note. The attribute `rank` is the rank on which the exception occurred.
     """
     if on_all_ranks(failure is None):
         return
@@ -73,8 +70,7 @@ def together(work: Callable[[], Value]) -> Value:
 def whole_tensors(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor | None]]:
     """(name, tensor) of every tensor that any rank has in its state, one at a time.
 
-    Rank 0 gets the whole tensor on the CPU, the others None. All ranks must iterate to the end. A
-    tensor of another pipeline stage comes from the lowest rank that has it.
+    Rank 0 gets the whole tensor on the CPU, the others None. All ranks must iterate to the end.
     """
     rank = dist.get_rank()
     specs_by_rank = by_rank({name: (tensor.shape, tensor.dtype) for name, tensor in state.items()})

@@ -4,7 +4,7 @@ B rows, L length of a row, C positions of a row on this rank, N positions of all
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed._functional_collectives as funcol
@@ -17,39 +17,19 @@ from rl_actors.engine.batch import AttentionMasks, PackedBatch, RowPerSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeRows:
-    """Without context parallelism: adds the attention masks."""
-
-    masks: Callable[[PackedBatch], AttentionMasks]
-
-    def __call__(self, batch: PackedBatch) -> PackedBatch:
-        return replace(batch, attention_masks=self.masks(batch))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RowShards:
-    """A batch of whole rows -> this rank's BatchShard, with masks.
-
-    A load balancer equalizes the work in attention, so a part's positions may not be adjacent.
-    """
+    """A batch of whole rows -> this rank's BatchShard, with masks."""
 
     masks: Callable[[Tensor], BlockMask]  # positions_BL -> flex attention's masks
-    # this rank's shard of these masks -> what the attention layers take
-    local_masks: Callable[[BlockMask], AttentionMasks]
+    local_masks: Callable[[BlockMask], AttentionMasks]  # this rank's of them -> the attention layers'
     mesh: DeviceMesh
-    load_balancer: str | None  # torchtitan's name
+    load_balancer: str | None  # torchtitan's name; it may leave positions that are not adjacent
 
     def __call__(self, batch: PackedBatch) -> "BatchShard":
         shape = batch.tokens_BL.shape
         index_BL = torch.arange(shape[1], device=batch.tokens_BL.device).expand(shape)
-        named = {
-            "tokens_BL": batch.tokens_BL,
-            "targets_BL": batch.targets_BL,
-            "positions_BL": batch.positions_BL,
-            "temperatures_BL": batch.temperatures_BL,
-            "is_padding_BL": batch.is_padding_BL,
-            "index_BC": index_BL,
-        }
+        names = ("tokens_BL", "targets_BL", "positions_BL", "temperatures_BL", "is_padding_BL")
+        named = {name: getattr(batch, name) for name in names} | {"index_BC": index_BL}
         shards, masks = cp_shard(
             self.mesh,
             (*named.values(), *batch.columns.values()),

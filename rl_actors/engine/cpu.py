@@ -1,7 +1,5 @@
-"""The trainer's functions for a machine without a GPU, as machine.py describes them.
-
-Without a GPU the import sets torchtitan's device to the CPU.
-B rows, L positions of a row, N attention heads, H width of a head.
+"""`Machine`, what the trainer needs of a machine, here without a GPU; the import sets torchtitan's
+device to the CPU. B rows, L positions of a row, N attention heads, H width of a head.
 """
 
 import os
@@ -26,19 +24,15 @@ if not torch.cuda.is_available():
     torchtitan.tools.utils.device_module = torch.cpu
 
 import torchtitan.models.common.attention as attention_module  # noqa: E402
-from torchtitan.models.common.attention import FlexAttention  # noqa: E402
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention  # noqa: E402
 
-from rl_actors.engine.batch import PackedBatch  # noqa: E402
-from rl_actors.metrics import HostCopy as HostCopy  # noqa: E402  (gpu.py defines its own HostCopy)
-from rl_actors.metrics import Stopwatch as Stopwatch  # noqa: E402  (gpu.py defines its own Stopwatch)
+from rl_actors import metrics  # noqa: E402
+from rl_actors.engine.batch import AttentionMasks, PackedBatch  # noqa: E402
 from rl_actors.processes import threads  # noqa: E402
 
 
 class DenseAttention(FlexAttention):
-    """Attention by scaled_dot_product_attention with a dense mask.
-
-    On a CPU flex attention has no backward pass, and varlen attention no kernel.
-    """
+    """With a dense mask: on a CPU flex attention has no backward pass, varlen attention no kernel."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
@@ -63,110 +57,98 @@ class DenseAttention(FlexAttention):
 
 
 def dense_mask(positions_BL: Tensor) -> Tensor:
-    """[B, 1, L, L] bool: query q attends to key k <= q of its own document. A document starts at
-    position id 0.
-    """
+    """[B, 1, L, L] bool: query q attends to key k <= q of its document, which starts at position 0."""
     documents_BL = (positions_BL == 0).cumsum(1)
     same_BLL = documents_BL[:, :, None] == documents_BL[:, None, :]
     return same_BLL.tril()[:, None]
 
 
-def device() -> torch.device:
-    return torch.device("cpu")
+class Machine:
+    """A machine without a GPU. gpu.py overrides what a GPU does otherwise."""
 
+    host_copy: type[metrics.HostCopy] = metrics.HostCopy
+    stopwatch: type[metrics.Stopwatch] = metrics.Stopwatch
 
-def prepare(world_size: int) -> None:
-    """Divide this host's cores among the ranks, unless OMP_NUM_THREADS is set: more threads slow
-    gloo and the kernels.
+    def device(self) -> torch.device:
+        """This rank's device. A GPU becomes torch's current device."""
+        return torch.device("cpu")
 
-    Ranks on other hosts count too, so some cores may then get no thread.
-    """
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-    # compiled, the function that makes block masks would compile again for every shape
-    attention_module._compiled_create_block_mask = create_block_mask
-    context_parallel._compiled_create_block_mask = create_block_mask
-    threads.prepare_cpu_process()
+    def prepare(self, world_size: int) -> None:
+        """Configure threads and compilers. Divides this host's cores among all ranks, also those of
+        other hosts, unless OMP_NUM_THREADS is set: more threads slow gloo and the kernels.
+        """
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+        # compiled, the function that makes block masks would compile again for every shape
+        attention_module._compiled_create_block_mask = create_block_mask
+        context_parallel._compiled_create_block_mask = create_block_mask
+        threads.prepare_cpu_process()
 
+    def attention(self, kernel: str) -> FlexAttention.Config | VarlenAttention.Config:
+        """torchtitan's config of the attention layers. kernel: TrainerConfig.attention."""
+        return DenseAttention.Config()
 
-def attention(kernel: str) -> DenseAttention.Config:
-    """DenseAttention for every `kernel`."""
-    return DenseAttention.Config()
+    def attention_masks(self, model: nn.Module, kernel: str, batch: PackedBatch) -> AttentionMasks:
+        """What the attention layers need for a batch of whole rows."""
+        return dense_mask(batch.positions_BL)
 
+    def local_masks(self, masks: BlockMask) -> AttentionMasks:
+        """The masks of a context-parallel rank, here [B, 1, C, L] bool for C positions of each row."""
+        num_rows, _, held, row_length = masks.shape
+        return create_mask(masks.mask_mod, num_rows, 1, held, row_length, device="cpu")
 
-def attention_masks(model: nn.Module, kernel: str, batch: PackedBatch) -> Tensor:
-    return dense_mask(batch.positions_BL)
+    def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """A copy on the GPU; on a CPU the tensor itself."""
+        return tensor
 
+    def require_cpu_offload(self) -> None:
+        """Raises ValueError if FSDP cannot keep its shards in pinned host memory."""
+        raise ValueError(
+            "trainer.fsdp_cpu_offload=True on a machine without a GPU: the weights are in the host's memory already"
+        )
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor
+    def norms(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The 2-norm of each tensor, [], here in float64: torch adds float32 squares one by one on a
+        CPU and loses small ones: of 16 million random values 0.06 %, of 155 million 2 %.
+        """
+        found = []
+        for tensor in tensors:
+            blocks = tensor.flatten().split(NORM_BLOCK)
+            of_blocks = torch.stack([torch.linalg.vector_norm(block, dtype=torch.float64) for block in blocks])
+            found.append(torch.linalg.vector_norm(of_blocks))
+        return found
 
+    def fuse(self, function: Callable) -> Callable:
+        """`function`, on a GPU compiled into few kernels, which on a CPU takes longer than it saves."""
+        return function
 
-def require_cpu_offload() -> None:
-    raise ValueError(
-        "trainer.fsdp_cpu_offload=True on a machine without a GPU: the weights are in the host's memory already"
-    )
+    def after_parallelize(self, model: nn.Module) -> None:
+        """Make FSDP reduce by a plain sum: gloo lacks PREMUL_SUM, the same with torchtitan's factor 1."""
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
 
+    def has_float8(self) -> bool:
+        """False: float8 is emulated."""
+        return False
 
-def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """In float64: torch adds float32 squares one by one on a CPU, and small ones are lost.
+    def device_name(self) -> str:
+        return "CPU"
 
-    Its norm of 16 million random values is too small by 0.06 %, of 155 million by 2 %.
-    """
-    found = []
-    for tensor in tensors:
-        blocks = tensor.flatten().split(NORM_BLOCK)
-        of_blocks = torch.stack([torch.linalg.vector_norm(block, dtype=torch.float64) for block in blocks])
-        found.append(torch.linalg.vector_norm(of_blocks))
-    return found
+    def memory_bytes(self) -> int:
+        """On a CPU the resident memory of the process, on a GPU that of the tensors."""
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
+    def peak_memory_bytes(self) -> int:
+        return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10, self.memory_bytes())
 
-def fuse(function: Callable) -> Callable:
-    """The function itself: on a CPU compiling takes longer than it saves."""
-    return function
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """uint8, for copies from and to the device."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
+    def wait(self) -> None:
+        """Wait until the device has done all work, copies included. A CPU has when a call returns."""
 
-def local_masks(masks: BlockMask) -> Tensor:
-    """[B, 1, C, L] bool, for a rank that holds C positions of each row."""
-    num_rows, _, held, row_length = masks.shape
-    return create_mask(masks.mask_mod, num_rows, 1, held, row_length, device="cpu")
-
-
-def after_parallelize(model: nn.Module) -> None:
-    """Make FSDP reduce by a plain sum.
-
-    For torchtitan's divide factor of 1 FSDP uses PREMUL_SUM, which gloo lacks; the result is the
-    same.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
-
-
-def has_float8() -> bool:
-    return False
-
-
-def device_name() -> str:
-    return "CPU"
-
-
-def memory_bytes() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def host_buffer(num_bytes: int) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8)
-
-
-def wait() -> None:
-    """Does nothing: work on a CPU is done when its call returns."""
-
-
-def release_memory() -> None:
-    """Does nothing: glibc returns freed blocks from 32 MiB on at once (processes/threads.py)."""
-
-
-def peak_memory_bytes() -> int:
-    return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10, memory_bytes())
+    def release_memory(self) -> None:
+        """Release unused device memory for other processes. glibc does so (processes/threads.py)."""

@@ -1,7 +1,6 @@
 """Deadlines of collectives: how long a rank waits in one for another rank.
 
 After it gloo raises in the waiting rank (see `late`), and NCCL's watchdog kills the process.
-Without it a hang would be noticed only after call_timeout.
 """
 
 import contextlib
@@ -21,11 +20,7 @@ LATE = re.compile(r"Timed out waiting \d+ms for (recv|send) operation|Applicatio
 
 @contextlib.contextmanager
 def default_timeout(seconds: float) -> Iterator[None]:
-    """New process groups get a deadline of `seconds` in the body.
-
-    A gloo group's point-to-point calls keep the deadline of its creation, so setting it later is
-    not enough.
-    """
+    """New process groups get this deadline in the body; gloo's point-to-point calls keep it."""
     names = ("default_pg_timeout", "default_pg_nccl_timeout")
     before = {name: getattr(distributed_c10d, name) for name in names}
     for name in names:
@@ -38,10 +33,7 @@ def default_timeout(seconds: float) -> Iterator[None]:
 
 
 def set_timeouts(parallel_dims: ParallelDims, seconds: float) -> None:
-    """Set every group's deadline, but for gloo's point-to-point calls, when all ranks have called.
-
-    Otherwise a rank that is still in its setup could miss another rank's shorter deadline.
-    """
+    """Set every group's deadline, but for gloo's point-to-point calls, when all ranks have called."""
     on_all_ranks(True)
     groups = {mesh.get_group() for mesh in parallel_dims.get_all_one_dimensional_meshes().values()}
     default = dist.group.WORLD
@@ -51,7 +43,7 @@ def set_timeouts(parallel_dims: ParallelDims, seconds: float) -> None:
 
 
 def late(error: BaseException) -> bool:
-    """True if the error or one of its causes is gloo's error about a collective that timed out."""
+    """True if the error or a cause is gloo's error about a collective that timed out."""
     causes = []
     cause: BaseException | None = error
     while cause is not None and cause not in causes:

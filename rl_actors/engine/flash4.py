@@ -1,8 +1,7 @@
-"""Attention kernels on a GPU for packed rows: flex attention, or FlashAttention 4 (the package
-flash-attn-4).
+"""FlashAttention 4 (the package flash-attn-4) as an attention kernel for packed rows on a GPU.
 
-torch 2.13 expects two values from FlashAttention 4's forward function, and the package returns
-five. torch takes forward and backward from one module, so it takes both from this one.
+torch 2.13 expects two values from its forward function, and the package returns five, so torch
+takes forward and backward from this module.
 """
 
 from collections.abc import Iterable
@@ -22,20 +21,14 @@ from torch.nn.attention._fa4 import register_flash_attention_fa4
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
 
 BOUNDARIES_MULTIPLE = 64
-"""The number of boundaries is rounded up to this, the longest document to a power of two, because
-every new value compiles the blocks again.
-"""
+"""Their number is rounded up to this, because every new number compiles the blocks again."""
 NAME = "FA4"
 CAPABILITIES = (9, 10)
 """Major compute capabilities for which torch calls FlashAttention 4."""
 
 
 class Flash4(VarlenAttention):
-    """torchtitan's VarlenAttention, with FlashAttention 4.
-
-    Skips VarlenAttention's __init__, which on Hopper requires FlashAttention 3, for which there is
-    no package.
-    """
+    """VarlenAttention without its __init__, which on Hopper requires FlashAttention 3."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
@@ -55,10 +48,9 @@ CONFIGS: dict[str, type[FlexAttention.Config] | type[VarlenAttention.Config]] = 
 
 
 def documents(num_rows: int, row_length: int, spans: Iterable[tuple[int, int, int, int]]) -> VarlenMetadata:
-    """The boundaries of the documents: samples, and the padding of each row.
+    """The boundaries of the documents, on the host: samples, and the padding of each row.
 
-    spans: (sample, row, start in the row, end in the row). Computed on the host, which need not
-    wait then.
+    spans: (sample, row, start in the row, end in the row).
     """
     found = set(range(0, num_rows * row_length + 1, row_length))
     for _, row, start, end in spans:
@@ -67,14 +59,12 @@ def documents(num_rows: int, row_length: int, spans: Iterable[tuple[int, int, in
     longest = max(end - start for start, end in pairwise(edges))
     edges += edges[-1:] * (-len(edges) % BOUNDARIES_MULTIPLE)
     starts = torch.tensor(edges, dtype=torch.int32)
-    longest = 1 << (longest - 1).bit_length()
+    longest = 1 << (longest - 1).bit_length()  # a power of two, for the same reason
     return VarlenMetadata(cu_seq_q=starts, cu_seq_k=starts, max_q=longest, max_k=longest)
 
 
 def activate() -> None:
-    """Make FlashAttention 4 the FlashAttention of this process. Raises ValueError if GPU or package
-    do not allow it.
-    """
+    """Make FlashAttention 4 the FlashAttention of this process."""
     if current_flash_attention_impl() == NAME:
         return
     major, minor = torch.cuda.get_device_capability()

@@ -1,4 +1,4 @@
-"""The trainer's functions for a machine with a GPU, as machine.py describes them."""
+"""`GPUMachine`, what the trainer needs of a machine with a GPU, and `this_machine`."""
 
 import contextlib
 import mmap
@@ -14,47 +14,10 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
 
 from rl_actors import metrics
-from rl_actors.engine import cpu, flash4
+from rl_actors.engine import flash4
 from rl_actors.engine.batch import PackedBatch
+from rl_actors.engine.cpu import Machine
 from rl_actors.processes import threads
-
-
-def device() -> torch.device:
-    index = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
-
-
-def prepare(world_size: int) -> None:
-    """Limit the host threads, and turn off flex attention's autotuning, which takes minutes at
-    every new shape.
-
-    Under context parallelism torch's own mask function is compiled for at most eight shapes
-    (`recompile_limit`) and then raises; torchtitan's serves many shapes.
-    """
-    threads.prepare_gpu_process()
-    FlexAttention.inductor_configs["max_autotune"] = False
-    FlexAttention.inductor_configs["coordinate_descent_tuning"] = False
-    FlexAttention._compiled_flex_attn = torch.compile(flex_attention, options=FlexAttention.inductor_configs)
-    context_parallel._compiled_create_block_mask = attention_module._compiled_create_block_mask
-
-
-def attention(kernel: str) -> FlexAttention.Config | VarlenAttention.Config:
-    return flash4.CONFIGS[kernel]()
-
-
-def attention_masks(model: nn.Module, kernel: str, batch: PackedBatch) -> BlockMask | VarlenMetadata:
-    if kernel == "flex":
-        return model.get_attention_masks(batch.positions_BL)
-    num_rows, row_length = batch.tokens_BL.shape
-    made = flash4.documents(num_rows, row_length, batch.spans)
-    starts = to_device(made.cu_seq_q, batch.tokens_BL.device)
-    return made._replace(cu_seq_q=starts, cu_seq_k=starts)
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Through pinned memory: a copy from pageable memory would wait for all kernels before it."""
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class HostCopy(metrics.HostCopy):
@@ -102,67 +65,90 @@ def _event_now() -> torch.cuda.Event:
     return event
 
 
-def require_cpu_offload() -> None:
-    """Does nothing: memory can be pinned."""
+class GPUMachine(Machine):
+    host_copy = HostCopy
+    stopwatch = Stopwatch
+
+    def device(self) -> torch.device:
+        index = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+
+    def prepare(self, world_size: int) -> None:
+        """Also turns off flex attention's autotuning, which takes minutes at every new shape."""
+        threads.prepare_gpu_process()
+        FlexAttention.inductor_configs["max_autotune"] = False
+        FlexAttention.inductor_configs["coordinate_descent_tuning"] = False
+        FlexAttention._compiled_flex_attn = torch.compile(flex_attention, options=FlexAttention.inductor_configs)
+        # torch's own is compiled for at most eight shapes (`recompile_limit`) and then raises
+        context_parallel._compiled_create_block_mask = attention_module._compiled_create_block_mask
+
+    def attention(self, kernel: str) -> FlexAttention.Config | VarlenAttention.Config:
+        return flash4.CONFIGS[kernel]()
+
+    def attention_masks(self, model: nn.Module, kernel: str, batch: PackedBatch) -> BlockMask | VarlenMetadata:
+        if kernel == "flex":
+            return model.get_attention_masks(batch.positions_BL)
+        num_rows, row_length = batch.tokens_BL.shape
+        made = flash4.documents(num_rows, row_length, batch.spans)
+        starts = self.to_device(made.cu_seq_q, batch.tokens_BL.device)
+        return made._replace(cu_seq_q=starts, cu_seq_k=starts)
+
+    def local_masks(self, masks: BlockMask) -> BlockMask:
+        return masks
+
+    def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """Through pinned memory: a copy from pageable memory would wait for all kernels before it."""
+        return tensor.pin_memory().to(device, non_blocking=True)
+
+    def require_cpu_offload(self) -> None:
+        """Does nothing: memory can be pinned."""
+
+    def norms(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        on_host = tensors[0].device.type == "cpu"  # fsdp_cpu_offload is set
+        return super().norms(tensors) if on_host else torch._foreach_norm(tensors)
+
+    def fuse(self, function: Callable) -> Callable:
+        # torchtitan's rowwise float8 sets emulate_precision_casts for the whole process
+        return torch.compile(function, options={"emulate_precision_casts": False})
+
+    def after_parallelize(self, model: nn.Module) -> None:
+        """Does nothing: NCCL has every reduction of FSDP."""
+
+    def has_float8(self) -> bool:
+        """From compute capability 8.9 on (Ada, Hopper)."""
+        return torch.cuda.get_device_capability() >= (8, 9)
+
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name()
+
+    def memory_bytes(self) -> int:
+        return torch.cuda.memory_allocated()
+
+    def peak_memory_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated()
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """Pinned. torch's own function would round the size up to a power of two."""
+        memory = mmap.mmap(-1, num_bytes)
+        with contextlib.suppress(OSError):  # no huge pages in this system
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        buffer.zero_()  # allocates the pages with several threads; pinning would do it one by one
+        runtime = torch.cuda.cudart()
+        error = runtime.cudaHostRegister(buffer.data_ptr(), num_bytes, 0)
+        if int(error):
+            raise RuntimeError(f"{num_bytes:,} bytes of host memory could not be pinned: {error}")
+        unpinning = weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, buffer.data_ptr())
+        unpinning.atexit = False
+        return buffer
+
+    def wait(self) -> None:
+        torch.cuda.synchronize()
+
+    def release_memory(self) -> None:
+        torch.cuda.empty_cache()
 
 
-def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    if tensors[0].device.type == "cpu":  # fsdp_cpu_offload is set
-        return cpu.norms(tensors)
-    return torch._foreach_norm(tensors)
-
-
-def fuse(function: Callable) -> Callable:
-    """Compile, without emulate_precision_casts, which torchtitan's rowwise float8 recipe sets for
-    the whole process.
-    """
-    return torch.compile(function, options={"emulate_precision_casts": False})
-
-
-def local_masks(masks: BlockMask) -> BlockMask:
-    """Unchanged: flex attention takes them."""
-    return masks
-
-
-def after_parallelize(model: nn.Module) -> None:
-    """Does nothing: NCCL has every reduction of FSDP."""
-
-
-def has_float8() -> bool:
-    """From compute capability 8.9 on (Ada, Hopper)."""
-    return torch.cuda.get_device_capability() >= (8, 9)
-
-
-def device_name() -> str:
-    return torch.cuda.get_device_name()
-
-
-def memory_bytes() -> int:
-    return torch.cuda.memory_allocated()
-
-
-def host_buffer(num_bytes: int) -> Tensor:
-    """Pinned. torch's own function would round the size up to a power of two."""
-    memory = mmap.mmap(-1, num_bytes)
-    with contextlib.suppress(OSError):  # no huge pages in this system
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    buffer = torch.frombuffer(memory, dtype=torch.uint8)
-    buffer.zero_()  # allocates the pages with several threads; pinning would do it one by one
-    error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0)
-    if int(error):
-        raise RuntimeError(f"{num_bytes:,} bytes of host memory could not be pinned: {error}")
-    unpinning = weakref.finalize(buffer.untyped_storage(), torch.cuda.cudart().cudaHostUnregister, buffer.data_ptr())
-    unpinning.atexit = False
-    return buffer
-
-
-def wait() -> None:
-    torch.cuda.synchronize()
-
-
-def release_memory() -> None:
-    torch.cuda.empty_cache()
-
-
-def peak_memory_bytes() -> int:
-    return torch.cuda.max_memory_allocated()
+def this_machine() -> Machine:
+    return GPUMachine() if torch.cuda.is_available() else Machine()

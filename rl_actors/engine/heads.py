@@ -4,7 +4,7 @@ B rows, L positions of a chunk, N = B * L, V vocabulary, K target ids of a posit
 """
 
 from collections.abc import Callable
-from typing import ClassVar, Protocol
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,27 +14,9 @@ from rl_actors.engine.vocab_parallel import Logits, TargetLogprobs, entropy, top
 from rl_actors.types import IGNORE_TARGET
 
 Values = dict[str, Tensor]
-"""First `Head.output` [B, L]; if asked for "entropy" [B, L] and "target_logprobs" [B, L, K]."""
-
-
-class Head(Protocol):
-    output: ClassVar[str]
-    """Name of the values, the first argument of every loss of this head."""
-
-    def __call__(
-        self,
-        outputs: Tensor,
-        targets_BL: Tensor,
-        temperatures_BL: Tensor,
-        *,
-        with_entropy: bool,
-        top_k: Tensor | None,
-    ) -> Values:
-        """The values of a chunk in float32, 0 where the target is IGNORE_TARGET.
-
-        outputs: [B, L, V], or [B, L, 1] in a value model. top_k: ids [B, L, K] whose logprobs are
-        wanted.
-        """
+"""float32, 0 where the target is IGNORE_TARGET. First the head's `output` [B, L], which every loss
+gets first; if asked for "entropy" [B, L] and "target_logprobs" [B, L, K].
+"""
 
 
 class LogprobHead:
@@ -55,6 +37,7 @@ class LogprobHead:
         with_entropy: bool,
         top_k: Tensor | None,
     ) -> Values:
+        """outputs: [B, L, V]. top_k: ids [B, L, K] whose logprobs are wanted."""
         logits = Logits.of(outputs, temperatures_BL)
         targets_N = targets_BL.flatten()
         flat = {"logprobs": self.target_logprobs(logits, targets_N)}
@@ -79,7 +62,7 @@ class ValueHead:
         with_entropy: bool,
         top_k: Tensor | None,
     ) -> Values:
-        """Ignores temperatures. Raises ValueError for with_entropy and top_k."""
+        """outputs: [B, L, 1]. Raises ValueError for with_entropy and top_k."""
         if with_entropy or top_k is not None:
             raise ValueError(
                 "a value model has no distribution over tokens: it computes neither entropy nor logprobs of ids"
@@ -90,3 +73,6 @@ class ValueHead:
             outputs = outputs.to_local()
         values_BL = outputs.squeeze(-1).float()
         return {"values": torch.where(targets_BL != IGNORE_TARGET, values_BL, 0.0)}
+
+
+Head: TypeAlias = LogprobHead | ValueHead

@@ -1,6 +1,6 @@
 """Reads and writes Hugging Face directories: config.json, safetensors and tokenizer files.
 
-All ranks call load, load_whole, state_dict, require_exportable, export and export_lora together.
+All ranks call load, load_whole, state_dict, export and export_lora together.
 """
 
 import json
@@ -16,14 +16,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.fsdp import FSDPModule
 from torchtitan.models.qwen3 import Qwen3StateDictAdapter
 
+from rl_actors import adapters
 from rl_actors.config import LoRAConfig, ModelConfig
 from rl_actors.engine import lora
 from rl_actors.engine.build import BuiltModel, qwen3_config
 from rl_actors.engine.checkpoint import HEAD, plain_errors
-from rl_actors.engine.collectives import by_rank, on_all_ranks, together, whole_tensors
+from rl_actors.engine.collectives import by_rank, together, whole_tensors
 from rl_actors.engine.hf_names import (
     FUSED,
     empty_split_over_rows,
@@ -34,9 +34,10 @@ from rl_actors.engine.hf_names import (
     to_hf_names,
 )
 from rl_actors.engine.initial_weights import assign
+from rl_actors.engine.offload import drop_gathered_weights
 from rl_actors.engine.optimizer import named_parameters
 from rl_actors.finite import require_finite
-from rl_actors.stop_tokens import stop_token_ids
+from rl_actors.texts import stop_token_ids
 from rl_actors.types import MAX_NAMES_REPORTED
 
 MAX_FILE_BYTES = 4 << 30
@@ -55,20 +56,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def require_same_tensors(config: ModelConfig, path: str) -> None:
-    """Raises ValueError if the tensors in `path` have other names or shapes than this config's.
-    Reads headers only.
-    """
+    """Raises ValueError if the tensors in `path` are not this config's. Reads headers only."""
     if not any(Path(path).glob("*.safetensors")):
         raise ValueError(f"{path} holds no *.safetensors")
     for file in Path(path).glob("*.safetensors"):
-        require_whole(file)
+        _require_header(file)
     metadata = HuggingFaceStorageReader(path).read_metadata().state_dict_metadata
     there = {name: tuple(entry.size) for name, entry in metadata.items()}
     require_same_shapes(config, there, path, "its config.json")
 
 
-def require_whole(file: Path) -> None:
-    """Raises ValueError if a safetensors file is cut off or corrupt. Reads its header only."""
+def _require_header(file: Path) -> None:
     try:
         with safe_open(file, framework="pt"):
             pass
@@ -83,14 +81,14 @@ def require_same_shapes(config: ModelConfig, there: Mapping[str, tuple[int, ...]
     known = dict(here)
     if config.tie_word_embeddings:
         known["lm_head.weight"] = here["model.embed_tokens.weight"]
-    other_shapes = []
-    for name, shape in known.items():
-        if there.get(name, shape) != shape:
-            other_shapes.append(f"{name} ({list(there[name])}, expected {list(shape)})")
     findings = {
         "missing": [name for name in here if name not in there],
         "unexpected": [name for name in there if name not in known and not name.endswith("rotary_emb.inv_freq")],
-        "of another shape": other_shapes,
+        "of another shape": [
+            f"{name} ({list(there[name])}, expected {list(shape)})"
+            for name, shape in known.items()
+            if there.get(name, shape) != shape
+        ],
     }
     texts = [f"{len(names)} {kind}: {_first(names)}" for kind, names in findings.items() if names]
     if texts:
@@ -120,8 +118,7 @@ def load(built: BuiltModel, path: str) -> None:
 def load_whole(built: BuiltModel, whole: Iterable[tuple[str, Tensor]]) -> None:
     """Copy whole tensors under Hugging Face's names into the sharded model, one after another.
 
-    Raises ValueError if this rank misses a tensor. Joined parameters then keep their old values,
-    the others that were there have their new ones.
+    Raises ValueError if this rank misses a tensor, and leaves a mixture.
     """
     with _to_fill(built) as tensors:
         missing = set(tensors)
@@ -159,10 +156,9 @@ def _to_fill(built: BuiltModel) -> Iterator[dict[str, Tensor]]:
 
 
 def state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """The weights under Hugging Face names, sharded, with adapters merged and without a tied head.
+    """This rank's weights under Hugging Face names, with adapters merged and without a tied head.
 
-    In a pipeline only this rank's. dtype: that of tensors split from joined ones (hf_names.py);
-    transports convert the others when they copy them.
+    dtype: of tensors split from joined ones (hf_names.py); transports convert the others.
     """
     state: dict[str, Tensor] = {}
     for name, tensor in lora.merged(built.model, _parameters(built.model)).items():
@@ -179,149 +175,149 @@ def require_tokenizer(path: str) -> None:
 
 def tokenizer_files(source: str) -> list[Path]:
     """The tokenizer files in `source`; [] for ""."""
-    if not source:
-        return []
-    files = [Path(source) / name for name in TOKENIZER_FILES]
+    files = [Path(source) / name for name in TOKENIZER_FILES] if source else []
     return [file for file in files if file.is_file()]
 
 
 def adapter_state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """The adapters under peft's names, sharded as in the model."""
-    state = lora.peft_state_dict(built.model, built.hf_adapter.to_hf)
+    state = lora.to_peft(built.model.state_dict(), built.hf_adapter.to_hf)
     return {name: tensor.detach().to(dtype) for name, tensor in state.items()}
 
 
-def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "", dtype: str = "float32") -> None:
-    """Write a directory that transformers and vLLM load. `path` appears only when it is complete.
+def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str, dtype: str) -> None:
+    """write_model on rank 0, which holds at most MAX_FILE_BYTES and one tensor.
 
-    Rank 0 holds at most MAX_FILE_BYTES and one tensor. source: directory of the tokenizer files.
     Raises NonFiniteError on every rank, and writes nothing, if a weight is not finite.
     """
-    target = Path(path)
-    temporary = Path(f"{path}.partial")
     weights = lora.merged(built.model, _parameters(built.model))
     require_finite("export_hf", weights, by_rank)
-
-    _on_first_rank(lambda: begin_directory(temporary, config, source=source, dtype=dtype))
-    files = SafetensorsWriter(temporary)
     # new, because the model's adapter may know how experts are sharded, and these are whole
     adapter = hf_adapter(config)
-    failure: Exception | None = None
-    for name, whole in whole_tensors(weights):
-        if whole is not None and failure is None:
-            try:
-                files.add(to_hf_names(adapter, {name: whole.to(DTYPES[dtype])}))
-            except Exception as error:
-                # Any error, also SafetensorError for a full disk. Raised in `commit`, because the
-                # other ranks wait for rank 0 in the next gather.
-                failure = error
+    gathered = whole_tensors(weights)
 
-    def commit() -> None:
-        if failure is not None:
-            raise failure
-        files.finish()
-        temporary.rename(target)
+    def converted() -> Iterator[tuple[str, Tensor]]:
+        for name, whole in gathered:
+            assert whole is not None
+            yield from to_hf_names(adapter, {name: whole.to(DTYPES[dtype])}).items()
 
-    _on_first_rank(commit)
+    def write() -> None:
+        try:
+            if dist.get_rank() == 0:
+                write_model(path, config, converted(), source=source, dtype=dtype)
+        finally:
+            for _ in gathered:  # also after an error of rank 0, for which the others would wait
+                pass
 
-
-def begin_directory(directory: Path, config: ModelConfig, *, source: str, dtype: str) -> None:
-    """Make the directory anew, with config.json, and tokenizer files and stop tokens of `source`."""
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    stops = list(stop_token_ids(source)) if source else []
-    values = config.to_hf() | {"torch_dtype": dtype, "eos_token_id": stops or None}
-    (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n")
-    for file in tokenizer_files(source):
-        shutil.copyfile(file, directory / file.name)
+    together(write)
 
 
 def export_lora(built: BuiltModel, config: LoRAConfig, path: str, *, base: str) -> None:
-    """Write the adapters for peft and vLLM. `path` appears only when it is complete.
+    """Write the adapters for peft and vLLM. base: path or name of the base model.
 
-    base: path or name of the base model.
     Raises NonFiniteError on every rank, and writes nothing, if a weight is not finite.
     """
-    require_finite("export_lora", lora.peft_state_dict(built.model, built.hf_adapter.to_hf), by_rank)
-    tensors = lora.gather(built.model, built.hf_adapter.to_hf)
+    state = lora.to_peft(built.model.state_dict(), built.hf_adapter.to_hf)
+    require_finite("export_lora", state, by_rank)
+    tensors = {name: whole.contiguous() for name, whole in whole_tensors(state) if whole is not None}
 
     def write() -> None:
-        lora.write(tensors, config, path, base=base)
+        if dist.get_rank() == 0:
+            with new_directory(path) as directory:
+                adapters.write(directory, tensors, config, base=base)
 
-    _on_first_rank(write)
+    together(write)
 
 
-def require_exportable(path: str, dtype: str) -> None:
-    """Raises ValueError on every rank for an unknown dtype, or if `path` is not free on any rank."""
+def require_free(path: str, dtype: str, agree: Callable[[bool], bool] = bool) -> None:
+    """Raises ValueError for a `path` that is not free or an unknown dtype. agree: a rank's on_all_ranks."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}; it must be one of {', '.join(DTYPES)}")
-    if not on_all_ranks(_is_free(path)):
-        raise ValueError(f"{path} exists and is not an empty directory; an export never replaces files")
-
-
-def require_free(path: str, dtype: str) -> None:
-    """require_exportable for a process that is no rank."""
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r}; it must be one of {', '.join(DTYPES)}")
-    if not _is_free(path):
-        raise ValueError(f"{path} exists and is not an empty directory; an export never replaces files")
-
-
-def _is_free(path: str) -> bool:
     target = Path(path)
-    return not target.exists() or (target.is_dir() and not any(target.iterdir()))
+    if not agree(not target.exists() or (target.is_dir() and not any(target.iterdir()))):
+        raise ValueError(f"{path} exists and is not an empty directory; an export never replaces files")
 
 
-class SafetensorsWriter:
-    """Writes model.safetensors, or above MAX_FILE_BYTES an index and several files."""
+@contextmanager
+def new_directory(path: str) -> Iterator[Path]:
+    """A directory to fill in the body. `path` appears only when it is complete."""
+    temporary = Path(f"{path}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        temporary.rename(path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.pending: dict[str, Tensor] = {}
-        self.pending_bytes = self.total_bytes = 0
-        self.written: list[list[str]] = []  # names of the tensors in each file
 
-    def add(self, tensors: dict[str, Tensor]) -> None:
-        """Collect tensors for the next file. A full file is written."""
-        for name, tensor in tensors.items():
-            num_bytes = tensor.numel() * tensor.element_size()
-            if self.pending and self.pending_bytes + num_bytes > MAX_FILE_BYTES:
-                self._write()
-            self.pending[name] = tensor.contiguous()
-            self.pending_bytes += num_bytes
-            self.total_bytes += num_bytes
+def write_model(
+    path: str,
+    config: ModelConfig,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    source: str,
+    dtype: str,
+    texts: Mapping[str, str] | None = None,
+) -> None:
+    """Write a directory that transformers and vLLM load.
 
-    def finish(self) -> None:
-        """Write the last file, and give all files their final names."""
-        self._write()
-        count = len(self.written)
-        if count == 1:
-            (self.directory / "1.safetensors").rename(self.directory / "model.safetensors")
-            return
-        weight_map = {}
-        for number, names in enumerate(self.written, start=1):
-            file = f"model-{number:05d}-of-{count:05d}.safetensors"
-            (self.directory / f"{number}.safetensors").rename(self.directory / file)
-            weight_map.update(dict.fromkeys(names, file))
-        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
-        (self.directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    tensors: in `dtype`, by Hugging Face's names. source: directory of the tokenizer files and stop
+    tokens. texts: further files by name, which replace those.
+    """
+    with new_directory(path) as directory:
+        stops = list(stop_token_ids(source)) if source else []
+        values = config.to_hf() | {"torch_dtype": dtype, "eos_token_id": stops or None}
+        (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+        add_files(directory, source, texts)
+        write_safetensors(directory, tensors)
 
-    def _write(self) -> None:
-        number = len(self.written) + 1
-        save_file(self.pending, self.directory / f"{number}.safetensors", metadata={"format": "pt"})
-        self.written.append(list(self.pending))
-        self.pending = {}
-        self.pending_bytes = 0
+
+def add_files(directory: Path, source: str, texts: Mapping[str, str] | None) -> None:
+    for file in tokenizer_files(source):
+        shutil.copyfile(file, directory / file.name)
+    for name, text in (texts or {}).items():
+        (directory / name).write_text(text)
+
+
+def write_safetensors(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write model.safetensors, or above MAX_FILE_BYTES several files and an index."""
+    names: list[list[str]] = []  # of the tensors in each file
+    total_bytes = 0
+    for file in _files(tensors):
+        save_file(file, directory / f"{len(names) + 1}.safetensors", metadata={"format": "pt"})
+        names.append(list(file))
+        total_bytes += sum(tensor.nbytes for tensor in file.values())
+        file.clear()  # free before the next is gathered
+    if len(names) == 1:
+        (directory / "1.safetensors").rename(directory / "model.safetensors")
+        return
+    weight_map = {}
+    for number, names_of_file in enumerate(names, start=1):
+        name = f"model-{number:05d}-of-{len(names):05d}.safetensors"
+        (directory / f"{number}.safetensors").rename(directory / name)
+        weight_map.update(dict.fromkeys(names_of_file, name))
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _files(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """The tensors of each file."""
+    file: dict[str, Tensor] = {}
+    num_bytes = 0
+    for name, tensor in tensors:
+        if file and num_bytes + tensor.nbytes > MAX_FILE_BYTES:
+            yield file
+            file = {}
+            num_bytes = 0
+        file[name] = tensor.contiguous()
+        num_bytes += tensor.nbytes
+    yield file
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's shards of the parameters.
-
-    model.state_dict() would gather query, key and value of every block on every rank.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    """This rank's shards. model.state_dict() would gather query, key and value of every block."""
+    drop_gathered_weights(model)
     return {name: parameter.detach() for name, parameter in named_parameters(model)}
 
 
@@ -331,8 +327,3 @@ def hf_adapter(config: ModelConfig) -> Qwen3StateDictAdapter:
 
 def _first(names: list[str]) -> str:
     return ", ".join(names[:MAX_NAMES_REPORTED]) + (", …" if len(names) > MAX_NAMES_REPORTED else "")
-
-
-def _on_first_rank(work: Callable[[], None]) -> None:
-    """Call `work` on rank 0. Its error is raised on every rank; all must call this."""
-    together(lambda: work() if dist.get_rank() == 0 else None)

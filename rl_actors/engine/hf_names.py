@@ -1,5 +1,4 @@
-"""Converts tensors between torchtitan's names and Hugging Face's, which split what torchtitan
-joins: experts, and fused query, key and value.
+"""Hugging Face's names, which split torchtitan's experts and fused query, key and value.
 
 G groups (a key-value head and its query heads), R query heads of a group, W width of a head, D
 hidden size. heads_GRWD has R + 2: the queries, a key and a value.
@@ -20,11 +19,8 @@ def is_joined(name: str) -> bool:
 
 
 def _split_placements(joined: DTensor) -> list[Placement]:
-    """Placements that shard another dimension than the first, so that every rank holds a piece of
-    every expert or head.
-
-    FSDP and expert parallelism shard the first dimension. torchtitan's own adapter would give each
-    rank only the names of its own experts, and does not support replicas.
+    """Shard another dimension than the first, as FSDP and expert parallelism do: torchtitan's
+    adapter would give each rank only its own experts, and does not support replicas.
     """
     sharded_dims = {placement.dim for placement in joined.placements if not placement.is_replicate()}
     free_dim = next(dim for dim in range(1, joined.ndim) if dim not in sharded_dims)
@@ -83,10 +79,7 @@ def split_qkv(adapter: Qwen3StateDictAdapter, name: str, tensor: Tensor) -> dict
 
 
 def _distributed_like(whole: Tensor, rows: Tensor) -> Tensor:
-    """`rows`, this rank's piece of some rows of `whole`, as a DTensor placed like `whole`.
-
-    Every rank must hold a piece of every selected row.
-    """
+    """`rows`, this rank's piece of every one of some rows of `whole`, as a DTensor placed like it."""
     if not isinstance(whole, DTensor):
         return rows
     shape = torch.Size((len(rows), whole.shape[1]))

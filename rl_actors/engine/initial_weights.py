@@ -1,8 +1,7 @@
 """Random initial weights: a seed gives the same weights in every layout, on a CPU and on a GPU.
 
-torchtitan's init_weights does not: each rank draws its own shards, on a CPU all from one seed, and
-stages have seeds of their own. Here every rank draws all parameters on the CPU (9 s for a billion
-on one core), in torchtitan's order if there are no adapters, and keeps its shards.
+Unlike in torchtitan every rank draws all parameters on the CPU (9 s for a billion on one core), in
+torchtitan's order if there are no adapters, and keeps its shards.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,11 +23,7 @@ class Initialiser:
 
 
 def take_initialisers(whole: nn.Module) -> list[Initialiser]:
-    """Take an unparallelized model's initialisers; its init_weights then initialises only buffers.
-
-    A module comes before its children. torchtitan's order is the reverse, which matters only for
-    projections with adapters.
-    """
+    """Take an unparallelized model's initialisers; its init_weights then initialises only buffers."""
     taken: list[Initialiser] = []
     for prefix, module in whole.named_modules():
         parameters = dict(module.named_parameters(recurse=False))

@@ -1,13 +1,10 @@
 """Applies a model's head to hidden states chunk by chunk, and back-propagates a loss to them.
 
-The logits of all positions never exist at once. torchtitan's ChunkedLossWrapper splits the rows,
-applies the output projection to each chunk, and runs the loss's backward pass to the hidden states.
-"Values" are what the head computes (heads.py).
+The logits of all positions never exist at once. "Values" are what the head computes (heads.py).
 B rows, L row length, D hidden size, V vocabulary, K ids of a position in target_ids.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +34,7 @@ class GuardedLoss:
         self.failure: Exception | None = None
 
     def gradients(self, values: Values, columns_BL: ChunkInputs) -> tuple[Values, Partials]:
-        """(gradients with respect to the first entry and the others that the loss reads, metrics
-        with "loss:sum").
-        """
+        """(gradients by the first entry and the others that the loss reads, metrics)."""
         output, *others = values
         names = [output, *sorted(self.reads & set(others))]
         leaves = [values[name].detach().requires_grad_() for name in names]
@@ -55,9 +50,7 @@ class GuardedLoss:
         return {name: torch.zeros_like(leaf) for name, leaf in zip(names, leaves, strict=True)}, {}
 
     def of_chunk(self, values: Values, columns_BL: ChunkInputs) -> tuple[Tensor, Partials]:
-        """(a scalar with the gradients of the loss, metrics) of one chunk. Not for
-        `whole_sequence`.
-        """
+        """(a scalar with the gradients of the loss, metrics). Not for `whole_sequence`."""
         gradients, metrics = self.gradients(values, columns_BL)
         return _scalar_with_gradients(values, gradients), metrics
 
@@ -67,9 +60,7 @@ ChunkLoss = Callable[[Values, ChunkInputs], tuple[Tensor, Partials]]
 
 
 class ChunkedHead:
-    """Applies the output projection to at most `chunk_tokens` positions at a time; the model
-    returns hidden states.
-    """
+    """Applies the output projection, which the model skips, to `chunk_tokens` positions at a time."""
 
     def __init__(
         self,
@@ -80,9 +71,7 @@ class ChunkedHead:
         keep_head: bool = True,
         min_chunks: int = 1,
     ) -> None:
-        """keep_head: the last norm's and the output projection's weights, which FSDP gathers
-        together, stay gathered between the two.
-        """
+        """keep_head: FSDP gathers last norm and output projection once for both."""
         model._skip_lm_head = True
         self.lm_head = model.lm_head
         self.keep_head = keep_head
@@ -106,12 +95,10 @@ class ChunkedHead:
     def loss(
         self, hidden_BLD: Tensor, batch: PackedBatch, loss: GuardedLoss, *, with_entropy: bool = False
     ) -> tuple[Values, Partials, Tensor]:
-        """(values of whole rows, metrics, a scalar whose `backward` continues from the hidden
-        states).
+        """(values of whole rows, metrics, a scalar whose `backward` goes on from the hidden states).
 
-        The gradient has been back-propagated to the hidden states, unless gradients are off. A
-        `whole_sequence` loss needs two passes: values of whole samples for its gradient with
-        respect to them, then chunk by chunk again to back-propagate it.
+        A `whole_sequence` loss needs two passes: values of whole samples for its gradient by them,
+        then chunk by chunk again to back-propagate it.
         """
         with_entropy = with_entropy or "entropy" in loss.reads
         if loss.whole_sequence:
@@ -139,10 +126,27 @@ class ChunkedHead:
         self, hidden_BLD: Tensor, batch: PackedBatch, loss: ChunkLoss, inputs: ChunkInputs, with_entropy: bool
     ) -> tuple[Values, Partials, Tensor]:
         """(values at this rank's positions, metrics, the sum of the loss over the chunks)."""
-        chunks = _Chunks(head=self.head, loss=loss, with_entropy=with_entropy)
+        values_of_chunks: list[Values] = []
+        metrics_of_chunks: list[Partials] = []
+
+        def of_chunk(
+            outputs: Tensor,
+            targets_BL: Tensor,
+            global_valid_tokens: None,
+            *,
+            temperatures_BL: Tensor,
+            top_k: Tensor | None = None,
+            **columns: Tensor,
+        ) -> tuple[Tensor, Partials]:
+            values = self.head(outputs, targets_BL, temperatures_BL, with_entropy=with_entropy, top_k=top_k)
+            values_of_chunks.append({name: value.detach() for name, value in values.items()})
+            total, metrics = loss(values, {name.removeprefix("input_"): x for name, x in columns.items()})
+            metrics_of_chunks.append(metrics)
+            return total, {}  # the wrapper would merge metrics by its own rules
+
         num_chunks = self._num_chunks(*batch.tokens_BL.shape)
         wrapper = ChunkedLossWrapper(ChunkedLossWrapper.Config(num_chunks=num_chunks))
-        wrapper.loss_fn = chunks
+        wrapper.loss_fn = of_chunk
         wrapper.set_lm_head(self.lm_head)
         # a column may be named like one of the wrapper's arguments
         named = {f"input_{name}": value for name, value in inputs.items()}
@@ -152,55 +156,15 @@ class ChunkedHead:
         if self.keep_head and isinstance(self.lm_head, FSDPModule):
             # the wrapper has set it to True; FSDP would gather again between norm and projection
             self.lm_head.set_reshard_after_forward(False, recurse=False)
-        return chunks.joined(), merge(chunks.metrics), total
+        joined = {name: torch.cat([chunk[name] for chunk in values_of_chunks], dim=1) for name in values_of_chunks[0]}
+        return joined, merge(metrics_of_chunks), total
 
     def _num_chunks(self, num_rows: int, row_length: int) -> int:
-        """The smallest number of chunks that divides row_length, is at least min_chunks and keeps
-        chunks at chunk_tokens.
-
-        A chunk has an equal part of every row. If even row_length chunks are too few, the result is
-        row_length.
+        """The smallest divisor of row_length that is at least min_chunks and keeps chunks at
+        chunk_tokens, or row_length.
         """
         at_least = max(self.min_chunks, -(-num_rows * row_length // self.chunk_tokens))
         return next(n for n in range(min(at_least, row_length), row_length + 1) if row_length % n == 0)
-
-
-@dataclass(kw_only=True)
-class _Chunks:
-    """The loss that ChunkedLossWrapper calls for each chunk. Keeps values and metrics."""
-
-    head: Head
-    loss: ChunkLoss
-    with_entropy: bool
-    values: list[Values] = field(default_factory=list)
-    metrics: list[Partials] = field(default_factory=list)
-
-    def __call__(
-        self,
-        outputs: Tensor,
-        targets_BL: Tensor,
-        global_valid_tokens: None,
-        *,
-        temperatures_BL: Tensor,
-        top_k: Tensor | None = None,
-        **inputs: Tensor,
-    ) -> tuple[Tensor, Partials]:
-        """(a scalar to back-propagate, {}): the wrapper would merge metrics by its own rules.
-
-        outputs: [B, L, V], or [B, L, 1] in a value model, for chunks of length L. top_k: ids [B, L,
-        K].
-        """
-        values = self.head(outputs, targets_BL, temperatures_BL, with_entropy=self.with_entropy, top_k=top_k)
-        self.values.append({name: value.detach() for name, value in values.items()})
-        total, metrics = self.loss(values, {name.removeprefix("input_"): x for name, x in inputs.items()})
-        self.metrics.append(metrics)
-        return total, {}
-
-    def joined(self) -> Values:
-        joined: Values = {}
-        for name in self.values[0]:
-            joined[name] = torch.cat([values[name] for values in self.values], dim=1)
-        return joined
 
 
 def _no_loss(values: Values, inputs: ChunkInputs) -> tuple[Tensor, Partials]:

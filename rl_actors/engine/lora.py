@@ -1,14 +1,11 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): y = W x + (alpha / rank) B A x: initial values,
-merging, export for peft.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): y = W x + (alpha / rank) B A x.
 
 R rank, I and O inputs and outputs of a linear layer.
 """
 
 import math
-import shutil
 import zlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +16,12 @@ from torchtitan.models.qwen3 import Qwen3Model
 
 from rl_actors import adapters
 from rl_actors.config import LoRAConfig
-from rl_actors.engine.collectives import whole_tensors
 from rl_actors.engine.initial_weights import assign
 
 ToHF = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 """torchtitan's names -> Hugging Face's."""
+LORA_A = ".lora_a.weight"
+LORA_B = ".lora_b.weight"
 
 
 def convert(model_config: Qwen3Model.Config, config: LoRAConfig) -> Qwen3Model.Config:
@@ -44,7 +42,7 @@ def require_found(model: nn.Module, config: LoRAConfig) -> None:
     if not config.rank:
         return
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    found = {f"{name}.{part}.weight" for name, _ in _layers(model) for part in ("lora_a", "lora_b")}
+    found = {name + part for name, _ in _layers(model) for part in (LORA_A, LORA_B)}
     if trained != found:
         raise RuntimeError(
             f"the trained parameters of the model are not the adapters; only one of the two sets has {sorted(trained ^ found)}"
@@ -67,8 +65,8 @@ def merged(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """`state` with W + (alpha / rank) B A in the place of W, A and B."""
     state = dict(state)
     for name, layer in _layers(model):
-        a_RI = state.pop(f"{name}.lora_a.weight")
-        b_OR = state.pop(f"{name}.lora_b.weight")
+        a_RI = state.pop(name + LORA_A)
+        b_OR = state.pop(name + LORA_B)
         weight_OI = state[f"{name}.weight"]
         delta_OI = layer._lora_scaling * (b_OR.detach() @ a_RI.detach())
         if isinstance(delta_OI, DTensor):
@@ -80,35 +78,19 @@ def merged(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 def checkpointed(model: nn.Module) -> dict[str, Tensor]:
     """What a checkpoint holds: the adapters, or without adapters the whole state."""
     state = model.state_dict()
-    names = {f"{name}.{part}.weight" for name, _ in _layers(model) for part in ("lora_a", "lora_b")}
-    return {name: tensor for name, tensor in state.items() if name in names} if names else state
+    return {name: tensor for name, tensor in state.items() if name.endswith((LORA_A, LORA_B))} or state
 
 
-def peft_state_dict(model: nn.Module, to_hf: ToHF) -> dict[str, Tensor]:
-    """The adapters under peft's names, sharded as in the model."""
-    state = model.state_dict()
+def to_peft(state: Mapping[str, Tensor], to_hf: ToHF) -> dict[str, Tensor]:
+    """The adapters of a model's state under peft's names."""
     found: dict[str, Tensor] = {}
-    for name, _ in _layers(model):
-        (hf_name,) = to_hf({f"{name}.weight": torch.empty(0)})
-        a, b = adapters.names(hf_name)
-        found |= {a: state[f"{name}.lora_a.weight"], b: state[f"{name}.lora_b.weight"]}
+    for name in state:
+        if name.endswith(LORA_A):
+            module = name.removesuffix(LORA_A)
+            (hf_name,) = to_hf({f"{module}.weight": torch.empty(0)})
+            a, b = adapters.names(hf_name)
+            found |= {a: state[name], b: state[module + LORA_B]}
     return found
-
-
-def gather(model: nn.Module, to_hf: ToHF) -> dict[str, Tensor]:
-    """The whole adapters under peft's names on rank 0's CPU, {} elsewhere. All ranks call this."""
-    gathered = whole_tensors(peft_state_dict(model, to_hf))
-    return {name: whole.contiguous() for name, whole in gathered if whole is not None}
-
-
-def write(tensors: dict[str, Tensor], config: LoRAConfig, path: str, *, base: str) -> None:
-    """Write gathered adapters for peft and vLLM, complete as soon as `path` is there."""
-    target = Path(path)
-    partial = Path(f"{path}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    adapters.write(partial, tensors, config, base=base)
-    partial.rename(target)
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

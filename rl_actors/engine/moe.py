@@ -18,10 +18,7 @@ from rl_actors.engine.batch import PackedBatch
 
 
 class Experts(GroupedExperts):
-    """Experts that compute in the dtype of their input.
-
-    torchtitan's cast to bfloat16, so equal float32 runs would differ by about 1e-2.
-    """
+    """Experts that compute in the dtype of their input; torchtitan's cast to bfloat16."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
@@ -52,11 +49,7 @@ def _wait_for_all_gather(module: nn.Module, args: tuple) -> tuple:
 
 
 class RouterCounters:
-    """Keeps padding out of torchtitan's counters of tokens per expert, and resets them.
-
-    Otherwise the load-balancing bias would depend on the packing. torchtitan counts only in
-    training mode.
-    """
+    """Keeps padding out of torchtitan's counters of tokens per expert, and resets them."""
 
     def __init__(self, model: nn.Module) -> None:
         self.moes: list[MoE] = [block.moe for block in model.layers.values() if block.moe_enabled]
@@ -81,8 +74,7 @@ class RouterCounters:
         is_padding_BL = self.is_padding_BL
         assert is_padding_BL is not None
         if isinstance(expert_ids_BLK, DTensor):
-            # with expert and tensor parallelism a rank routes and counts only some positions of a
-            # row
+            # with expert and tensor parallelism a rank routes only some positions of a row
             mesh = expert_ids_BLK.device_mesh
             placements = expert_ids_BLK.placements
             is_padding_BL = _local(distribute_tensor(is_padding_BL, mesh, placements, src_data_rank=None))

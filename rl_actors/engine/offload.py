@@ -9,12 +9,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from rl_actors.engine.build import BuiltModel
+from rl_actors.engine.gpu import this_machine
 from rl_actors.engine.gradients import local
-from rl_actors.engine.machine import this_machine
 from rl_actors.parts import PARTS, HostMove, Part
 
 ALIGNMENT = 512  # bytes
@@ -29,7 +29,7 @@ class Place:
 
 
 class Offload:
-    """The parts of a trainer on the device or the host. Each call onloads the parts that it needs."""
+    """The parts of a trainer on the device or the host."""
 
     def __init__(self, built: BuiltModel) -> None:
         self.built = built
@@ -47,7 +47,7 @@ class Offload:
         this_machine().wait()  # FSDP's streams may still read weights or write gradients
         wanted = [part for part in PARTS if part in parts and part not in self.away]
         if "weights" in wanted:
-            self.drop_gathered_weights()
+            drop_gathered_weights(self.built.model)
         for part in wanted:
             storages = _distinct(self._tensors(part), self.built.device)
             if storages:
@@ -61,10 +61,7 @@ class Offload:
         return move
 
     def onload(self, parts: Collection[Part] = PARTS) -> HostMove:
-        """Bring the parts back to the device.
-
-        With too little memory raises torch's error; another call then brings back the rest.
-        """
+        """Bring the parts back. After torch's error for too little memory, call again for the rest."""
         if not any(part in self.away for part in parts):
             return HostMove()
         begin = time.perf_counter()
@@ -105,12 +102,6 @@ class Offload:
                 for state in optimizer.state.values():
                     yield from (value for value in state.values() if isinstance(value, Tensor))
 
-    def drop_gathered_weights(self) -> None:
-        """Free weights that FSDP keeps gathered; the parameters are then the shards."""
-        for module in self.built.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
     def _make_buffer(self, part: Part, storages: Sequence[torch.UntypedStorage]) -> float:
         """Make host memory for the storages if the part's is too small. Returns the seconds."""
         begin = time.perf_counter()
@@ -119,6 +110,13 @@ class Offload:
             self.buffers.pop(part, None)  # frees the former one first
             self.buffers[part] = this_machine().host_buffer(size)
         return time.perf_counter() - begin
+
+
+def drop_gathered_weights(model: nn.Module) -> None:
+    """Free weights that FSDP keeps gathered; the parameters are then the shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _distinct(tensors: Iterable[Tensor], device: torch.device) -> list[torch.UntypedStorage]:

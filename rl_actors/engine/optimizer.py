@@ -1,11 +1,10 @@
-"""`Optimizers`, torchtitan's container with optimizers by import path, and `Hyperparameters`, which
-sets their values before each step.
-"""
+"""A model's optimizer, also by import path, and its `Hyperparameters`, set before each step."""
 
 import pkgutil
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 class _StepsShards:
-    """Makes Adam, which is elementwise, step local shards: DTensor's dispatch takes time."""
+    """Adam is elementwise, so it can step local shards: DTensor's dispatch takes time."""
 
     def _init_group(self, group: dict[str, object], *lists: list[Tensor]) -> bool:
         has_complex: bool = super()._init_group(group, *lists)  # type: ignore[misc]
@@ -39,16 +38,6 @@ class Adam(_StepsShards, torch.optim.Adam):
 
 class AdamW(_StepsShards, torch.optim.AdamW):
     """torch's AdamW on local shards. Its state is still of DTensors."""
-
-
-class _CanonicalNames:
-    """The model for torchtitan's _build_param_groups, which calls only named_parameters()."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return named_parameters(self.model)
 
 
 class Optimizers(OptimizersContainer):
@@ -71,8 +60,9 @@ class Optimizers(OptimizersContainer):
     def _build_param_groups(
         model: nn.Module, configs: list[ParamGroupConfig], impl_kwargs: dict[str, object]
     ) -> tuple[dict[str, list[dict[str, object]]], dict[str, list[str]]]:
-        # activation checkpointing changes the names in which torchtitan would search
-        return OptimizersContainer._build_param_groups(_CanonicalNames(model), configs, impl_kwargs)
+        # it reads only the names, which activation checkpointing changes
+        canonical = SimpleNamespace(named_parameters=lambda: named_parameters(model))
+        return OptimizersContainer._build_param_groups(canonical, configs, impl_kwargs)
 
 
 class NoOptimizers:

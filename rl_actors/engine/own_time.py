@@ -1,8 +1,7 @@
 """Measures how long a rank computes without waiting for others, to show which rank is slow.
 
-Calls take equally long on all ranks, so only modules without a collective are measured: a few
-blocks, or their inner attention. Nothing is measured with context parallelism (attention has
-collectives) or compile.enable (a stopwatch cannot run in a compiled block).
+Not with context parallelism (attention has collectives) or compile.enable (a stopwatch cannot run
+in a compiled block).
 """
 
 from collections.abc import Sequence
@@ -11,10 +10,10 @@ from torch import Tensor, nn
 from torchtitan.models.common import TransformerBlock
 
 from rl_actors.config import TrainerConfig
-from rl_actors.engine.machine import Machine
+from rl_actors.engine.cpu import Machine
 
 NUM_MODULES = 4
-"""Most measured modules of a rank, evenly spaced."""
+"""At most, of a rank, evenly spaced."""
 
 
 def local_modules(model: nn.Module, config: TrainerConfig) -> list[nn.Module]:
@@ -36,7 +35,7 @@ class ComputeTimer:
     """Times the modules' forward passes in training mode."""
 
     def __init__(self, modules: Sequence[nn.Module], machine: Machine) -> None:
-        self._stopwatch = machine.Stopwatch()
+        self._stopwatch = machine.stopwatch()
         self._num_tokens = 0
         for module in modules:
             # inside FSDP's hooks, which gather and free the weights

@@ -34,61 +34,107 @@ class PlanOptions(TypedDict, total=False):
     microbatch_multiple: int
 
 
-def plan(
-    lengths: Sequence[int],
-    *,
-    tokens_per_row: int,
-    rows_per_microbatch: int,
-    num_ranks: int,
-    row_multiple: int = ROW_MULTIPLE,
-    uniform: bool = False,
-    min_microbatches: int = 1,
-    microbatch_multiple: int = 1,
-    policy: PackingPolicy = "packed",
-) -> Plan:
-    """The microbatches of every rank: equally many, the n-th of the same shape on all ranks.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planner:
+    """Plans a call's microbatches. policy: a microbatch has at most
 
-    lengths: positions of each sample. tokens_per_row: of a row at most, rounded down to a multiple
-    of row_multiple. policy: a microbatch has at most
     "packed": rows_per_microbatch rows, which samples share;
     "token_budget": tokens_per_row * rows_per_microbatch positions, a sample in each row;
     "fixed": rows_per_microbatch rows, a sample in each row.
-    uniform: all microbatches have one shape, as a pipeline needs. Their number is then a multiple
-    of microbatch_multiple and at least min_microbatches.
-
-    The n-th microbatches of all ranks get rows of similar length and attention_cost, padded to the
-    `bucket` of the longest. Rows of padding are added where rows are missing.
-
-    plan([3, 2, 4], tokens_per_row=5, row_multiple=1, rows_per_microbatch=1, num_ranks=2)
-        -> rank 0 has the row (2,), rank 1 the row (0, 1)
-
-    Raises ValueError if a sample is longer than a row.
     """
-    capacity = in_multiples(tokens_per_row, row_multiple)
-    _require_room(lengths, capacity, tokens_per_row, row_multiple)
-    dealer = _Dealer(
-        lengths=lengths,
-        capacity=capacity,
-        row_multiple=row_multiple,
-        rows_per_microbatch=rows_per_microbatch,
-        num_ranks=num_ranks,
-        policy=policy,
-        uniform=uniform,
-        min_microbatches=min_microbatches,
-        microbatch_multiple=microbatch_multiple,
-    )
-    if policy == "packed":
-        return dealer.deal_packed()
-    return dealer.deal([(index,) for index in range(len(lengths))])
 
+    tokens_per_row: int  # at most, rounded down to a multiple of row_multiple
+    rows_per_microbatch: int
+    num_ranks: int
+    row_multiple: int = ROW_MULTIPLE
+    policy: PackingPolicy = "packed"
+    # As a pipeline needs: all microbatches have one shape. Their number is then a multiple of
+    # microbatch_multiple and at least min_microbatches.
+    uniform: bool = False
+    min_microbatches: int = 1
+    microbatch_multiple: int = 1
 
-def _require_room(lengths: Sequence[int], capacity: int, tokens_per_row: int, row_multiple: int) -> None:
-    for index, length in enumerate(lengths):
-        if length > capacity:
-            limit = f"tokens_per_row={tokens_per_row}"
-            if capacity < tokens_per_row:
-                limit += f", rounded down to {capacity}, a multiple of {row_multiple}"
-            raise ValueError(f"sample {index} has {length} positions but {limit}")
+    @property
+    def capacity(self) -> int:
+        return in_multiples(self.tokens_per_row, self.row_multiple)
+
+    def plan(self, lengths: Sequence[int]) -> Plan:
+        """The microbatches of every rank: equally many, the n-th of the same shape on all ranks.
+
+        lengths: positions of each sample. The n-th microbatches of all ranks get rows of similar
+        length and attention_cost, padded to the `bucket` of the longest. Rows of padding are added
+        where rows are missing.
+
+        Planner(tokens_per_row=5, row_multiple=1, rows_per_microbatch=1, num_ranks=2).plan([3, 2, 4])
+            -> rank 0 has the row (2,), rank 1 the row (0, 1)
+
+        Raises ValueError if a sample is longer than a row.
+        """
+        for index, length in enumerate(lengths):
+            if length > self.capacity:
+                limit = f"tokens_per_row={self.tokens_per_row}"
+                if self.capacity < self.tokens_per_row:
+                    limit += f", rounded down to {self.capacity}, a multiple of {self.row_multiple}"
+                raise ValueError(f"sample {index} has {length} positions but {limit}")
+        if self.policy == "packed":
+            return self._plan_packed(lengths)
+        return self._deal(lengths, [(index,) for index in range(len(lengths))])
+
+    def _plan_packed(self, lengths: Sequence[int]) -> Plan:
+        """first_fit_decreasing, or samples spread over its rows of padding too, if faster."""
+        rows = first_fit_decreasing(lengths, self.capacity)
+        packed = self._deal(lengths, rows)
+        num_rows = sum(len(batch.rows) for batch in packed[0]) * self.num_ranks
+        if num_rows == len(rows):
+            return packed
+        spread_rows = worst_fit_decreasing(lengths, self.capacity, num_rows)
+        if spread_rows is None:
+            return packed
+        spread = self._deal(lengths, spread_rows)
+        return spread if time_of(lengths, spread) < time_of(lengths, packed) else packed
+
+    def _deal(self, lengths: Sequence[int], rows: list[Row]) -> Plan:
+        """Put rows into microbatches, so that the n-th take about equally long on all ranks."""
+        totals = [sum(lengths[index] for index in row) for row in rows]
+        row_lengths = [bucket(total, self.row_multiple, self.capacity) for total in totals]
+        costs = [attention_cost(lengths, row) for row in rows]
+        order = sorted(range(len(rows)), key=lambda r: (-row_lengths[r], -costs[r]))
+        ranks: Plan = [[] for _ in range(self.num_ranks)]
+        start = 0
+        for num_rows, row_length in self._shapes([row_lengths[r] for r in order]):
+            taken = order[start : start + num_rows * self.num_ranks]
+            start += len(taken)
+            for batches, members in zip(ranks, _balance(taken, costs, self.num_ranks, num_rows), strict=True):
+                padding = [()] * (num_rows - len(members))
+                batches.append(Microbatch(rows=(*(rows[r] for r in members), *padding), row_length=row_length))
+        return ranks
+
+    def _shapes(self, row_lengths: list[int]) -> Iterator[tuple[int, int]]:
+        """(rows, row length) of a rank's microbatches. row_lengths: of all ranks, longest first."""
+        if self.uniform:
+            yield from self._equal_shapes(row_lengths)
+            return
+        start = 0
+        while start < len(row_lengths):
+            left_of_rank = _divide_up(len(row_lengths) - start, self.num_ranks)
+            num_rows = min(self._most_rows(row_lengths[start]), left_of_rank)
+            yield num_rows, row_lengths[start]
+            start += num_rows * self.num_ranks
+
+    def _equal_shapes(self, row_lengths: list[int]) -> list[tuple[int, int]]:
+        """_shapes if all are the same: the fewest microbatches, of the fewest rows."""
+        longest = row_lengths[0]
+        num_of_rank = _divide_up(len(row_lengths), self.num_ranks)
+        needed = _divide_up(num_of_rank, self._most_rows(longest))
+        count = _round_up(max(needed, min(self.min_microbatches, num_of_rank)), self.microbatch_multiple)
+        num_rows = _divide_up(num_of_rank, count)
+        with_padding = _round_up(max(count, self.min_microbatches), self.microbatch_multiple)
+        return [(num_rows, longest)] * with_padding
+
+    def _most_rows(self, row_length: int) -> int:
+        if self.policy == "token_budget":
+            return self.capacity * self.rows_per_microbatch // row_length
+        return self.rows_per_microbatch
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[Row]:
@@ -135,8 +181,7 @@ def worst_fit_decreasing(lengths: Sequence[int], capacity: int, num_rows: int) -
 
 
 def bucket(length: int, multiple: int, capacity: int) -> int:
-    """The row length for `length` positions: one of a few multiples of `multiple`, at most
-    `capacity`.
+    """The row length for `length` positions: one of a few multiples of `multiple`, up to `capacity`.
 
     bucket(70, 64, 4096) -> 128, bucket(1100, 64, 4096) -> 1280, bucket(4000, 64, 4096) -> 4096
     """
@@ -153,9 +198,7 @@ def attention_cost(lengths: Sequence[int], row: Row) -> int:
 
 
 def time_of(lengths: Sequence[int], ranks: Plan) -> tuple[int, int]:
-    """(positions of a rank with padding, attention cost of each microbatch's slowest rank), smaller
-    for faster plans.
-    """
+    """(a rank's positions with padding, the slowest ranks' attention cost), less for faster plans."""
     slowest = 0
     for batches in zip(*ranks, strict=True):
         slowest += max(_cost_of(lengths, batch) for batch in batches)
@@ -164,86 +207,6 @@ def time_of(lengths: Sequence[int], ranks: Plan) -> tuple[int, int]:
 
 def _cost_of(lengths: Sequence[int], batch: Microbatch) -> int:
     return sum(attention_cost(lengths, row) for row in batch.rows)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Dealer:
-    """Deals rows into the microbatches of all ranks. capacity: tokens_per_row in multiples of
-    row_multiple.
-    """
-
-    lengths: Sequence[int]
-    capacity: int
-    row_multiple: int
-    rows_per_microbatch: int
-    num_ranks: int
-    policy: PackingPolicy
-    uniform: bool
-    min_microbatches: int
-    microbatch_multiple: int
-
-    def deal_packed(self) -> Plan:
-        """first_fit_decreasing, or samples spread over its rows of padding too, if faster."""
-        rows = first_fit_decreasing(self.lengths, self.capacity)
-        packed = self.deal(rows)
-        num_rows = sum(len(batch.rows) for batch in packed[0]) * self.num_ranks
-        if num_rows == len(rows):
-            return packed
-        spread_rows = worst_fit_decreasing(self.lengths, self.capacity, num_rows)
-        if spread_rows is None:
-            return packed
-        spread = self.deal(spread_rows)
-        return spread if time_of(self.lengths, spread) < time_of(self.lengths, packed) else packed
-
-    def deal(self, rows: list[Row]) -> Plan:
-        """Put rows into microbatches, so that the n-th take about equally long on all ranks."""
-        row_lengths = [self._row_length(row) for row in rows]
-        costs = [attention_cost(self.lengths, row) for row in rows]
-        order = sorted(range(len(rows)), key=lambda r: (-row_lengths[r], -costs[r]))
-        ranks: Plan = [[] for _ in range(self.num_ranks)]
-        start = 0
-        for num_rows, row_length in self._shapes([row_lengths[r] for r in order]):
-            taken = order[start : start + num_rows * self.num_ranks]
-            start += len(taken)
-            for batches, members in zip(ranks, _balance(taken, costs, self.num_ranks, num_rows), strict=True):
-                padding = [()] * (num_rows - len(members))
-                batches.append(Microbatch(rows=(*(rows[r] for r in members), *padding), row_length=row_length))
-        return ranks
-
-    def _shapes(self, row_lengths: list[int]) -> Iterator[tuple[int, int]]:
-        """(number of rows, row length) of each microbatch of a rank. row_lengths: of all ranks,
-        longest first.
-        """
-        if self.uniform:
-            yield from self._equal_shapes(row_lengths)
-            return
-        start = 0
-        while start < len(row_lengths):
-            left_of_rank = _divide_up(len(row_lengths) - start, self.num_ranks)
-            num_rows = min(self._most_rows(row_lengths[start]), left_of_rank)
-            yield num_rows, row_lengths[start]
-            start += num_rows * self.num_ranks
-
-    def _equal_shapes(self, row_lengths: list[int]) -> list[tuple[int, int]]:
-        """_shapes if all are the same: the fewest microbatches, of the fewest rows.
-
-        The last may be padding.
-        """
-        longest = row_lengths[0]
-        num_of_rank = _divide_up(len(row_lengths), self.num_ranks)
-        needed = _divide_up(num_of_rank, self._most_rows(longest))
-        count = _round_up(max(needed, min(self.min_microbatches, num_of_rank)), self.microbatch_multiple)
-        num_rows = _divide_up(num_of_rank, count)
-        with_padding = _round_up(max(count, self.min_microbatches), self.microbatch_multiple)
-        return [(num_rows, longest)] * with_padding
-
-    def _most_rows(self, row_length: int) -> int:
-        if self.policy == "token_budget":
-            return self.capacity * self.rows_per_microbatch // row_length
-        return self.rows_per_microbatch
-
-    def _row_length(self, row: Row) -> int:
-        return bucket(sum(self.lengths[index] for index in row), self.row_multiple, self.capacity)
 
 
 def _balance(taken: list[int], costs: list[int], num_ranks: int, num_rows: int) -> list[list[int]]:

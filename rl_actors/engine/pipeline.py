@@ -15,18 +15,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from rl_actors.config import TrainerConfig
-from rl_actors.engine.batch import ModelInputs, PackedBatch, model_inputs
+from rl_actors.engine.batch import MicrobatchOutput, PackedBatch
 from rl_actors.engine.build import BuiltModel
 from rl_actors.engine.collectives import raise_together
 from rl_actors.engine.logprobs import ChunkedHead, GuardedLoss
-from rl_actors.engine.microbatch_output import MicrobatchOutput
 from rl_actors.engine.packing import PlanOptions
 from rl_actors.engine.pipeline_stages import Stage
 from rl_actors.losses import Loss
 
 SCHEDULES_KEPT = 4
-"""Schedules in the cache, each for a number and shape of microbatches and with or without gradients
-"""
+"""Each for a number and shape of microbatches, with or without gradients."""
 
 
 @dataclass(kw_only=True)
@@ -42,9 +40,7 @@ class PipelineCall:
 
 
 def plan_options(schedule_class: type, num_ranks: int) -> PlanOptions:
-    """What packing.plan needs: 1F1B at least as many microbatches as ranks, Interleaved1F1B a
-    multiple of them.
-    """
+    """1F1B needs at least as many microbatches as ranks, Interleaved1F1B a multiple of them."""
     multiple = 1 if _is_single(schedule_class) else num_ranks
     return {"uniform": True, "min_microbatches": num_ranks, "microbatch_multiple": multiple}
 
@@ -55,11 +51,10 @@ def _is_single(schedule_class: type) -> bool:
 
 
 class PipelineRunner:
-    """Sends microbatches through the stages by torch's schedule. Only the last stage has metrics
-    and values.
+    """Sends microbatches through the stages. Only the last stage has metrics and values.
 
-    A schedule passes only tensors, so it gets the number of each microbatch, by which stages and
-    loss find its inputs in the PipelineCall.
+    torch's schedule passes only tensors, so it gets the number of each microbatch, by which stages
+    and loss find its inputs in the PipelineCall.
     """
 
     _call: PipelineCall  # while a call runs
@@ -130,20 +125,18 @@ class PipelineRunner:
 
     def _find_inputs(
         self, part: nn.Module, args: tuple[Tensor], kwargs: dict[str, Tensor]
-    ) -> tuple[tuple[Tensor], ModelInputs]:
-        """Hook before each stage's forward: the microbatch's positions, masks and, on the first
-        stage, tokens.
-        """
+    ) -> tuple[tuple[Tensor], dict[str, object]]:
+        """Hook before each stage's forward: positions, masks and, on the first stage, tokens."""
         batch = self._call.batch(int(kwargs["number"]))
         self.built.routers.start_microbatch(batch)
         (received,) = args
         if not received.is_floating_point():
-            return (batch.tokens_BL,), model_inputs(batch)
+            return (batch.tokens_BL,), batch.model_inputs()
         if isinstance(received, DTensor) and received.requires_grad:
             # The gradient may be partial sums over the tensor-parallel ranks, which the sending
             # stage would take as whole.
             received.register_hook(lambda grad: grad.redistribute(placements=received.placements))
-        return args, model_inputs(batch)
+        return args, batch.model_inputs()
 
     def _loss(self, hidden_BLD: Tensor, number: Tensor) -> Tensor:
         call = self._call

@@ -5,7 +5,7 @@ B rows of a microbatch, L tokens of a row, D hidden size.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,19 +55,10 @@ class LocalModel(nn.Module):
             self.layers.update(part.layers)
 
 
-class _Received(Protocol):
-    """torch's record of a tensor that a stage receives."""
-
-    buffer: Tensor | None
-
-
 class Stage(PipelineStage):
-    """A stage for microbatches of one shape, which frees received and sent tensors when they are
-    used.
+    """A stage for microbatches of one shape, which frees received and sent tensors after their use.
 
-    torch's keeps receive buffers for all microbatches, also after the call, and without gradients
-    the sent tensors too. Schedules call backward_one_chunk for each microbatch even then, so it
-    frees them.
+    Schedules call backward_one_chunk also without gradients, so it frees them.
     The shapes are given, because torch would run an extra microbatch, loss included, to infer them.
     """
 
@@ -117,7 +108,8 @@ class Stage(PipelineStage):
         _release(self.args_recv_info[bwd_chunk_id])
         _release(self.grad_recv_info.get(bwd_chunk_id, ()))
 
-    def _allocate(self, received: Sequence[_Received]) -> None:
+    def _allocate(self, received: Sequence[Any]) -> None:
+        """received: torch's records of the tensors that a stage receives."""
         for info in received:
             if info.buffer is not None:
                 info.buffer = torch.empty_like(info.buffer, device=self.device)
@@ -126,7 +118,7 @@ class Stage(PipelineStage):
         """Does nothing: no shapes are inferred, and torch's would drop accumulated gradients."""
 
 
-def _release(received: Sequence[_Received]) -> None:
+def _release(received: Sequence[Any]) -> None:
     """Free receive buffers, but keep their shapes and dtypes."""
     for info in received:
         if info.buffer is not None:

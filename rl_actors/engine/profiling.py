@@ -1,4 +1,4 @@
-"""Traces of whole training steps by torch.profiler, one file per rank. The engine calls `step_done` after each step."""
+"""Traces of whole training steps by torch.profiler, one file per rank."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class StepProfiler:
-    """Traces this rank from `start` until the given number of optimizer steps is done."""
+    """Traces this rank's optimizer steps. Call `step_done` after each."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -16,10 +16,7 @@ class StepProfiler:
         self._steps_left = 0
 
     def start(self, directory: str, steps: int) -> None:
-        """Trace the next `steps` steps, then write <directory>/rank-<rank>.json, which chrome://tracing and Perfetto open.
-
-        Raises ValueError if `steps` is below 1, and RuntimeError if another trace has not ended. An error changes nothing.
-        """
+        """Trace the next `steps` steps, then write <directory>/rank-<rank>.json."""
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps={steps}; it must be an integer of at least 1")
         if self._trace is not None:

@@ -1,6 +1,4 @@
-"""Policies of activation checkpointing: torchtitan's, and `KeepProducts`, which recomputes no
-matrix product.
-"""
+"""Policies of activation checkpointing: torchtitan's, and one that keeps all matrix products."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -13,11 +11,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 
 
 class KeepProducts(SelectiveAC):
-    """Stores the result of every matrix product.
-
-    torchtitan's SelectiveAC recomputes every second one, all of the experts', and in float8 the
-    casts too.
-    """
+    """torchtitan's SelectiveAC recomputes every second one, all of the experts', and float8 casts."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):

@@ -1,7 +1,4 @@
-"""The rotary embedding, with Hugging Face's pairs: dimension i of each half of a head.
-
-P positions, W width of a head.
-"""
+"""The rotary embedding, with Hugging Face's pairs: dimension i of each half of a head."""
 
 from dataclasses import dataclass
 
@@ -20,7 +17,7 @@ class Llama3RoPE(CosSinRoPE):
         pass
 
     def _precompute_cache(self) -> Tensor:
-        """[P, 2 W]: the cosines of all W dimensions, then the sines."""
+        """[P, 2 W], P positions and W the head's width: cosines of all dimensions, then sines."""
         # [P, W / 2], exp(i angle) of each pair
         rotations = ComplexRoPE._precompute_cache(self)
         return torch.cat([rotations.real.repeat(1, 2), rotations.imag.repeat(1, 2)], dim=-1)

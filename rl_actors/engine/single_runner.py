@@ -8,12 +8,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from rl_actors.config import TrainerConfig
-from rl_actors.engine.batch import PackedBatch, model_inputs
+from rl_actors.engine.batch import MicrobatchOutput, PackedBatch
 from rl_actors.engine.build import BuiltModel
 from rl_actors.engine.collectives import raise_together
 from rl_actors.engine.gradients import local
 from rl_actors.engine.logprobs import ChunkedHead, GuardedLoss
-from rl_actors.engine.microbatch_output import MicrobatchOutput
 from rl_actors.engine.packing import PlanOptions
 from rl_actors.losses import Loss
 
@@ -27,24 +26,20 @@ class SingleRunner:
         self.head = head
         self.reshard_policy = config.parallelism.fsdp_reshard_after_forward
         model = built.model
-        # The head (logprobs.py) decides how long the output projection, and a tied embedding with
-        # it, stays gathered.
+        # the head (logprobs.py) decides it for the output projection and a tied embedding
         outer = [] if config.ties_head else [model.tok_embeddings]
         self.gathered: list[FSDPModule] = [*outer, *model.layers.values()]
 
     def forward(
         self, batches: Iterable[PackedBatch], loss: Loss | None, *, with_entropy: bool
     ) -> list[MicrobatchOutput]:
-        """The values of each position and, with a loss, its metrics. The caller turns gradients
-        off.
-
-        If the loss fails on one rank, all ranks raise its error.
-        """
+        """The values of each position and, with a loss, its metrics. The caller turns gradients off."""
         steady = None if loss is None else GuardedLoss(loss)
         remaining = iter(batches)
         first_two = list(islice(remaining, 2))
         outputs = []
-        with self._gathered(keep=self._keeps_gathered(several=len(first_two) > 1)):
+        keep = {"always": False, "never": True, "default": len(first_two) > 1}[self.reshard_policy]
+        with self._gathered(keep=keep):
             for batch in chain(first_two, remaining):
                 shard = self.built.shard_rows(batch)
                 found = self.head.evaluate(self._hidden(shard), shard, steady, with_entropy=with_entropy)
@@ -56,10 +51,7 @@ class SingleRunner:
     def forward_backward(
         self, batches: Iterable[PackedBatch], loss: Loss, *, with_entropy: bool
     ) -> list[MicrobatchOutput]:
-        """Add the gradient of the loss. Returns values and metrics.
-
-        If the loss fails on one rank, all ranks raise its error after the last microbatch.
-        """
+        """Add the gradient. If the loss fails on one rank, all ranks raise its error at the end."""
         steady = GuardedLoss(loss)
         outputs = []
         for batch in batches:
@@ -72,10 +64,8 @@ class SingleRunner:
         return outputs
 
     def _release_tied_gradient(self) -> None:
-        """Free the second gradient of a tied embedding: 622 MB for Qwen3 0.6B.
-
-        FSDP reduces embedding and last norm as one tensor, and a tied embedding twice. The norm's
-        gradient stays a view of the second tensor and would keep it alive, so it is copied.
+        """Free the second gradient of a tied embedding (622 MB for Qwen3 0.6B), of which the last
+        norm's gradient is a view, because FSDP reduces both as one tensor.
         """
         norm = self.built.model.norm.weight
         if norm.grad is None:
@@ -84,16 +74,9 @@ class SingleRunner:
         if shard.untyped_storage().nbytes() > shard.nbytes:
             norm.grad = norm.grad.clone()
 
-    def _keeps_gathered(self, *, several: bool) -> bool:
-        """True if `forward` keeps gathered weights. several: more than one microbatch."""
-        return {"always": False, "never": True, "default": several}[self.reshard_policy]
-
     @contextmanager
     def _gathered(self, *, keep: bool) -> Iterator[None]:
-        """If `keep`, gathered parameters stay gathered in the body.
-
-        They are sharded again at the end, because the optimizer changes only the shards.
-        """
+        """If `keep`, gathered parameters stay gathered in the body."""
         for module in self.gathered:
             module.set_reshard_after_forward(not keep)
         try:
@@ -101,9 +84,9 @@ class SingleRunner:
         finally:
             for module in self.gathered:
                 module.set_reshard_after_forward(self.reshard_policy != "never")
-                module.reshard()
+                module.reshard()  # the optimizer changes only the shards
 
     def _hidden(self, batch: PackedBatch) -> Tensor:
         self.built.routers.start_microbatch(batch)
         with self.built.forward_context():
-            return self.built.model(batch.tokens_BL, **model_inputs(batch))
+            return self.built.model(batch.tokens_BL, **batch.model_inputs())

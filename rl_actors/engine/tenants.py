@@ -1,7 +1,7 @@
 """Tenants: runs with LoRA adapters of their own over one frozen model, one in use at a time.
 
-A switch works on a rank's own shards without messages, so in every layout. It copies weights, of
-which FSDP keeps views, and moves references to gradients and optimizer state.
+A switch copies weights, of which FSDP keeps views, and moves references to gradients and optimizer
+state, all without messages.
 """
 
 from dataclasses import dataclass, field
@@ -13,17 +13,15 @@ from torch import Tensor, nn
 from rl_actors.engine import lora
 from rl_actors.engine.build import BuiltModel
 from rl_actors.engine.call_order import StepState
+from rl_actors.engine.gpu import this_machine
 from rl_actors.engine.gradients import local
-from rl_actors.engine.machine import this_machine
-from rl_actors.engine.offload import Offload
+from rl_actors.engine.offload import Offload, drop_gathered_weights
 from rl_actors.types import FIRST_TENANT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stash:
-    """Tensors and optimizer settings of a tenant that is not in use, in the order of
-    Tenants.trained and of the optimizers.
-    """
+    """Of a tenant that is not in use, in the order of Tenants.trained and of the optimizers."""
 
     weights: list[Tensor]  # this rank's shards
     gradients: list[Tensor | None]
@@ -75,10 +73,9 @@ class Tenants:
             for parameter, weight, gradient in zip(self.trained, stash.weights, stash.gradients, strict=True):
                 local(parameter).copy_(weight)
                 parameter.grad = gradient
-        for optimizer, state, groups in zip(self._optimizers, stash.states, stash.groups, strict=True):
+        for optimizer, state in zip(self._optimizers, stash.states, strict=True):
             optimizer.state.update(state)
-            for group, settings in zip(optimizer.param_groups, groups, strict=True):
-                group.update(settings)
+        self._set_groups(stash.groups)
 
     def add(self, name: str, seed: int) -> None:
         """Add a tenant and put it in use. Raises ValueError for a name that exists."""
@@ -90,16 +87,11 @@ class Tenants:
         self.name_in_use = name
         self.in_use = Tenant()
         self.by_name[name] = self.in_use
-        for optimizer, groups in zip(self._optimizers, self._new_groups, strict=True):
-            for group, settings in zip(optimizer.param_groups, groups, strict=True):
-                group.update(settings)
+        self._set_groups(self._new_groups)
         lora.initialise(self.built.model, seed)
 
     def drop(self, name: str) -> None:
-        """Delete a tenant, even in its step. The first replaces it in use.
-
-        Raises ValueError for an unknown name and for the first tenant.
-        """
+        """Delete a tenant, even in its step. The first replaces it in use."""
         tenant = self.find(name)
         if name == FIRST_TENANT:
             raise ValueError("the first tenant of a trainer cannot be dropped; it ends with the trainer")
@@ -115,7 +107,7 @@ class Tenants:
         """Stash the tenant in use: copies of weights, references to the rest."""
         self.memory.onload()
         this_machine().wait()  # FSDP's streams read weights and write gradients
-        self.memory.drop_gathered_weights()
+        drop_gathered_weights(self.built.model)
         weights = [local(parameter.detach()).clone() for parameter in self.trained]
         self.in_use.stash = Stash(
             weights=weights,
@@ -130,10 +122,12 @@ class Tenants:
 
     def _group_settings(self) -> list[list[dict[str, Any]]]:
         """Settings of each optimizer's parameter groups, without the parameters."""
-        found = []
-        for optimizer in self._optimizers:
-            settings = [dict(group) for group in optimizer.param_groups]
-            for group in settings:
-                del group["params"]
-            found.append(settings)
-        return found
+        return [
+            [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+            for optimizer in self._optimizers
+        ]
+
+    def _set_groups(self, settings: list[list[dict[str, Any]]]) -> None:
+        for optimizer, settings_of_groups in zip(self._optimizers, settings, strict=True):
+            for group, values in zip(optimizer.param_groups, settings_of_groups, strict=True):
+                group.update(values)

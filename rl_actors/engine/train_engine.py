@@ -11,18 +11,18 @@ from torch import Tensor
 from rl_actors import layouts
 from rl_actors.config import TrainerConfig
 from rl_actors.engine import checkpoint, deadlines, hf
-from rl_actors.engine.batch import PackedBatch, make_batch
-from rl_actors.engine.build import BuiltModel, build
+from rl_actors.engine.batch import MicrobatchOutput, PackedBatch, make_batch
+from rl_actors.engine.build import build
 from rl_actors.engine.call_order import StepState
+from rl_actors.engine.collectives import on_all_ranks
+from rl_actors.engine.gpu import this_machine
 from rl_actors.engine.gradients import Gradients, by_layout
 from rl_actors.engine.heads import LogprobHead, ValueHead
 from rl_actors.engine.logprobs import ChunkedHead
-from rl_actors.engine.machine import this_machine
-from rl_actors.engine.microbatch_output import MicrobatchOutput
 from rl_actors.engine.offload import Offload
 from rl_actors.engine.optimizer import named_parameters
 from rl_actors.engine.own_time import ComputeTimer, local_modules
-from rl_actors.engine.packing import plan
+from rl_actors.engine.packing import Planner
 from rl_actors.engine.pipeline import PipelineRunner
 from rl_actors.engine.profiling import StepProfiler
 from rl_actors.engine.single_runner import SingleRunner
@@ -40,18 +40,14 @@ class TrainEngine:
     """One rank of an SPMD program. Every rank makes the same calls in the same order."""
 
     def __init__(self, config: TrainerConfig) -> None:
-        """Build, shard and initialise the model.
-
-        Raises ValueError for a wrong config, an hf_path of another model, or a tokenizer_path
-        without a tokenizer.
-        """
+        """Raises ValueError for a wrong config, hf_path or tokenizer_path."""
         config.validate()
         if config.hf_path:
             hf.require_same_tensors(config.model, config.hf_path)
         if config.tokenizer_path:
             hf.require_tokenizer(config.tokenizer_path)
         self.config = config
-        self.built: BuiltModel = build(config)
+        self.built = build(config)
         self.memory = Offload(self.built)
         self.head = self._make_head()
         runner_class: type[PipelineRunner | SingleRunner] = PipelineRunner if self.built.stages else SingleRunner
@@ -82,15 +78,11 @@ class TrainEngine:
         return self.tenants.in_use.policy_version
 
     def use(self, tenant: str) -> None:
-        """Later calls work on this tenant. Raises ValueError for an unknown name."""
+        """Later calls work on this tenant."""
         self.tenants.use(tenant)
 
     def new_tenant(self, name: str, seed: int = 0) -> None:
-        """Add a tenant with policy_version 0 and put it in use. The seed is that of its adapters.
-
-        Raises ValueError without adapters, for a name that is taken, and for experts with
-        load_balance_coeff.
-        """
+        """Add a tenant with policy_version 0, and put it in use. seed: of its adapters."""
         require_tenant(name, seed, self.config.lora.rank)
         if self.config.model.num_experts and self.config.load_balance_coeff:
             raise ValueError(
@@ -100,7 +92,7 @@ class TrainEngine:
         self.tenants.add(name, seed)
 
     def drop_tenant(self, name: str) -> None:
-        """Delete a tenant, even in its step. Raises ValueError for an unknown and the first tenant."""
+        """Delete a tenant, even in its step."""
         self.tenants.drop(name)
 
     def validate(self, samples: Sequence[Sample], loss: Loss | None) -> None:
@@ -117,11 +109,7 @@ class TrainEngine:
     def forward(
         self, samples: Sequence[Sample], loss: str | Loss | None = None, *, entropy: bool = False
     ) -> RankOutput:
-        """Logprobs, or a value model's values, in float32. Changes nothing.
-
-        With a loss also forward_backward's metrics, with a column target_ids their logprobs, with
-        `entropy` that of each position.
-        """
+        """Logprobs or values, and with a loss its metrics, float32. Changes nothing."""
         loss = None if loss is None else resolve(loss)
         self.step.require("forward")
         self.validate(samples, loss)
@@ -134,9 +122,7 @@ class TrainEngine:
     def forward_backward(self, samples: Sequence[Sample], loss: str | Loss, *, entropy: bool = False) -> RankOutput:
         """Add d(sum of the loss)/d(parameters) to the gradients, and open a step.
 
-        Wrong input raises ValueError and changes nothing; after another failure only
-        discard_gradients is possible. A GPU's last backward pass may still run, and its failure is
-        raised by the next call.
+        A GPU's last backward pass may still run, and its failure is raised by the next call.
         """
         require_optimizer("forward_backward", self.config.optimizer)
         loss = resolve(loss)
@@ -150,9 +136,7 @@ class TrainEngine:
         return self._output(outputs)
 
     def optim_step(self, params: OptimParams) -> OptimResult:
-        """Divide by params.grad_divisor, clip, step, clear. A finite norm advances policy_version
-        by one, another skips the step.
-        """
+        """Divide, clip, step, clear. A norm that is not finite skips the step."""
         require_optimizer("optim_step", self.config.optimizer)
         self.step.require("optim_step")
         hyperparameters = self.built.hyperparameters
@@ -193,21 +177,16 @@ class TrainEngine:
         )
 
     def discard_gradients(self) -> None:
-        """Drop the gradients, also incomplete ones, and close the step.
-
-        Raises RuntimeError if a failed call may have changed weights.
-        """
+        """Drop the gradients, also incomplete ones, and close the step."""
         self.step.require("discard_gradients")
         self.own_time.take()
         self._clear()
         self.step.close()
 
     def save_checkpoint(self, path: str, *, optimizer: bool = True) -> "Future[None]":
-        """Copy model, optimizer and version, and write them as a DCP directory while training goes on.
+        """Copy the state, and write a DCP directory while training goes on. Waits for an earlier save.
 
-        The future is done when it is complete on disk, with tokenizer files. Waits for an earlier
-        save. Raises ValueError if `path` holds something else, RuntimeError in an open step. If a
-        rank cannot write, the future raises RuntimeError.
+        The future raises RuntimeError if a rank cannot write.
         """
         self.step.require("save_checkpoint")
         if optimizer:
@@ -221,12 +200,7 @@ class TrainEngine:
         )
 
     def load_checkpoint(self, path: str, *, optimizer: bool = True) -> int:
-        """Read a checkpoint of any layout, and return its policy_version.
-
-        Without `optimizer` its state is reset. Raises ValueError, and changes nothing, if the
-        checkpoint is of another model, lacks optimizer state, or other users can write it;
-        RuntimeError in an open step.
-        """
+        """Read a checkpoint of any layout. Returns its policy_version."""
         self.step.require("load_checkpoint")
         if optimizer:
             require_optimizer("load_checkpoint(optimizer=True)", self.config.optimizer)
@@ -239,11 +213,7 @@ class TrainEngine:
         return self.policy_version
 
     def load_published(self, version: OpenVersion, number: int) -> int:
-        """Load a published version, and set policy_version to `number`.
-
-        Raises ValueError, and changes nothing, unless this is a language model without optimizer
-        and adapters, whose weights stay the version's, and the tensors fit.
-        """
+        """Load a published version, and set policy_version to `number`."""
         self.step.require("pull_model_state_dict")
         if self.config.optimizer is not None or self.config.lora.rank or self.config.head != "logprobs":
             raise ValueError(
@@ -252,7 +222,7 @@ class TrainEngine:
                 "without an optimizer and without adapters can load published weights"
             )
         self.memory.onload(["weights"])
-        hf.require_same_shapes(self.config.model, version.shapes, f"version {number}", "this model")
+        hf.require_same_shapes(self.config.model, version.manifest.shapes, f"version {number}", "this model")
         with self._broken_on_failure(weights=True):
             hf.load_whole(self.built, version.tensors())
         self.step.close()
@@ -260,11 +230,7 @@ class TrainEngine:
         return number
 
     def hf_state_dict(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """What a push publishes, sharded: the adapters under peft's names, or merged weights.
-
-        dtype: of adapters and of copies of joined tensors (hf_names.py); the push converts the
-        rest.
-        """
+        """What a push publishes, sharded: the adapters under peft's names, or merged weights."""
         self.config.require_hf("push_model_state_dict")
         self.memory.onload(["weights"])
         if self.config.lora.syncs_adapter:
@@ -272,43 +238,31 @@ class TrainEngine:
         return hf.state_dict(self.built, dtype)
 
     def export_hf(self, path: str, dtype: str = "float32") -> None:
-        """Write config.json, safetensors and tokenizer files, with adapters merged.
-
-        `path` appears only when it is complete. Raises ValueError on every rank if it is not free,
-        or for an unknown dtype.
-        """
+        """Write config.json, safetensors and tokenizer files, with adapters merged."""
         self.step.require("export_hf")
         self.config.require_hf("export_hf")
-        hf.require_exportable(path, dtype)
+        hf.require_free(path, dtype, on_all_ranks)
         self.memory.onload(["weights"])
         source = self.config.tokenizer_path or self.config.hf_path
         hf.export(self.built, self.config.model, path, source=source, dtype=dtype)
 
     def export_lora(self, path: str) -> None:
-        """Write the adapters for peft. Raises ValueError if there are none, or `path` is not free."""
+        """Write the adapters for peft."""
         self.step.require("export_lora")
         if not self.config.lora.rank:
             raise ValueError("export_lora is not possible with lora.rank=0: there are no adapters; call export_hf")
-        hf.require_exportable(path, "float32")
+        hf.require_free(path, "float32", on_all_ranks)
         self.memory.onload(["weights"])
         hf.export_lora(self.built, self.config.lora, path, base=self.config.hf_path)
 
     def profile(self, directory: str, steps: int) -> None:
-        """Trace the next `steps` optimizer steps into <directory>/rank-N.json.
-
-        Raises RuntimeError in an open step, or while another trace runs.
-        """
+        """Trace the next `steps` optimizer steps into <directory>/rank-N.json."""
         require_optimizer("profile", self.config.optimizer)
         self.step.require("profile")
         self.profiler.start(directory, steps)
 
     def offload(self, parts: Collection[Part] = PARTS) -> HostMove:
-        """Move the parts to the host, pinned with a GPU. Later calls bring back what they need.
-
-        forward, pushes, pulls and exports need the weights, forward_backward the gradients too,
-        save_checkpoint weights and optimizer, the others all. On a CPU nothing is gained.
-        Raises ValueError for an unknown part.
-        """
+        """Move the parts to the host. Later calls bring back what they need."""
         require_parts("offload", parts)
         self.step.require("offload")
         return self.memory.offload(parts)
@@ -320,7 +274,7 @@ class TrainEngine:
         return self.memory.onload(parts)
 
     def info(self, tenant: str | None = None) -> TrainerInfo:
-        """The trainer, with the version and state of `tenant`. None: the one in use."""
+        """tenant: whose version and state; None: the one in use."""
         config = self.config
         asked = self.tenants.in_use if tenant is None else self.tenants.find(tenant)
         return TrainerInfo(
@@ -373,8 +327,7 @@ class TrainEngine:
     def _batches(self, samples: Sequence[Sample], columns: Iterable[str]) -> Iterator[PackedBatch]:
         """This rank's microbatches, each made when it is taken."""
         config = self.config
-        ranks = plan(
-            [len(sample) for sample in samples],
+        planner = Planner(
             tokens_per_row=config.tokens_per_row,
             rows_per_microbatch=config.rows_per_microbatch,
             num_ranks=self.num_data_ranks,
@@ -382,7 +335,7 @@ class TrainEngine:
             policy=config.packing,
             **self.runner.planned,
         )
-        for microbatch in ranks[self.data_rank]:
+        for microbatch in planner.plan([len(sample) for sample in samples])[self.data_rank]:
             yield make_batch(samples, microbatch, columns, self.built.to_device)
 
     def _output(self, outputs: list[MicrobatchOutput]) -> RankOutput:

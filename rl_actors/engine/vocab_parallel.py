@@ -56,8 +56,7 @@ class Logits:
 class TargetLogprobs:
     """log_softmax at the targets. fuse: Machine.fuse.
 
-    Compiled, both passes read the logits once and write no float32 [N, V]. Logits are saved, and
-    the gradient returned, in their own dtype.
+    Compiled, both passes read the logits once and write no float32 [N, V].
     """
 
     def __init__(self, fuse: Callable[[Callable], Callable]) -> None:

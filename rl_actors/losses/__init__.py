@@ -18,8 +18,7 @@ from rl_actors.losses.value import ValueLoss, explained_variance
 from rl_actors.metrics import Partials
 
 Loss = Callable[..., tuple[Tensor, Partials]]
-"""loss(logprobs_BL, **columns_BL) -> (sum over the positions, metrics named `name:reduction`, see
-rl_actors.metrics).
+"""loss(logprobs_BL, **columns_BL) -> (sum over the positions, metrics of rl_actors.metrics).
 
 With the attribute `output` = "values" it gets a value model's values instead of logprobs. With a
 true `whole_sequence` it gets rows of one sample, padded with zeros; any other loss may get some of
@@ -87,12 +86,7 @@ def resolve(loss: "str | Loss") -> Loss:
 
 
 def columns_of(loss: Loss) -> tuple[frozenset[str], frozenset[str]]:
-    """(required, optional) columns: from the loss's columns(), or its keyword-only arguments,
-    without COMPUTED_BY_ENGINE.
-
-    columns_of(ImportanceSampling()) -> ({"advantages", "loss_weights", "old_logprobs"},
-    {"generator_logprobs"})
-    """
+    """(required, optional) columns: from the loss's columns(), or its keyword-only arguments."""
     required, optional = _reads(loss)
     return required - COMPUTED_BY_ENGINE, optional - COMPUTED_BY_ENGINE
 

@@ -1,9 +1,7 @@
 """The loss of `forward_backward_custom`, which the calling process computes instead of the trainer.
 
-The caller's autograd gives the gradient by the logprobs (or values). It travels as a column, which
-LogprobGradient or ValueGradient reads in the trainer.
-
-T positions of a sample, B rows, L row length.
+Its gradient by the logprobs or values travels as a column. T positions of a sample, B rows, L row
+length.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,12 +47,10 @@ class ValueGradient:
 def output_gradients(
     loss: CustomLoss, samples: Sequence[Sample], outputs: Sequence[Tensor]
 ) -> tuple[list[Tensor], Partials]:
-    """Run the caller's loss: (gradient by the outputs, [T] for each sample; its metrics and
-    loss:sum).
+    """Run the caller's loss: (gradient by the outputs, [T] for each sample; metrics and loss:sum).
 
-    outputs: logprobs or values of each sample, [T]. The loss gets columns that are 0 where the
-    target is IGNORE_TARGET. Raises TypeError if the loss does not return (Tensor, dict), ValueError
-    if the tensor is no scalar or does not depend on the outputs.
+    Raises TypeError if the loss does not return (Tensor, dict), ValueError if the tensor is no
+    scalar or does not depend on the outputs.
     """
     leaves = [x.detach().clone().requires_grad_() for x in outputs]
     with torch.enable_grad():

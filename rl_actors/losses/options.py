@@ -1,7 +1,7 @@
-"""Options of every policy loss: KL to a reference, and corrections for the mismatch of generator
-and trainer.
+"""Options of every policy loss (policy.py has the formula): KL, and corrections for the mismatch of
+generator and trainer.
 
-PolicyLoss in policy.py has the whole formula. B rows, L positions; a correction with
+B rows, L positions; a correction with
 level="sequence" needs rows of one sample.
 """
 

@@ -1,5 +1,4 @@
-"""Policy-gradient losses: pure functions of the trainer's logprobs, the generator's logprobs and
-advantages.
+"""Policy-gradient losses: pure functions of logprobs and advantages.
 
 A subclass of PolicyLoss defines the objective at a position; PolicyLoss adds weights, options and
 metrics. A position is trained if its loss weight is not 0. B rows, L row length.
@@ -283,9 +282,7 @@ class DRO(PolicyLoss):
 
 
 def clip_metrics(was_clipped_BL: Tensor, ratio_BL: Tensor, is_trained_BL: Tensor) -> Partials:
-    """The fraction of trained positions that were clipped, and its parts with a ratio below 1 and
-    not below 1.
-    """
+    """The fraction of trained positions that were clipped; _low: with a ratio below 1."""
     is_low_BL = ratio_BL < 1
     return {
         "clip_fraction:mean": _mean(was_clipped_BL.float(), is_trained_BL),

@@ -71,9 +71,7 @@ class ValueLoss:
 
 
 def explained_variance(metrics: dict[str, float]) -> float:
-    """1 - Var(R - V) / Var(R) over trained positions, from the metrics of ValueLoss. NaN if all
-    returns are equal.
-    """
+    """1 - Var(R - V) / Var(R), from the metrics of ValueLoss. NaN if all returns are equal."""
     variance = metrics["return_square:mean"] - metrics["return:mean"] ** 2
     unexplained = metrics["value_error_square:mean"] - metrics["value_error:mean"] ** 2
     return 1 - unexplained / variance if variance > 1e-12 else math.nan

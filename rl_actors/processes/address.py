@@ -1,9 +1,16 @@
-"""Addresses at which programs of a run listen. Depends on no actor."""
+"""Addresses of a run's programs, and the interface that leads to one. Depends on no actor."""
 
+import fcntl
 import ipaddress
+import os
 import socket
+import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
+
+GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # torch's gloo listens on this interface
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +46,7 @@ class Address:
         return f"{self.scheme}://{host}:{self.port}"
 
     def numeric(self) -> "Address":
-        """With the first IPv4 address of the host, or its first address, because Monarch would not
-        try several.
+        """With one address of the host, IPv4 if it has one: Monarch would not try several.
 
         Raises ValueError if the host has no address.
         """
@@ -48,7 +54,7 @@ class Address:
         return replace(self, host=next((each for each in found if ":" not in each), found[0]))
 
     def any_port(self) -> "Address":
-        """With a port that the system chooses."""
+        """The system chooses the port."""
         return replace(self, port=0)
 
     def is_loopback(self) -> bool:
@@ -64,3 +70,36 @@ def resolve(host: str) -> list[str]:
         raise ValueError(f"the host {host!r} has no address: {error}") from None
     # without the %interface of link-local IPv6 addresses
     return [str(entry[4][0]).partition("%")[0] for entry in found]
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address of the interface that leads to a host. Raises OSError if none does."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # connect of UDP sends nothing
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """The interface whose first IPv4 address is `address`, "" if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(probe.fileno(), GET_ADDRESS, struct.pack("256s", name.encode()))
+            except OSError:  # an interface without an IPv4 address
+                continue
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return ""
+
+
+def lead_gloo_to(host: str, port: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Environment that makes gloo listen on the interface that leads to a host, not at the address
+    of this machine's name. Raises OSError if none does.
+
+    Empty if `environment` names an interface, or the address is not the first IPv4 address of one.
+    """
+    if GLOO_INTERFACE in environment:
+        return {}
+    name = interface_of(address_towards(host, port))
+    return {GLOO_INTERFACE: name} if name else {}

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 def importing() -> Iterator[None]:
     """Import without garbage collection, and let later collections skip what exists then.
 
-    Collections during vLLM's imports and start took three of the start's ten seconds, over objects
-    that live as long as the process.
+    Collections took three of the ten seconds in which vLLM starts.
     """
     if not _is_ours():
         yield

@@ -6,10 +6,9 @@ import torch
 
 
 def environment(gpus: range) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES for processes on these GPUs; empty without GPUs.
+    """CUDA_VISIBLE_DEVICES for processes on these of this program's GPUs; empty without GPUs.
 
-    gpus: indices among the GPUs that this program sees. The others follow, because a process that
-    pulls weights opens memory on them: of two GPUs, range(1, 2) gives "1,0".
+    The others follow, to open weights on them: of two GPUs, range(1, 2) gives "1,0".
     """
     if not torch.cuda.is_available():
         return {}

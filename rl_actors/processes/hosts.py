@@ -1,6 +1,4 @@
-"""Connects a program to Monarch's workers on other machines, started by `make worker` or by a job
-(jobs.py).
-"""
+"""Connects to Monarch's workers on other machines, started by `make worker` or by a job (jobs.py)."""
 
 import contextlib
 import ipaddress
@@ -16,8 +14,8 @@ from typing import TYPE_CHECKING
 import monarch
 from monarch.actor import attach_to_workers, context, enable_transport
 
-from rl_actors.processes import jobs, network, tls
-from rl_actors.processes.address import Address, resolve
+from rl_actors.processes import jobs, tls
+from rl_actors.processes.address import Address, address_towards, resolve
 from rl_actors.processes.jobs import Job, JobConfig
 from rl_actors.processes.spawn import LOOPBACK, prepare_this_process
 
@@ -47,16 +45,12 @@ class Hosts:
         return len(self.names)
 
     def part(self, start: int, stop: int) -> "Hosts":
-        """The hosts start to stop - 1, without `workers` and `job`: `lost` is empty and `close`
-        does nothing.
-        """
+        """The hosts start to stop - 1, without `workers` and `job`, so `close` does nothing."""
         part = self.mesh.slice(hosts=slice(start, stop))
         return Hosts(names=self.names[start:stop], mesh=part, own_address=self.own_address)
 
     def lost(self) -> list[str]:
-        """The hosts whose workers are gone, or all hosts if only Monarch knows the addresses and
-        one is gone.
-        """
+        """The hosts whose workers are gone; all hosts if only Monarch knows which one is gone."""
         if self.workers:
             return [name for name, worker in zip(self.names, self.workers, strict=True) if refusal(worker)]
         if self.job is not None and not self.job.can_run(self.job):
@@ -73,9 +67,7 @@ class Hosts:
 
 
 def parse(addresses: Sequence[str]) -> list[Address]:
-    """Raises ValueError for a text that is no address, a repeated address, or a mixture of TCP and
-    TLS.
-    """
+    """Raises ValueError for a wrong or repeated address, or a mixture of TCP and TLS."""
     parsed = [Address.parse(address) for address in addresses]
     for address in parsed:
         if parsed.count(address) > 1:
@@ -94,8 +86,7 @@ def connect(
     here), ssh://HOST for each host, slurm://N or kubernetes://N (N hosts). certificates: folder for
     tls://. logs: folder for a Slurm job. Raises ValueError for wrong addresses or options,
     RuntimeError if Monarch is in use or a scheduler does not start the job, ConnectionError if the
-    workers and this program do not reach each other, a worker's port is taken, or an ssh host lacks
-    this Python.
+    workers and this program do not reach each other, a port is taken, or a host lacks this Python.
     """
     started_by = jobs.parse(addresses)
     if started_by is not None:
@@ -109,7 +100,7 @@ def connect(
         tls.use_for_monarch(certificates)
     for worker in workers:
         _require_listening(worker)
-    own_address = network.address_towards(workers[0].host, workers[0].port)
+    own_address = address_towards(workers[0].host, workers[0].port)
     prepare_this_process()
     try:
         enable_transport(str(Address(own_address, 0, workers[0].tls)))
@@ -141,13 +132,11 @@ def _of_job(started_by: Job, config: JobConfig, logs: Path | None) -> Hosts:
 
 
 def _listen_for(started_by: Job, workers: Sequence[Address]) -> str:
-    """Let Monarch listen at an address that the job's workers, and the ranks' rendezvous, can
-    reach.
-    """
+    """Let Monarch listen where the job's workers and the ranks' rendezvous can reach it."""
     if started_by.kind == "process":
         context()  # Monarch's default transport connects the processes of one machine
         return LOOPBACK
-    own_address = network.address_towards(workers[0].host, workers[0].port) if workers else _address_of_name()
+    own_address = address_towards(workers[0].host, workers[0].port) if workers else _address_of_name()
     # Monarch's default is the address of this machine's name, which the workers may not reach
     monarch.configure(default_transport=str(Address(own_address, 0)))
     context()
@@ -155,9 +144,7 @@ def _listen_for(started_by: Job, workers: Sequence[Address]) -> str:
 
 
 def _address_of_name() -> str:
-    """The first address of this machine's name that is neither loopback nor link-local. Raises
-    ConnectionError if there is none.
-    """
+    """The first that is neither loopback nor link-local. Raises ConnectionError if there is none."""
     name = socket.gethostname()
     for address in resolve(name):
         parsed = ipaddress.ip_address(address)
@@ -181,9 +168,7 @@ def _require_free(workers: Sequence[Address]) -> None:
 
 
 def _wait_until_listening(workers: Sequence[Address], config: JobConfig) -> None:
-    """Raises ConnectionError naming the first worker that does not listen after start_timeout
-    seconds.
-    """
+    """Raises ConnectionError naming the first worker that does not listen in time."""
     deadline = time.monotonic() + config.start_timeout
     for worker in workers:
         while refusal(worker) is not None:

@@ -1,5 +1,4 @@
-"""Monarch's jobs, which start the workers of a run: on this machine, over SSH, by Slurm or on
-Kubernetes.
+"""Monarch's jobs, which start the workers of a run here, over SSH, by Slurm or on Kubernetes.
 
 They listen without TLS, because Monarch 0.7 gives jobs no certificates.
 """
@@ -42,31 +41,23 @@ class JobConfig:
     """Options of the job that starts the workers."""
 
     insecure: bool = False
-    """Allow workers without TLS that other machines reach: anyone who reaches them can run code as
-    you.
-    """
+    """Allow workers without TLS that other machines reach: anyone who does can run code as you."""
     port: int = 0
     """Port of the workers. 0: Monarch's default, 22222, or 26600 on Kubernetes."""
     start_timeout: int = 600
-    """Seconds until the workers must listen, or the Slurm job must have started. Queueing counts.
-    """
+    """Seconds, with queueing, until the workers must listen or the Slurm job must have started."""
     arguments: str = ""
-    """Further arguments for ssh, such as "-p 2222 -l me", or for sbatch, such as "--constraint=h100
-    --reservation=mine".
-    """
+    """Further arguments for ssh, such as "-p 2222 -l me", or for sbatch, as --name=value."""
     gpus_per_host: int = 0
     """GPUs of each host under Slurm or Kubernetes."""
     partition: str = ""
     """Slurm's partition. Empty: its default."""
     time_limit: str = ""
-    """Longest time of the Slurm job, as HH:MM:SS or days-HH:MM:SS. Empty: the partition's default.
-    """
+    """Longest time of the Slurm job, HH:MM:SS or days-HH:MM:SS. Empty: the partition's default."""
     account: str = ""
     """Slurm's account."""
     image: str = ""
-    """Container image of the pods, and of the controller's pod: the package needs the same path
-    everywhere.
-    """
+    """Image of the pods, and of the controller's pod: the package needs the same path everywhere."""
     namespace: str = "default"
     """Namespace of the pods."""
     claim: str = ""
@@ -156,10 +147,9 @@ class Job:
 
 
 def parse(addresses: Sequence[str]) -> Job | None:
-    """The job that these addresses ask for, None if they are of workers that run already.
+    """None if the addresses are of workers that run already.
 
-    Raises ValueError for an N that is no integer of at least 1, a wrong or repeated name, or
-    several jobs.
+    Raises ValueError for an N below 1, a wrong or repeated name, or several jobs.
     """
     kinds = [address.partition(MARK)[0] for address in addresses]
     if not any(kind in FIELDS and MARK in address for kind, address in zip(kinds, addresses, strict=True)):
@@ -199,8 +189,7 @@ def _is_loopback(name: str) -> bool:
 def build(job: Job, config: JobConfig, *, mesh: str, logs: Path | None = None) -> "JobTrait":
     """Monarch's job with one mesh of hosts, not started until `apply` or `state`.
 
-    mesh: name, in lower-case letters and digits. logs: folder for the output of a Slurm job; None:
-    the working directory.
+    mesh: lower-case letters and digits. logs: folder for a Slurm job's output.
     """
     # imported here because Monarch's jobs import a web server
     if job.kind == "process":
@@ -229,9 +218,7 @@ def ssh_arguments(config: JobConfig) -> list[str]:
 
 
 def require_ssh(job: Job, config: JobConfig) -> None:
-    """Raises ConnectionError if there is no ssh, a host is unreachable (with ssh's message), or it
-    lacks this Python.
-    """
+    """Raises ConnectionError without ssh, for an unreachable host, or if a host lacks this Python."""
     for name in job.names:
         command = ["ssh", *ssh_arguments(config), "-n", name, f"test -x {shlex.quote(sys.executable)}"]
         try:

@@ -1,6 +1,4 @@
-"""Sends the output of a process (fd 1 and 2, log lines and warnings) to files. Depends on no other
-module.
-"""
+"""Sends a process's output (fd 1 and 2, log lines, warnings) to files. Imports no other module."""
 
 import atexit
 import ctypes
@@ -18,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 LOG_VARIABLE = "RL_ACTORS_LOG"
-"""Path of an actor process's log file: all its output, or, if this package did not spawn it, the
-lines of `route_library_logs`.
-"""
+"""Path of an actor process's log file."""
 
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -29,11 +25,9 @@ LIBRARIES = ("datasets", "monarch", "torch", "torchao", "torchstore", "torchtita
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogRoute:
-    """The log files of spawned processes: `<directory>/<name>-<rank>.log`. tee: the lines also
-    appear on the terminal.
+    """Spawned processes log to `<directory>/<name>-<rank>.log`. tee: also on the terminal.
 
-    Example: TrainerClient.spawn(config, logs=LogRoute(directory=Path("logs"), tee=True)). Without
-    one, clients use `default_log_route`.
+    Example: TrainerClient.spawn(config, logs=LogRoute(directory=Path("logs"), tee=True)).
     """
 
     directory: Path
@@ -54,19 +48,15 @@ def default_log_route() -> LogRoute:
 
 
 def route_library_logs(name: str) -> None:
-    """Send the log lines of LIBRARIES and the warnings of site-packages to a file, and set
-    LOG_VARIABLE to its path.
-
-    For a process of another program, so all other output stays as it is. Does nothing if
-    LOG_VARIABLE is set.
+    """In a process of another program, send only the log lines of LIBRARIES and the warnings of
+    site-packages to a file, and set LOG_VARIABLE to its path. Does nothing if it is set.
     """
     if LOG_VARIABLE in os.environ:
         return
     path = default_log_route().file(f"{name}-pid", os.getpid())
     os.environ[LOG_VARIABLE] = str(path)
     os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # otherwise vLLM logs to the terminal
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter(LINE))
+    handler = _file_handler(path)
     for library in LIBRARIES:
         logger = logging.getLogger(library)
         logger.handlers = [handler]
@@ -84,24 +74,28 @@ def route_library_logs(name: str) -> None:
 
 @functools.cache
 def route_client_logs(path: Path) -> None:
-    """Send the log lines of this package and of LIBRARIES to a file, in a program that has not configured logging, such as a REPL.
-
-    Otherwise Python would print their warnings to the terminal. A second call with the same path does nothing.
+    """Send the log lines of this package and of LIBRARIES to a file, in a program that has not
+    configured logging, such as a REPL: Python would print their warnings to the terminal.
     """
     if logging.root.handlers:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter(LINE))
+    handler = _file_handler(path)
     for name in ("rl_actors", *LIBRARIES):
         logger = logging.getLogger(name)
         logger.addHandler(handler)
         logger.propagate = False
 
 
+def _file_handler(path: Path) -> logging.Handler:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter(LINE))
+    return handler
+
+
 @contextmanager
 def stderr_to(path: Path) -> Iterator[None]:
-    """Append to a file what this process writes to fd 2, also from C++ and Rust, until the end of the `with` block."""
+    """Append what this process writes to fd 2, also from C++ and Rust, to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     original = os.dup(2)
     sys.stderr.flush()
@@ -116,12 +110,13 @@ def stderr_to(path: Path) -> Iterator[None]:
 
 
 class RoutedOutput(AbstractContextManager):
-    """Redirects fd 1 and 2 to a file until `restore()` or the end of the `with` block or process.
-
-    `terminal` is a text stream to the original fd 1.
+    """Redirects fd 1 and 2 of this process and its later children to a file, also from C++ and
+    Rust, until `restore()` or the end. `terminal`: a text stream to the original fd 1.
     """
 
-    def __init__(self, path: Path, tee_prefix: str | None):
+    def __init__(self, path: str | Path, tee_prefix: str | None = None) -> None:
+        """tee_prefix: such as "[trainer 0] "; each line also appears with it on the original fd 2."""
+        path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._originals = (os.dup(1), os.dup(2))
         self._done = threading.Event()
@@ -137,8 +132,7 @@ class RoutedOutput(AbstractContextManager):
     def _follow(self, path: Path, start: int, prefix: str) -> None:
         """Copy new lines of the file to the terminal until the redirection ends.
 
-        A file and no pipe: a pipe loses the last output before a crash, and native code that writes
-        with the GIL held hangs once it is full.
+        No pipe: it loses the last output before a crash, and hangs native code once it is full.
         """
         partial = b""
         is_last = False
@@ -163,25 +157,9 @@ class RoutedOutput(AbstractContextManager):
     __exit__ = restore
 
 
-def route_process_output(path: str | Path, tee_prefix: str | None = None) -> RoutedOutput:
-    """From now on append fd 1 and 2 of this process and its later children to a file, also from C++
-    and Rust.
-
-    tee_prefix: such as "[trainer 0] "; each line also appears with it on the original fd 2 within
-    0.2 s.
-    """
-    return RoutedOutput(Path(path), tee_prefix)
-
-
 def route_logs(path: str | Path, *, label: str, verbose: bool = False) -> None:
-    """Send the log lines and warnings of this process to a file.
-
-    verbose: also to stderr, as `[label] line`; not together with a tee of the same file.
-    """
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    in_file: logging.Handler = logging.FileHandler(path)
-    in_file.setFormatter(logging.Formatter(LINE))
-    handlers = [in_file]
+    """verbose: also to stderr, as `[label] line`; not together with a tee of the same file."""
+    handlers = [_file_handler(Path(path))]
     if verbose:
         on_terminal = logging.StreamHandler()
         on_terminal.setFormatter(logging.Formatter(f"[{label}] {LINE}"))

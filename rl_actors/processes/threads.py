@@ -23,11 +23,8 @@ def prepare_cpu_process() -> None:
 
 
 def choose_kernels() -> None:
-    """Call every vector function once from one thread, so that MKL chooses its accurate kernels.
-
-    A first call from several threads, as PyTorch 2.13 makes for a large cos or exp, may choose a
-    kernel of low accuracy: one process in fifty had errors of 1.5e-4 in its rotary table
-    (pytorch/pytorch issue 188792).
+    """Call every vector function once from one thread, so that MKL chooses its accurate kernels:
+    with several it may choose one with errors of 1.5e-4 (pytorch/pytorch issue 188792).
     """
     for dtype in (torch.float32, torch.float64):
         one = torch.ones(1, dtype=dtype)
@@ -36,19 +33,15 @@ def choose_kernels() -> None:
 
 
 def keep_memory() -> None:
-    """Keep freed memory: glibc returns activations to the system, and page faults then take a fifth
-    of the next step.
-    """
+    """glibc returns freed memory to the system, and page faults then take a fifth of the next step."""
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
     libc.mallopt(M_TRIM_THRESHOLD, 1 << 30)
 
 
 def keep_one_pool() -> None:
-    """Let only this thread compute with worker threads.
-
-    OpenMP makes a pool for each computing thread, and libgomp lets workers sleep if they outnumber
-    the cores: steps took twice the time once a checkpoint's collectives had made a second pool.
+    """Let only this thread compute with worker threads: OpenMP makes a pool for each computing
+    thread, and with more workers than cores steps took twice the time.
     """
     # torch's default, set by another thread, holds for the threads without their own number
     torch.set_num_threads(torch.get_num_threads())
@@ -59,11 +52,7 @@ def keep_one_pool() -> None:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute without worker threads in the body, for many short copies on a busy machine.
-
-    On four cores with twenty runnable processes, 165 copies (0.5 GB) took 0.1 s on one thread and
-    0.6 to 9 s on two.
-    """
+    """For many short copies on a busy machine, where two threads took 6 to 90 times as long as one."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -73,10 +62,8 @@ def one_thread() -> Iterator[None]:
 
 
 def gpu_environment() -> dict[str, str]:
-    """OMP_NUM_THREADS for a new process, if the machine has a GPU and the user has set none.
-
-    With torch's default threads several processes on 64 cores took 170 to 200 ms for an operation
-    on 65,536 ids, with HOST_THREADS each 1.4 ms.
+    """OMP_NUM_THREADS for a new process, if the machine has a GPU and the user has set none:
+    torch's default took 100 times as long as HOST_THREADS in several processes on 64 cores.
     """
     if torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         return {"OMP_NUM_THREADS": str(HOST_THREADS)}
@@ -84,8 +71,6 @@ def gpu_environment() -> dict[str, str]:
 
 
 def prepare_gpu_process() -> None:
-    """Limit the host threads of a process without OMP_NUM_THREADS, from the thread that will
-    compute.
-    """
+    """Limit the threads of a process without OMP_NUM_THREADS, from the thread that will compute."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(HOST_THREADS, torch.get_num_threads()))

@@ -1,5 +1,4 @@
-"""Mutual TLS with certificates of a private authority, for the port of a service and for Monarch's
-connections.
+"""Mutual TLS with a private authority's certificates, for a service's port and for Monarch.
 
 A folder of certificates has authority.pem, certificate.pem and key.pem.
 """
@@ -44,9 +43,7 @@ def server_context(folder: str) -> ssl.SSLContext:
 
 
 def client_context(address: Address, folder: str) -> ssl.SSLContext | None:
-    """None for an address without TLS. Raises ValueError if only one of TLS and `folder` is given,
-    or as require_files.
-    """
+    """None without TLS. Raises ValueError if only one of TLS and `folder` is given."""
     if address.tls != bool(folder):
         missing = "needs a folder of certificates" if address.tls else "is without TLS, but certificates were given"
         raise ValueError(f"{address} {missing}; see docs/service.md")
@@ -66,9 +63,7 @@ def _context(protocol: int, folder: str) -> ssl.SSLContext:
 
 
 def use_for_monarch(folder: str) -> None:
-    """Make Monarch use these certificates here and in spawned processes. Call it before Monarch is
-    used.
-    """
+    """Make Monarch use them here and in spawned processes. Call it before Monarch is used."""
     path = require_files(folder).absolute()
     for variable, name in MONARCH_VARIABLES.items():
         os.environ[variable] = str(path / name)

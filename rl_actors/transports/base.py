@@ -1,5 +1,4 @@
-"""`Transport` brings weights from a trainer's ranks to generators; `publish` and `find` write and
-look up versions.
+"""`Transport` brings weights from a trainer's ranks to generators.
 
 Every rank puts its shards, then rank 0 writes the manifest. Generators read only tensors that a
 manifest lists, so they never see a half-pushed version.
@@ -8,7 +7,7 @@ manifest lists, so they never see a half-pushed version.
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Awaitable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -77,10 +76,9 @@ class Piece:
 
 
 class OpenVersion(ABC):
-    """A version that a reader has opened. Its tensors are whole, even if the ranks published
-    shards.
+    """A version that a reader has opened: whole tensors, even if the ranks published shards.
 
-    Tensors may be views, valid only while the version is open, and may be on a trainer's GPU.
+    They may be views, valid only while the version is open, and may be on a trainer's GPU.
     """
 
     path: str
@@ -89,13 +87,7 @@ class OpenVersion(ABC):
 
     @property
     @abstractmethod
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape by tensor name."""
-
-    @property
-    @abstractmethod
-    def num_bytes(self) -> int:
-        """Bytes of all tensors."""
+    def manifest(self) -> Manifest: ...
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -115,8 +107,7 @@ class Source(ABC):
 
     @property
     @abstractmethod
-    def key(self) -> str:
-        """Manifest.key of the version."""
+    def manifest(self) -> Manifest: ...
 
     @abstractmethod
     def open(self) -> AbstractContextManager[OpenVersion]:
@@ -126,18 +117,16 @@ class Source(ABC):
 @dataclass(frozen=True, slots=True)
 class LoadedTensors(Source, OpenVersion):
     loaded: Mapping[str, Tensor]
-    key: str = "tensors"
+    stream: str = "tensors"
+    version: int = 0
     timeout: float = LOAD_TIMEOUT
     path: str = "memory"
     reason: str = "the reader was given the tensors"
 
     @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self.loaded.items()}
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.loaded.values())
+    def manifest(self) -> Manifest:
+        tensors = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.loaded.items()}
+        return Manifest(stream=self.stream, version=self.version, tensors=tensors)
 
     def open(self) -> AbstractContextManager[OpenVersion]:
         return nullcontext(self)
@@ -147,27 +136,27 @@ class LoadedTensors(Source, OpenVersion):
 
 
 class Transport(ABC):
-    """A picklable handle to a store of weights that trainer and generators share.
-
-    `open` and `close` are called only by the process that made the transport.
-    """
+    """A picklable handle to a store of weights. Only its maker calls `open` and `close`."""
 
     training_bytes = 0
     """Estimated peak GPU bytes of training; slots may take the rest."""
     kind: str = "other"
     """Where the tensors of a version are, as the metrics of a push name it."""
+    _is_open_here = False
+    """This process has called `open`; a copy in another process must not close."""
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_is_open_here": False}
 
     async def open(self) -> None:  # noqa: B027  (a transport may need none)
         """Start the transport's processes or create its directories."""
 
     async def close(self) -> None:  # noqa: B027
-        """Stop the processes and remove the directories of `open`."""
+        """Undo `open`."""
 
     async def death(self, silent_after: float) -> str:
-        """Wait until a process of `open` has ended or has been silent for silent_after seconds, and
-        return a text that names it.
-
-        Waits for ever if `open` started none.
+        """Wait until a process of `open` has ended or been silent for silent_after seconds, if
+        there is one. Returns a text that names it.
         """
         return await asyncio.get_running_loop().create_future()
 
@@ -177,8 +166,7 @@ class Transport(ABC):
     ) -> "SlotAddress | None":
         """Put this rank's shard of every DTensor, and every plain tensor as a whole.
 
-        dtype: of the floating-point tensors in this version; None keeps each tensor's own. Returns
-        the address of the slot, or None if the transport has none.
+        dtype: of the floating-point tensors in this version; None keeps their own.
         """
 
     async def discard_tensors(self, key: str, rank: int) -> None:  # noqa: B027
@@ -187,11 +175,6 @@ class Transport(ABC):
     @abstractmethod
     async def source(self, manifest: Manifest) -> Source:
         """Where the version's tensors are, for the processes of a generator's engine."""
-
-    async def get_tensors(self, manifest: Manifest) -> dict[str, Tensor]:
-        """The tensors of a version, whole, on the CPU."""
-        source = await self.source(manifest)
-        return await asyncio.to_thread(_copies, source)
 
     @abstractmethod
     async def put_object(self, key: str, value: object) -> None:
@@ -204,11 +187,6 @@ class Transport(ABC):
     @abstractmethod
     async def delete(self, manifest: Manifest) -> None:
         """Remove the tensors of a version."""
-
-
-def _copies(source: Source) -> dict[str, Tensor]:
-    with source.open() as version:
-        return {name: tensor.clone() for name, tensor in version.tensors()}
 
 
 async def announce(transport: Transport, dtype: str) -> None:
@@ -234,11 +212,10 @@ async def publish(
     gather: Gather,
     dtype: torch.dtype | None = None,
 ) -> Manifest:
-    """Publish a version and return its manifest. A collective.
+    """Publish a version and return its manifest. A collective. dtype: as in `put_tensors`.
 
-    dtype: as in `put_tensors`. Raises NonFiniteError on every rank, before any put, if a tensor is
-    not finite. If a rank fails, no manifest is written; that rank raises its own error, the others
-    RuntimeError naming the failed ranks.
+    Raises NonFiniteError on every rank, before any put, if a tensor is not finite. If a rank fails,
+    no manifest is written: it raises its own error, the others RuntimeError naming it.
     """
     require_finite(f"push of version {version}", tensors, gather)
     key = f"{stream}/{version}"
@@ -265,11 +242,11 @@ def published_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 async def _commit(transport: Transport, manifest: Manifest, rank: int) -> None:
     if rank == 0:
         what = f"push of version {manifest.version}: commit by rank 0"
-        await within(INDEX_TIMEOUT, transport.put_object(f"{manifest.key}/manifest", manifest), what)
-        await within(INDEX_TIMEOUT, transport.put_object("latest", (manifest.stream, manifest.version)), what)
+        await with_timeout(INDEX_TIMEOUT, transport.put_object(f"{manifest.key}/manifest", manifest), what)
+        await with_timeout(INDEX_TIMEOUT, transport.put_object("latest", (manifest.stream, manifest.version)), what)
 
 
-async def within(timeout: float, work: Awaitable[Value], what: str) -> Value:
+async def with_timeout(timeout: float, work: Awaitable[Value], what: str) -> Value:
     """Raises TimeoutError naming `what` after `timeout` seconds."""
     try:
         return await asyncio.wait_for(awaited(work), timeout)
@@ -298,18 +275,16 @@ async def _on_all_ranks(work: Awaitable[Value], version: int, gather: Gather) ->
     return results
 
 
-async def find(transport: Transport, version: int, timeout: float) -> Manifest:
-    """Wait until `version` of the newest stream is published. Raises TimeoutError after `timeout`
-    seconds.
-    """
+async def wait_for_manifest(transport: Transport, version: int, timeout: float) -> Manifest:
+    """Wait until `version` of the newest stream is published. Raises TimeoutError."""
     deadline = time.monotonic() + timeout
     what = f"pull of version {version}: question to the index"
     while True:
         newest = "nothing was published yet"
-        latest = await within(INDEX_TIMEOUT, transport.get_object("latest"), what)
+        latest = await with_timeout(INDEX_TIMEOUT, transport.get_object("latest"), what)
         if isinstance(latest, tuple):
             stream, newest_version = latest
-            manifest = await within(INDEX_TIMEOUT, transport.get_object(f"{stream}/{version}/manifest"), what)
+            manifest = await with_timeout(INDEX_TIMEOUT, transport.get_object(f"{stream}/{version}/manifest"), what)
             if isinstance(manifest, Manifest):
                 return manifest
             newest = f"the newest is {newest_version}"
@@ -318,29 +293,27 @@ async def find(transport: Transport, version: int, timeout: float) -> Manifest:
         await asyncio.sleep(POLL_SECONDS)
 
 
-def local_shard(tensor: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, tuple[int, ...]]:
-    """(this rank's part on the CPU in the published dtype, its offset in the whole tensor)."""
+def local_shard(tensor: Tensor, dtype: torch.dtype | None) -> Piece:
+    """This rank's part on the CPU, in the published dtype."""
     # half a second that clients need not pay
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     where = {"device": "cpu", "dtype": published_dtype(tensor, dtype)}
     if not isinstance(tensor, DTensor):
-        return tensor.detach().to(**where), (0,) * tensor.ndim
+        return Piece((0,) * tensor.ndim, tensor.detach().to(**where))
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local().detach().to(**where), tuple(offset)
+    return Piece(tuple(offset), tensor.to_local().detach().to(**where))
 
 
-def assemble(name: str, shape: tuple[int, ...], dtype: torch.dtype, shards: Mapping[tuple[int, ...], Tensor]) -> Tensor:
-    """The tensor from its shards (offset in the whole tensor -> one replica of the shard).
-
-    Raises RuntimeError if they do not cover it.
-    """
+def assemble(name: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: Collection[Piece]) -> Tensor:
+    """A view if one piece is the whole. Raises RuntimeError if the pieces do not cover the tensor."""
     whole = torch.empty(shape, dtype=dtype)
-    for offset, shard in shards.items():
-        region = tuple(slice(start, start + size) for start, size in zip(offset, shard.shape, strict=True))
-        whole[region] = shard
-    covered = sum(shard.numel() for shard in shards.values())
+    for piece in pieces:
+        if piece.values.shape == shape:
+            return piece.values
+        whole[piece.region] = piece.values
+    covered = sum(piece.values.numel() for piece in pieces)
     if covered != whole.numel():
         raise RuntimeError(f"{name}: the shards hold {covered} of {whole.numel()} values")
     return whole

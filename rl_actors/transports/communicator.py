@@ -4,10 +4,8 @@ It is not in torch's default group, so a death breaks only this pair. Calls run 
 own because NCCL may block for ever; `Pair.end` aborts them.
 
 A slot is sent in pieces of PIECE_BYTES, at most WINDOW in flight, each only after the reader's
-READY, so that a GPU does not begin to send to a dead reader. NCCL takes host memory through WINDOW
-buffers on the GPU. A reader that hangs within a piece can delay the rank's next write, which waits
-for all work of the GPU, until the deadline of `Pair.send`.
-
+READY, so that a GPU does not begin to send to a dead reader. A reader that hangs within a piece can
+delay the rank's next write, which waits for all work of the GPU, until the deadline of `Pair.send`.
 NCCL has run between two GPUs of one host (tests/gpu/test_weights.py), not between two hosts.
 """
 
@@ -63,19 +61,20 @@ class Group(Protocol):
     def abort(self) -> None: ...
 
 
-class Pieces(Protocol):
-    """Memory from which a backend sends pieces, and into which it receives them. number: index of
-    the piece in its slot.
-    """
+class HostPieces:
+    """Host memory from which gloo sends pieces, and into which it receives them."""
 
     def active(self) -> AbstractContextManager[object]:
         """The context in which pieces are sent and received."""
+        return contextlib.nullcontext()
 
     def outgoing(self, piece: Tensor, number: int) -> Tensor:
-        """The piece, in memory from which the backend can send."""
+        """The piece, in memory from which the backend can send. number: index of the piece."""
+        return piece.cpu()
 
     def incoming(self, piece: Tensor, number: int) -> Tensor:
         """Memory into which the backend can receive the piece."""
+        return piece
 
     def arrived(self, came: Tensor, piece: Tensor) -> None:
         """Begin to copy a received piece from `came`, the result of `incoming`, to `piece`."""
@@ -84,27 +83,8 @@ class Pieces(Protocol):
         """Wait for the copies that `arrived` has begun."""
 
 
-class HostPieces:
-    """Pieces for gloo, in host memory."""
-
-    def active(self) -> AbstractContextManager[object]:
-        return contextlib.nullcontext()
-
-    def outgoing(self, piece: Tensor, number: int) -> Tensor:
-        return piece.cpu()
-
-    def incoming(self, piece: Tensor, number: int) -> Tensor:
-        return piece
-
-    def arrived(self, came: Tensor, piece: Tensor) -> None:
-        """Does nothing: gloo has received directly into `piece`."""
-
-    def finish(self) -> None:
-        """Does nothing."""
-
-
-class GPUPieces:
-    """Pieces for NCCL, in GPU memory, copied on a stream that does not wait for the training."""
+class GPUPieces(HostPieces):
+    """GPU memory for the pieces of NCCL, copied on a stream that does not wait for the training."""
 
     def __init__(self, device: torch.device, piece_bytes: int) -> None:
         self.stream = torch.cuda.Stream(device)
@@ -167,16 +147,14 @@ class Pair:
     def __init__(
         self, connection: socket.socket, *, member: int, backend: str, piece_bytes: int, device: torch.device
     ) -> None:
-        """member: TRAINER or READER. device: of this process's weights. Raises ValueError for nccl
-        without a GPU.
-        """
+        """member: TRAINER or READER. device: of this process's weights."""
         if backend == "nccl" and device.type != "cuda":
             raise ValueError(f"NCCL connects GPUs, but the weights are on {device}")
         self.connection = connection
         self.member = member
         self.make = GROUPS[backend]
         self.piece_bytes = piece_bytes
-        self.pieces: Pieces = GPUPieces(device, piece_bytes) if backend == "nccl" else HostPieces()
+        self.pieces = GPUPieces(device, piece_bytes) if backend == "nccl" else HostPieces()
         self.group: Group | None = None
         self.calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=_run, args=(self.calls,), name="weights_pair", daemon=True).start()
@@ -238,10 +216,10 @@ class Pair:
         self.pieces.arrived(coming, piece)
 
     def run(self, deadline: float, call: Callable[..., Value], *arguments: object) -> Value:
-        """Run call(*arguments, deadline) on the communicator's thread.
+        """Run call(*arguments, deadline) on the communicator's thread; after an error call `end`.
 
         Raises TimeoutError after the deadline, ConnectionError if the call fails or the other
-        process closes the control connection. The caller must then call `end`.
+        process closes the control connection.
         """
         done: futures.Future[Value] = futures.Future()
 

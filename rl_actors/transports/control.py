@@ -1,5 +1,4 @@
-"""The protocol between a reader and the server of a trainer's rank: a signed request, and the
-answer. Moves no weights.
+"""The protocol between a reader and a trainer rank's server: a signed request, and the answer.
 
 The reader signs the server's random bytes and its request with the transport's secret. Nothing is
 encrypted: the network must be private.
@@ -16,7 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from rl_actors.transports.slots import Layout, SlotAddress, VersionGoneError, actor_name
+from rl_actors.transports.slots import SlotAddress, SlotLayout, VersionGoneError, actor_name
 
 NONCE_BYTES = 16
 SIGNATURE_BYTES = 32
@@ -24,9 +23,7 @@ LENGTH = struct.Struct("<Q")
 MAX_REQUEST_BYTES = 4096
 SERVED = b"\0"
 GONE = b"\1"
-"""First byte of an answer. SERVED: the slot's layout follows, then the bytes by the requested path.
-GONE: the text of the error follows.
-"""
+"""Begins an answer. SERVED: the slot's layout follows, then its bytes. GONE: the error's text."""
 RECEIPT = b"\2"
 ACCEPTED = b"\3"
 """The reader sends RECEIPT when all bytes have arrived; the server unlocks the slot and answers
@@ -57,15 +54,13 @@ def ask(connection: socket.socket, request: Request, secret: bytes) -> None:
     connection.sendall(_signature(secret, nonce, text))
 
 
-def answered(connection: socket.socket) -> Layout:
-    """Wait for the answer, and return the slot's layout. Raises VersionGoneError with the server's
-    reason.
-    """
+def answered(connection: socket.socket) -> SlotLayout:
+    """The slot's layout. Raises VersionGoneError with the server's reason."""
     status = receive(connection, 1)
     answer = receive_block(connection, None)
     if status != SERVED:
         raise VersionGoneError(answer.decode())
-    return Layout.from_json(answer)
+    return SlotLayout.from_json(answer)
 
 
 def send_receipt(connection: socket.socket) -> None:
@@ -101,9 +96,7 @@ def receive_request(connection: socket.socket, secret: bytes, nonce: bytes) -> R
 
 @contextlib.contextmanager
 def failures(address: SlotAddress, key: str, path: str) -> Iterator[None]:
-    """Turn an OSError into a TimeoutError or ConnectionError that names version, processes, path
-    and address.
-    """
+    """Its TimeoutError or ConnectionError names version, processes, path and address."""
     what = f"pull of {key}: {actor_name()}: read of {address} over {path} from {address.address}"
     try:
         yield

@@ -76,9 +76,7 @@ class OpenedMemory:
     """GPU memory of another process, open until garbage collection."""
 
     def __init__(self, handle: bytes, num_bytes: int, gpu: str) -> None:
-        """gpu: from `gpu_id`. Raises PermissionError if this process does not see the GPU or cannot
-        open the memory.
-        """
+        """gpu: from `gpu_id`. Raises PermissionError if this process cannot open its memory."""
         device = device_of(gpu)
         if device is None:
             raise PermissionError(
@@ -124,10 +122,8 @@ def copies_end() -> Iterator[None]:
 
 
 def pin(data: Tensor, *, read_only: bool) -> bool:
-    """Pin host memory. False if there is no GPU, `data` is empty, or CUDA refuses (copies then take
-    about four times as long).
-
-    read_only: this process maps the memory only for reading. After True the caller must `unpin`.
+    """Pin host memory; after True the caller must `unpin`. False without a GPU, for empty `data`,
+    or if CUDA refuses. read_only: this process maps the memory only for reading.
     """
     if not torch.cuda.is_available() or not data.numel():
         return False

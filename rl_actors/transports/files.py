@@ -1,7 +1,4 @@
-"""`FilesTransport`: weights through safetensors files in a directory that all processes see.
-
-For debugging, and for hosts that share only a disk.
-"""
+"""`FilesTransport`: weights in safetensors files, for debugging and hosts that share a disk."""
 
 import asyncio
 import json
@@ -19,46 +16,47 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rl_actors.transports.base import LOAD_TIMEOUT, Manifest, OpenVersion, Source, Transport, assemble, local_shard
+from rl_actors.transports.base import (
+    LOAD_TIMEOUT,
+    Manifest,
+    OpenVersion,
+    Piece,
+    Source,
+    Transport,
+    assemble,
+    local_shard,
+)
 from rl_actors.trusted_files import require_trusted
 
 
 class FilesTransport(Transport):
-    """One file per rank and version, with each shard's offset in the whole tensor as metadata.
-
-    `close` removes the directory if `open` created it.
-    """
+    """One file per rank and version, with each shard's offset in the whole tensor as metadata."""
 
     kind = "files"
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory).absolute()
-        self._made = False
-
-    def __getstate__(self) -> dict:
-        # a copy in another process must not remove the directory
-        return {**self.__dict__, "_made": False}
 
     async def open(self) -> None:
         if not self.directory.exists():
             self.directory.mkdir(parents=True)
-            self._made = True
+            self._is_open_here = True
 
     async def close(self) -> None:
-        if self._made:
+        if self._is_open_here:
             await asyncio.to_thread(shutil.rmtree, self.directory)
-            self._made = False
+            self._is_open_here = False
 
     async def put_tensors(
         self, key: str, tensors: Mapping[str, Tensor], rank: int, dtype: torch.dtype | None = None
     ) -> None:
         shards = {name: local_shard(tensor, dtype) for name, tensor in tensors.items()}
-        offsets = {name: json.dumps(offset) for name, (_, offset) in shards.items()}
+        offsets = {name: json.dumps(shard.start) for name, shard in shards.items()}
         file = self.directory / key / f"rank{rank}.safetensors"
         file.parent.mkdir(parents=True, exist_ok=True)
         # clone: safetensors refuses tensors that share storage, as tied or sliced ones may
-        contiguous = {name: shard.clone(memory_format=torch.contiguous_format) for name, (shard, _) in shards.items()}
-        await asyncio.to_thread(save_file, contiguous, file, metadata=offsets)
+        copies = {name: shard.values.clone(memory_format=torch.contiguous_format) for name, shard in shards.items()}
+        await asyncio.to_thread(save_file, copies, file, metadata=offsets)
 
     async def source(self, manifest: Manifest) -> Source:
         return FilesOfVersion(directory=self.directory / manifest.key, manifest=manifest)
@@ -92,18 +90,6 @@ class VersionInDirectory(Source, OpenVersion):
     path: str = "files"
     reason: str
 
-    @property
-    def key(self) -> str:
-        return self.manifest.key
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self.manifest.shapes
-
-    @property
-    def num_bytes(self) -> int:
-        return self.manifest.num_bytes
-
     def open(self) -> AbstractContextManager[OpenVersion]:
         return nullcontext(self)
 
@@ -116,14 +102,11 @@ class FilesOfVersion(VersionInDirectory):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         with ExitStack() as stack:
-            files: dict[str, list[tuple[safe_open, tuple[int, ...]]]] = defaultdict(list)  # name -> (file, offset)
+            files: dict[str, dict[tuple[int, ...], safe_open]] = defaultdict(dict)  # name -> offset -> file
             for path in sorted(self.directory.glob("rank*.safetensors")):
                 file = stack.enter_context(safe_open(path, framework="pt"))
                 for name, offset in file.metadata().items():
-                    files[name].append((file, tuple(json.loads(offset))))
+                    files[name][tuple(json.loads(offset))] = file
             for name, (shape, dtype) in self.manifest.tensors.items():
-                shards: dict[tuple[int, ...], Tensor] = {}
-                for file, offset in files[name]:
-                    if offset not in shards:  # else a replica
-                        shards[offset] = file.get_tensor(name)
+                shards = [Piece(offset, file.get_tensor(name)) for offset, file in files[name].items()]
                 yield name, assemble(name, shape, dtype, shards)

@@ -1,12 +1,26 @@
-"""A transport whose index of versions is in a small actor, for installations without torchstore."""
+"""The transport of a caller who names none, and the one without torchstore: its index is an actor."""
 
+import logging
 import uuid
+from importlib.util import find_spec
 
 from monarch.actor import Actor, endpoint, this_proc
 
 from rl_actors.config import WeightsConfig
 from rl_actors.processes.spawn import start_here
 from rl_actors.transports.indexed import IndexedTransport
+
+logger = logging.getLogger(__name__)
+
+
+def default_transport(weights: WeightsConfig | None = None) -> IndexedTransport:
+    """Its index is in a torchstore, or in an actor if torchstore is not installed."""
+    if find_spec("torchstore") is None:
+        logger.info("torchstore is not installed: a small actor keeps the index of the weights' versions")
+        return IndexTransport(weights)
+    from rl_actors.transports.torchstore import TorchStoreTransport
+
+    return TorchStoreTransport(weights=weights)
 
 
 class Index(Actor):
@@ -33,13 +47,6 @@ class IndexTransport(IndexedTransport):
 
     # a mesh of one; Monarch types a mesh as its actor
     index: Index
-
-    def __init__(self, weights: WeightsConfig | None = None) -> None:
-        super().__init__(weights)
-        self._is_open_here = False  # only in the process of `open`
-
-    def __getstate__(self) -> dict:
-        return {**super().__getstate__(), "_is_open_here": False}
 
     async def open(self) -> None:
         if not self._is_open_here:

@@ -1,8 +1,4 @@
-"""Base of the transports that store only an index: manifests that say in which slots the tensors
-are.
-
-Readers copy the tensors directly from the slots of the ranks.
-"""
+"""Base of the transports that store only an index: readers copy the tensors from the ranks' slots."""
 
 import logging
 import secrets
@@ -38,8 +34,8 @@ class IndexedTransport(Transport):
         self._snapshots: dict[int, DoubleBuffer] = {}
         self._servers: dict[int, SlotServer] = {}
 
-    def __getstate__(self) -> dict:
-        return {**self.__dict__, "_snapshots": {}, "_servers": {}}
+    def __getstate__(self) -> dict[str, object]:
+        return {**super().__getstate__(), "_snapshots": {}, "_servers": {}}
 
     async def put_tensors(
         self, key: str, tensors: Mapping[str, Tensor], rank: int, dtype: torch.dtype | None = None
@@ -75,9 +71,7 @@ class IndexedTransport(Transport):
         return place
 
     def _needs_server(self, slot: Slot) -> bool:
-        """True if readers may need a server: by path, on other hosts, or without access to a slot
-        on the GPU.
-        """
+        """By path, from other hosts, or without access to a slot on the GPU."""
         return (
             self.weights.path in ("tcp", "point_to_point")
             or bool(self.weights.address)

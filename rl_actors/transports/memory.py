@@ -1,49 +1,42 @@
-"""The simplest transport, for tests and as an example: dictionaries of one actor.
-
-Slow, because every byte goes through a Monarch message.
-"""
+"""`MemoryTransport`, for tests: every byte goes through a Monarch message."""
 
 import asyncio
 from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
-from monarch.actor import Actor, endpoint
+from monarch.actor import endpoint
 from torch import Tensor
 
 from rl_actors.processes.spawn import ProcessMesh, spawn_processes
-from rl_actors.transports.base import LoadedTensors, Manifest, Source, Transport, assemble, local_shard
+from rl_actors.transports.base import LoadedTensors, Manifest, Piece, Source, Transport, assemble, local_shard
+from rl_actors.transports.index import Index
 
 
-class MemoryStore(Actor):
+class MemoryStore(Index):
     """Objects by key, and shards by tensor key and offset."""
 
     def __init__(self) -> None:
-        self.objects: dict[str, object] = {}
-        self.shards: dict[str, dict[tuple[int, ...], Tensor]] = defaultdict(dict)
+        super().__init__()
+        self.shards: dict[str, dict[tuple[int, ...], Piece]] = defaultdict(dict)
 
     @endpoint
-    async def put_shards(self, shards: dict[str, tuple[Tensor, tuple[int, ...]]]) -> None:
-        for key, (shard, offset) in shards.items():
-            self.shards[key][offset] = shard
+    async def put_shards(self, key: str, shards: dict[str, Piece]) -> None:
+        for name, shard in shards.items():
+            self.shards[f"{key}/{name}"][shard.start] = shard
 
     @endpoint
-    async def get_shards(self, keys: list[str]) -> dict[str, dict[tuple[int, ...], Tensor]]:
-        return {key: self.shards.get(key, {}) for key in keys}
+    async def get_tensors(self, manifest: Manifest) -> dict[str, Tensor]:
+        tensors = {}
+        for name, (shape, dtype) in manifest.tensors.items():
+            tensors[name] = assemble(name, shape, dtype, self.shards[f"{manifest.key}/{name}"].values())
+        return tensors
 
     @endpoint
-    async def put_object(self, key: str, value: object) -> None:
-        self.objects[key] = value
-
-    @endpoint
-    async def get_object(self, key: str) -> object | None:
-        return self.objects.get(key)
-
-    @endpoint
-    async def delete(self, keys: list[str]) -> None:
-        for key in keys:
-            self.shards.pop(key, None)
-            self.objects.pop(key, None)
+    async def delete_version(self, manifest: Manifest) -> None:
+        self.objects.pop(f"{manifest.key}/manifest", None)
+        for name in manifest.tensors:
+            self.shards.pop(f"{manifest.key}/{name}", None)
 
 
 class MemoryTransport(Transport):
@@ -57,7 +50,7 @@ class MemoryTransport(Transport):
     def __init__(self) -> None:
         self._processes: ProcessMesh | None = None
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_processes": None}
 
     async def open(self) -> None:
@@ -90,22 +83,18 @@ class MemoryTransport(Transport):
     async def put_tensors(
         self, key: str, tensors: Mapping[str, Tensor], rank: int, dtype: torch.dtype | None = None
     ) -> None:
-        shards = {f"{key}/{name}": local_shard(tensor, dtype) for name, tensor in tensors.items()}
-        await self.store.put_shards.call_one(shards)
+        shards = {name: local_shard(tensor, dtype) for name, tensor in tensors.items()}
+        await self.store.put_shards.call_one(key, shards)
 
     async def source(self, manifest: Manifest) -> Source:
-        shards = await self.store.get_shards.call_one([f"{manifest.key}/{name}" for name in manifest.tensors])
-        tensors: dict[str, Tensor] = {}
-        for name, (shape, dtype) in manifest.tensors.items():
-            tensors[name] = assemble(name, shape, dtype, shards[f"{manifest.key}/{name}"])
-        return LoadedTensors(tensors, key=manifest.key, reason="the config says so")
+        tensors = await self.store.get_tensors.call_one(manifest)
+        return LoadedTensors(tensors, manifest.stream, manifest.version, reason="the config says so")
 
     async def put_object(self, key: str, value: object) -> None:
-        await self.store.put_object.call_one(key, value)
+        await self.store.put.call_one(key, value)
 
     async def get_object(self, key: str) -> object | None:
-        return await self.store.get_object.call_one(key)
+        return await self.store.get.call_one(key)
 
     async def delete(self, manifest: Manifest) -> None:
-        keys = [f"{manifest.key}/{name}" for name in ("manifest", *manifest.tensors)]
-        await self.store.delete.call_one(keys)
+        await self.store.delete_version.call_one(manifest)

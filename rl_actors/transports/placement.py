@@ -5,17 +5,13 @@ from dataclasses import dataclass
 from rl_actors.config import WeightsPath
 
 MARGIN = 1.1
-"""Factor on the estimate of training's GPU memory, for fragmentation and kernels, which it does not
-count.
-"""
+"""Factor on the estimate of training's GPU memory, for fragmentation and uncounted kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where the slots of a rank are, and how many.
-
-    With one slot a push waits for the readers of the former version and overwrites it; a failed
-    push loses it.
+    """Where the slots of a rank are, and how many. A push into a single slot waits for the readers
+    of the former version, and a failed push loses it.
     """
 
     on_gpu: bool = False
@@ -25,12 +21,11 @@ class Place:
 
 
 def choose(num_bytes: int, *, weights_on_gpu: bool, path: WeightsPath, room: int) -> Place:
-    """The place and number of a rank's slots: on the CPU for weights on a CPU; else the first that
-    fits of two slots on the GPU, one slot on the GPU, two slots in pinned host memory.
+    """The first that fits: two slots on the GPU, one on the GPU, two in pinned host memory. For
+    weights on a CPU two slots there.
 
-    shared_memory and tcp always take pinned host memory. cuda_ipc needs the GPU: raises ValueError
-    if the weights are on a CPU or no slot fits. num_bytes: of one slot. room: bytes of the GPU that
-    training leaves free.
+    shared_memory and tcp always take host memory. Raises ValueError if cuda_ipc is impossible.
+    num_bytes: of one slot. room: bytes of the GPU that training leaves free.
     """
     if not weights_on_gpu:
         if path == "cuda_ipc":
@@ -49,9 +44,5 @@ def choose(num_bytes: int, *, weights_on_gpu: bool, path: WeightsPath, room: int
 
 
 def room_for_slots(free: int, held_by_torch: int, training: int) -> int:
-    """Bytes of a GPU that training leaves free.
-
-    free: held by no process now. held_by_torch: held by this process now, and part of `training`,
-    the estimated peak.
-    """
+    """Bytes of a GPU that training leaves free. held_by_torch: a part of `training`, its peak."""
     return free + held_by_torch - int(MARGIN * training)

@@ -1,20 +1,18 @@
 """Sends slots over NCCL or gloo (communicator.py) into the reader's host memory.
 
-The first request of a reader to a rank makes the communicator, later pulls reuse it, and a failed
-call or a death gives it up until the next pull.
-
-The transport's secret guards only the control connection. torch's rendezvous, NCCL and gloo open
-ports without a secret, and nothing is encrypted: the network must be private.
+The first request of a reader to a rank makes the communicator; a failed call or a death ends it.
+The transport's secret guards only the control connection: torch's rendezvous, NCCL and gloo open
+ports without a secret, and nothing is encrypted, so the network must be private.
 """
 
 import atexit
-import contextlib
+import functools
 import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from concurrent import futures
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 from torch import Tensor
@@ -22,8 +20,8 @@ from torch import Tensor
 from rl_actors.transports import communicator, control
 from rl_actors.transports.communicator import READER, TRAINER, Pair, is_closed
 from rl_actors.transports.control import Request, left
-from rl_actors.transports.received import BUFFERS, ReceivedSlot
-from rl_actors.transports.slots import Layout, Slot, SlotAddress, VersionGoneError
+from rl_actors.transports.received import ReceivedSlot, receive_slots
+from rl_actors.transports.slots import Slot, SlotAddress, SlotLayout, VersionGoneError
 
 logger = logging.getLogger(__name__)
 
@@ -37,21 +35,19 @@ class Sender:
         self.reader = connection.getpeername()
         self.pair: Pair | None = None
 
-    def send(self, slot: Slot, request: Request) -> None:
+    def __call__(self, slot: Slot, request: Request) -> None:
         deadline = time.monotonic() + self.timeout
+        size = len(slot.data)
+        pieces = request.piece_bytes
         try:
-            if request.num_bytes != len(slot.data) or request.piece_bytes <= 0:
+            if request.num_bytes != size or pieces <= 0:
                 raise ValueError(
-                    f"the request is for {request.num_bytes} bytes in pieces of {request.piece_bytes} bytes, but the slot has "
-                    f"{len(slot.data)} bytes, and a piece must have at least 1 byte"
+                    f"the request is for {request.num_bytes} bytes in pieces of {pieces} bytes, but the slot has "
+                    f"{size} bytes, and a piece must have at least 1 byte"
                 )
             if self.pair is None:
                 self.pair = Pair(
-                    self.connection,
-                    member=TRAINER,
-                    backend=request.backend,
-                    piece_bytes=request.piece_bytes,
-                    device=slot.device,
+                    self.connection, member=TRAINER, backend=request.backend, piece_bytes=pieces, device=slot.device
                 )
                 self.pair.run(deadline, self.pair.listen)
             self.pair.run(deadline, self.pair.send, slot.data)
@@ -66,6 +62,13 @@ class Sender:
             self.pair = None
 
 
+def make_sender(connection: socket.socket, timeout: float, stack: ExitStack) -> Callable[[Slot, Request], None]:
+    """Sends slots over the communicator of a connection. stack: ends it with the connection."""
+    sender = Sender(connection, timeout)
+    stack.callback(sender.end)
+    return sender
+
+
 class Pairs:
     """The reader's idle pairs, at most one per rank. A pull takes pairs and gives them back."""
 
@@ -75,9 +78,7 @@ class Pairs:
         atexit.register(self.end)
 
     def take(self, address: SlotAddress, request: Request) -> Pair | None:
-        """The idle pair of a rank. None, ending the pair, if it does not fit the request or its
-        connection is closed.
-        """
+        """The idle pair of a rank, if it fits the request and its connection is open."""
         with self.guard:
             if address.rank not in self.free:
                 return None
@@ -115,44 +116,29 @@ def backend_for(addresses: tuple[SlotAddress, ...]) -> str:
     return "nccl" if on_gpus and torch.distributed.is_nccl_available() else "gloo"
 
 
-@contextlib.contextmanager
 def received(
     addresses: tuple[SlotAddress, ...], key: str, *, secret: bytes, timeout: float
-) -> Iterator[list[ReceivedSlot]]:
-    """Receive the slots of all ranks at the same time. The bytes are valid only inside the context.
-
-    Raises VersionGoneError if a slot holds another version, ConnectionError or TimeoutError naming
-    the rank and its address if a transfer fails.
-    """
+) -> AbstractContextManager[list[ReceivedSlot]]:
+    """As receive_slots."""
     backend = backend_for(addresses)
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-    buffers = [BUFFERS.take(address.rank, address.num_bytes) for address in addresses]
-    deadline = time.monotonic() + timeout
-    jobs = []
-    with futures.ThreadPoolExecutor(max_workers=len(addresses)) as pool:
-        for address, buffer in zip(addresses, buffers, strict=True):
-            size = address.num_bytes
-            request = Request(
-                token=address.token.hex(),
-                key=key,
-                num_bytes=size,
-                path="point_to_point",
-                backend=backend,
-                piece_bytes=communicator.PIECE_BYTES,
-            )
-            jobs.append(pool.submit(_fetch, address, request, buffer, secret, deadline, device))
-    # after an error the buffers are not given back: an aborted call may still write to them
-    layouts = [job.result() for job in jobs]
-    try:
-        yield [ReceivedSlot(layout, buffer) for layout, buffer in zip(layouts, buffers, strict=True)]
-    finally:
-        for address, buffer in zip(addresses, buffers, strict=True):
-            BUFFERS.give(address.rank, buffer)
+    requests = []
+    for address in addresses:
+        request = Request(
+            token=address.token.hex(),
+            key=key,
+            num_bytes=address.num_bytes,
+            path="point_to_point",
+            backend=backend,
+            piece_bytes=communicator.PIECE_BYTES,
+        )
+        requests.append((address, [request]))
+    return receive_slots(requests, functools.partial(_fetch, secret, device), timeout)
 
 
 def _fetch(
-    address: SlotAddress, request: Request, into: Tensor, secret: bytes, deadline: float, device: torch.device
-) -> Layout:
+    secret: bytes, device: torch.device, address: SlotAddress, request: Request, into: Tensor, deadline: float
+) -> SlotLayout:
     with control.failures(address, request.key, request.path):
         pair = PAIRS.take(address, request) or _connected(address, request, deadline, device)
         try:
@@ -173,7 +159,7 @@ def _connected(address: SlotAddress, request: Request, deadline: float, device: 
     return Pair(connection, member=READER, backend=request.backend, piece_bytes=request.piece_bytes, device=device)
 
 
-def _received(pair: Pair, request: Request, into: Tensor, secret: bytes, deadline: float) -> Layout:
+def _received(pair: Pair, request: Request, into: Tensor, secret: bytes, deadline: float) -> SlotLayout:
     pair.connection.settimeout(left(deadline))
     control.ask(pair.connection, request, secret)
     layout = control.answered(pair.connection)

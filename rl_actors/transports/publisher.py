@@ -1,6 +1,4 @@
-"""`Publisher` chooses dtype and stream of a trainer's versions, publishes them and deletes old
-ones.
-"""
+"""`Publisher` chooses dtype and stream of versions, publishes them and deletes old ones."""
 
 import time
 import uuid
@@ -16,9 +14,7 @@ VERSIONS_KEPT = 2
 
 
 class Publisher:
-    """Publishes versions and keeps the newest VERSIONS_KEPT. Every call is a collective of the
-    trainer's ranks.
-    """
+    """Keeps the newest VERSIONS_KEPT versions. Every call is a collective of the ranks."""
 
     def __init__(self, transport: Transport, *, rank: int, gather: Gather) -> None:
         self.transport = transport
@@ -35,10 +31,8 @@ class Publisher:
     async def publish(
         self, version: int, make_weights: Callable[[torch.dtype], Mapping[str, Tensor]]
     ) -> Transfer | None:
-        """Publish make_weights(dtype) in the widest dtype that generators have announced, float32
-        if none has. A new dtype begins a new stream.
-
-        Returns None if the version is already published in this stream.
+        """Publish make_weights(dtype) in the dtype of `transfer_dtype`; a new one begins a new
+        stream. None if the version is already published in this stream.
         """
         dtype = self.gather(await transfer_dtype(self.transport) if self.rank == 0 else None)[0]
         if dtype != self.dtype:

@@ -1,6 +1,4 @@
-"""The server of one trainer rank: sends published weights to readers that cannot map the rank's
-slots but know the transport's secret.
-"""
+"""A rank's server for readers that cannot map its slots but know the transport's secret."""
 
 import contextlib
 import socket
@@ -9,7 +7,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from rl_actors.transports import control, point_to_point, tcp
 from rl_actors.transports.control import Request
@@ -19,72 +16,51 @@ KEEP_ALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEP
 """The kernel ends the connection of a reader whose host is silent for a minute."""
 
 
-class Sender(Protocol):
-    """tcp.Sender or point_to_point.Sender: sends bytes to the reader of one connection."""
-
-    def send(self, slot: Slot, request: Request) -> None:
-        """Send the requested bytes. The caller has locked the slot and sent its layout."""
-
-    def end(self) -> None:
-        """Free what this sender made for its connection."""
-
-
-SENDERS: dict[str, Callable[[socket.socket, float], Sender]] = {
-    "tcp": tcp.Sender,
-    "point_to_point": point_to_point.Sender,
+MAKE_SENDER: dict[str, Callable[[socket.socket, float, ExitStack], Callable[[Slot, Request], None]]] = {
+    "tcp": tcp.make_sender,
+    "point_to_point": point_to_point.make_sender,
 }
-"""Request.path -> maker of a sender, from connection and timeout."""
+"""Request.path -> maker of the function that sends the bytes of a locked slot over a connection."""
 
 
-class Connections:
-    """Open connections, thread-safe."""
-
-    def __init__(self) -> None:
-        # reentrant: a garbage collection in a thread that holds the lock may call `end`
-        self.guard = threading.RLock()
-        self.open: set[socket.socket] | None = set()  # None: the server has ended
-
-    def add(self, connection: socket.socket) -> bool:
-        """Keep a connection. False if the server has ended; the caller then closes it."""
-        with self.guard:
-            if self.open is None:
-                return False
-            self.open.add(connection)
-            return True
-
-    def remove(self, connection: socket.socket) -> None:
-        with self.guard:
-            if self.open is not None:
-                self.open.remove(connection)
-
-    def end(self) -> None:
-        """Shut all connections down, which ends the threads that wait for requests."""
-        with self.guard:
-            for connection in self.open or ():
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
-            self.open = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Served:
-    """State shared by the server's threads, which must not refer to the server, so that it can be
-    garbage-collected.
-    """
+    """State of the server's threads, which must not refer to the server, so that it can end."""
 
     find: Callable[[bytes], Slot | None]
     secret: bytes
     timeout: float
-    connections: Connections = field(default_factory=Connections)
+    connections: set[socket.socket] | None = field(default_factory=set)  # None: the server has ended
+    # reentrant: a garbage collection in a thread that holds the lock may call `end`
+    guard: threading.RLock = field(default_factory=threading.RLock)
+
+    def add(self, connection: socket.socket) -> bool:
+        """Keep a connection. False if the server has ended; the caller then closes it."""
+        with self.guard:
+            if self.connections is None:
+                return False
+            self.connections.add(connection)
+            return True
+
+    def remove(self, connection: socket.socket) -> None:
+        with self.guard:
+            if self.connections is not None:
+                self.connections.remove(connection)
+
+    def end(self) -> None:
+        """Shut all connections down, which ends the threads that wait for requests."""
+        with self.guard:
+            for connection in self.connections or ():
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            self.connections = None
 
 
 class SlotServer:
     """Serves the slots of this process until it is garbage-collected."""
 
     def __init__(self, find: Callable[[bytes], Slot | None], *, host: str, secret: bytes, timeout: float) -> None:
-        """find: token -> slot, None if there is none. host: address to bind to. timeout: seconds to
-        wait for a slot's lock, and for the reader within a request.
-        """
+        """find: token -> slot. timeout: seconds for a slot's lock, and for the reader's parts."""
         self.socket = socket.create_server((host, 0))
         self.address: tuple[str, int] = self.socket.getsockname()[:2]
         served = Served(find=find, secret=secret, timeout=timeout)
@@ -97,7 +73,7 @@ def _close(server: socket.socket, served: Served) -> None:
     with contextlib.suppress(OSError):
         server.shutdown(socket.SHUT_RDWR)  # ends the waiting `accept`
     server.close()
-    served.connections.end()
+    served.end()
 
 
 def _accept(server: socket.socket, served: Served) -> None:
@@ -109,31 +85,28 @@ def _accept(server: socket.socket, served: Served) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in KEEP_ALIVE.items():
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
-        if not served.connections.add(connection):
+        if not served.add(connection):
             connection.close()
             return
         threading.Thread(target=_serve, args=(connection, served), name="weights_stream", daemon=True).start()
 
 
 def _serve(connection: socket.socket, served: Served) -> None:
-    """Answer the requests of one reader. Its errors, such as a wrong secret, end only this
-    connection.
-    """
+    """Its errors, such as a wrong secret, end only this connection."""
     with connection, contextlib.suppress(OSError, ValueError), ExitStack() as stack:
-        stack.callback(served.connections.remove, connection)
+        stack.callback(served.remove, connection)
         connection.settimeout(served.timeout)
-        sender: Sender | None = None
+        send: Callable[[Slot, Request], None] | None = None
         while True:
             request = control.receive_request(connection, served.secret, control.send_nonce(connection))
             connection.settimeout(served.timeout)
-            if sender is None:
-                sender = SENDERS[request.path](connection, served.timeout)
-                stack.callback(sender.end)
-            _answer(connection, served, sender, request)
+            if send is None:
+                send = MAKE_SENDER[request.path](connection, served.timeout, stack)
+            _answer(connection, served, send, request)
             connection.settimeout(None)  # the next request comes only with the next version
 
 
-def _answer(connection: socket.socket, served: Served, sender: Sender, request: Request) -> None:
+def _answer(connection: socket.socket, served: Served, send: Callable[[Slot, Request], None], request: Request) -> None:
     with ExitStack() as stack:
         try:
             slot = served.find(bytes.fromhex(request.token))
@@ -148,5 +121,5 @@ def _answer(connection: socket.socket, served: Served, sender: Sender, request: 
             return
         connection.sendall(control.SERVED)
         control.send_block(connection, slot.layout.to_json())
-        sender.send(slot, request)
+        send(slot, request)
         control.await_receipt(connection)

@@ -1,10 +1,8 @@
-"""Slots and the locks on them. A slot is shared memory in which one rank of the trainer keeps its
-part of one version of the weights.
+"""Slots and their locks. A slot is shared memory with one rank's part of a version of the weights.
 
-A slot is a memfd, so the kernel frees it with the last process that has it open, even after kill
--9, and the size of /dev/shm is no limit. Readers open it as /proc/<pid>/fd/<number>. The writer
-holds an exclusive flock while it writes, readers a shared one; the kernel releases the locks of the
-dead.
+It is a memfd, so the kernel frees it with the last process that has it open, even after kill -9,
+and the size of /dev/shm is no limit. Readers open it as /proc/<pid>/fd/<number>. The writer holds
+an exclusive flock, readers a shared one; the kernel releases the locks of the dead.
 
 The first page has the key of the version ("<stream>/7"), then come the layout as JSON and the
 tensors. Tensors on a GPU are not in the memfd.
@@ -42,9 +40,7 @@ MAGIC = b"rlweight"
 KEY_OFFSET = 64  # one byte with the key's length, then the key
 LOCK_POLL_SECONDS = 0.002
 KEPT_MAPPINGS = 3
-"""A reader unmaps a slot after this many versions from other slots. A rank alternates between two,
-so it must be more than one.
-"""
+"""After this many versions from other slots a reader unmaps a slot. A rank alternates between two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +59,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SlotLayout:
     """Tensor name -> this rank's part, in the order in which the parts lie in the slot."""
 
     shards: Mapping[str, Shard]
@@ -77,7 +73,7 @@ class Layout:
         return json.dumps({"num_bytes": self.num_bytes, "shards": rows}).encode()
 
     @classmethod
-    def from_json(cls, text: bytes) -> "Layout":
+    def from_json(cls, text: bytes) -> "SlotLayout":
         values = json.loads(text)
         shards = {}
         for name, shape, start, size, dtype, offset in values["shards"]:
@@ -99,7 +95,7 @@ class SlotAddress:
 
     rank: int  # of the trainer
     slot: int  # among this rank's slots
-    machine: str  # machine() of the rank
+    host_id: str  # host_id() of the rank
     pid: int
     fd: int
     token: bytes = b""  # identifies the slot: a later process may have the same pid and fd
@@ -118,15 +114,13 @@ class VersionGoneError(RuntimeError):
     """The slot no longer holds the version, or the trainer has dropped the slot or has ended."""
 
 
-def machine() -> str:
+def host_id() -> str:
     """Boot id and pid namespace. Processes with the same value see each other in /proc."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def actor_name() -> str:
-    """This process in error texts: "trainer-1 (pid 17)", or "pid 17" if this package did not spawn
-    it.
-    """
+    """This process in error texts: "trainer-1 (pid 17)", or "pid 17" of another program."""
     name = os.environ.get("RL_ACTORS_PROCESS")
     return f"{name} (pid {os.getpid()})" if name else f"pid {os.getpid()}"
 
@@ -134,7 +128,7 @@ def actor_name() -> str:
 class Slot:
     """The writer's side of a slot. The constructor allocates all its memory."""
 
-    def __init__(self, layout: Layout, *, rank: int, number: int, place: Place, device: torch.device) -> None:
+    def __init__(self, layout: SlotLayout, *, rank: int, number: int, place: Place, device: torch.device) -> None:
         """device: of the weights, and of the slot's tensors if place.on_gpu."""
         self.layout = layout
         self.rank = rank
@@ -180,8 +174,7 @@ class Slot:
 
     @contextlib.contextmanager
     def writing(self, key: str, timeout: float) -> Iterator[None]:
-        """Hold the exclusive lock while the body writes the slot, which gets this key if the body
-        succeeds.
+        """Hold the exclusive lock; if the body succeeds, the slot gets this key.
 
         Raises TimeoutError naming the readers that hold the slot for more than `timeout` seconds.
         """
@@ -197,11 +190,7 @@ class Slot:
             yield
 
     def end(self, key: str, timeout: float) -> None:
-        """Wait for the slot's readers and remove its key. Call it before the slot is dropped, which
-        frees its GPU memory.
-
-        key: of the push that drops the slot, for error texts.
-        """
+        """Wait for the readers; dropping the slot then frees its GPU memory. key: of this push."""
         with self._locked(key, timeout):
             pass
 
@@ -209,7 +198,7 @@ class Slot:
         return SlotAddress(
             rank=self.rank,
             slot=self.number,
-            machine=machine(),
+            host_id=host_id(),
             pid=os.getpid(),
             fd=self.fd,
             token=self.token,
@@ -225,9 +214,7 @@ class MappedSlot:
     """A reader's side of a slot. Host memory stays readable after the writer's death."""
 
     def __init__(self, address: SlotAddress) -> None:
-        """Raises VersionGoneError if the writer has ended or dropped the slot, PermissionError if
-        this process may not open the writer's memory.
-        """
+        """Raises VersionGoneError, or PermissionError if this process may not open the memory."""
         self.address = address
         try:
             self.fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -242,7 +229,7 @@ class MappedSlot:
         # read-only, so that a stray write ends this process instead of changing what other readers
         # see
         self.memory = _map(self.fd, mmap.PROT_READ)
-        self.layout = Layout.from_json(self.memory[PAGE : PAGE + layout_bytes])
+        self.layout = SlotLayout.from_json(self.memory[PAGE : PAGE + layout_bytes])
         self.on_gpu: cuda_ipc.OpenedMemory | None = None
         if address.handle:
             self.on_gpu = cuda_ipc.OpenedMemory(address.handle, num_bytes, address.gpu)
@@ -271,11 +258,7 @@ class MappedSlot:
 
     @contextlib.contextmanager
     def reading(self, key: str, timeout: float) -> Iterator[None]:
-        """Hold a shared lock, so that the version stays in the slot.
-
-        Raises VersionGoneError if the slot no longer holds it, TimeoutError after `timeout`
-        seconds.
-        """
+        """Hold a shared lock. Raises VersionGoneError without the version, or TimeoutError."""
         with shared_lock(self.fd, timeout, f"pull of {key}: {actor_name()}: lock of {self.address}"):
             _require(self.memory, key, str(self.address))
             yield
@@ -309,7 +292,7 @@ class Mappings:
         self.slots: dict[bytes, tuple[MappedSlot, int]] = {}
 
     def of(self, addresses: tuple[SlotAddress, ...]) -> list[MappedSlot]:
-        """The slots of one version. Unmaps those that none of the last KEPT_MAPPINGS versions used."""
+        """Unmaps the slots that none of the last KEPT_MAPPINGS versions used."""
         with self.guard:
             self.num_versions += 1
             found = []
@@ -338,10 +321,7 @@ def shared_lock(fd: int, timeout: float, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def flock(fd: int, kind: int, timeout: float, what: str) -> Iterator[None]:
-    """Hold a lock on an open file. kind: fcntl.LOCK_SH or fcntl.LOCK_EX.
-
-    Raises TimeoutError naming `what` and the holders after `timeout` seconds.
-    """
+    """kind: LOCK_SH or LOCK_EX of fcntl. Raises TimeoutError naming `what` and the holders."""
     deadline = time.monotonic() + timeout
     while True:
         try:

@@ -1,4 +1,4 @@
-"""`DoubleBuffer`: the memory in which one trainer rank keeps its newest weights for generators to read."""
+"""`DoubleBuffer`: the memory in which a trainer's rank keeps its newest weights for readers."""
 
 import itertools
 import time
@@ -13,40 +13,33 @@ from rl_actors.processes.threads import one_thread
 from rl_actors.transports import cuda_ipc
 from rl_actors.transports.base import published_dtype
 from rl_actors.transports.placement import Place
-from rl_actors.transports.slots import ALIGNMENT, Layout, Shard, Slot, actor_name
+from rl_actors.transports.slots import ALIGNMENT, Shard, Slot, SlotLayout, actor_name
 
 
 class DoubleBuffer:
-    """At most two slots, written in turn.
-
-    With two slots a failed write loses only the older version, and the newest is always readable,
-    also while a changed layout replaces first the older slot, then the other. A single slot is
-    overwritten.
+    """At most two slots, written in turn, so that the newest version is always readable, also after
+    a failed write or while a changed layout replaces them. A single slot is overwritten.
     """
 
     def __init__(
         self, *, rank: int, timeout: float, choose_place: Callable[[int, torch.device], Place] | None = None
     ) -> None:
         """timeout: seconds of a write, including the wait for the slot's readers.
-
-        choose_place: (bytes of a slot, device of the weights) -> place of the slots; None: the
-        host's memory.
+        choose_place: (bytes of a slot, device of the weights) -> place; None: the host's memory.
         """
         self.rank = rank
         self.timeout = timeout
         self.choose_place = choose_place or _on_the_host
         self.place = Place()  # of the newest layout's slots
-        self.plan = Plan()
+        self.layout: SlotLayout | None = None  # of the newest write
+        self.layout_made_for: dict[str, tuple[object, ...]] = {}
         self.slots: list[Slot] = []
         self.newest: Slot | None = None  # of the newest version
         self.before: Slot | None = None  # of the version before; `forget` goes back to it
 
     def write(self, key: str, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Slot:
-        """Copy this rank's parts, cast to `dtype` if given, into the slot of the older version.
-        Raises TimeoutError.
-        """
-        layout = self.plan.layout(tensors, dtype)
-        slot = self._slot_for(layout, _device(tensors), key)
+        """Copy this rank's parts, cast to `dtype` if given, into the older slot."""
+        slot = self._slot_for(self._layout_for(tensors, dtype), _device(tensors), key)
         deadline = time.monotonic() + self.timeout
         with slot.writing(key, self.timeout), cuda_ipc.copies_end(), one_thread():
             for name, tensor in tensors.items():
@@ -61,9 +54,7 @@ class DoubleBuffer:
         return slot
 
     def forget(self, key: str) -> None:
-        """Undo a write whose version was not published. In a single slot the former version is
-        lost.
-        """
+        """Undo a write whose version was not published. A single slot has lost the former version."""
         if self.newest is not None and self.newest.key == key:
             self.newest = self.before
 
@@ -71,11 +62,16 @@ class DoubleBuffer:
         """None if the slot was dropped."""
         return next((slot for slot in self.slots if slot.token == token), None)
 
-    def _slot_for(self, layout: Layout, device: torch.device, key: str) -> Slot:
-        """The slot for the next write: not the newest version's, if this layout may have two.
+    def _layout_for(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> SlotLayout:
+        """The same object as long as only values change."""
+        wanted = {name: _described(tensor, dtype) for name, tensor in tensors.items()}
+        if self.layout is None or wanted != self.layout_made_for:
+            self.layout = make_layout(tensors, dtype)
+            self.layout_made_for = wanted
+        return self.layout
 
-        Makes missing slots, and drops those of a former layout except the newest version's.
-        """
+    def _slot_for(self, layout: SlotLayout, device: torch.device, key: str) -> Slot:
+        """The next write's slot. Drops those of a former layout but the newest version's."""
         alike = [slot for slot in self.slots if slot.layout is layout or slot.layout == layout]
         for slot in [*self.slots]:
             if slot not in alike and slot is not self.newest:
@@ -93,31 +89,13 @@ class DoubleBuffer:
         return slot
 
 
-class Plan:
-    """Which part of every tensor this rank holds, and where it lies in a slot. Made again when
-    names, shapes, dtypes or shardings change.
-    """
-
-    def __init__(self) -> None:
-        self._made_for: dict[str, tuple[object, ...]] = {}
-        self._layout: Layout | None = None
-
-    def layout(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Layout:
-        """The same object as long as only values change."""
-        wanted = {name: _described(tensor, dtype) for name, tensor in tensors.items()}
-        if self._layout is None or wanted != self._made_for:
-            self._layout = make_layout(tensors, dtype)
-            self._made_for = wanted
-        return self._layout
-
-
 def _described(tensor: Tensor, dtype: torch.dtype | None) -> tuple[object, ...]:
     if isinstance(tensor, DTensor):
         return tensor.shape, tensor.dtype, dtype, tensor.placements, tensor.device_mesh
     return tensor.shape, tensor.dtype, dtype
 
 
-def make_layout(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Layout:
+def make_layout(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> SlotLayout:
     """The layout of this rank's slot. Only the first replica of a part has it."""
     shards: dict[str, Shard] = {}
     offset = 0
@@ -133,7 +111,7 @@ def make_layout(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Lay
             continue
         shards[name] = shard
         offset += -(-shard.num_bytes // ALIGNMENT) * ALIGNMENT
-    return Layout(shards, offset)
+    return SlotLayout(shards, offset)
 
 
 def _on_the_host(num_bytes: int, device: torch.device) -> Place:

@@ -1,21 +1,17 @@
-"""Sends slots over TCP, each in several ranges at once, one connection per range.
+"""Sends slots over TCP, signed but not encrypted: the network must be private."""
 
-Requests are signed, but nothing is encrypted: the network must be private.
-"""
-
-import contextlib
+import functools
 import os
 import socket
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 
 from torch import Tensor
 
 from rl_actors.transports import control
 from rl_actors.transports.control import Request, left
-from rl_actors.transports.received import BUFFERS, ReceivedSlot
-from rl_actors.transports.slots import Layout, Slot, SlotAddress
+from rl_actors.transports.received import ReceivedSlot, receive_slots
+from rl_actors.transports.slots import Slot, SlotAddress, SlotLayout
 
 GPU_PART_BYTES = 64 << 20  # a slot on a GPU goes through host memory in such parts
 NUM_STREAMS = 4
@@ -23,21 +19,17 @@ MIN_STREAM_BYTES = 32 << 20
 """Smaller slots come in fewer streams."""
 
 
-class Sender:
-    """Sends a range of a slot over the connection that asked for it."""
+def make_sender(connection: socket.socket, timeout: float, stack: ExitStack) -> Callable[[Slot, Request], None]:
+    """Sends ranges of slots over the connection that asks for them."""
 
-    def __init__(self, connection: socket.socket, timeout: float) -> None:
-        self.connection = connection
-
-    def send(self, slot: Slot, request: Request) -> None:
+    def send(slot: Slot, request: Request) -> None:
         if slot.on_gpu is None:
-            _send_file(self.connection, slot.fd, slot.data_offset + request.start, request.num_bytes)
+            _send_file(connection, slot.fd, slot.data_offset + request.start, request.num_bytes)
             return
         for part in slot.data[request.start : request.start + request.num_bytes].split(GPU_PART_BYTES):
-            self.connection.sendall(memoryview(part.cpu().numpy()))
+            connection.sendall(memoryview(part.cpu().numpy()))
 
-    def end(self) -> None:
-        """Does nothing."""
+    return send
 
 
 def _send_file(connection: socket.socket, fd: int, offset: int, num_bytes: int) -> None:
@@ -46,27 +38,18 @@ def _send_file(connection: socket.socket, fd: int, offset: int, num_bytes: int) 
         connection.sendfile(file, offset, num_bytes)
 
 
-@contextlib.contextmanager
 def received(
     addresses: tuple[SlotAddress, ...], key: str, *, secret: bytes, timeout: float
-) -> Iterator[list[ReceivedSlot]]:
-    """Receive the slots of all ranks at the same time, as point_to_point.received (same errors)."""
-    buffers = [BUFFERS.take(address.rank, address.num_bytes) for address in addresses]
-    try:
-        jobs = []
-        with ThreadPoolExecutor(max_workers=NUM_STREAMS * len(addresses)) as pool:
-            deadline = time.monotonic() + timeout
-            for address, buffer in zip(addresses, buffers, strict=True):
-                for start, count in _ranges(address.num_bytes):
-                    request = Request(token=address.token.hex(), key=key, start=start, num_bytes=count, path="tcp")
-                    part = buffer[start : start + count]
-                    jobs.append(pool.submit(_fetch, address, request, part, secret, deadline))
-        layouts = [job.result() for job in jobs]
-        firsts = [layout for layout, start in layouts if start == 0]
-        yield [ReceivedSlot(layout, buffer) for layout, buffer in zip(firsts, buffers, strict=True)]
-    finally:
-        for address, buffer in zip(addresses, buffers, strict=True):
-            BUFFERS.give(address.rank, buffer)
+) -> AbstractContextManager[list[ReceivedSlot]]:
+    """As receive_slots."""
+    requests = [(address, _requests(address, key)) for address in addresses]
+    return receive_slots(requests, functools.partial(_fetch, secret), timeout)
+
+
+def _requests(address: SlotAddress, key: str) -> list[Request]:
+    token = address.token.hex()
+    ranges = _ranges(address.num_bytes)
+    return [Request(token=token, key=key, start=start, num_bytes=count, path="tcp") for start, count in ranges]
 
 
 def _ranges(num_bytes: int) -> list[tuple[int, int]]:
@@ -78,7 +61,7 @@ def _ranges(num_bytes: int) -> list[tuple[int, int]]:
     return [(start, min(size, num_bytes - start)) for start in range(0, num_bytes, size)]
 
 
-def _fetch(address: SlotAddress, request: Request, into: Tensor, secret: bytes, deadline: float) -> tuple[Layout, int]:
+def _fetch(secret: bytes, address: SlotAddress, request: Request, into: Tensor, deadline: float) -> SlotLayout:
     with control.failures(address, request.key, request.path):
         assert address.address is not None
         with socket.create_connection(address.address, timeout=left(deadline)) as connection:
@@ -92,4 +75,4 @@ def _fetch(address: SlotAddress, request: Request, into: Tensor, secret: bytes, 
                     raise ConnectionError("the trainer's process closed the connection")
                 view = view[count:]
             control.send_receipt(connection)
-    return layout, request.start
+    return layout

@@ -1,12 +1,8 @@
-"""The default transport: its index of versions is in a torchstore, by default one in the process
-that opens the transport.
+"""The default transport: its index is in a torchstore, by default in the process that opens it.
 
-No tensor passes through the store, because torchstore 0.1.2 sends every tensor as an actor's
-message, at 0.3 to 0.5 GB/s.
-
-Monarch 0.7 refuses the controller of torchstore 0.1.2, which mixes synchronous and asynchronous
-endpoints, so this module replaces `torchstore.api.Controller`. Remove that when a release of
-torchstore has a controller that Monarch accepts.
+No tensor passes through the store: torchstore 0.1.2 sends them as messages, at 0.3 to 0.5 GB/s.
+Monarch 0.7 refuses its controller, which mixes synchronous and asynchronous endpoints, so this
+module replaces `torchstore.api.Controller` until a release has one that Monarch accepts.
 """
 
 import asyncio
@@ -57,18 +53,12 @@ torchstore.api.Controller = AsyncController
 
 
 class TorchStoreTransport(IndexedTransport):
-    """TorchStoreTransport() starts a store at `open`; TorchStoreTransport(name) uses the caller's
-    store.
-    """
+    """Starts a store at `open`, or uses the caller's store named store_name."""
 
     def __init__(self, store_name: str | None = None, weights: WeightsConfig | None = None) -> None:
         super().__init__(weights)
         self.owns_store = store_name is None
         self.store_name = store_name or f"rl_actors_{uuid.uuid4().hex[:12]}"
-        self._is_open_here = False  # this process runs the store of `open`
-
-    def __getstate__(self) -> dict:
-        return {**super().__getstate__(), "_is_open_here": False}
 
     async def open(self) -> None:
         if self.owns_store and not self._is_open_here:

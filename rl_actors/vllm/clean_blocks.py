@@ -1,7 +1,6 @@
 """Makes vLLM zero every block of its KV cache before a request gets it.
 
-Attention multiplies unused slots by 0, so another request's NaN there would reach the result. vLLM
-does this by itself only for Mamba layers and caches of several dtypes.
+Attention multiplies unused slots by 0, so another request's NaN there would reach the result.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -18,9 +17,7 @@ def zero_new_blocks() -> None:
 
 
 def scheduler(**arguments: Any) -> "Scheduler":
-    """vLLM's own scheduler, for a core in a process where a worker has not called
-    `zero_new_blocks`.
-    """
+    """vLLM's own scheduler, for a core in a process without a worker."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 

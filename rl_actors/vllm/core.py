@@ -1,7 +1,5 @@
-"""Runs vLLM's engine core (scheduler and model) on the engine's thread, or in a process of its own.
-
-A process of its own overlaps with the handling of outputs: faster on a GPU (docs/generator.md). On
-a CPU they share the cores, and the start takes 10 s longer.
+"""Runs vLLM's engine core (scheduler and model) on the engine's thread, or in a process of its own,
+which overlaps with the handling of outputs: faster on a GPU (docs/generator.md).
 """
 
 import atexit
@@ -21,7 +19,7 @@ from contextlib import AbstractContextManager
 from multiprocessing import resource_tracker, spawn
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -39,7 +37,6 @@ KILLED_AT_START = r"Failed core proc\(s\): \{(\}|'EngineCore\w*': -\d+)"
 """vLLM's error for a core killed at its start. The braces are empty for an unknown exit code."""
 
 SCHEDULER = "rl_actors.vllm.clean_blocks.scheduler"
-
 PARENT_VARIABLE = "RL_ACTORS_CORE_PARENT"
 """A process's pid, for those that it starts. Not set when CHILD begins in the core's process."""
 
@@ -70,65 +67,38 @@ class EngineDiedError(RuntimeError):
     """vLLM's engine has failed for good. The generator must be spawned again."""
 
 
-class Core(Protocol):
-    """How vLLM's engine core runs: InProcess or OwnProcess."""
+class Core:
+    """How vLLM's engine core runs: inside the engine's `step`, on its thread."""
 
-    recovers: bool  # a step may follow an error in a step
+    recovers = True  # a step may follow an error in a step
 
     def options(self, config: GeneratorConfig) -> dict[str, object]:
         """Arguments of vLLM's engine."""
+        return {}
 
-    def starting(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
         """Around the start of the engine."""
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        yield
 
     def watch(self, engine: "LLMEngine", on_death: Callable[[BaseException], None]) -> None:
         """Start a thread that calls `on_death`, naming the process, when one of the core ends."""
 
     def death(self, error: BaseException) -> BaseException:
         """What to raise after a call failed with `error`: if the core has ended, how."""
-
-    def has_died(self) -> bool:
-        """Whether the core has ended, after an error of it."""
-
-    def updating(self, engine: "LLMEngine") -> AbstractContextManager[None]:
-        """Around an update of the weights. No step runs inside."""
-
-
-def core_of(config: GeneratorConfig) -> Core:
-    """By config.own_process. None: a process of its own on a GPU or with tensor parallelism."""
-    own = config.own_process
-    if own is None:
-        own = torch.cuda.is_available() or config.tensor_parallel > 1
-    return OwnProcess() if own else InProcess()
-
-
-class InProcess:
-    """The core computes inside the engine's `step`, on its thread."""
-
-    recovers = True
-
-    def options(self, config: GeneratorConfig) -> dict[str, object]:
-        return {}
-
-    @contextlib.contextmanager
-    def starting(self) -> Iterator[None]:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        yield
-
-    def watch(self, engine: "LLMEngine", on_death: Callable[[BaseException], None]) -> None:
-        """Does nothing: the core ends with this process."""
-
-    def death(self, error: BaseException) -> BaseException:
         return error
 
     def has_died(self) -> bool:
+        """Whether the core has ended, after an error of it."""
         return False
 
     def updating(self, engine: "LLMEngine") -> AbstractContextManager[None]:
+        """Around an update of the weights. No step runs inside."""
         return contextlib.nullcontext()
 
 
-class OwnProcess:
+class OwnProcess(Core):
     """The core is a child process, with tensor parallelism with a child for each rank."""
 
     recovers = False
@@ -255,3 +225,11 @@ def wake_callers(engine: "LLMEngine", error: BaseException) -> None:
         if not future.done():
             future.set_exception(error)
     client.outputs_queue.put(error)
+
+
+def core_of(config: GeneratorConfig) -> Core:
+    """By config.own_process. None: a process of its own on a GPU or with tensor parallelism."""
+    own = config.own_process
+    if own is None:
+        own = torch.cuda.is_available() or config.tensor_parallel > 1
+    return OwnProcess() if own else Core()

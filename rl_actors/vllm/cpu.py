@@ -1,4 +1,4 @@
-"""vLLM on a CPU: options, setup of the process, reloads; `Machine` in start.py has the docs."""
+"""vLLM on a CPU: options, setup of the process, reloads."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,14 +15,12 @@ ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # torch.compile would take twelve seconds for helper kernels
     "TORCH_COMPILE_DISABLE": "1",
-    # oneDNN keeps a kernel (0.4 MiB) for each layer and number of rows, by default 1,024, so memory
-    # would grow for thousands of requests.
+    # by default oneDNN keeps 1,024 kernels (0.4 MiB), each for a layer and a number of rows
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
 }
 KV_CACHE_BYTES = 256 << 20
 BATCHED_TOKENS = 4096
-"""Of one step, unless max_model_len or max_num_seqs is larger. More would delay running requests.
-"""
+"""Of one step, unless max_model_len or max_num_seqs is larger, so as not to delay other requests."""
 
 ADAPTERS = "rl_actors.vllm.cpu_adapters.GroupedAdapters"
 """Replaces vLLM's PunicaWrapperCPU."""
@@ -52,9 +50,7 @@ def require_possible(config: GeneratorConfig) -> None:
 
 
 def options(config: GeneratorConfig) -> dict[str, object]:
-    """vLLM's arguments. Sets up the process; only the calling thread, the engine's, then computes
-    with several threads.
-    """
+    """vLLM's arguments. Then only the calling thread, the engine's, computes with several threads."""
     from vllm.platforms import current_platform
 
     threads.prepare_cpu_process()
@@ -84,11 +80,7 @@ def reloading(model: "nn.Module") -> Iterator[None]:
 
 
 def _forget_packed_experts(model: "nn.Module") -> None:
-    """Drop the experts' kernels: vLLM packs weights only when it builds one.
-
-    Otherwise a reload would write unpacked weights where packed ones are read, or fail, because
-    those are padded.
-    """
+    """Drop the experts' kernels, because vLLM packs weights only when it builds one."""
     if model.config.model_type != SPARSE_MODEL_TYPE:
         return
     for experts in model.moe_layers:

@@ -1,8 +1,6 @@
-"""Applies LoRA adapters on a CPU. vLLM's worker imports it by name.
+"""Applies LoRA adapters on a CPU, where vLLM 0.32 applies the last one also to rows without one.
 
-vLLM 0.32's code applies the last adapter to rows without one, if any row of a batch has one, and
-copies an adapter for every row. T rows (positions), S slots of adapters, R rank, I and O inputs and
-outputs of a layer.
+T rows (positions), S slots of adapters, R rank, I and O inputs and outputs of a layer.
 """
 
 from typing import Any
@@ -60,12 +58,12 @@ def product(x_TI: Tensor, a_RI: Tensor, b_OR: Tensor) -> Tensor:
     return (x_TI.to(a_RI.dtype) @ a_RI.T) @ b_OR.T
 
 
-def groups(places: Tensor) -> list[Group]:
-    """Each adapter's slot and rows. places: of each row, -1 without an adapter.
+def groups(slots: Tensor) -> list[Group]:
+    """Each adapter's slot and rows. slots: of each row, -1 without an adapter.
 
     groups([1, -1, 1]) -> [(1, [0, 2])]
     """
-    found = [int(place) for place in places.unique() if place >= 0]
-    if len(found) == 1 and bool((places == found[0]).all()):
-        return [(found[0], slice(None))]
-    return [(place, torch.nonzero(places == place).flatten()) for place in found]
+    used = [int(slot) for slot in slots.unique() if slot >= 0]
+    if len(used) == 1 and bool((slots == used[0]).all()):
+        return [(used[0], slice(None))]
+    return [(slot, torch.nonzero(slots == slot).flatten()) for slot in used]

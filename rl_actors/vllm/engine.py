@@ -4,23 +4,25 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from rl_actors.config import GeneratorConfig
 from rl_actors.transports.base import Source
 from rl_actors.types import DeviceMemory, Heartbeat, Transfer
 from rl_actors.vllm.core import EngineDiedError, core_of
-from rl_actors.vllm.pull import OneAdapter, SilentWorkerError, WholeWeights, apply_to_prompts, opened
+from rl_actors.vllm.pull import OneAdapter, SilentWorkerError, WholeWeights, opened
 from rl_actors.vllm.requests import NO_VERSION, EngineCall, Request
-from rl_actors.vllm.sleeping import asleep, fall_asleep, wake_up
+from rl_actors.vllm.sleeping import asleep
 from rl_actors.vllm.start import start_vllm
 
 if TYPE_CHECKING:
-    from vllm import LLMEngine, RequestOutput
+    from vllm import LLMEngine
     from vllm import SamplingParams as VLLMParams
     from vllm.lora.request import LoRARequest
 
@@ -35,19 +37,9 @@ class Command:
     fail: Callable[[BaseException], None]  # in its place, if the engine has failed for good
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deferred(Generic[T]):
-    """Work that starts when no request runs, such as sleep."""
-
-    run: Callable[[], T]
-    done: "Future[T]"
-
-
 class EngineThread:
-    """An LLMEngine, and the only thread that may use it, also at its start.
-
-    OpenMP makes a pool of threads for each thread that computes, and two pools would slow every
-    step.
+    """An LLMEngine, and the only thread that may use it, also at its start: OpenMP makes a pool of
+    threads for each thread that computes, and two pools would slow every step.
     """
 
     engine: "LLMEngine"
@@ -63,7 +55,7 @@ class EngineThread:
         # Unfinished, by id; their results differ in type.
         self.requests: dict[str, Request[Any]] = {}
         self.asleep = 0  # level of vLLM's sleep mode; 0: awake
-        self.waiting: list[Deferred[Any]] = []
+        self.waiting: list[Command] = []  # for when no request runs, such as sleep
         self.held: list[EngineCall[Any]] = []  # for after `waiting`
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.num_started = 0  # gives the next id
@@ -84,25 +76,12 @@ class EngineThread:
 
     def submit(self, function: Callable[[], T]) -> "Future[T]":
         """Run a function on the engine's thread between two steps."""
-        future: Future[T] = _running_future()
-        self.commands.put(Command(partial(self._run_into, future, function), future.set_exception))
+        future, command = self._command(function)
+        self.commands.put(command)
         return future
 
-    def start(
-        self,
-        prompts: Sequence[Sequence[int]],
-        make_params: Callable[[int], list["VLLMParams"]],
-        read: Callable[["RequestOutput"], T],
-        adapter: str | None = None,
-        *,
-        name: str = "generate",
-    ) -> EngineCall[T]:
-        """Give all requests of a call to the engine.
-
-        make_params, read, name: as in EngineCall. adapter: of load_adapter; None: that of the
-        pulls, if they bring one.
-        """
-        call = EngineCall(prompts, make_params, read, adapter, name)
+    def start(self, call: EngineCall[T]) -> EngineCall[T]:
+        """Give all requests of a call to the engine."""
         self.commands.put(Command(partial(self._add_requests, call), call.fail))
         return call
 
@@ -114,22 +93,17 @@ class EngineThread:
     def update(self, source: Source, version: int, *, in_flight: bool = True) -> "Future[Transfer]":
         """Replace the weights, or the adapter, by the source's of `version`, between two steps.
 
-        in_flight: running requests go on with them. False: they end first, and new ones wait.
+        in_flight: running requests go on. False: they end first, and new ones wait.
         """
         load = partial(self._load_or_end, source, version)
         return self.submit(load) if in_flight else self._submit_drained(load)
 
     def load_adapter(self, name: str, directory: str) -> "Future[None]":
-        """Load an adapter in peft's format. Does nothing if it is loaded from there, raises
-        ValueError if from elsewhere.
-
-        The directory must stay until it is unloaded, because vLLM may drop the adapter and read it
-        again.
-        """
+        """Load an adapter in peft's format, unless it is loaded. vLLM may read the directory again."""
         return self.submit(partial(self._load_adapter, name, directory))
 
     def unload_adapter(self, name: str) -> "Future[None]":
-        """Forget an adapter, if loaded. Raises ValueError if requests use it."""
+        """Raises ValueError if requests use it."""
         return self.submit(partial(self._unload_adapter, name))
 
     def _load_adapter(self, name: str, directory: str) -> None:
@@ -163,26 +137,31 @@ class EngineThread:
         return self.adapters[call.adapter]
 
     def sleep(self, level: int) -> "Future[DeviceMemory]":
-        """Release the GPU memory of weights and cache after the running requests. Calls then fail
-        until `wake`. level: sleeping.py.
-        """
+        """Release GPU memory after the running requests. Calls then fail until `wake`."""
         return self._submit_drained(partial(self._fall_asleep, level))
 
     def wake(self) -> "Future[DeviceMemory]":
-        """Allocate again what `sleep` has released."""
         return self.submit(self._wake_up)
 
     def _submit_drained(self, function: Callable[[], T]) -> "Future[T]":
         """Run a function when the running requests have ended. Later calls start after it."""
-        deferred = Deferred(run=function, done=_running_future())
-        self.commands.put(Command(partial(self.waiting.append, deferred), deferred.done.set_exception))
-        return deferred.done
+        future, command = self._command(function)
+        self.commands.put(Command(partial(self.waiting.append, command), command.fail))
+        return future
+
+    def _command(self, function: Callable[[], T]) -> "tuple[Future[T], Command]":
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # its caller cannot cancel it
+        return future, Command(partial(self._run_into, future, function), future.set_exception)
 
     def _fall_asleep(self, level: int) -> DeviceMemory:
         begin = time.perf_counter()
         if self.asleep:
             return DeviceMemory()
-        num_bytes = fall_asleep(self.engine, level)
+        self.engine.reset_prefix_cache()
+        num_bytes = self._releasable_bytes()
+        if torch.cuda.is_available():
+            self.engine.sleep(level=level)
         self.asleep = level
         if level == 2:
             self.broken = "sleep(level=2) released its weights"
@@ -193,9 +172,14 @@ class EngineThread:
         begin = time.perf_counter()
         if not self.asleep:
             return DeviceMemory()
-        num_bytes = wake_up(self.engine)
+        if torch.cuda.is_available():
+            self.engine.wake_up()
         self.asleep = 0
-        return DeviceMemory(num_bytes=num_bytes, seconds=time.perf_counter() - begin)
+        return DeviceMemory(num_bytes=self._releasable_bytes(), seconds=time.perf_counter() - begin)
+
+    def _releasable_bytes(self) -> int:
+        """Of all ranks, 0 on a CPU."""
+        return sum(self.engine.collective_rpc("releasable_bytes"))
 
     def _load_or_end(self, source: Source, wanted: int) -> Transfer:
         try:
@@ -270,8 +254,7 @@ class EngineThread:
 
         request_id = str(self.num_started)
         self.num_started += 1
-        # So prefix-cached blocks are of the same weights; a version may return after
-        # load_checkpoint.
+        # so prefix-cached blocks are of the same weights; a version may return after load_checkpoint
         prompt = tokens_input(list(request.call.prompts[request.prompt]), cache_salt=str(self.num_weights))
         self.engine.add_request(request_id, prompt, params, lora_request=adapter)
         self.requests[request_id] = request
@@ -288,13 +271,10 @@ class EngineThread:
             self.core.watch(self.engine, self._on_death)
             self._set_version(NO_VERSION)
             if self.config.has_adapters:
-                apply_to_prompts(self.engine)
+                self.engine.collective_rpc("apply_to_prompts")
             self.weights.begin(self.engine)
-        except Exception as error:
-            started.set_exception(self._named(error))
-            return
         except BaseException as error:
-            started.set_exception(error)
+            started.set_exception(self._named(error))
             return
         started.set_result(None)
         try:
@@ -305,20 +285,17 @@ class EngineThread:
             self._refuse_everything(f"vLLM's engine has failed: {error!r}" if self.core.recovers else str(error))
 
     def _refuse_everything(self, why: str) -> None:
-        """Fail all callers, for ever.
-
-        Linux would kill the processes that this thread has started if it ended (CHILD in core.py).
-        """
+        """Fail all callers, for ever: Linux kills what this thread started if it ends (core.CHILD)."""
         self.death = f"{why}; spawn the generator again"
         for call in [*self.held, *(request.call for request in self.requests.values())]:
             call.fail(EngineDiedError(self.death))
-        for deferred in self.waiting:
-            deferred.done.set_exception(EngineDiedError(self.death))
+        for command in self.waiting:
+            command.fail(EngineDiedError(self.death))
         while True:
             self.commands.get().fail(EngineDiedError(self.death))
 
     def _on_death(self, error: BaseException) -> None:
-        """Make the engine's thread raise the error. For any thread."""
+        """Make the engine's thread raise the error."""
 
         def end() -> None:
             raise error
@@ -344,8 +321,8 @@ class EngineThread:
         self.waiting = []
         calls = self.held
         self.held = []
-        for deferred in waiting:
-            self._run_into(deferred.done, deferred.run)
+        for command in waiting:
+            command.run()
         for call in calls:
             self._add_requests(call)
 
@@ -372,14 +349,13 @@ class EngineThread:
     def _run_into(self, future: "Future[T]", function: Callable[[], T]) -> None:
         try:
             future.set_result(function())
-        except Exception as error:
-            future.set_exception(self._named(error))
         except BaseException as error:
-            future.set_exception(error)
+            future.set_exception(self._named(error))
 
-    def _named(self, error: Exception) -> Exception:
+    def _named(self, error: BaseException) -> BaseException:
         """The error, or an EngineDiedError if the core's death has caused it."""
-        if isinstance(error, ValueError | TypeError | EngineDiedError) or not self.core.has_died():
+        is_other = isinstance(error, ValueError | TypeError | EngineDiedError) or not isinstance(error, Exception)
+        if is_other or not self.core.has_died():
             return error
         return EngineDiedError(f"{self.core.death(error)}; spawn the generator again")
 
@@ -387,10 +363,3 @@ class EngineThread:
         self.engine.abort_request(request_ids)
         for request_id in request_ids:
             self.requests.pop(request_id, None)
-
-
-def _running_future() -> "Future[T]":
-    """A future that its caller cannot cancel."""
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()
-    return future

@@ -1,4 +1,4 @@
-"""vLLM on a GPU: options, CUDA graphs, limits of kernels; `Machine` in start.py has the docs."""
+"""vLLM on a GPU: options, CUDA graphs, limits of kernels."""
 
 import contextlib
 from typing import TYPE_CHECKING
@@ -44,10 +44,7 @@ def require_possible(config: GeneratorConfig) -> None:
 
 
 def options(config: GeneratorConfig) -> dict[str, object]:
-    """vLLM's arguments: CUDA graphs for decoding, no compilation, which would take minutes.
-
-    Limits the calling thread's cores in torch, so call it on the engine's.
-    """
+    """vLLM's arguments, without compilation, which would take minutes. Call it on the engine's thread."""
     from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 
     threads.prepare_gpu_process()
@@ -91,10 +88,7 @@ def kv_cache_bytes(config: GeneratorConfig) -> int | None:
 
 
 def batched_tokens(config: GeneratorConfig) -> int:
-    """Of one step at most: vLLM's core may fail above max_num_seqs * max_model_len.
-
-    On an H200 8,192 with max_num_seqs=4, max_model_len=130 ended it with "illegal memory access".
-    """
+    """Of one step: above max_num_seqs * max_model_len (4 * 130) an H200's core died of 8,192."""
     return min(max(config.max_num_seqs, BATCHED_TOKENS), config.max_num_seqs * config.max_model_len)
 
 

@@ -1,8 +1,6 @@
 """Copies a version of the weights straight into the parameters of a running vLLM model.
 
-The first pull plans which slice each tensor fills: vLLM fuses query, key and value, and gate and
-up, and a tensor-parallel worker reads only its rows or columns. Where this is not possible, vLLM's
-reload loads the weights.
+The first pull plans which slice each tensor fills. Where that is not possible, vLLM reloads.
 """
 
 import math
@@ -46,10 +44,7 @@ def is_possible(model: nn.Module, config: "VllmConfig") -> bool:
 
 
 def make_plan(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Plan:
-    """The targets of a version's tensors.
-
-    Raises ValueError if a tensor has no place, or they do not fill every parameter exactly.
-    """
+    """Raises ValueError if a tensor has no place, or they do not fill every parameter exactly."""
     modules = dict(model.named_modules())
     plan = {name: _target(model, modules, name, shape) for name, shape in shapes.items()}
     filled: dict[int, int] = {}
@@ -120,9 +115,7 @@ def _target(model: nn.Module, modules: Mapping[str, nn.Module], name: str, shape
 
 
 def _layer(model: nn.Module, modules: Mapping[str, nn.Module], name: str) -> tuple[nn.Module, int | None]:
-    """(vLLM's layer, index in a fused one or None) of a Hugging Face name such as
-    model.layers.0.self_attn.q_proj.
-    """
+    """(vLLM's layer, index in a fused one or None) of Hugging Face's model.layers.0.self_attn.q_proj."""
     parent, _, leaf = name.rpartition(".")
     for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
         if leaf in parts and f"{parent}.{fused}" in modules:
@@ -133,9 +126,7 @@ def _layer(model: nn.Module, modules: Mapping[str, nn.Module], name: str) -> tup
 
 
 def _fused_rows(layer: nn.Module, part: int) -> tuple[int, int, int]:
-    """(first row in this worker's parameter, first row in the version's tensor, number). part:
-    index in the fused layer.
-    """
+    """(first row in this worker's parameter, first row in the version's tensor, number)."""
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 
     if isinstance(layer, QKVParallelLinear):

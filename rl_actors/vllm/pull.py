@@ -1,7 +1,4 @@
-"""The actor's part of a pull; weights.py has the workers'.
-
-All workers open the version (access or receive its tensors), then all load it into the model.
-"""
+"""The actor's part of a pull; in weights.py all workers open a version, then all load it."""
 
 import contextlib
 import pickle
@@ -23,9 +20,7 @@ if TYPE_CHECKING:
 ADAPTER_ID = 1
 """vLLM's id for the adapter of the pulls."""
 TIMED_OUT = "RPC call to answer timed out."
-"""vLLM's error for a silent worker ("answer" is the method that `_ask` calls). A core in its own
-process sends no type.
-"""
+"""vLLM's error for a silent worker. A core in its own process sends no type."""
 ANSWER_SECONDS = 10.0
 """Seconds beyond the work's limit, for a worker's own error about a hanging trainer."""
 
@@ -49,9 +44,7 @@ class WholeWeights:
         """Does nothing: the engine starts with weights."""
 
     def load(self, engine: "LLMEngine", source: Source) -> float:
-        """Replace the weights. Returns the slowest worker's seconds. After a failure the model may
-        mix two versions.
-        """
+        """Returns the slowest worker's seconds. After a failure the model may mix two versions."""
         return max(_ask(engine, source, "load", "load_version"))
 
 
@@ -76,16 +69,10 @@ class OneAdapter:
         self.request = LoRARequest("adapter", ADAPTER_ID, "in memory")
 
     def load(self, engine: "LLMEngine", source: Source) -> float:
-        """Replace the adapter. Returns the slowest worker's seconds."""
+        """Returns the slowest worker's seconds."""
         lora = self.config.lora
-        return max(
-            _ask(engine, source, "load", "load_adapter", ADAPTER_ID, lora.rank, lora.alpha, adapters.modules(lora))
-        )
-
-
-def apply_to_prompts(engine: "LLMEngine") -> None:
-    """Apply adapters of the output projection to logprobs of prompts too, which vLLM does not."""
-    engine.collective_rpc("apply_to_prompts")
+        arguments = (ADAPTER_ID, lora.rank, lora.alpha, adapters.modules(lora))
+        return max(_ask(engine, source, "load", "load_adapter", *arguments))
 
 
 class SilentWorkerError(TimeoutError):
@@ -110,16 +97,14 @@ def opened(engine: "LLMEngine", source: Source) -> Iterator[Opened]:
 
 
 def _ask(engine: "LLMEngine", source: Source, phase: str, method: str, *arguments: object) -> list[Any]:
-    """The results of a WeightsExtension method in all workers. Raises the first failed worker's
-    error, SilentWorkerError without an answer.
-    """
+    """The results of a WeightsExtension method in all workers, or the first one's error."""
     timeout = source.timeout + ANSWER_SECONDS
     try:
         answers = engine.collective_rpc("answer", timeout=timeout, args=(method, *arguments))
     except Exception as error:
         if TIMED_OUT not in str(error):
             raise
-        where = f"pull of {source.key}: {actor_name()}: {phase}"
+        where = f"pull of {source.manifest.key}: {actor_name()}: {phase}"
         raise SilentWorkerError(f"{where} was not done by every worker within {timeout:g} s") from None
     for rank, (_, failure) in enumerate(answers):
         if failure:

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NO_VERSION = -1
-"""policy_version without complete weights of a trainer: before the first pull, after a failed one,
-after sleep(2).
-"""
+"""policy_version before the first pull, after a failed one, and after sleep(2)."""
 
 
 class EngineCall(Generic[T]):
@@ -37,10 +35,8 @@ class EngineCall(Generic[T]):
         adapter: str | None = None,
         name: str = "generate",
     ) -> None:
-        """make_params: index of a prompt -> parameters of its requests. read: vLLM's output ->
-        result.
-
-        adapter: of load_adapter. name: for error texts.
+        """make_params: index of a prompt -> parameters of its requests. adapter: of load_adapter;
+        None: that of the pulls, if they bring one. name: for error texts.
         """
         self.prompts = prompts
         self.make_params = make_params
@@ -55,11 +51,9 @@ class EngineCall(Generic[T]):
         self._waiter: tuple[int, Future[list[tuple[int, list[T]]]]] | None = None
 
     def take(self, at_least: int) -> "Future[list[tuple[int, list[T]]]]":
-        """A future of the (index, results) of prompts that finished since the last `take`, in that
-        order.
+        """(index, results) of prompts that finished since the last `take`: `at_least`, or all left.
 
-        Done with `at_least` prompts, when none is left, or when the call has failed. A later `take`
-        completes it with an empty list.
+        A later `take` completes it with an empty list.
         """
         future: Future[list[tuple[int, list[T]]]] = Future()
         future.set_running_or_notify_cancel()  # not cancellable, so set_result cannot fail
@@ -102,9 +96,7 @@ class EngineCall(Generic[T]):
                 self._answer()
 
     def _answer(self) -> None:
-        """Complete the last `take` if it is due. A failure loses finished prompts that were not
-        taken.
-        """
+        """Complete the last `take` if it is due. A failure loses what was not taken."""
         if self._waiter is None:
             return
         at_least, future = self._waiter
@@ -129,10 +121,7 @@ class Request(Generic[T]):
 
 
 def vllm_params(params: SamplingParams, prompt: int, model_stops: Sequence[int] = ()) -> list["VLLMParams"]:
-    """A request for each completion, with its own seed and policy versions.
-
-    prompt: p in SamplingParams.seed. model_stops: the model's stop tokens.
-    """
+    """A request for each completion. prompt: p in SamplingParams.seed."""
     from vllm import SamplingParams as VLLMParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -183,17 +172,13 @@ def read_top(positions: Sequence[Mapping[int, "Logprob"]], count: int) -> TopLog
     ids = []
     logprobs = []
     for by_token in positions:
-        likeliest = sorted(by_token.items(), key=_rank)[:count]
+        likeliest = sorted(by_token.items(), key=lambda pair: pair[1].rank or 0)[:count]
         ids.append([token for token, _ in likeliest])
         logprobs.append([entry.logprob for _, entry in likeliest])
     return TopLogprobs(
         token_ids=torch.tensor(ids, dtype=torch.int64).reshape(len(ids), count),
         logprobs=torch.tensor(logprobs, dtype=torch.float32).reshape(len(ids), count),
     )
-
-
-def _rank(pair: "tuple[int, Logprob]") -> int:
-    return pair[1].rank or 0
 
 
 def read_prompt_logprobs(output: "RequestOutput") -> Tensor:

@@ -4,14 +4,9 @@ Level 1 keeps the weights on the host, level 2 drops them, so a pull must follow
 keeps addresses, so CUDA graphs stay valid. On a CPU nothing is released; refusals are the same.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from rl_actors.config import GeneratorConfig
-
-if TYPE_CHECKING:
-    from vllm import LLMEngine
 
 LEVELS = (1, 2)
 
@@ -37,25 +32,5 @@ def require_possible(config: GeneratorConfig, level: int, *, has_transport: bool
         )
 
 
-def fall_asleep(engine: "LLMEngine", level: int) -> int:
-    """Release weights and cache. Returns the bytes of all ranks (0 on a CPU)."""
-    engine.reset_prefix_cache()
-    num_bytes = _releasable_bytes(engine)
-    if torch.cuda.is_available():
-        engine.sleep(level=level)
-    return num_bytes
-
-
-def wake_up(engine: "LLMEngine") -> int:
-    """Allocate them again. Returns the bytes of all ranks (0 on a CPU)."""
-    if torch.cuda.is_available():
-        engine.wake_up()
-    return _releasable_bytes(engine)
-
-
 def asleep(call: str) -> RuntimeError:
     return RuntimeError(f"{call} is not possible while the generator sleeps: call wake first")
-
-
-def _releasable_bytes(engine: "LLMEngine") -> int:
-    return sum(engine.collective_rpc("releasable_bytes"))

@@ -32,21 +32,14 @@ WORKER_EXTENSION = "rl_actors.vllm.weights.WeightsExtension"
 
 
 class Machine(Protocol):
-    """The protocol of the modules cpu.py and gpu.py."""
+    """What cpu.py and gpu.py define."""
 
     ENV: dict[str, str]  # environment of vLLM's process
 
-    def require_possible(self, config: GeneratorConfig) -> None:
-        """Raises ValueError if vLLM cannot run this config on the machine."""
-
-    def options(self, config: GeneratorConfig) -> dict[str, object]:
-        """vLLM's arguments. Also sets up the process."""
-
-    def prepare_worker(self) -> None:
-        """Prepare a worker's process, before it loads the model."""
-
-    def reloading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Around a reload of all weights."""
+    def require_possible(self, config: GeneratorConfig) -> None: ...
+    def options(self, config: GeneratorConfig) -> dict[str, object]: ...
+    def prepare_worker(self) -> None: ...
+    def reloading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]: ...
 
 
 def this_machine() -> Machine:
@@ -56,10 +49,8 @@ def this_machine() -> Machine:
 
 
 def require_machine(config: GeneratorConfig) -> None:
-    """Raises ValueError if there is no GPU and vLLM cannot run the config on a CPU.
-
-    A GPU's limits are checked in the generator's process, because reading them takes memory of the
-    GPU.
+    """Raises ValueError if vLLM cannot run the config on a CPU. A GPU's limits are checked in the
+    generator's process, because reading them takes memory of the GPU.
     """
     if not torch.cuda.is_available():
         cpu.require_possible(config)

@@ -1,7 +1,6 @@
 """What runs in vLLM's workers: the methods of WeightsExtension, most of them for a pull.
 
-A worker opens a version by its Source, then loads its tensors one by one, which alone changes the
-model. Errors are returned, so that every worker answers.
+Errors are returned, so that every worker answers.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ from rl_actors.vllm.in_place import Plan, is_possible, load_in_place, make_plan
 from rl_actors.vllm.start import this_machine
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 logger = logging.getLogger(__name__)
@@ -54,10 +53,8 @@ class WeightsExtension:
         def reload_weights(self, *, weights_iterator: Iterator[tuple[str, Tensor]]) -> None: ...
 
     def remove_shared_names(self) -> int:
-        """Remove the files in /dev/shm of the memory that ranks share on a CPU. Returns this pid.
-
-        All have opened it by now, and vLLM would leave them after a kill. The kernel frees the
-        memory.
+        """Remove the names in /dev/shm of the ranks' shared memory on a CPU, which vLLM would leave
+        after a kill; all have opened it. Returns this pid.
         """
         if ident := os.environ.get("VLLM_DIST_IDENT"):
             for segment in SHARED_MEMORY.glob(f"{ident}-*-cpushm_*"):
@@ -81,38 +78,30 @@ class WeightsExtension:
             return None, cloudpickle.dumps(sendable(error))
 
     def open_version(self, payload: bytes) -> tuple[str, str, int, float]:
-        """Open a pickled Source's version. The model does not change.
-
-        Returns (path, such as "tcp", its reason, bytes, seconds).
-        """
+        """Open a pickled Source's version. Returns (path, such as "tcp", reason, bytes, seconds)."""
         begin = time.perf_counter()
         source: Source = pickle.loads(payload)
         self.close_version()
         with contextlib.ExitStack() as stack:
             self.version = version = stack.enter_context(source.open())
             self.opened = stack.pop_all()
-        return version.path, version.reason, version.num_bytes, time.perf_counter() - begin
+        return version.path, version.reason, version.manifest.num_bytes, time.perf_counter() - begin
 
     def close_version(self) -> None:
         if self.opened is not None:
             self.opened.close()
         self.opened = self.version = None
 
-    def _open_version(self) -> OpenVersion:
-        if self.version is None:
-            raise RuntimeError("no version is open")
-        return self.version
-
     def load_version(self) -> float:
         """Replace all weights. Returns the seconds. After a failure the model may mix two versions."""
         begin = time.perf_counter()
-        version = self._open_version()
+        assert self.version is not None
         model = self.get_model()
-        plan = self._plan_for(version, model)
+        plan = self._plan_for(self.version, model)
         if plan:
-            load_in_place(plan, version)
+            load_in_place(plan, self.version)
         else:
-            self._reload(version, model)
+            self._reload(self.version, model)
         return time.perf_counter() - begin
 
     def _plan_for(self, version: OpenVersion, model: nn.Module) -> Plan:
@@ -121,7 +110,7 @@ class WeightsExtension:
             self.plan = {}
             if is_possible(model, self.vllm_config):
                 try:
-                    self.plan = make_plan(model, version.shapes)
+                    self.plan = make_plan(model, version.manifest.shapes)
                 except ValueError as error:
                     logger.warning(
                         "pulls use vLLM's own reload, which is slower than a direct copy of the weights: %s", error
@@ -129,19 +118,19 @@ class WeightsExtension:
         return self.plan
 
     def _reload(self, version: OpenVersion, model: nn.Module) -> None:
+        from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
+
         config = self.vllm_config.model_config
-        with this_machine().reloading(model), quiet_about_layers_without_weights():
+        with this_machine().reloading(model), filtered_warnings(is_of_a_layer_with_weights):
             try:
                 self.reload_weights(weights_iterator=cast_tensors(version, config.dtype))
             except BaseException:
-                _end_reload(model, config)
+                with filtered_warnings(lambda record: False):  # of every layer
+                    finalize_layerwise_reload(model, config)  # so that another reload can begin
                 raise
 
     def apply_to_prompts(self) -> None:
-        """Apply adapters of the output projection to prompts.
-
-        vLLM does so only where it samples, and would fail or compute wrong logprobs of prompts.
-        """
+        """Apply adapters of the output projection to prompts too: vLLM only does where it samples."""
         from vllm.lora.layers import LogitsProcessorWithLoRA
 
         heads = [module for module in self.get_model().modules() if isinstance(module, LogitsProcessorWithLoRA)]
@@ -151,21 +140,19 @@ class WeightsExtension:
             runner._get_prompt_logprobs_dict = PromptLogprobs(head, runner._get_prompt_logprobs_dict)
 
     def load_adapter(self, adapter_id: int, rank: int, alpha: float, modules: list[str]) -> float:
-        """Replace the adapter by the open version's tensors. Returns the seconds.
-
-        vLLM's own call reads a directory. modules: the layers that it changes.
-        """
+        """Replace the adapter by the open version's tensors. Returns the seconds."""
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
 
         begin = time.perf_counter()
+        assert self.version is not None
         lora = self.model_runner.lora_manager
         dtype = lora.lora_config.lora_dtype
         mapper = getattr(self.get_model(), "hf_to_vllm_mapper", None)
         adapter = LoRAModel.from_lora_tensors(
             adapter_id,
             # views may be valid only while the version is open
-            {name: tensor.to(dtype, copy=True) for name, tensor in self._open_version().tensors()},
+            {name: tensor.to(dtype, copy=True) for name, tensor in self.version.tensors()},
             PEFTHelper(r=rank, lora_alpha=alpha, target_modules=modules),
             device="cpu",
             dtype=dtype,
@@ -192,10 +179,7 @@ class PromptLogprobs:
         self.hidden_TD = torch.empty(0)
 
     def __call__(self, hidden_TD: Tensor, num_scheduled_tokens: dict[str, int]) -> Any:
-        """Compute with this object as the head's punica_wrapper, for `add_lora_logits`.
-
-        hidden_TD: the last hidden states of the step.
-        """
+        """Compute with this object as the head's punica_wrapper, for `add_lora_logits`."""
         self.hidden_TD = hidden_TD
         self.punica = self.head.punica_wrapper
         self.head.punica_wrapper = self
@@ -206,10 +190,9 @@ class PromptLogprobs:
             self.hidden_TD = torch.empty(0)
 
     def add_lora_logits(self, logits_TV: Tensor, x_TD: Tensor, a_S1RD: Tensor, b_S1VR: Tensor, scale: float) -> Tensor:
-        """Add an adapter's term to the logits of one request's prompt.
+        """Add an adapter's term to the logits of one request's prompt. x_TD: rows of `hidden_TD`.
 
-        x_TD: rows of `hidden_TD`. a_S1RD, b_S1VR: A and B of a step's S adapters, R the largest
-        rank.
+        a_S1RD, b_S1VR: A and B of a step's S adapters, R the largest rank.
         """
         row = (x_TD.storage_offset() - self.hidden_TD.storage_offset()) // self.hidden_TD.stride(0)
         slot = int(self.punica.token_lora_indices[row])
@@ -227,34 +210,18 @@ def cast_tensors(version: OpenVersion, dtype: torch.dtype) -> Iterator[tuple[str
         del tensor  # free before the next is assembled
 
 
-def _end_reload(model: nn.Module, config: "ModelConfig") -> None:
-    """End a failed reload, so that another can begin."""
-    from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
-
-    logger = logging.getLogger(RELOAD_LOGGER)
-    logger.addFilter(_drop)  # vLLM would warn about every layer
-    try:
-        finalize_layerwise_reload(model, config)
-    finally:
-        logger.removeFilter(_drop)
-
-
-def _drop(record: logging.LogRecord) -> bool:
-    return False
-
-
 @contextlib.contextmanager
-def quiet_about_layers_without_weights() -> Iterator[None]:
-    """Drop the warnings in NO_WEIGHTS_TO_LOAD, logged at every pull."""
-    logger = logging.getLogger(RELOAD_LOGGER)
-    logger.addFilter(_is_of_a_layer_with_weights)
+def filtered_warnings(keeps: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
+    """Drop other warnings of vLLM's reload in the body."""
+    reload_logger = logging.getLogger(RELOAD_LOGGER)
+    reload_logger.addFilter(keeps)
     try:
         yield
     finally:
-        logger.removeFilter(_is_of_a_layer_with_weights)
+        reload_logger.removeFilter(keeps)
 
 
-def _is_of_a_layer_with_weights(record: logging.LogRecord) -> bool:
+def is_of_a_layer_with_weights(record: logging.LogRecord) -> bool:
     return record.getMessage() not in NO_WEIGHTS_TO_LOAD
 
 

@@ -9,6 +9,7 @@ from own_models import CHAT_TEMPLATE, save_tokenizer
 
 from controllers.environments import Message, Problem
 from controllers.rollouts.chat import ChatConfig
+from controllers.rollouts.episodes import EpisodeLimits
 from controllers.rollouts.evaluation import EvaluationSet, Evaluator, PassAtKConfig
 from controllers.rollouts.groups import RolloutConfig, Rollouts
 from controllers.rollouts.queue import RolloutQueue
@@ -159,23 +160,23 @@ def test_a_stop_token_that_the_tokenizer_lacks_is_refused(make, ids):
         make(generation={"eos_token_id": ids})
 
 
-def test_rollouts_and_validation_send_prompts_from_the_template_and_all_stop_tokens(make):
+def test_rollouts_and_evaluation_send_prompts_from_the_template_and_all_stop_tokens(make):
     tokenizer = make(chat=ChatConfig(enabled=True), generation={"eos_token_id": [258, 256]})
     environment, generator = ParityReward(0.0, 3), RandomGenerator()
     config = RolloutConfig(groups_per_step=2, group_size=2, dynamic_sampling_rounds=0)
-    rollouts = Rollouts(config, environment, tokenizer, generator, max_tokens=4, seed=0)
+    limits = EpisodeLimits(max_turns=1, max_tokens=64, max_tokens_per_turn=4)
+    rollouts = Rollouts(config, environment, tokenizer, generator, limits=limits, seed=0)
     sets = [EvaluationSet(name="", environment=environment, problems=environment.held_out())]
-    validator = Evaluator(
+    evaluator = Evaluator(
         sets=sets,
         generator=generator,
         tokenizer=tokenizer,
-        max_tokens=4,
+        limits=limits,
         seed=0,
         pass_at_k=PassAtKConfig(),
-        player=None,
     )
     asyncio.run(RolloutQueue(rollouts).next_batch(version=0))
-    asyncio.run(validator())
+    asyncio.run(evaluator())
     trained, held_out = generator.generations
     assert [written(tokenizer, prompt) for prompt in trained.prompts + held_out.prompts] == [
         f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"

@@ -16,10 +16,9 @@ import torch
 
 from configs.tiny import tiny
 from controllers.observe.run_folder import RunFolder
-from controllers.run import checkpoints, checksums
+from controllers.run import checkpoints
 from controllers.run.checkpoints import Checkpoints, removable
-from controllers.run.run import Run
-from controllers.run.supervision import Supervision
+from controllers.run.run import Run, Supervision
 
 
 @dataclass
@@ -294,7 +293,7 @@ def test_a_checkpoint_without_checksums_is_taken_as_it_is(tmp_path):
 def test_write_durably_syncs_the_file_and_then_its_folder(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
-    checksums.write_durably(tmp_path / "file", "text")
+    checkpoints.write_durably(tmp_path / "file", "text")
     assert synced == [f"{tmp_path}/file.tmp", str(tmp_path)] and (tmp_path / "file").read_text() == "text"
 
 

@@ -16,11 +16,11 @@ from controllers import config_file
 from controllers.algorithms.schedules import ScheduleConfig
 from controllers.environments import EnvironmentConfig
 from controllers.program import cli
-from rl_actors.config import TrainerConfig
+from controllers.run import config as run_config
 
 
 @dataclass(kw_only=True)
-class RunConfig:
+class RunConfig(run_config.RunConfig):
     steps: int = 10
     """Optimizer steps of the run."""
     seed: int = 0
@@ -35,11 +35,8 @@ class RunConfig:
     """A path."""
     mode: Literal["fast", "slow"] = "fast"
     """A choice."""
-    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
-    presets: ClassVar[dict] = {}
     short_flags: ClassVar[dict[str, str]] = {"--lr": "--schedule.learning-rate"}
 
     def with_local_models(self) -> "RunConfig":
@@ -103,6 +100,7 @@ def test_flags_with_dashes_or_underscores_edit_the_chosen_config():
     lines = parse("--config=tiny_tp2", "--steps=3", "--trainer.model.hidden_size=64", "--output_dir", "o")
     expected = tiny_tp2()
     expected.steps, expected.trainer.model.hidden_size = 3, 64
+    expected = replace(expected)  # the generator's model follows the trainer's
     assert dashes == lines and dashes.config == expected
     assert dashes.output_dir == Path("o") and dashes.config_name == "tiny_tp2"
 
@@ -206,7 +204,7 @@ def test_help_all_names_every_field_with_meaning_and_default(capsys):
     text = capsys.readouterr().out
     assert exit.value.code == 0
     names = [name for name, _ in config_file.leaves(json.loads(config_file.to_json(replace(tiny(), scales={}))))]
-    for name in [n for n in names if not n.startswith("environment.options.")]:
+    for name in [n for n in names if not n.startswith(("environment.options.", "generator."))]:
         assert f"--{name.replace('_', '-')}" in text, name
     flat = " ".join(text.replace("│", " ").split())
     assert "--steps INT Optimizer steps of the run. (default: 10)" in flat

@@ -29,7 +29,7 @@ from controllers.observe.logger import MetricsLogger, Timer
 from controllers.observe.run_folder import RunFolder, read_jsonl
 from controllers.rollouts.evaluation import build_sets
 from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
-from controllers.run.colocation import Colocated, ColocationConfig, Separate
+from controllers.run.colocation import Colocated, Colocation, ColocationConfig
 from controllers.run.run import open_run
 from rl_actors.clients.call import in_background
 from rl_actors.config import LoRAConfig
@@ -320,7 +320,7 @@ def test_only_a_critic_that_takes_turns_works_before_the_trainer_and_then_frees_
         ]
     else:
         assert calls == ["critic begins", "trainer begins", "critic ends", "trainer ends"]
-    both = asyncio.run(Separate().run_both(critic.work(), trainer.work()))
+    both = asyncio.run(Colocation().run_both(critic.work(), trainer.work()))
     assert both == ("critic", "trainer") and calls[-4:] == [
         "critic begins",
         "trainer begins",
@@ -366,7 +366,7 @@ def test_impossible_turns_are_refused_with_the_name_of_the_setting():
     apart = replace(config, generator=replace(config.generator, gpu=1))
     with pytest.raises(
         ValueError,
-        match=r"share no GPU, .* the generator uses 1 GPU from generator.gpu=1 on, and the trainer uses 1 GPU from trainer.gpu=0 on",
+        match=r"share no GPU, .* generator.gpu=1 gives the GPUs \[1\], and trainer.gpu=0 the GPUs \[0\]",
     ):
         apart.validate()
     with pytest.raises(ValueError, match="colocation.enabled=True, but this run has no generator"):

@@ -15,7 +15,7 @@ from controllers.observe.charts import COLORS
 
 @pytest.fixture(scope="module")
 def two_runs(tmp_path_factory) -> list[Path]:
-    """The folders of two runs. The first has ended. The second still runs. It has another config and no validation."""
+    """The folders of two runs. The first has ended. The second still runs. It has another config and no evaluation."""
     tmp_path = tmp_path_factory.mktemp("runs")
     first = whole_run(tmp_path / "first")
     records = [{**grpo_record(step), "reward/mean": 0.9, "eval/reward": None} for step in (1, 2)]
@@ -37,8 +37,8 @@ def test_a_run_has_one_color_and_a_curve_in_every_chart_of_its_metrics(html):
     assert {"Loss, sft", "Loss, grpo", "Clipped tokens: low side", "Time of a step: generate"} <= set(charts)
     curves = {title: [(curve["name"], curve["color"]) for curve in chart["curves"]] for title, chart in charts.items()}
     assert curves["Reward"] == [("first", COLORS[0]), ("second", COLORS[1])]
-    # The second run has no validation.
-    assert curves["Validation: hard"] == [("first", COLORS[0])]
+    # The second run has no evaluation.
+    assert curves["Evaluation: hard"] == [("first", COLORS[0])]
     assert all(set(colors) <= set(curves["Reward"]) for colors in curves.values())
 
 

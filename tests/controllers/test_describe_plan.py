@@ -239,9 +239,9 @@ def test_without_gpus_all_processes_share_the_memory_of_the_machine(monkeypatch)
         "reference-0 to reference-1": 2 * reference,
         "generator-0": whole // 2 + (1 << 30),
     }
-    monkeypatch.setattr(describe_plan, "_machine_memory", lambda: demand.total)
+    monkeypatch.setattr(describe_plan.psutil, "virtual_memory", lambda: SimpleNamespace(total=demand.total))
     describe_plan.require_memory(config)
-    monkeypatch.setattr(describe_plan, "_machine_memory", lambda: demand.total - 1)
+    monkeypatch.setattr(describe_plan.psutil, "virtual_memory", lambda: SimpleNamespace(total=demand.total - 1))
     with pytest.raises(
         ValueError, match="this machine has .*, but its processes need .*; to take less, choose a smaller model"
     ):

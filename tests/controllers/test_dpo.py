@@ -186,7 +186,7 @@ WRONG = {
     ),
     "an unknown rejected column": (FEW, ["--environment.rejected-column", "worse"], "has no column 'worse'"),
     "no rejected column": (FEW, ["--environment.rejected-column", ""], "environment.rejected_column=''"),
-    "a validation set without pairs": (FEW, ["--validation", '{"x": {"task": "chain_sum"}}'], "x.rejected_column=''"),
+    "an evaluation set without pairs": (FEW, ["--evaluation", '{"x": {"task": "chain_sum"}}'], "x.rejected_column=''"),
     "no pairs in a step": (FEW, ["--pairs-per-step", "0"], "pairs_per_step=0; it must be at least 1"),
 }
 

@@ -46,8 +46,8 @@ def run(folder: RunFolder) -> tuple[list[dict[str, Any]], str]:
     """Run the config. Returns the records of its steps without the MEASURED keys, and the terminal output."""
     made = config()
     made.validate()
-    environment, evaluation_sets = launch._task(made)
-    task = (environment, evaluation_sets, launch._tokenizer(made, environment, evaluation_sets))
+    made, task = launch._with_task(made)
+    task = replace(task, scorer=Scorer())
     invocation = cli.Invocation(
         config=made,
         config_name="tiny",
@@ -58,7 +58,7 @@ def run(folder: RunFolder) -> tuple[list[dict[str, Any]], str]:
         **dict.fromkeys(("dry_run", "plan", "verbose"), False),
     )
     terminal = io.StringIO()
-    assert asyncio.run(launch._train(train, invocation, folder, *task, Scorer(), terminal, Interruption())) == 0
+    assert asyncio.run(launch._train(train, invocation, folder, task, terminal, Interruption())) == 0
     records = []
     for record in read_jsonl(folder.metrics):
         records.append({key: value for key, value in record.items() if not key.startswith(MEASURED)})

@@ -159,7 +159,7 @@ def test_a_users_function_gets_the_seed_and_the_options():
         ({"task": "nowhere:make"}, "task='nowhere:make' cannot be imported"),
         ({"options": {"digits": 3}}, "digits.*known options: min_terms, max_terms"),
         ({"options": {"min_terms": 0}}, "min_terms must be positive"),
-        ({"options": [1]}, r"options=\[1\] is not a JSON object"),
+        ({"options": [1]}, r"options=\[1\] is of type list; it must be dict"),
         (
             {"prompt": "{expresion}"},
             "uses the unknown field 'expresion'; the problems of task=.* have these fields: .*expression",

@@ -15,12 +15,11 @@ from controllers.environments import EpisodeError, Message, Problem, Reply, Scor
 from controllers.environments.calculator import CalculatorError, Products, calculate
 from controllers.environments.config import EnvironmentConfig
 from controllers.environments.guessing import GuessingGame
-from controllers.environments.together import together
+from controllers.environments.scorer import together
 from controllers.rollouts.chat import ChatConfig
-from controllers.rollouts.episode_rollouts import EpisodeRollouts
-from controllers.rollouts.episodes import EpisodeLimits, PlayedEpisode, Player, Sampled, TurnSender
+from controllers.rollouts.episodes import EpisodeLimits, PlayedEpisode, Player, TurnSender
 from controllers.rollouts.evaluation import EvaluationSet, Evaluator, PassAtKConfig
-from controllers.rollouts.groups import RolloutConfig
+from controllers.rollouts.groups import RolloutConfig, Rollouts
 from controllers.rollouts.queue import RolloutQueue
 from controllers.rollouts.tokenizer import Tokenizer, build_character_tokenizer, load_tokenizer
 from rl_actors import Completion, SamplingParams
@@ -299,9 +298,8 @@ def some_digit(prompt: list[int], index: int) -> list[int]:
 def queue_of(generator, tokenizer, environment=None, *, pending=(), cursor=0, **options) -> RolloutQueue:
     config = RolloutConfig(**{"groups_per_step": 2, "group_size": 3, "dynamic_sampling_rounds": 0, **options})
     limits = EpisodeLimits(max_turns=4, max_tokens=64, max_tokens_per_turn=1)
-    player = Player(tokenizer=tokenizer, limits=limits, scorer=Scorer())
     environment = environment or GuessingGame(seed=0, num_held_out=10)
-    rollouts = EpisodeRollouts(config, environment, generator, player, seed=0)
+    rollouts = Rollouts(config, environment, tokenizer, generator, limits=limits, seed=0)
     return RolloutQueue(rollouts, pending=pending, cursor=cursor)
 
 
@@ -427,7 +425,7 @@ def test_a_group_of_episodes_has_summed_rewards_for_grpo_and_rewards_per_token_f
     ]
 
 
-def test_validation_plays_greedy_episodes_of_the_held_out_problems(characters):
+def test_evaluation_plays_greedy_episodes_of_the_held_out_problems(characters):
     def search(prompt: list[int], index: int) -> list[int]:
         """Guess by binary search, with the hints that the prompt has so far."""
         low, high = 0, 9
@@ -440,16 +438,15 @@ def test_validation_plays_greedy_episodes_of_the_held_out_problems(characters):
 
     generator, environment = TalkingGenerator(search), GuessingGame(seed=0, num_held_out=10)
     limits = EpisodeLimits(max_turns=4, max_tokens=64, max_tokens_per_turn=1)
-    validator = Evaluator(
+    evaluator = Evaluator(
         sets=[EvaluationSet(name="", environment=environment, problems=environment.held_out())],
         generator=generator,
         tokenizer=characters,
-        max_tokens=1,
+        limits=limits,
         seed=0,
         pass_at_k=PassAtKConfig(num_samples=2, k=(1,)),
-        player=Player(tokenizer=characters, limits=limits, scorer=Scorer()),
     )
-    scores = asyncio.run(validator())
+    scores = asyncio.run(evaluator())
     assert scores.metrics == {"eval/reward": 1.0, "eval/pass@1": 1.0}
     assert [sample["completion"] for sample in scores.samples[:2]] == ["4\n-\n1\n-\n0\n=", "4\n-\n1\n="]
     assert generator.params[0].temperature == 0 and generator.params[0].n == 1
@@ -593,7 +590,7 @@ def test_a_turn_that_the_generator_refuses_raises_in_its_episode():
 
     async def scenario() -> None:
         async with TurnSender(Refusing(), SimpleNamespace()) as sender:
-            await Sampled(sender=sender, first_number=0)([], 0)
+            await sender.complete(0, [], 0)
 
     with pytest.raises(ValueError, match="prompt 0 has 0 tokens"):
         asyncio.run(scenario())

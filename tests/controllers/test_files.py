@@ -234,7 +234,7 @@ def test_a_run_whose_data_has_changed_is_not_resumed(tmp_path, loop):
     write(hard, '{"prompt": "1", "answer": "2"}\n')
     config = next(iter(CONFIGS[f"controllers.{loop}"].values()))()
     config.environment = EnvironmentConfig(mixture=[{"task": str(train)}, {"task": "count_bits"}])
-    config.validation = {"hard": EnvironmentConfig(task=str(hard))}
+    config.evaluation = {"hard": EnvironmentConfig(task=str(hard))}
     folder = RunFolder(tmp_path)
     config.validate_resumed(folder)  # a folder of a version that wrote no digests
     folder.data.write_text(json.dumps(config.data_digests()))

@@ -1,6 +1,6 @@
 """Tests of the gate of a run. A gate is a step and a reward.
 
-The first validation at or after the step must reach the reward. Otherwise the run ends with status 3.
+The first evaluation at or after the step must reach the reward. Otherwise the run ends with status 3.
 """
 
 import math
@@ -19,7 +19,7 @@ from controllers.run.gate import METRIC, Gate, GateMissedError
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_first_validation_at_or_after_the_step_decides():
+def test_the_first_evaluation_at_or_after_the_step_decides():
     gate = Gate.parse("40:0.9")
     gate.check(39, {METRIC: 0.1})
     gate.check(40, {"loss": 0.1})
@@ -42,10 +42,10 @@ def test_a_resumed_run_recalls_whether_it_has_passed_its_gate(accuracies, is_pas
     assert gate.is_passed == is_passed
 
 
-def test_a_run_that_ends_before_the_validation_of_its_gate_misses_the_gate():
+def test_a_run_that_ends_before_the_evaluation_of_its_gate_misses_the_gate():
     gate = Gate.parse("40:0.9")
     gate.check(39, {METRIC: 1.0})
-    with pytest.raises(GateMissedError, match="without a validation at or after step 40"):
+    with pytest.raises(GateMissedError, match="without an evaluation at or after step 40"):
         gate.end()
 
 

@@ -8,13 +8,15 @@ import itertools
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from fakes import Generation, NearTrainer, ParityReward, RandomGenerator, Step
+from fakes import ActorOfNothing, Generation, NearTrainer, ParityReward, RandomGenerator, Step
 from rich.console import Console
 
 import rl_actors
 from configs.tiny import tiny
+from controllers.algorithms.kl_control import KLControlConfig
 from controllers.algorithms.schedules import ScheduleConfig
 from controllers.environments import EnvironmentConfig, Problem
 from controllers.grpo import GRPOConfig, train
@@ -39,9 +41,9 @@ class FinishedRun:
     records: list[dict]  # of metrics.jsonl
     steps: list[Step]
     training: list[Generation]  # calls of `generate` for training problems
-    validation: list[Generation]  # greedy calls for held-out problems
+    evaluation: list[Generation]  # greedy calls for held-out problems
     attempts: list[Generation]  # calls for pass@k
-    samples: list[dict]  # of validation.jsonl
+    samples: list[dict]  # of evaluation.jsonl
 
     def rewards(self, generation: Generation, problems: list[Problem]) -> list[list[float]]:
         """Rewards of the completions of every problem."""
@@ -64,7 +66,7 @@ def make_config() -> GRPOConfig:
         epochs_per_step=1,
         samples_per_forward_backward=7,
         evaluate_every=1,
-        validation={"even": EnvironmentConfig(task="fakes:parity_reward", num_held_out=NUM_HARDER)},
+        evaluation={"even": EnvironmentConfig(task="fakes:parity_reward", num_held_out=NUM_HARDER)},
         pass_at_k=PassAtKConfig(num_samples=4, k=(1, 2), temperature=0.7),
         checkpoint_every=0,
         transport="memory",
@@ -75,7 +77,7 @@ def make_config() -> GRPOConfig:
 
 
 async def run_grpo(config: GRPOConfig, folder: RunFolder, environment: ParityReward, tokenizer) -> FinishedRun:
-    sets = build_sets(environment, config.validation, seed=config.seed)
+    sets = build_sets(environment, config.evaluation, seed=config.seed)
     log = MetricsLogger(folder, trackers=(), console=Console(file=io.StringIO()))
     async with open_run(config, folder, environment, sets, tokenizer, log=log) as run:
         with log:
@@ -88,9 +90,9 @@ async def run_grpo(config: GRPOConfig, folder: RunFolder, environment: ParityRew
             records=read_jsonl(folder.metrics),
             steps=run.trainer.steps,
             training=[generation for generation in generations if generation.params.n == 16],
-            validation=[generation for generation in generations if generation.params.temperature == 0],
+            evaluation=[generation for generation in generations if generation.params.temperature == 0],
             attempts=[generation for generation in generations if generation.params.n == 4],
-            samples=read_jsonl(folder.validation),
+            samples=read_jsonl(folder.evaluation),
         )
 
 
@@ -134,7 +136,7 @@ def test_no_two_training_completions_of_a_run_are_sampled_with_the_same_seed(fin
     assert len(seeds) >= NUM_STEPS * 3 * 16 and len(set(seeds)) == len(seeds)
 
 
-def test_no_completion_of_a_validation_has_a_seed_of_training_or_of_another_set(finished):
+def test_no_completion_of_an_evaluation_has_a_seed_of_training_or_of_another_set(finished):
     training = {seed for generation in finished.training for seed in seeds_of(generation)}
     own, even = (set(seeds_of(generation)) for generation in finished.attempts[:2])
     assert not training & (own | even) and not own & even
@@ -150,21 +152,21 @@ def test_training_problems_are_sampled_at_the_temperature_of_the_config(finished
 
 def test_the_accuracy_of_each_held_out_set_is_the_mean_reward_of_its_greedy_completions(finished):
     expected = {"eval/reward": NUM_HELD_OUT, "eval/even/reward": NUM_HARDER}
-    validated = [record for record in finished.records if "eval/reward" in record]
-    # The run validates before the first step, once after the supervised steps, and after every GRPO step.
-    assert [record["step"] for record in validated] == [0, NUM_SFT_STEPS, 3, 4, 5]
-    assert len(finished.validation) == len(expected) * len(validated)
-    for number, generation in enumerate(finished.validation):
+    evaluated = [record for record in finished.records if "eval/reward" in record]
+    # The run evaluates before the first step, once after the supervised steps, and after every GRPO step.
+    assert [record["step"] for record in evaluated] == [0, NUM_SFT_STEPS, 3, 4, 5]
+    assert len(finished.evaluation) == len(expected) * len(evaluated)
+    for number, generation in enumerate(finished.evaluation):
         name, num_held_out = list(expected.items())[number % 2]
         held_out = ParityReward(0.0, num_held_out).held_out()
         assert generation.prompts == finished.prompts(held_out)
         passed = finished.rewards(generation, held_out)
-        assert validated[number // 2][name] == sum(row[0] for row in passed) / num_held_out
+        assert evaluated[number // 2][name] == sum(row[0] for row in passed) / num_held_out
 
 
 def test_pass_at_k_is_estimated_from_the_completions_of_every_problem(finished):
-    validated = [record for record in finished.records if "eval/reward" in record]
-    for record, generation in zip(validated, finished.attempts[::2], strict=True):
+    evaluated = [record for record in finished.records if "eval/reward" in record]
+    for record, generation in zip(evaluated, finished.attempts[::2], strict=True):
         assert generation.params.temperature == 0.7
         rewards = finished.rewards(generation, finished.environment.held_out())
         assert record["eval/pass@1"] == pytest.approx(sum(map(sum, rewards)) / (4 * NUM_HELD_OUT))
@@ -174,7 +176,7 @@ def test_pass_at_k_is_estimated_from_the_completions_of_every_problem(finished):
         assert record["eval/even/pass@2"] >= record["eval/even/pass@1"]
 
 
-def test_validation_jsonl_has_some_completions_of_every_validation(finished):
+def test_evaluation_jsonl_has_some_completions_of_every_evaluation(finished):
     assert {sample["step"] for sample in finished.samples} == {0, NUM_SFT_STEPS, 3, 4, 5}
     first = [sample for sample in finished.samples if sample["step"] == 0]
     assert [sample["set"] for sample in first] == [""] * NUM_HELD_OUT + ["even"] * 8
@@ -229,7 +231,7 @@ class SomeTooLong(ParityReward):
 def test_a_run_skips_problems_that_leave_no_room_and_counts_them(tmp_path, monkeypatch):
     monkeypatch.setattr(rl_actors, "TrainerClient", NearTrainer, raising=False)
     monkeypatch.setattr(rl_actors, "GeneratorClient", RandomGenerator, raising=False)
-    config = replace(make_config(), validation={}, steps=2)
+    config = replace(make_config(), evaluation={}, steps=2)
     build_character_tokenizer(tmp_path / "tokenizer", config.alphabet)
     environment = SomeTooLong(0.0, NUM_HELD_OUT)
     run = asyncio.run(
@@ -240,3 +242,48 @@ def test_a_run_skips_problems_that_leave_no_room_and_counts_them(tmp_path, monke
     assert drawn == [index for index in range(12, 12 + 3 * len(drawn)) if index % 3 != 1][: len(drawn)]
     skipped = {record["step"]: record.get("problems/skipped", 0) for record in run.records}
     assert skipped[1] == 2 and sum(skipped.values()) == (drawn[-1] + 2) // 3
+
+
+class SavingTrainer(NearTrainer):
+    async def save_checkpoint(self, path: str, *, optimizer: bool = True):
+        return SimpleNamespace(wait=self.ready)
+
+
+class LowerReference(ActorOfNothing):
+    """Its logprobs are the generator's minus 0.5."""
+
+    async def load_checkpoint(self, path: str, *, optimizer: bool = True) -> None: ...
+
+    async def forward(self, samples):
+        return SimpleNamespace(logprobs=[sample.columns["old_logprobs"] - 0.5 for sample in samples])
+
+
+@pytest.mark.parametrize("kind", ["reward", "loss"])
+def test_each_step_takes_the_kl_coefficient_that_the_step_before_returned_also_after_a_resume(
+    tmp_path, monkeypatch, kind
+):
+    actors = {"TrainerClient": SavingTrainer, "GeneratorClient": RandomGenerator, "ReferenceClient": LowerReference}
+    for name, fake in actors.items():
+        monkeypatch.setattr(rl_actors, name, fake, raising=False)
+    config = replace(make_config(), evaluation={}, sft_steps=0, reference_kl=0.1, reference_kl_in=kind)
+    config.kl_control = KLControlConfig(target=0.01, gain=0.5)  # every divergence is far above: 1.1 times as much
+    build_character_tokenizer(tmp_path / "tokenizer", config.alphabet)
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    folder = RunFolder(tmp_path / "run")
+
+    async def take(steps: int, state: dict) -> dict:
+        log = MetricsLogger(folder, trackers=(), steps_done=state.get("step", 0), console=Console(file=io.StringIO()))
+        more = replace(config, steps=steps)
+        async with open_run(more, folder, ParityReward(0.0, 1), [], tokenizer, log=log, state=state) as run:
+            with log:
+                await train(run)
+            return run.supervision.last_state
+
+    asyncio.run(take(5, asyncio.run(take(3, {}))))
+    records = [record for record in read_jsonl(folder.metrics) if record["phase"] == "grpo"]
+    coefficients = [record["kl/coefficient"] for record in records]
+    assert coefficients == pytest.approx([0.1, 0.11, 0.121, 0.1331, 0.14641])
+    if kind == "reward":
+        for record in records:
+            expected = record["kl/coefficient"] * 0.5 * record["completion/length_mean"]
+            assert record["reward/kl_penalty"] == pytest.approx(expected)

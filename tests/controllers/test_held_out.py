@@ -1,4 +1,4 @@
-"""Tests of pass@k and of the validation sets, which are sets of held-out problems."""
+"""Tests of pass@k and of the evaluation sets, which are sets of held-out problems."""
 
 import itertools
 import json
@@ -30,12 +30,12 @@ def test_pass_at_k_is_refused_if_k_is_above_the_number_of_samples():
 
 def test_named_sets_are_read_from_the_command_line_and_from_a_config_file():
     text = '{"hard": {"task": "chain_sum", "num_held_out": 7}}'
-    flags = ["--validation", text, "--pass-at-k.num-samples", "8", "--pass-at-k.k", "1", "8", "--dry-run"]
+    flags = ["--evaluation", text, "--pass-at-k.num-samples", "8", "--pass-at-k.k", "1", "8", "--dry-run"]
     config = parse("prog", CONFIGS["controllers.grpo"], flags).config
-    assert config.validation == {"hard": EnvironmentConfig(task="chain_sum", num_held_out=7)}
+    assert config.evaluation == {"hard": EnvironmentConfig(task="chain_sum", num_held_out=7)}
     assert (config.pass_at_k.num_samples, config.pass_at_k.k) == (8, (1, 8))
     again = config_file.from_json(type(config), config_file.to_json(config))
-    assert again.validation == config.validation and asdict(again) == asdict(config)
+    assert again.evaluation == config.evaluation and asdict(again) == asdict(config)
 
 
 def test_a_named_set_has_the_held_out_problems_of_its_own_environment():
@@ -61,14 +61,14 @@ def test_a_named_set_may_be_a_whole_file(tmp_path):
 
 
 WRONG = {
-    "validation has a set named 'a/b'": ["--validation", '{"a/b": {"task": "chain_sum"}}'],
-    "validation has a set named ''": ["--validation", '{"": {"task": "chain_sum"}}'],
-    "validation.hard: task='hard.jsonl' is not a file": ["--validation", '{"hard": {"task": "hard.jsonl"}}'],
-    "validation.hard: num_held_out=0; it must be at least 1": ["--validation", '{"hard": {"num_held_out": 0}}'],
-    "validation.hard: reward_workers=2: a set cannot have its own reward_workers; use environment.reward_workers, which applies to all rewards of a run": [
-        *("--validation", '{"hard": {"task": "chain_sum", "reward_workers": 2}}')
+    "evaluation has a set named 'a/b'": ["--evaluation", '{"a/b": {"task": "chain_sum"}}'],
+    "evaluation has a set named ''": ["--evaluation", '{"": {"task": "chain_sum"}}'],
+    "evaluation.hard: task='hard.jsonl' is not a file": ["--evaluation", '{"hard": {"task": "hard.jsonl"}}'],
+    "evaluation.hard: num_held_out=0; it must be at least 1": ["--evaluation", '{"hard": {"num_held_out": 0}}'],
+    "evaluation.hard: reward_workers=2: a set cannot have its own reward_workers; use environment.reward_workers, which applies to all rewards of a run": [
+        *("--evaluation", '{"hard": {"task": "chain_sum", "reward_workers": 2}}')
     ],
-    "hard.tusk is not a field; did you mean task?": ["--validation", '{"hard": {"tusk": "chain_sum"}}'],
+    "hard.tusk is not a field; did you mean task?": ["--evaluation", '{"hard": {"tusk": "chain_sum"}}'],
     "pass_at_k.num_samples=-1; it must be at least 0": ["--pass-at-k.num-samples", "-1"],
     "pass_at_k.k=(1, 8) needs 8 completions, but pass_at_k.num_samples=4": [
         *("--pass-at-k.num-samples", "4", "--pass-at-k.k", "1", "8")
@@ -88,9 +88,9 @@ def test_a_wrong_field_is_refused_by_the_command_line_with_its_name_and_value(me
 
 
 def test_the_error_names_the_set_whose_environment_cannot_be_built():
-    with pytest.raises(ValueError, match="validation.hard: task='chain_sun' is not a reasoning-gym task; did you mean"):
+    with pytest.raises(ValueError, match="evaluation.hard: task='chain_sun' is not a reasoning-gym task; did you mean"):
         build_sets(ParityReward(0.0, 5), {"hard": EnvironmentConfig(task="chain_sun")}, seed=0)
 
 
 def test_by_default_a_run_has_no_named_sets_and_no_completions_for_pass_at_k():
-    assert RunConfig().validation == {} and RunConfig().pass_at_k.num_samples == 0
+    assert RunConfig().evaluation == {} and RunConfig().pass_at_k.num_samples == 0

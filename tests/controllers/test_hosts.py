@@ -13,7 +13,7 @@ from configs.tiny import tiny
 from controllers.program import describe_plan
 from controllers.run.hosts import HostsConfig
 from rl_actors import TrainerClient, TrainerConfig
-from rl_actors.clients import base
+from rl_actors.clients import ranks
 from rl_actors.processes import hosts, spawn, worker
 
 THREE = "tcp://10.0.0.1:4444, tcp://10.0.0.2:4444,tcp://[fd00::3]:4444"
@@ -131,7 +131,7 @@ def test_a_host_that_does_not_see_the_run_folder_does_not_count_as_a_dead_proces
     async def refuse(*given, **named):
         raise spawn.NotSharedError("trainer: rank 1 on gpu-2 does not see the files of logs")
 
-    monkeypatch.setattr(base, "spawn_processes", refuse)
+    monkeypatch.setattr(ranks, "spawn_processes", refuse)
     with (
         TrainerClient.spawn(TrainerConfig()) as trainer,
         pytest.raises(spawn.NotSharedError, match="gpu-2 does not see"),

@@ -90,11 +90,11 @@ def test_the_coefficient_follows_the_rule_of_the_paper(coefficient, divergence, 
     error = divergence / target - 1
     error = 0.2 if error > 0.2 else -0.2 if error < -0.2 else error
     expected = coefficient + coefficient * 0.1 * error
-    assert config.next_coefficient(coefficient, divergence) == pytest.approx(expected, rel=1e-12)
+    assert config.next_kl(KL(coefficient=coefficient), divergence).coefficient == pytest.approx(expected, rel=1e-12)
 
 
 def test_without_a_target_the_coefficient_does_not_change():
-    assert KLControlConfig().next_coefficient(0.3, 5.0) == 0.3
+    assert KLControlConfig().next_kl(KL(coefficient=0.3), 5.0).coefficient == 0.3
 
 
 def test_the_coefficient_converges_to_the_value_at_which_the_divergence_is_the_target():
@@ -103,14 +103,14 @@ def test_the_coefficient_converges_to_the_value_at_which_the_divergence_is_the_t
     for start in (1e-2, 100.0):
         coefficient = start
         for _ in range(200):
-            coefficient = config.next_coefficient(coefficient, 0.03 / (1 + coefficient))
+            coefficient = config.next_kl(KL(coefficient=coefficient), 0.03 / (1 + coefficient)).coefficient
         assert coefficient == pytest.approx(2.0, rel=1e-3)
 
 
 def test_the_examples_in_the_docstrings_are_right():
     config = KLControlConfig(target=0.01)
-    assert config.next_coefficient(1.0, 0.02) == pytest.approx(1.02)
-    assert config.next_coefficient(1.0, 0.009) == pytest.approx(0.99)
+    assert config.next_kl(KL(coefficient=1.0), 0.02).coefficient == pytest.approx(1.02)
+    assert config.next_kl(KL(coefficient=1.0), 0.009).coefficient == pytest.approx(0.99)
     rows = [torch.tensor([row]).double()[0] for row in ([0.0, 1.0], [-0.5, -1.0], [-1.0, -1.0])]
     [found] = penalised_rewards(*([row] for row in rows), [torch.ones(2)], KL(coefficient=0.1, estimator="k1"))
     assert found.tolist() == pytest.approx([-0.05, 1.0])
@@ -118,7 +118,7 @@ def test_the_examples_in_the_docstrings_are_right():
 
 def test_a_nan_divergence_is_an_error():
     with pytest.raises(ValueError, match="reference is NaN"):
-        KLControlConfig(target=0.1).next_coefficient(1.0, math.nan)
+        KLControlConfig(target=0.1).next_kl(KL(coefficient=1.0), math.nan)
 
 
 @pytest.mark.parametrize(

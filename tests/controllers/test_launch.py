@@ -118,7 +118,7 @@ def test_a_dry_run_calls_the_reward_of_every_set_and_says_what_an_answer_gets(co
     monkeypatch.syspath_prepend(str(tmp_path))
     flags = ["--config", "blank", "--task", "own_rewards:Groups", "--environment.num-held-out", 10]
     further = json.dumps({"sums": {"task": "basic_arithmetic", "num_held_out": 4}})
-    status, out, err = command_line(*flags, "--validation", further, "--max-tokens", 8, "--dry-run")
+    status, out, err = command_line(*flags, "--evaluation", further, "--max-tokens", 8, "--dry-run")
     assert status == 0 and json.loads(out)["environment"]["task"] == "own_rewards:Groups", err
     first, second = err.splitlines()
     assert first.endswith("own_rewards:Groups of the answer '1' of the held-out problem '0+1=' is 0.5")
@@ -217,10 +217,10 @@ def test_the_error_names_a_config_json_that_holds_no_json_object(command_line, t
 
 def test_a_resumed_run_keeps_the_command_and_the_time_of_its_start(tmp_path):
     config = cli.parse("prog", CONFIGS["controllers.grpo"], ["--config", "tiny"]).config
-    environment, _ = launch._task(config)
+    _, task = launch._with_task(config)
     folder = RunFolder(tmp_path)
-    launch._prepare(folder, config, environment, "rl-actors grpo --config tiny")
+    launch._prepare(folder, config, task.environment, "rl-actors grpo --config tiny")
     start = json.loads(folder.start.read_text())
     assert start["command"] == "rl-actors grpo --config tiny" and datetime.fromisoformat(start["time"])
-    launch._prepare(folder, config, environment, "rl-actors grpo --resume run")
+    launch._prepare(folder, config, task.environment, "rl-actors grpo --resume run")
     assert json.loads(folder.start.read_text()) == start

@@ -61,8 +61,8 @@ def config(**degrees: int) -> GRPOConfig:
 
 def run(folder: RunFolder, made: GRPOConfig, *, resume: str | None = None) -> list[dict[str, Any]]:
     made.validate()
-    environment, evaluation_sets = launch._task(made)
-    task = (environment, evaluation_sets, launch._tokenizer(made, environment, evaluation_sets))
+    made, task = launch._with_task(made)
+    task = replace(task, scorer=Scorer())
     flags = dict.fromkeys(("dry_run", "plan", "verbose"), False)
     invocation = cli.Invocation(
         config=made,
@@ -73,7 +73,7 @@ def run(folder: RunFolder, made: GRPOConfig, *, resume: str | None = None) -> li
         save_config=None,
         **flags,
     )
-    work = launch._train(train, invocation, folder, *task, Scorer(), io.StringIO(), Interruption())
+    work = launch._train(train, invocation, folder, task, io.StringIO(), Interruption())
     asyncio.run(work)
     return [record for record in read_jsonl(folder.metrics) if record["phase"] == "grpo"]
 
@@ -101,8 +101,8 @@ def test_a_run_under_another_layout_reports_the_numbers_of_the_run_with_one_proc
     assert len(expected) == NUM_STEPS and sum(record["updates"] for record in expected) == 6 * NUM_STEPS
     monkeypatch.setattr(rl_actors, "GeneratorClient", ReplayingGenerator, raising=False)
     for name, degrees in {"one again": {}, **LAYOUTS}.items():
-        # The first two answers are those of the validations before and after the supervised phase. A resumed run starts after both
-        # validations, so it does not ask for these answers.
+        # The first two answers are those of the evaluations before and after the supervised phase. A resumed run starts after both
+        # evaluations, so it does not ask for these answers.
         recording = list(answers[2:])
         monkeypatch.setattr(ReplayingGenerator, "recording", recording, raising=False)
         found = resumed(tmp_path / "one", tmp_path / name, **degrees)

@@ -382,9 +382,9 @@ def test_the_record_of_a_prompt_is_what_the_policy_read(load):
             return Problem(prompt=f"shown {index}", answer="", key=str(index), messages=talk)
 
     async def record() -> dict:
-        rollouts = Rollouts(
-            RolloutConfig(group_size=2), Talks(0.0, 1), tokenizer, RandomGenerator(), max_tokens=2, seed=0
-        )
+        limits = EpisodeLimits(max_turns=1, max_tokens=64, max_tokens_per_turn=2)
+        config = RolloutConfig(group_size=2)
+        rollouts = Rollouts(config, Talks(0.0, 1), tokenizer, RandomGenerator(), limits=limits, seed=0)
         groups = {}
         await rollouts.complete([3], groups.__setitem__)
         return groups[0]

@@ -81,7 +81,7 @@ def test_a_run_with_a_hub_id_trains_from_the_cache_without_a_network(run, offlin
     config = json.loads((run / "config.json").read_text())
     assert config["trainer"]["hf_path"].startswith(offline["HF_HUB_CACHE"]) and config["chat"]["enabled"]
     first, *records = read_jsonl(run / "metrics.jsonl")
-    # Step 0 is the validation before the first step.
+    # Step 0 is the evaluation before the first step.
     assert [record["step"] for record in records] == [1, 2, 3] and first["step"] == 0
     assert all(record["logprob_diff/mean"] < 1e-5 for record in records if not record.get("skipped"))
 

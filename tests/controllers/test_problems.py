@@ -14,6 +14,7 @@ from controllers.environments import EnvironmentConfig, Problem, build_environme
 from controllers.environments.mixture import MixedEnvironment, Part
 from controllers.grpo import GRPOConfig
 from controllers.program import launch
+from controllers.rollouts.episodes import EpisodeLimits
 from controllers.rollouts.evaluation import EvaluationSet, build_sets
 from controllers.rollouts.groups import RolloutConfig, Rollouts
 from controllers.rollouts.queue import RolloutQueue
@@ -183,7 +184,8 @@ def test_the_queue_of_rollouts_draws_no_skipped_problem_and_its_state_says_where
 
     def queue(**state: object) -> RolloutQueue:
         take = TrainingProblems(config, tokenizer, Endless()).take
-        rollouts = Rollouts(RolloutConfig(), Endless(), tokenizer, None, max_tokens=8, seed=0, take=take)
+        limits = EpisodeLimits(max_turns=1, max_tokens=64, max_tokens_per_turn=8)
+        rollouts = Rollouts(RolloutConfig(), Endless(), tokenizer, None, limits=limits, seed=0, take=take)
         return RolloutQueue(rollouts, **state)
 
     first = queue()
@@ -223,7 +225,7 @@ def test_the_rows_of_a_part_of_a_mixture_are_checked_and_its_endless_part_is_ski
     rows = rows_of(1100)
     rows[1050]["prompt"] = "1" * 25
     environment = build_environment(EnvironmentConfig(task=write(tmp_path, rows), num_held_out=8))
-    parts = [Part(name=name, weight=0.5, config=EnvironmentConfig()) for name in ("file", "endless")]
+    parts = [Part(name=name, weight=0.5) for name in ("file", "endless")]
     mixed = MixedEnvironment(parts, [environment, Endless()], seed=0)
     assert listed(mixed) == (environment.training_problems, False)
     with pytest.raises(ValueError, match="tasks.jsonl:1051: the prompt .* has 25 tokens"):
@@ -242,7 +244,7 @@ def test_a_long_check_says_how_far_it_is(tmp_path, monkeypatch, capsys):
 
 
 def test_conversations_without_any_text_are_empty():
-    rule = Rule.of(GRPOConfig(**FIELDS), None, Endless(), is_sampled=True)
+    rule = Rule(GRPOConfig(**FIELDS), None, Endless(), is_sampled=True)
     empty = Problem(prompt="", answer="", key="", messages=[{"role": "user", "content": ""}])
     assert rule._of_prompt(empty, 5) == "the prompt is empty"
     answered = replace(empty, messages=[{"role": "user", "content": "1+1="}, {"role": "tool", "content": ""}])

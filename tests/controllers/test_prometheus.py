@@ -1,5 +1,6 @@
 """Metrics for Prometheus: their text format, and the HTTP port from which Prometheus reads the text."""
 
+import asyncio
 import contextlib
 import socket
 import urllib.error
@@ -9,9 +10,9 @@ import pytest
 from waiting import GUARD
 
 from controllers.observe.prometheus import CONTENT_TYPE, Family, MetricsPort, address_of, text
-from controllers.service.counts import CallCounts, MemberNumbers, ServiceNumbers
 from controllers.service.numbers import prometheus
-from controllers.service.open_step import AttachedClient
+from controllers.service.open_step import OpenStep
+from controllers.service.service import Service
 
 
 def test_a_name_that_ends_in_total_is_a_counter_and_labels_are_escaped():
@@ -73,33 +74,46 @@ def test_an_address_is_a_host_and_a_port():
             address_of(wrong)
 
 
-def test_the_metrics_of_a_service_count_calls_by_outcome_and_show_the_state_of_each_actor():
-    calls = CallCounts()
-    client, gone = (AttachedClient(number=number, name="a program", member="trainer") for number in (1, 2))
-    with calls.call(client, "forward"):
+class FakeClient:
+    def __init__(self, policy_version: int | None, silent: dict[str, float]) -> None:
+        self.policy_version = policy_version
+        self.seconds_silent = lambda: silent
+
+
+class FakeMember:
+    def __init__(self, client: FakeClient, *, num_restarts: int = 0, step: OpenStep | None = None) -> None:
+        self.client, self.num_restarts, self.step = client, num_restarts, step
+
+    async def leave(self, client) -> None: ...
+
+
+async def shown_metrics() -> set[str]:
+    """The lines of the metrics after calls with every outcome and one open step."""
+    step = OpenStep()
+    trainer = FakeMember(FakeClient(7, {"trainer-0": 0.5}), step=step)
+    service = Service({"trainer": trainer, "generator": FakeMember(FakeClient(None, {}), num_restarts=2)})
+    client, gone, waiting = (service.attach("a program", "trainer") for _ in range(3))
+    with service.calls.call(client, "forward"):
         pass
-    with contextlib.suppress(ValueError), calls.call(client, "forward"):
+    with contextlib.suppress(ValueError), service.calls.call(client, "forward"):
         raise ValueError
-    with contextlib.suppress(RuntimeError), calls.call(gone, "optim_step"):
-        gone.has_left = True
+    with contextlib.suppress(RuntimeError), service.calls.call(gone, "optim_step"):
+        service.leave(gone)
         raise RuntimeError
-    members = {
-        "trainer": MemberNumbers(policy_version=7, step_open_for=1.5, silent={"trainer-0": 0.5}),
-        "generator": MemberNumbers(policy_version=None, restarts=2),
-    }
-    with calls.call(AttachedClient(number=3, name="a program", member="generator"), "info"):
-        numbers = ServiceNumbers(
-            up_for=60.0,
-            clients={"trainer": 3, "generator": 0},
-            waiting={"trainer": 1, "generator": 0},
-            calls=calls,
-            members=members,
-        )
-        lines = prometheus(numbers).splitlines()
-    shown = {line.removeprefix("rl_actors_service_") for line in lines if not line.startswith("#")}
+    await step.enter(client, "forward_backward", 0.0)
+    other = asyncio.ensure_future(step.enter(waiting, "forward_backward", GUARD))
+    await asyncio.sleep(0)
+    with service.calls.call(service.attach("a program", "generator"), "info"):
+        lines = (await prometheus(service)).splitlines()
+    step.leave(client)
+    await other
+    return {line.removeprefix("rl_actors_service_") for line in lines if not line.startswith("#")}
+
+
+def test_the_metrics_of_a_service_count_calls_by_outcome_and_show_the_state_of_each_actor():
+    shown = asyncio.run(shown_metrics())
     assert {
-        "up_seconds 60.0",
-        'clients{actor="trainer"} 3.0',
+        'clients{actor="trainer"} 2.0',
         'calls_total{actor="trainer",call="forward",outcome="answered"} 1.0',
         'calls_total{actor="trainer",call="forward",outcome="failed"} 1.0',
         'calls_total{actor="trainer",call="optim_step",outcome="left"} 1.0',
@@ -108,7 +122,10 @@ def test_the_metrics_of_a_service_count_calls_by_outcome_and_show_the_state_of_e
         'calls_waiting{actor="trainer"} 1.0',
         'policy_version{actor="trainer"} 7.0',
         'restarts_total{actor="generator"} 2.0',
-        'step_open_seconds{actor="trainer"} 1.5',
+        'step_open_seconds{actor="generator"} 0.0',
         'silent_seconds{actor="trainer",process="trainer-0"} 0.5',
     } <= shown
+    names = {line.split("{")[0].split(" ")[0] for line in shown}
+    assert {"up_seconds", "call_seconds_total", "step_open_seconds"} <= names
     assert not any(line.startswith('policy_version{actor="generator') for line in shown)
+    assert 'step_open_seconds{actor="trainer"} 0.0' not in shown

@@ -38,11 +38,10 @@ from controllers.run.actors import Actors, StartAgainError
 from controllers.run.checkpoints import Checkpoints
 from controllers.run.hosts import HostsConfig
 from controllers.run.interruption import Interruption
-from controllers.run.run import Run
-from controllers.run.supervision import Supervision
+from controllers.run.run import Run, Supervision
 from controllers.run.survival import SurvivalConfig
 from rl_actors.clients.base import ActorDiedError
-from rl_actors.clients.restarts import HOUR, Restarts
+from rl_actors.clients.replicas import HOUR, Restarts
 from tests.fakes import ParityReward
 
 
@@ -129,7 +128,7 @@ class MortalActors(Actors):
         return ""
 
     def spawn_trainer(self):
-        def spawn():
+        def spawn(*_, **__):
             self.num_trainers += 1
             return self.make_trainer()
 
@@ -188,7 +187,8 @@ def run(make_engine, monkeypatch):
         random.seed(0)
         sets = build_sets(task, {}, seed=0)
         run.output = io.StringIO()
-        work = launch._train(train, invocation, folder, task, sets, tokenizer, Scorer(), run.output, interruption)
+        given = launch.Task(environment=task, evaluation_sets=sets, tokenizer=tokenizer, scorer=Scorer())
+        work = launch._train(train, invocation, folder, given, run.output, interruption)
         return asyncio.run(launch._until_signal(work, interruption))
 
     return run
@@ -228,7 +228,7 @@ def test_a_run_whose_trainer_dies_goes_on_and_writes_the_lines_of_an_undisturbed
     assert run.actors.num_trainers == 1 + len(deaths)
     assert without_restarts(folder) == lines(whole)
     assert read_jsonl(folder.rollouts) == read_jsonl(whole.rollouts)
-    assert read_jsonl(folder.validation) == read_jsonl(whole.validation)
+    assert read_jsonl(folder.evaluation) == read_jsonl(whole.evaluation)
     restarts = read_jsonl(folder.restarts)
     assert [line["restart"] for line in restarts] == list(range(1, 1 + len(deaths)))
     assert all("trainer: the process of rank 0" in line["cause"] for line in restarts)

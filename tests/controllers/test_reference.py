@@ -20,11 +20,10 @@ from configs.tiny import tiny
 from controllers import config_file
 from controllers.algorithms.reference import Reference
 from controllers.environments import Problem
-from controllers.grpo import update_kl_coefficient
 from controllers.observe.logger import Timer
 from controllers.observe.run_folder import RunFolder
 from controllers.program import launch
-from controllers.rollouts.groups import Group, RolloutBatch, RolloutConfig, group_advantages, to_samples
+from controllers.rollouts.groups import Group, RolloutBatch, RolloutConfig
 from rl_actors import KL, Completion
 from rl_actors.validation import validate_samples
 
@@ -97,12 +96,12 @@ class KnownReference:
         return SimpleNamespace(logprobs=rows)
 
 
-def reference_of(client, **kl) -> Reference:
-    return Reference(model=client, kl=KL(**kl), temperature=1.3, samples_per_forward=4, timer=Timer())
+def reference_of(client) -> Reference:
+    return Reference(model=client, samples_per_forward=4, timer=Timer())
 
 
 def penalised(groups: list[Group], client, **kl) -> list[Group]:
-    return asyncio.run(reference_of(client, **kl).penalise(groups))
+    return asyncio.run(reference_of(client).penalise(groups, KL(**kl), 1.3))
 
 
 @pytest.mark.parametrize("estimator", ESTIMATES)
@@ -131,7 +130,7 @@ def test_the_kl_penalty_on_rewards_equals_its_closed_form(groups, estimator):
 
 
 def samples_of(groups: list[Group], config: RolloutConfig):
-    return to_samples(groups, group_advantages(groups, config), config.temperature)
+    return RolloutBatch.of(groups, config, num_refills=0, num_retries=0, version=0).samples
 
 
 def test_advantages_and_the_choice_of_groups_use_the_penalised_rewards(groups):
@@ -153,7 +152,7 @@ def test_advantages_and_the_choice_of_groups_use_the_penalised_rewards(groups):
 def test_kl_in_the_loss_adds_the_column_ref_logprobs_and_changes_no_advantage(groups):
     client = ReferenceClient()
     before = samples_of(groups, RolloutConfig(advantage="grpo", group_size=3))
-    samples = asyncio.run(reference_of(client, coefficient=0.3).with_logprobs(before))
+    samples = asyncio.run(reference_of(client).with_logprobs(before))
     assert len(samples) == len(client.completions) == 6
     for sample, unchanged, logprobs in zip(samples, before, client.completions, strict=True):
         assert sample.columns["ref_logprobs"][sample.columns["loss_weights"] != 0].tolist() == logprobs
@@ -211,23 +210,6 @@ def test_with_k1_in_the_reward_the_policy_gradient_is_the_gradient_of_expected_r
     surrogate = (log_S.detach().exp() * (advantages_ST * policy_ST).sum(1)).sum()
     [actual] = torch.autograd.grad(surrogate, logits)
     torch.testing.assert_close(actual, gradient, rtol=1e-6, atol=1e-6)
-
-
-def test_a_coefficient_that_kl_control_has_changed_is_used_in_the_reward_and_in_the_loss():
-    config = replace(tiny(), reference_kl=0.1, reference_kl_in="reward")
-    config.kl_control.target, config.kl_control.gain = 0.01, 0.5
-    client = KnownReference([torch.tensor([-1.0, -1.0]), torch.tensor([-0.5, -0.5])])
-    reference = reference_of(client, coefficient=0.1, estimator="k1")
-    values = {"kl/reference": 5.0}
-    update_kl_coefficient(config, reference, values)
-    assert reference.kl.coefficient == pytest.approx(0.11) and values["kl/coefficient"] == 0.1
-    completions = [Completion(tokens=[1, 2], logprobs=[-0.5, -0.5], policy_versions=[0, 0], finish_reason="length")] * 2
-    [found] = asyncio.run(reference.penalise([group_of([3], completions, [1.0, 0.0])]))
-    assert found.rewards == pytest.approx([0.89, 0.0])
-    in_loss = replace(config, reference_kl_in="loss", reference_kl_estimator="k3")
-    assert in_loss.make_loss(reference.kl).kl.coefficient == pytest.approx(0.11)
-    update_kl_coefficient(config, reference, {})  # a step that did not train has no kl/reference
-    assert reference.kl.coefficient == pytest.approx(0.11)
 
 
 def past_run(path, *, step: int, has_reference: bool, config, **state) -> RunFolder:

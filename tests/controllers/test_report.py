@@ -74,7 +74,7 @@ def write_run(
     folder.config.write_text(json.dumps({"seed": 7, "note": "</pre><script>"}))
     spans = [["trainer", "train", 0.0, 0.5], ["generator", "generating", 0.2, 1.5]]
     timeline = [{"step": record["step"], "seconds": 2.0, "spans": spans} for record in records if "time/step" in record]
-    files = {folder.metrics: records, folder.rollouts: rollouts, folder.validation: samples, folder.timeline: timeline}
+    files = {folder.metrics: records, folder.rollouts: rollouts, folder.evaluation: samples, folder.timeline: timeline}
     for file, lines in files.items():
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     if outcome:
@@ -258,7 +258,7 @@ def test_groups_are_shown_with_their_rewards_advantages_and_lengths(html):
     assert page.tags.count("option") == 1 + 4 + 3 and "<option selected>6</option>" in html
 
 
-def test_held_out_problems_are_shown_with_the_completions_of_the_first_and_the_last_validation(html):
+def test_held_out_problems_are_shown_with_the_completions_of_the_first_and_the_last_evaluation(html):
     shown = " ".join(Tags(html).words)
     assert "set prompt answer step 0 step 5 reward passed own 1+1= 2 7 2 1 3 of 4 hard 12+34= 46 0 46 1 4 of 4" in shown
 

@@ -36,8 +36,7 @@ from controllers.run import checkpoints, interruption
 from controllers.run.checkpoints import Checkpoints
 from controllers.run.config import AdamConfig
 from controllers.run.interruption import Interruption
-from controllers.run.run import Run
-from controllers.run.supervision import Supervision
+from controllers.run.run import Run, Supervision
 from controllers.sft import SFTPhaseConfig
 from rl_actors import Completion, GeneratorConfig, ModelConfig, TrainerConfig
 from rl_actors.clients.conversion import merge_outputs
@@ -290,7 +289,8 @@ def run(make_engine, monkeypatch):
         tokenizer, task = load_tokenizer(folder.path / "tokenizer"), environment or NoisyReward(0.0, 20)
         random.seed(None if resume else 0)  # a new process has a random state of its own
         sets = build_sets(task, {}, seed=0)
-        work = launch._train(train, invocation, folder, task, sets, tokenizer, Scorer(), io.StringIO(), interruption)
+        given = launch.Task(environment=task, evaluation_sets=sets, tokenizer=tokenizer, scorer=Scorer())
+        work = launch._train(train, invocation, folder, given, io.StringIO(), interruption)
         return asyncio.run(launch._until_signal(work, interruption))
 
     return run
@@ -327,7 +327,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(run, whole, tmp_path, written
         run(folder, resume=True)
         assert lines(folder) == expected
         assert read_jsonl(folder.rollouts) == read_jsonl(whole.rollouts)
-        assert read_jsonl(folder.validation) == read_jsonl(whole.validation)
+        assert read_jsonl(folder.evaluation) == read_jsonl(whole.evaluation)
     assert resumed_at == ([2, 5, 7] if written else [0, 4, 5])
 
 
@@ -378,7 +378,7 @@ def test_a_run_of_episodes_that_was_killed_plays_the_same_episodes_and_goes_on_b
         run(folder, config=config, environment=environment, resume=True)
         assert lines(folder) == expected
         assert read_jsonl(folder.rollouts) == read_jsonl(whole.rollouts)
-        assert read_jsonl(folder.validation) == read_jsonl(whole.validation)
+        assert read_jsonl(folder.evaluation) == read_jsonl(whole.evaluation)
 
 
 @pytest.mark.parametrize(
@@ -456,7 +456,7 @@ def test_all_files_of_a_run_give_a_step_the_same_number(whole):
     records = read_jsonl(whole.metrics)
     assert [record["step"] for record in records] == list(range(12))
     assert [record["step"] for record in records if "eval/reward" in record] == [0, 5, 7, 9, 11]
-    assert sorted({line["step"] for line in read_jsonl(whole.validation)}) == [0, 5, 7, 9, 11]
+    assert sorted({line["step"] for line in read_jsonl(whole.evaluation)}) == [0, 5, 7, 9, 11]
     assert {rollout["step"] for rollout in read_jsonl(whole.rollouts)} == set(range(6, 12))
     assert [path.name for path in checkpoints.complete(whole.checkpoints)] == ["step-9", "step-11"]
     outcome = json.loads(whole.outcome.read_text())
@@ -468,7 +468,7 @@ def test_all_files_of_a_run_give_a_step_the_same_number(whole):
     assert rates[5:7] == pytest.approx([5e-4, 1e-3])
 
 
-@pytest.mark.parametrize(("prompt", "step"), [("40+0=", 6), ("3+99=", 1)], ids=["training", "validation"])
+@pytest.mark.parametrize(("prompt", "step"), [("40+0=", 6), ("3+99=", 1)], ids=["training", "evaluation"])
 @pytest.mark.parametrize("reward", [math.nan, -math.inf, None])
 def test_a_reward_that_is_not_a_finite_number_is_named_with_step_environment_prompt_and_completion(
     run, tmp_path, prompt, step, reward

@@ -83,36 +83,52 @@ def test_a_process_that_hangs_crashes_or_exits_is_replaced_and_its_child_is_kill
     assert told in caplog.messages[0] and f"pid {failed} is replaced" in caplog.messages[0]
 
 
-def test_a_worker_whose_process_cannot_be_started_fails_each_call_with_the_reason(monkeypatch):
+def test_a_process_that_cannot_be_started_fails_the_call_with_the_reason_and_the_next_call_starts_one(
+    tmp_path, monkeypatch
+):
+    environment = pooled_rewards.Waiting(tmp_path)
+    (tmp_path / "go").touch()
+
     def fail(*given, **named):
         raise OSError("no memory")
 
-    worker = pool._Worker()
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "Popen", fail)
-        with pytest.raises(OSError, match="no memory"):
-            worker.start()
-    with pytest.raises(pool.RewardFailed, match="the process could not be started"):
-        worker.ask(b"", 1.0)
+    with pool_of(environment) as rewards:
+        end_process(rewards)
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", fail)
+            with pytest.raises(OSError, match="no memory"):
+                length(rewards, environment, "a")
+        assert length(rewards, environment, "bcd") == 3
 
 
 def test_a_process_that_imports_the_rewards_too_late_gives_no_answer_to_another_request(tmp_path, monkeypatch):
     environment = pooled_rewards.Waiting(tmp_path)
     (tmp_path / "go").touch()
-
-    def length(text: str) -> float:
-        answer = asyncio.run(rewards.ask(environment, PROBLEM, text, timeout=GUARD))
-        return answer["length"]
-
-    with pool.RewardPool({"environment": environment}, num_workers=1) as rewards:
-        [worker] = rewards._workers
+    with pool_of(environment) as rewards:
+        end_process(rewards)
         with monkeypatch.context() as patch:
             patch.setattr(pool, "START_TIMEOUT", 0.0)
             with pytest.raises(ValueError, match="the process did not import them within 0 s"):
-                rewards._threads.submit(rewards._replace, worker, RuntimeError("a test")).result()
-        with pytest.raises(pool.RewardFailed):
-            length("a")  # the pool then starts another process
-        assert [length("a"), length("bcd")] == [1, 3]
+                length(rewards, environment, "a")
+        assert [length(rewards, environment, text) for text in ("a", "bcd")] == [1, 3]
+
+
+@contextmanager
+def pool_of(environment) -> Iterator[pool.RewardPool]:
+    with closing(pool.RewardPool({"environment": environment}, num_workers=1)) as rewards:
+        rewards.start()
+        yield rewards
+
+
+def length(rewards: pool.RewardPool, environment, text: str) -> float:
+    return asyncio.run(rewards.ask(environment, PROBLEM, text, timeout=GUARD))["length"]
+
+
+def end_process(rewards: pool.RewardPool) -> None:
+    """Kill the pool's process, and let a call fail by it."""
+    os.kill(rewards._workers[0].pid, signal.SIGKILL)
+    with pytest.raises(pool.RewardFailed, match="the process ended with SIGKILL"):
+        length(rewards, rewards._environments[0], "a")
 
 
 def test_a_reward_that_raises_is_asked_for_again_and_the_error_has_its_exception():

@@ -12,12 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from controllers.rollouts.episodes import EpisodeLimits
 from controllers.rollouts.groups import Group, RolloutBatch, RolloutConfig, Rollouts
 from controllers.rollouts.queue import Place, RolloutQueue, choose
 from rl_actors import Completion, SamplingParams
 from tests.fakes import ParityReward
 
 SIZE = 3
+LIMITS = EpisodeLimits(max_turns=1, max_tokens=4, max_tokens_per_turn=4)
 
 
 def group(index: int, version: int = 0, *, is_trainable: bool = True) -> Group:
@@ -89,11 +91,11 @@ class Simulated:
         self.version = self.draw.randrange(5)
         self.drop_rate = self.draw.choice([0.0, 0.3, 0.9])
         self.num_running = 0
-        rollouts = Rollouts(config, SimpleNamespace(problem=problem_of), SimpleNamespace(), self, max_tokens=4, seed=0)
-        rollouts.tokenizer = SimpleNamespace(
+        tokenizer = SimpleNamespace(
             encode_prompt=lambda problem: [problem.index], decode=str, decode_prompt=str, stop_token_ids=()
         )
-        rollouts.scorer = self
+        environment = SimpleNamespace(problem=problem_of)
+        rollouts = Rollouts(config, environment, tokenizer, self, limits=LIMITS, seed=0, scorer=self)
         self.queue = RolloutQueue(rollouts, versions_per_step=versions_per_step)
 
     async def generate_each(
@@ -214,7 +216,7 @@ def queue_of(generator: ScriptedGenerator, *, pending=(), cursor=0, scorer=None,
         encode_prompt=lambda problem: [problem.index], decode=str, decode_prompt=str, stop_token_ids=()
     )
     environment = SimpleNamespace(problem=problem_of)
-    rollouts = Rollouts(config, environment, tokenizer, generator, max_tokens=4, seed=0, scorer=scorer or Scores())
+    rollouts = Rollouts(config, environment, tokenizer, generator, limits=LIMITS, seed=0, scorer=scorer or Scores())
     return RolloutQueue(rollouts, pending=pending, cursor=cursor)
 
 

@@ -2,23 +2,23 @@
 
 import pytest
 
-from controllers.algorithms.schedules import Schedule, ScheduleConfig
+from controllers.algorithms.schedules import ScheduleConfig
 
 
 def test_constant_is_constant_after_its_warmup():
-    rate = Schedule(kind="constant", learning_rate=2.0, total_steps=10)
+    rate = ScheduleConfig(kind="constant", learning_rate=2.0).build(10)
     assert [rate(step) for step in (1, 5, 10**6)] == [2.0, 2.0, 2.0]
-    rate = Schedule(kind="constant", learning_rate=2.0, warmup_steps=4, total_steps=10)
+    rate = ScheduleConfig(kind="constant", learning_rate=2.0, warmup_steps=4).build(10)
     assert [rate(step) for step in range(1, 7)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
 
 
 def test_linear_decay_reaches_the_minimum_after_total_steps_and_stays_there():
-    rate = Schedule(kind="linear_warmup_linear", learning_rate=1.0, warmup_steps=2, total_steps=6, min_ratio=0.2)
+    rate = ScheduleConfig(kind="linear_warmup_linear", learning_rate=1.0, warmup_steps=2, min_ratio=0.2).build(6)
     assert [rate(step) for step in range(1, 9)] == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
 
 
 def test_halfway_through_a_cosine_decay_the_rate_is_the_mean_of_the_highest_and_the_lowest():
-    rate = Schedule(kind="linear_warmup_cosine", learning_rate=3.0, warmup_steps=10, total_steps=110, min_ratio=0.1)
+    rate = ScheduleConfig(kind="linear_warmup_cosine", learning_rate=3.0, warmup_steps=10, min_ratio=0.1).build(110)
     assert [rate(step) for step in (1, 10, 11, 61, 111, 501)] == pytest.approx([0.3, 3.0, 3.0, 1.65, 0.3, 0.3])
     assert rate(36) == pytest.approx(3 * (0.1 + 0.9 * (1 + 2**-0.5) / 2))
 

@@ -193,5 +193,5 @@ def test_a_run_without_trackers_writes_its_own_files_only(tmp_path):
     with logger(tmp_path) as log:
         log.step(1, {"loss": 0.5}, phase="sft")
         log.rollouts(1, [GROUP])
-    names = {"metrics.jsonl", "rollouts.jsonl", "validation.jsonl", "timeline.jsonl", "outcome.json"}
+    names = {"metrics.jsonl", "rollouts.jsonl", "evaluation.jsonl", "timeline.jsonl", "outcome.json"}
     assert {path.name for path in tmp_path.iterdir()} == names

@@ -283,13 +283,13 @@ WRONG = {
         ["--environment.mixture", '[{"task": "good.jsonl"}, {"task": "mixed.jsonl"}]'],
         "mixture, mixed.jsonl: mixed.jsonl:2: column 'answer'",
     ),
-    "a validation set without a file": (
-        of("good.jsonl", "--validation", '{"hard": {"task": "none.jsonl"}}'),
-        "validation.hard: task='none.jsonl' is not a file",
+    "an evaluation set without a file": (
+        of("good.jsonl", "--evaluation", '{"hard": {"task": "none.jsonl"}}'),
+        "evaluation.hard: task='none.jsonl' is not a file",
     ),
-    "a validation set with a wrong file": (
-        of("good.jsonl", "--validation", '{"hard": {"task": "rows.jsonl"}}'),
-        "validation.hard: rows.jsonl:1 is '[1, 2]'",
+    "an evaluation set with a wrong file": (
+        of("good.jsonl", "--evaluation", '{"hard": {"task": "rows.jsonl"}}'),
+        "evaluation.hard: rows.jsonl:1 is '[1, 2]'",
     ),
 }
 

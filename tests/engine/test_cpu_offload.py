@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from rl_actors import ModelConfig, TrainerConfig, memory_estimate
 from rl_actors.config import LoRAConfig
-from rl_actors.engine import cpu
+from rl_actors.engine.cpu import Machine
 from rl_actors.losses import PPO
 
 
@@ -34,7 +34,7 @@ def without_pinning(patch) -> list[CPUOffloadPolicy]:
         made.append(CPUOffloadPolicy(pin_memory=False))
         return made[-1]
 
-    patch.setattr(cpu, "require_cpu_offload", lambda: None)
+    patch.setattr(Machine, "require_cpu_offload", lambda self: None)
     patch.setattr("torchtitan.distributed.fsdp.CPUOffloadPolicy", unpinned)
     return made
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from rl_actors.engine import cpu
+from rl_actors.engine.cpu import Machine
 from rl_actors.engine.gradients import Gradients, by_layout
 
 
@@ -22,7 +22,7 @@ def parameters_with(gradients: dict[str, torch.Tensor | None]):
 
 
 def make(gradients: dict[str, torch.Tensor | None]) -> Gradients:
-    return Gradients(by_layout(parameters_with(gradients)), None, torch.device("cpu"), cpu.norms)
+    return Gradients(by_layout(parameters_with(gradients)), None, torch.device("cpu"), Machine().norms)
 
 
 def test_the_norm_equals_torchs_norm_and_scaling_multiplies_every_gradient():

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.packing import long_tailed, waste
-from rl_actors.engine.packing import Microbatch, Plan, bucket, first_fit_decreasing, plan, time_of
+from rl_actors.engine.packing import Microbatch, Plan, Planner, bucket, first_fit_decreasing, time_of
 
 POLICIES = ["packed", "token_budget", "fixed"]
 
@@ -45,7 +45,7 @@ def rows_of(ranks: Plan) -> list[tuple[int, ...]]:
 @given(calls())
 def test_every_sample_appears_exactly_once(call):
     lengths, limits = call
-    placed = chain.from_iterable(rows_of(plan(lengths, **limits)))
+    placed = chain.from_iterable(rows_of(Planner(**limits).plan(lengths)))
     assert sorted(placed) == list(range(len(lengths)))
 
 
@@ -53,7 +53,7 @@ def test_every_sample_appears_exactly_once(call):
 @given(calls())
 def test_the_samples_fit_into_their_rows_and_the_rows_into_tokens_per_row(call):
     lengths, limits = call
-    for rank in plan(lengths, **limits):
+    for rank in Planner(**limits).plan(lengths):
         for batch in rank:
             assert batch.row_length <= limits["tokens_per_row"]
             assert all(sum(lengths[index] for index in row) <= batch.row_length for row in batch.rows)
@@ -63,7 +63,7 @@ def test_the_samples_fit_into_their_rows_and_the_rows_into_tokens_per_row(call):
 @given(calls())
 def test_all_ranks_get_the_same_number_of_microbatches_of_equal_shapes(call):
     lengths, limits = call
-    ranks = plan(lengths, **limits)
+    ranks = Planner(**limits).plan(lengths)
     shapes = [[(len(batch.rows), batch.row_length) for batch in rank] for rank in ranks]
     assert len(ranks) == limits["num_ranks"]
     assert all(shape == shapes[0] for shape in shapes)
@@ -73,7 +73,7 @@ def test_all_ranks_get_the_same_number_of_microbatches_of_equal_shapes(call):
 @given(calls())
 def test_microbatches_keep_to_the_limit_of_the_policy(call):
     lengths, limits = call
-    for batch in plan(lengths, **limits)[0]:
+    for batch in Planner(**limits).plan(lengths)[0]:
         if limits["policy"] == "token_budget":
             allowed = limits["tokens_per_row"] * limits["rows_per_microbatch"]
             assert 0 < len(batch.rows) * batch.row_length <= allowed
@@ -85,7 +85,7 @@ def test_microbatches_keep_to_the_limit_of_the_policy(call):
 @given(calls())
 def test_only_the_packed_policy_puts_several_samples_into_one_row(call):
     lengths, limits = call
-    most_in_a_row = max(len(row) for row in rows_of(plan(lengths, **limits)))
+    most_in_a_row = max(len(row) for row in rows_of(Planner(**limits).plan(lengths)))
     assert limits["policy"] == "packed" or most_in_a_row == 1
 
 
@@ -97,7 +97,7 @@ def test_the_order_of_the_samples_changes_neither_shapes_nor_the_sample_lengths_
     def shapes_and_lengths(lengths: list[int]) -> list[list[tuple]]:
         """For each microbatch of each rank its row length, and the sample lengths in its rows."""
         found = []
-        for rank in plan(lengths, **limits):
+        for rank in Planner(**limits).plan(lengths):
             found.append([])
             for batch in rank:
                 rows = [sorted(lengths[index] for index in row) for row in batch.rows]
@@ -112,14 +112,14 @@ def test_the_order_of_the_samples_changes_neither_shapes_nor_the_sample_lengths_
 @given(calls())
 def test_row_lengths_are_multiples_of_row_multiple(call):
     lengths, limits = call
-    assert all(batch.row_length % limits["row_multiple"] == 0 for batch in plan(lengths, **limits)[0])
+    assert all(batch.row_length % limits["row_multiple"] == 0 for batch in Planner(**limits).plan(lengths)[0])
 
 
 @plans
 @given(calls())
 def test_uniform_microbatches_have_one_shape(call):
     lengths, limits = call
-    (rank, *_) = plan(lengths, **{**limits, "uniform": True})
+    (rank, *_) = Planner(**{**limits, "uniform": True}).plan(lengths)
     assert len({(len(batch.rows), batch.row_length) for batch in rank}) == 1
     assert len(rank) >= limits["min_microbatches"] and len(rank) % limits["microbatch_multiple"] == 0
 
@@ -128,7 +128,7 @@ def test_uniform_microbatches_have_one_shape(call):
 @given(calls())
 def test_row_lengths_exceed_the_need_of_the_fullest_row_by_less_than_a_quarter(call):
     lengths, limits = call
-    ranks = plan(lengths, **limits)
+    ranks = Planner(**limits).plan(lengths)
     for batches in zip(*ranks, strict=True):
         fill = max(sum(lengths[index] for index in row) for batch in batches for row in batch.rows)
         needed = -(-fill // limits["row_multiple"]) * limits["row_multiple"]
@@ -165,7 +165,7 @@ def test_rows_are_those_of_the_naive_first_fit_decreasing(call):
 
 
 def test_the_example_in_the_docstring_of_plan_is_true():
-    rank0, rank1 = plan([3, 2, 4], tokens_per_row=5, row_multiple=1, rows_per_microbatch=1, num_ranks=2)
+    rank0, rank1 = Planner(tokens_per_row=5, row_multiple=1, rows_per_microbatch=1, num_ranks=2).plan([3, 2, 4])
     assert rank0 == [Microbatch(rows=((2,),), row_length=5)]
     assert rank1 == [Microbatch(rows=((0, 1),), row_length=5)]
 
@@ -175,7 +175,7 @@ def test_the_three_policies_make_different_microbatches_of_the_same_samples():
     lengths = [10, 100, 20, 60, 128]
     shapes = {}
     for policy in POLICIES:
-        [microbatches] = plan(lengths, policy=policy, **limits)
+        [microbatches] = Planner(policy=policy, **limits).plan(lengths)
         shapes[policy] = [(len(batch.rows), batch.row_length) for batch in microbatches]
     assert shapes == {
         "packed": [(2, 128), (1, 128)],
@@ -186,7 +186,7 @@ def test_the_three_policies_make_different_microbatches_of_the_same_samples():
 
 def test_the_samples_are_spread_over_the_ranks_so_that_no_rank_gets_only_padding():
     # One row could hold all three samples, but the other rank would then compute only padding.
-    ranks = plan([100, 40, 30], tokens_per_row=192, rows_per_microbatch=4, num_ranks=2)
+    ranks = Planner(tokens_per_row=192, rows_per_microbatch=4, num_ranks=2).plan([100, 40, 30])
     assert ranks == [
         [Microbatch(rows=((0,),), row_length=128)],
         [Microbatch(rows=((1, 2),), row_length=128)],
@@ -195,38 +195,42 @@ def test_the_samples_are_spread_over_the_ranks_so_that_no_rank_gets_only_padding
 
 def test_a_pipeline_gets_the_fewest_microbatches_allowed_and_each_has_as_few_rows_as_possible():
     limits = {"tokens_per_row": 128, "rows_per_microbatch": 4, "num_ranks": 1, "uniform": True}
-    assert plan([128, 128, 100], min_microbatches=2, **limits) == [
+    assert Planner(min_microbatches=2, **limits).plan([128, 128, 100]) == [
         [Microbatch(rows=((0,), (1,)), row_length=128), Microbatch(rows=((2,), ()), row_length=128)]
     ]
     # One row could hold all three samples, but the other microbatch would then be padding.
-    assert plan([60, 30, 20], min_microbatches=2, **limits) == [
+    assert Planner(min_microbatches=2, **limits).plan([60, 30, 20]) == [
         [Microbatch(rows=((0,),), row_length=64), Microbatch(rows=((1, 2),), row_length=64)]
     ]
-    shapes = [len(batch.rows) for batch in plan([128] * 8, min_microbatches=2, microbatch_multiple=2, **limits)[0]]
+    shapes = [
+        len(batch.rows) for batch in Planner(min_microbatches=2, microbatch_multiple=2, **limits).plan([128] * 8)[0]
+    ]
     assert shapes == [4, 4]
     limits["rows_per_microbatch"] = 3
-    shapes = [len(batch.rows) for batch in plan([128] * 8, min_microbatches=2, microbatch_multiple=2, **limits)[0]]
+    shapes = [
+        len(batch.rows) for batch in Planner(min_microbatches=2, microbatch_multiple=2, **limits).plan([128] * 8)[0]
+    ]
     # Three microbatches of three rows could hold the eight rows. But the number of microbatches must be even, and
     # after three such microbatches the fourth would hold only padding. So the plan has four microbatches of two rows.
     assert shapes == [2, 2, 2, 2]
 
 
 def test_a_rank_without_samples_gets_rows_of_padding():
-    ranks = plan([7], tokens_per_row=64, rows_per_microbatch=4, num_ranks=3)
+    ranks = Planner(tokens_per_row=64, rows_per_microbatch=4, num_ranks=3).plan([7])
     assert [rank[0].rows for rank in ranks] == [((0,),), ((),), ((),)]
 
 
 def test_tokens_per_row_is_rounded_down_to_a_multiple_of_row_multiple():
     limits = {"tokens_per_row": 200, "rows_per_microbatch": 1, "num_ranks": 1}
-    assert [batch.row_length for batch in plan([70, 64], row_multiple=64, **limits)[0]] == [192]
+    assert [batch.row_length for batch in Planner(row_multiple=64, **limits).plan([70, 64])[0]] == [192]
     message = "sample 1 has 193 positions but tokens_per_row=200, rounded down to 192, a multiple of 64"
     with pytest.raises(ValueError, match=message):
-        plan([8, 193], row_multiple=64, **limits)
+        Planner(row_multiple=64, **limits).plan([8, 193])
 
 
 def test_a_sample_longer_than_a_row_is_refused_with_its_index():
     with pytest.raises(ValueError, match="sample 1 has 9 positions but tokens_per_row=8"):
-        plan([8, 9], tokens_per_row=8, row_multiple=8, rows_per_microbatch=1, num_ranks=1)
+        Planner(tokens_per_row=8, row_multiple=8, rows_per_microbatch=1, num_ranks=1).plan([8, 9])
 
 
 @pytest.mark.parametrize("uniform", [False, True])
@@ -241,7 +245,7 @@ def test_ten_thousand_long_tailed_samples_are_planned_fast_and_with_little_paddi
     planning, counting = [], []
     for _ in range(3):  # a long garbage collection may fall into one of the measurements
         start = time.process_time()
-        ranks = plan(lengths, row_multiple=row_multiple, **limits, **pipeline)
+        ranks = Planner(row_multiple=row_multiple, **limits, **pipeline).plan(lengths)
         planning.append(time.process_time() - start)
         start = time.process_time()
         sum(number * number for number in range(200_000))
@@ -266,7 +270,7 @@ def test_the_attention_cost_of_the_slowest_of_eight_ranks_is_little_above_the_me
     lengths = long_tailed(num_samples)
     limits = {"tokens_per_row": 4096, "rows_per_microbatch": 1, "num_ranks": 8}
     mean = sum(length**2 for length in lengths) / 8
-    assert time_of(lengths, plan(lengths, **limits))[1] < (1 + allowed) * mean
+    assert time_of(lengths, Planner(**limits).plan(lengths))[1] < (1 + allowed) * mean
     # For comparison, the same rows are dealt to the ranks round-robin, without regard to their costs.
     rows = sorted(first_fit_decreasing(lengths, 4096), key=min)
     rows += [()] * (-len(rows) % 8)

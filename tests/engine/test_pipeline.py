@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from layout_work import fork_processes
+from published import get_tensors
 from references import ppo_samples, random_samples, save_random
 from safetensors.torch import load_file
 from test_hf import BASE, MOE
@@ -24,7 +25,7 @@ from rl_actors.config import LoRAConfig, TrainerConfig
 from rl_actors.engine.collectives import by_rank
 from rl_actors.engine.pipeline_stages import Stage
 from rl_actors.losses import GSPO, PPO
-from rl_actors.transports.base import find, publish
+from rl_actors.transports.base import publish, wait_for_manifest
 from rl_actors.transports.files import FilesTransport
 from rl_actors.types import OptimParams
 
@@ -376,7 +377,7 @@ def test_a_pipeline_gives_the_numbers_of_one_process(run_group, make_engine, nam
     if case.fields:
         return
     transport = FilesTransport(folder / name / "weights")
-    weights = asyncio.run(transport.get_tensors(asyncio.run(find(transport, 2, 1.0))))
+    weights = asyncio.run(get_tensors(transport, asyncio.run(wait_for_manifest(transport, 2, 1.0))))
     exported = load_file(folder / name / "export" / "model.safetensors")
     assert weights.keys() == exported.keys()
     assert all(torch.equal(weights[key], exported[key]) for key in exported)
@@ -395,7 +396,7 @@ def test_a_client_pushes_and_exports_the_weights_of_all_stages(tmp_path):
     transport = TorchStoreTransport()
 
     async def weights_of(version: int) -> dict[str, torch.Tensor]:
-        return await transport.get_tensors(await find(transport, version, 5.0))
+        return await get_tensors(transport, await wait_for_manifest(transport, version, 5.0))
 
     async def main() -> None:
         await transport.open()

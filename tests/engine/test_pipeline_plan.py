@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from rl_actors.engine.packing import plan
+from rl_actors.engine.packing import Planner
 from rl_actors.engine.pipeline import plan_options
 
 
@@ -11,7 +11,7 @@ def num_microbatches(schedule: str, num_ranks: int, num_samples: int) -> int:
     """The number of microbatches of a call in which each sample fills one microbatch."""
     options = plan_options(get_schedule_class(schedule), num_ranks)
     limits = {"tokens_per_row": 64, "rows_per_microbatch": 1, "row_multiple": 64, "num_ranks": 1}
-    [microbatches] = plan([64] * num_samples, **limits, **options)
+    [microbatches] = Planner(**limits, **options).plan([64] * num_samples)
     return len(microbatches)
 
 

@@ -50,7 +50,7 @@ def test_fused_logprobs_and_their_gradients_agree_with_float32():
     from rl_actors.engine.vocab_parallel import Logits, TargetLogprobs
 
     draw = torch.Generator("cuda").manual_seed(0)
-    logprobs = TargetLogprobs(gpu.fuse)
+    logprobs = TargetLogprobs(gpu.this_machine().fuse)
     for num_positions in (1024, 768, 1024):
         raw_NV = torch.randn(num_positions, 151_936, generator=draw, device="cuda").bfloat16().mul_(3).requires_grad_()
         targets_N = torch.randint(151_936, (num_positions,), generator=draw, device="cuda")

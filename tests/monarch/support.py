@@ -22,6 +22,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from monarch.actor import concurrent_endpoint, endpoint
+from published import get_tensors
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from waiting import GUARD, wait_until
@@ -31,7 +32,7 @@ from rl_actors.engine import checkpoint
 from rl_actors.engine.collectives import by_rank
 from rl_actors.generator import Generator
 from rl_actors.policy_trainer import PolicyTrainer
-from rl_actors.transports.base import LoadedTensors, Manifest, Transport, find, publish
+from rl_actors.transports.base import LoadedTensors, Manifest, Transport, publish, wait_for_manifest
 from rl_actors.transports.memory import MemoryTransport
 from rl_actors.transports.publisher import Publisher
 from rl_actors.transports.snapshot import DoubleBuffer
@@ -213,7 +214,7 @@ def published_weights(transport: Transport, version: int) -> dict[str, Tensor]:
     """The weights of a version, as a generator would get them."""
 
     async def get():
-        return await transport.get_tensors(await find(transport, version, 5.0))
+        return await get_tensors(transport, await wait_for_manifest(transport, version, 5.0))
 
     return asyncio.run(get())
 
@@ -449,7 +450,7 @@ class TestGenerator(Generator):
         def load() -> None:
             [reloading] = engine.apply_model(lambda model: this_machine().reloading(model))
             read = safetensors_weights_iterator(files, use_tqdm_on_load=False)
-            with reloading, weights.quiet_about_layers_without_weights():
+            with reloading, weights.filtered_warnings(weights.is_of_a_layer_with_weights):
                 engine.collective_rpc("reload_weights", kwargs={"weights_iterator": read})
 
         await asyncio.wrap_future(self.engine.submit(load))
@@ -544,9 +545,11 @@ class WorkersFail(MemoryTransport):
         source = await super().source(manifest)
         failing, hanging = [await self.get_object(f"{how}_worker") for how in ("failing", "hanging")]
         if hanging is not None:
-            return UnreadableTensors(source.loaded, key=source.key, timeout=2.0, worker=hanging, hangs=True)
+            return UnreadableTensors(
+                source.loaded, source.stream, source.version, timeout=2.0, worker=hanging, hangs=True
+            )
         if failing is not None:
-            return UnreadableTensors(source.loaded, key=source.key, worker=failing)
+            return UnreadableTensors(source.loaded, source.stream, source.version, worker=failing)
         return source
 
 
@@ -570,7 +573,7 @@ class ReadersDie(MemoryTransport):
         if await self.get_object("victim") != os.environ["RL_ACTORS_PROCESS"]:
             return source
         await self.put_object("victim", None)
-        return DeadlyTensors(source.loaded, key=source.key)
+        return DeadlyTensors(source.loaded, source.stream, source.version)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ import math
 import string
 from dataclasses import dataclass, fields, replace
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import support
@@ -28,8 +29,7 @@ from controllers.rollouts.evaluation import EvaluationSet
 from controllers.rollouts.groups import RolloutConfig
 from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
 from controllers.run.checkpoints import Checkpoints
-from controllers.run.run import Run
-from controllers.run.supervision import Supervision
+from controllers.run.run import Run, Supervision
 from rl_actors import TrainerClient
 from rl_actors.losses import LOSSES, PolicyLoss
 
@@ -75,7 +75,7 @@ def take_steps(trainer, generator, reference_mesh, tmp_path):
         supervision = Supervision(
             folder=folder,
             checkpoints=Checkpoints(folder.checkpoints, keep=1, keep_every=0),
-            spawn_reference=lambda: TrainerClient(reference_mesh),
+            actors=SimpleNamespace(spawn_reference=lambda: TrainerClient(reference_mesh)),
         )
         with MetricsLogger(folder, trackers=(), console=Console(file=io.StringIO())) as log:
             run = Run(

@@ -11,7 +11,7 @@ from support import forward_logprobs, worst
 from waiting import GUARD
 
 from rl_actors import SamplingParams
-from rl_actors.transports.base import find
+from rl_actors.transports.base import wait_for_manifest
 from rl_actors.vllm.requests import NO_VERSION
 
 SEQUENCES = [[5, 6], list(range(30)), [7, 3] * 20]
@@ -45,7 +45,7 @@ def test_if_a_pull_fails_while_it_replaces_the_weights_the_generator_refuses_req
 
 def test_if_a_version_cannot_be_read_the_generator_keeps_its_weights(generator, trainer, synced, transport):
     before = generator.compute_logprobs(SEQUENCES).result()
-    manifest = asyncio.run(find(transport, synced, 0.0))
+    manifest = asyncio.run(wait_for_manifest(transport, synced, 0.0))
     gone = replace(manifest, stream="gone", version=900, parts=(replace(manifest.parts[0], token=b"x" * 16),))
     latest = asyncio.run(transport.get_object("latest"))
     asyncio.run(transport.put_object("gone/900/manifest", gone))

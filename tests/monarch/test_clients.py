@@ -312,14 +312,14 @@ def test_two_trainers_in_one_program_do_not_disturb_each_other(trainer, transpor
         assert [support.step(other) for _ in range(2)] == [1, 2]
         assert other.is_alive(GUARD).result() and trainer.is_alive(GUARD).result()
         assert other.push_model_state_dict().result() == 2
-        theirs = support.published_weights(other._transport, 2)
+        theirs = support.published_weights(other.ranks.transport, 2)
         again = support.published_weights(transport, version)
         assert all(torch.equal(again[name], weights[name]) for name in weights)
         assert not any(torch.equal(theirs[name], weights[name]) for name in weights)
         assert trainer.info().result()[0].policy_version == version
         assert all(map(torch.equal, trainer.forward(random_samples()).result().logprobs, ours))
         with pytest.raises(TimeoutError, match="version 1 was not published"):
-            asyncio.run(support.find(other._transport, 1, 0.0))
+            asyncio.run(support.find(other.ranks.transport, 1, 0.0))
 
 
 def test_the_caller_gets_an_error_if_a_rank_fails_and_if_a_rank_dies_during_a_call(tmp_path, capfd):
@@ -357,7 +357,7 @@ def test_a_client_without_a_given_transport_publishes_every_version_in_the_dtype
     with TrainerClient.spawn(support.trainer_config()) as trainer, trainer.spawn_generator(config) as generator:
         generator.ready().result()
         for version in (0, 1):
-            weights = support.published_weights(trainer._transport, version)
+            weights = support.published_weights(trainer.ranks.transport, version)
             assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
             assert generator.pull_model_state_dict(version).result() == version
             support.step(trainer)

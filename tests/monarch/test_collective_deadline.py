@@ -37,7 +37,7 @@ def test_a_rank_that_stops_during_a_call_is_named_at_the_collective_timeout(layo
     trainer = TrainerClient.spawn(config)
     try:
         trainer.ready().result(GUARD)
-        _, last = trainer.watched.processes
+        _, last = trainer.ranks.watched.processes
         with pytest.raises(ActorSilentError) as failure:
             trainer.forward_backward(support.random_samples(), loss=StopsTheLastRank()).result(GUARD)
         assert failure.value.actor == "trainer"

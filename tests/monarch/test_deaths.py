@@ -12,11 +12,12 @@ from waiting import GUARD, wait_until
 
 from rl_actors.clients.base import ActorDiedError, ActorSilentError, Client
 from rl_actors.clients.call import in_background
+from rl_actors.clients.ranks import Ranks
 from rl_actors.transports.memory import MemoryTransport
 
 
-class Bare(Client):
-    """A client that spawns two processes, but no actor in them."""
+class Pair(Ranks):
+    """Two processes without an actor."""
 
     def __init__(self, name: str) -> None:
         super().__init__(None, name=name, call_timeout=GUARD, setup_timeout=GUARD, logs=None)
@@ -24,6 +25,14 @@ class Bare(Client):
 
     async def _set_up(self) -> None:
         await self._spawn(2)
+
+
+class Bare(Client):
+    def __init__(self, name: str) -> None:
+        super().__init__(name, is_owner=True, logs=None)
+        self.ranks = Pair(name)
+        self._actors = self.ranks
+        self._start(self.ranks.started)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +46,7 @@ def test_a_client_notices_a_dead_or_stopped_process_between_calls_and_can_kill_a
     client = Bare("pair")
     death = client.death(silent_after=2.0)
     client.ready().result(GUARD)
-    processes = client.watched.processes
+    processes = client.ranks.watched.processes
     assert not death.done()
     os.kill(processes[1].pid, sent)
     error = death.result(GUARD)

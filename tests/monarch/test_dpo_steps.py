@@ -11,6 +11,7 @@ import math
 import string
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import support
@@ -26,8 +27,7 @@ from controllers.program import cli
 from controllers.rollouts.evaluation import build_sets
 from controllers.rollouts.tokenizer import build_character_tokenizer, load_tokenizer
 from controllers.run.checkpoints import Checkpoints
-from controllers.run.run import Run
-from controllers.run.supervision import Supervision
+from controllers.run.run import Run, Supervision
 from rl_actors import TrainerClient
 
 LETTERS = string.digits + "+-=." + string.ascii_lowercase + "ABCDEF"  # the shared vocabulary adds two special tokens
@@ -70,7 +70,7 @@ def take_steps(trainer, ranks, transport, tmp_path):
         supervision = Supervision(
             folder=folder,
             checkpoints=Checkpoints(folder.checkpoints, keep=1, keep_every=0),
-            spawn_reference=lambda: TrainerClient(mesh),
+            actors=SimpleNamespace(spawn_reference=lambda: TrainerClient(mesh)),
         )
         console = Console(file=io.StringIO())
         with MetricsLogger(folder, trackers=(), steps_done=state.get("step", 0), console=console) as log:

@@ -50,8 +50,8 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_that_needs_an_optimizer_is_refused_before_any_rank_works(frozen, call):
     frozen.ready().result()
-    sent = frozen.session.shared.number
+    sent = frozen.ranks.number
     with pytest.raises(ValueError) as caught:
         CALLS[call](frozen).result()
     assert str(caught.value) == f"{call} is not possible with optimizer=None: this trainer only infers"
-    assert frozen.session.shared.number == sent
+    assert frozen.ranks.number == sent

@@ -83,12 +83,12 @@ def test_a_field_that_the_optimizer_lacks_is_refused_before_any_rank_works(train
         trainer.load_checkpoint(start).result()
         trainer.forward_backward(random_samples(), loss="cross_entropy").result()
         if params is not None:
-            sent = trainer.session.shared.number
+            sent = trainer.ranks.number
             with pytest.raises(
                 ValueError, match=f"{field}={value}, but torch.optim:SGD has no {key}; leave {field} at"
             ):
                 trainer.optim_step(params).result()
-            assert trainer.session.shared.number == sent
+            assert trainer.ranks.number == sent
             assert [info.state for info in trainer.info().result()] == ["open", "open"]
         result = trainer.optim_step(replace(PARAMS, weight_decay=0.1)).result()
         return result, trainer.forward(random_samples()).result().logprobs

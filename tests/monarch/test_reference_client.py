@@ -66,7 +66,7 @@ def test_distillation_brings_a_student_nearer_to_its_teacher(trainer, ranks):
     assert divergences[-1] < 0.5 * divergences[0], divergences
 
 
-def test_a_reference_holds_only_weights_and_lacks_the_calls_of_training(ranks, transport):
+def test_a_reference_holds_only_weights_and_refuses_the_calls_of_training(ranks, transport):
     config = support.trainer_config(optimizer=None)
     mesh = ranks(1).spawn("frozen", support.TestTrainer, config, transport)
     with ReferenceClient(mesh) as reference:
@@ -75,7 +75,16 @@ def test_a_reference_holds_only_weights_and_lacks_the_calls_of_training(ranks, t
         parameters, gradients, moments, _ = held
         assert parameters >= 4 * reference.info().result()[0].num_parameters
         assert (gradients, moments) == (0, 0)
-    for call in ("forward_backward", "optim_step", "save_checkpoint", "push_model_state_dict"):
+        samples = support.random_samples()
+        for refused in (
+            lambda: reference.forward_backward(samples, "cross_entropy"),
+            lambda: reference.optim_step(OptimParams(learning_rate=0.1)),
+            lambda: reference.save_checkpoint("checkpoint"),
+            lambda: reference.load_checkpoint("checkpoint", optimizer=True),
+        ):
+            with pytest.raises(ValueError, match="optimizer=None: this trainer only infers"):
+                refused()
+    for call in ("push_model_state_dict", "spawn_generator", "new_tenant"):
         assert not hasattr(reference, call)
 
 

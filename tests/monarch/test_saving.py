@@ -61,7 +61,7 @@ def test_a_failed_write_is_raised_once_with_path_and_rank(trainer, hold, tmp_pat
     saved = trainer.save_checkpoint(str(tmp_path / "checkpoint")).result()
     trainer.forward_backward(support.random_samples(), loss="cross_entropy").result()
     hold.open()
-    support.wait_until(trainer.shared.writing.done)
+    support.wait_until(trainer.ranks.writing.done)
     if call == "save_checkpoint":
         trainer.discard_gradients().result()
     report = {

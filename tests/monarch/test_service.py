@@ -21,7 +21,7 @@ from waiting import GUARD, wait_until
 
 from rl_actors import GeneratorClient, OptimParams, Sample, TrainerClient
 from rl_actors.clients import remote
-from rl_actors.clients.wire import PROTOCOL, encode
+from rl_actors.clients.remote import PROTOCOL, encode
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

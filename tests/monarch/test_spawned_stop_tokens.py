@@ -5,7 +5,7 @@ from itertools import chain
 from own_models import save_model
 
 from rl_actors import GeneratorClient, GeneratorConfig, SamplingParams, TrainerClient, TrainerConfig
-from rl_actors.stop_tokens import stop_token_ids
+from rl_actors.texts import stop_token_ids
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6], [11]]
 ENDLESS = SamplingParams(max_tokens=128, n=8, seed=3, ignore_stop=True)

@@ -86,7 +86,7 @@ def test_a_tenant_saves_loads_and_exports_its_own_state(landlord, pair, tmp_path
     other.export_hf(str(tmp_path / "merged")).result()
     assert (tmp_path / "adapter/adapter_model.safetensors").is_file() and (tmp_path / "merged/config.json").is_file()
     with pytest.raises(ValueError, match="push_model_state_dict is not possible for tenant 'a'.*export_lora"):
-        landlord.session.of("a").call(PolicyTrainer.push_model_state_dict).result()
+        replace(landlord.session, tenant="a").call(PolicyTrainer.push_model_state_dict).result()
     assert landlord.push_model_state_dict().result() == 0
 
 
@@ -146,7 +146,7 @@ def test_impossible_tenants_and_wrong_arguments_are_refused(landlord, pair, trai
 def test_a_closed_tenant_is_forgotten_and_its_name_is_free(landlord, pair):
     one, other = pair
     one.forward_backward(random_samples(), loss="cross_entropy").result()
-    assert repr(one) == "<TenantClient landlord, tenant a: open, policy_version 0>"
+    assert repr(one) == "<TenantClient landlord, tenant a: ready, policy_version 0>"
     one.close().result(GUARD)
     one.close().result()
     assert landlord.info().result()[0].tenants == ("b",)

@@ -10,6 +10,7 @@ import pytest
 import support
 import torch
 import torchstore
+from published import get_tensors
 from waiting import GUARD
 
 from rl_actors import (
@@ -23,7 +24,7 @@ from rl_actors import (
 )
 from rl_actors.generator import expected_tensors
 from rl_actors.processes.spawn import spawn_processes
-from rl_actors.transports.base import announce, find, publish
+from rl_actors.transports.base import announce, publish, wait_for_manifest
 
 KINDS = ["torchstore", "index", "tcp", "point_to_point", "files", "memory"]
 # (data_parallel_shard, tensor_parallel). TP2 shards some weights by rows, some by columns, and replicates others.
@@ -157,11 +158,11 @@ def test_a_push_that_fails_on_one_rank_is_never_readable_and_can_be_repeated(
         with pytest.raises(Exception, match=f"rank {failing_rank} lost its disk"):
             sharded.push_model_state_dict().result()
         with pytest.raises(TimeoutError, match=f"version {version} was not published within 0 s"):
-            asyncio.run(find(open_transport, version, 0.0))
+            asyncio.run(wait_for_manifest(open_transport, version, 0.0))
         assert_equal(support.published_weights(open_transport, published), before)
     sharded_mesh.fail_puts.call(None).get(timeout=GUARD)
     assert sharded.push_model_state_dict().result() == version
-    assert asyncio.run(find(open_transport, version, 0.0)).version == version
+    assert asyncio.run(wait_for_manifest(open_transport, version, 0.0)).version == version
     assert_equal(support.published_weights(open_transport, published), before)
 
 
@@ -173,7 +174,7 @@ def test_tensors_without_a_manifest_are_not_readable(open_transport):
     async def interrupted():
         await open_transport.put_object("latest", ("killed", 10))
         await open_transport.put_tensors("killed/11", {"a": torch.ones(3)}, 0)
-        await find(open_transport, 11, 0.1)
+        await wait_for_manifest(open_transport, 11, 0.1)
 
     with pytest.raises(TimeoutError, match=r"version 11 was not published within 0\.1 s; the newest is 10"):
         asyncio.run(interrupted())
@@ -182,15 +183,15 @@ def test_tensors_without_a_manifest_are_not_readable(open_transport):
 def test_the_timeout_error_for_a_missing_version_names_this_version_and_the_newest(open_transport):
     support.publish_from_here(open_transport, {"a": torch.ones(3)}, stream="run", version=4)
     with pytest.raises(TimeoutError, match=r"version 7 was not published within 0\.1 s; the newest is 4"):
-        asyncio.run(find(open_transport, 7, 0.1))
+        asyncio.run(wait_for_manifest(open_transport, 7, 0.1))
 
 
 def test_a_version_that_is_published_during_the_wait_for_it_is_found(open_transport):
     async def main():
-        waiting = asyncio.create_task(find(open_transport, 1, GUARD))
+        waiting = asyncio.create_task(wait_for_manifest(open_transport, 1, GUARD))
         one_rank = {"stream": "run", "version": 1, "rank": 0, "gather": lambda text: [text]}
         await publish(open_transport, {"a": torch.arange(3.0)}, **one_rank)
-        return await open_transport.get_tensors(await waiting)
+        return await get_tensors(open_transport, await waiting)
 
     assert asyncio.run(main())["a"].tolist() == [0, 1, 2]
 
@@ -198,7 +199,7 @@ def test_a_version_that_is_published_during_the_wait_for_it_is_found(open_transp
 def test_a_published_version_is_not_pushed_again(open_transport, sharded, use):
     use(open_transport)
     version = sharded.push_model_state_dict().result()
-    manifest = asyncio.run(find(open_transport, version, 0.0))
+    manifest = asyncio.run(wait_for_manifest(open_transport, version, 0.0))
     asyncio.run(open_transport.put_object(f"{manifest.key}/manifest", "untouched"))
     assert sharded.push_model_state_dict().result() == version
     assert asyncio.run(open_transport.get_object(f"{manifest.key}/manifest")) == "untouched"
@@ -208,14 +209,14 @@ def test_only_the_newest_two_versions_are_kept(open_transport, sharded, use):
     use(open_transport)
     manifests = []
     for _ in range(3):
-        manifests.append(asyncio.run(find(open_transport, sharded.push_model_state_dict().result(), 0.0)))
+        manifests.append(asyncio.run(wait_for_manifest(open_transport, sharded.push_model_state_dict().result(), 0.0)))
         support.step(sharded)
     with pytest.raises(TimeoutError, match=f"version {manifests[0].version} .*the newest is {manifests[2].version}"):
-        asyncio.run(find(open_transport, manifests[0].version, 0.0))
+        asyncio.run(wait_for_manifest(open_transport, manifests[0].version, 0.0))
     for manifest in manifests[1:]:
-        assert len(asyncio.run(open_transport.get_tensors(manifest))) == len(manifest.tensors)
+        assert len(asyncio.run(get_tensors(open_transport, manifest))) == len(manifest.tensors)
     with pytest.raises(Exception):  # noqa: B017  # each transport raises an error of its own
-        asyncio.run(open_transport.get_tensors(manifests[0]))
+        asyncio.run(get_tensors(open_transport, manifests[0]))
 
 
 def test_two_open_transports_do_not_mix_and_a_closed_transport_leaves_nothing(open_transport, kind, tmp_path):
@@ -224,7 +225,7 @@ def test_two_open_transports_do_not_mix_and_a_closed_transport_leaves_nothing(op
     second = make_transport(kind, tmp_path / "weights")
     asyncio.run(second.open())
     with pytest.raises(TimeoutError, match="version 1 was not published within 0 s; nothing was published yet"):
-        asyncio.run(find(second, 1, 0.0))
+        asyncio.run(wait_for_manifest(second, 1, 0.0))
     support.publish_from_here(second, {"w": torch.ones(100_000)}, stream="second", version=1)
     assert torch.equal(support.published_weights(second, 1)["w"], torch.ones(100_000))
     assert support.published_weights(open_transport, 1)["w"].tolist() == [0, 0]

@@ -5,21 +5,17 @@ Tests send requests in the form of this SDK, without a network.
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import httpx
 import numpy as np
 from fakes import UnigramGenerator, UnigramTrainer
 
-from controllers.tinker_server import codec
+from controllers.tinker_server import tinker_pb2
 from controllers.tinker_server.config import ServeConfig
 from controllers.tinker_server.requests import SamplingLimits
 from controllers.tinker_server.routes import make_app
-from controllers.tinker_server.sampling import VersionedGenerator
-from controllers.tinker_server.server import Server, is_abandoned
-from controllers.tinker_server.store import Store
-from controllers.tinker_server.trainers import Trainers
+from controllers.tinker_server.server import Server
 from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
 
 VOCABULARY = 16
@@ -53,23 +49,16 @@ class Api:
         )
         self.trainers: list[UnigramTrainer] = []
         self.generator = UnigramGenerator(folder / "samplers", VOCABULARY)
-        self.store = Store(folder / "state.sqlite")
         self.server = Server(
             self.config,
             folder,
-            store=self.store,
-            trainers=Trainers(
-                self.config,
-                self.store,
-                folder / "parked",
-                spawn=self._spawn,
-                is_abandoned=partial(is_abandoned, self.store),
-            ),
-            generator=VersionedGenerator(self.generator),
+            spawn=self._spawn,
+            generator=self.generator,
             sampling=SamplingLimits(
                 max_model_len=LONGEST, vocab_size=VOCABULARY, end_token_ids=(0,), tokenizer=Letters()
             ),
         )
+        self.store = self.server.store
         self.app = make_app(self.server)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://localhost/api/v1")
         self.num_samplers = 0
@@ -137,7 +126,7 @@ class Api:
     async def output(self, promise: Mapping):
         response = await self.fetch(promise)
         assert response.headers["content-type"] == "application/x-protobuf", response.text
-        message = codec.CLASSES["ForwardBackwardOutput"].FromString(response.content)
+        message = tinker_pb2.ForwardBackwardOutput.FromString(response.content)
         rows = []
         for record in message.loss_fn_outputs:
             tensor = record.fields["logprobs"]
@@ -173,7 +162,7 @@ class Api:
     async def sample(self, sampler: str, seq: int, prompt: Sequence[int] = (1, 2), **more):
         response = await self.fetch(await self.send_sample(sampler, seq, prompt, **more))
         assert response.headers["content-type"] == "application/x-protobuf", response.text
-        return codec.CLASSES["SampleResponse"].FromString(response.content)
+        return tinker_pb2.SampleResponse.FromString(response.content)
 
 
 def forward_backward_body(model: str, seq: int, data: list, loss: str, *, config=None, forward_only=False) -> bytes:
@@ -181,7 +170,7 @@ def forward_backward_body(model: str, seq: int, data: list, loss: str, *, config
 
     data: a pair (tokens, inputs) for each datum. inputs: {name of an input of the loss: array}.
     """
-    message = codec.CLASSES["ForwardBackwardRequest"](model_id=model, seq_id=seq, loss_fn=loss)
+    message = tinker_pb2.ForwardBackwardRequest(model_id=model, seq_id=seq, loss_fn=loss)
     message.forward_only = forward_only
     for name, value in (config or {}).items():
         if isinstance(value, str):

@@ -20,7 +20,7 @@ def test_each_key_sees_only_its_own_runs(tmp_path):
 
     async def main():
         async with Api(tmp_path) as api:
-            app = Access(api.app, owners=owners, anyone="anyone")
+            app = Access(api.app, owners=owners)
 
             def client(key: str) -> httpx.AsyncClient:
                 base = "http://localhost/api/v1"
@@ -52,7 +52,7 @@ def test_a_call_above_the_rate_limit_gets_a_429_and_a_heartbeat_does_not(tmp_pat
     async def main():
         async with Api(tmp_path) as api:
             log = io.StringIO()
-            app = Access(api.app, owners=None, anyone="anyone", rate=0.5, burst=2, log=log)
+            app = Access(api.app, owners=None, rate=0.5, burst=2, log=log)
             api.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost/api/v1")
             codes = []
             for _ in range(4):
@@ -164,7 +164,7 @@ def test_a_signed_url_fetches_exported_weights_without_a_key(api):
         at = f"/training_runs/{model}/checkpoints/external_weights/out/external_weights_urls"
         found = (await api.http.get(at)).json()
         [(name, url)] = found["urls"].items()
-        app = Access(api.app, owners={hash_of("tml-a"): "a"}, anyone="anyone")
+        app = Access(api.app, owners={hash_of("tml-a"): "a"})
         plain = httpx.AsyncClient(transport=httpx.ASGITransport(app))
         fetched = await plain.get(url)
         assert name == "numbers.pt" and fetched.status_code == 200 and len(fetched.content) > 100
@@ -199,7 +199,7 @@ def test_a_signed_url_fetches_exported_weights_without_a_key(api):
 def test_a_server_without_keys_answers_only_its_own_machine(tmp_path, headers, status):
     async def main(owners, expected):
         async with Api(tmp_path) as api:
-            app = Access(api.app, owners=owners, anyone="anyone")
+            app = Access(api.app, owners=owners)
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 for path in ("/healthz", "/", "/api/v1/get_server_capabilities"):
@@ -214,7 +214,7 @@ def test_a_server_without_keys_answers_only_its_own_machine(tmp_path, headers, s
 def test_a_server_without_keys_refuses_bodies_of_a_type_that_any_page_may_send(tmp_path, route):
     async def main():
         async with Api(tmp_path) as api:
-            app = Access(api.app, owners=None, anyone="anyone")
+            app = Access(api.app, owners=None)
             base = "http://localhost/api/v1"
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=base) as client:
                 for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):

@@ -85,7 +85,7 @@ def test_a_fetched_answer_is_dropped_after_a_while_and_its_key_is_forgotten_late
             return await answers(1)
 
         promise = futures.submit("key", "call", work)
-        futures.fetched(await futures.wait(promise.request_id, 1))
+        (await futures.wait(promise.request_id, 1)).fetched = futures.now()
         clock.now = 50.0
         assert futures.submit("key", "call", work) is promise  # the key is still known
         assert promise.answer is DROPPED
@@ -261,7 +261,7 @@ def test_a_fetched_answer_that_was_dropped_no_longer_counts():
 
         promise = futures.submit(1, "call", work)
         await futures.wait(promise.request_id, 60)
-        futures.fetched(promise)
+        promise.fetched = futures.now()
         clock.now = 100.0
         futures.submit(2, "call", work)
         assert promise.answer is DROPPED and futures.kept_bytes[""] == 0

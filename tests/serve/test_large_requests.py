@@ -20,7 +20,7 @@ from serving import forward_backward_body
 from test_fuzz import TEXT, mutated, with_another_value
 from test_memory import resident_bytes
 
-from controllers.tinker_server import codec
+from controllers.tinker_server import codec, tinker_pb2
 
 pytestmark = pytest.mark.slow
 MOST_GROWTH = 1 << 30
@@ -115,7 +115,7 @@ class Client:
 
 def sparse(model: str, seq: int, num_datums: int, num_positions: int, width: int) -> bytes:
     """Datums whose targets and weights are sparse, with one value each."""
-    message = codec.CLASSES["ForwardBackwardRequest"](model_id=model, seq_id=seq, loss_fn="cross_entropy")
+    message = tinker_pb2.ForwardBackwardRequest(model_id=model, seq_id=seq, loss_fn="cross_entropy")
     for _ in range(num_datums):
         datum = message.data.add()
         datum.model_input.add().encoded_text.tokens = np.ones(num_positions, "<i4").tobytes()

@@ -5,22 +5,9 @@ import contextlib
 
 import pytest
 
-from controllers.tinker_server import messages
-from controllers.tinker_server.routes import ANYONE
+from controllers.tinker_server.store import Checkpoint
 
 DATUM = ([1, 2], {"target_tokens": [2, 3]})
-BODIES = {
-    "save_weights": messages.SaveWeights,
-    "save_weights_for_sampler": messages.SaveWeightsForSampler,
-    "save_weights_external": messages.SaveWeightsExternal,
-    "create_model": messages.CreateModel,
-    "load_weights": messages.LoadWeights,
-}
-
-
-def accepted(api, route: str, **fields: object) -> dict:
-    """The reply to a request whose work has not begun: nothing was awaited since it was accepted."""
-    return getattr(api.server, route)(ANYONE, BODIES[route](**fields)).reply()
 
 
 @contextlib.asynccontextmanager
@@ -43,8 +30,8 @@ def test_of_two_saves_under_one_name_that_are_not_awaited_the_second_fails(api, 
     async def use(api):
         model = await api.create_model()
         async with working(api, model):
-            first = accepted(api, route, model_id=model, path="same", seq_id=1)
-            second = accepted(api, route, model_id=model, path="same", seq_id=2)
+            first = await api.post(route, model_id=model, path="same", seq_id=1)
+            second = await api.post(route, model_id=model, path="same", seq_id=2)
         path = f"tinker://{model}/{segment}/same"
         assert (await api.answer(first))["path"] == path
         assert f"an earlier call is about to make {path}" in await api.error(second)
@@ -63,7 +50,7 @@ def test_a_name_is_free_again_after_a_save_that_failed(api):
         assert "call optim_step" in await api.error(await api.post("save_weights", model_id=model, path="a", seq_id=2))
         await api.optim_step(model, 3)
         await api.answer(await api.post("save_weights", model_id=model, path="a", seq_id=4))
-        assert not api.server._taken
+        assert not api.server.taken
 
     api(use)
 
@@ -74,18 +61,18 @@ def test_saves_that_overwrite_run_in_their_order_and_keep_others_out(api):
         async with working(api, model):
             promises = [
                 await api.post("save_weights", model_id=model, path="a", seq_id=1),
-                accepted(
-                    api, "save_weights", model_id=model, path="a", seq_id=2, overwrite=True, user_metadata={"by": "2"}
+                await api.post(
+                    "save_weights", model_id=model, path="a", seq_id=2, overwrite=True, user_metadata={"by": "2"}
                 ),
-                accepted(
-                    api, "save_weights", model_id=model, path="a", seq_id=3, overwrite=True, user_metadata={"by": "3"}
+                await api.post(
+                    "save_weights", model_id=model, path="a", seq_id=3, overwrite=True, user_metadata={"by": "3"}
                 ),
-                accepted(api, "save_weights", model_id=model, path="a", seq_id=4),
+                await api.post("save_weights", model_id=model, path="a", seq_id=4),
             ]
         assert "earlier call" in await api.error(promises.pop())
         for promise in promises:
             assert "path" in await api.answer(promise)
-        assert api.store.checkpoint(f"tinker://{model}/weights/a").user_metadata == {"by": "3"}
+        assert api.store.get(Checkpoint, f"tinker://{model}/weights/a").user_metadata == {"by": "3"}
 
     api(use)
 
@@ -96,8 +83,8 @@ def test_a_run_is_created_once_whichever_two_calls_create_it(api):
         path = (await api.answer(await api.post("save_weights", model_id=model, path="a", seq_id=1)))["path"]
         new = {"session_id": api.session, "model_seq_id": 5}
         async with working(api, f"{api.session}:train:5"):
-            made = accepted(api, "create_model", base_model="letters", lora_config={"rank": 0}, **new)
-            loaded = accepted(api, "load_weights", path=path, optimizer=True, **new)
+            made = await api.post("create_model", base_model="letters", lora_config={"rank": 0}, **new)
+            loaded = await api.post("load_weights", path=path, optimizer=True, **new)
             await asyncio.sleep(0)
             copied = await api.http.post("/copy_weights", json={"source_path": path, **new})
         assert loaded["request_id"] != made["request_id"]
@@ -115,7 +102,7 @@ def test_a_sampler_of_a_save_and_a_sampling_session_share_no_id(api):
         model = await api.create_model()
         session = {"session_id": api.session, "sampling_session_seq_id": 3}
         async with working(api, model):
-            saved = accepted(api, "save_weights_for_sampler", model_id=model, seq_id=1, sampling_session_seq_id=3)
+            saved = await api.post("save_weights_for_sampler", model_id=model, seq_id=1, sampling_session_seq_id=3)
             refused = await api.http.post("/create_sampling_session", json=session | {"base_model": "letters"})
             assert refused.status_code == 400 and "earlier call is about to make" in refused.text
         sampler = (await api.answer(saved))["sampling_session_id"]

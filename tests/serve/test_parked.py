@@ -4,6 +4,8 @@ import time
 
 import pytest
 
+from controllers.tinker_server.store import Session, TrainingRun
+
 DATUM = ([1, 2], {"target_tokens": [2, 3]})
 HOUR = 3600.0
 
@@ -27,10 +29,10 @@ def test_the_state_of_a_run_is_deleted_a_week_after_its_last_request_if_its_clie
     async def use(api):
         first, second = await park_runs(api, 2)
         now = time.time()
-        api.store.update_run(first, last_request=now - 8 * 24 * HOUR)
+        api.store.update(TrainingRun, first, last_request=now - 8 * 24 * HOUR)
         api.server.sweep(now)
         assert folders(api) == 2  # its session has just sent a request
-        api.store.update_session(api.session, last_seen=now - 8 * 24 * HOUR)
+        api.store.update(Session, api.session, last_seen=now - 8 * 24 * HOUR)
         api.server.sweep(now)
         assert folders(api) == 1 and [run.id for run in api.store.parked_runs()] == [second]
         assert "has ended; it saved no state" in await api.error(await api.send_forward_backward(first, 3, [DATUM]))
@@ -46,8 +48,8 @@ def test_above_the_quota_the_oldest_states_go_whose_clients_are_gone(api):
         api.config.max_parked_bytes = sum(sizes) - 1
         api.server.sweep(time.time())
         assert folders(api) == 4  # the client is there
-        api.store.update_session(api.session, finished="done")
-        api.store.update_run(models[0], last_request=time.time())  # used last
+        api.store.update(Session, api.session, finished="done")
+        api.store.update(TrainingRun, models[0], last_request=time.time())  # used last
         api.server.sweep(time.time())
         assert {run.id for run in api.store.parked_runs()} == {models[0], models[2], models[3]} and folders(api) == 3
 

@@ -13,7 +13,11 @@ import numpy as np
 import pytest
 from serving import LONGEST, forward_backward_body
 
+from controllers.tinker_server.access import ANYONE
+from controllers.tinker_server.caller import Caller
+from controllers.tinker_server.checkpoints import copy_weights
 from controllers.tinker_server.messages import CopyWeights
+from controllers.tinker_server.store import Checkpoint, Version
 
 TEXT = [([1, 2, 3], {"target_tokens": [2, 3, 4], "weights": [1.0, 1.0, 1.0]})]
 LOG_16 = float(np.log(16))  # a new model gives each of its 16 tokens the probability 1/16
@@ -345,7 +349,7 @@ def test_after_a_kill_the_error_names_the_last_saved_state_and_this_state_can_be
         await api.forward_backward(model, 1, TEXT)
         await api.optim_step(model, 2)
         await api.answer(await api.post("save_weights", model_id=model, path="a", seq_id=3))
-        api.server.trainers.residents.clear()  # so the server stops without writing the run, as if by kill -9
+        api.server.trainers.homes.clear()  # so the server stops without writing the run, as if by kill -9
         return model
 
     async def after(api):
@@ -422,7 +426,7 @@ def test_a_copy_weights_request_that_failed_can_be_sent_again(api, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(os, "link", fail)
             with pytest.raises((OSError, shutil.Error), match="the disk is full"):
-                api.server.copy_weights(api.store.run(model).owner, CopyWeights(**fields))
+                await copy_weights(CopyWeights(**fields), Caller(api.server, ANYONE))
         await api.post("copy_weights", **fields)
 
     api(use)
@@ -431,10 +435,10 @@ def test_a_copy_weights_request_that_failed_can_be_sent_again(api, monkeypatch):
 def test_weights_that_are_being_written_are_not_forgotten(api):
     async def use(api):
         model = await api.create_model()
-        number = api.store.add_version(model, is_ephemeral=True)
+        number = api.store.put(Version(run_id=model, is_ephemeral=True))
         assert api.store.forgotten_versions(time.time() + 60) == []
-        api.store.finish_version(number, "directory")
-        assert api.store.forgotten_versions(time.time() + 60) == [number]
+        api.store.update(Version, number, directory="directory")
+        assert [each.number for each in api.store.forgotten_versions(time.time() + 60)] == [number]
 
     api(use)
 
@@ -449,9 +453,9 @@ def test_expired_checkpoints_and_the_unnamed_weights_of_silent_sessions_are_dele
         ]
         api.server.sweep(time.time())
         await api.sample(sampler, 1)
-        assert len(api.store.checkpoints()) == 1
+        assert len(api.store.find(Checkpoint)) == 1
         api.server.sweep(time.time() + 2 * 24 * 3600)
-        assert api.store.checkpoints() == []
+        assert api.store.find(Checkpoint) == []
         assert "were dropped" in await api.error(await api.send_sample(sampler, 2))
 
     api(use)

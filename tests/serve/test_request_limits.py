@@ -13,8 +13,8 @@ from fastapi import HTTPException
 from serving import VOCABULARY, forward_backward_body
 
 from controllers.tinker_server import bodies, command, samples
+from controllers.tinker_server.access import ANYONE
 from controllers.tinker_server.beside import SMALL_BYTES
-from controllers.tinker_server.routes import ANYONE
 
 JSON = {"Content-Type": "application/json"}
 
@@ -189,7 +189,7 @@ def test_large_bodies_are_decoded_beside_the_event_loop_and_small_ones_at_once(a
         return call
 
     monkeypatch.setattr(bodies, "_decoded", noted(bodies._decoded))
-    monkeypatch.setattr("controllers.tinker_server.routes.read_call", noted(samples.read_call))
+    monkeypatch.setattr("controllers.tinker_server.runs.read_call", noted(samples.read_call))
 
     async def use(api):
         threads.clear()
@@ -246,7 +246,7 @@ def test_large_training_requests_are_read_one_after_the_other(api, monkeypatch):
             waiting.append(api.server.futures.waiting_bytes[ANYONE])
             return read(body, limits)
 
-        monkeypatch.setattr("controllers.tinker_server.routes.read_call", noted)
+        monkeypatch.setattr("controllers.tinker_server.runs.read_call", noted)
         model = await api.create_model()
         api.trainers[0].gate.clear()
         datum = ([1] * 60, {"target_tokens": [2] * 60})

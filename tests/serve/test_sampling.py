@@ -9,7 +9,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from controllers.tinker_server import codec, messages, sampling
+from controllers.tinker_server import messages, requests, sampling, tinker_pb2
 from controllers.tinker_server.requests import SamplingLimits
 from rl_actors.vllm.requests import vllm_params
 
@@ -104,7 +104,7 @@ def test_simultaneous_requests_for_three_versions_each_use_their_own_version(api
                 promises.append((sampler, promise))
         found = {sampler: set() for sampler in samplers}
         for sampler, promise in promises:
-            response = codec.CLASSES["SampleResponse"].FromString((await api.fetch(promise)).content)
+            response = tinker_pb2.SampleResponse.FromString((await api.fetch(promise)).content)
             found[sampler].add(float(np.frombuffer(response.prompt_logprobs, "<f4")[1]))
         assert [len(values) for values in found.values()] == [1, 1, 1]  # each sampler used a single version
         assert len(set.union(*found.values())) == 3
@@ -200,7 +200,7 @@ def test_an_inflight_sampler_takes_the_newest_adapter_and_a_running_request_keep
             await asyncio.sleep(0)
         newer = await ephemeral(api, model, 4, "inflight")
         api.generator.gate.set()
-        response = codec.CLASSES["SampleResponse"].FromString((await api.fetch(running)).content)
+        response = tinker_pb2.SampleResponse.FromString((await api.fetch(running)).content)
         assert logprobs_of(response.sequences[0]) == pytest.approx(-np.log(16))
         assert await seen(api, inflight, 3) == await seen(api, newer, 1) > before
 
@@ -453,7 +453,9 @@ def test_a_request_gets_the_likeliest_tokens_of_the_prompt_and_of_the_samples(ap
         assert (prompt.length, prompt.k, samples.length, samples.k) == (3, 2, 4, 3)
         logprobs = np.frombuffer(prompt.logprobs, "<f4").reshape(3, 2)
         assert (
-            (logprobs[:2] == codec.NO_LOGPROB).all() and logprobs[2, 0] == pytest.approx(own) and own > logprobs[2, 1]
+            (logprobs[:2] == requests.NO_LOGPROB).all()
+            and logprobs[2, 0] == pytest.approx(own)
+            and own > logprobs[2, 1]
         )
         assert np.frombuffer(prompt.token_ids, "<i4").reshape(3, 2)[2, 0] == 3
         assert np.frombuffer(samples.token_ids, "<i4").reshape(4, 3)[:, 0].tolist() == [3] * 4
@@ -472,7 +474,7 @@ def test_two_requests_with_neighbouring_seeds_share_no_seed_of_a_completion():
             "sampling_params": {"seed": seed, "max_tokens": 4},
             "num_samples": 8,
         }
-        params = limits.read(messages.Sample.model_validate(body)).params
+        params = limits.read(messages.SampleRequest.model_validate(body)).params
         return [request.seed for request in vllm_params(params, prompt=0)]
 
     found = [seed for given in range(20) for seed in seeds(given)]

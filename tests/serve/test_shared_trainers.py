@@ -21,7 +21,7 @@ async def step(api, model: str, number: int, **params: float) -> float:
 
 def numbers(api, model: str) -> list[float]:
     """The weights of a run whose state is in memory and not on disk."""
-    return api.server.trainers.residents[model].trainer.numbers.tolist()
+    return api.server.trainers.residents[model].client.numbers.tolist()
 
 
 def test_runs_with_adapters_of_the_same_shape_share_a_trainer_and_other_runs_do_not(api):
@@ -184,7 +184,7 @@ def test_a_tenant_that_fails_for_good_leaves_the_trainer_to_the_other_runs(api):
         def fail(*_):
             raise RuntimeError("inconsistent")
 
-        broken = api.server.trainers.residents[models[0]].trainer
+        broken = api.server.trainers.residents[models[0]].client
         broken._run = broken.discard_gradients = fail
         answer = await api.answer(await api.send_forward_backward(models[0], 1, DATA[0]))
         assert f"the training run {models[0]} has ended: inconsistent; it saved no state" in answer["error"]

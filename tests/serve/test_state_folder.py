@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from waiting import GUARD, wait_until
 
-from controllers.tinker_server.state_folder import claimed, require_base
+from controllers.tinker_server.start import claimed, require_base
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,16 +1,19 @@
 """Tests of the data that the Tinker server's status page shows."""
 
 from controllers.tinker_server import status
-from controllers.tinker_server.curves import POINTS, Rates
+from controllers.tinker_server.server import POINTS
 
 
-def test_every_add_but_the_first_adds_a_point_to_each_rate_and_only_the_newest_points_are_kept():
-    rates = Rates()
-    for second in range(POINTS + 2):
-        rates.add(2.0 * second, {"tokens": 10.0 * second * second})
-    curve = rates.per_second["tokens"]
-    # Every round of the loop but the first adds the point 5 * (2 * second - 1). The first point, 5, was dropped.
-    assert len(curve) == POINTS and curve[0] == 5.0 * 3 and curve[-1] == 5.0 * (2 * POINTS + 1)
+def test_every_measurement_but_the_first_adds_a_point_to_each_rate_and_only_the_newest_points_are_kept(api):
+    async def use(api):
+        for second in range(POINTS + 2):
+            api.server.num_sampled_tokens = 10 * second * second
+            api.server.measure(2.0 * second)
+        curve = api.server.rates["sampled"]
+        # Every round of the loop but the first adds the point 5 * (2 * second - 1). The first point, 5, was dropped.
+        assert len(curve) == POINTS and curve[0] == 5.0 * 3 and curve[-1] == 5.0 * (2 * POINTS + 1)
+
+    api(use)
 
 
 def test_the_page_shows_the_base_model_and_hides_what_belongs_to_other_owners(api):
@@ -41,7 +44,7 @@ def test_the_page_shows_the_base_model_and_hides_what_belongs_to_other_owners(ap
 def test_a_loss_that_is_not_finite_is_null_on_the_page(api):
     async def use(api):
         model = await api.create_model()
-        api.server._curves(model).losses.extend([1.0, float("-inf"), float("nan")])
+        api.server.curves[model].losses.extend([1.0, float("-inf"), float("nan")])
         reply = await api.http.get("http://localhost/status.json")
         assert reply.status_code == 200
         [run] = [run for run in reply.json()["runs"] if run["id"] == model]
@@ -63,7 +66,7 @@ def test_a_long_id_of_a_session_is_refused_and_not_repeated(api):
 def test_the_page_counts_steps_and_losses_that_its_curves_have_dropped(api):
     async def use(api):
         model = await api.create_model()
-        curves = api.server._curves(model)
+        curves = api.server.curves[model]
         curves.num_losses = curves.num_steps = POINTS
         curves.losses.extend([0.5] * POINTS)
         await api.forward_backward(model, 1, [([1, 2], {"target_tokens": [2, 3]})])

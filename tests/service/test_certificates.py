@@ -19,7 +19,7 @@ from controllers.service.service import Service
 from rl_actors import TrainerClient
 from rl_actors.clients import remote
 from rl_actors.clients.call import in_background
-from rl_actors.clients.wire import PROTOCOL, encode
+from rl_actors.clients.remote import PROTOCOL, encode
 from rl_actors.processes import tls
 from rl_actors.processes.address import Address
 

@@ -15,9 +15,9 @@ from controllers.service import door as door_module
 from controllers.service.door import Listener
 from controllers.service.service import Service
 from rl_actors import GeneratorClient, TrainerClient, ValueTrainerClient
-from rl_actors.clients import remote, wire
+from rl_actors.clients import remote
 from rl_actors.clients.call import in_background
-from rl_actors.clients.wire import PROTOCOL
+from rl_actors.clients.remote import PROTOCOL
 from rl_actors.processes.address import Address
 
 TIMEOUT = 600.0
@@ -119,7 +119,7 @@ def test_a_timeout_must_be_positive(served, timeout):
 def test_a_client_with_another_version_is_refused_before_anything_is_unpickled(served, monkeypatch, name):
     service, address = served
     others = door_module.own_versions() | {name: "0.0.1"}
-    monkeypatch.setattr(remote, "own_versions", lambda: others)
+    monkeypatch.setattr(remote, "versions", lambda: others)
     with pytest.raises(ValueError, match=f"the service has {name} .*, the client 0.0.1"):
         TrainerClient.attach(address, timeout=TIMEOUT)
     assert not service.clients
@@ -181,7 +181,7 @@ def test_a_connection_that_sends_something_other_than_a_request_is_closed(served
 
 def test_a_line_of_thousands_of_brackets_is_not_a_message():
     with pytest.raises(ValueError, match=r"the other program sent b'\[\["):
-        wire.decode(b"[" * 100_000)
+        remote.decode(b"[" * 100_000)
 
 
 def test_a_parsed_address_prints_the_text_that_was_parsed():

@@ -86,7 +86,7 @@ def test_a_reader_that_hangs_holds_a_slot_no_longer_than_the_timeout_of_the_trai
     left, served, goes_on = Left(), Served(), threading.Event()
     manifest = served.write(1)
     assert versions_in(receive(manifest, PATH)[0]) == {1.0}
-    send, failed = Sender.send, []
+    send, failed = Sender.__call__, []
 
     def hang(pieces, piece, number):
         goes_on.wait(GUARD)
@@ -103,7 +103,7 @@ def test_a_reader_that_hangs_holds_a_slot_no_longer_than_the_timeout_of_the_trai
             failed.append(str(error))
 
     monkeypatch.setattr(HostPieces, "incoming", hang)
-    monkeypatch.setattr(Sender, "send", send_for_half_a_second)
+    monkeypatch.setattr(Sender, "__call__", send_for_half_a_second)
     reader = threading.Thread(target=read)
     reader.start()
     reader.join(GUARD)

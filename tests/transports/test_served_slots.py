@@ -84,7 +84,7 @@ def test_the_bytes_from_a_server_are_those_in_shared_memory(path, monkeypatch):
 def test_with_path_auto_a_reader_on_another_host_takes_tcp_and_says_why():
     served = Served()
     manifest = served.write(1)
-    elsewhere = replace(manifest, parts=(replace(manifest.parts[0], machine="another"),))
+    elsewhere = replace(manifest, parts=(replace(manifest.parts[0], host_id="another"),))
     received, opened = receive(elsewhere, "auto")
     assert versions_in(received) == {1.0} and opened.path == "tcp"
     assert opened.reason.startswith(
@@ -98,7 +98,7 @@ def test_a_reader_on_another_host_takes_point_to_point_only_if_both_sides_have_g
     monkeypatch.setattr(point_to_point, "backend_for", lambda addresses: backend)
     served = Served(num_ranks=2)
     manifest = served.write(1)
-    here, elsewhere = manifest.parts[0], replace(manifest.parts[1], machine="another")
+    here, elsewhere = manifest.parts[0], replace(manifest.parts[1], host_id="another")
     source = SlotSource(manifest=replace(manifest, parts=(here, elsewhere)), path="auto", timeout=GUARD)
     _, reason = source._map()
     taken, why = source._served_path(reason)
@@ -111,7 +111,7 @@ def test_a_reader_on_another_host_takes_point_to_point_only_if_both_sides_have_g
 def test_a_path_that_cannot_reach_the_slot_is_an_error_that_says_what_to_set(path):
     served = Served()
     manifest = served.write(1)
-    elsewhere = replace(manifest, parts=(replace(manifest.parts[0], machine="another", address=None),))
+    elsewhere = replace(manifest, parts=(replace(manifest.parts[0], host_id="another", address=None),))
     message = (
         "another host" if path == "shared_memory" else "no server of the trainer sends slot 0 .*: set weights.address"
     )

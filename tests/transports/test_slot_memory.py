@@ -21,7 +21,7 @@ from waiting import GUARD
 from rl_actors.transports.base import Manifest
 from rl_actors.transports.placement import Place
 from rl_actors.transports.server import SlotServer
-from rl_actors.transports.slots import Layout, Shard, Slot
+from rl_actors.transports.slots import Shard, Slot, SlotLayout
 
 NUM_TENSORS, ROWS, COLUMNS = 6, 2048, 1024  # a tensor has 4 MiB in bfloat16
 TENSOR = ROWS * COLUMNS * 2
@@ -108,7 +108,7 @@ def halves(version: int, num_tensors: int) -> tuple[Manifest, list[Slot]]:
         shards = {}
         for index in range(num_tensors):
             shards[f"w{index}"] = Shard((ROWS, COLUMNS), (rank * half[0], 0), half, torch.bfloat16, index * TENSOR // 2)
-        layout = Layout(shards, num_tensors * TENSOR // 2)
+        layout = SlotLayout(shards, num_tensors * TENSOR // 2)
         slot = Slot(layout, rank=rank, number=version, place=Place(), device=torch.device("cpu"))
         with slot.writing(f"s/{version}", GUARD):
             for view in slot.views.values():

@@ -17,10 +17,10 @@ from waiting import GUARD, wait_until
 
 from rl_actors.transports import cuda_ipc
 from rl_actors.transports import snapshot as snapshot_module
-from rl_actors.transports.base import Manifest, Piece
+from rl_actors.transports.base import Manifest, Piece, assemble
 from rl_actors.transports.placement import Place
-from rl_actors.transports.reader import SlotSource, whole
-from rl_actors.transports.slots import Layout, Mappings, Shard, Slot, VersionGoneError
+from rl_actors.transports.reader import SlotSource
+from rl_actors.transports.slots import Mappings, Shard, Slot, SlotLayout, VersionGoneError
 from rl_actors.transports.snapshot import DoubleBuffer
 
 NUM_TENSORS = 5
@@ -283,13 +283,15 @@ def test_parts_of_several_ranks_form_the_whole_tensor_in_the_published_dtype():
     pieces = []
     for start, size in (((3, 2), (2, 4)), ((0, 0), (3, 2)), ((3, 0), (2, 2)), ((0, 2), (3, 4))):
         shard = Shard((5, 6), start, size, torch.bfloat16, 0)
-        slot = Slot(Layout({"w": shard}, shard.num_bytes), rank=0, number=0, place=Place(), device=torch.device("cpu"))
+        slot = Slot(
+            SlotLayout({"w": shard}, shard.num_bytes), rank=0, number=0, place=Place(), device=torch.device("cpu")
+        )
         rows, columns = slice(start[0], start[0] + size[0]), slice(start[1], start[1] + size[1])
         slot.views["w"].copy_(values[rows, columns])
         pieces.append(Piece(shard.start, slot.views["w"]))
-    assert torch.equal(whole("w", (5, 6), torch.bfloat16, pieces), values.bfloat16())
-    with pytest.raises(RuntimeError, match="w: the slots hold 24 of 30 values"):
-        whole("w", (5, 6), torch.bfloat16, pieces[:1] + pieces[2:])
+    assert torch.equal(assemble("w", (5, 6), torch.bfloat16, pieces), values.bfloat16())
+    with pytest.raises(RuntimeError, match="w: the shards hold 24 of 30 values"):
+        assemble("w", (5, 6), torch.bfloat16, pieces[:1] + pieces[2:])
 
 
 def test_no_memory_is_left_behind_when_a_writer_is_killed(tmp_path):

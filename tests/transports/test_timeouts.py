@@ -12,7 +12,7 @@ from test_served_slots import IndexHere
 
 from rl_actors import WeightsConfig
 from rl_actors.transports import base
-from rl_actors.transports.base import LoadedTensors, find, publish
+from rl_actors.transports.base import LoadedTensors, publish, wait_for_manifest
 from rl_actors.transports.slots import VersionGoneError
 from rl_actors.vllm import pull, weights
 
@@ -45,7 +45,7 @@ def test_if_the_index_does_not_answer_the_error_names_the_phase(monkeypatch):
         asyncio.run(publish(silent, {"w": torch.ones(3)}, **ONE_RANK))
     silent.get_object = lambda key: silent.put_object(key, None)
     with pytest.raises(TimeoutError, match=r"pull of version 3: question to the index was not done within 0\.05 s"):
-        asyncio.run(find(silent, 3, 10.0))
+        asyncio.run(wait_for_manifest(silent, 3, 10.0))
 
 
 class Workers:
@@ -75,7 +75,7 @@ class Workers:
         raise self.error
 
 
-SOURCE = LoadedTensors({"w": torch.ones(3)}, key="run/3", timeout=5.0)
+SOURCE = LoadedTensors({"w": torch.ones(3)}, stream="run", version=3, timeout=5.0)
 
 
 @pytest.mark.parametrize(
