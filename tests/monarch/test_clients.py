@@ -280,7 +280,7 @@ def test_a_call_that_outlasts_call_timeout_breaks_the_client_until_gradients_are
         trainer.forward(random_samples()).result()
     with pytest.raises(TimeoutError, match="discard_gradients did not answer"):
         trainer.discard_gradients().result()
-    trainer.call_timeout = GUARD
+    trainer.ranks.call_timeout = GUARD
     gate.open()
     trainer.discard_gradients().result()
     assert len(trainer.forward(random_samples()).result().logprobs) == 8
