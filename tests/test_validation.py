@@ -400,7 +400,7 @@ def test_max_tokens_beyond_the_room_of_every_prompt_are_refused_with_the_limit()
     limits = GeneratorLimits(max_model_len=256, vocab_size=48, max_adapters=0, max_adapter_rank=0)
     limits.check_prompts([[5]], SamplingParams(max_tokens=255))
     limits.check_prompts([[5] * 200], SamplingParams(max_tokens=255))  # the completion ends at the limit
-    with pytest.raises(ValueError, match="max_tokens=5000 exceeds max_model_len=256, .*; give at most 255"):
+    with pytest.raises(ValueError, match="max_tokens=5000 exceeds max_model_len=256, .*; give at most 256"):
         limits.check_prompts([[5]], SamplingParams(max_tokens=5000))
     replace(limits, max_model_len=64).check_prompts([[5]], SamplingParams())  # the default fits every model
 

@@ -198,7 +198,7 @@ def _with_task(config: RunConfig) -> tuple[RunConfig, Task]:
     config = _with_alphabet(config, environment, evaluation_sets)
     tokenizer = _tokenizer(config, environment, evaluation_sets)
     rewarding: dict[str, AnyEnvironment] = {"environment": environment}
-    rewarding |= {f"validation.{each.name}": each.environment for each in evaluation_sets if each.name}
+    rewarding |= {f"evaluation.{each.name}": each.environment for each in evaluation_sets if each.name}
     scorer = Scorer.of(config.environment, rewarding if config.has_generator else {})
     return config, Task(environment=environment, evaluation_sets=evaluation_sets, tokenizer=tokenizer, scorer=scorer)
 

@@ -84,10 +84,10 @@ class GeneratorLimits(_Limits):
         validate_prompts(prompts, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         validate_sampling_params(params, vocab_size=self.vocab_size)
         # the default is exempt: it may be beyond the limit of a small model, where completions end early
-        if params.max_tokens > max(self.max_model_len - 1, SamplingParams().max_tokens):
+        if params.max_tokens > max(self.max_model_len, SamplingParams().max_tokens):
             raise ValueError(
                 f"max_tokens={params.max_tokens} exceeds max_model_len={self.max_model_len}, the limit of a prompt with its "
-                f"completion; give at most {self.max_model_len - 1}"
+                f"completion; give at most {self.max_model_len}"
             )
 
     @classmethod

@@ -178,7 +178,7 @@ WRONG = {
         "pairs.jsonl:1 has no column 'prompt'",
     ),
     "too few pairs": (FEW, ["--environment.num-held-out", "5"], "num_held_out=5 is more than half of the 9"),
-    "a beta of 0": (FEW, ["--beta", "0"], "beta=0.0; it must be above 0"),
+    "a beta of 0": (FEW, ["--beta", "0"], "beta=0.0; it must be positive and finite"),
     "an odd number of samples in a call": (
         FEW,
         ["--samples-per-forward-backward", "7"],

@@ -12,7 +12,7 @@ from controllers.environments import EnvironmentConfig, Problem, build_environme
 from controllers.environments.held_out import HeldOut, digest_of, digests_of, operands_or_key
 from controllers.observe.run_folder import RunFolder
 from controllers.program import cli
-from controllers.program.launch import _prepare, _task
+from controllers.program.launch import _environments, _prepare
 
 
 def write(path: Path, rows: list[dict]) -> str:
@@ -113,20 +113,20 @@ def run_config(model: str, task: str, seed: int):
 def test_a_run_from_an_export_holds_out_what_the_exported_run_held_out(tmp_path):
     task = write(tmp_path / "rows.jsonl", [{"prompt": f"{n}?", "answer": "a"} for n in range(60)])
     first = run_config("", task, seed=0)
-    environment, _ = _task(first)
+    environment, _ = _environments(first)
     _prepare(RunFolder(tmp_path / "first"), first, environment, "grpo")
     model = tmp_path / "model"
     model.mkdir()
     (model / "held_out.json").write_text((tmp_path / "first" / "held_out.json").read_text())
 
-    unaware, _ = _task(run_config("", task, seed=7))
+    unaware, _ = _environments(run_config("", task, seed=7))
     assert keys(unaware)[0] != keys(environment)[0]
     second = run_config(str(model), task, seed=7)
-    later, sets = _task(second)
+    later, sets = _environments(second)
     assert keys(later)[0] == keys(environment)[0] == {problem.key for problem in sets[0].problems}
     assert not keys(later)[1] & keys(environment)[0]
     second.environment.num_held_out = 4  # the other six are not trained either
-    fewer, _ = _task(second)
+    fewer, _ = _environments(second)
     assert len(keys(fewer)[0]) == 4 and not keys(fewer)[1] & keys(environment)[0]
     _prepare(RunFolder(tmp_path / "second"), second, fewer, "grpo")
     kept = HeldOut.read(tmp_path / "second" / "held_out.json")

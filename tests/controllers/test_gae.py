@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controllers.algorithms.gae import GAEConfig, estimate, whiten
+from rl_actors.field_types import require_field_types
 
 NUMBER = st.floats(-3, 3)
 FACTOR = st.floats(0, 1)
@@ -124,7 +125,7 @@ def test_an_error_names_wrong_lengths_and_sequences_without_an_action():
 
 @pytest.mark.parametrize("fields", [{"gamma": 1.1}, {"actor_lambda": -0.1}, {"critic_lambda": math.nan}])
 def test_factors_outside_0_to_1_are_refused(fields):
-    with pytest.raises(ValueError, match=rf"gae\.{next(iter(fields))}=.*must be in \[0, 1\]"):
-        GAEConfig(**fields).validate()
+    with pytest.raises(ValueError, match=rf"gae\.{next(iter(fields))}=.*must be (in \[0, 1\]|a number)"):
+        require_field_types(GAEConfig(**fields), "gae.")
     with pytest.raises(ValueError, match=r"gae\.length_adaptive=-1"):
-        GAEConfig(length_adaptive=-1).validate()
+        require_field_types(GAEConfig(length_adaptive=-1), "gae.")

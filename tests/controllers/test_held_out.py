@@ -64,7 +64,7 @@ WRONG = {
     "evaluation has a set named 'a/b'": ["--evaluation", '{"a/b": {"task": "chain_sum"}}'],
     "evaluation has a set named ''": ["--evaluation", '{"": {"task": "chain_sum"}}'],
     "evaluation.hard: task='hard.jsonl' is not a file": ["--evaluation", '{"hard": {"task": "hard.jsonl"}}'],
-    "evaluation.hard: num_held_out=0; it must be at least 1": ["--evaluation", '{"hard": {"num_held_out": 0}}'],
+    "hard.num_held_out=0: it should be greater than or equal to 1": ["--evaluation", '{"hard": {"num_held_out": 0}}'],
     "evaluation.hard: reward_workers=2: a set cannot have its own reward_workers; use environment.reward_workers, which applies to all rewards of a run": [
         *("--evaluation", '{"hard": {"task": "chain_sum", "reward_workers": 2}}')
     ],

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from controllers.algorithms.kl_control import KLControlConfig, mean_divergence, penalised_rewards
 from rl_actors import KL
+from rl_actors.field_types import require_field_types
 
 ESTIMATES = {
     "k1": lambda d: d,
@@ -124,7 +125,7 @@ def test_a_nan_divergence_is_an_error():
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"target": 0.0}, "kl_control.target=0.0; it must be finite and above 0"),
+        ({"target": 0.0}, "kl_control.target=0.0; it must be positive and finite"),
         ({"target": math.inf}, "kl_control.target=inf"),
         ({"gain": -0.1}, "kl_control.gain=-0.1"),
         ({"gain": 5.0, "max_error": 0.2}, "is 1; it must be below 1"),
@@ -132,4 +133,6 @@ def test_a_nan_divergence_is_an_error():
 )
 def test_a_config_with_an_impossible_target_gain_or_max_error_is_refused(options, words):
     with pytest.raises(ValueError, match=words):
-        KLControlConfig(**options).validate()
+        config = KLControlConfig(**options)
+        require_field_types(config, "kl_control.")
+        config.validate()

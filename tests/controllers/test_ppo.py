@@ -168,7 +168,7 @@ def test_every_epoch_shuffles_all_samples_into_minibatches_that_depend_on_the_se
     [
         ({"rollouts": RolloutConfig(group_size=2)}, "rollouts.advantage='grpo'; PPO needs 'gae'"),
         ({"rollouts": RolloutConfig(group_size=1)}, "PPO needs 'gae'. A preset of --algorithm sets another rule"),
-        ({"critic": CriticConfig(clip=0.0)}, "critic.clip=0.0; it must be finite and above 0, or None"),
+        ({"critic": CriticConfig(clip=0.0)}, "critic.clip=0.0; it must be positive and finite"),
         ({"critic": CriticConfig(warmup_steps=-1)}, "critic.warmup_steps=-1; it must be at least 0"),
         ({"gae": GAEConfig(gamma=2.0)}, r"gae.gamma=2.0; it must be in \[0, 1\]"),
     ],

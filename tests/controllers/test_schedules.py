@@ -53,7 +53,7 @@ def test_a_run_shorter_than_its_warmup_only_warms_up():
         ({"learning_rate": -1e-3}, "learning_rate=-0.001; it must be finite and at least 0"),
         ({"learning_rate": float("nan")}, "learning_rate=nan"),
         ({"warmup_steps": -1}, "warmup_steps=-1; it must be at least 0"),
-        ({"min_ratio": 1.5}, "min_ratio=1.5; it must be between 0 and 1"),
+        ({"min_ratio": 1.5}, "min_ratio=1.5; it must be in \\[0, 1\\]"),
         ({"total_steps": 5, "warmup_steps": 5}, "total_steps=5 must exceed warmup_steps=5"),
     ],
 )

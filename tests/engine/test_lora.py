@@ -136,8 +136,6 @@ def test_export_lora_is_refused_without_adapters(make_engine, base, tmp_path):
 @pytest.mark.parametrize(
     "model, fields, message",
     [
-        (BASE, {"rank": -1}, "lora.rank=-1"),
-        (BASE, {"alpha": 0.0}, "lora.alpha=0.0"),
         (BASE, {"train_attn": False, "train_mlp": False}, "are all False"),
         (BASE, {"rank": 513, "sync": "adapter"}, 'lora.rank=513 with lora.sync="adapter"; vLLM takes at most 512'),
         (
@@ -152,6 +150,14 @@ def test_export_lora_is_refused_without_adapters(make_engine, base, tmp_path):
 def test_adapters_that_the_model_cannot_have_are_refused(model, fields, message):
     with pytest.raises(ValueError, match=message):
         LoRAConfig(**{"rank": 4, **fields}).validate(model, "somewhere")
+
+
+@pytest.mark.parametrize(
+    "fields, message", [({"rank": -1}, "lora.rank=-1"), ({"rank": 4, "alpha": 0.0}, "lora.alpha=0.0")]
+)
+def test_a_rank_or_alpha_out_of_range_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        TrainerConfig(lora=LoRAConfig(**fields)).validate()
 
 
 def test_adapters_on_random_weights_are_refused():

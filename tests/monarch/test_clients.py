@@ -16,6 +16,7 @@ from waiting import GUARD
 from rl_actors import CrossEntropy, OptimParams, Sample, TrainerClient
 from rl_actors.config import DEGREES
 from rl_actors.policy_trainer import CallHeader
+from rl_actors.transports.base import wait_for_manifest
 
 STEP = OptimParams(learning_rate=0.01)
 
@@ -279,7 +280,7 @@ def test_a_call_that_outlasts_call_timeout_breaks_the_client_until_gradients_are
         trainer.forward(random_samples()).result()
     with pytest.raises(TimeoutError, match="discard_gradients did not answer"):
         trainer.discard_gradients().result()
-    trainer.call_timeout = GUARD
+    trainer.ranks.call_timeout = GUARD
     gate.open()
     trainer.discard_gradients().result()
     assert len(trainer.forward(random_samples()).result().logprobs) == 8
@@ -319,7 +320,7 @@ def test_two_trainers_in_one_program_do_not_disturb_each_other(trainer, transpor
         assert trainer.info().result()[0].policy_version == version
         assert all(map(torch.equal, trainer.forward(random_samples()).result().logprobs, ours))
         with pytest.raises(TimeoutError, match="version 1 was not published"):
-            asyncio.run(support.find(other.ranks.transport, 1, 0.0))
+            asyncio.run(wait_for_manifest(other.ranks.transport, 1, 0.0))
 
 
 def test_the_caller_gets_an_error_if_a_rank_fails_and_if_a_rank_dies_during_a_call(tmp_path, capfd):

@@ -109,7 +109,8 @@ def test_after_a_timeout_any_discard_frees_all_tenants_except_the_one_whose_call
     one.ready().result()
     landlord.discard_gradients().result()
     gate = Gate(folder=tmp_path)
-    landlord.call_timeout, usual = 1.0, landlord.call_timeout  # no call has to succeed within this short limit
+    usual = landlord.ranks.call_timeout
+    landlord.ranks.call_timeout = 1.0  # no call has to succeed within this short limit
     try:
         with pytest.raises(TimeoutError, match="landlord: forward_backward did not answer within 1 s"):
             one.forward_backward(random_samples(), loss=gate).result()
@@ -117,7 +118,7 @@ def test_after_a_timeout_any_discard_frees_all_tenants_except_the_one_whose_call
             with pytest.raises(RuntimeError, match="landlord is broken: forward_backward did not"):
                 each.forward(random_samples()).result()
     finally:
-        landlord.call_timeout = usual
+        landlord.ranks.call_timeout = usual
         gate.open()
     other.discard_gradients().result()
     assert len(landlord.forward(random_samples()).result().logprobs) == 8
