@@ -1,7 +1,7 @@
 """Measures the loss of each training step in float8, bfloat16 and float32, and how far the float8 and float32 losses are from those in bfloat16.
 
 There are four loss curves over --steps steps (default 100). All curves start from the same weights and train on the same samples, which
-come from benchmarks/chains.py. Two curves are in float8. The first has a scale for each tensor, which is the default of
+are random chains of tokens, in which every token has BRANCHES equally likely successors. Two curves are in float8. The first has a scale for each tensor, which is the default of
 TrainerConfig(float8=True). The second has a scale for each row.
 On GPUs all four curves are computed at the same time, each on one GPU. If there are fewer than four GPUs, several curves share a GPU.
 On a CPU, torchao emulates float8, the model is tiny, and two curves are computed at a time. float8.png in the folder of the results shows
@@ -9,6 +9,7 @@ the curves.
 """
 
 import argparse
+import math
 import tempfile
 import time
 from dataclasses import replace
@@ -16,11 +17,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import chains
-from benchmarks.chains import Chains
 from benchmarks.harness import results
 from benchmarks.harness.ranks import Job, Ranks
-from rl_actors import ModelConfig, OptimParams, TrainerConfig
+from rl_actors import ModelConfig, OptimParams, Sample, TrainerConfig
 
 CURVES = {
     "float32": {"compute_dtype": "float32"},
@@ -31,6 +30,41 @@ CURVES = {
 """Name of a curve -> fields of its TrainerConfig."""
 WARMUP_STEPS = 10
 TAIL = 20  # number of last steps over which the difference of two curves is averaged
+
+
+BRANCHES = 4
+ENTROPY = math.log(BRANCHES)  # nats a token
+FIRST_ID = 2
+
+
+class Chains:
+    """A source of chains. Two sources with the same arguments give the same chains in the same order."""
+
+    def __init__(self, num_tokens: int, seed: int = 0) -> None:
+        """The tokens are the ids from FIRST_ID to FIRST_ID + num_tokens - 1."""
+        self.draw = torch.Generator().manual_seed(seed)
+        self.num_tokens = num_tokens
+        # Row i of `successors` has the successors of token i. Each column is a cyclic shift of the same permutation. So a token's successors are
+        # distinct, and all tokens are equally frequent.
+        order = torch.randperm(num_tokens, generator=self.draw)
+        self.successors = torch.stack([order.roll(shift) for shift in range(BRANCHES)], dim=1)
+
+    def ids(self, count: int, length: int) -> torch.Tensor:
+        """New chains as ids, in a tensor of shape [count, length]."""
+        last = torch.randint(self.num_tokens, (count,), generator=self.draw)
+        columns = [last]
+        for _ in range(length - 1):
+            last = self.successors[last, torch.randint(BRANCHES, (count,), generator=self.draw)]
+            columns.append(last)
+        return FIRST_ID + torch.stack(columns, dim=1)
+
+    def samples(self, count: int, length: int) -> list[Sample]:
+        """New chains as samples of `length` positions. All positions count in the loss."""
+        ones = torch.ones(length)
+        made = []
+        for ids in self.ids(count, length + 1):
+            made.append(Sample(tokens=ids[:-1], targets=ids[1:].clone(), columns={"loss_weights": ones}))
+        return made
 
 
 def config_here() -> tuple[TrainerConfig, int, int, int]:
@@ -92,7 +126,7 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
         if name != "bfloat16" and "bfloat16" in curves:
             apart = [a - b for a, b in zip(losses, curves["bfloat16"], strict=True)]
             right.plot(range(1, len(apart) + 1), apart, label=f"{name} - bfloat16", linewidth=1.2)
-    left.axhline(chains.ENTROPY, color="gray", linewidth=0.8, linestyle=":", label="entropy of the corpus")
+    left.axhline(ENTROPY, color="gray", linewidth=0.8, linestyle=":", label="entropy of the corpus")
     for axes, title in ((left, "loss, nats a token"), (right, "difference to bfloat16")):
         axes.set_title(title)
         axes.set_xlabel("step")
@@ -107,7 +141,7 @@ def record_curve(name: str, answer: dict) -> None:
         "first": losses[0],
         "last": losses[-1],
         "seconds": answer["seconds"],
-        "entropy_of_corpus": chains.ENTROPY,
+        "entropy_of_corpus": ENTROPY,
         "losses": [round(loss, 6) for loss in losses],
         "grad_norms": [round(norm, 6) for norm in answer["grad_norms"]],
     }

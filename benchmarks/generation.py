@@ -73,9 +73,7 @@ def prompts_of(count: int, length: int, vocab_size: int) -> Prompts:
 
 
 def start_llm(config: GeneratorConfig, core: "Core") -> tuple[Run, Shutdown]:
-    """Start an LLMEngine. Returns two functions. The first steps the engine until all requests have ended, as
-    LLM.generate does. The second ends the engine's core.
-    """
+    """Start an LLMEngine. Returns a function that steps it until all requests have ended, and one that ends its core."""
     from vllm.inputs.engine import tokens_input
 
     from rl_actors.vllm.requests import vllm_params
@@ -93,9 +91,7 @@ def start_llm(config: GeneratorConfig, core: "Core") -> tuple[Run, Shutdown]:
 
 
 def start_async(config: GeneratorConfig) -> tuple[Run, Shutdown]:
-    """Start an AsyncLLM. Returns two functions. The first sends each request to the AsyncLLM in its own coroutine. The
-    second ends the engine's core.
-    """
+    """Start an AsyncLLM. Returns a function that sends each request in its own coroutine, and one that ends the core."""
     from vllm.inputs.engine import tokens_input
 
     from rl_actors.vllm.requests import vllm_params
@@ -125,11 +121,7 @@ def start_way(way: str, config: GeneratorConfig) -> tuple[Run, Shutdown]:
 
 
 def serve_bare(way: str, config: GeneratorConfig, pipe: Connection) -> None:
-    """Run vLLM in one of WAYS until the pipe is closed.
-
-    This function first sends the seconds that the start of the engine took. Then it receives pairs (prompts, params). It
-    answers each pair with the seconds that the completions of these prompts took.
-    """
+    """Run vLLM in one of WAYS until the pipe is closed: send the seconds of its start, then those of each (prompts, params)."""
     start = time.perf_counter()
     run, shutdown = start_way(way, config)
     pipe.send(time.perf_counter() - start)

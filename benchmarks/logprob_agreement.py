@@ -1,7 +1,7 @@
 """Measures how much the logprobs of generator and trainer differ in bfloat16, over many steps. The model has an entropy of one to two nats
 a token.
 
-A model with random weights has a higher entropy. So the trainer first learns sequences of a Markov chain (benchmarks/chains.py) until the
+A model with random weights has a higher entropy. So the trainer first learns sequences of a Markov chain (benchmarks/float8.py) until the
 model's entropy is in this range. Scaling the logits up would also lower the entropy, but it would enlarge their rounding errors.
 
 Then the benchmark repeats a cycle, called a turn. The generator samples completions, and the trainer's forward computes the logprobs of
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.chains import Chains
+from benchmarks.float8 import Chains
 from benchmarks.harness import results
 from configs.qwen3 import MODELS
 from configs.qwen3 import trainer as trainer_config

@@ -385,7 +385,7 @@ def test_the_text_of_a_result_says_what_its_figures_say():
         of_model = [line for line in lines["grpo_step"] if line["name"].startswith(model)]
         phases = {line["name"].removeprefix(f"{model} "): line for line in of_model}
         assert grpo_step.text(phases) == phases["step"]["text"]
-    for line in lines["overhead"] + lines["tls_overhead"] + lines["serve_overhead"]:
+    for line in lines["overhead"] + lines["serve_overhead"]:
         one, other = (value for name, value in line.items() if name.endswith("_seconds"))
         assert results.milliseconds(one, other) == line["text"]
     line = lines["trainer_speed"][0]

@@ -380,13 +380,6 @@ TABLE = {
     ),
     **_serve_rows("0_6b"),
     **_serve_rows(),
-    "tls-step-cpu": TableRow(
-        what="a step of 768 completions over two workers: TLS compared with plain TCP",
-        num_gpus=0,
-        command=("tls_overhead",),
-        line="step of 768 completions of 8 tokens",
-        at_most={"ratio": 1.05},
-    ),
     **{name: _trainer_row(name) for name in ROWS if name.endswith("-kept")},
 }
 

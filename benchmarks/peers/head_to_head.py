@@ -40,30 +40,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def our_flags(settings: Settings, name: str, folder: Path) -> list[str]:
-    options = {"num_words": settings.prompt_tokens, "vocab_size": settings.vocab_size}
     config = f"qwen3_{name}_one_gpu" if torch.cuda.is_available() else "tiny"
-    values: dict[str, Any] = {
-        "--config": config,
-        "--output-dir": folder,
-        "--trainer.hf-path": settings.model,
-        "--alphabet": "",
-        "--task": "benchmarks.peers.timing_task:Parity",
-        "--environment.options": json.dumps(options),
-        "--rollouts.groups-per-step": settings.groups,
-        "--rollouts.group-size": settings.group_size,
-        "--rollouts.max-staleness": 0,
-        "--max-tokens": settings.new_tokens,
-        "--steps": settings.steps,
-        "--sft-steps": 0,
-        "--evaluate-every": 1_000_000,
-        "--no-evaluate-first": None,
-        "--checkpoint-every": 0,
-        "--schedule.learning-rate": 1e-6,
-    }
-    flags = []
-    for flag, value in values.items():
-        flags += [flag] if value is None else [flag, str(value)]
-    return flags
+    options = {"num_words": settings.prompt_tokens, "vocab_size": settings.vocab_size}
+    flags = f"""--config {config} --output-dir {folder} --trainer.hf-path {settings.model}
+        --task benchmarks.peers.timing_task:Parity --groups {settings.groups} --group-size {settings.group_size}
+        --rollouts.max-staleness 0 --max-tokens {settings.new_tokens} --steps {settings.steps} --sft-steps 0
+        --evaluate-every 1000000 --no-evaluate-first --checkpoint-every 0 --lr 1e-6"""
+    return [*flags.split(), "--alphabet", "", "--environment.options", json.dumps(options)]
 
 
 def ours(settings: Settings, name: str, further: list[str]) -> dict[str, Any]:
