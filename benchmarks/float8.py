@@ -1,7 +1,8 @@
 """Measures the loss of each training step in float8, bfloat16 and float32, and how far the float8 and float32 losses are from those in bfloat16.
 
 There are four loss curves over --steps steps (default 100). All curves start from the same weights and train on the same samples, which
-are random chains of tokens, in which every token has BRANCHES equally likely successors. Two curves are in float8. The first has a scale for each tensor, which is the default of
+are random chains of tokens, in which every token has BRANCHES equally likely successors.
+Two curves are in float8. The first has a scale for each tensor, which is the default of
 TrainerConfig(float8=True). The second has a scale for each row.
 On GPUs all four curves are computed at the same time, each on one GPU. If there are fewer than four GPUs, several curves share a GPU.
 On a CPU, torchao emulates float8, the model is tiny, and two curves are computed at a time. float8.png in the folder of the results shows
