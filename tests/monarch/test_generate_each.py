@@ -100,7 +100,7 @@ async def cancel(generator) -> None:
             seen.set()
 
     task = asyncio.ensure_future(consume())
-    await seen.wait()
+    await asyncio.wait((task, asyncio.ensure_future(seen.wait())), return_when=asyncio.FIRST_COMPLETED)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
