@@ -42,6 +42,7 @@ from controllers.run.run import Run, Supervision
 from controllers.run.survival import SurvivalConfig
 from rl_actors.clients.base import ActorDiedError
 from rl_actors.clients.replicas import HOUR, Restarts
+from rl_actors.field_types import require_field_types
 from tests.fakes import ParityReward
 
 
@@ -384,4 +385,4 @@ def test_pauses_do_not_grow_beyond_a_minute():
 def test_wrong_values_of_the_survival_config_are_refused(values):
     [(name, value)] = values.items()
     with pytest.raises(ValueError, match=f"survival.{name}={value}; it must be"):
-        SurvivalConfig(**values).validate()
+        require_field_types(SurvivalConfig(**values), "survival.")
