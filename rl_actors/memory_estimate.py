@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rl_actors.config import ModelConfig, TrainerConfig
 
 FLOAT32 = 4  # bytes
+BYTES = {"float32": FLOAT32, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 RANKS_SHOWN = 16
 GIB = 1 << 30
-BYTES = {"float32": 4, "bfloat16": 2}
 ADVICE_FOR_A_GPU = (
     "to take less, lower --trainer.tokens-per-row or --generator.gpu-memory-utilization, set "
     "--trainer.activation-checkpointing full, or raise --trainer.parallelism.data-parallel-shard-degree to use more GPUs"
@@ -262,9 +261,9 @@ def _partners(config: "RunConfig") -> list[str]:
 
 def _held_by_generator(config: "RunConfig") -> int:
     """Without GPUs: its weights, and a KV cache for each rank."""
-    num_parameters = _whole_model(config.trainer).parameters // memory_estimate.FLOAT32
+    num_parameters = memory_estimate.num_parameters(config.trainer)
     caches = config.generator.tensor_parallel * (config.generator.kv_cache_bytes or KV_CACHE_BYTES)
-    return num_parameters * BYTES[config.generator.dtype] + caches
+    return num_parameters * memory_estimate.BYTES[config.generator.dtype] + caches
 
 
 def _whole_model(trainer: TrainerConfig) -> memory_estimate.Memory:

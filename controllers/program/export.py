@@ -23,7 +23,7 @@ from controllers.command import started_as
 from controllers.observe.run_folder import Record, RunFolder, read_jsonl
 from controllers.rollouts.tokenizer import Tokenizer, load_tokenizer
 from controllers.run import checkpoints
-from rl_actors import ModelConfig, TrainerConfig
+from rl_actors import ModelConfig, TrainerConfig, memory_estimate
 from rl_actors.hub import model_name
 from rl_actors.json_files import read_object
 
@@ -125,8 +125,7 @@ def _has_package(name: str) -> bool:
 
 def _cache_gib(model: ModelConfig, dtype: str) -> int:
     """Size of a KV cache for one sequence of the model's full length, in whole GiB."""
-    num_bytes = {"float32": 4, "bfloat16": 2}[dtype]
-    per_token = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * num_bytes
+    per_token = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * memory_estimate.BYTES[dtype]
     return math.ceil(per_token * model.max_position_embeddings / GIB)
 
 

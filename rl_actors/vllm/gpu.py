@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 # compiles for minutes at its first use, and needs nvcc
 ENV = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 GIB = 1 << 30
-BYTES = {"float32": 4, "bfloat16": 2}
 LOGITS_BYTES = 14
 """For each logit of a step: in the model's dtype, and three copies in float32 while it samples."""
 OVERHEAD_BYTES = 2 * GIB
@@ -75,7 +74,7 @@ def kv_cache_bytes(config: GeneratorConfig) -> int | None:
     model = config.model
     share = round(config.gpu_memory_utilization * current_platform.get_device_total_memory())
     num_parameters = memory_estimate.num_parameters(TrainerConfig(model=model))
-    weights = num_parameters * BYTES[config.dtype] // config.tensor_parallel
+    weights = num_parameters * memory_estimate.BYTES[config.dtype] // config.tensor_parallel
     logits = LOGITS_BYTES * config.max_num_seqs * model.vocab_size
     hidden = 4 * batched_tokens(config) * (2 * model.intermediate_size + 8 * model.hidden_size)
     left = share - weights - logits - hidden - OVERHEAD_BYTES
