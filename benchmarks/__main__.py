@@ -4,8 +4,8 @@ python -m benchmarks                      lists rows and programs
 python -m benchmarks NAME [ARGUMENT ...]  runs a row or a program
 python -m benchmarks missing              runs each row that has no result from this kind of device
 
-A row is an entry of the table in harness/register.py. A program is a file of benchmarks/ or
-benchmarks/harness/ that defines `main()`; the list shows the first line of its docstring.
+A row is an entry of the table in harness/register.py. A program is a file of benchmarks/,
+benchmarks/harness/ or benchmarks/peers/ that defines `main()`; the list shows the first line of its docstring.
 This file does not import torch, which takes seconds.
 """
 
@@ -20,7 +20,7 @@ from benchmarks.harness import results
 from benchmarks.harness.register import TABLE
 from benchmarks.harness.table import gpu_here, newest, ratio, sentence, target, verdict
 
-PACKAGES = ("benchmarks", "benchmarks.harness")
+PACKAGES = ("benchmarks", "benchmarks.harness", "benchmarks.peers")
 PYTHON = [sys.executable, "-m", "benchmarks"]
 ROOT = Path(__file__).parents[1]
 

@@ -8,7 +8,7 @@ each side may use two fifths of the memory.
 
 With --replicas N the first side is a client with N replicas of the engine. The second side is then not vLLM, but a
 client with one replica. --requests is the number of requests for each replica, so the second side gets one N-th of the
-first side's requests.
+first side's requests. With --quantization the second side is a client without it.
 """
 
 import argparse
@@ -166,7 +166,7 @@ def bare(way: str, config: GeneratorConfig) -> Iterator[Measure]:
 
 
 @contextmanager
-def through_client(config: GeneratorConfig) -> Iterator[Measure]:
+def through_client(config: GeneratorConfig, name: str = "generator") -> Iterator[Measure]:
     """Start a client, and yield the function that measures the client. Each call of `generate` has up to 16 prompts."""
 
     def measure(prompts: Prompts, params: SamplingParams) -> float:
@@ -177,7 +177,7 @@ def through_client(config: GeneratorConfig) -> Iterator[Measure]:
         return time.perf_counter() - start
 
     start = time.perf_counter()
-    with GeneratorClient.spawn(config, name=f"generator_of_{config.replicas}") as client:
+    with GeneratorClient.spawn(config, name=name) as client:
         client.ready().result()
         print(f"client with replicas={config.replicas}: started in {time.perf_counter() - start:.0f} s", flush=True)
         yield measure
@@ -257,24 +257,28 @@ def beside_vllm(arguments: argparse.Namespace, config: GeneratorConfig) -> None:
         record(arguments, count, figures | {"tensor_parallel": config.tensor_parallel})
 
 
-def beside_one_replica(arguments: argparse.Namespace, config: GeneratorConfig) -> None:
-    """Compare a client of N replicas with a client of one replica, and record one result for each number of requests.
+def beside_a_client(arguments: argparse.Namespace, config: GeneratorConfig) -> None:
+    """Compare a client of N replicas or with quantization with a client of one replica without it, and record one result for
+    each number of requests.
 
     Each client has a generator on the first GPU. The runs of the two clients alternate, so these two generators never
     compute at the same time.
     """
     rounds = Rounds(arguments, config.model.vocab_size)
-    with through_client(replace(config, replicas=1)) as one, through_client(config) as several:
-        answers = rounds.compare(several, one)
+    plain = replace(config, replicas=1, quantization=None)
+    with through_client(plain, "plain") as one, through_client(config) as changed:
+        answers = rounds.compare(changed, one)
     for count in arguments.requests:
         figures = rounds.figures(count, *answers[count])
-        record(arguments, count, figures | {"beside": "one replica"})
+        record(arguments, count, figures | {"beside": "one replica" if arguments.replicas > 1 else config.dtype})
 
 
 def record(arguments: argparse.Namespace, count: int, figures: dict[str, Any]) -> None:
     parallel = f", TP{arguments.tensor_parallel}" if arguments.tensor_parallel > 1 else ""
     replicas = f", {arguments.replicas} replicas" if arguments.replicas > 1 else ""
-    name = f"{arguments.model} {count} requests{parallel}{replicas}"
+    engines = f", {arguments.engines_per_gpu} engines" if arguments.engines_per_gpu else ""
+    quantization = f", {arguments.quantization}" if arguments.quantization else ""
+    name = f"{arguments.model} {count} requests{parallel}{replicas}{engines}{quantization}"
     text = results.against(figures["tokens_per_second"], figures["engine_tokens_per_second"], "tokens/s")
     results.add("generation", name, figures, text)
 
@@ -290,6 +294,7 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--engines-per-gpu", type=int, help="of the client; without it as GeneratorConfig chooses")
+    parser.add_argument("--quantization", choices=["fp8"], help="of the client")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     config = config_of(arguments.model, max(arguments.requests))
@@ -298,9 +303,10 @@ def main() -> None:
         tensor_parallel=arguments.tensor_parallel,
         replicas=arguments.replicas,
         engines_per_gpu=arguments.engines_per_gpu,
+        quantization=arguments.quantization,
     )
-    if arguments.replicas > 1:
-        beside_one_replica(arguments, config)
+    if arguments.replicas > 1 or arguments.quantization:
+        beside_a_client(arguments, config)
     else:
         beside_vllm(arguments, config)
 

@@ -145,6 +145,7 @@ def figures_of(samples: list[Sample], output: ForwardBackwardOutput, num_tokens:
 def parse() -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quantization", choices=["fp8"], help="of the generator")
     parser.add_argument("--model", default="0_6b" if on_gpu else "tiny", choices=["tiny", *MODELS])
     parser.add_argument(
         "--steps",
@@ -182,6 +183,7 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=scratch(model))))
         trainer_options.compile.enable = arguments.compile
         write(model, folder / "model")
+        generator_options.quantization = arguments.quantization
         trainer_options.hf_path = generator_options.hf_path = str(folder / "model")
         clock.say("weights written")
         transport = FilesTransport(folder / "store") if arguments.transport == "files" else TorchStoreTransport()
@@ -248,7 +250,8 @@ def take_turns(
         f"mean difference {summary['difference_mean']:.1e}; worst token {summary['difference_max']:.1e}; KL {summary['kl']:.1e}; "
         f"entropy {summary['entropy'][0]:.2f} to {summary['entropy'][1]:.2f} nats; {summary['steps']} steps"
     )
-    results.add("logprob_agreement", f"{arguments.model} worst of all steps", summary, text)
+    quantization = f", {arguments.quantization}," if arguments.quantization else ""
+    results.add("logprob_agreement", f"{arguments.model}{quantization} worst of all steps", summary, text)
 
 
 if __name__ == "__main__":

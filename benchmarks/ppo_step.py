@@ -33,7 +33,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.grpo_step import gpu_shares
 from benchmarks.harness import results
 from benchmarks.harness.gpus import Watch
 from configs.qwen3_ppo import qwen3_0_6b_ppo, qwen3_4b_ppo
@@ -274,6 +273,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         found = asyncio.run(measure(config, RunFolder(Path(directory) / "run"), repeats=given.repeats))
     results.add("ppo_step", given.config, found, text(found))
+
+
+def gpu_shares(figures: dict[str, Any]) -> str:
+    """ " (GPUs busy 96% and 3%)"; "" for figures without GPUs."""
+    busy = [figures[name] for name in sorted(figures) if name.endswith("_busy")]
+    return f" (GPUs busy {' and '.join(f'{share:.0%}' for share in busy)})" if busy else ""
 
 
 if __name__ == "__main__":

@@ -79,10 +79,15 @@ class GRPOConfig(RunConfig):
     def has_reference(self) -> bool:
         return self.reference_kl > 0
 
+    @property
+    def is_off_policy(self) -> bool:
+        """True if a step may train on completions of older or of quantized weights."""
+        return self.rollouts.max_staleness > 0 or self.generator.quantization is not None
+
     def plan_lines(self) -> list[str]:
         staleness = self.rollouts.max_staleness
         ahead = staleness // self.versions_per_step
-        correction = self.correction.chosen(is_stale=staleness > 0)
+        correction = self.correction.chosen(is_off_policy=self.is_off_policy)
         how = f"{ahead} steps ahead of the trainer (rollouts.max_staleness={staleness})"
         return [f"rollouts: {how}; correction: {correction}"]
 
@@ -130,7 +135,7 @@ class GRPOConfig(RunConfig):
         return self.loss.build(
             kl=(kl or self.kl()) if self.reference_kl and self.reference_kl_in == "loss" else None,
             entropy_bonus=self.entropy_bonus,
-            correction=self.correction.build(is_stale=self.rollouts.max_staleness > 0),
+            correction=self.correction.build(is_off_policy=self.is_off_policy),
             sequence_mean=self.aggregation == "sequence_mean",
         )
 

@@ -373,6 +373,10 @@ class GeneratorConfig:
     """Largest rank of an adapter of `load_adapter`. vLLM computes all adapters with it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of weights and forward pass."""
+    quantization: Literal["fp8"] | None = None
+    """fp8: the linear layers of the blocks compute in float8 E4M3, with a scale for each output
+    channel of the weights and each token. A pull quantizes its weights anew. Needs a GPU.
+    """
     max_model_len: PositiveInt = 4096
     """Longest prompt with its completion, in tokens."""
     max_num_seqs: PositiveInt = 256
@@ -402,6 +406,10 @@ class GeneratorConfig:
     engines_per_gpu: PositiveInt | None = None
     """Engines of each replica on its GPUs; while one waits for the host, another computes. Each has
     an equal share of max_num_seqs and gpu_memory_utilization. None: see `engines`.
+    """
+    shares_gpu: Annotated[bool, tyro.conf.Suppress] = False
+    """Other processes start on its GPU at the same time, so the size of the KV cache is estimated
+    and not measured. Set by a run, and for several engines on a GPU.
     """
     sleep_mode: bool = False
     """Makes `sleep` possible, which releases the memory of weights and cache (on a CPU nothing)."""
@@ -494,6 +502,11 @@ class GeneratorConfig:
             raise ValueError(
                 f"generator.own_process=False with generator.tensor_parallel={self.tensor_parallel}: several ranks need processes of "
                 "their own"
+            )
+        if self.quantization is not None and self.model.num_experts:
+            raise ValueError(
+                f'generator.quantization="{self.quantization}" with model.num_experts={self.model.num_experts}; only dense models '
+                "are supported"
             )
         if self.lora.syncs_adapter and not self.hf_path:
             raise ValueError(

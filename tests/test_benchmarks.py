@@ -375,16 +375,12 @@ def test_every_result_says_how_to_repeat_its_measurement_and_no_mfu_exceeds_1():
 
 
 def test_the_text_of_a_result_says_what_its_figures_say():
-    from benchmarks import grpo_step, runs
+    from benchmarks import runs
 
     folder = ROOT / "benchmarks" / "results"
     lines = {file.stem: [json.loads(line) for line in file.read_text().splitlines()] for file in folder.glob("*.jsonl")}
     for name, text in (("runs", runs.text), ("ppo_step", ppo_step.text)):
         assert [text(line) for line in lines[name]] == [line["text"] for line in lines[name]]
-    for model in ("0_6b", "1_7b", "tiny"):
-        of_model = [line for line in lines["grpo_step"] if line["name"].startswith(model)]
-        phases = {line["name"].removeprefix(f"{model} "): line for line in of_model}
-        assert grpo_step.text(phases) == phases["step"]["text"]
     for line in lines["overhead"] + lines["serve_overhead"]:
         one, other = (value for name, value in line.items() if name.endswith("_seconds"))
         assert results.milliseconds(one, other) == line["text"]

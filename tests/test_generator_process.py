@@ -287,12 +287,20 @@ def test_a_config_of_the_wrong_type_is_refused(client, config, message):
         client.spawn(config)
 
 
-def test_batch_invariance_is_refused_where_vllm_does_not_support_it(monkeypatch):
-    gpu.require_possible(GeneratorConfig())
-    with pytest.raises(ValueError, match="batch_invariant=True on a CPU"):
-        cpu.require_possible(GeneratorConfig(batch_invariant=True))
+@pytest.mark.parametrize("field", [{"batch_invariant": True}, {"quantization": "fp8"}])
+def test_what_vllm_does_not_support_on_a_machine_is_refused(monkeypatch, field):
+    [name] = field
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
-    with pytest.raises(ValueError, match="batch_invariant=True on a GPU of compute capability 8.6"):
-        gpu.require_possible(GeneratorConfig(batch_invariant=True))
+    gpu.require_possible(GeneratorConfig())
+    with pytest.raises(ValueError, match=f"{name}=.* on a CPU"):
+        cpu.require_possible(GeneratorConfig(**field))
+    with pytest.raises(ValueError, match=f"{name}=.* on a GPU of compute capability 8.6"):
+        gpu.require_possible(GeneratorConfig(**field))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    gpu.require_possible(GeneratorConfig(batch_invariant=True))
+    gpu.require_possible(GeneratorConfig(**field))
+
+
+def test_quantized_experts_are_refused():
+    model = ModelConfig(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    with pytest.raises(ValueError, match='quantization="fp8" with model.num_experts=4'):
+        GeneratorConfig(model=model, quantization="fp8").validate()

@@ -133,16 +133,22 @@ def _kernel_row(name: str) -> TableRow:
 BEST = "vLLM at its best"
 
 
-def _generation_row(model: str, requests: int, num_gpus: int, tensor_parallel: int = 1) -> TableRow:
-    parallel = "" if tensor_parallel == 1 else f", TP{tensor_parallel}"
+def _generation_row(
+    model: str, requests: int, num_gpus: int, tensor_parallel: int = 1, engines: int = 0, ratio: float = 0.0
+) -> TableRow:
+    """engines: on a GPU; 0: as GeneratorConfig chooses. ratio: the least."""
+    how = "" if tensor_parallel == 1 else f", TP{tensor_parallel}"
     options = ("--tensor-parallel", str(tensor_parallel)) if tensor_parallel > 1 else ()
+    if engines:
+        how = f", {engines} engines"
+        options = ("--engines-per-gpu", str(engines))
     return TableRow(
-        what=f"generation compared with {BEST}: {_model(model)}{parallel}, {requests:,} requests at once",
+        what=f"generation compared with {BEST}: {_model(model)}{how}, {requests:,} requests at once",
         num_gpus=num_gpus,
         command=("generation", "--model", model, *options, "--requests", str(requests)),
-        line=f"{model} {requests} requests{parallel}",
+        line=f"{model} {requests} requests{how}",
         fields={"beside": BEST},
-        at_least={"ratio": 0.95} if num_gpus else {},
+        at_least={"ratio": ratio} if ratio else {},
     )
 
 
@@ -156,12 +162,25 @@ def _replicas_row(model: str, requests: int, num_gpus: int) -> TableRow:
     )
 
 
-def _grpo_row(model: str, num_gpus: int, *arguments: str) -> TableRow:
+def _grpo_row(model: str, config: str, num_gpus: int) -> TableRow:
+    ahead = num_gpus > 1
     return TableRow(
-        what=f"seconds of the phases of a synchronous GRPO step: {_model(model)}",
+        what=f"a GRPO step of `--config {config}`"
+        + ", and one whose rollouts run ahead compared with the slower of generating and training" * ahead,
         num_gpus=num_gpus,
-        command=("grpo_step", "--model", model, *arguments),
-        line=f"{model} step",
+        command=("grpo_step", "--model", model, *([] if ahead else ["--staleness", "0"])),
+        line=f"{model} {config}",
+        at_least={"ratio": 0.9} if num_gpus > 1 else {},
+    )
+
+
+def _peer_row(model: str, num_gpus: int, ratio: float) -> TableRow:
+    return TableRow(
+        what=f"a GRPO step compared with TRL's at its best setting: {_model(model)}",
+        num_gpus=num_gpus,
+        command=("head_to_head", "--model", model),
+        line=f"{model} TRL",
+        at_least={"ratio": ratio} if ratio else {},
     )
 
 
@@ -312,15 +331,28 @@ TABLE = {
         at_least={"ratio": 1.9},
         quotient_of=("4b-packed-2gpu", "4b-packed"),
     ),
-    **{f"generation-{count}": _generation_row("0_6b", count, 1) for count in (64, 256, 1024)},
-    **{f"generation-{count}-tp2": _generation_row("0_6b", count, 2, tensor_parallel=2) for count in (64, 256, 1024)},
+    **{
+        f"generation-{count}": _generation_row("0_6b", count, 1, ratio=ratio)
+        for count, ratio in ((64, 0.95), (256, 1.3), (1024, 1.7))
+    },
+    **{
+        f"generation-1024-{engines}-engines": _generation_row("0_6b", 1024, 1, engines=engines) for engines in (1, 2, 4)
+    },
+    "generation-256-4b": _generation_row("4b", 256, 1, ratio=1.0),
+    **{
+        f"generation-{count}-tp2": _generation_row("0_6b", count, 2, tensor_parallel=2, ratio=0.95)
+        for count in (64, 256, 1024)
+    },
     "generation-256-two-replicas": _replicas_row("0_6b", 256, 2),
     **{f"generation-{count}-cpu": _generation_row("tiny", count, 0) for count in (16, 64, 256)},
     "packed-against-padded": _packing_row(1),
     "packed-against-padded-cpu": _packing_row(0, "--samples", "16", "--ways", "packed"),
-    "grpo-step-0_6b": _grpo_row("0_6b", 2, "--steps", "2"),
-    "grpo-step-1_7b": _grpo_row("1_7b", 2, "--steps", "2", "--groups", "16"),
-    "grpo-step-cpu": _grpo_row("tiny", 0),
+    "grpo-step-0_6b": _grpo_row("0_6b", "qwen3_0_6b", 2),
+    "grpo-step-0_6b-one-gpu": _grpo_row("0_6b", "qwen3_0_6b_one_gpu", 1),
+    "grpo-step-cpu": _grpo_row("tiny", "tiny", 0),
+    "trl-0_6b": _peer_row("0_6b", 1, 2.5),
+    "trl-1_7b": _peer_row("1_7b", 1, 2.0),
+    "trl-cpu": _peer_row("tiny", 0, 0.0),
     "ppo-step-0_6b": _ppo_row("qwen3_0_6b_ppo", "0_6b", 2),
     "ppo-step-4b": _ppo_row("qwen3_4b_ppo", "4b", 2, "--samples", "512"),
     "ppo-step-cpu": _ppo_row("tiny_ppo", "tiny", 0),
@@ -339,6 +371,20 @@ TABLE = {
     "offload-4b": _offload_row("4b"),
     "agreement-0_6b": _agreement_row("0_6b", 1),
     "agreement-cpu": _agreement_row("tiny", 0),
+    "generation-256-8b-fp8": TableRow(
+        what=f"generation in float8 compared with bfloat16: {_model('8b')}, 256 requests at once",
+        num_gpus=1,
+        command=("generation", "--model", "8b", "--quantization", "fp8", "--requests", "256"),
+        line="8b 256 requests, fp8",
+        at_least={"ratio": 1.2},
+    ),
+    "agreement-8b-fp8": TableRow(
+        what=f"differences between the logprobs of the generator in float8 and of the trainer in bfloat16: {_model('8b')}",
+        num_gpus=2,
+        command=("logprob_agreement", "--model", "8b", "--quantization", "fp8"),
+        line="8b, fp8, worst of all steps",
+        at_most={"difference_mean": 0.03},
+    ),
     "learns-small": TableRow(
         what="supervised steps and GRPO of a model of 13 million parameters on three-digit addition",
         num_gpus=1,

@@ -71,7 +71,8 @@ class LossConfig:
 class CorrectionConfig:
     name: Annotated[Literal["none", "tis", "icepop"] | None, tyro.conf.arg(name="")] = None
     """By q = p_trainer / p_generator: tis multiplies the objective by min(q, cap), icepop drops
-    tokens with q outside [low, high]. None: tis if rollouts.max_staleness is above 0."""
+    tokens with q outside [low, high]. None: tis if rollouts.max_staleness is above 0, or with
+    generator.quantization."""
     cap: float | None = None
     """For tis: the largest factor. None: 2."""
     low: float | None = None
@@ -83,13 +84,13 @@ class CorrectionConfig:
     level: Level | None = None
     """sequence: q is the geometric mean over the sample's trained tokens. None: token."""
 
-    def chosen(self, *, is_stale: bool) -> str:
-        """is_stale: a step may train on completions of older weights."""
-        return self.name or ("tis" if is_stale else "none")
+    def chosen(self, *, is_off_policy: bool) -> str:
+        """is_off_policy: a step may train on completions of older or of quantized weights."""
+        return self.name or ("tis" if is_off_policy else "none")
 
-    def build(self, *, is_stale: bool) -> Correction | None:
+    def build(self, *, is_off_policy: bool) -> Correction | None:
         """Raises ValueError for an option that the correction lacks, or out of its limits."""
-        name = self.chosen(is_stale=is_stale)
+        name = self.chosen(is_off_policy=is_off_policy)
         cls = CORRECTIONS.get(name)
         options = _options("correction", name, self, cls)
         return None if cls is None else cls(**options)

@@ -57,6 +57,9 @@ class Invocation:
     """Check everything, print the config and stop."""
     plan: Switch = False
     """Print the parallel layout, the memory of a rank and where each process runs, and stop."""
+    cache_dir: Path | None = None
+    """Folder of compiled kernels, which later runs find; by default RL_ACTORS_CACHE, or rl_actors in
+    the user's cache."""
     verbose: Switch = False
     """Show the logs of libraries and actors also on the terminal, not only in files."""
 

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import json
 import logging
+import os
 import shlex
 import signal
 import sys
@@ -59,6 +60,7 @@ from controllers.run.problems import known_problems, require_fitting
 from controllers.run.recovery import Train, train_to_end
 from controllers.run.run import Run, make_evaluator, open_generator, open_run
 from rl_actors import validation
+from rl_actors.processes import kernel_caches
 from rl_actors.processes.output import RoutedOutput, route_logs
 from rl_actors.vllm.start import require_machine
 
@@ -91,6 +93,8 @@ def main(train: Train, configs: cli.Configs, *, others: Mapping[str, cli.Configs
     controller = module_of(train)
     prog = started_as(controller)
     invocation = cli.parse(prog, configs, configs_by_controller=others)
+    if invocation.cache_dir:
+        os.environ[kernel_caches.VARIABLE] = str(invocation.cache_dir)
     try:
         if invocation.plan:
             print(describe_plan.describe(invocation.config), flush=True)

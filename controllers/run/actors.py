@@ -103,6 +103,7 @@ class Actors:
             stop_token_ids=own.stop_token_ids if given.stop_token_ids is None else given.stop_token_ids,
             tokenizer_path=given.tokenizer_path or own.tokenizer_path,
             restarts=self.config.survival.policy(),
+            shares_gpu=self._share_gpus() and not self.config.colocation.enabled,
         )
 
     def _open_transport(self) -> None:
@@ -255,7 +256,7 @@ class Actors:
         names = "trainer"
         if self.config.has_generator:
             names = "trainer and generator"
-            if self._share_gpus():  # the trainer first, because vLLM measures the free memory
+            if self.config.colocation.enabled:  # the trainer first, because it leaves its memory to vLLM
                 with setup("starting trainer"):
                     await self.spawn_trainer().ready()
                     await self.spawn_trainer().offload(self.config.colocation.parts)

@@ -465,6 +465,7 @@ def config_of_engine(config: GeneratorConfig, index: int, num_hosts: int = 1) ->
         config,
         replicas=1,
         engines_per_gpu=engines,
+        shares_gpu=config.shares_gpu or engines > 1,
         max_num_seqs=math.ceil(config.max_num_seqs / engines),
         gpu_memory_utilization=config.gpu_memory_utilization / engines,
         kv_cache_bytes=config.kv_cache_bytes and config.kv_cache_bytes // engines,

@@ -36,7 +36,7 @@ from monarch.actor import (
 )
 from torch.distributed import TCPStore
 
-from rl_actors.processes import collector, threads
+from rl_actors.processes import collector, kernel_caches, threads
 from rl_actors.processes.address import lead_gloo_to
 from rl_actors.processes.output import (
     LOG_VARIABLE,
@@ -231,7 +231,8 @@ async def spawn_processes(
         raise ValueError(f"{name}: {num_processes} processes cannot be spread evenly over {num_hosts} hosts")
     own_address = LOOPBACK if hosts is None else hosts.own_address
     rendezvous = open_rendezvous(own_address)
-    common = {**_common_environment(num_processes, own_address, rendezvous.port), **(env or {})}
+    caches = kernel_caches.environment() if hosts is None else {}
+    common = {**_common_environment(num_processes, own_address, rendezvous.port), **caches, **(env or {})}
     machines = this_host() if hosts is None else hosts.mesh
     mesh = machines.spawn_procs(
         per_host={"gpus": num_processes // num_hosts},

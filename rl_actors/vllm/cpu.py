@@ -43,6 +43,10 @@ def require_possible(config: GeneratorConfig) -> None:
         raise ValueError(
             f"model.head_dim={model.head_dim} on a CPU: vLLM's attention on CPUs supports only head_dim {', '.join(map(str, HEAD_DIMS))}"
         )
+    if config.quantization is not None:
+        raise ValueError(
+            f'generator.quantization="{config.quantization}" on a CPU: vLLM\'s float8 kernels need a GPU; leave it out'
+        )
     if config.batch_invariant:
         raise ValueError(
             "generator.batch_invariant=True on a CPU: vLLM's batch-invariant mode computes in Triton kernels, which need a GPU"

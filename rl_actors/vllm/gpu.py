@@ -23,6 +23,10 @@ BATCHED_TOKENS = 8192
 """Of one step, unless max_num_seqs is larger. More would delay running requests."""
 BATCH_INVARIANT_CAPABILITY = (9, 0)
 """Lowest compute capability for vLLM's batch-invariant kernels."""
+FLOAT8_CAPABILITY = (8, 9)
+"""Lowest compute capability with matrix products in float8."""
+QUANTIZATIONS = {"fp8": "fp8_per_channel"}
+"""vLLM's names. Per-channel scales of weights and per-token scales of activations."""
 
 
 def require_possible(config: GeneratorConfig) -> None:
@@ -33,12 +37,15 @@ def require_possible(config: GeneratorConfig) -> None:
             f'generator.dtype="float32" with {config.adapters_field()} on a GPU: vLLM\'s kernels for adapters do not support '
             f'float32; set generator.dtype="bfloat16" or {other}'
         )
-    if config.batch_invariant:
-        capability = torch.cuda.get_device_capability()
-        if capability < BATCH_INVARIANT_CAPABILITY:
+    needed = {
+        "generator.batch_invariant=True": (config.batch_invariant, BATCH_INVARIANT_CAPABILITY),
+        f'generator.quantization="{config.quantization}"': (config.quantization is not None, FLOAT8_CAPABILITY),
+    }
+    for field, (is_set, lowest) in needed.items():
+        if is_set and (capability := torch.cuda.get_device_capability()) < lowest:
             raise ValueError(
-                f"generator.batch_invariant=True on a GPU of compute capability {'.'.join(map(str, capability))}; "
-                f"vLLM's batch-invariant kernels need {'.'.join(map(str, BATCH_INVARIANT_CAPABILITY))} or later"
+                f"{field} on a GPU of compute capability {'.'.join(map(str, capability))}; vLLM's kernels for it need "
+                f"{'.'.join(map(str, lowest))} or later"
             )
 
 
@@ -52,6 +59,7 @@ def options(config: GeneratorConfig) -> dict[str, object]:
         "kv_cache_memory_bytes": kv_cache_bytes(config),
         "max_num_batched_tokens": batched_tokens(config),
         "enforce_eager": config.enforce_eager,
+        "quantization": config.quantization and QUANTIZATIONS[config.quantization],
     }
     if not config.enforce_eager:
         chosen["compilation_config"] = CompilationConfig(
@@ -65,9 +73,9 @@ def options(config: GeneratorConfig) -> dict[str, object]:
 def kv_cache_bytes(config: GeneratorConfig) -> int | None:
     """For vLLM; None: it measures what is left of its share.
 
-    Engines that share a GPU cannot measure, because they start at the same time. Raises ValueError if nothing is left.
+    Processes that start on a GPU at the same time cannot measure. Raises ValueError if nothing is left.
     """
-    if config.kv_cache_bytes is not None or config.engines_per_gpu in (None, 1):
+    if config.kv_cache_bytes is not None or not config.shares_gpu:
         return config.kv_cache_bytes
     from vllm.platforms import current_platform
 
@@ -80,8 +88,8 @@ def kv_cache_bytes(config: GeneratorConfig) -> int | None:
     left = share - weights - logits - hidden - OVERHEAD_BYTES
     if left <= 0:
         raise ValueError(
-            f"generator.engines_per_gpu={config.engines_per_gpu}: an engine's share of the GPU is {share / GIB:.1f} GiB, of which "
-            f"weights and activations take {(share - left) / GIB:.1f}; raise generator.gpu_memory_utilization, or lower engines_per_gpu"
+            f"an engine's share of the GPU is {share / GIB:.1f} GiB, of which weights and activations take {(share - left) / GIB:.1f}; "
+            "raise generator.gpu_memory_utilization, or lower generator.engines_per_gpu or max_num_seqs"
         )
     return left
 

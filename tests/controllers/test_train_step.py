@@ -10,7 +10,7 @@ from configs.tiny import tiny
 from controllers.grpo import minibatches, train_step
 from controllers.rollouts.groups import RolloutConfig
 from controllers.run.run import Run
-from rl_actors import OptimParams, Sample
+from rl_actors import OptimParams, Sample, TruncatedImportanceSampling
 
 
 class RecordingTrainer:
@@ -78,6 +78,17 @@ def test_the_aggregation_decides_the_divisor_of_the_summed_gradient(aggregation,
     asyncio.run(train_on(run, "abc"))
     assert [params.grad_divisor for params in trainer.params] == [expected]
     assert run.config.make_loss().sequence_mean == (aggregation == "sequence_mean")
+
+
+@pytest.mark.parametrize(
+    ("staleness", "quantization", "correction"),
+    [(0, None, None), (4, None, TruncatedImportanceSampling()), (0, "fp8", TruncatedImportanceSampling())],
+)
+def test_off_policy_completions_are_corrected(staleness, quantization, correction):
+    config = tiny()
+    config.rollouts.max_staleness = staleness
+    config.generator.quantization = quantization
+    assert config.make_loss().correction == correction
 
 
 def test_the_penalty_on_long_completions_grows_over_the_last_tokens_before_the_limit():

@@ -17,6 +17,9 @@ SAMPLED = SamplingParams(max_tokens=64, n=4, seed=7)
 BFLOAT16 = 0.15
 """Largest allowed difference of a logprob between the trainer and vLLM. Both compute in bfloat16, but they sum in different orders."""
 
+FLOAT8_MEAN = 0.1
+"""Largest allowed mean difference of a logprob between the trainer in bfloat16 and vLLM in float8."""
+
 
 def trainer_config() -> TrainerConfig:
     return TrainerConfig(model=MODEL, compute_dtype="bfloat16", max_sequence_length=511, tokens_per_row=512)
@@ -76,6 +79,25 @@ def assert_pulls_replace_the_weights(config: GeneratorConfig) -> None:
 
 def test_an_engine_core_in_its_own_process_samples_with_the_pulled_weights():
     assert_pulls_replace_the_weights(generator_config())
+
+
+def test_an_engine_in_float8_quantizes_every_pull_with_fresh_scales():
+    config = generator_config(quantization="fp8")
+    sequences = [prompt * 8 for prompt in PROMPTS]
+    with TrainerClient.spawn(trainer_config()) as trainer, trainer.spawn_generator(config) as generator:
+        for _ in range(2):
+            step(trainer)
+            generator.pull_model_state_dict(trainer.push_model_state_dict().result()).result()
+        found = generator.compute_logprobs(sequences).result()
+        with trainer.spawn_generator(config, name="fresh") as fresh:
+            fresh.pull_model_state_dict(trainer.info().result()[0].policy_version).result()
+            for ours, expected in zip(found, fresh.compute_logprobs(sequences).result(), strict=True):
+                assert torch.equal(ours, expected)
+        samples = [Sample.from_tokens(sequence[:1], sequence[1:]) for sequence in sequences]
+        expected = torch.cat(trainer.forward(samples).result().logprobs)
+        differences = (torch.cat(found) - expected).abs()
+        print(f"logprobs in float8: mean difference {differences.mean():.4f}, largest {differences.max():.4f}")
+        assert 0 < differences.mean() < FLOAT8_MEAN
 
 
 def test_a_call_fails_with_an_error_that_names_the_killed_engine_core():

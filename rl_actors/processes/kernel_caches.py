@@ -1,0 +1,35 @@
+"""Folders in which torch, Triton, vLLM and FlashAttention 4 keep compiled kernels for later processes."""
+
+import logging
+import os
+from pathlib import Path
+
+VARIABLE = "RL_ACTORS_CACHE"
+"""Environment variable with the folder, by default rl_actors in $XDG_CACHE_HOME or ~/.cache."""
+FOLDERS = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "VLLM_CACHE_ROOT": "vllm",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash_attention",
+    "QUACK_CACHE_DIR": "quack",
+}
+SWITCHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}  # by default every process compiles anew
+logger = logging.getLogger(__name__)
+
+
+def environment() -> dict[str, str]:
+    """For a new process on this host, without variables that the user has set.
+
+    Empty if the folder cannot be written: the packages then use folders of their own.
+    """
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(os.environ.get(VARIABLE) or caches / "rl_actors").expanduser().absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} is not writable")
+    except OSError as error:
+        logger.info("no folder for compiled kernels: %s", error)
+        return {}
+    wanted = SWITCHES | {name: str(folder / part) for name, part in FOLDERS.items()}
+    return {name: value for name, value in wanted.items() if name not in os.environ}

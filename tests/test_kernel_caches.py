@@ -1,0 +1,35 @@
+"""Tests of the environment that tells packages where to keep compiled kernels."""
+
+from pathlib import Path
+
+import pytest
+
+from rl_actors.processes import kernel_caches
+
+
+@pytest.fixture(autouse=True)
+def no_caches(monkeypatch):
+    for name in (kernel_caches.VARIABLE, *kernel_caches.FOLDERS, *kernel_caches.SWITCHES):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_all_packages_keep_their_kernels_in_one_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = kernel_caches.environment()
+    assert {Path(found[name]).parent for name in kernel_caches.FOLDERS} == {tmp_path / "rl_actors"}
+    assert found["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
+    monkeypatch.setenv(kernel_caches.VARIABLE, str(tmp_path / "own"))
+    assert kernel_caches.environment()["TRITON_CACHE_DIR"] == str(tmp_path / "own" / "triton")
+
+
+def test_a_variable_of_the_user_stays(monkeypatch, tmp_path):
+    monkeypatch.setenv(kernel_caches.VARIABLE, str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
+    found = kernel_caches.environment()
+    assert "TRITON_CACHE_DIR" not in found and "VLLM_CACHE_ROOT" in found
+
+
+def test_without_a_writable_folder_the_packages_use_their_own(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(kernel_caches.VARIABLE, str(tmp_path / "file" / "below"))
+    assert kernel_caches.environment() == {}
